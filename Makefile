@@ -1,0 +1,64 @@
+# make demo and make test do all set-up by themselves; see `make help`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := pyproject.toml constraints.txt scripts/setup_env.py
+SUITES := norm activation rope softmax
+
+# On a GPU machine: the system's python, from the checkout, nothing installed.
+SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
+
+.PHONY: help demo test lint check-python test-default test-interp test-compile test-gpu bench-gpu clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded language model
+	@mkdir -p build
+	$(BIN)/tilewright optimize examples/stdlib_lm/model --prompts examples/stdlib_lm/prompts.jsonl \
+	    --html build/stdlib_lm.html --json build/stdlib_lm.json
+
+test: lint test-default test-interp test-compile ## everything a change must pass, without a GPU
+
+lint: .venv/.ready-test ## ruff, mypy, import-linter
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Three processes: Triton's interpreter and its compiler cannot share one.
+test-default: .venv/.ready-test ## references, dispatch, models, command line
+	$(BIN)/python -m pytest
+
+test-interp: .venv/.ready-test ## every Triton kernel, forward and backward, in Triton's CPU interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp
+
+test-compile: .venv/.ready-test ## every Triton kernel compiled for sm_80, sm_90, sm_100, gfx942, gfx950
+	$(BIN)/python -m pytest -m compile
+
+test-gpu: ## the tests that need a GPU, with the system's python
+	$(SYSTEM_PYTHON) -m pytest -m gpu
+
+bench-gpu: ## measure every suite on this GPU and render docs/performance.md
+	for suite in $(SUITES); do \
+	    $(SYSTEM_PYTHON) -m tilewright bench $$suite --json benchmarks/results/h200/$$suite.json; \
+	done
+	$(SYSTEM_PYTHON) -m tilewright bench --report
+
+clean: ## remove the environment, caches and outputs
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.venv/.ready-test: $(SETUP) | check-python
+	$(PYTHON) scripts/setup_env.py test
+
+# Whatever `make test` needs includes what the demo needs.
+.venv/.ready-demo: $(SETUP) | check-python
+	@if [[ .venv/.ready-test -nt pyproject.toml && .venv/.ready-test -nt constraints.txt ]]; then touch $@; \
+	else $(PYTHON) scripts/setup_env.py demo; fi
+
+check-python:
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON) is missing. Install it: sudo apt-get install python3 python3-venv"; exit 1; }

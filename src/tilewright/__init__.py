@@ -1,0 +1,79 @@
+"""tilewright: verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves it.
+
+    from tilewright import ops              ops.rms_norm(x, weight), ops.swiglu(gate, up), ...
+    patch = tilewright.patch(model)         our ops inside a Hugging Face model; patch.undo()
+    opt = tilewright.optimize(model, inputs)   measure, change, verify, report
+
+Everything is imported on first use: `import tilewright` itself loads no compiler and touches no GPU.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewright import ops, settings
+    from tilewright.assistant import analyze, optimize
+    from tilewright.bench.calibrate import calibrate
+    from tilewright.dispatch import (
+        explain,
+        get_current_backend,
+        numerics,
+        record,
+        register_impl,
+        set_backend,
+        use_backend,
+    )
+    from tilewright.models import patch
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "analyze": "tilewright.assistant",
+    "optimize": "tilewright.assistant",
+    "calibrate": "tilewright.bench.calibrate",
+    "patch": "tilewright.models",
+    **dict.fromkeys(
+        (
+            "explain",
+            "get_current_backend",
+            "numerics",
+            "record",
+            "register_impl",
+            "set_backend",
+            "use_backend",
+        ),
+        "tilewright.dispatch",
+    ),
+}
+_MODULES = ("bench", "dispatch", "errors", "generate", "hardware", "models", "nn", "ops", "settings", "validate")
+
+__all__ = [
+    "analyze",
+    "calibrate",
+    "explain",
+    "get_current_backend",
+    "numerics",
+    "ops",
+    "optimize",
+    "patch",
+    "record",
+    "register_impl",
+    "set_backend",
+    "settings",
+    "use_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"tilewright.{name}")
+    else:
+        raise AttributeError(f"module 'tilewright' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -1,0 +1,88 @@
+"""Pure memory traffic of a given size and read:write mix: the contestant that no other can beat, and so the floor of memory-bound ops.
+
+Each mix is moved by what torch offers for it and, on a GPU with Triton, by a streaming kernel of two block sizes; the fastest is the
+ceiling. The streams are timed with the same rounds, rotation and graph as the op they are the floor of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+
+from tilewright.bench.rotation import rotate, sets_for
+from tilewright.bench.statistics import Samples
+from tilewright.hardware.ceilings import MIXES, mix_between
+
+_ITEM = 4  # int32: sums cannot turn into NaN, and every torch build moves it at full width
+_ARRAYS = {"read": (1, 0), "read2_write1": (2, 1), "read1_write1": (1, 1), "write": (0, 1)}
+_BLOCKS = (1024, 4096)
+
+Call = Callable[[], object]
+
+
+def stream_calls(mix: str, total_bytes: int, device: torch.device, *, sets: int | None = None) -> dict[str, Call]:
+    """Callables that each move `total_bytes` in `mix`, rotating over enough buffers for a cold cache; by the mover's name."""
+    count = sets_for(total_bytes, device) if sets is None else sets
+    arrays = [_arrays(mix, total_bytes, device) for _ in range(count)]
+    calls = {"torch": rotate([_torch_mover(mix, *pair) for pair in arrays])}
+    if device.type == "cuda" and find_spec("triton") is not None:
+        for block in _BLOCKS:
+            calls[f"triton{block}"] = rotate([_triton_mover(mix, *pair, block) for pair in arrays])
+    return calls
+
+
+def bracket(bytes_read: int, bytes_written: int) -> list[str]:
+    """The one or two measured mixes around this one."""
+    written = bytes_written / (bytes_read + bytes_written)
+    shares = sorted(MIXES.items(), key=lambda item: item[1])
+    for (low, at), (high, above) in zip(shares, shares[1:], strict=False):
+        if at <= written <= above:
+            return [low] if written - at < 1e-2 else [high] if above - written < 1e-2 else [low, high]
+    raise AssertionError(f"a share of {written} lies outside [0, 1]")
+
+
+def floor_calls(bytes_read: int, bytes_written: int, device: torch.device, *, sets: int | None = None) -> dict[str, Call]:
+    """Streams whose times `floor_us` turns into the floor of this traffic; names are "mix/mover"."""
+    total = bytes_read + bytes_written
+    return {
+        f"{mix}/{mover}": call
+        for mix in bracket(bytes_read, bytes_written)
+        for mover, call in stream_calls(mix, total, device, sets=sets).items()
+    }
+
+
+def floor_us(timed: Mapping[str, Samples], bytes_read: int, bytes_written: int) -> float:
+    """Floor in microseconds from the samples of `floor_calls`: the fastest mover of each mix, interpolated between the mixes."""
+    fastest: dict[str, float] = {}
+    for name, samples in timed.items():
+        mix = name.split("/")[0]
+        fastest[mix] = min(samples.median, fastest.get(mix, float("inf")))
+    return mix_between(fastest, bytes_written / (bytes_read + bytes_written))
+
+
+def _arrays(mix: str, total_bytes: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    reads, writes = _ARRAYS[mix]
+    n = max(1, total_bytes // (_ITEM * (reads + writes)))
+    sources = [torch.randint(-9, 9, (n,), dtype=torch.int32, device=device) for _ in range(reads)]
+    return sources, torch.empty(n if writes else 1 + n // min(_BLOCKS), dtype=torch.int32, device=device)
+
+
+def _torch_mover(mix: str, sources: Sequence[torch.Tensor], out: torch.Tensor) -> Call:
+    if mix == "read":
+        return lambda: torch.amax(sources[0])
+    if mix == "write":
+        return lambda: out.fill_(7)
+    if mix == "read1_write1":
+        return lambda: out.copy_(sources[0])
+    return lambda: torch.add(sources[0], sources[1], out=out)
+
+
+def _triton_mover(mix: str, sources: Sequence[torch.Tensor], out: torch.Tensor, block: int) -> Call:
+    from tilewright.bench.stream_kernel import stream
+
+    _, writes = _ARRAYS[mix]
+    n = sources[0].numel() if sources else out.numel()
+    held = list(sources)
+    return lambda: stream(held, out, writes=writes, n=n, block=block)

@@ -1,0 +1,90 @@
+"""Timing launch-sized work as CUDA graphs: many calls in one graph, replayed, so that host launch gaps vanish for every contestant alike.
+
+A call of 2 us cannot be timed launch by launch: the host needs longer to launch it. Captured `launches` times over rotating inputs, the
+replay shows what the call costs inside a graphed model. Before each replay, outside the timed span, twice the L2 is read, so that even
+inputs too small to fill the cache by themselves are cold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tilewright.bench.clock import clock_for
+from tilewright.bench.statistics import Samples
+from tilewright.bench.timing import Call, Plan, lead_for, run_rounds
+from tilewright.errors import InputError
+from tilewright.hardware import device_info
+
+MIN_LAUNCHES = 20
+
+
+def capture(call: Call, *, launches: int, device: torch.device | str) -> Callable[[], None]:
+    """Capture `launches` calls in one CUDA graph and return its replay.
+
+    Captures on the current stream when that is a side stream, else on a new one. A backward pass runs on the stream of its forward: prepare
+    it on the side stream that is current here, or the capture misses it and fails.
+    """
+    where = torch.device(device)
+    if where.type != "cuda":
+        raise InputError(f"capture: CUDA graphs need a CUDA device, got {where}")
+    current = torch.cuda.current_stream(where)
+    stream = torch.cuda.Stream(where) if current == torch.cuda.default_stream(where) else current
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compilation, autotuning and handles must be over before the capture
+            call()
+    torch.cuda.synchronize(where)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(launches):
+            call()
+    torch.cuda.synchronize(where)
+    return graph.replay
+
+
+def interleave_graphs(
+    fns: Mapping[str, Call],
+    *,
+    device: torch.device | str,
+    launches: int = 64,
+    rounds: int = 30,
+    evict: bool = True,
+) -> dict[str, Samples]:
+    """Capture every callable `launches` times and time the replays interleaved; microseconds per call.
+
+    evict=True reads twice the L2 before each replay (untimed); False leaves the cache as the last replay left it.
+    """
+    if launches < MIN_LAUNCHES:
+        raise InputError(f"interleave_graphs: needs launches >= {MIN_LAUNCHES} so that the graph's own start is amortised, got {launches}")
+    replays = {name: capture(fn, launches=launches, device=device) for name, fn in fns.items()}
+    return interleave_replays(replays, device=device, launches=launches, rounds=rounds, evict=evict)
+
+
+def interleave_replays(
+    replays: Mapping[str, Call], *, device: torch.device | str, launches: int, rounds: int = 30, evict: bool = True
+) -> dict[str, Samples]:
+    """Time graphs that `capture` made, interleaved; microseconds per captured call."""
+    where = torch.device(device)
+    clock = clock_for(where)
+    plans = {name: Plan(replay, 1, _replay_lead(replay, where), units=launches) for name, replay in replays.items()}
+    return run_rounds(plans, clock, rounds=rounds, before=_eviction(where) if evict else None)
+
+
+def _replay_lead(replay: Call, device: torch.device) -> float:
+    """The start of a large graph takes the host a while; measured, so that the first node never waits for the host."""
+    replay()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter_ns()
+    replay()
+    host = (time.perf_counter_ns() - start) / 1e3
+    torch.cuda.synchronize(device)
+    return lead_for(host, device_us=host, calls=1)
+
+
+def _eviction(device: torch.device) -> Call:
+    """Reading (not writing) leaves clean lines behind, so that no write-back is charged to the sample."""
+    buffer = torch.ones(device_info(device).l2_bytes // 2, dtype=torch.int32, device=device)  # 4 bytes each: twice the L2
+    return lambda: torch.amax(buffer)

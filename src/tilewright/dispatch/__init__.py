@@ -1,0 +1,49 @@
+"""Which implementation of an op runs: contracts, registration, preferences, measured tables, selection, explanation."""
+
+from tilewright.dispatch.call import call, dispatch, register
+from tilewright.dispatch.contract import (
+    BadInput,
+    Contract,
+    Cost,
+    Gradient,
+    Promises,
+    Sample,
+    Workload,
+    contract,
+    contracts,
+)
+from tilewright.dispatch.explanation import Explanation, explain
+from tilewright.dispatch.preference import get_current_backend, numerics, set_backend, use_backend
+from tilewright.dispatch.raw import RawOp
+from tilewright.dispatch.recording import Recording, record
+from tilewright.dispatch.registry import Implementation, implementations, register_impl, unregister_impl
+from tilewright.dispatch.select import Plan
+
+__all__ = [
+    "BadInput",
+    "Contract",
+    "Cost",
+    "Explanation",
+    "Gradient",
+    "Implementation",
+    "Plan",
+    "Promises",
+    "RawOp",
+    "Recording",
+    "Sample",
+    "Workload",
+    "call",
+    "contract",
+    "contracts",
+    "dispatch",
+    "explain",
+    "get_current_backend",
+    "implementations",
+    "numerics",
+    "record",
+    "register",
+    "register_impl",
+    "set_backend",
+    "unregister_impl",
+    "use_backend",
+]

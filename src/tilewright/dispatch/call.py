@@ -1,0 +1,144 @@
+"""The way of one public call: check, resolve the wish into plain arguments, then run; autograd stands outside the raw op.
+
+Eager calls go straight to the raw op, or through one `autograd.Function` when something needs a gradient.  Under
+`torch.compile` the call is one op in the graph, `torch.ops.tilewright.<op>`, which AOTAutograd opens up: then ordinary Python
+selects, and either the raw op goes into the graph or, where torch is chosen, the reference itself for Inductor to fuse.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.dispatch.contract import Contract, bind, bind_function
+from tilewright.dispatch.preference import resolve
+from tilewright.dispatch.raw import LIBRARY
+from tilewright.errors import InputError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def dispatch(name: str) -> Callable[[F], F]:
+    """Make the decorated function the public face of op `name`; the contract follows in the same module."""
+
+    def decorate(function: F) -> F:
+        bind_function(name, function)
+        return function
+
+    return decorate
+
+
+def register(contract: Contract) -> Contract:
+    """Make `contract` known and define its composite op `torch.ops.tilewright.<name>`."""
+    raw = contract.forward
+    returns = "Tensor" if raw.count == 1 else f"({', '.join(['Tensor'] * raw.count)})"
+    LIBRARY.define(f'{contract.name}({raw.schema}, str backend="auto", str numerics="default") -> {returns}')
+
+    arity = len(raw.torch_op._schema.arguments) - 2
+
+    def composite(*args: Any, **wish: str) -> Any:
+        # torch drops trailing arguments that equal their defaults
+        backend, numerics = (*args[arity:], *("auto", "default")[len(args) - arity :])
+        plain = args[:arity]
+        contract.check(*plain)
+        return _run(contract, plain, wish.get("backend", backend), wish.get("numerics", numerics))
+
+    LIBRARY.impl(contract.name, composite, "CompositeImplicitAutograd")
+    return bind(contract)
+
+
+def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | None = None) -> Any:
+    """Run the public op on its raw arguments.  `out` is written and returned where given."""
+    if torch.compiler.is_compiling() and out is None:
+        return getattr(torch.ops.tilewright, contract.name)(*args, *resolve(backend))
+    contract.check(*args)
+    wish, numerics = resolve(backend)
+    if out is not None:
+        _check_out(contract, args, out)
+        contract.forward.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
+        return out
+    if torch.is_grad_enabled() and _any_requires_grad(args):
+        return _run(contract, args, wish, numerics)
+    with torch._C._AutoDispatchBelowAutograd():
+        return contract.forward.torch_op(*args, wish, numerics)
+
+
+def _run(contract: Contract, args: Sequence[Any], backend: str, numerics: str) -> Any:
+    plan = contract.forward.plan(args, backend, numerics)
+    if plan.launch is None:
+        return contract.forward.reference(*args)
+    if contract.gradient is not None and torch.is_grad_enabled() and _any_requires_grad(args):
+        return _OpFunction.apply(contract, backend, numerics, *args)
+    return contract.forward(*args, backend, numerics)
+
+
+def _any_requires_grad(args: Sequence[Any]) -> bool:
+    for a in args:
+        if isinstance(a, Tensor) and a.requires_grad:
+            return True
+    return False
+
+
+def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
+    name = contract.name
+    if torch.is_grad_enabled() and (_any_requires_grad(args) or out.requires_grad):
+        raise InputError(f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad().")
+    if contract.forward.torch_out is None:
+        raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
+    ((shape, dtype),) = contract.forward.outputs(*args)
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != args[0].device or not out.is_contiguous():
+        raise InputError(
+            f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "
+            f"needs contiguous {tuple(shape)} {dtype} on {args[0].device}."
+        )
+    if not torch.compiler.is_compiling() and any(_overlap(out, a) for a in args if isinstance(a, Tensor)):
+        raise InputError(f"{name}(out=...) shares memory with an input, which the kernel still reads. Give it its own memory.")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Do the address ranges of two strided tensors meet?"""
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    (a0, a1), (b0, b1) = _extent(a), _extent(b)
+    return a0 < b1 and b0 < a1
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+
+
+class _OpFunction(torch.autograd.Function):
+    """Autograd of every op: the contract says what to save and how to call the raw backward.
+
+    Backend and numerics travel in ctx, because autograd's threads do not see the caller's context managers.
+    """
+
+    @staticmethod
+    def forward(contract: Contract, backend: str, numerics: str, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return contract.forward(*args, backend, numerics)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        contract, ctx.backend, ctx.numerics, *args = inputs
+        ctx.set_materialize_grads(False)
+        ctx.contract = contract
+        ctx.args = tuple(None if isinstance(a, Tensor) else a for a in args)
+        ctx.save_for_backward(*contract.gradient.save(args, output if isinstance(output, tuple) else (output,)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        contract: Contract = ctx.contract
+        gradient = contract.gradient
+        assert gradient is not None
+        needs = ctx.needs_input_grad[3:]
+        raw = gradient.raw_args(grads, ctx.saved_tensors, ctx.args, needs)
+        made = gradient.op(*raw, ctx.backend, ctx.numerics)
+        result: list[Any] = [None] * len(ctx.args)
+        for i, grad in zip(gradient.inputs, (made,) if gradient.op.count == 1 else made, strict=True):
+            result[i] = grad if needs[i] else None
+        return (None, None, None, *result)

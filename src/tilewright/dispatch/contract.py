@@ -1,0 +1,146 @@
+"""The contract: everything a public op promises, as data.
+
+`validate`, `bench`, the documentation and the command line read contracts and know no op by name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch.raw import RawOp
+from tilewright.errors import InputError
+
+Direction = Literal["fwd", "bwd"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments of one call of the public function."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named problem: `params` are the sizes (`M`, `N`, ...) and options that `Contract.inputs` understands."""
+
+    name: str
+    params: Mapping[str, Any]
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    directions: tuple[Direction, ...] = ("fwd", "bwd")
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """A call that must raise `error` with `match` in its text before anything is launched or written."""
+
+    name: str
+    make: Callable[[torch.device], Sample]
+    match: str
+    error: type[Exception] = InputError
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations, and the fewest bytes that must pass through device memory."""
+
+    flops: int
+    bytes_read: int
+    bytes_written: int
+
+
+@dataclass(frozen=True)
+class Promises:
+    """Bitwise promises of every implementation: the same call repeated; a row alone against the row in a batch."""
+
+    deterministic: bool = True
+    batch_invariant: bool = True
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How the raw backward op is fed.
+
+    `save(args, outputs)` picks the tensors the backward needs; `raw_args(grads, saved, args, needs)` builds its arguments
+    (`args` with tensors replaced by None, `needs[i]`: does argument i want a gradient; an unused output's gradient is None).
+    The raw op's outputs are the gradients of the arguments at `inputs`, in order.
+    """
+
+    op: RawOp
+    inputs: tuple[int, ...]
+    save: Callable[[Sequence[Any], tuple[Tensor, ...]], tuple[Tensor | None, ...]]
+    raw_args: Callable[[tuple[Any, ...], tuple[Any, ...], Sequence[Any], Sequence[bool]], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One public op.
+
+    reference   the op in plain torch with the public function's arguments (without `out`, `backend`).  On float64 inputs
+                it is the oracle; on low-precision inputs it fixes the rounding points.
+    check       raises InputError for raw forward arguments that cannot run; called before any launch.
+    inputs      (params, dtype, device, seed) -> Sample, with fresh random tensors.
+    cost        (sample, direction) -> Cost.
+    workloads   what the bench measures on a GPU; `cpu_workloads` on a CPU; `edge_cases` are for `validate.check`.
+    batch_dim   dimension of `args[0]` along which rows are independent; None where there is none.
+    """
+
+    name: str
+    family: str
+    summary: str
+    reference: Callable[..., Any]
+    forward: RawOp
+    check: Callable[..., None]
+    inputs: Callable[[Mapping[str, Any], torch.dtype, torch.device, int], Sample]
+    cost: Callable[[Sample, Direction], Cost]
+    workloads: tuple[Workload, ...]
+    cpu_workloads: tuple[Workload, ...]
+    edge_cases: tuple[Workload, ...]
+    bad_inputs: tuple[BadInput, ...]
+    gradient: Gradient | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    batch_dim: int | None = 0
+    promises: Promises = Promises()
+    tolerance: float = 2.0
+    gradient_tolerance: float = 3.0
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The public function bound by `@dispatch(name)`."""
+        return _functions[self.name]
+
+    @property
+    def raw_ops(self) -> tuple[RawOp, ...]:
+        """Forward, and backward where there is one."""
+        return (self.forward,) if self.gradient is None else (self.forward, self.gradient.op)
+
+
+_contracts: dict[str, Contract] = {}
+_functions: dict[str, Callable[..., Any]] = {}
+
+
+def bind(contract: Contract) -> Contract:
+    """Make `contract` known.  Its public function must be decorated with `@dispatch(contract.name)`."""
+    _contracts[contract.name] = contract
+    return contract
+
+
+def bind_function(name: str, function: Callable[..., Any]) -> None:
+    """Make `function` the public face of op `name`."""
+    _functions[name] = function
+
+
+def contracts() -> dict[str, Contract]:
+    """Contracts of every op imported so far (`import tilewright.ops` brings in all of ours), by name in alphabetical order."""
+    return dict(sorted(_contracts.items()))
+
+
+def contract(name: str) -> Contract:
+    """The contract of one op.  Raises InputError naming the ops that exist."""
+    if name not in _contracts:
+        raise InputError(f"no op named {name!r}. Ops: {', '.join(sorted(_contracts)) or 'none imported'}.")
+    return _contracts[name]

@@ -1,0 +1,71 @@
+"""Say which implementation a call would take, and why each other one would not, without running it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilewright.dispatch.contract import contract
+from tilewright.dispatch.recording import record
+from tilewright.dispatch.registry import implementations
+from tilewright.dispatch.select import known, refusal
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One implementation of one raw op: `refused` says why it cannot run; None when it could."""
+
+    backend: str
+    chosen: bool
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would happen in one call.  `str()` is for people, `to_dict()` for programs."""
+
+    op: str
+    direction: str
+    bucket: str
+    dtype: str
+    device: str
+    numerics: str
+    backend: str
+    why: str
+    config: str
+    verdicts: tuple[Verdict, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} ({self.direction})  {self.bucket} {self.dtype} on {self.device}, numerics {self.numerics}"]
+        lines.append(f"  -> {self.backend}: {self.why}" + (f", {self.config}" if self.config != "None" else ""))
+        for v in self.verdicts:
+            if not v.chosen:
+                lines.append(f"     {v.backend}: " + (v.refused or "could run"))
+        return "\n".join(lines)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Every implementation of `op` for this call, chosen or refused, in words.  Tensors may be real or fake.
+
+    Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
+    """
+    function = contract(op).function
+    mode = next((a.fake_mode for a in args if hasattr(a, "fake_mode")), None) or FakeTensorMode()
+    fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in args]
+    with mode, torch.no_grad(), record() as recording:
+        function(*fake, **kwargs)
+    raw, raw_args, _, numerics = recording.calls[0]
+    plan = recording.plans[0]
+    found = implementations(raw.op, raw.direction, raw.package)
+    verdicts = tuple(
+        Verdict(name, name == plan.backend, refusal(raw, found, name, raw_args, numerics)) for name in known(found)
+    )
+    return Explanation(
+        op, raw.direction, plan.bucket, plan.dtype, str(raw_args[0].device), numerics, plan.backend, plan.why,
+        str(plan.config), verdicts,
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Who asked for which backend and which numerics, resolved into plain strings that travel as op arguments.
+
+A backend string is "auto", a preference ("triton": a miss falls back with one log line) or strict ("triton!": a miss raises).
+Numerics is "default", "deterministic" (bitwise repeatable) or "batch_invariant" (a row's bits do not depend on its batch).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from tilewright.dispatch.backends import check_name
+from tilewright.errors import InputError
+from tilewright.settings import current
+
+NUMERICS = ("default", "deterministic", "batch_invariant")
+
+_process: str | None = None
+_context: ContextVar[str | None] = ContextVar("tilewright_backend", default=None)
+_numerics: ContextVar[str] = ContextVar("tilewright_numerics", default="default")
+
+
+def set_backend(backend: str | None) -> None:
+    """Prefer `backend` in this process; None returns to `TILEWRIGHT_BACKEND` or "auto"."""
+    global _process
+    _process = None if backend is None else check_name(backend)
+
+
+@contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Prefer `backend` inside the block, in this thread or task only."""
+    token = _context.set(check_name(backend))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def get_current_backend() -> str:
+    """The preference in force here: `use_backend`, else `set_backend`, else `TILEWRIGHT_BACKEND`, else "auto"."""
+    return _context.get() or _process or check_name(current().backend or "auto")
+
+
+@contextmanager
+def numerics(mode: str) -> Iterator[None]:
+    """Choose implementations by what they promise: "deterministic" or "batch_invariant"; "default" lifts it again."""
+    if mode not in NUMERICS:
+        raise InputError(f"numerics({mode!r}): allowed are {', '.join(NUMERICS)}.")
+    token = _numerics.set(mode)
+    try:
+        yield
+    finally:
+        _numerics.reset(token)
+
+
+@torch.compiler.assume_constant_result
+def resolve(backend: str | None) -> tuple[str, str]:
+    """(backend, numerics) as op arguments.  `torch.compile` reads them once, when it traces the call."""
+    if backend is None:
+        return get_current_backend(), _numerics.get()
+    return (backend if check_name(backend) == "auto" else backend + "!"), _numerics.get()

@@ -1,0 +1,174 @@
+"""Raw ops: `torch.ops.tilewright._<op>_fwd` and `_bwd`, opaque to torch, with a choice of implementations behind each.
+
+Registered with `Library.define/impl` plus a fake; autograd stands outside (`dispatch.call`), so the Autograd key only guards.
+Outputs are allocated here, contiguous, as `outputs` declares: what the fake promises is what every implementation gets.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch.recording import recording
+from tilewright.dispatch.registry import generation
+from tilewright.dispatch.select import Plan, choose, invariant
+from tilewright.errors import InputError
+
+OutputSpec = tuple[Sequence[int], torch.dtype]
+
+LIBRARY = torch.library.Library("tilewright", "DEF")
+_DEVICE_KEYS = ("CPU", "CUDA")
+
+
+class RawOp:
+    """One direction of one op.
+
+    schema        argument list, tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float eps"
+    outputs       (*args) -> ((shape, dtype), ...)
+    reference     (*args) -> Tensor or tuple: the same thing in plain torch
+    bucket        (*args) -> ints: the sizes a choice may depend on; named by `bucket_names`
+    batch_fields  positions in the bucket that `numerics("batch_invariant")` ignores
+    out           also register the overload `.out`, which writes into given tensors
+    """
+
+    def __init__(
+        self,
+        op: str,
+        direction: str,
+        schema: str,
+        *,
+        package: str,
+        outputs: Callable[..., tuple[OutputSpec, ...]],
+        reference: Callable[..., Any],
+        bucket: Callable[..., tuple[int, ...]],
+        bucket_names: tuple[str, ...],
+        batch_fields: tuple[int, ...] = (0,),
+        count: int = 1,
+        out: bool = False,
+    ) -> None:
+        self.op, self.direction, self.package = op, direction, package
+        self.key = op if direction == "fwd" else f"{op}_{direction}"
+        self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
+        self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans_generation = 0
+        name = f"_{op}_{direction}"
+        returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+        LIBRARY.define(f"{name}({schema}, str backend, str numerics) -> {returns}")
+        self._register(name, self._run)
+        torch.library.register_fake(f"tilewright::{name}", self._fake, lib=LIBRARY)
+        self.torch_op = getattr(torch.ops.tilewright, name).default
+        self.torch_out = None
+        if out:
+            outs = ", ".join(f"Tensor({chr(97 + i)}!) out{i}" for i in range(count))
+            LIBRARY.define(f"{name}.out({schema}, str backend, str numerics, *, {outs}) -> ()")
+            self._register(f"{name}.out", self._run_out)
+            torch.library.register_fake(f"tilewright::{name}.out", self._fake_out, lib=LIBRARY)
+            self.torch_out = getattr(torch.ops.tilewright, name).out
+
+    def _register(self, name: str, function: Callable[..., Any]) -> None:
+        for key in _DEVICE_KEYS:
+            LIBRARY.impl(name, function, key)
+        LIBRARY.impl(name, _Guard(name), "Autograd")
+
+    # What a call looks like to selection.
+
+    def dtype_of(self, args: Sequence[Any]) -> torch.dtype:
+        """The dtype a choice is made for: that of the first tensor."""
+        return args[0].dtype
+
+    def device_of(self, args: Sequence[Any]) -> torch.device:
+        """The device of the call: that of the first tensor."""
+        return args[0].device
+
+    def bucket_of(self, args: Sequence[Any], numerics: str) -> tuple[int, ...]:
+        """The bucket of one call; under batch invariance, without its batch."""
+        bucket = self.bucket(*args)
+        return invariant(bucket, self.batch_fields) if numerics == "batch_invariant" else bucket
+
+    def bucket_text(self, bucket: tuple[int, ...]) -> str:
+        """`bucket` as tables write it: "M=8192,N=4096"."""
+        return ",".join(f"{name}={value}" for name, value in zip(self.bucket_names, bucket, strict=True))
+
+    def plan(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
+        """The cached plan for this call."""
+        first = args[0]
+        key = (backend, numerics, first.dtype, first.device, self.bucket(*args))
+        plan = self._plans.get(key)
+        if plan is None or self._plans_generation != generation():
+            if self._plans_generation != generation() or len(self._plans) > 4096:
+                self._plans.clear()
+            plan = self._plans[key] = choose(self, args, backend, numerics)
+            self._plans_generation = generation()
+        notes = recording()
+        if notes is not None:
+            notes.add(self, tuple(args), backend, numerics, plan)
+        return plan
+
+    def forget_plans(self) -> None:
+        """Decide again on the next call (tables or settings changed)."""
+        self._plans.clear()
+
+    # What a call does.
+
+    def __call__(self, *args: Any) -> Any:
+        """Run through torch's dispatcher; the last two arguments are backend and numerics."""
+        return self.torch_op(*args)
+
+    def _run(self, *args: Any) -> Any:
+        raw = args[:-2]
+        plan = self.plan(raw, args[-2], args[-1])
+        if plan.launch is None or raw[0].numel() == 0:
+            return self._reference(raw)
+        device = raw[0].device
+        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs(*raw)])
+        plan.launch(outs, *raw, config=plan.config)
+        return outs[0] if self.count == 1 else outs
+
+    def _run_out(self, *args: Any, **outs: Tensor) -> None:
+        raw = args[:-2]
+        plan = self.plan(raw, args[-2], args[-1])
+        given = tuple(outs.values())
+        if plan.launch is None or raw[0].numel() == 0:
+            made = self._reference(raw)
+            for to, value in zip(given, (made,) if self.count == 1 else made, strict=True):
+                to.copy_(value)
+        else:
+            plan.launch(given, *raw, config=plan.config)
+
+    def _reference(self, raw: Sequence[Any]) -> Any:
+        made = self.reference(*raw)
+        values = (made,) if self.count == 1 else tuple(made)
+        inputs = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
+        # A custom op may not return a view of its input, and the fake promises contiguous outputs.
+        owned = tuple(v.clone() if v.data_ptr() in inputs and v.numel() else v.contiguous() for v in values)
+        return owned[0] if self.count == 1 else owned
+
+    def _fake(self, *args: Any) -> Any:
+        raw = args[:-2]
+        if recording() is not None:
+            self.plan(raw, args[-2], args[-1])
+        outs = tuple(raw[0].new_empty(shape, dtype=dtype) for shape, dtype in self.outputs(*raw))
+        return outs[0] if self.count == 1 else outs
+
+    def _fake_out(self, *args: Any, **outs: Tensor) -> None:
+        if recording() is not None:
+            self.plan(args[:-2], args[-2], args[-1])
+
+
+class _Guard:
+    """The Autograd key of a raw op: passes through, and refuses to lose a gradient silently."""
+
+    def __init__(self, name: str) -> None:
+        base, _, overload = name.partition(".")
+        self.name, self.base, self.overload = name, base, overload or "default"
+
+    def __call__(self, *args: Any, **outs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *outs.values())):
+            raise InputError(
+                f"tilewright::{self.name} is a raw op without a gradient, and an input requires one. "
+                "Call the public function in tilewright.ops, or use torch.no_grad()."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(getattr(torch.ops.tilewright, self.base), self.overload)(*args, **outs)

@@ -1,0 +1,89 @@
+"""Who implements what.  A backend is a file beside the op (`triton.py`), found by name and imported when first considered.
+
+`@register_impl("rms_norm", backend="triton")` may be called from any package.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from tilewright.dispatch.backends import BACKENDS, importable, module_exists
+from tilewright.errors import InputError
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One backend of one raw op.
+
+    launch      (outputs, *raw_args, config=...) -> None: writes every element of `outputs`, allocated by the caller.
+    configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.
+    config_type builds a config from a table row's dict.
+    supports    (*raw_args) -> None or the reason it cannot run, in words; may look only at what the bucket and dtypes tell.
+    """
+
+    op: str
+    direction: str
+    backend: str
+    launch: Callable[..., None]
+    configure: Callable[[tuple[int, ...], Any], Any] | None = None
+    config_type: Callable[..., Any] | None = None
+    supports: Callable[..., str | None] | None = None
+    deterministic: bool = True
+    batch_invariant: bool = True
+    configs: tuple[Any, ...] = ()
+
+
+_implementations: dict[tuple[str, str], dict[str, Implementation]] = {}
+_generation = 0
+
+
+def generation() -> int:
+    """Grows with every registration, so that cached plans know they are old."""
+    return _generation
+
+
+def register_impl(
+    op: str,
+    *,
+    backend: str,
+    direction: str = "fwd",
+    configure: Callable[..., Any] | None = None,
+    config_type: Callable[..., Any] | None = None,
+    configs: tuple[Any, ...] = (),
+    supports: Callable[..., str | None] | None = None,
+    deterministic: bool = True,
+    batch_invariant: bool = True,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`.
+
+    `configs` lists every configuration `configure` can return, so that each can be compiled without a GPU.
+    """
+    if direction not in ("fwd", "bwd"):
+        raise InputError(f"register_impl({op!r}): direction {direction!r}; allowed are 'fwd' and 'bwd'.")
+
+    def register(launch: Callable[..., None]) -> Callable[..., None]:
+        global _generation
+        _generation += 1
+        _implementations.setdefault((op, direction), {})[backend] = Implementation(
+            op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs
+        )
+        return launch
+
+    return register
+
+
+def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
+    """Take an implementation out again."""
+    global _generation
+    _generation += 1
+    del _implementations[op, direction][backend]
+
+
+def implementations(op: str, direction: str, package: str) -> dict[str, Implementation]:
+    """Every implementation of a raw op: those registered, and those in files named after a backend in `package`."""
+    for backend in BACKENDS:
+        module = f"{package}.{backend}"
+        if backend not in _implementations.get((op, direction), {}) and importable(backend) and module_exists(module):
+            import_module(module)
+    return dict(_implementations.get((op, direction), {}))

@@ -1,0 +1,158 @@
+"""Attention of one query token over a long cache: the keys are split among programs, then the parts are combined.
+
+One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs.  So the interval
+of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for all query heads of
+one key head (the keys are read once for the whole group), and a second kernel weighs the parts by their maxima.  The interval
+is read from device memory: one captured launch serves every length, and slots outside the interval are never touched.
+
+Traffic: K and V of the visible positions once, 2 * B * H_kv * n * D values, plus B * H * splits * (D + 2) fp32 written and read.
+Batch 1, 8 key heads, D 128, bf16, n 2048: 8.4 MB, 2 us at 4.2 TB/s; two launches cost about as much again.
+The split follows Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tilewright.errors import InputError
+from tilewright.generate.attention.dense import check
+from tilewright.hardware import device_info
+
+_LOG2E = 1.4426950408889634
+_MAX_HEAD_DIM = 256
+
+
+class Config(NamedTuple):
+    """How one call is cut."""
+
+    splits: int
+    block_n: int
+
+
+def choose(batch: int, kv_heads: int, head_dim: int, capacity: int, sm_count: int) -> Config:
+    """About two programs an SM, so that every SM has loads in flight while another program computes.
+
+    Pure.  `splits` does not depend on how much of the cache is in use: a captured graph must serve every length.
+    """
+    block_n = 64 if head_dim <= 128 else 32  # K and V tiles of 16 KB each
+    wanted = max(1, 2 * sm_count // (batch * kv_heads))
+    useful = max(1, capacity // block_n)
+    return Config(splits=min(1 << (min(wanted, useful).bit_length() - 1), 64), block_n=block_n)
+
+
+@triton.jit
+def _part_kernel(
+    q, k, v, bounds, acc_out, stat_out,  # q: (B, H, 1, D_K)  k, v: (B, H_kv, capacity, D)  bounds: (B, 2)
+    scale, capacity,
+    q_batch, q_head, k_batch, k_head, k_slot, v_batch, v_head, v_slot,
+    GROUP: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    head, batch, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    heads = tl.num_programs(0) * GROUP
+    offs_g, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    offs_dk, offs_dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+
+    # This program's positions: [start, stop), whole blocks except the last one.
+    lower = tl.load(bounds + batch * 2).to(tl.int32)
+    end = tl.load(bounds + batch * 2 + 1).to(tl.int32) + 1
+    chunk = tl.cdiv(tl.cdiv(end - lower, SPLITS), BLOCK_N) * BLOCK_N
+    start = lower + split * chunk
+    stop = tl.minimum(start + chunk, end)
+
+    q_rows = q + batch * q_batch + (head * GROUP + offs_g[:, None]) * q_head + offs_dk[None, :]
+    q_tile = tl.load(q_rows, mask=(offs_g[:, None] < GROUP) & (offs_dk[None, :] < D_K), other=0.0)  # (BLOCK_G, BLOCK_DK)
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+
+    # Running softmax in base 2: m maximum, l sum, acc weighted values; all fp32.
+    m = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_G,), tl.float32)  # noqa: E741
+    acc = tl.zeros((BLOCK_G, BLOCK_DV), tl.float32)
+    for base in range(start, stop, BLOCK_N):
+        position = base + offs_n
+        inside = position < stop
+        slot = (position % capacity).to(tl.int64)
+        k_tile = tl.load(  # (BLOCK_DK, BLOCK_N)
+            k + slot[None, :] * k_slot + offs_dk[:, None], mask=inside[None, :] & (offs_dk[:, None] < D_K), other=0.0
+        )
+        v_tile = tl.load(  # (BLOCK_N, BLOCK_DV)
+            v + slot[:, None] * v_slot + offs_dv[None, :], mask=inside[:, None] & (offs_dv[None, :] < D_V), other=0.0
+        )
+        s = tl.dot(q_tile, k_tile, input_precision="ieee") * scale
+        s = tl.where(inside[None, :], s, float("-inf"))  # (BLOCK_G, BLOCK_N)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_new[:, None])
+        fade = tl.exp2(m - m_new)
+        l = l * fade + tl.sum(p, 1)  # noqa: E741
+        acc = acc * fade[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        m = m_new
+
+    # A chunk without positions stores m = -inf, l = 0, acc = 0: it weighs nothing in the combination.
+    row = (batch * heads + head * GROUP + offs_g) * SPLITS + split
+    own = offs_g < GROUP
+    tl.store(acc_out + row[:, None] * D_V + offs_dv[None, :], acc, mask=own[:, None] & (offs_dv[None, :] < D_V))
+    tl.store(stat_out + row * 2, m, mask=own)
+    tl.store(stat_out + row * 2 + 1, l, mask=own)
+
+
+@triton.jit
+def _combine_kernel(
+    acc_in, stat_in, out,  # acc_in: (B*H, SPLITS, D_V)  stat_in: (B*H, SPLITS, 2)  out: (B*H, D_V)
+    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs_s, offs_d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
+    m = tl.load(stat_in + (row * SPLITS + offs_s) * 2)
+    l = tl.load(stat_in + (row * SPLITS + offs_s) * 2 + 1)  # noqa: E741
+    weight = tl.exp2(m - tl.max(m, 0))  # (SPLITS,)
+    acc = tl.load(
+        acc_in + (row * SPLITS + offs_s[:, None]) * D_V + offs_d[None, :], mask=offs_d[None, :] < D_V, other=0.0
+    )
+    result = tl.sum(acc * weight[:, None], 0) / tl.sum(l * weight, 0)
+    tl.store(out + row * D_V + offs_d, result.to(out.dtype.element_ty), mask=offs_d < D_V)
+
+
+def split_kv(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Two launches; reads only the positions of the interval.
+
+    query: (B, H, 1, D) bf16|fp16|fp32   key, value: (B, H_kv, capacity, D), a layer's whole storage, possibly a ring
+    attention_mask: interval (B, 1, 1, 2) int64   -> (B, 1, H, D_v).  D and D_v at most 256.
+    """
+    batch, heads, kv_heads = check(query, key, kwargs)
+    capacity, d_k, d_v = key.shape[2], key.shape[3], value.shape[3]
+    if max(d_k, d_v) > _MAX_HEAD_DIM:
+        raise InputError(
+            f"split_kv takes head dimensions up to {_MAX_HEAD_DIM}, got {d_k} and {d_v}. "
+            'Use StaticDecoder(model, attention="sdpa").'
+        )
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    group = heads // kv_heads
+    splits, block_n = choose(batch, kv_heads, max(d_k, d_v), capacity, device_info(query.device).sm_count)
+    acc = query.new_empty((batch * heads, splits, d_v), dtype=torch.float32)
+    stat = query.new_empty((batch * heads, splits, 2), dtype=torch.float32)
+    out = query.new_empty((batch, 1, heads, d_v))
+    block_dv = triton.next_power_of_2(d_v)
+    _part_kernel[(kv_heads, batch, splits)](
+        query, key, value, attention_mask, acc, stat,
+        (d_k**-0.5 if scaling is None else scaling) * _LOG2E, capacity,
+        query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3],
+        GROUP=group, D_K=d_k, D_V=d_v,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),  # the matrix unit takes at least 16 rows
+        BLOCK_DK=max(16, triton.next_power_of_2(d_k)), BLOCK_DV=max(16, block_dv), BLOCK_N=block_n, SPLITS=splits,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    _combine_kernel[(batch * heads,)](acc, stat, out, D_V=d_v, BLOCK_DV=block_dv, SPLITS=splits, num_warps=4)
+    return out, None

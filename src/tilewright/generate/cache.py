@@ -1,0 +1,147 @@
+"""A static KV cache for Hugging Face models, made for a captured decode step.
+
+Transformers' own `StaticLayer` keeps a length per layer and computes its write index in every layer (arange, add, add_: three
+launches a layer), and its sliding-window form branches on a Python counter and rolls the whole window for each token, which a
+CUDA graph cannot replay.  Here every layer shares one `Cursor`, so that a decode step writes with two `index_copy_` a layer and
+nothing else, and a sliding-window layer is a ring: position p lives in slot p % capacity, whichever lap it is on.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from tilewright.errors import InputError
+
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+_RING_MULTIPLE = 64  # a ring is rounded up to whole kernel tiles
+
+
+class Cursor:
+    """Where decoding stands.  Shared by all layers of a cache; the tensors live on the device and never move.
+
+    position   (1,) int64   absolute position of the token the next decode step reads; a graph advances it
+    first      (B,) int64   position of each row's first real token: the number of left-padding tokens
+    ring_slot  (1,) int64   position % ring, filled by `locate` once a step
+    prefilling              host flag: `update` takes a whole prompt instead of one token
+    visible                 how many slots a decode step hands to attention; constant within one captured graph
+    """
+
+    def __init__(self, batch_size: int, ring: int | None, device: torch.device) -> None:
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.first = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.ring_slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ring = ring
+        self.prefilling = True
+        self.visible = 0
+
+    def locate(self) -> None:
+        """Compute the ring slot of the current position; the first thing a decode step does."""
+        if self.ring is not None:
+            torch.remainder(self.position, self.ring, out=self.ring_slot)
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+    """Keys and values of one layer: (B, H_kv, capacity, D), allocated on first use, written in place ever after."""
+
+    is_compileable = True
+    supports_early_init = False
+
+    def __init__(self, cursor: Cursor, capacity: int, window: int | None = None) -> None:
+        super().__init__()
+        self.cursor = cursor
+        self.capacity = capacity
+        self.window = window
+        self.is_sliding = window is not None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate zeros: a masked slot still meets a zero weight times its value, which must not be NaN."""
+        batch, heads = key_states.shape[:2]
+        self.keys = key_states.new_zeros(batch, heads, self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store (B, H_kv, S, D) states.  Returns what attention should read: the prompt itself, or the visible slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.cursor.prefilling:
+            self._store_prompt(key_states, value_states)
+            return key_states, value_states
+        slot = self.cursor.position if self.capacity != self.cursor.ring else self.cursor.ring_slot
+        self.keys.index_copy_(2, slot, key_states)
+        self.values.index_copy_(2, slot, value_states)
+        visible = min(self.cursor.visible, self.capacity)
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
+
+    def _store_prompt(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        length = key_states.shape[2]
+        if length <= self.capacity:
+            self.keys[:, :, :length].copy_(key_states)
+            self.values[:, :, :length].copy_(value_states)
+            return
+        # Only the last `capacity` tokens are still inside any future window.
+        kept = torch.arange(length - self.capacity, length, device=key_states.device)
+        slots = kept.remainder_(self.capacity)
+        self.keys.index_copy_(2, slots, key_states[:, :, -self.capacity :])
+        self.values.index_copy_(2, slots, value_states[:, :, -self.capacity :])
+
+    def clear(self) -> None:
+        """Forget the last sequence.  Without it, one non-finite value would leak through masked slots into later calls."""
+        if self.is_initialized:
+            self.keys.zero_()
+            self.values.zero_()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the keys a prefill attends to.  Decode steps bring their own mask and never ask."""
+        return (query_length, 0) if self.cursor.prefilling else (min(self.cursor.visible, self.capacity), 0)
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored so far: 0 while a prompt is read, else a device scalar, so that asking never synchronises."""
+        return 0 if self.cursor.prefilling else self.cursor.position[0]
+
+    def get_max_length(self) -> int:
+        """Slots of this layer."""
+        return self.capacity
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """`SlotLayer`s for every layer of a model, full or sliding as its config says.
+
+    max_length: positions of a full-attention layer, prompt and new tokens together.  Sliding layers keep one window, rounded
+    up to 64 slots.  Raises InputError for layers that are neither (chunked, linear, compressed): their state is not a list
+    of keys and values by position.
+    """
+
+    def __init__(self, config: Any, *, max_length: int, batch_size: int, device: torch.device) -> None:
+        layer_types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        unknown = sorted(set(layer_types) - set(SUPPORTED_LAYERS))
+        if unknown:
+            raise InputError(
+                f"{type(config).__name__} has layers of type {', '.join(unknown)}; a static decoder handles "
+                f"{' and '.join(SUPPORTED_LAYERS)}. Use model.generate() for this model."
+            )
+        window = options.get("sliding_window")
+        ring = -(-window // _RING_MULTIPLE) * _RING_MULTIPLE if window is not None else max_length
+        self.cursor = Cursor(batch_size, ring if ring < max_length else None, device)
+        super().__init__(
+            layers=[
+                SlotLayer(self.cursor, min(ring, max_length), window) if kind == "sliding_attention" else
+                SlotLayer(self.cursor, max_length)
+                for kind in layer_types
+            ]
+        )
+        self.window = window
+        self.max_length = max_length
+
+    def clear(self) -> None:
+        """Zero every layer."""
+        for layer in self.layers:
+            layer.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values; 0 before the first forward."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)

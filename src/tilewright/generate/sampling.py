@@ -1,0 +1,79 @@
+"""From the last token's logits to the next token, on the device, in a form that a CUDA graph can replay.
+
+The steps and their order are those of Transformers (temperature, top-k, top-p, softmax, one draw), bit for bit in fp32.  The draw
+is the exponential race that `torch.multinomial` runs for one sample, argmax(p / e) with e ~ Exp(1), without multinomial's
+check of the probabilities, which waits for the GPU.
+
+Cost inside the graph at a vocabulary of 128k: top-k is one radix selection; top-p sorts the whole row, by far the dearest step.
+Temperature and top-p are read from device buffers, so changing them costs no capture; another top-k value does.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature > 0; top_k: keep the k likeliest tokens, 0 keeps all; top_p in (0, 1]: smallest set with that probability."""
+
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InputError(f"temperature must be > 0, got {self.temperature}. For the likeliest token use do_sample=False.")
+        if self.top_k < 0:
+            raise InputError(f"top_k must be >= 0, got {self.top_k}. 0 keeps every token.")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be in (0, 1], got {self.top_p}. 1.0 keeps every token.")
+
+
+class TokenSelector:
+    """Chooses tokens.  `load` sets what the next calls do; the buffers it fills are read inside captured graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generator = torch.Generator(device)
+        self._temperature = torch.ones(1, device=device)
+        self._excluded = torch.zeros(1, device=device)  # 1 - top_p
+        self._sampling: Sampling | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What distinguishes one captured graph from another."""
+        s = self._sampling
+        return None if s is None else (s.top_k, s.top_p < 1)
+
+    def load(self, sampling: Sampling | None) -> None:
+        """Sample as `sampling` says; None takes the likeliest token."""
+        self._sampling = sampling
+        if sampling is not None:
+            self._temperature.fill_(sampling.temperature)
+            self._excluded.fill_(1 - sampling.top_p)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: (B, V) -> tokens (B,) int64."""
+        if self._sampling is None:
+            return logits.argmax(-1)
+        probabilities = self.process(logits).softmax(-1)
+        race = torch.empty_like(probabilities).exponential_(generator=self.generator)
+        return (probabilities / race).argmax(-1)
+
+    def process(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores in fp32 with excluded tokens at -inf: (B, V) -> (B, V)."""
+        if self._sampling is None:
+            return logits.float()
+        scores = logits.float() / self._temperature
+        if self._sampling.top_k:
+            k = min(self._sampling.top_k, scores.shape[-1])
+            scores = scores.masked_fill(scores < scores.topk(k).values[:, -1:], float("-inf"))
+        if self._sampling.top_p < 1:
+            ascending, order = scores.sort(-1)
+            dropped = ascending.softmax(-1).cumsum(-1) <= self._excluded
+            dropped[:, -1] = False  # the likeliest token always stays
+            scores = scores.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+        return scores

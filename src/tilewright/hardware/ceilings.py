@@ -1,0 +1,219 @@
+"""What this machine was measured to do: bandwidth, matrix rate, attention rate and launch cost, stored and interpolated.
+
+`bench.calibrate` measures; this module keeps the points in one JSON file a device and answers "how long must this take, at least?". Sizes
+between points are interpolated in log space, where times follow power laws, and a stored point is returned exactly. Beyond the largest point
+the last rate holds; below the smallest, its time is a lower bound on any launch and is returned as it is.
+
+Datasheet peaks are not used: sustained rates depend on power limit, clocks and the library at hand, and a floor must be reachable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.errors import InputError
+from tilewright.hardware.device import device_info
+from tilewright.log import log_once
+from tilewright.settings import current
+
+SCHEMA = 1
+
+# Traffic mixes that are measured, by the share of the bytes that is written; any mix in between is interpolated.
+MIXES = {"read": 0.0, "read2_write1": 1 / 3, "read1_write1": 0.5, "write": 1.0}
+
+Curve = list[list[float]]  # [[bytes in total, us], ...], both ascending
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured times of one device. Every curve and grid holds microseconds.
+
+    bandwidth  mix -> curve over total bytes, cold cache.
+    matmul     dtype -> {"m": [...], "n": [...], "k": [...], "us": us[m][n][k]} for x (M, K) @ w (N, K)^T.
+    attention  dtype -> "causal"|"full" -> "D" -> curve over S of us, for the `batch` and `heads` noted beside.
+    launch_us  one small kernel launched eagerly, back to back; launch_graph_us the same as a node of a CUDA graph (None without graphs).
+    held_out   kind -> {"median_percent": error of the predictions on shapes that are not on the grid, "shapes": count}.
+    """
+
+    device: str
+    arch: str
+    driver: str | None
+    torch: str
+    date: str
+    tf32: bool
+    bandwidth: dict[str, Curve]
+    matmul: dict[str, dict[str, Any]]
+    attention: dict[str, dict[str, Any]]
+    launch_us: float
+    launch_graph_us: float | None
+    held_out: dict[str, dict[str, float]] = field(default_factory=dict)
+    quick: bool = False
+    schema: int = SCHEMA
+
+    def memory_us(self, bytes_read: float, bytes_written: float) -> float:
+        """Least time to move these bytes with a cold cache, for their size and read:write mix."""
+        total = bytes_read + bytes_written
+        if total <= 0:
+            return 0.0
+        return mix_between({mix: interpolate(curve, total) for mix, curve in self.bandwidth.items()}, bytes_written / total)
+
+    def matmul_us(self, m: int, n: int, k: int, dtype: torch.dtype | str) -> float:
+        """Time of x (M, K) @ w (N, K)^T in `dtype` as the vendor library does it here; log-trilinear between measured shapes."""
+        grid = _of_dtype(self.matmul, dtype, "matmul")
+        corners: list[tuple[float, tuple[int, int, int]]] = [(1.0, (0, 0, 0))]
+        excess = 1.0  # work beyond the largest shape, at the rate of the largest shape
+        for axis, wanted in enumerate((m, n, k)):
+            points = grid["mnk"[axis]]
+            low, high, weight = _bracket(points, wanted)
+            excess *= max(1.0, wanted / points[-1])
+            corners = [
+                (share * part, _replaced(index, axis, at))
+                for share, index in corners
+                for part, at in ((1 - weight, low), (weight, high))
+                if part > 0
+            ]
+        return excess * exp(sum(share * log(grid["us"][i][j][l]) for share, (i, j, l) in corners))
+
+    def attention_us(
+        self, batch: int, heads: int, s_q: int, s_kv: int, dim: int, dtype: torch.dtype | str, *, causal: bool, kv_heads: int | None = None
+    ) -> float:
+        """Time of scaled_dot_product_attention; q (B, H, S_q, D), k and v (B, H_kv, S_kv, D).
+
+        The measured rate at sqrt(S_q * S_kv) and the nearest D, or the time to move q, k, v and the output, whichever is longer.
+        """
+        measured = _of_dtype(self.attention, dtype, "attention")
+        by_dim = measured["causal" if causal and s_q > 1 else "full"]
+        nearest = min(by_dim, key=lambda known: abs(log(int(known) / dim)))
+        length = (s_q * s_kv) ** 0.5
+        work = batch * heads * dim / (measured["batch"] * measured["heads"] * int(nearest))
+        compute = interpolate(by_dim[nearest], length, beyond=2) * work
+        item = dtype_bytes(dtype)
+        traffic = item * batch * dim * (heads * s_q + 2 * (kv_heads or heads) * s_kv)
+        return max(compute, self.memory_us(traffic, item * batch * heads * s_q * dim))
+
+    def to_json(self) -> str:
+        """This object as JSON text."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Ceilings:
+        """Read what `to_json` wrote. Raises InputError for another schema version."""
+        data = json.loads(text)
+        if data.get("schema") != SCHEMA:
+            raise InputError(f"ceilings file has schema {data.get('schema')!r}, this version reads {SCHEMA}: run `tilewright calibrate`")
+        return Ceilings(**data)
+
+
+def interpolate(curve: Sequence[Sequence[float]], size: float, beyond: float = 1) -> float:
+    """us at `size`, linear between points in log-log space; above the last point us grows as size ** beyond, below the first it stays."""
+    sizes = [point[0] for point in curve]
+    low, high, weight = _bracket(sizes, size)
+    inside = exp((1 - weight) * log(curve[low][1]) + weight * log(curve[high][1]))
+    return inside * float(max(1.0, size / sizes[-1]) ** beyond)
+
+
+def mix_between(us: dict[str, float], written: float) -> float:
+    """us for a share `written` of the bytes being writes, from the times that the measured mixes take for as many bytes."""
+    points = sorted((MIXES[mix], value) for mix, value in us.items())
+    shares = [share for share, _ in points]
+    at = bisect_left(shares, written - 1e-9)
+    if at == 0 or at == len(points):
+        return points[min(at, len(points) - 1)][1]
+    (low, first), (high, second) = points[at - 1], points[at]
+    weight = (written - low) / (high - low)
+    return (1 - weight) * first + weight * second
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """"bfloat16" for torch.bfloat16 and for "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_bytes(dtype: torch.dtype | str) -> int:
+    """Bytes of one element."""
+    found = getattr(torch, dtype_name(dtype))
+    return int(found.itemsize)
+
+
+def path_for(device: torch.device | str) -> Path:
+    """Where the ceilings of `device` are kept."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", device_info(device).name).strip("-").lower()
+    return current().cache_dir / "ceilings" / f"{name}.json"
+
+
+def save(ceilings: Ceilings, device: torch.device | str) -> Path:
+    """Write `ceilings` as the ones of `device`; returns the file."""
+    path = path_for(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(ceilings.to_json())
+    partial.replace(path)
+    return path
+
+
+def load(device: torch.device | str) -> Ceilings | None:
+    """The ceilings measured on `device` with this driver and torch; None where there are none, or they are of another set-up (logged)."""
+    path = path_for(device)
+    if not path.exists():
+        return None
+    try:
+        found = Ceilings.from_json(path.read_text())
+    except (InputError, ValueError, TypeError) as error:
+        log_once(("ceilings", str(path)), f"{path} is not readable ({error}); run `tilewright calibrate`")
+        return None
+    wanted = (device_info(device).name, driver_version(device), torch.__version__)
+    if (found.device, found.driver, found.torch) != wanted:
+        log_once(
+            ("ceilings", str(path)),
+            f"{path} was measured with driver {found.driver}, torch {found.torch}; "
+            f"here are driver {wanted[1]}, torch {wanted[2]}: run `tilewright calibrate`",
+        )
+        return None
+    return found
+
+
+def driver_version(device: torch.device | str) -> str | None:
+    """Version of the GPU driver, from /proc where the kernel module shows itself, else the API version it offers; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    module = Path("/proc/driver/nvidia/version")
+    if module.exists():
+        match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", module.read_text())
+        if match:
+            return match.group(1)
+    return f"api {torch._C._cuda_getDriverVersion()}"
+
+
+def _bracket(points: Sequence[float], wanted: float) -> tuple[int, int, float]:
+    """Indices around `wanted` and its weight towards the upper one, in log space; clamped to the ends."""
+    if wanted <= points[0]:
+        return 0, 0, 0.0
+    if wanted >= points[-1]:
+        return len(points) - 1, len(points) - 1, 0.0
+    high = bisect_left(points, wanted)
+    if points[high] == wanted:
+        return high, high, 0.0
+    low = high - 1
+    return low, high, (log(wanted) - log(points[low])) / (log(points[high]) - log(points[low]))
+
+
+def _replaced(index: tuple[int, int, int], axis: int, value: int) -> tuple[int, int, int]:
+    changed = list(index)
+    changed[axis] = value
+    return changed[0], changed[1], changed[2]
+
+
+def _of_dtype(measured: dict[str, dict[str, Any]], dtype: torch.dtype | str, what: str) -> dict[str, Any]:
+    name = dtype_name(dtype)
+    if name not in measured:
+        raise InputError(f"ceilings: no {what} was measured for {name}, only for {', '.join(measured)}; run `tilewright calibrate`")
+    return measured[name]

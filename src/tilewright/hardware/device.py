@@ -1,0 +1,82 @@
+"""Name, architecture and size of a device, read once per device."""
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tilewright.settings import current
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """`arch` is "sm_90", "gfx942" or "cpu"; sizes are bytes; `sm_count` counts cores on a CPU."""
+
+    name: str
+    arch: str
+    sm_count: int
+    l2_bytes: int
+    memory_bytes: int
+
+
+def _as_device(device: torch.device | str | int | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return found
+
+
+def device_info(device: torch.device | str | int | None = None) -> DeviceInfo:
+    """What `device` is; None means the current GPU, or the CPU where there is none."""
+    return _info(_as_device(device))
+
+
+def arch(device: torch.device | str | int | None = None) -> str:
+    """Short architecture name of `device`: "sm_90", "gfx942", "cpu"."""
+    return _info(_as_device(device)).arch
+
+
+@lru_cache(maxsize=None)
+def _info(device: torch.device) -> DeviceInfo:
+    if device.type != "cuda":
+        return _cpu()
+    if not torch.cuda.is_available():
+        # A fake or meta-planned CUDA tensor on a machine without a GPU: plan for the architecture the user named.
+        return DeviceInfo("none", current().arch or "sm_90", 0, 0, 0)
+    p = torch.cuda.get_device_properties(device)
+    name = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
+    return DeviceInfo(p.name, name, p.multi_processor_count, p.L2_cache_size, p.total_memory)
+
+
+def _cpu() -> DeviceInfo:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return DeviceInfo(_cpu_name(), "cpu", cores, _last_level_cache(), pages)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _last_level_cache() -> int:
+    """Bytes of the largest cache core 0 sees; 32 MiB where the kernel does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]] if text[-1].isalpha() else int(text))
+    return max(sizes, default=32 << 20)
+
+
+def fp8_dtype(architecture: str) -> torch.dtype:
+    """The e4m3 format the matrix units of `architecture` multiply: fnuz on gfx942, OCP elsewhere."""
+    return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn

@@ -1,0 +1,1 @@
+"""How source becomes a running kernel: compilers, caches and launchers.  Nothing here knows an op."""

@@ -1,0 +1,41 @@
+"""One logger for the whole library, silent below WARNING unless `TILEWRIGHT_LOG` says otherwise.
+
+`TILEWRIGHT_LOG=info` shows fallbacks and which tuning-table row was chosen; `debug` adds every plan that is made.
+"""
+
+import logging
+
+from tilewright.errors import InputError
+from tilewright.settings import current
+
+logger = logging.getLogger("tilewright")
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_said: set[object] = set()
+
+
+def configure() -> None:
+    """Apply `TILEWRIGHT_LOG`.  An application that installed its own handlers keeps them; we add one only if none exists."""
+    level = current().log
+    if level is None:
+        return
+    if level not in _LEVELS:
+        raise InputError(f"TILEWRIGHT_LOG={level!r} is not a log level. Allowed: {', '.join(_LEVELS)}.")
+    logger.setLevel(level.upper())
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[tilewright] %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def log_once(key: object, message: str, level: int = logging.WARNING) -> None:
+    """Log `message` the first time `key` is seen in this process."""
+    if key not in _said:
+        _said.add(key)
+        logger.log(level, message)
+
+
+def forget_logged() -> None:
+    """Let every `log_once` message be said again (tests)."""
+    _said.clear()

@@ -1,0 +1,173 @@
+"""Gated MLPs: down(act(gate(x)) * up(x)), with gate and up as two linears or packed in one.
+
+Which linear is the gate, which activation it is and which half of a packed projection comes first is not read from names: every
+assignment is tried on a stand-in with small random linears, and only the one that reproduces the module's own forward is used.  The
+linears themselves stay modules and are called as modules, so quantised or adapter linears keep working.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.models.specialise import rename_argument
+from tilewright.models.stand_in import (
+    Left,
+    Match,
+    Proposal,
+    call,
+    match,
+    obstacle,
+    only_argument,
+    placement,
+    probing,
+    stand_in,
+    weakest,
+)
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+_WIDTH, _INNER = 8, 12  # of the stand-in's linears: different, so that a swapped pair raises
+
+
+@dataclass(frozen=True)
+class GatedMlpRecipe:
+    """down(act(gate(x)) * up(x)) by `ops.swiglu` or `ops.geglu`."""
+
+    gate: str
+    up: str
+    down: str
+    activation: Activation
+    argument: str
+    backend: str | None
+
+    @property
+    def op(self) -> str:
+        """Name of the op in the middle."""
+        return "swiglu" if self.activation == "silu" else "geglu"
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """forward(self, x) -> y: (..., H)."""
+        gate, up, down, backend = self.gate, self.up, self.down, self.backend
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+
+        def swiglu(self: nn.Module, x: Tensor) -> Tensor:
+            return getattr(self, down)(ops.swiglu(getattr(self, gate)(x), getattr(self, up)(x), backend=backend))
+
+        def geglu(self: nn.Module, x: Tensor) -> Tensor:
+            inner = ops.geglu(getattr(self, gate)(x), getattr(self, up)(x), approximate=approximate, backend=backend)
+            return getattr(self, down)(inner)
+
+        return rename_argument(swiglu if self.activation == "silu" else geglu, "x", self.argument)
+
+    def __str__(self) -> str:
+        return f"ops.{self.op}, {self.activation}({self.gate}) * {self.up}"
+
+
+@dataclass(frozen=True)
+class PackedMlpRecipe:
+    """down(act(first half) * second half) of one packed projection, by `ops.silu_and_mul` or `ops.gelu_and_mul`."""
+
+    packed: str
+    down: str
+    activation: Activation
+    argument: str
+    backend: str | None
+
+    @property
+    def op(self) -> str:
+        """Name of the op in the middle."""
+        return "silu_and_mul" if self.activation == "silu" else "gelu_and_mul"
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """forward(self, x) -> y: (..., H)."""
+        packed, down, backend = self.packed, self.down, self.backend
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+
+        def silu_and_mul(self: nn.Module, x: Tensor) -> Tensor:
+            return getattr(self, down)(ops.silu_and_mul(getattr(self, packed)(x), backend=backend))
+
+        def gelu_and_mul(self: nn.Module, x: Tensor) -> Tensor:
+            inner = ops.gelu_and_mul(getattr(self, packed)(x), approximate=approximate, backend=backend)
+            return getattr(self, down)(inner)
+
+        return rename_argument(silu_and_mul if self.activation == "silu" else gelu_and_mul, "x", self.argument)
+
+    def __str__(self) -> str:
+        return f"ops.{self.op}, {self.activation} on the first half of {self.packed}"
+
+
+MlpRecipe = GatedMlpRecipe | PackedMlpRecipe
+
+
+def find(module: nn.Module, backend: str | None) -> Proposal | None:
+    """The gated MLP this module is, or None if its children do not have that shape.  Raises Left if they do and it is not."""
+    linears = {name: (m.in_features, m.out_features) for name, m in module._modules.items() if _is_linear(m)}
+    others = [m for name, m in module._modules.items() if m is not None and name not in linears]
+    argument = only_argument(module)
+    if argument is None or module._parameters or any(True for m in others for _ in m.parameters()):
+        return None
+    candidates = list(_candidates(linears, argument))
+    if not candidates:
+        return None
+    if reason := obstacle(module):
+        raise Left("mlp", reason)
+
+    best: tuple[MlpRecipe, Match] | None = None
+    for recipe in candidates:
+        verdict = _reproduces(module, recipe)
+        if verdict and (best is None or verdict == "bitwise"):
+            best = recipe, verdict
+        if verdict == "bitwise":
+            break
+    if best is None:
+        raise Left("mlp", "is not down(act(gate(x)) * up(x)) with SiLU or GELU, gate first where packed, and no dropout")
+    found, verdict = best
+    return Proposal("mlp", dataclasses.replace(found, backend=backend), (found.op,), f"{found} ({verdict})")
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    return isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int)
+
+
+def _candidates(linears: dict[str, tuple[int, int]], argument: str) -> Iterator[MlpRecipe]:
+    """Every assignment of roles that the shapes allow."""
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+    if len(linears) == 3:
+        for gate, up, down in itertools.permutations(linears):
+            if linears[gate] == linears[up] and linears[down][0] == linears[gate][1]:
+                for activation in activations:
+                    yield GatedMlpRecipe(gate, up, down, activation, argument, "torch")
+    elif len(linears) == 2:
+        for packed, down in itertools.permutations(linears):
+            if linears[packed][1] == 2 * linears[down][0]:
+                for activation in activations:
+                    yield PackedMlpRecipe(packed, down, activation, argument, "torch")
+
+
+def _reproduces(module: nn.Module, recipe: MlpRecipe) -> Match | None:
+    """Both with dropout on and off: a functional dropout in the module must not be lost."""
+    device, own = placement(module)
+    forward = recipe.build(type(module))
+    verdicts: list[Match | None] = []
+    for dtype in dict.fromkeys((own, torch.float32)):
+        with probing(device):
+            clone = stand_in(module, children=_small_linears(recipe, device, dtype))
+            x = 2 * torch.randn(3, 5, _WIDTH, device=device, dtype=dtype)
+            for training in (False, True):
+                clone.train(training)
+                expected = call("mlp", type(module).forward, clone, x)
+                verdicts.append(match(call("mlp", forward, clone, x), expected))
+    return weakest(verdicts)
+
+
+def _small_linears(recipe: MlpRecipe, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+    down = nn.Linear(_INNER, _WIDTH, device=device, dtype=dtype)
+    if isinstance(recipe, PackedMlpRecipe):
+        return {recipe.packed: nn.Linear(_WIDTH, 2 * _INNER, device=device, dtype=dtype), recipe.down: down}
+    gate, up = (nn.Linear(_WIDTH, _INNER, device=device, dtype=dtype) for _ in range(2))
+    return {recipe.gate: gate, recipe.up: up, recipe.down: down}

@@ -1,0 +1,164 @@
+"""RMSNorm variants and LayerNorm: found by what they compute, replaced by `ops.rms_norm` or `ops.layer_norm`.
+
+Model code spells RMSNorm in three ways that differ in where they round: normalise, cast, then multiply by the weight (Llama);
+multiply in float32, then cast (GPT-OSS, OLMo 2); the same with 1 + weight (Gemma).  They agree in float32 and part in bf16, so each
+candidate is held against the module in several pairs of weight and input dtypes; the one that agrees in all of them is the formula.
+Rows of very different size make a wrong or missing eps visible.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright import ops
+from tilewright.models.specialise import Recipe, rename_argument
+from tilewright.models.stand_in import (
+    Left,
+    Match,
+    Proposal,
+    call,
+    match,
+    obstacle,
+    only_argument,
+    probing,
+    stand_in,
+    weakest,
+)
+
+# (weight, input): equal, as in a model of one dtype; and bf16 activations on float32 weights, as in mixed-precision training.
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+)
+
+
+@dataclass(frozen=True)
+class RmsNormRecipe:
+    """`ops.rms_norm` with the module's own weight and eps, read at every call."""
+
+    weight: str
+    eps: str
+    offset: float
+    fp32_weight: bool
+    argument: str
+    backend: str | None
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """forward(self, x) -> y, the same shape."""
+        weight, eps, offset, fp32_weight, backend = self.weight, self.eps, self.offset, self.fp32_weight, self.backend
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            return ops.rms_norm(
+                x,
+                getattr(self, weight),
+                eps=getattr(self, eps),
+                offset=offset,
+                fp32_weight=fp32_weight,
+                backend=backend,
+            )
+
+        return rename_argument(forward, "x", self.argument)
+
+    def __str__(self) -> str:
+        if self.offset:
+            return f"ops.rms_norm, {self.offset:g} + weight"
+        return f"ops.rms_norm, {'weight in float32' if self.fp32_weight else 'cast then weight'}"
+
+
+@dataclass(frozen=True)
+class LayerNormRecipe:
+    """`ops.layer_norm` with the module's own weight, bias and eps."""
+
+    weight: str
+    bias: str | None
+    eps: str
+    argument: str
+    backend: str | None
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """forward(self, x) -> y, the same shape."""
+        weight, bias, eps, backend = self.weight, self.bias, self.eps, self.backend
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            shift = None if bias is None else getattr(self, bias)
+            return ops.layer_norm(x, getattr(self, weight), shift, eps=getattr(self, eps), backend=backend)
+
+        return rename_argument(forward, "x", self.argument)
+
+    def __str__(self) -> str:
+        return "ops.layer_norm"
+
+
+def find(module: nn.Module, backend: str | None) -> Proposal | None:
+    """The norm this module is, or None if it does not look like one.  Raises Left if it looks like one and cannot be replaced."""
+    eps_names = [name for name in vars(module) if "eps" in name]
+    if module._modules or not (eps_names or "norm" in type(module).__name__.lower()):
+        return None
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if not parameters:
+        raise Left("norm", "has no weight")
+    if any(p.dim() != 1 for p in parameters.values()):
+        raise Left("norm", "its weight has more than one dimension")
+    if (argument := only_argument(module)) is None:
+        raise Left("norm", "its forward takes more than one input (a gate or a condition)")
+    if reason := obstacle(module):
+        raise Left("norm", reason)
+    eps = next((name for name in eps_names if isinstance(vars(module)[name], float)), None)
+    if eps is None:
+        raise Left("norm", "has no eps that is a number")
+
+    best: tuple[Recipe, Match] | None = None
+    for recipe in _candidates(parameters, eps, argument):
+        verdict = _reproduces(module, recipe, vars(module)[eps])
+        if verdict and (best is None or verdict == "bitwise"):
+            best = recipe, verdict
+        if verdict == "bitwise":
+            break
+    if best is None:
+        raise Left("norm", "computes none of the known formulas (RMSNorm, RMSNorm with 1 + weight, LayerNorm)")
+    found, verdict = best
+    op = "layer_norm" if isinstance(found, LayerNormRecipe) else "rms_norm"
+    return Proposal("norm", dataclasses.replace(found, backend=backend), (op,), f"{found} ({verdict})")
+
+
+def _candidates(parameters: dict[str, nn.Parameter], eps: str, argument: str) -> Iterator[RmsNormRecipe | LayerNormRecipe]:
+    bias = next((name for name in parameters if "bias" in name or "beta" in name), None)
+    weight = next((name for name in parameters if name != bias), None)
+    if weight is None or len(parameters) > 2 or (len(parameters) == 2 and bias is None):
+        return
+    if bias is None:
+        for offset, fp32_weight in ((0.0, False), (0.0, True), (1.0, True)):
+            yield RmsNormRecipe(weight, eps, offset, fp32_weight, argument, "torch")
+    yield LayerNormRecipe(weight, bias, eps, argument, "torch")
+
+
+def _reproduces(module: nn.Module, recipe: RmsNormRecipe | LayerNormRecipe, eps: float) -> Match | None:
+    weight = module._parameters[recipe.weight]
+    assert weight is not None
+    own = (weight.dtype, weight.dtype)
+    forward = recipe.build(type(module))
+    verdicts: list[Match | None] = []
+    for weight_dtype, x_dtype in dict.fromkeys((own, *_DTYPES)):
+        with probing(weight.device):
+            names = [name for name, p in module._parameters.items() if p is not None]
+            values = {name: torch.randn(weight.shape, dtype=weight_dtype, device=weight.device) for name in names}
+            x = _rows(weight.numel(), eps, weight.device).to(x_dtype)
+            clone = stand_in(module, parameters=values)
+            for training in (False, True):
+                clone.training = training
+                expected = call("norm", type(module).forward, clone, x)
+                verdicts.append(match(call("norm", forward, clone, x), expected))
+        if verdicts[-1] is None:
+            return None
+    return weakest(verdicts)
+
+
+def _rows(n: int, eps: float, device: torch.device) -> Tensor:
+    """(4, 2, n) float32 rows, off-centre, of rms about 0.3 sqrt(eps), sqrt(eps), 1 and 30: the first two show eps."""
+    scale = torch.tensor([0.3 * eps**0.5, eps**0.5, 1.0, 30.0], device=device)
+    return (torch.randn(4, 2, n, device=device) + 0.5) * scale[:, None, None]

@@ -1,0 +1,59 @@
+"""What a patch did, module by module: replaced by what, or left and why."""
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["norm", "mlp", "rotary", "add_norm", "attention", "experts"]
+Status = Literal["replaced", "left"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module.  `text` says what runs now when it is replaced, and the reason when it is left."""
+
+    path: str
+    module_class: str
+    kind: Kind
+    status: Status
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows in the order of `model.named_modules()`."""
+
+    rows: tuple[Row, ...]
+
+    def counts(self, status: Status = "replaced") -> dict[str, int]:
+        """Number of modules of each kind with this status; kinds without one are absent."""
+        return dict(Counter(row.kind for row in self.rows if row.status == status))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "replaced": self.counts(),
+            "left": self.counts("left"),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        """One line for all layers that share it: `model.layers.*.input_layernorm`, with their number."""
+        groups: Counter[tuple[str, ...]] = Counter()
+        for row in self.rows:
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.path) or "(model)"
+            groups[row.status, row.kind, pattern, row.module_class, row.text] += 1
+        lines = [
+            (status, f"{count} x {kind}", f"{pattern} ({module_class})", text)
+            for (status, kind, pattern, module_class, text), count in sorted(groups.items(), key=_replaced_first)
+        ]
+        widths = [max((len(line[column]) for line in lines), default=0) for column in range(3)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines
+        )
+
+
+def _replaced_first(group: tuple[tuple[str, ...], int]) -> tuple[bool, tuple[str, ...]]:
+    (status, *rest), _ = group
+    return status != "replaced", tuple(rest)

@@ -1,0 +1,76 @@
+"""Change what one module instance runs by changing its class, and change it back.
+
+A replaced instance gets a generated subclass of its own class whose only difference is `forward`.  Nothing is written into
+the instance, so `undo` is `module.__class__ = original` and leaves no trace.  Why a class and not `module.forward = f`:
+
+- `copy.deepcopy` treats functions as atoms: the copy of a module with a closure in `forward` would run the original's weights.
+  A class travels with the copy.
+- `pickle` and `torch.save` need a name to import.  The generated class pickles as (original class, recipe) and is made again.
+- `torch.compile` keys a traced forward on its code: all layers of one (class, recipe) share one function, so a regional compile
+  traces it once, where one closure a layer would trace every layer.
+- `isinstance`, `state_dict`, `extra_repr`, hooks and FSDP's own class swap keep working, because it is a subclass of the same name.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, ClassVar, Protocol, cast
+
+from torch import nn
+
+
+class Recipe(Protocol):
+    """What a replaced module runs: hashable, picklable, and the same for every layer that runs the same."""
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """The `forward` function that instances of `cls` will run."""
+
+
+class Patched:
+    """Mixed into every generated class; `isinstance(module, Patched)` asks whether a module is replaced."""
+
+    __slots__ = ()
+    tilewright_original: ClassVar[type[nn.Module]]
+    tilewright_recipe: ClassVar[Recipe]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        return (_new, (self.tilewright_original, self.tilewright_recipe), *state)
+
+
+@functools.cache
+def specialise(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
+    """The subclass of `cls` that runs `recipe`; one class for each pair, under the name of `cls`."""
+    body = {
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "forward": recipe.build(cls),
+        "tilewright_original": cls,
+        "tilewright_recipe": recipe,
+    }
+    return type(cls)(cls.__name__, (Patched, cls), body)
+
+
+def restore(module: nn.Module) -> None:
+    """Give one replaced module its own class back."""
+    module.__class__ = cast(Patched, module).tilewright_original
+
+
+def patched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of everything replaced in `model`."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, Patched))
+
+
+def rename_argument(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """The same function with one parameter renamed, so that callers may still pass it by the name the model gave it."""
+    assert isinstance(function, FunctionType)
+    names = tuple(new if name == old else name for name in function.__code__.co_varnames)
+    code = function.__code__.replace(co_varnames=names)
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _new(cls: type[nn.Module], recipe: Recipe) -> nn.Module:
+    generated = specialise(cls, recipe)
+    return generated.__new__(generated)

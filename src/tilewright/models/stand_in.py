@@ -1,0 +1,120 @@
+"""Run a module's own forward on random input without touching the module, and compare.
+
+A stand-in shares the class and attributes of a module and gets its own random parameters, small children and cloned buffers.
+Its forward is therefore the module's forward, but a probe can neither change the model (BatchNorm's running statistics) nor be
+misled by weights that happen to be ones or zeros, and it costs microseconds however large the model is.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.report import Kind
+from tilewright.models.specialise import Recipe
+
+Match = Literal["bitwise", "to rounding"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe that reproduces a module, the ops it calls, and one line that says what will run."""
+
+    kind: Kind
+    recipe: Recipe
+    ops: tuple[str, ...]
+    text: str
+
+
+class Left(Exception):  # noqa: N818 - a verdict, not an error: it never leaves the package
+    """A module that looked replaceable and is not, with the reason."""
+
+    def __init__(self, kind: Kind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: Kind = kind
+
+
+def stand_in(
+    module: nn.Module, *, parameters: Mapping[str, Tensor] | None = None, children: Mapping[str, nn.Module] | None = None
+) -> nn.Module:
+    """A module of the same class and attributes with these parameters and children in place of its own.
+
+    Children that are not given are copied: they must be small (activations, dropouts).
+    """
+    clone = object.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    given = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
+    clone.__dict__["_parameters"] = {**module._parameters, **given}
+    clone.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
+    clone.__dict__["_modules"] = {
+        name: (children or {}).get(name) or copy.deepcopy(child) for name, child in module._modules.items()
+    }
+    return clone
+
+
+def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run foreign code on probe inputs; whatever it raises becomes the reason for leaving the module."""
+    try:
+        return forward(*args, **kwargs)
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise Left(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
+
+
+def match(got: Tensor, expected: Tensor) -> Match | None:
+    """`bitwise`, or `to rounding`: every element within two units of roundoff of its size or of the tensor's rms; else None."""
+    if not isinstance(expected, Tensor) or got.dtype != expected.dtype or got.shape != expected.shape:
+        return None
+    if torch.equal(got, expected):
+        return "bitwise"
+    exact, other = expected.double(), got.double()
+    scale = exact.abs().clamp_min(exact.square().mean().sqrt().item())
+    within = (other - exact).abs() <= 2 * torch.finfo(expected.dtype).eps * scale
+    return "to rounding" if bool(within.all()) else None
+
+
+def weakest(matches: Sequence[Match | None]) -> Match | None:
+    """The verdict over several probe cases: None if one failed, `bitwise` only if all were."""
+    if not matches or None in matches:
+        return None
+    return "to rounding" if "to rounding" in matches else "bitwise"
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why the class of this instance cannot be swapped, or None."""
+    if "forward" in module.__dict__:
+        return "its forward is overridden on the instance (by an offloading or adapter hook)"
+    if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
+        return "its forward is not a plain Python function"
+    return None
+
+
+def only_argument(module: nn.Module) -> str | None:
+    """Name of the one tensor a module's forward takes, or None if it takes more or fewer."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    if not inspect.isfunction(forward):
+        return None
+    _, *rest = inspect.signature(forward).parameters.values()
+    return rest[0].name if len(rest) == 1 and rest[0].kind is rest[0].POSITIONAL_OR_KEYWORD else None
+
+
+def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device of the first parameter and its dtype, or that of the first floating-point one."""
+    parameters = list(module.parameters())
+    floating = [p for p in parameters if p.is_floating_point() and p.dtype.itemsize > 1]
+    first = (floating or parameters)[0]
+    return first.device, first.dtype if floating else torch.float32
+
+
+@contextmanager
+def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """No gradients, no autocast, a fixed seed, and the caller's random state untouched."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        torch.manual_seed(seed)
+        yield

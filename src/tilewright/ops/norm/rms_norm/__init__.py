@@ -1,0 +1,167 @@
+"""RMSNorm: every Hugging Face variant, forward and backward.  The contract; backends are the files beside it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch.vjp import vjp
+from tilewright.ops import rows
+
+
+@dispatch("rms_norm")
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    fp32_weight: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), the mean over the last dimension, in float32.
+
+    x: (..., N) bf16|fp16|fp32.   weight: (N,), any of these dtypes.   Returns (..., N).
+
+    Rounding follows the model the weights come from:
+      default             x / rms is rounded to x's dtype, then multiplied by weight (Llama, Qwen, Mistral, DeepSeek)
+      fp32_weight=True    multiplied by weight in float32, rounded once to x's dtype (OLMo-2, GPT-OSS)
+      offset=1.0          (1 + weight) in float32, rounded once (Gemma); any offset other than 0 implies fp32_weight
+    The result has dtype promote(x, weight) by default, and x's dtype in the two float32 forms.
+
+    out: contiguous tensor to write instead of allocating; no gradient then.
+    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    return call(CONTRACT, (x, weight, eps, offset, fp32_weight or offset != 0.0), backend, out)  # type: ignore[no-any-return]
+
+
+def reference(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
+) -> Tensor:
+    """The same in plain torch, bit for bit what the Hugging Face modules compute."""
+    wide = x.to(rows.accumulate_dtype(x.dtype))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if fp32_weight or offset != 0.0:
+        w = weight.to(wide.dtype)
+        return (normed * (offset + w) if offset != 0.0 else w * normed).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def _raw(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> Tensor:
+    return reference(x, weight, eps=eps, offset=offset, fp32_weight=fp32_weight)
+
+
+def _raw_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, need_dweight: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dweight = vjp(lambda x, w: _raw(x, w, eps, offset, fp32_weight), (x, weight), (dy,))
+    return dx, dweight if need_dweight else dweight.new_empty(0)
+
+
+def out_dtype(x: Tensor, weight: Tensor, fp32_weight: bool) -> torch.dtype:
+    """dtype of the result: x's in the float32 forms, else torch's promotion of x and weight."""
+    return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight.dtype)
+
+
+_SCHEMA = "Tensor x, Tensor weight, float eps, float offset, bool fp32_weight"
+FORWARD = RawOp(
+    "rms_norm",
+    "fwd",
+    _SCHEMA,
+    package=__name__,
+    outputs=lambda x, weight, eps, offset, fp32_weight: ((x.shape, out_dtype(x, weight, fp32_weight)),),
+    reference=_raw,
+    bucket=lambda x, *_: rows.rows_bucket(x),
+    bucket_names=rows.ROW_BUCKET,
+    out=True,
+)
+BACKWARD = RawOp(
+    "rms_norm",
+    "bwd",
+    f"Tensor dy, {_SCHEMA}, bool need_dweight",
+    package=__name__,
+    outputs=lambda dy, x, weight, eps, offset, fp32_weight, need_dweight: (
+        (x.shape, x.dtype),
+        (weight.shape if need_dweight else (0,), weight.dtype),
+    ),
+    reference=_raw_backward,
+    bucket=lambda dy, *_: rows.rows_bucket(dy),
+    bucket_names=rows.ROW_BUCKET,
+    count=2,
+)
+
+
+def check(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> None:
+    """Raises InputError for what the docstring of `rms_norm` excludes."""
+    rows.check_floating("rms_norm", x=x, weight=weight)
+    rows.check_vector("rms_norm", x, weight=weight)
+
+
+def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
+    """params: M, N, optional weight_dtype, offset, fp32_weight, eps."""
+    g = rows.generator(seed)
+    x = rows.random_tensor((params["M"], params["N"]), dtype, device, g, scale=params.get("scale", 1.0))
+    weight = rows.random_tensor((params["N"],), params.get("weight_dtype", dtype), device, g)
+    options = {k: params[k] for k in ("offset", "fp32_weight", "eps") if k in params}
+    return Sample((x, weight), options)
+
+
+def cost(sample: Sample, direction: str) -> Cost:
+    """Forward reads x and weight, writes y.  Backward reads dy, x, weight, writes dx and dweight."""
+    x, weight = sample.args
+    if direction == "fwd":
+        return Cost(4 * x.numel(), rows.nbytes(x, weight), rows.nbytes(x))
+    return Cost(10 * x.numel(), rows.nbytes(x, x, weight), rows.nbytes(x, weight))
+
+
+def _bad(device: torch.device, x: Sequence[int], w: Sequence[int], dtype: torch.dtype = torch.float32) -> Sample:
+    return Sample((torch.ones(tuple(x), device=device, dtype=dtype), torch.ones(tuple(w), device=device)))
+
+
+CONTRACT = register(
+    Contract(
+        name="rms_norm",
+        family="norm",
+        summary="RMS normalisation over the last dimension",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=inputs,
+        cost=cost,
+        gradient=Gradient(
+            BACKWARD,
+            inputs=(0, 1),
+            save=lambda args, outputs: (args[0], args[1]),
+            raw_args=lambda grads, saved, args, needs: (grads[0], *saved, *args[2:], needs[1]),
+        ),
+        workloads=(
+            Workload("llama8b_train", {"M": 8192, "N": 4096}),
+            Workload("llama8b_long", {"M": 32768, "N": 4096}),
+            Workload("llama70b_train", {"M": 8192, "N": 8192}),
+            *(Workload(f"decode_{m}", {"M": m, "N": 4096}, directions=("fwd",)) for m in (1, 2, 4, 8, 16, 32, 64)),
+        ),
+        cpu_workloads=(Workload("small", {"M": 512, "N": 4096}, (torch.bfloat16, torch.float32)),),
+        edge_cases=(
+            Workload("one_row: a single program", {"M": 1, "N": 256}),
+            Workload("odd_n: the tail of a row is masked", {"M": 7, "N": 333}),
+            Workload("n_1: mean of one element", {"M": 5, "N": 1}),
+            Workload("long_row: more than one block of a row", {"M": 2, "N": 20000}),
+            Workload("gemma: offset 1 in float32", {"M": 33, "N": 512, "offset": 1.0}),
+            Workload("olmo2: weight in float32, one rounding", {"M": 33, "N": 512, "fp32_weight": True}),
+            Workload("mixed: float32 weight promotes the result", {"M": 9, "N": 128, "weight_dtype": torch.float32}),
+            Workload("tiny_values: eps dominates", {"M": 4, "N": 64, "scale": 1e-5, "eps": 1e-6}),
+            Workload("empty: no rows", {"M": 0, "N": 64}),
+        ),
+        bad_inputs=(
+            BadInput("weight too short", lambda d: _bad(d, (4, 8), (7,)), r"weight is \(7,\); needs \(8,\)"),
+            BadInput("weight 2-D", lambda d: _bad(d, (4, 8), (1, 8)), r"needs \(8,\)"),
+            BadInput("integers", lambda d: _bad(d, (4, 8), (8,), torch.int32), "x is torch.int32"),
+            BadInput("scalar", lambda d: _bad(d, (), (8,)), "no dimensions"),
+        ),
+    )
+)

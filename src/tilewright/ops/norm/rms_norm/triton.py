@@ -1,0 +1,238 @@
+"""RMSNorm in Triton.  A program holds whole rows in registers: one read of x, one write of y, statistics in between.
+
+Traffic: forward 4*M*N bytes at bf16, so 8192x4096 cannot beat 32 us at 4.2 TB/s; backward reads dy and x and writes dx, 6*M*N,
+48 us.  The backward recomputes 1/rms from the row it reads anyway, so the forward saves no statistics.  Its weight gradient
+is accumulated in registers by a fixed set of programs and reduced in a fixed order (`column_sums`).
+Rows too long for registers are read twice; the second read comes from L2.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.hardware import device_info
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.norm.column_sums import column_sums
+from tilewright.ops.rows import as_rows
+
+MAX_BLOCK = 16384  # 64 KB of float32 in registers at 16 warps; above, the row is walked in blocks
+
+
+class Config(NamedTuple):
+    rows: int
+    num_warps: int
+    num_stages: int
+    waves: int  # programs per SM that walk over the rows; 0: one program per block of rows
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    m, n = bucket
+    block = min(triton.next_power_of_2(n), MAX_BLOCK)
+    if block <= 512:
+        return Config(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=1, waves=0)
+    return Config(rows=1, num_warps=min(16, max(4, block // 1024)), num_stages=1, waves=0)
+
+
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    m, n = bucket
+    block = min(triton.next_power_of_2(n), MAX_BLOCK)
+    return Config(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=1, waves=1)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    y, x, weight, M, N, stride_x, eps, offset,  # x, y: (M, N)   weight: (N,)
+    FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    w = tl.load(weight + offs_n, mask=mask_n, other=0.0).to(tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+        offs_m = block * ROWS + tl.arange(0, ROWS)
+        mask = (offs_m[:, None] < M) & mask_n[None, :]
+        row = tl.load(x + offs_m.to(tl.int64)[:, None] * stride_x + offs_n[None, :], mask=mask, other=0.0)
+        wide = row.to(tl.float32)
+        normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
+        if FP32_WEIGHT:
+            result = normed * (offset + w)[None, :]
+        else:  # round to x's dtype before the weight, as the models do
+            result = normed.to(x.dtype.element_ty).to(tl.float32) * w[None, :]
+        tl.store(y + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_long_kernel(
+    y, x, weight, M, N, stride_x, eps, offset,  # x, y: (M, N)   weight: (N,)
+    FP32_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        wide = tl.load(x + row * stride_x + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+        squares += wide * wide
+    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask = offs_n < N
+        normed = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd
+        w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32)
+        if FP32_WEIGHT:
+            result = normed * (offset + w)
+        else:
+            result = normed.to(x.dtype.element_ty).to(tl.float32) * w
+        tl.store(y + row * N + offs_n, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    dx, partial, dy, x, weight, M, N, stride_dy, stride_x, eps, offset,  # dy, x, dx: (M, N)   partial: (programs, N)
+    FP32_WEIGHT: tl.constexpr, NEED_DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    w = tl.load(weight + offs_n, mask=mask_n, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK_N,), tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+        offs_m = block * ROWS + tl.arange(0, ROWS)
+        mask = (offs_m[:, None] < M) & mask_n[None, :]
+        at = offs_m.to(tl.int64)[:, None]
+        wide = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dy + at * stride_dy + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
+        normed = wide * rstd
+        g = grad * w[None, :]
+        # d(x * rstd): the projection on x is taken out
+        result = (g - normed * (tl.sum(g * normed, 1) / N)[:, None]) * rstd
+        tl.store(dx + at * N + offs_n[None, :], result.to(dx.dtype.element_ty), mask=mask)
+        if NEED_DWEIGHT:
+            if not FP32_WEIGHT:
+                normed = normed.to(x.dtype.element_ty).to(tl.float32)
+            dw += tl.sum(grad * normed, 0)
+    if NEED_DWEIGHT:
+        tl.store(partial + tl.program_id(0).to(tl.int64) * N + offs_n, dw, mask=mask_n)
+
+
+@triton.jit
+def _rms_norm_backward_long_kernel(
+    dx, rstds, dy, x, weight, M, N, stride_dy, stride_x, eps, offset,  # dy, x, dx: (M, N)   rstds: (M,)
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    products = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask = offs_n < N
+        wide = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32) + offset
+        g = tl.load(dy + row * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32) * w
+        squares += wide * wide
+        products += g * wide
+    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    mean = tl.sum(products, 0) * rstd / N
+    tl.store(rstds + row, rstd)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask = offs_n < N
+        normed = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd
+        w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32) + offset
+        g = tl.load(dy + row * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32) * w
+        tl.store(dx + row * N + offs_n, ((g - normed * mean) * rstd).to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_dweight_long_kernel(
+    dweight, dy, x, rstds, M, N, stride_dy, stride_x,  # dweight: (N,)   rstds: (M,)
+    FP32_WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, M, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        at = offs_m.to(tl.int64)[:, None]
+        mask = (offs_m[:, None] < M) & mask_n[None, :]
+        rstd = tl.load(rstds + offs_m, mask=offs_m < M, other=0.0)[:, None]
+        normed = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32) * rstd
+        if not FP32_WEIGHT:
+            normed = normed.to(x.dtype.element_ty).to(tl.float32)
+        acc += tl.load(dy + at * stride_dy + offs_n[None, :], mask=mask, other=0.0).to(tl.float32) * normed
+    tl.store(dweight + offs_n, tl.sum(acc, 0).to(dweight.dtype.element_ty), mask=mask_n)
+
+
+_forward = TritonKernel(_rms_norm_kernel)
+_forward_long = TritonKernel(_rms_norm_long_kernel)
+_backward = TritonKernel(_rms_norm_backward_kernel)
+_backward_long = TritonKernel(_rms_norm_backward_long_kernel)
+_dweight_long = TritonKernel(_rms_norm_dweight_long_kernel)
+
+FORWARD_CONFIGS = tuple({configure((4096, n), torch.bfloat16) for n in (64, 512, 4096, 8192, 16384)})
+BACKWARD_CONFIGS = tuple({configure_backward((4096, n), torch.bfloat16) for n in (64, 4096, 8192, 16384)})
+
+
+def programs(m: int, config: Config, device: torch.device) -> int:
+    """Grid size: one program per block of rows, or `waves` per SM walking over them."""
+    blocks = -(-m // config.rows)
+    return min(blocks, config.waves * device_info(device).sm_count) if config.waves else blocks
+
+
+@register_impl(
+    "rms_norm", backend="triton", configure=configure, config_type=Config, configs=FORWARD_CONFIGS, batch_invariant=True
+)
+def launch(
+    outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, *, config: Config
+) -> None:
+    rows, weight = as_rows(x), weight.contiguous()
+    m, n = rows.shape
+    block = triton.next_power_of_2(n)
+    args = (outs[0], rows, weight, m, n, rows.stride(0), eps, offset)
+    if block > MAX_BLOCK:
+        _forward_long((m,), args, (fp32_weight, 4096), num_warps=8)
+    else:
+        _forward(
+            (programs(m, config, x.device),), args, (fp32_weight, config.rows, block, config.num_stages),
+            num_warps=config.num_warps,
+        )  # fmt: skip
+
+
+@register_impl(
+    "rms_norm", backend="triton", direction="bwd", configure=configure_backward, config_type=Config, configs=BACKWARD_CONFIGS
+)
+def launch_backward(
+    outs: tuple[Tensor, Tensor],
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    fp32_weight: bool,
+    need_dweight: bool,
+    *,
+    config: Config,
+) -> None:
+    dx, dweight = outs
+    grads, rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
+    m, n = rows.shape
+    block = triton.next_power_of_2(n)
+    tail = (grads, rows, weight, m, n, grads.stride(0), rows.stride(0), eps, offset)
+    if block > MAX_BLOCK:
+        rstds = torch.empty(m, dtype=torch.float32, device=x.device)
+        _backward_long((m,), (dx, rstds, *tail), (4096,), num_warps=8)
+        if need_dweight:
+            args = (dweight, grads, rows, rstds, m, n, grads.stride(0), rows.stride(0))
+            _dweight_long((triton.cdiv(n, 64),), args, (fp32_weight, 64, 64), num_warps=8)
+        return
+    count = programs(m, config, x.device)
+    partial = torch.empty(count if need_dweight else 1, n, dtype=torch.float32, device=x.device)
+    _backward(
+        (count,), (dx, partial, *tail), (fp32_weight, need_dweight, config.rows, block, config.num_stages),
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    if need_dweight:
+        column_sums(dweight, partial)

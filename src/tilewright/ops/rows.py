@@ -1,0 +1,82 @@
+"""Row-wise ops see a tensor as rows: (..., N) becomes (M, N), copied only where strides leave no other way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.errors import InputError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` (..., N) as (M, N) with unit stride in the last dimension; a view where possible."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def rows_bucket(x: Tensor) -> tuple[int, int]:
+    """(rows rounded up to a power of two, row length): the tuning key of a row-wise op."""
+    n = x.shape[-1]
+    return row_bucket(x.numel() // n if n != 0 else 1), hint(n)
+
+
+ROW_BUCKET = ("M", "N")
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Where a reference computes: float32 for half types, the type itself from float32 up (so float64 is an oracle)."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def check_floating(op: str, **tensors: Tensor) -> None:
+    """Every tensor is floating point, has a dimension, and all are on one device."""
+    first = next(iter(tensors.values()))
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")
+        if t.dtype not in FLOATS:
+            raise InputError(f"{op}: {name} is {t.dtype}; needs one of bfloat16, float16, float32. Cast it first.")
+        if t.dim() == 0:
+            raise InputError(f"{op}: {name} has no dimensions; needs (..., N).")
+        if t.device != first.device:
+            raise InputError(f"{op}: {name} is on {t.device}, the first tensor on {first.device}. Move them to one device.")
+
+
+def check_same(op: str, **tensors: Tensor) -> None:
+    """All tensors have one shape and dtype."""
+    (first_name, first), *others = tensors.items()
+    for name, t in others:
+        if t.shape != first.shape or t.dtype != first.dtype:
+            raise InputError(
+                f"{op}: {name} is {tuple(t.shape)} {t.dtype}, {first_name} is {tuple(first.shape)} {first.dtype}; "
+                "they must have one shape and dtype."
+            )
+
+
+def check_vector(op: str, x: Tensor, **vectors: Tensor | None) -> None:
+    """Every vector given is 1-D of `x`'s last dimension."""
+    for name, v in vectors.items():
+        if v is not None and (v.dim() != 1 or v.shape[0] != x.shape[-1]):
+            raise InputError(f"{op}: {name} is {tuple(v.shape)}; needs ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}.")
+
+
+def random_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
+) -> Tensor:
+    """Normal values drawn on the CPU, so that every device sees the same ones."""
+    made = torch.randn(tuple(shape), generator=generator, dtype=torch.float32) * scale
+    return made.to(device=device, dtype=dtype)
+
+
+def generator(seed: int) -> torch.Generator:
+    """A seeded CPU generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def nbytes(*tensors: Any) -> int:
+    """Bytes of the tensors' elements."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -1,0 +1,93 @@
+"""Every environment variable the library reads, in one typed object.
+
+`current()` reads the environment once; `reload()` reads it again.  `python -m tilewright doctor` prints the table.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError(f"{text!r} is not a switch; allowed: 1/0, true/false, yes/no, on/off")
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tilewright"
+
+
+def _variable(doc: str, *names: str, parse: Any = str, default: Any = None, factory: Any = None) -> Any:
+    metadata = {"doc": doc, "names": names, "parse": parse}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The environment as the library sees it.  One field per variable."""
+
+    backend: str | None = _variable(
+        "preferred backend of every op: cuda, triton, cutile, cpu, torch or auto", "TILEWRIGHT_BACKEND"
+    )
+    disable_fallback: bool = _variable(
+        "make a missed backend preference an error",
+        "TILEWRIGHT_DISABLE_FALLBACK",
+        "DISABLE_FALLBACK",
+        parse=_flag,
+        default=False,
+    )
+    log: str | None = _variable("log level: debug, info, warning, error", "TILEWRIGHT_LOG", parse=str.lower)
+    cache_dir: Path = _variable(
+        "folder for ceilings, tuning tables and compiled kernels", "TILEWRIGHT_CACHE_DIR", parse=Path, factory=_cache_dir
+    )
+    tuning_table: Path | None = _variable(
+        "a tuning table (JSON) that outranks the shipped and the user's own", "TILEWRIGHT_TUNING_TABLE", parse=Path
+    )
+    arch: str | None = _variable(
+        "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH"
+    )
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "Settings":
+        """Read `env`.  Raises ValueError naming the variable, the value and what is allowed."""
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            for name in f.metadata["names"]:
+                if env.get(name):
+                    try:
+                        values[f.name] = f.metadata["parse"](env[name])
+                    except ValueError as error:
+                        raise ValueError(f"{name}: {error}") from None
+                    break
+        return cls(**values)
+
+
+_current: Settings | None = None
+
+
+def current() -> Settings:
+    """The settings in force, read from the environment on first use."""
+    return _current if _current is not None else reload()
+
+
+def reload() -> Settings:
+    """Read the environment again."""
+    global _current
+    _current = Settings.from_env(os.environ)
+    return _current
+
+
+def describe() -> list[dict[str, Any]]:
+    """One row a variable: `names`, `value` in force, `doc`."""
+    now = current()
+    return [
+        {"names": list(f.metadata["names"]), "value": getattr(now, f.name), "doc": f.metadata["doc"]} for f in fields(now)
+    ]

@@ -1,0 +1,102 @@
+"""Every Triton implementation, in every dtype and shipped configuration, compiles well for every target.
+
+What is compiled is what would be launched: the implementation's own `launch` with the arguments the public function makes
+of each workload and edge case, the configurations its `configure` picks there, all that it lists as shipped, and those of
+the committed tuning tables.  A spill, or a `tl.dot` that lost the matrix units, is an error.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import tilewright
+from tilewright.dispatch import contracts, table
+from tests.harness.cases import RawCall, call_that_selects, declared_calls, triton_implementations
+
+pytestmark = pytest.mark.compile
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
+IMPLEMENTATIONS = {op.key: (contract, op, impl) for contract, op, impl in triton_implementations()}
+TABLES = sorted((Path(tilewright.__file__).parent / "tables").glob("*.json"))
+
+
+class Compiler:
+    """Launches raw calls inside a fake driver and collects the faults of all kernels that were compiled."""
+
+    def __init__(self, implementation, arch):
+        from tests.harness.fake_driver import target
+
+        self.implementation, self.arch, self._target = implementation, arch, target
+        self.launched = 0
+        self.faults = []
+
+    def __enter__(self):
+        self._block = self._target(self.arch)
+        self.compiled = self._block.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._block.__exit__(*error)
+
+    def launch(self, call: RawCall, dtype, config) -> None:
+        from tests.harness.resources import resources
+
+        refuses = self.implementation.supports
+        if refuses is not None and refuses(*call.args) is not None:
+            return
+        seen = len(self.compiled)
+        case = f"{call.op.key} {dtype}, {call.purpose}, {config}"
+        try:
+            self.implementation.launch(call.outputs(), *call.args, config=config)
+        except Exception as error:
+            error.add_note(f"while compiling {case} for {self.arch}")
+            raise
+        self.launched += 1
+        self.faults += [f"{case}: {fault}" for kernel in self.compiled[seen:] for fault in resources(kernel).faults()]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("key", IMPLEMENTATIONS)
+def test_every_workload_and_shipped_configuration(key, arch):
+    contract, op, implementation = IMPLEMENTATIONS[key]
+    unseen = set(implementation.configs)
+    with Compiler(implementation, arch) as compiler:
+        for dtype in contract.dtypes:
+            for call in declared_calls(contract, op, dtype):
+                config = None
+                if implementation.configure is not None:
+                    config = implementation.configure(op.bucket_of(call.args, "default"), dtype)
+                compiler.launch(call, dtype, config)
+                unseen.discard(config)
+        for config in unseen:
+            call = call_that_selects(contract, op, config, implementation)
+            compiler.launch(call, call.args[0].dtype, config)
+    assert compiler.launched > 0
+    assert compiler.compiled
+    assert compiler.faults == []
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_every_row_of_a_shipped_table(path):
+    header, rows = table.read(path)
+    faults = []
+    for row in rows:
+        key = row.op if row.direction == "fwd" else f"{row.op}_{row.direction}"
+        if row.backend != "triton" or header["arch"] not in ARCHITECTURES:
+            continue
+        contract, op, implementation = IMPLEMENTATIONS[key]
+        (dtype,) = [d for d in contract.dtypes if str(d) == f"torch.{row.dtype}"]
+        calls = [c for c in declared_calls(contract, op, dtype) if op.bucket_text(op.bucket(*c.args)) == row.bucket]
+        assert calls, f"{path.name}: no workload of {key} has the bucket {row.bucket}"
+        config = implementation.config_type(**row.config) if row.config is not None else None
+        with Compiler(implementation, header["arch"]) as compiler:
+            compiler.launch(calls[0], dtype, config)
+        faults += compiler.faults
+    assert faults == []
+
+
+def test_there_is_something_to_compile():
+    """An empty parametrisation would pass silently."""
+    assert "rms_norm" in IMPLEMENTATIONS
+    assert "rms_norm_bwd" in IMPLEMENTATIONS
+    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == set(contracts())

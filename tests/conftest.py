@@ -1,0 +1,87 @@
+"""Rules of every test process: what is asked for runs, seeds are printed, one Triton mode per process."""
+
+import os
+import random
+import sys
+
+import pytest
+
+MODES = {"gpu", "interp", "compile"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers (default 0)")
+
+
+def _asked_for(config: pytest.Config, mode: str) -> bool:
+    """Whether -m names `mode` and does not exclude it."""
+    words = config.getoption("markexpr").replace("(", " ").replace(")", " ").split()
+    return any(word == mode and words[max(i - 1, 0)] != "not" for i, word in enumerate(words))
+
+
+def _gpu_present() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = [mode for mode in sorted(MODES) if _asked_for(config, mode)]
+    if "gpu" in asked and not _gpu_present():
+        raise pytest.UsageError("-m gpu was asked for and torch sees no GPU")
+    if "interp" in asked:
+        _start_interpreter(asked)
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        raise pytest.UsageError("TRITON_INTERPRET=1 is for -m interp alone; unset it")
+    _limit_threads()
+
+
+def _start_interpreter(asked: list[str]) -> None:
+    if len(asked) > 1:
+        raise pytest.UsageError(f"{' and '.join(asked)} cannot share a process: run pytest once for each")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError("-m interp needs TRITON_INTERPRET=1, set before Triton is imported")
+    if "triton" in sys.modules:
+        raise pytest.UsageError("Triton was imported before the interpreter's fixes; import it inside tests")
+    from tests.harness import interp_fixes
+
+    interp_fixes.install()
+
+
+def _limit_threads() -> None:
+    """One torch thread in each xdist worker; they would fight for the same cores."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    import torch
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, {device}, --seed={config.getoption('seed')}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _gpu_present():
+        pytest.skip("needs a GPU")
+    if item.get_closest_marker("interp") and not _asked_for(item.config, "interp"):
+        pytest.skip("runs only in a process of its own: TRITON_INTERPRET=1 pytest -m interp")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The number to seed a test's own generators with."""
+    return int(request.config.getoption("seed"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded(seed: int) -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,87 @@
+"""`import tilewright` is light: no compiler, no CUDA context, almost no time, and a process may fork after it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_IMPORT_SECONDS = 0.3
+
+# Libraries that an import of ours must not load; `import torch` itself may have loaded some of them already.
+HEAVY = (
+    "triton",
+    "transformers",
+    "torch._inductor",
+    "torch._dynamo",
+    "cuda",
+    "cutlass",
+    "jinja2",
+    "matplotlib",
+    "rich",
+    "typer",
+)
+
+
+def run(program: str) -> str:
+    """Standard output of a fresh Python with the checkout on its path; bytecode is kept, as a user's Python does."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict:
+    """What a fresh Python looks like after `import torch, tilewright`."""
+    return json.loads(
+        run(
+            "import json, sys, torch; before = set(sys.modules); import tilewright;"
+            "print(json.dumps({'modules': sorted(set(sys.modules) - before), 'cuda': torch.cuda.is_initialized()}))"
+        )
+    )
+
+
+def test_no_heavy_module_is_loaded(imported):
+    heavy = [m for m in imported["modules"] if m.startswith(tuple(f"{h}." for h in HEAVY)) or m in HEAVY]
+    assert heavy == []
+
+
+def test_no_cuda_context_is_created(imported):
+    assert imported["cuda"] is False
+
+
+def test_import_adds_little_time_to_import_torch():
+    program = "import time, torch; start = time.perf_counter(); import tilewright; print(time.perf_counter() - start)"
+    best = min(float(run(program)) for _ in range(3))
+    assert best <= MAX_IMPORT_SECONDS
+
+
+def test_ops_work_in_a_forked_child():
+    output = run(
+        "import os, sys, torch, tilewright\n"
+        "from tilewright import ops\n"
+        "x, w = torch.randn(4, 64), torch.ones(64)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    y = ops.rms_norm(x, w)\n"
+        "    os._exit(0 if torch.isfinite(y).all() else 1)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "print(os.waitstatus_to_exitcode(status), torch.equal(ops.rms_norm(x, w), ops.rms_norm(x, w)))\n"
+    )
+    assert output.split() == ["0", "True"]
+
+
+def test_version_is_the_one_of_the_distribution():
+    import tomllib
+
+    import tilewright
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tilewright.__version__ == declared
