@@ -1,17 +1,17 @@
 """Every Triton implementation, in every dtype and shipped configuration, compiles well for every target.
 
-What is compiled is what would be launched: the implementation's own `launch` with the arguments the public function makes
-of each workload and edge case, the configurations its `configure` picks there, all that it lists as shipped, and those of
-the committed tuning tables.  A spill, or a `tl.dot` that lost the matrix units, is an error.
+What is compiled is what would be launched: the implementation's own `launch`, given the arguments that the public
+function makes of each workload and edge case, with the configurations `configure` picks there, all that are listed as
+shipped, and those of the committed tuning tables.  A spill, or a `tl.dot` that lost the matrix units, is an error.
 """
 
 from pathlib import Path
 
 import pytest
+from tests.harness.cases import RawCall, call_that_selects, declared_calls, triton_implementations
 
 import tilewright
 from tilewright.dispatch import contracts, table
-from tests.harness.cases import RawCall, call_that_selects, declared_calls, triton_implementations
 
 pytestmark = pytest.mark.compile
 

@@ -63,7 +63,7 @@ def declared_calls(contract: Contract, op: RawOp, dtype: torch.dtype) -> Iterato
 
 
 def call_that_selects(contract: Contract, op: RawOp, config: Any, implementation: Implementation) -> RawCall:
-    """A call for which `implementation` chooses `config`: a workload with one of its sizes replaced by a power of two."""
+    """A call for which `implementation` chooses `config`: a workload with one size replaced by a power of two."""
     assert implementation.configure is not None
     for workload in (*contract.workloads, *contract.edge_cases):
         for name, size in workload.params.items():

@@ -23,17 +23,33 @@ from tilewright.assistant.attribution import around_modules
 
 aten = torch.ops.aten
 
+# Position of the left operand.
+_MATMUL_AT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+
 
 @dataclass(frozen=True)
 class Matmul:
-    """One matrix product: (M, K) @ (K, N), `batch` times; `weights` says that the right side is a parameter."""
+    """One matrix product: (M, K) @ (K, N), `batch` times."""
 
     m: int
     n: int
     k: int
     batch: int
     dtype: str
-    weights: bool
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One scaled_dot_product_attention: q (B, H, S_q, D), k and v (B, H_kv, S_kv, D)."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    s_q: int
+    s_kv: int
+    dim: int
+    dtype: str
+    causal: bool
 
 
 @dataclass
@@ -51,6 +67,7 @@ class ModuleCost:
     bytes_ideal_written: int = 0
     peak_bytes: int = 0  # most bytes alive above those alive when the module was entered
     matmuls: list[Matmul] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
 
     @property
     def bytes_eager(self) -> int:
@@ -73,7 +90,7 @@ class Costs:
 
 def count(model: nn.Module, run: Any) -> Costs:
     """Costs of one `run()` of `model`, an eager forward. Slower than the forward itself by the price of a Python call per op."""
-    mode = CostMode({id(p) for p in model.parameters()})
+    mode = CostMode()
     with torch.no_grad(), around_modules(model, mode.entering), ideal_bytes(model, mode), mode:
         run()
     return Costs(list(mode.by_path.values()), mode.top)
@@ -82,7 +99,7 @@ def count(model: nn.Module, run: Any) -> Costs:
 class CostMode(TorchDispatchMode):
     """Adds each op to the module that is innermost when it runs."""
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.by_path: dict[str, ModuleCost] = {}
         self.stack: list[ModuleCost] = []
@@ -90,7 +107,6 @@ class CostMode(TorchDispatchMode):
         self.top = 0
         self._marks: list[tuple[int, int]] = []  # (live at entry, peak since) of each open module
         self._known: set[int] = set()
-        self._parameters = parameters
 
     @contextmanager
     def entering(self, path: str, module: nn.Module) -> Iterator[None]:
@@ -122,9 +138,10 @@ class CostMode(TorchDispatchMode):
         read, written = _traffic(func, inputs, outputs)
         cost.bytes_read += read
         cost.bytes_written += written
-        found = _matmul(func, args, self._parameters)
-        if found is not None:
-            cost.matmuls.append(found)
+        if func._overloadpacket in _MATMUL_AT:
+            cost.matmuls.append(_matmul(func, args))
+        elif _is_attention(func):
+            cost.attentions.append(_attention(func, args, kwargs))
         for tensor in outputs:
             self._alive(tensor)
         return out
@@ -181,7 +198,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     packet = func._overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in packet.__name__ and "backward" not in packet.__name__:  # the CPU kernel is not in torch's registry
+    if _is_attention(func):  # the CPU kernel is not in torch's registry
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     return 0
 
@@ -193,19 +210,24 @@ def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[in
     return sum(_bytes(t) for t in inputs), written
 
 
-def _matmul(func: Any, args: Any, parameters: set[int]) -> Matmul | None:
-    packet = func._overloadpacket
-    if packet is aten.mm:
-        a, b = args[:2]
-    elif packet is aten.addmm:
-        a, b = args[1:3]
-    elif packet is aten.bmm:
-        a, b = args[:2]
-    else:
-        return None
-    batch = a.shape[0] if a.dim() == 3 else 1
-    weights = id(b) in parameters or (b._is_view() and id(b._base) in parameters)
-    return Matmul(a.shape[-2], b.shape[-1], a.shape[-1], batch, str(a.dtype).removeprefix("torch."), weights)
+def _matmul(func: Any, args: Any) -> Matmul:
+    first = _MATMUL_AT[func._overloadpacket]
+    a, b = args[first], args[first + 1]
+    return Matmul(a.shape[-2], b.shape[-1], a.shape[-1], a.shape[0] if a.dim() == 3 else 1, str(a.dtype).removeprefix("torch."))
+
+
+def _is_attention(func: Any) -> bool:
+    name = func._overloadpacket.__name__
+    return "scaled_dot_product" in name and "backward" not in name
+
+
+def _attention(func: Any, args: Any, kwargs: Any) -> Attention:
+    q, k = args[:2]
+    names = [argument.name for argument in func._schema.arguments]
+    at = names.index("is_causal") if "is_causal" in names else len(args)
+    causal = bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
+    batch, heads, s_q, dim = q.shape
+    return Attention(batch, heads, k.shape[1], s_q, k.shape[2], dim, str(q.dtype).removeprefix("torch."), causal)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,13 +1,16 @@
-"""Pure memory traffic of a given size and read:write mix: the contestant that no other can beat, and so the floor of memory-bound ops.
+"""Pure memory traffic of a given size and read:write mix: the contestant that no other can beat, and so the floor of
+memory-bound ops.
 
-Each mix is moved by what torch offers for it and, on a GPU with Triton, by a streaming kernel of two block sizes; the fastest is the
-ceiling. The streams are timed with the same rounds, rotation and graph as the op they are the floor of.
+Each mix is moved by what torch offers for it and, on a GPU with Triton, by a streaming kernel of two block sizes; the
+fastest is the ceiling. The streams are timed with the same rounds, rotation and graph as the op they are the floor
+of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 
 import torch
 
@@ -23,7 +26,10 @@ Call = Callable[[], object]
 
 
 def stream_calls(mix: str, total_bytes: int, device: torch.device, *, sets: int | None = None) -> dict[str, Call]:
-    """Callables that each move `total_bytes` in `mix`, rotating over enough buffers for a cold cache; by the mover's name."""
+    """Callables that each move `total_bytes` in `mix`, rotating over enough buffers for a cold cache.
+
+    By the mover's name.
+    """
     count = sets_for(total_bytes, device) if sets is None else sets
     arrays = [_arrays(mix, total_bytes, device) for _ in range(count)]
     calls = {"torch": rotate([_torch_mover(mix, *pair) for pair in arrays])}
@@ -37,13 +43,15 @@ def bracket(bytes_read: int, bytes_written: int) -> list[str]:
     """The one or two measured mixes around this one."""
     written = bytes_written / (bytes_read + bytes_written)
     shares = sorted(MIXES.items(), key=lambda item: item[1])
-    for (low, at), (high, above) in zip(shares, shares[1:], strict=False):
+    for (low, at), (high, above) in pairwise(shares):
         if at <= written <= above:
             return [low] if written - at < 1e-2 else [high] if above - written < 1e-2 else [low, high]
     raise AssertionError(f"a share of {written} lies outside [0, 1]")
 
 
-def floor_calls(bytes_read: int, bytes_written: int, device: torch.device, *, sets: int | None = None) -> dict[str, Call]:
+def floor_calls(
+    bytes_read: int, bytes_written: int, device: torch.device, *, sets: int | None = None
+) -> dict[str, Call]:
     """Streams whose times `floor_us` turns into the floor of this traffic; names are "mix/mover"."""
     total = bytes_read + bytes_written
     return {
@@ -54,7 +62,10 @@ def floor_calls(bytes_read: int, bytes_written: int, device: torch.device, *, se
 
 
 def floor_us(timed: Mapping[str, Samples], bytes_read: int, bytes_written: int) -> float:
-    """Floor in microseconds from the samples of `floor_calls`: the fastest mover of each mix, interpolated between the mixes."""
+    """Floor in microseconds from the samples of `floor_calls`.
+
+    The fastest mover of each mix, interpolated between the mixes.
+    """
     fastest: dict[str, float] = {}
     for name, samples in timed.items():
         mix = name.split("/")[0]

@@ -1,7 +1,8 @@
 """Measure the ceilings of this machine, and how well they predict shapes that were not measured.
 
-Sizes lie on a log grid. Launch-sized points are timed as CUDA graphs over rotating buffers with an evicted cache, all others as batches;
-on a CPU by the wall clock. The last step times shapes between the grid points and reports the median error of the predictions.
+Sizes lie on a log grid. Launch-sized points are timed as CUDA graphs over rotating buffers with an evicted cache, all
+others as batches; on a CPU by the wall clock. The last step times shapes between the grid points and reports the
+median error of the predictions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from tilewright.bench.bandwidth import stream_calls
 from tilewright.bench.graph import interleave_graphs
 from tilewright.bench.rotation import rotate, sets_for
-from tilewright.bench.statistics import best
 from tilewright.bench.timing import interleave
 from tilewright.hardware import device_info
 from tilewright.hardware.ceilings import MIXES, Ceilings, Curve, driver_version, dtype_name, save
@@ -31,7 +31,9 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: traffic in bytes, matrix sizes, attention lengths and head dims, and the rounds of each timing."""
+    """What is measured: traffic in bytes, matrix sizes, attention lengths and head dims, and the rounds of each
+    timing.
+    """
 
     traffic: tuple[int, ...]
     m: tuple[int, ...]
@@ -51,7 +53,18 @@ class Grid:
 _HALF = (torch.bfloat16, torch.float16)
 GPU = Grid(
     traffic=tuple(16 * KIB << i for i in range(17)),  # 16 KiB .. 1 GiB
-    m=(1, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384),  # dense where a product turns from memory-bound to compute-bound
+    m=(
+        1,
+        16,
+        32,
+        64,
+        128,
+        256,
+        512,
+        1024,
+        4096,
+        16384,
+    ),  # dense where a product turns from memory-bound to compute-bound
     n=(512, 2048, 8192, 32768),
     k=(512, 2048, 8192),
     dtypes=(*_HALF, torch.float32),
@@ -61,7 +74,14 @@ GPU = Grid(
     heads=16,
     rounds=9,
     held_traffic=(96 * KIB, 3 * MIB, 24 * MIB, 96 * MIB, 400 * MIB),
-    held_matmul=((1, 4096, 4096), (48, 6144, 4096), (200, 4096, 1536), (2048, 4096, 4096), (2048, 14336, 4096), (6000, 3072, 3072)),
+    held_matmul=(
+        (1, 4096, 4096),
+        (48, 6144, 4096),
+        (200, 4096, 1536),
+        (2048, 4096, 4096),
+        (2048, 14336, 4096),
+        (6000, 3072, 3072),
+    ),
     held_s=(768, 1536, 3072, 6144),
 )
 GPU_QUICK = replace(
@@ -78,9 +98,9 @@ GPU_QUICK = replace(
 )
 CPU = Grid(
     traffic=tuple(64 * KIB << (2 * i) for i in range(6)),  # 64 KiB .. 64 MiB
-    m=(1, 16, 128, 1024),
+    m=(1, 16, 128, 512),
     n=(256, 1024, 2048),
-    k=(256, 1024, 2048),
+    k=(256, 768, 2048),
     dtypes=(torch.float32, torch.bfloat16),
     s=(128, 512, 1024),
     d=(64,),
@@ -105,11 +125,13 @@ CPU_QUICK = replace(
 )
 
 
-def calibrate(device: torch.device | str, *, quick: bool = False, progress: Progress | None = None, keep: bool = True) -> Ceilings:
+def calibrate(
+    device: torch.device | str, *, quick: bool = False, progress: Progress | None = None, keep: bool = True
+) -> Ceilings:
     """Measure `device` and, with `keep`, store the result in the cache folder.
 
-    About a minute on a GPU and 15 s on two CPU cores; a third of that with `quick` (fewer points, larger errors). `progress` gets one line
-    a step; the last lines are the errors on held-out shapes.
+    About a minute on a GPU and 15 s on two CPU cores; a third of that with `quick` (fewer points, larger errors).
+    `progress` gets one line a step; the last lines are the errors on held-out shapes.
     """
     where = torch.device(device)
     grid = (GPU_QUICK if quick else GPU) if where.type == "cuda" else (CPU_QUICK if quick else CPU)
@@ -158,18 +180,27 @@ class _Meter:
         self.rounds = rounds
 
     def time(self, calls: dict[str, Call], *, small: bool) -> float:
-        """Fastest contestant's median, us; as graphs where the work is launch-sized."""
-        if self.device.type == "cuda" and small:
+        """us of the fastest contestant; as graphs where the work is launch-sized.
+
+        The median on a GPU. On a CPU the fastest sample: other processes only ever add time, and a ceiling is what is
+        left without them.
+        """
+        if self.device.type != "cuda":
+            timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1, sample_us=200)
+            return min(us for samples in timed.values() for us in samples.us)
+        if small:
             timed = interleave_graphs(calls, device=self.device, launches=64, rounds=self.rounds)
         else:
-            timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1, sample_us=200)
-        return best(list(timed.values())).median
+            timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1)
+        return min(samples.median for samples in timed.values())
 
     def launch(self) -> tuple[float, float | None]:
         """(eager back to back, as a node of a graph) us of a kernel that touches one element."""
         cell = torch.zeros(1, device=self.device)
         calls: dict[str, Call] = {"add": lambda: cell.add_(1)}
-        eager = interleave(calls, device=self.device, rounds=3 * self.rounds, measure="wall", sample_us=1000)["add"].median
+        eager = interleave(calls, device=self.device, rounds=3 * self.rounds, measure="wall", sample_us=1000)[
+            "add"
+        ].median
         if self.device.type != "cuda":
             return eager, None
         return eager, interleave_graphs(calls, device=self.device, launches=200, rounds=3 * self.rounds)["add"].median
@@ -203,6 +234,23 @@ class _Meter:
         return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
 
 
+def headline(device: torch.device | str) -> dict[str, float]:
+    """Ceilings in a second, for the machine block of a run.
+
+    Bandwidth in GB/s of each mix at a size far above the cache, launch cost in us.
+    """
+    where = torch.device(device)
+    size = 512 * MIB if where.type == "cuda" else 64 * MIB
+    meter = _Meter(where, rounds=7)
+    with torch.inference_mode():
+        found = {f"{mix}_gb_s": size / meter.traffic(mix, size) / 1e3 for mix in MIXES}
+        eager, in_graph = meter.launch()
+    found["launch_us"] = eager
+    if in_graph is not None:
+        found["launch_graph_us"] = in_graph
+    return {name: round(value, 3) for name, value in found.items()}
+
+
 def _linear(x: torch.Tensor, w: torch.Tensor) -> Call:
     return lambda: F.linear(x, w)
 
@@ -225,7 +273,9 @@ def _held_out(found: Ceilings, meter: _Meter, grid: Grid) -> dict[str, dict[str,
         for mix, share in MIXES.items()
     ]
     matmul = [
-        _percent(found.matmul_us(m, n, k, dtype), meter.matmul(m, n, k, dtype)) for m, n, k in grid.held_matmul for dtype in grid.dtypes
+        _percent(found.matmul_us(m, n, k, dtype), meter.matmul(m, n, k, dtype))
+        for m, n, k in grid.held_matmul
+        for dtype in grid.dtypes
     ]
     kind, d = grid.attention_dtype, grid.d[0]
     attention = [
@@ -234,7 +284,10 @@ def _held_out(found: Ceilings, meter: _Meter, grid: Grid) -> dict[str, dict[str,
         for causal in (True, False)
     ]
     errors = {"memory": memory, "matmul": matmul, "attention": attention}
-    return {name: {"median_percent": statistics.median(values), "shapes": float(len(values))} for name, values in errors.items()}
+    return {
+        name: {"median_percent": statistics.median(values), "shapes": float(len(values))}
+        for name, values in errors.items()
+    }
 
 
 def _percent(predicted: float, measured: float) -> float:

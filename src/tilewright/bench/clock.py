@@ -1,8 +1,9 @@
 """Two clocks with one interface: the device's own time line, and the wall.
 
-`EventClock` records CUDA events in the current stream, so a span is what the device spent between them, whatever the host did meanwhile,
-provided that the host stays ahead: `lead` keeps the device busy while the host enqueues. `WallClock` waits for the device and reads the
-host's clock: what a user waits for, launch overhead included, and the only choice on a CPU.
+`EventClock` records CUDA events in the current stream, so a span is what the device spent between them, whatever the
+host did meanwhile, provided that the host stays ahead: `lead` keeps the device busy while the host enqueues.
+`WallClock` waits for the device and reads the host's clock: what a user waits for, launch overhead included, and the
+only choice on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 
 Measure = Literal["device", "wall"]
 
-# torch.cuda._sleep spins for a number of SM cycles. SM clocks are at most about 2 GHz; a slower clock only makes the lead longer.
+# torch.cuda._sleep spins for a number of SM cycles. SM clocks are at most about 2 GHz; a slower one only makes the lead
+# longer.
 _CYCLES_PER_US = 2000
 
 
@@ -70,7 +72,9 @@ class EventClock:
         return start.elapsed_time(end) * 1e3
 
     def lead(self, us: float) -> None:
-        """Spin on the device for about `us`, so that what is enqueued next is already waiting when the device gets to it."""
+        """Spin on the device for about `us`, so that what is enqueued next is already waiting when the device gets to
+        it.
+        """
         if us > 0:
             torch.cuda._sleep(int(us * _CYCLES_PER_US))
 

@@ -1,8 +1,9 @@
-"""Timing launch-sized work as CUDA graphs: many calls in one graph, replayed, so that host launch gaps vanish for every contestant alike.
+"""Timing launch-sized work as CUDA graphs: many calls in one graph, replayed, so that host launch gaps vanish for
+every contestant alike.
 
-A call of 2 us cannot be timed launch by launch: the host needs longer to launch it. Captured `launches` times over rotating inputs, the
-replay shows what the call costs inside a graphed model. Before each replay, outside the timed span, twice the L2 is read, so that even
-inputs too small to fill the cache by themselves are cold.
+A call of 2 us cannot be timed launch by launch: the host needs longer to launch it. Captured `launches` times over
+rotating inputs, the replay shows what the call costs inside a graphed model. Before each replay, outside the timed
+span, twice the L2 is read, so that even inputs too small to fill the cache by themselves are cold.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MIN_LAUNCHES = 20
 def capture(call: Call, *, launches: int, device: torch.device | str) -> Callable[[], None]:
     """Capture `launches` calls in one CUDA graph and return its replay.
 
-    Captures on the current stream when that is a side stream, else on a new one. A backward pass runs on the stream of its forward: prepare
-    it on the side stream that is current here, or the capture misses it and fails.
+    Captures on the current stream when that is a side stream, else on a new one. A backward pass runs on the stream
+    of its forward: prepare it on the side stream that is current here, or the capture misses it and fails.
     """
     where = torch.device(device)
     if where.type != "cuda":
@@ -58,7 +59,9 @@ def interleave_graphs(
     evict=True reads twice the L2 before each replay (untimed); False leaves the cache as the last replay left it.
     """
     if launches < MIN_LAUNCHES:
-        raise InputError(f"interleave_graphs: needs launches >= {MIN_LAUNCHES} so that the graph's own start is amortised, got {launches}")
+        raise InputError(
+            f"interleave_graphs: needs launches >= {MIN_LAUNCHES} to amortise the graph's start, got {launches}"
+        )
     replays = {name: capture(fn, launches=launches, device=device) for name, fn in fns.items()}
     return interleave_replays(replays, device=device, launches=launches, rounds=rounds, evict=evict)
 
@@ -86,5 +89,7 @@ def _replay_lead(replay: Call, device: torch.device) -> float:
 
 def _eviction(device: torch.device) -> Call:
     """Reading (not writing) leaves clean lines behind, so that no write-back is charged to the sample."""
-    buffer = torch.ones(device_info(device).l2_bytes // 2, dtype=torch.int32, device=device)  # 4 bytes each: twice the L2
+    buffer = torch.ones(
+        device_info(device).l2_bytes // 2, dtype=torch.int32, device=device
+    )  # 4 bytes each: twice the L2
     return lambda: torch.amax(buffer)

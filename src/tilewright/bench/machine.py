@@ -26,7 +26,7 @@ _QUERY = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a run took place; `clocks` holds readings before and after, `ceilings` the ones measured in the same run."""
+    """Where a run took place; `clocks` holds readings before and after, `ceilings` those of the same run."""
 
     device: str
     arch: str
@@ -84,7 +84,10 @@ def describe(
 
 
 def clocks(device: torch.device | str) -> dict[str, float] | None:
-    """Clocks, power and temperature as nvidia-smi reads them now; None on a CPU, or where there is no nvidia-smi or it refuses."""
+    """Clocks, power and temperature as nvidia-smi reads them now.
+
+    None on a CPU, or where there is no nvidia-smi or it refuses.
+    """
     where = torch.device(device)
     tool = shutil.which("nvidia-smi")
     if where.type != "cuda" or tool is None:

@@ -1,7 +1,9 @@
-"""Rotating inputs: a kernel in a model finds its operands in device memory, not in the cache that the last repetition left warm.
+"""Rotating inputs: a kernel in a model finds its operands in device memory, not in the cache that the last repetition
+left warm.
 
-Between two uses of the same input set more than twice the L2 of other data passes by. Results are held for one turn as well: otherwise the
-allocator would hand the same block to every call, and writes would stay in the cache and never be paid for.
+Between two uses of the same input set more than twice the L2 of other data passes by. Results are held for one turn
+as well: otherwise the allocator would hand the same block to every call, and writes would stay in the cache and never
+be paid for.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from tilewright.hardware import device_info
 
 
 def rotate(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One callable that goes through `calls` in turn, one for each input set, and keeps each result until its next turn."""
+    """One callable that goes through `calls` in turn, one for each input set, and keeps each result until its next
+    turn.
+    """
     if not calls:
         raise InputError("rotate: no callables given")
     held: list[object] = [None] * len(calls)
@@ -35,7 +39,8 @@ def rotate(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 def sets_for(bytes_touched: int, device: torch.device | str, *, at_most: int = 256) -> int:
     """Input sets needed for a cold L2 when one call reads and writes `bytes_touched` bytes; at least 2.
 
-    `at_most` bounds the memory objects; where it binds, the caller evicts the cache between samples (see `graph.interleave_graphs`).
+    `at_most` bounds the memory objects; where it binds, the caller evicts the cache between samples (see
+    `graph.interleave_graphs`).
     """
     wanted = math.ceil(2 * device_info(device).l2_bytes / max(1, bytes_touched)) + 1
     return max(2, min(at_most, wanted))

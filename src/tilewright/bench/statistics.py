@@ -1,13 +1,14 @@
 """Medians, bootstrap intervals and paired ratios of timing samples.
 
-Timing noise is skewed (a sample is only ever disturbed upwards) and drifts with clocks and temperature. Hence the median, an interval that
-assumes no distribution, and ratios taken inside one round, where both sides saw the same machine.
+Timing noise is skewed (a sample is only ever disturbed upwards) and drifts with clocks and temperature. Hence the
+median, an interval that assumes no distribution, and ratios taken inside one round, where both sides saw the same
+machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Microseconds per call, one entry per round; entry i of every function in an interleaved run belongs to the same round."""
+    """Microseconds per call, one entry per round.
+
+    Entry i of every function in an interleaved run belongs to the same round.
+    """
 
     us: list[float]
 
@@ -52,16 +56,23 @@ class Samples:
 
     @property
     def spread(self) -> float:
-        """Half the width of the 95 % interval over the median: 0.01 says that the median is known to about one percent."""
+        """Half the width of the 95 % interval over the median.
+
+        0.01 says that the median is known to about one percent.
+        """
         interval = self.interval()
         return (interval.high - interval.low) / (2 * self.median)
 
 
 def paired_ratio(a: Samples, b: Samples, confidence: float = 0.95) -> Ratio:
-    """Median over rounds of a / b: above 1 means that `b` is the faster one. Both must come from the same interleaved run."""
+    """Median over rounds of a / b: above 1 means that `b` is the faster one.
+
+    Both must come from the same interleaved run.
+    """
     if len(a.us) != len(b.us):
         raise InputError(
-            f"paired_ratio: {len(a.us)} samples against {len(b.us)}; only samples of one interleaved run are paired, round by round"
+            f"paired_ratio: {len(a.us)} samples against {len(b.us)}; "
+            "only samples of one interleaved run are paired, round by round"
         )
     ratios = np.asarray(a.us, dtype=np.float64) / np.asarray(b.us, dtype=np.float64)
     interval = _bootstrap_median(ratios, confidence)
@@ -74,11 +85,6 @@ def geometric_mean(values: Iterable[float]) -> float:
     if not logs:
         raise InputError("geometric_mean: no values")
     return math.exp(sum(logs) / len(logs))
-
-
-def best(samples: Sequence[Samples]) -> Samples:
-    """The samples with the lowest median."""
-    return min(samples, key=lambda item: item.median)
 
 
 def _bootstrap_median(values: np.ndarray, confidence: float) -> Interval:

@@ -1,7 +1,7 @@
 """A Triton kernel that only moves memory: the contestant that keeps torch's copy from being a soft ceiling.
 
-Reads 0, 1 or 2 arrays and writes 0 or 1 of the same length, 16 bytes a thread and access. Where nothing is written, each program stores the
-sum of its block, one word for BLOCK words read, so that the loads cannot be removed.
+Reads 0, 1 or 2 arrays and writes 0 or 1 of the same length, 16 bytes a thread and access. Where nothing is written,
+each program stores the sum of its block, one word for BLOCK words read, so that the loads cannot be removed.
 """
 
 import torch

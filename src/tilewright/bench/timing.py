@@ -1,10 +1,12 @@
 """Interleaved timing of several callables in one process: the only way two times may be compared.
 
-Each round takes one sample of every callable, forwards in even rounds and backwards in odd ones (A B C, C B A, ...), so that clocks,
-temperature and power limit treat all alike and a ratio can be taken round by round. A sample is a batch of calls long enough for the clock.
+Each round takes one sample of every callable, forwards in even rounds and backwards in odd ones (A B C, C B A, ...),
+so that clocks, temperature and power limit treat all alike and a ratio can be taken round by round. A sample is a
+batch of calls long enough for the clock.
 
-On a GPU the default measure is device time: before each batch the device spins for as long as the host needs to enqueue it, so that launch
-overhead of a host-bound callable stays out. `measure="wall"` counts it: the right choice for a whole model.
+On a GPU the default measure is device time: before each batch the device spins for as long as the host needs to
+enqueue it, so that launch overhead of a host-bound callable stays out. `measure="wall"` counts it: the right choice
+for a whole model.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _PROBE_BELOW_US = 5000.0  # a call longer than this needs no second look: one ca
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one callable is sampled: `calls` calls after a lead of `lead_us`; each call stands for `units` units of work."""
+    """How one callable is sampled: `calls` calls after a lead of `lead_us`.
+
+    Each call stands for `units` units of work.
+    """
 
     fn: Call
     calls: int
@@ -55,9 +60,10 @@ def interleave(
 ) -> dict[str, Samples]:
     """Time every callable in alternating round-robin order.
 
-    timing: "sustained" enqueues samples back to back (a GPU may hit its power limit), "paused" idles 10 ms before each sample.
-    rounds: samples per callable. warmup: untimed calls of each, first. sample_us: shortest batch; calls per batch follow from it.
-    Callables choose their own inputs: wrap them in `rotation.rotate` for a cold L2, pass them as they are for a warm one.
+    timing: "sustained" enqueues samples back to back (a GPU may hit its power limit), "paused" idles 10 ms before
+    each sample. rounds: samples per callable. warmup: untimed calls of each, first. sample_us: shortest batch; calls
+    per batch follow from it. Callables choose their own inputs: wrap them in `rotation.rotate` for a cold L2, pass
+    them as they are for a warm one.
     """
     if not fns:
         raise InputError("interleave: no callables given")
@@ -103,7 +109,9 @@ def run_rounds(
 
 
 def host_us(fn: Call, *, device: torch.device | str, rounds: int = 20, calls: int = 10) -> Samples:
-    """Host time to enqueue one call, in microseconds, with the device drained before each batch and never waited for inside it."""
+    """Host time to enqueue one call, in microseconds, with the device drained before each batch and never waited for
+    inside it.
+    """
     where = torch.device(device)
     clock = clock_for(where)
     fn()
@@ -135,12 +143,18 @@ def _plan(fn: Call, clock: Clock, warmup: int, sample_us: float) -> Plan:
 
 
 def lead_for(host: float, device_us: float, calls: int) -> float:
-    """Device spin, in us, that lets the host stay ahead: its first enqueue, plus what it falls behind over the batch, plus a quarter."""
+    """Device spin, in us, that lets the host stay ahead.
+
+    Its first enqueue, plus what it falls behind over the batch, plus a quarter.
+    """
     return 1.25 * (host + calls * max(0.0, host - device_us))
 
 
 def _probe(fn: Call, clock: Clock, calls: int) -> tuple[float, float]:
-    """(device us, host us) per call. The first probe, of one call, still includes the host's time; the later one leads it away."""
+    """(device us, host us) per call. The first probe, of one call, still includes the host's time.
+
+    The later one leads it away.
+    """
     clock.synchronize()
     if calls > 1:
         clock.lead(2000.0)

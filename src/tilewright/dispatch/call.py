@@ -138,7 +138,8 @@ class _OpFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:]
         raw = gradient.raw_args(grads, ctx.saved_tensors, ctx.args, needs)
         made = gradient.op(*raw, ctx.backend, ctx.numerics)
+        outputs = (made,) if gradient.op.count == 1 else made
         result: list[Any] = [None] * len(ctx.args)
-        for i, grad in zip(gradient.inputs, (made,) if gradient.op.count == 1 else made, strict=True):
+        for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
             result[i] = grad if needs[i] else None
         return (None, None, None, *result)

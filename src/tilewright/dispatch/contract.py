@@ -67,13 +67,15 @@ class Gradient:
 
     `save(args, outputs)` picks the tensors the backward needs; `raw_args(grads, saved, args, needs)` builds its arguments
     (`args` with tensors replaced by None, `needs[i]`: does argument i want a gradient; an unused output's gradient is None).
-    The raw op's outputs are the gradients of the arguments at `inputs`, in order.
+    The raw op's outputs are the gradients of the arguments at `inputs`, in order; where one output serves two arguments,
+    `expand` maps outputs to gradients.
     """
 
     op: RawOp
     inputs: tuple[int, ...]
     save: Callable[[Sequence[Any], tuple[Tensor, ...]], tuple[Tensor | None, ...]]
     raw_args: Callable[[tuple[Any, ...], tuple[Any, ...], Sequence[Any], Sequence[bool]], tuple[Any, ...]]
+    expand: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,14 @@ class StepGraphs:
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                rewind()
+                step()
+            rewind()
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self._generator)
         try:
-            with torch.cuda.stream(self._stream):
-                for _ in range(_WARM_UPS):
-                    rewind()
-                    step()
-                rewind()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as error:

@@ -6,6 +6,7 @@ host is never more than two reports ahead, so an end-of-text is noticed after a 
 """
 
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -24,9 +25,6 @@ class Readback:
         self._events = [torch.cuda.Event() for _ in range(self.DEPTH)] if self._asynchronous else []
         self._waiting: deque[int] = deque()
         self._next = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def lag(self) -> int:
@@ -47,4 +45,47 @@ class Readback:
         slot = self._waiting.popleft()
         if self._asynchronous:
             self._events[slot].synchronize()
-        return self._slots[slot].tolist()
+        report: list[int] = self._slots[slot].tolist()
+        return report
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        """Drop what is in line."""
+        self._waiting.clear()
+
+
+class Progress:
+    """Reads the reports of one call: how long the sequence is, whether it goes on; hands new tokens to a streamer.
+
+    A report is [some row still runs, length of the sequence, newest token of each row] (`DecodeState.report`).
+    """
+
+    def __init__(self, reports: Readback, input_ids: torch.Tensor, streamer: Any) -> None:
+        reports.clear()
+        self._reports = reports
+        self._streamer = streamer
+        self.length = input_ids.shape[1]
+        self.running = True
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+    def post(self) -> None:
+        """Ask for a report, and read the older ones that are due."""
+        self._reports.post()
+        self._read(self._reports.lag)
+
+    def finish(self) -> int:
+        """Read what is left.  Returns the length of the sequence."""
+        self._read(0)
+        if self._streamer is not None:
+            self._streamer.end()
+        return self.length
+
+    def _read(self, leave: int) -> None:
+        while len(self._reports) > leave:
+            running, length, *tokens = self._reports.take()
+            if self._streamer is not None and length > self.length:
+                self._streamer.put(torch.tensor(tokens))
+            self.running, self.length = bool(running), length

@@ -1,10 +1,13 @@
-"""What this machine was measured to do: bandwidth, matrix rate, attention rate and launch cost, stored and interpolated.
+"""What this machine was measured to do: bandwidth, matrix rate, attention rate and launch cost, stored and
+interpolated.
 
-`bench.calibrate` measures; this module keeps the points in one JSON file a device and answers "how long must this take, at least?". Sizes
-between points are interpolated in log space, where times follow power laws, and a stored point is returned exactly. Beyond the largest point
-the last rate holds; below the smallest, its time is a lower bound on any launch and is returned as it is.
+`bench.calibrate` measures; this module keeps the points in one JSON file a device and answers "how long must this
+take, at least?". Sizes between points are interpolated in log space, where times follow power laws, and a stored
+point is returned exactly. Beyond the largest point the last rate holds; below the smallest, its time is a lower bound
+on any launch and is returned as it is.
 
-Datasheet peaks are not used: sustained rates depend on power limit, clocks and the library at hand, and a floor must be reachable.
+Datasheet peaks are not used: sustained rates depend on power limit, clocks and the library at hand, and a floor must
+be reachable.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ Curve = list[list[float]]  # [[bytes in total, us], ...], both ascending
 class Ceilings:
     """Measured times of one device. Every curve and grid holds microseconds.
 
-    bandwidth  mix -> curve over total bytes, cold cache.
-    matmul     dtype -> {"m": [...], "n": [...], "k": [...], "us": us[m][n][k]} for x (M, K) @ w (N, K)^T.
-    attention  dtype -> "causal"|"full" -> "D" -> curve over S of us, for the `batch` and `heads` noted beside.
-    launch_us  one small kernel launched eagerly, back to back; launch_graph_us the same as a node of a CUDA graph (None without graphs).
-    held_out   kind -> {"median_percent": error of the predictions on shapes that are not on the grid, "shapes": count}.
+    bandwidth  mix -> curve over total bytes, cold cache. matmul     dtype -> {"m": [...], "n": [...], "k": [...],
+    "us": us[m][n][k]} for x (M, K) @ w (N, K)^T. attention  dtype -> "causal"|"full" -> "D" -> curve over S of us,
+    for the `batch` and `heads` noted beside. launch_us  one small kernel launched eagerly, back to back;
+    launch_graph_us the same as a node of a CUDA graph (None without graphs). held_out   kind -> {"median_percent":
+    error of the predictions on shapes that are not on the grid, "shapes": count}.
     """
 
     device: str
@@ -64,10 +67,15 @@ class Ceilings:
         total = bytes_read + bytes_written
         if total <= 0:
             return 0.0
-        return mix_between({mix: interpolate(curve, total) for mix, curve in self.bandwidth.items()}, bytes_written / total)
+        return mix_between(
+            {mix: interpolate(curve, total) for mix, curve in self.bandwidth.items()}, bytes_written / total
+        )
 
     def matmul_us(self, m: int, n: int, k: int, dtype: torch.dtype | str) -> float:
-        """Time of x (M, K) @ w (N, K)^T in `dtype` as the vendor library does it here; log-trilinear between measured shapes."""
+        """Time of x (M, K) @ w (N, K)^T in `dtype` as the vendor library does it here.
+
+        Log-trilinear between measured shapes.
+        """
         grid = _of_dtype(self.matmul, dtype, "matmul")
         corners: list[tuple[float, tuple[int, int, int]]] = [(1.0, (0, 0, 0))]
         excess = 1.0  # work beyond the largest shape, at the rate of the largest shape
@@ -81,14 +89,24 @@ class Ceilings:
                 for part, at in ((1 - weight, low), (weight, high))
                 if part > 0
             ]
-        return excess * exp(sum(share * log(grid["us"][i][j][l]) for share, (i, j, l) in corners))
+        return excess * exp(sum(share * log(grid["us"][i][j][h]) for share, (i, j, h) in corners))
 
     def attention_us(
-        self, batch: int, heads: int, s_q: int, s_kv: int, dim: int, dtype: torch.dtype | str, *, causal: bool, kv_heads: int | None = None
+        self,
+        batch: int,
+        heads: int,
+        s_q: int,
+        s_kv: int,
+        dim: int,
+        dtype: torch.dtype | str,
+        *,
+        causal: bool,
+        kv_heads: int | None = None,
     ) -> float:
         """Time of scaled_dot_product_attention; q (B, H, S_q, D), k and v (B, H_kv, S_kv, D).
 
-        The measured rate at sqrt(S_q * S_kv) and the nearest D, or the time to move q, k, v and the output, whichever is longer.
+        The measured rate at sqrt(S_q * S_kv) and the nearest D, or the time to move q, k, v and the output, whichever
+        is longer.
         """
         measured = _of_dtype(self.attention, dtype, "attention")
         by_dim = measured["causal" if causal and s_q > 1 else "full"]
@@ -109,12 +127,17 @@ class Ceilings:
         """Read what `to_json` wrote. Raises InputError for another schema version."""
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
-            raise InputError(f"ceilings file has schema {data.get('schema')!r}, this version reads {SCHEMA}: run `tilewright calibrate`")
+            raise InputError(
+                f"ceilings file has schema {data.get('schema')!r}, this version reads {SCHEMA}: run `tilewright calibrate`"
+            )
         return Ceilings(**data)
 
 
 def interpolate(curve: Sequence[Sequence[float]], size: float, beyond: float = 1) -> float:
-    """us at `size`, linear between points in log-log space; above the last point us grows as size ** beyond, below the first it stays."""
+    """us at `size`, linear between points in log-log space.
+
+    Above the last point us grows as size ** beyond, below the first it stays.
+    """
     sizes = [point[0] for point in curve]
     low, high, weight = _bracket(sizes, size)
     inside = exp((1 - weight) * log(curve[low][1]) + weight * log(curve[high][1]))
@@ -122,7 +145,9 @@ def interpolate(curve: Sequence[Sequence[float]], size: float, beyond: float = 1
 
 
 def mix_between(us: dict[str, float], written: float) -> float:
-    """us for a share `written` of the bytes being writes, from the times that the measured mixes take for as many bytes."""
+    """us for a share `written` of the bytes being writes, from the times that the measured mixes take for as many
+    bytes.
+    """
     points = sorted((MIXES[mix], value) for mix, value in us.items())
     shares = [share for share, _ in points]
     at = bisect_left(shares, written - 1e-9)
@@ -134,7 +159,7 @@ def mix_between(us: dict[str, float], written: float) -> float:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """"bfloat16" for torch.bfloat16 and for "bfloat16"."""
+    """ "bfloat16" for torch.bfloat16 and for "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -161,7 +186,10 @@ def save(ceilings: Ceilings, device: torch.device | str) -> Path:
 
 
 def load(device: torch.device | str) -> Ceilings | None:
-    """The ceilings measured on `device` with this driver and torch; None where there are none, or they are of another set-up (logged)."""
+    """The ceilings measured on `device` with this driver and torch.
+
+    None where there are none, or they are of another set-up (logged).
+    """
     path = path_for(device)
     if not path.exists():
         return None
@@ -182,7 +210,10 @@ def load(device: torch.device | str) -> Ceilings | None:
 
 
 def driver_version(device: torch.device | str) -> str | None:
-    """Version of the GPU driver, from /proc where the kernel module shows itself, else the API version it offers; None on a CPU."""
+    """Version of the GPU driver, from /proc where the kernel module shows itself, else the API version it offers.
+
+    None on a CPU.
+    """
     if torch.device(device).type != "cuda":
         return None
     module = Path("/proc/driver/nvidia/version")
@@ -215,5 +246,7 @@ def _replaced(index: tuple[int, int, int], axis: int, value: int) -> tuple[int, 
 def _of_dtype(measured: dict[str, dict[str, Any]], dtype: torch.dtype | str, what: str) -> dict[str, Any]:
     name = dtype_name(dtype)
     if name not in measured:
-        raise InputError(f"ceilings: no {what} was measured for {name}, only for {', '.join(measured)}; run `tilewright calibrate`")
+        raise InputError(
+            f"ceilings: no {what} was measured for {name}, only for {', '.join(measured)}; run `tilewright calibrate`"
+        )
     return measured[name]

@@ -8,6 +8,7 @@ recording functions and its own forward must give, bit for bit, the sum above, a
 forward would.  A layer with four norms (Gemma 2 and 3) or a scaled residual (Granite) does not, and is left.
 """
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.models.norms import RmsNormRecipe
-from tilewright.models.specialise import Recipe
+from tilewright.models.specialise import Recipe, rename_argument
 from tilewright.models.stand_in import Left, Proposal, call, match, obstacle, placement, probing, stand_in
 
 _WIDTH = 16
@@ -27,29 +28,40 @@ _WIDTH = 16
 
 @dataclass(frozen=True)
 class AddNormRecipe:
-    """`names` are the parameters of the layer's forward after the hidden states that it hands on to attention, with defaults."""
+    """The layer's children by role, and how its forward passes arguments.
+
+    argument is the forward's first parameter, names are those after it (all handed on to attention), defaults those that have
+    one.  keyword is the name by which attention gets the hidden states, None where it gets them by position.
+    """
 
     norm1: str
     attention: str
     norm2: str
     mlp: str
-    recipe2: RmsNormRecipe
+    second: RmsNormRecipe
+    argument: str
     names: tuple[str, ...]
     defaults: tuple[tuple[str, Any], ...]
+    keyword: str | None
     backend: str | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, hidden_states, ...) with the original's order of arguments -> hidden states (B, S, H)."""
         norm1, attention, norm2, mlp = self.norm1, self.attention, self.norm2, self.mlp
-        names, defaults, second, backend = self.names, self.defaults, self.recipe2, self.backend
+        names, defaults, second, backend = self.names, dict(self.defaults), self.second, self.backend
+        keyword = self.keyword
 
-        def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            options = {**dict(defaults), **dict(zip(names, args, strict=False)), **kwargs}
-            attended = getattr(self, attention)(hidden_states=getattr(self, norm1)(hidden_states), **options)[0]
+        def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            options = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+            normed = getattr(self, norm1)(x)
+            if keyword is None:
+                attended = getattr(self, attention)(normed, **options)[0]
+            else:
+                attended = getattr(self, attention)(**{keyword: normed}, **options)[0]
             norm = getattr(self, norm2)
             normed, residual = ops.add_rms_norm(
                 attended,
-                hidden_states,
+                x,
                 getattr(norm, second.weight),
                 eps=getattr(norm, second.eps),
                 offset=second.offset,
@@ -58,7 +70,7 @@ class AddNormRecipe:
             )
             return residual + getattr(self, mlp)(normed)
 
-        return forward
+        return rename_argument(forward, "x", self.argument)
 
     def __str__(self) -> str:
         return f"ops.add_rms_norm: the add after {self.attention} with {self.norm2}"
@@ -83,22 +95,25 @@ def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | 
                 assert norm is not None
                 if norm._forward_hooks or norm._forward_pre_hooks:
                     raise Left("add_norm", f"{norm2} has hooks, which a fused call would skip")
-                final = AddNormRecipe(**{**vars(recipe), "backend": backend})
+                final = dataclasses.replace(recipe, backend=backend)
                 return Proposal("add_norm", final, ("add_rms_norm",), f"{final} (bitwise)")
     raise Left("add_norm", "does not compute x + attention(norm(x)), then h + mlp(norm(h))")
 
 
 class _Attention(nn.Module):
-    """Stands for attention: a fixed elementwise function that remembers the keyword arguments it was given."""
+    """Stands for attention: a fixed elementwise function that remembers how it was called."""
 
     def __init__(self, slope: Tensor) -> None:
         super().__init__()
         self.slope = slope
+        self.keyword: str | None = None
         self.seen: dict[str, Any] = {}
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        self.keyword = None if args else next(iter(kwargs))
+        x = args[0] if self.keyword is None else kwargs.pop(self.keyword)
         self.seen = kwargs
-        return torch.tanh(hidden_states * self.slope), None
+        return torch.tanh(x * self.slope), None
 
 
 class _Mlp(nn.Module):
@@ -111,59 +126,43 @@ class _Mlp(nn.Module):
 
 
 def _recipe(
-    module: nn.Module, norm1: str, attention: str, norm2: str, mlp: str, recipe2: RmsNormRecipe
+    module: nn.Module, norm1: str, attention: str, norm2: str, mlp: str, second: RmsNormRecipe
 ) -> AddNormRecipe | None:
-    """The recipe for these roles if it reproduces the layer, for every way of passing the arguments."""
+    """The recipe for these roles if it reproduces the layer in every way of passing its arguments."""
     _, first, *rest = inspect.signature(type(module).forward).parameters.values()
     named = [p for p in rest if p.kind is p.POSITIONAL_OR_KEYWORD]
+    values = {p.name: object() for p in named}
+    extra = {"tilewright_probe": object()} if any(p.kind is p.VAR_KEYWORD for p in rest) else {}
+    defaults = tuple((p.name, p.default) for p in named if p.default is not p.empty)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {**values, **extra}), (tuple(values.values()), {})]
+    if len(defaults) == len(named):
+        calls.append(((), {}))
+
+    recipe = None
     device, own = placement(module)
-    for dtype in dict.fromkeys((own, torch.float32)):
+    for dtype, (args, kwargs) in itertools.product(dict.fromkeys((own, torch.float32)), calls):
         with probing(device):
-            layer = _probe_layer(module, (norm1, norm2), attention, mlp, device, dtype)
+            stub = _Attention(torch.randn(_WIDTH, device=device, dtype=dtype))
+            children = {attention: stub, mlp: _Mlp(torch.randn(_WIDTH, device=device, dtype=dtype))}
+            children |= {norm: _small_norm(module, norm, device, dtype) for norm in (norm1, norm2)}
+            layer = stand_in(module, children=children)
             x = torch.randn(2, 3, _WIDTH, device=device, dtype=dtype)
-            values = {p.name: object() for p in named}
-            extra = {"tilewright_probe": object()} if any(p.kind is p.VAR_KEYWORD for p in rest) else {}
-            expected, seen = _run(module, layer, attention, x, **values, **extra)
-            handed_on = tuple(p.name for p in named if seen.get(p.name) is values[p.name])
-            defaults = tuple((p.name, p.default) for p in named if p.name in handed_on and p.default is not p.empty)
-            recipe = AddNormRecipe(norm1, attention, norm2, mlp, recipe2, handed_on, defaults, "torch")
-            if handed_on != tuple(p.name for p in named) or seen != {**values, **extra}:
+            try:
+                expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)
+            except Left:
+                return None  # the roles are wrong: the MLP stood where attention is called
+            seen, keyword = stub.seen, stub.keyword
+            recipe = AddNormRecipe(
+                norm1, attention, norm2, mlp, second, first.name, tuple(values), defaults, keyword, "torch"
+            )
+            got = call("add_norm", recipe.build(type(module)), layer, x, *args, **kwargs)
+            if match(got, expected) != "bitwise" or stub.seen != seen or stub.keyword != keyword:
                 return None
-            ours = recipe.build(type(module))
-            styles: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {**values, **extra}), (tuple(values.values()), {})]
-            if len(defaults) == len(named):
-                styles.append(((), {}))
-            for args, kwargs in styles:
-                expected, seen = _run(module, layer, attention, x, *args, **kwargs)
-                got = call("add_norm", ours, layer, x, *args, **kwargs)
-                stub = layer._modules[attention]
-                assert isinstance(stub, _Attention)
-                if not isinstance(expected, Tensor) or match(got, expected) != "bitwise" or stub.seen != seen:
-                    return None
     return recipe
 
 
-def _probe_layer(
-    module: nn.Module, norms: tuple[str, str], attention: str, mlp: str, device: torch.device, dtype: torch.dtype
-) -> nn.Module:
-    children: dict[str, nn.Module] = {
-        attention: _Attention(torch.randn(_WIDTH, device=device, dtype=dtype)),
-        mlp: _Mlp(torch.randn(_WIDTH, device=device, dtype=dtype)),
-    }
-    for name in norms:
-        norm = module._modules[name]
-        assert norm is not None
-        weights = {n: torch.randn(_WIDTH, device=device, dtype=dtype) for n, p in norm._parameters.items() if p is not None}
-        children[name] = stand_in(norm, parameters=weights)
-    return stand_in(module, children=children)
-
-
-def _run(module: nn.Module, layer: nn.Module, attention: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """The layer's own forward, and what it handed to attention."""
-    stub = layer._modules[attention]
-    assert isinstance(stub, _Attention)
-    stub.seen = {}
-    try:
-        return type(module).forward(layer, *args, **kwargs), dict(stub.seen)
-    except (TypeError, ValueError, AttributeError):  # the wrong assignment of roles: the MLP's stub was called as attention
-        return None, {}
+def _small_norm(layer: nn.Module, name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    norm = layer._modules[name]
+    assert norm is not None
+    weights = {n: torch.randn(_WIDTH, device=device, dtype=dtype) for n, p in norm._parameters.items() if p is not None}
+    return stand_in(norm, parameters=weights)

@@ -29,7 +29,6 @@ class Recipe(Protocol):
 class Patched:
     """Mixed into every generated class; `isinstance(module, Patched)` asks whether a module is replaced."""
 
-    __slots__ = ()
     tilewright_original: ClassVar[type[nn.Module]]
     tilewright_recipe: ClassVar[Recipe]
 
@@ -42,7 +41,6 @@ class Patched:
 def specialise(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
     """The subclass of `cls` that runs `recipe`; one class for each pair, under the name of `cls`."""
     body = {
-        "__slots__": (),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,

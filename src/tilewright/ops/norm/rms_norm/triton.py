@@ -45,55 +45,72 @@ def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 @triton.jit
 def _rms_norm_kernel(
-    y, x, weight, M, N, stride_x, eps, offset,  # x, y: (M, N)   weight: (N,)
-    FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)   weight: (N,)
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     w = tl.load(weight + offs_n, mask=mask_n, other=0.0).to(tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         offs_m = block * ROWS + tl.arange(0, ROWS)
+        at = offs_m.to(tl.int64)[:, None]
         mask = (offs_m[:, None] < M) & mask_n[None, :]
-        row = tl.load(x + offs_m.to(tl.int64)[:, None] * stride_x + offs_n[None, :], mask=mask, other=0.0)
+        row = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0)
+        if ADD:  # the sum is rounded to its dtype before it is normalised, as in the model
+            other = tl.load(residual + at * stride_r + offs_n[None, :], mask=mask, other=0.0)
+            row = (row.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+            tl.store(total + at * N + offs_n[None, :], row, mask=mask)
         wide = row.to(tl.float32)
         normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
         if FP32_WEIGHT:
             result = normed * (offset + w)[None, :]
         else:  # round to x's dtype before the weight, as the models do
             result = normed.to(x.dtype.element_ty).to(tl.float32) * w[None, :]
-        tl.store(y + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
+        tl.store(y + at * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _rms_norm_long_kernel(
-    y, x, weight, M, N, stride_x, eps, offset,  # x, y: (M, N)   weight: (N,)
-    FP32_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+    y, total, x, residual, weight, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)   weight: (N,)
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        wide = tl.load(x + row * stride_x + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+        wide = _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD)
         squares += wide * wide
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask = offs_n < N
-        normed = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd
+        wide = _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD)
+        if ADD:
+            tl.store(total + row * N + offs_n, wide.to(total.dtype.element_ty), mask=mask)
         w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32)
         if FP32_WEIGHT:
-            result = normed * (offset + w)
+            result = wide * rstd * (offset + w)
         else:
-            result = normed.to(x.dtype.element_ty).to(tl.float32) * w
+            result = (wide * rstd).to(x.dtype.element_ty).to(tl.float32) * w
         tl.store(y + row * N + offs_n, result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD: tl.constexpr):
+    """A block of x, or of x + residual rounded to x's dtype, in float32."""
+    value = tl.load(x + row * stride_x + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * stride_r + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
 def _rms_norm_backward_kernel(
-    dx, partial, dy, x, weight, M, N, stride_dy, stride_x, eps, offset,  # dy, x, dx: (M, N)   partial: (programs, N)
-    FP32_WEIGHT: tl.constexpr, NEED_DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    dx, partial, dy, x, weight, dtotal, M, N, stride_dy, stride_x, stride_dt, eps, offset,
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, NEED_DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+):  # fmt: skip  # dx, dy, x, dtotal: (M, N)   partial: (programs, N)   weight: (N,)
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     w = tl.load(weight + offs_n, mask=mask_n, other=0.0).to(tl.float32) + offset
@@ -107,8 +124,10 @@ def _rms_norm_backward_kernel(
         rstd = tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
         normed = wide * rstd
         g = grad * w[None, :]
-        # d(x * rstd): the projection on x is taken out
+        # d(x * rstd)/dx: the part of g along x is taken out
         result = (g - normed * (tl.sum(g * normed, 1) / N)[:, None]) * rstd
+        if ADD:
+            result += tl.load(dtotal + at * stride_dt + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at * N + offs_n[None, :], result.to(dx.dtype.element_ty), mask=mask)
         if NEED_DWEIGHT:
             if not FP32_WEIGHT:
@@ -120,8 +139,8 @@ def _rms_norm_backward_kernel(
 
 @triton.jit
 def _rms_norm_backward_long_kernel(
-    dx, rstds, dy, x, weight, M, N, stride_dy, stride_x, eps, offset,  # dy, x, dx: (M, N)   rstds: (M,)
-    BLOCK_N: tl.constexpr,
+    dx, rstds, dy, x, weight, dtotal, N, stride_dy, stride_x, stride_dt, eps, offset,  # rstds: (M,)
+    ADD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((BLOCK_N,), tl.float32)
@@ -143,7 +162,10 @@ def _rms_norm_backward_long_kernel(
         normed = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * rstd
         w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32) + offset
         g = tl.load(dy + row * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32) * w
-        tl.store(dx + row * N + offs_n, ((g - normed * mean) * rstd).to(dx.dtype.element_ty), mask=mask)
+        result = (g - normed * mean) * rstd
+        if ADD:
+            result += tl.load(dtotal + row * stride_dt + offs_n, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + row * N + offs_n, result.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -182,23 +204,74 @@ def programs(m: int, config: Config, device: torch.device) -> int:
     return min(blocks, config.waves * device_info(device).sm_count) if config.waves else blocks
 
 
-@register_impl(
-    "rms_norm", backend="triton", configure=configure, config_type=Config, configs=FORWARD_CONFIGS, batch_invariant=True
-)
+def run_forward(
+    y: Tensor,
+    total: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    fp32_weight: bool,
+    config: Config,
+) -> None:
+    """Normalise x, or with `residual` the sum, which is left in `total`."""
+    rows, weight = as_rows(x), weight.contiguous()
+    other = None if residual is None else as_rows(residual)
+    m, n = rows.shape
+    block = triton.next_power_of_2(n)
+    add = other is not None
+    strides = (rows.stride(0), 0 if other is None else other.stride(0))
+    if block > MAX_BLOCK:
+        args = (y, total, rows, other, weight, n, *strides, eps, offset)
+        _forward_long((m,), args, (add, fp32_weight, 4096), num_warps=8)
+    else:
+        constants = (add, fp32_weight, config.rows, block, config.num_stages)
+        args = (y, total, rows, other, weight, m, n, *strides, eps, offset)
+        _forward((programs(m, config, x.device),), args, constants, num_warps=config.num_warps)
+
+
+def run_backward(
+    dx: Tensor,
+    dweight: Tensor,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    fp32_weight: bool,
+    need_dweight: bool,
+    config: Config,
+) -> None:
+    """Gradient of the norm at x; `dtotal`, the gradient that reaches the sum directly, is added to dx."""
+    grads, rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
+    other = None if dtotal is None else as_rows(dtotal)
+    m, n = rows.shape
+    block = triton.next_power_of_2(n)
+    add = other is not None
+    strides = (grads.stride(0), rows.stride(0), 0 if other is None else other.stride(0))
+    if block > MAX_BLOCK:
+        rstds = torch.empty(m, dtype=torch.float32, device=x.device)
+        _backward_long((m,), (dx, rstds, grads, rows, weight, other, n, *strides, eps, offset), (add, 4096), num_warps=8)
+        if need_dweight:
+            args = (dweight, grads, rows, rstds, m, n, *strides[:2])
+            _dweight_long((triton.cdiv(n, 64),), args, (fp32_weight, 64, 64), num_warps=8)
+        return
+    count = programs(m, config, x.device)
+    partial = torch.empty(count if need_dweight else 1, n, dtype=torch.float32, device=x.device)
+    args = (dx, partial, grads, rows, weight, other, m, n, *strides, eps, offset)
+    constants = (add, fp32_weight, need_dweight, config.rows, block, config.num_stages)
+    _backward((count,), args, constants, num_warps=config.num_warps)
+    if need_dweight:
+        column_sums(dweight, partial)
+
+
+@register_impl("rms_norm", backend="triton", configure=configure, config_type=Config, configs=FORWARD_CONFIGS)
 def launch(
     outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, *, config: Config
 ) -> None:
-    rows, weight = as_rows(x), weight.contiguous()
-    m, n = rows.shape
-    block = triton.next_power_of_2(n)
-    args = (outs[0], rows, weight, m, n, rows.stride(0), eps, offset)
-    if block > MAX_BLOCK:
-        _forward_long((m,), args, (fp32_weight, 4096), num_warps=8)
-    else:
-        _forward(
-            (programs(m, config, x.device),), args, (fp32_weight, config.rows, block, config.num_stages),
-            num_warps=config.num_warps,
-        )  # fmt: skip
+    run_forward(outs[0], None, x, None, weight, eps, offset, fp32_weight, config)
 
 
 @register_impl(
@@ -216,23 +289,4 @@ def launch_backward(
     *,
     config: Config,
 ) -> None:
-    dx, dweight = outs
-    grads, rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
-    m, n = rows.shape
-    block = triton.next_power_of_2(n)
-    tail = (grads, rows, weight, m, n, grads.stride(0), rows.stride(0), eps, offset)
-    if block > MAX_BLOCK:
-        rstds = torch.empty(m, dtype=torch.float32, device=x.device)
-        _backward_long((m,), (dx, rstds, *tail), (4096,), num_warps=8)
-        if need_dweight:
-            args = (dweight, grads, rows, rstds, m, n, grads.stride(0), rows.stride(0))
-            _dweight_long((triton.cdiv(n, 64),), args, (fp32_weight, 64, 64), num_warps=8)
-        return
-    count = programs(m, config, x.device)
-    partial = torch.empty(count if need_dweight else 1, n, dtype=torch.float32, device=x.device)
-    _backward(
-        (count,), (dx, partial, *tail), (fp32_weight, need_dweight, config.rows, block, config.num_stages),
-        num_warps=config.num_warps,
-    )  # fmt: skip
-    if need_dweight:
-        column_sums(dweight, partial)
+    run_backward(outs[0], outs[1], dy, None, x, weight, eps, offset, fp32_weight, need_dweight, config)

@@ -1,0 +1,104 @@
+"""Another number format for the whole model: bfloat16 where matrix units make it faster, float32 where the CPU has none for bfloat16.
+
+A cast changes the values, not only their order: the accuracy gate decides. Parameters keep their identity (`.data` is exchanged), so ties stay tied.
+The original values wait in host memory while the cast is in force; undo puts back those very tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
+from tilewright.assistant.observe import Phase, dominant_dtype
+from tilewright.assistant.predict import Prediction, leaves, matmul_us, predict, self_us
+from tilewright.assistant.workload import Workload
+from tilewright.errors import PatchError
+
+
+@dataclass(frozen=True)
+class Cast:
+    """All floating parameters from `source_dtype` to `target`."""
+
+    name: str
+    why: str
+    source: str
+    risk: Risk
+    source_dtypes: tuple[torch.dtype, ...]
+    target: torch.dtype
+    devices: tuple[str, ...]
+    stage: int = 1
+
+    def applies(self, scene: Scene) -> Verdict:
+        now = dominant_dtype(scene.model)
+        if scene.work.device.type not in self.devices:
+            return Verdict(False, f"only worth trying on {' or '.join(self.devices)}; the model lies on {scene.work.device.type}.")
+        if now not in self.source_dtypes:
+            return Verdict(False, f"the model is {_name(now)} already." if now == self.target else f"the model is {_name(now)}.")
+        return Verdict(True, f"the model is {_name(now)}.")
+
+    def predict(self, scene: Scene) -> Prediction:
+        target = _name(self.target)
+
+        def saving(phase: Phase) -> tuple[float, float]:
+            products = [cost for cost in leaves(phase) if cost.matmuls]
+            shapes = [(p, matmul_us(scene.ceilings, p.m, p.n, p.k, p.batch, target)) for cost in products for p in cost.matmuls]
+            floor = sum(us for _, us in shapes)
+            change = self_us(phase, products) - floor if floor else 0.0
+            return min(0.0, change), max(0.0, change)
+
+        return predict(scene.seen, saving, f"the matrix products at the {target} rate measured here, all else unchanged.")
+
+    def apply(self, model: nn.Module, work: Workload) -> InDtype:
+        return InDtype(model, self.target)
+
+
+class InDtype:
+    """A model whose floating parameters are in another dtype. Buffers stay: rotary tables and masks carry float32 on purpose."""
+
+    def __init__(self, model: nn.Module, target: torch.dtype) -> None:
+        self._originals: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._target = target
+        for parameter in model.parameters():
+            if type(parameter.data) is not torch.Tensor:
+                self.undo()
+                raise PatchError(f"cast: a parameter is a {type(parameter.data).__name__}, not a plain tensor; its format is its own.")
+            if parameter.is_floating_point() and parameter.dtype != target:
+                self._originals.append((parameter, parameter.data))
+                parameter.data = parameter.data.to(target)
+
+    @property
+    def detail(self) -> str:
+        return f"{len(self._originals)} parameters are {_name(self._target)}"
+
+    def undo(self) -> None:
+        for parameter, original in self._originals:
+            parameter.data = original
+        self._originals.clear()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+BF16 = Cast(
+    name="bf16",
+    why="bfloat16 halves the bytes of weights and activations and uses the matrix units at twice the float32 (TF32) rate or more.",
+    source="Micikevicius et al., 'Mixed Precision Training', 2017; Kalamkar et al., 'A Study of BFLOAT16', 2019",
+    risk="precision",
+    source_dtypes=(torch.float32,),
+    target=torch.bfloat16,
+    devices=("cuda", "cpu"),
+)
+
+FP32_ON_CPU = Cast(
+    name="fp32_on_cpu",
+    why="A CPU without bfloat16 matrix units converts each operand to float32 and back; float32 weights cost memory and save that work.",
+    source="oneDNN documentation, 'Data Types': bfloat16 needs AVX512_BF16 or AMX to be faster than float32",
+    risk="precision",
+    source_dtypes=(torch.bfloat16, torch.float16),
+    target=torch.float32,
+    devices=("cpu",),
+)

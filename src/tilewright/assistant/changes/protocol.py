@@ -1,0 +1,68 @@
+"""What the loop needs to know of a change, and nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import nn
+
+from tilewright.assistant.observe import Observation
+from tilewright.assistant.predict import Prediction
+from tilewright.assistant.workload import Workload
+from tilewright.hardware.ceilings import Ceilings
+
+# exact: the same operations in the same order; rounding: the same mathematics in another order; precision: another number format.
+Risk = Literal["exact", "rounding", "precision"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a change may look at before it is tried."""
+
+    model: nn.Module
+    work: Workload
+    seen: Observation
+    ceilings: Ceilings
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a change is worth trying here, and why (not)."""
+
+    ok: bool
+    reason: str
+
+
+class Applied(Protocol):
+    """A change in force on one model."""
+
+    @property
+    def detail(self) -> str:
+        """What was done, in words with counts."""
+
+    def undo(self) -> None:
+        """Restore the model: same objects, same values, same state_dict."""
+
+
+class Change(Protocol):
+    """One thing that can be done to a model, and undone.
+
+    name: short and stable (`allow=`, JSON). why: the mechanism in one sentence. source: where that is shown.
+    stage: order of trial; within a stage the larger predicted gain goes first. A later stage builds on what the earlier ones left.
+    """
+
+    name: str
+    why: str
+    source: str
+    risk: Risk
+    stage: int
+
+    def applies(self, scene: Scene) -> Verdict:
+        """Look, change nothing."""
+
+    def predict(self, scene: Scene) -> Prediction:
+        """Gain of a request as a range, from the ceilings."""
+
+    def apply(self, model: nn.Module, work: Workload) -> Applied:
+        """Change `model` in place. Raises PatchError when it turns out that it cannot."""

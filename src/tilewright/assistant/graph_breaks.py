@@ -1,0 +1,56 @@
+"""How often torch.compile would have to leave the graph, and where: `torch._dynamo.explain`, read defensively.
+
+Dynamo is asked to trace code that it has never seen. When it fails on it, that is an observation about the model, not an error of ours,
+and is reported in words.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tilewright.log import logger
+
+
+@dataclass
+class GraphBreaks:
+    """graphs: parts the forward falls into (1 is whole); None when Dynamo failed. reasons: one line each, with file and line."""
+
+    graphs: int | None
+    breaks: int | None
+    reasons: list[str] = field(default_factory=list)
+
+
+def graph_breaks(model: nn.Module, run: Callable[[nn.Module], object]) -> GraphBreaks:
+    """Trace `run(model)` and count. Resets Dynamo's caches: code compiled before is compiled again on its next call."""
+    dynamo_log = logging.getLogger("torch._dynamo")
+    level = dynamo_log.level
+    dynamo_log.setLevel(logging.ERROR)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = torch._dynamo.explain(lambda: run(model))()
+    except Exception as error:  # noqa: BLE001  Dynamo raises whatever the traced code made it raise
+        logger.info("torch._dynamo.explain failed: %s", error)
+        return GraphBreaks(None, None, [f"Dynamo could not trace the model: {first_line(error)}"])
+    finally:
+        dynamo_log.setLevel(level)
+        torch._dynamo.reset()
+    return GraphBreaks(found.graph_count, found.graph_break_count, [_in_words(reason) for reason in found.break_reasons])
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _in_words(reason: object) -> str:
+    text = str(getattr(reason, "reason", reason)).strip().splitlines()[0]
+    stack = getattr(reason, "user_stack", None)
+    return f"{text} ({stack[-1].filename.rsplit('/', 1)[-1]}:{stack[-1].lineno})" if stack else text

@@ -1,0 +1,145 @@
+"""Observe: what one forward and one decoding step cost, module by module, before anything is changed.
+
+Everything here is measured or counted on the given inputs; nothing is estimated. Wall times come from unprofiled calls, shares from the profiler.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.assistant.cost import ModuleCost, count
+from tilewright.assistant.graph_breaks import GraphBreaks, graph_breaks
+from tilewright.assistant.profile import ModuleTime, profile_modules
+from tilewright.assistant.workload import Workload
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Phase:
+    """One kind of call: "prefill" (the example) or "decode" (one more token). Times in us, without a profiler in `wall_us` alone.
+
+    calls: how many of them one request makes. idle_share: share of the wall time without a kernel, on a GPU; None on a CPU.
+    costs: flops, bytes and memory by module; empty once modules are compiled (their ops are not visible).
+    """
+
+    name: str
+    calls: int
+    wall_us: float
+    busy_us: float
+    idle_share: float | None
+    kernels: int
+    modules: list[ModuleTime]
+    ops: dict[str, float]
+    peak_bytes: int | None = None
+    costs: list[ModuleCost] = field(default_factory=list)
+
+    @property
+    def stretch(self) -> float:
+        """Wall time over profiled time: what a module's profiled time is multiplied by to add up to the wall time."""
+        profiled = max((module.total_us for module in self.modules), default=0.0)
+        return self.wall_us / profiled if profiled else 1.0
+
+
+@dataclass
+class Observation:
+    """What was seen of one model on one workload. breaks: None where it was not asked for (after changes)."""
+
+    parameters: int
+    weight_bytes: int
+    dtype: str
+    phases: list[Phase]
+    breaks: GraphBreaks | None = None
+
+    def phase(self, name: str) -> Phase | None:
+        """The phase of this name, if it was observed."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    @property
+    def request_us(self) -> float:
+        """Wall time of what is optimised: one prefill and every decoding step of a request."""
+        return sum(phase.calls * phase.wall_us for phase in self.phases)
+
+
+def observe(model: nn.Module, work: Workload, say: Say = lambda line: None, *, count_costs: bool = True) -> Observation:
+    """Profile the prefill and (for a language model) a decoding step; count their costs and the graph breaks.
+
+    count_costs=False leaves the counts and the graph breaks out: what can be seen of a model with compiled modules, each one unit.
+    """
+    breaks = None
+    if count_costs:
+        say("looking for graph breaks")
+        breaks = graph_breaks(model, work.prefill)
+    calls: list[tuple[str, int, Callable[[], object]]] = [("prefill", 1, lambda: work.prefill(model))]
+    step = decode_step(model, work) if work.generates else None
+    if step is not None:
+        calls.append(("decode", work.new_tokens, step))
+    phases = []
+    for name, times, run in calls:
+        say(f"profiling one {name} call")
+        phases.append(_phase(name, times, model, run, work.device))
+        if count_costs:
+            say(f"counting flops, bytes and memory of one {name} call")
+            costs = count(model, run)
+            phases[-1].costs, phases[-1].peak_bytes = costs.modules, costs.peak_bytes
+    dtype = str(dominant_dtype(model)).removeprefix("torch.")
+    return Observation(sum(p.numel() for p in model.parameters()), weight_bytes(model), dtype, phases, breaks)
+
+
+def decode_step(model: nn.Module, work: Workload) -> Callable[[], object] | None:
+    """A call that decodes one token after the example with the model's own growing cache; None where the model returns no cache."""
+    with torch.no_grad():
+        out = model(input_ids=work.input_ids, use_cache=True)
+    cache: Any = getattr(out, "past_key_values", None)
+    if cache is None:
+        return None
+    token = out.logits[:, -1:].argmax(-1)
+    return lambda: model(input_ids=token, past_key_values=cache, use_cache=True)
+
+
+def wall_us(run: Callable[[], object], device: torch.device, calls: int = 5) -> float:
+    """Median wall time of a call that is waited for; one untimed call first."""
+    taken = []
+    with torch.no_grad():
+        for _ in range(calls + 1):
+            _drain(device)
+            start = time.perf_counter_ns()
+            run()
+            _drain(device)
+            taken.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(taken[1:])
+
+
+def dominant_dtype(model: nn.Module) -> torch.dtype:
+    """The floating dtype that holds the most parameters."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.get_default_dtype()
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers; storages that several share count once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
+    return sum(storages.values())
+
+
+def _phase(name: str, calls: int, model: nn.Module, run: Callable[[], object], device: torch.device) -> Phase:
+    wall = wall_us(run, device)
+    seen = profile_modules(model, run, device)
+    # The profiler slows the host, which adds idle time that is not there without it: the unprofiled wall time is the honest span.
+    idle = max(0.0, 1 - seen.busy_us / wall) if device.type == "cuda" else None
+    return Phase(name, calls, wall, seen.busy_us, idle, seen.kernels, seen.modules, seen.ops)
+
+
+def _drain(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

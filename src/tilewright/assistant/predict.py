@@ -1,0 +1,128 @@
+"""Predict: what the calibrated ceilings of this machine allow, before anything is changed.
+
+The floor of a module is the time its matrix products and attention take at the measured rates, or, for one that has neither, the time to move its
+inputs, parameters and outputs once. A proposal's gain is a range: `low` if nothing of what it could win is won, `high` if everything is.
+Ranges speak of a whole request (prefill and all decoding steps), the quantity that is timed later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tilewright.assistant.cost import ModuleCost
+from tilewright.assistant.observe import Observation, Phase
+from tilewright.errors import InputError
+from tilewright.hardware.ceilings import Ceilings
+
+Saving = Callable[[Phase], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Speed-up of a request, old time / new time, with the arithmetic in words."""
+
+    low: float
+    high: float
+    because: str
+
+
+@dataclass
+class Roof:
+    """One class of modules in one phase, against its floor. Times in us per call of the phase."""
+
+    phase: str
+    module_class: str
+    calls: int
+    us: float
+    floor_us: float
+    flops: int
+    bytes: int
+
+    @property
+    def headroom_us(self) -> float:
+        """Time above the floor."""
+        return max(0.0, self.us - self.floor_us)
+
+
+def predict(seen: Observation, saving: Saving, because: str) -> Prediction:
+    """Turn savings per phase call, (low, high) in us, into a range for the request."""
+    total = seen.request_us
+    low = high = 0.0
+    for phase in seen.phases:
+        least, most = saving(phase)
+        low += phase.calls * least
+        high += phase.calls * min(most, 0.99 * phase.wall_us)
+    return Prediction(total / (total - low), total / (total - high), because)
+
+
+def roofline(seen: Observation, ceilings: Ceilings) -> list[Roof]:
+    """Every module class of every phase: time spent in its own ops, and the floor of those ops."""
+    roofs: dict[tuple[str, str], Roof] = {}
+    for phase in seen.phases:
+        times = {module.path: module for module in phase.modules}
+        parents = _parents(phase.costs)
+        for cost in phase.costs:
+            key = phase.name, cost.module_class
+            roof = roofs.setdefault(key, Roof(*key, 0, 0.0, 0.0, 0, 0))
+            roof.calls += cost.calls
+            roof.us += times[cost.path].self_us * phase.stretch if cost.path in times else 0.0
+            roof.floor_us += floor_us(cost, ceilings, leaf=cost.path not in parents)
+            roof.flops += cost.flops
+            roof.bytes += ideal_bytes(cost) if cost.path not in parents else cost.bytes_eager
+    return sorted(roofs.values(), key=lambda roof: -roof.us)
+
+
+def floor_us(cost: ModuleCost, ceilings: Ceilings, *, leaf: bool) -> float:
+    """Least time of a module's own ops, all its calls together. A container's own element-wise ops may fuse into its children: 0."""
+    compute = sum(matmul_us(ceilings, p.m, p.n, p.k, p.batch, p.dtype) for p in cost.matmuls)
+    for a in cost.attentions:
+        compute += _measured(
+            lambda a=a: ceilings.attention_us(a.batch, a.heads, a.s_q, a.s_kv, a.dim, a.dtype, causal=a.causal, kv_heads=a.kv_heads)
+        )
+    if compute or not leaf:
+        return compute
+    return ceilings.memory_us(cost.bytes_ideal_read, cost.bytes_ideal_written)
+
+
+def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str) -> float:
+    """`batch` products at the measured rate; 0 (no floor) for a dtype whose rate was not measured."""
+    return batch * _measured(lambda: ceilings.matmul_us(m, n, k, dtype))
+
+
+def ideal_bytes(cost: ModuleCost) -> int:
+    """Inputs, parameters and outputs, once."""
+    return cost.bytes_ideal_read + cost.bytes_ideal_written
+
+
+def per_op_us(phase: Phase) -> float:
+    """What one op costs because it is an op: host time per launch where the device waits for the host, else 0."""
+    if phase.idle_share is None or not phase.kernels:
+        return 0.0
+    return phase.idle_share * phase.wall_us / phase.kernels
+
+
+def self_us(phase: Phase, costs: Iterable[ModuleCost]) -> float:
+    """Unprofiled time spent in the own ops of these modules."""
+    times = {module.path: module.self_us for module in phase.modules}
+    return phase.stretch * sum(times.get(cost.path, 0.0) for cost in costs)
+
+
+def leaves(phase: Phase) -> list[ModuleCost]:
+    """Modules without children that ran."""
+    parents = _parents(phase.costs)
+    return [cost for cost in phase.costs if cost.path not in parents and cost.ops]
+
+
+def _parents(costs: Iterable[ModuleCost]) -> set[str]:
+    paths = {cost.path for cost in costs}
+    inner = {path for path in paths if path}
+    prefixes = {path[:at] for path in inner for at, sign in enumerate(path) if sign == "."}
+    return prefixes | ({""} if inner else set())
+
+
+def _measured(ask: Callable[[], float]) -> float:
+    try:
+        return ask()
+    except InputError:
+        return 0.0

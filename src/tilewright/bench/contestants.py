@@ -1,0 +1,135 @@
+"""Everyone who runs in a case, each reduced to one callable a sample.
+
+Forward, or the backward alone of a prepared graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.bench.accuracy import tensors
+from tilewright.bench.cases import Case
+from tilewright.bench.peers import Call, bound, peers_of
+from tilewright.dispatch import Contract, Plan, RawOp, Sample, implementations, record
+from tilewright.dispatch.contract import Direction
+from tilewright.dispatch.select import known, refusal
+from tilewright.errors import InputError
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """`make` turns a sample into a call that computes the op's outputs, or None when this option is not offered."""
+
+    name: str
+    ours: bool
+    make: Callable[[Sample], Call | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What dispatch does in this case: the backends that can run, the one `auto` takes, and the plan of each."""
+
+    names: tuple[str, ...]
+    chosen: str
+    plans: dict[str, Plan]
+    raw: RawOp
+    raw_args: tuple[Any, ...]
+
+
+def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
+    """Ask dispatch which implementations of this direction can run `sample`."""
+    contract = case.contract
+    with torch.no_grad(), record() as recording:
+        outputs = tensors(contract.function(*sample.args, **sample.kwargs))
+    forward, forward_args, _, _ = recording.calls[0]
+    forward_plan = recording.plans[0]
+    if case.direction == "fwd":
+        return _choice(forward, forward_args, forward_plan.backend)
+    gradient = contract.gradient
+    assert gradient is not None, "a case has a backward only where the contract has one"
+    positions = gradient.inputs
+    needs = [position in positions for position in range(len(forward_args))]
+    saved = gradient.save(forward_args, tuple(outputs))
+    plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
+    raw_args = tuple(gradient.raw_args(tuple(cotangents), tuple(saved), plain, needs))
+    if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
+        return _choice(gradient.op, raw_args, "torch")
+    return _choice(gradient.op, raw_args, gradient.op.plan(raw_args, "auto", "default").backend)
+
+
+def contestants(case: Case, found: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
+    """Our implementations, then the peers."""
+    function = case.contract.function
+    ours = [Contestant(name, True, partial(_ours, function, name)) for name in found.names]
+    return ours + [Contestant(peer.name, False, peer.make) for peer in peers_of(case.contract, device, against)]
+
+
+def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor]) -> Call | None:
+    """The timed call on a private copy of `sample`: some libraries write into their inputs, and nobody shares a warm
+    cache line.
+
+    Backward: runs the forward now, on the current stream, and returns the gradient computation alone, repeatable.
+    """
+    if case.direction == "fwd":
+        return contestant.make(copied(sample))
+    private = copied(sample, gradient_inputs(case.contract))
+    call = contestant.make(private)
+    if call is None:
+        return None
+    leaves = [a for a in private.args if isinstance(a, Tensor) and a.requires_grad]
+    with torch.enable_grad():
+        outputs = tensors(call())
+    if len(outputs) != len(cotangents):
+        raise InputError(f"{contestant.name} returned {len(outputs)} outputs, the op has {len(cotangents)}")
+    grads = [grad.to(output.dtype, copy=True) for grad, output in zip(cotangents, outputs, strict=True)]
+    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+
+def copied(sample: Sample, require_grad: Sequence[int] = ()) -> Sample:
+    """A copy of every tensor in `sample`; the positional ones in `require_grad` become leaves."""
+    args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in sample.args)
+    for position in require_grad:
+        args[position].requires_grad_()
+    return Sample(args, {k: v.clone() if isinstance(v, Tensor) else v for k, v in sample.kwargs.items()})
+
+
+def gradient_inputs(contract: Contract) -> tuple[int, ...]:
+    """Positions of the arguments that get a gradient."""
+    return contract.gradient.inputs if contract.gradient is not None else ()
+
+
+def random_cotangents(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """One random tensor an output, in its shape and dtype."""
+    generator = torch.Generator(outputs[0].device).manual_seed(seed)
+    return [
+        torch.randn(o.shape, generator=generator, device=o.device, dtype=torch.float32).to(o.dtype) for o in outputs
+    ]
+
+
+def reference_outputs(
+    contract: Contract, sample: Sample, direction: Direction, cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """What the reference computes on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
+    if direction == "fwd":
+        with torch.no_grad():
+            return tensors(contract.reference(*sample.args, **sample.kwargs))
+    leaves = copied(sample, gradient_inputs(contract))
+    outputs = tensors(contract.reference(*leaves.args, **leaves.kwargs))
+    inputs = [a for a in leaves.args if isinstance(a, Tensor) and a.requires_grad]
+    return list(torch.autograd.grad(outputs, inputs, [g.to(o.dtype) for g, o in zip(cotangents, outputs, strict=True)]))
+
+
+def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
+    found = implementations(raw.op, raw.direction, raw.package)
+    names = tuple(name for name in known(found) if refusal(raw, found, name, raw_args, "default") is None)
+    return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
+
+
+def _ours(function: Callable[..., object], backend: str, sample: Sample) -> Call:
+    return bound(partial(function, backend=backend), sample)

@@ -1,0 +1,96 @@
+"""Whom we are measured against: eager torch and torch.compile for every op, and the libraries that `peers.py` beside
+an op names.
+
+Such a file holds `PEERS`, a sequence of objects with the members of `Peer`; it imports its library only inside them.
+`make` gets a sample whose tensors may require gradients, and returns the call that computes the op's outputs in the
+order of the public function, or None where the library has no such option.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+
+from tilewright.dispatch import Contract, Sample
+from tilewright.errors import UsageError
+
+Call = Callable[[], object]
+
+
+class Peer(Protocol):
+    """Another implementation of one op."""
+
+    @property
+    def name(self) -> str: ...
+
+    def available(self) -> bool: ...
+
+    def make(self, sample: Sample) -> Call | None: ...
+
+
+@dataclass(frozen=True)
+class Eager:
+    """The reference, op by op: what a model does without us."""
+
+    contract: Contract
+    name: str = "eager"
+
+    def available(self) -> bool:
+        return True
+
+    def make(self, sample: Sample) -> Call:
+        return bound(self.contract.reference, sample)
+
+
+class Compiled:
+    """torch.compile of the reference, static shapes, compiled anew for each case as a model with these shapes would
+    have it.
+    """
+
+    name = "compile"
+
+    def __init__(self, contract: Contract, device: torch.device) -> None:
+        self._contract, self._device = contract, device
+        self._compiled: Callable[..., Any] | None = None
+
+    def available(self) -> bool:
+        """Inductor needs Triton on a GPU and a C++ compiler on a CPU."""
+        if self._device.type == "cuda":
+            return find_spec("triton") is not None
+        return shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+    def make(self, sample: Sample) -> Call:
+        if self._compiled is None:
+            # past its recompile limit dynamo would run the reference uncompiled, under this name
+            torch.compiler.reset()
+            self._compiled = torch.compile(self._contract.reference, fullgraph=True, dynamic=False)
+        return bound(self._compiled, sample)
+
+
+def bound(function: Callable[..., object], sample: Sample) -> Call:
+    """`function` on the arguments of `sample`."""
+    args, kwargs = sample.args, dict(sample.kwargs)
+    return lambda: function(*args, **kwargs)
+
+
+def peers_of(contract: Contract, device: torch.device, against: Sequence[str] | None = None) -> list[Peer]:
+    """Available peers of an op, restricted to the names in `against`; raises UsageError for a name that no peer has."""
+    declared: list[Peer] = [Eager(contract), Compiled(contract, device), *_beside(contract)]
+    if against is not None:
+        unknown = set(against) - {peer.name for peer in declared}
+        if unknown:
+            known = ", ".join(peer.name for peer in declared)
+            raise UsageError(f"{contract.name} has no peer {', '.join(sorted(unknown))}. Peers: {known}.")
+        declared = [peer for peer in declared if peer.name in against]
+    return [peer for peer in declared if peer.available()]
+
+
+def _beside(contract: Contract) -> Sequence[Peer]:
+    name = f"{contract.forward.package}.peers"
+    return import_module(name).PEERS if find_spec(name) is not None else ()

@@ -1,0 +1,151 @@
+"""The one JSON form of every suite's results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import InputError
+
+SCHEMA = 1
+KIND = "bench"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. Times are median microseconds; device time on a GPU.
+
+    params      the workload's sizes and options direction   "fwd", or "bwd": the backward alone timing
+    "sustained" or "paused" l2          "cold": inputs and outputs rotate through more than twice the cache; "warm"
+    otherwise impls       ours by backend; `chosen` is the one that `auto` takes peers       eager torch,
+    torch.compile, other libraries; those that were wrong or refused are listed in Results.left_out floor_us    the
+    case's bytes (or flops) at the ceiling measured beside it ratio_own   best peer / best of ours, the torch backend
+    excluded; None without one.   ratio_auto: best peer / chosen eager_us    host time to enqueue one call of
+    `chosen`;   graph_us: its device time in a CUDA graph, None on a CPU err         relative Frobenius error of
+    `chosen` against float64;   err_peer: of the fastest peer spread      half the 95 % interval of `chosen`'s median,
+    over the median
+    """
+
+    op: str
+    case: str
+    params: dict[str, Any]
+    dtype: str
+    direction: str
+    timing: str
+    l2: str
+    impls: dict[str, float]
+    chosen: str
+    peers: dict[str, float]
+    floor_us: float
+    ratio_own: float | None
+    ratio_auto: float | None
+    eager_us: float
+    graph_us: float | None
+    err: float
+    err_peer: float | None
+    spread: float
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """(op, case, dtype, direction)."""
+        return self.op, self.case, self.dtype, self.direction
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that is not a row: a case that failed, or a contestant that was left out of one; `reason` in words."""
+
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a tuning table needs of one case beyond its row; not part of the JSON."""
+
+    op: str
+    direction: str
+    bucket: str
+    dtype: str
+    backend: str
+    config: dict[str, Any] | None
+    us: float
+    noise: float
+    torch_us: float | None
+
+
+@dataclass
+class Results:
+    """A run: machine block, rows, failures (these make it fail) and contestants left out (these do not)."""
+
+    suite: str
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    failures: list[Note] = field(default_factory=list)
+    left_out: list[Note] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Did every declared case produce a row, and is every row believable?"""
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form as plain data."""
+        return {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "suite": self.suite,
+            "machine": self.machine,
+            "rows": [asdict(row) for row in self.rows],
+            "failures": [asdict(note) for note in self.failures],
+            "left_out": [asdict(note) for note in self.left_out],
+        }
+
+    def to_json(self) -> str:
+        """JSON text, one row a line: small to commit, readable in a diff."""
+        data = self.to_dict()
+        rows = ",\n  ".join(json.dumps(row) for row in data.pop("rows"))
+        head = json.dumps(data, indent=1).removesuffix("\n}")
+        return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
+
+    def save(self, path: Path) -> None:
+        """Write the JSON to `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json())
+
+
+def load(path: Path) -> Results:
+    """Read a result file; raises InputError naming the file when it is of another kind or schema, or a row has other
+    fields.
+    """
+    data = json.loads(path.read_text())
+    if data.get("kind") != KIND or data.get("schema") != SCHEMA:
+        raise InputError(
+            f"{path}: kind {data.get('kind')!r}, schema {data.get('schema')!r}; "
+            f"this version reads {KIND!r}, {SCHEMA}. Measure it again."
+        )
+    wanted = {f.name for f in fields(Row)}
+    for i, row in enumerate(data["rows"]):
+        if set(row) != wanted:
+            raise InputError(f"{path}: row {i} has fields {sorted(row)}, expected {sorted(wanted)}.")
+    return Results(
+        suite=data["suite"],
+        machine=data["machine"],
+        rows=[Row(**row) for row in data["rows"]],
+        failures=[Note(**note) for note in data["failures"]],
+        left_out=[Note(**note) for note in data["left_out"]],
+    )
+
+
+def missing(declared: Iterable[tuple[str, str, str, str]], results: Results) -> list[Note]:
+    """A failure for every declared (op, case, dtype, direction) that has neither a row nor a failure yet."""
+    present = {row.key for row in results.rows} | {(n.op, n.case, n.dtype, n.direction) for n in results.failures}
+    return [Note(*key, name="", reason="declared workload was not measured") for key in declared if key not in present]

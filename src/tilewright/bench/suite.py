@@ -1,0 +1,122 @@
+"""Run a suite: every declared case of an op family, on this device, into one `Results`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from tilewright.bench import machine
+from tilewright.bench.calibrate import headline
+from tilewright.bench.cases import Case, select
+from tilewright.bench.measure import Bench, Effort, Measured
+from tilewright.bench.schema import Note, Results, Row, missing
+from tilewright.bench.timing import Timing
+from tilewright.errors import UsageError
+from tilewright.hardware import device_info
+
+Progress = Callable[[str], None]
+
+_GPU = Effort(rounds=25, graph_rounds=7, host_rounds=10)
+_CPU = Effort(rounds=9, graph_rounds=0, host_rounds=5)
+
+
+def run(
+    suite: str,
+    ops: Sequence[str] | None = None,
+    dtype: str | None = None,
+    case: Mapping[str, Any] | None = None,
+    against: Sequence[str] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timing: Timing = "sustained",
+    progress: Progress | None = None,
+) -> Results:
+    """Measure every implementation of ours and every available peer on the cases of `suite`.
+
+    suite: an op family ("norm", "activation", "rope", "softmax") or "all". ops, dtype, case: see `cases.select`.
+    against: names of the peers to run; None runs all. timing: "sustained" or "paused". progress: gets one line of
+    text a row. Raises UsageError for names that do not exist. A case that fails is recorded in `Results.failures`,
+    and the run goes on.
+    """
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    say = progress or (lambda line: None)
+    chosen = select(suite, ops=ops, dtype=dtype, case=case, device=where)
+    with _side_stream(where), _repeatable_backward():
+        before = machine.clocks(where)
+        ceilings = headline(where)
+        bench = Bench(where, timing, _GPU if where.type == "cuda" else _CPU, against)
+        results = Results(suite, machine={})
+        say(
+            f"{len(chosen)} cases on {device_info(where).name}; "
+            + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
+        )
+        say(HEADER)
+        for item in chosen:
+            _one(bench, item, results, say)
+    results.failures += missing([item.key for item in chosen], results)
+    results.machine = machine.describe(where, before=before, after=machine.clocks(where), ceilings=ceilings).to_dict()
+    return results
+
+
+HEADER = f"{'op case dtype direction':<48} {'chosen':>8} {'us':>9} {'floor':>9} {'of it':>6}  best peer{'us':>14} {'own':>6} {'auto':>6} {'host':>6}"
+
+
+def line(row: Row) -> str:
+    """One row of the table that is printed while a suite runs."""
+    name = f"{row.op} {row.case} {row.dtype} {row.direction}"
+    us = row.impls[row.chosen]
+    peer = min(row.peers, key=lambda each: row.peers[each], default="")
+    return (
+        f"{name:<48} {row.chosen:>8} {us:>9.2f} {row.floor_us:>9.2f} {100 * row.floor_us / us:>5.0f}%  {peer:<14}"
+        f"{row.peers.get(peer, float('nan')):>9.2f} {_number(row.ratio_own)} {_number(row.ratio_auto)} {row.eager_us:>6.1f}"
+    )
+
+
+def _one(bench: Bench, item: Case, results: Results, say: Progress) -> None:
+    try:
+        measured: Measured = bench.measure(item)
+    except UsageError:
+        raise
+    except Exception as error:  # noqa: BLE001  one broken case must not cost the others; it fails the run by name
+        results.failures.append(Note(*item.key, "", f"{type(error).__name__}: {error}".splitlines()[0][:300]))
+        say(f"{' '.join(item.key)}: FAILED, {results.failures[-1].reason}")
+        return
+    finally:
+        gc.collect()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+    results.rows.append(measured.row)
+    results.choices.append(measured.table)
+    results.failures += measured.failures
+    results.left_out += measured.left_out
+    say(line(measured.row))
+    for note in (*measured.failures, *measured.left_out):
+        say(f"    {note.name}: {note.reason}")
+
+
+def _number(ratio: float | None) -> str:
+    return f"{ratio:>6.3f}" if ratio is not None else f"{'-':>6}"
+
+
+def _side_stream(device: torch.device) -> Any:
+    """Everything runs on one side stream.
+
+    Autograd replays a backward on its forward's stream, and the default one cannot be captured.
+    """
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _repeatable_backward() -> Iterator[None]:
+    """torch.compile's backward may otherwise write into its saved tensors and refuse retain_graph.
+
+    A repeated backward needs them whole.
+    """
+    import torch._functorch.config as functorch
+
+    with functorch.patch(donated_buffer=False):
+        yield

@@ -1,0 +1,129 @@
+"""Let `model.generate` of one model decode statically, call by call, and give the original back on request.
+
+The replacement is an attribute of the instance; class and library stay as they are.  A call is taken over when everything it
+asks for is something `StaticDecoder.generate` does; any other call (beams, penalties, scores, a cache of the caller's) goes
+to the original `generate` with one log line that says why.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tilewright.errors import InputError
+from tilewright.generate.static import StaticDecoder
+from tilewright.log import log_once
+
+DecoderFactory = Callable[[int, int], StaticDecoder]
+
+# Generation settings we implement; any other setting that differs from its default sends the call to the original.
+_HONOURED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
+# Settings without effect on which tokens come out of a decoder-only model.
+_NEUTRAL = {
+    "bos_token_id", "cache_implementation", "compile_config", "disable_compile", "transformers_version", "use_cache",
+    "_from_model_config",
+}  # fmt: skip
+_LENGTH_STEP = 512  # decoders are made for rounded-up lengths, so that a longer prompt seldom needs a new one
+
+
+class Attachment:
+    """A model whose `generate` was replaced.  `undo()` restores it and frees caches and graphs."""
+
+    def __init__(self, model: Any, factory: DecoderFactory) -> None:
+        self._model = model
+        self._factory = factory
+        self._original = model.generate
+        self._decoders: dict[int, StaticDecoder] = {}
+        model.generate = self._generate
+
+    def undo(self) -> None:
+        """Give the model its own `generate` back."""
+        if self._model.__dict__.get("generate") == self._generate:
+            del self._model.generate
+        self._decoders.clear()
+
+    def decoder(self, batch_size: int, length: int) -> StaticDecoder:
+        """The decoder for this batch size, replaced by a longer one when `length` needs it."""
+        known = self._decoders.get(batch_size)
+        if known is None or known.max_length < length:
+            self._decoders.pop(batch_size, None)
+            del known  # its cache is freed before the longer one is allocated
+            self._decoders[batch_size] = self._factory(batch_size, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
+        return self._decoders[batch_size]
+
+    def _generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        try:
+            call = _Call(self._model, inputs, generation_config, dict(kwargs))
+            decoder = self.decoder(*call.size)
+        except InputError as reason:
+            log_once(
+                ("generate", str(reason)), f"model.generate runs as the model defines it: {reason}", logging.INFO
+            )
+            return self._original(inputs, generation_config, **kwargs)
+        return decoder.generate(call.input_ids, call.attention_mask, **call.arguments)
+
+
+def attach_generate(model: Any, decoder_factory: DecoderFactory | None = None) -> Attachment:
+    """Make `model.generate` decode with a static cache where it can.
+
+    decoder_factory: (batch_size, max_length) -> StaticDecoder; by default `StaticDecoder` with its defaults.  Decoders are made
+    on demand, one a batch size.  Returns the attachment; `attachment.undo()` restores the model.
+    """
+    if decoder_factory is None:
+
+        def decoder_factory(batch_size: int, max_length: int) -> StaticDecoder:
+            return StaticDecoder(model, batch_size=batch_size, max_length=max_length)
+
+    return Attachment(model, decoder_factory)
+
+
+class _Call:
+    """One call in our terms.  Raises InputError for what we do not do."""
+
+    def __init__(self, model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
+        self.input_ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        self.attention_mask = kwargs.pop("attention_mask", None)
+        streamer = kwargs.pop("streamer", None)
+        if not isinstance(self.input_ids, torch.Tensor) or self.input_ids.ndim != 2 or self.input_ids.is_floating_point():
+            raise InputError("it needs input_ids of shape (B, S)")
+        if model.training:
+            raise InputError("the model is in training mode")
+        settings = _settings(model, generation_config, kwargs)
+        length = self.input_ids.shape[1]
+        if settings.get("max_new_tokens") is None:
+            settings["max_new_tokens"] = _value(settings, "max_length", 20) - length
+        self.size = (self.input_ids.shape[0], length + settings["max_new_tokens"])
+        if settings["max_new_tokens"] < 1:
+            raise InputError("it leaves no room for a new token")
+        eos, pad = settings.get("eos_token_id"), settings.get("pad_token_id")
+        stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        if self.attention_mask is None and pad is not None and pad not in stops:
+            self.attention_mask = self.input_ids.ne(pad)  # as Transformers infers it
+        self.arguments = {
+            "max_new_tokens": settings["max_new_tokens"],
+            "do_sample": bool(settings.get("do_sample")),
+            "temperature": _value(settings, "temperature", 1.0),
+            "top_k": _value(settings, "top_k", 50),
+            "top_p": _value(settings, "top_p", 1.0),
+            "eos_token_id": stops,
+            "pad_token_id": pad,
+            "streamer": streamer,
+        }
+
+
+def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every setting in force that differs from its default.  InputError names one that we do not implement."""
+    base = generation_config if generation_config is not None else model.generation_config
+    settings = {**base.to_diff_dict(), **kwargs}
+    defaults = type(base)().to_dict() | type(base)._get_default_generation_params()
+    for name, value in settings.items():
+        if name in _HONOURED or name in _NEUTRAL or value is None or value == defaults.get(name):
+            continue
+        raise InputError(f"it sets {name}={value!r}")
+    return settings
+
+
+def _value(settings: dict[str, Any], name: str, default: Any) -> Any:
+    value = settings.get(name)
+    return default if value is None else value

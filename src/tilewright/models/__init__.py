@@ -1,0 +1,7 @@
+"""Patching models: `patch(model)` replaces what our ops compute, verifies it, and can undo it."""
+
+from tilewright.models.patching import Patch, patch
+from tilewright.models.report import Report, Row
+from tilewright.models.verification import Agreement, Comparison, Verification
+
+__all__ = ["Agreement", "Comparison", "Patch", "Report", "Row", "Verification", "patch"]

@@ -1,0 +1,197 @@
+"""Replace norms, gated MLPs, rotary embeddings and residual adds of one model by tilewright ops, verified and undoable."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from torch import Tensor, nn
+
+from tilewright.dispatch import contract
+from tilewright.errors import InputError, PatchError, VerificationError
+from tilewright.models import attention, decoder_layers, mlps, norms, rotary
+from tilewright.models.attention import Rebinding
+from tilewright.models.report import Kind, Report, Row
+from tilewright.models.specialise import patched_modules, restore, specialise
+from tilewright.models.stand_in import Left, Proposal
+from tilewright.models.verification import Verification, compare
+
+Mode = Literal["inference", "train"]
+_OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "silu_and_mul", "gelu_and_mul", "apply_rope", "add_rms_norm")
+_KINDS = ("norm", "mlp", "rotary", "add_norm", "attention")
+
+
+def patch(
+    model: nn.Module,
+    *,
+    mode: Mode = "inference",
+    verify: bool = True,
+    inputs: Tensor | Mapping[str, Any] | None = None,
+    ops: Iterable[str] | None = None,
+    backend: str | None = None,
+) -> "Patch":
+    """Replace what our ops can compute in `model`, in place, and prove that it still computes the same.
+
+        with tilewright.patch(model) as p:
+            print(p.report())
+            model.generate(...)
+
+    A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names is involved.
+    Only instances change; no class, module or registry of transformers is touched, and other models are not affected.  Attention
+    stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are left.
+
+    mode: "inference", or "train", which uses only ops that have a gradient and also verifies gradients.
+    verify: compare with a float32 copy of the unpatched model (float64 for a float32 model) on `inputs`; needs memory for it.
+    inputs: token ids (B, S) or keyword arguments of the model; random tokens where None.
+    ops: allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "attention") or of op names ("rms_norm", ...); None allows all.
+    backend: passed to every op as its strict choice; None lets the dispatcher choose.
+
+    Hooks on a norm that runs inside `add_rms_norm` do not fire.  `copy.deepcopy`, `pickle`, `torch.compile` and
+    `state_dict` of a patched model work; a copy stays patched when the original is undone.
+    Raises PatchError if nothing can be replaced or the model is patched already, VerificationError if accuracy is lost (the model
+    is then as before), InputError for a wrong argument.
+    """
+    if mode not in get_args(Mode):
+        raise InputError(f"mode={mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}.")
+    allowed = _allowed(ops)
+    if already := next(patched_modules(model), None):
+        raise PatchError(f"this model is already patched ({already[0] or 'the model itself'}). Call .undo() on that patch first.")
+    patched = Patch(model, mode, allowed, backend)
+    if not patched.report().counts():
+        raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{patched.report()}")
+    patched._apply()
+    if verify:
+        try:
+            patched.verify(inputs)
+        except BaseException:
+            patched.undo()
+            raise
+    return patched
+
+
+class Patch:
+    """A patched model.  Made by `patch`; a context manager that undoes on exit."""
+
+    def __init__(self, model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | None) -> None:
+        self.model = model
+        self.mode = mode
+        self._swaps: list[tuple[nn.Module, type[nn.Module]]] = []
+        rows = list(self._plan(allowed, backend))
+        row, self._rebindings = attention.switch(model, "attention" in allowed)
+        self._report = Report(tuple(rows if row is None else [*rows, row]))
+        self._active = False
+
+    def report(self) -> Report:
+        """Every module that was replaced, by what, or looked replaceable and was left, and why."""
+        return self._report
+
+    def verify(self, inputs: Tensor | Mapping[str, Any] | None = None) -> Verification:
+        """Accuracy of the patched model beside the unpatched one's, against a wider copy of the latter.
+
+        inputs as in `patch`.  Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's (gradients,
+        in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.
+        """
+        if not self._active:
+            raise PatchError("this patch was undone; there is nothing to verify.")
+        result = compare(self.model, inputs, self._suspended(), gradients=self.mode == "train")
+        if not result.passed:
+            raise VerificationError(f"the patched model lost accuracy.\n{result}")
+        return result
+
+    def undo(self) -> None:
+        """Give every module its class back.  Bit-identical: nothing was written into the modules."""
+        if not self._active:
+            raise PatchError("this patch was already undone.")
+        changed = [type(module).__name__ for module, generated in self._swaps if type(module) is not generated]
+        if changed:
+            raise PatchError(f"the class of {changed[0]} was changed again after patching (FSDP?). Undo that first.")
+        self._restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._active:
+            self.undo()
+
+    def _plan(self, allowed: frozenset[str], backend: str | None) -> Iterator[Row]:
+        """Probe every module; remember the swaps and yield the rows of the report."""
+        modules = list(self.model.named_modules())
+        proposals: dict[nn.Module, list[Proposal | Left]] = {m: list(_proposals(m, backend)) for _, m in modules}
+        recipes = {m: p.recipe for m, found in proposals.items() for p in found if isinstance(p, Proposal)}
+        for _, module in modules:
+            proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)
+        for path, module in modules:
+            if _holds_experts(module):
+                yield Row(path, type(module).__name__, "experts", "left", "experts are not replaced in this version")
+            for proposal in proposals[module]:
+                reason = self._reason_to_leave(proposal, allowed)
+                text = reason or (proposal.text if isinstance(proposal, Proposal) else "")
+                yield Row(path, type(module).__name__, proposal.kind, "left" if reason else "replaced", text)
+                if reason is None and isinstance(proposal, Proposal):
+                    self._swaps.append((module, specialise(type(module), proposal.recipe)))
+
+    def _reason_to_leave(self, proposal: Proposal | Left, allowed: frozenset[str]) -> str | None:
+        if isinstance(proposal, Left):
+            return str(proposal)
+        if not allowed.issuperset(proposal.ops):
+            return f"ops.{proposal.ops[0]} is not in ops="
+        if self.mode == "train" and (fixed := [op for op in proposal.ops if contract(op).gradient is None]):
+            return f"ops.{fixed[0]} has no gradient"
+        return None
+
+    def _apply(self) -> None:
+        for module, generated in self._swaps:
+            module.__class__ = generated
+        for rebinding in self._rebindings:
+            rebinding.apply()
+        self._active = True
+
+    def _restore(self) -> None:
+        for module, _ in self._swaps:
+            restore(module)
+        for rebinding in self._rebindings:
+            rebinding.undo()
+        self._active = False
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        self._restore()
+        try:
+            yield
+        finally:
+            self._apply()
+
+
+def _allowed(names: Iterable[str] | None) -> frozenset[str]:
+    """Names of ops and kinds; a kind stands for all its ops."""
+    of_kind: dict[str, tuple[str, ...]] = {
+        "norm": ("rms_norm", "layer_norm"),
+        "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
+        "rotary": ("apply_rope",),
+        "add_norm": ("add_rms_norm",),
+        "attention": ("attention",),
+    }
+    given = frozenset(of_kind) if names is None else frozenset(names)
+    if unknown := given - set(_KINDS) - set(_OPS):
+        raise InputError(f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(_KINDS)}; ops {', '.join(_OPS)}.")
+    return given.union(*(of_kind.get(name, ()) for name in given))
+
+
+def _proposals(module: nn.Module, backend: str | None) -> Iterator[Proposal | Left]:
+    for find in (norms.find, mlps.find, rotary.find):
+        yield from _ask(functools.partial(find, backend=backend), module)
+
+
+def _ask(find: Callable[[nn.Module], Proposal | None], module: nn.Module) -> list[Proposal | Left]:
+    try:
+        found = find(module)
+    except Left as left:
+        return [left]
+    return [] if found is None else [found]
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Stacked expert weights (E, out, in): the form that transformers' experts interface uses."""
+    return sum(p is not None and p.dim() == 3 for p in module._parameters.values()) >= 2

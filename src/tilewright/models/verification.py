@@ -1,0 +1,219 @@
+"""Is the patched model as accurate as it was?  Its logits and the unpatched model's, each against a wider copy of the latter.
+
+Comparing the two with each other would only say that they differ, as any two orders of summation do.  Comparing each with float32
+(float64 for a float32 model) says whether the patch made the model worse, which is the question.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.errors import InputError
+
+LIMIT = 1.1  # error of the patched model / error of the unpatched one, logits
+GRADIENT_LIMIT = 3.0  # the same for gradients, which pass through every rounding twice
+FLOOR = 1e-6  # relative errors below this are float32 noise: the wider copy still norms and rotates in float32
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """`count` of `total` tokens have the reference's most likely next token; low and high bound the rate at 95 % (Wilson)."""
+
+    count: int
+    total: int
+
+    @property
+    def rate(self) -> float:
+        """count / total."""
+        return self.count / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's score interval, which stays inside [0, 1] and has width at 100 % agreement (Wilson 1927)."""
+        z, n, p = 1.959964, self.total, self.rate
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.rate:.2%} [{low:.2%}, {high:.2%}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative Frobenius error of the patched and of the unpatched model against the reference."""
+
+    error: float
+    unpatched_error: float
+    limit: float
+
+    @property
+    def ratio(self) -> float:
+        """Patched over unpatched; 1 where both are exact."""
+        if self.unpatched_error == 0.0:
+            return 1.0 if self.error == 0.0 else math.inf
+        return self.error / self.unpatched_error
+
+    @property
+    def passed(self) -> bool:
+        """Not worse than `limit` times the unpatched model.  A NaN is worse."""
+        return self.error <= self.limit * self.unpatched_error + FLOOR
+
+    def __str__(self) -> str:
+        return f"{self.error:.3e}, unpatched {self.unpatched_error:.3e}, ratio {self.ratio:.3f} (limit {self.limit:g})"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, over `tokens` positions, with a copy of the unpatched model in `reference`."""
+
+    reference: str
+    tokens: int
+    logits: Comparison
+    top1: Agreement
+    unpatched_top1: Agreement
+    gradients: Comparison | None
+
+    @property
+    def passed(self) -> bool:
+        """Errors within their limits, and top-1 agreement not below the unpatched model's by more than both intervals."""
+        accurate = self.logits.passed and (self.gradients is None or self.gradients.passed)
+        return accurate and self.top1.interval[1] >= self.unpatched_top1.interval[0]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'passed' if self.passed else 'FAILED'}: {self.tokens} tokens against {self.reference}",
+            f"  logits error    {self.logits}",
+            f"  top-1 agreement {self.top1}, unpatched {self.unpatched_top1}",
+        ]
+        if self.gradients is not None:
+            lines.append(f"  gradient error  {self.gradients}")
+        return "\n".join(lines)
+
+
+def compare(
+    model: nn.Module, inputs: Tensor | Mapping[str, Any] | None, unpatched: AbstractContextManager[None], *, gradients: bool
+) -> Verification:
+    """Run `model` as it is, and inside `unpatched` as it was, in evaluation mode; nothing of the model is changed.
+
+    inputs: token ids (B, S), or the model's keyword arguments; None draws random tokens.  Where they hold an
+    `attention_mask`, only unmasked positions count.
+    """
+    kwargs = _keyword_inputs(model, inputs)
+    with _evaluation_mode(model):
+        got, got_grads = _run(model, kwargs, gradients)
+        with unpatched:
+            base, base_grads = _run(model, kwargs, gradients)
+            wide = torch.float64 if _dtype(model) is torch.float32 else torch.float32
+            reference = copy.deepcopy(model)
+        reference = reference.to(wide)
+        exact, exact_grads = _run(reference, _cast(kwargs, wide), gradients)
+    keep = _counted_positions(kwargs, exact)
+    got, base, exact = got[keep].double(), base[keep].double(), exact[keep].double()
+    best = exact.argmax(-1)
+    return Verification(
+        reference=f"the unpatched model in {str(wide).removeprefix('torch.')}",
+        tokens=best.numel(),
+        logits=Comparison(_relative([got], [exact]), _relative([base], [exact]), LIMIT),
+        top1=Agreement(int((got.argmax(-1) == best).sum()), best.numel()),
+        unpatched_top1=Agreement(int((base.argmax(-1) == best).sum()), best.numel()),
+        gradients=Comparison(
+            _relative(got_grads, exact_grads), _relative(base_grads, exact_grads), GRADIENT_LIMIT
+        )
+        if gradients
+        else None,
+    )
+
+
+def random_tokens(model: nn.Module, batch: int = 4, length: int = 64) -> Tensor:
+    """(batch, length) token ids, the same on every call, within the model's vocabulary and length."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
+    if vocabulary is None:
+        raise InputError(
+            f"{type(model).__name__} has no config.vocab_size to draw random tokens from. "
+            "Pass inputs= (token ids or keyword arguments), or verify=False."
+        )
+    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (batch, length), generator=generator)
+
+
+def _keyword_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
+    if inputs is None:
+        inputs = random_tokens(model)
+    if isinstance(inputs, Tensor):
+        inputs = {"input_ids": inputs}
+    if not isinstance(inputs, Mapping):
+        raise InputError(f"inputs is a {type(inputs).__name__}; needs token ids (B, S) or a dict of keyword arguments.")
+    device = next(model.parameters()).device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def _run(model: nn.Module, kwargs: dict[str, Any], gradients: bool) -> tuple[Tensor, list[Tensor | None]]:
+    """Logits, and the gradients of their sum under fixed random weights; the model's own `.grad` is not written."""
+    trainable = [p for p in model.parameters() if p.requires_grad] if gradients else []
+    with torch.set_grad_enabled(bool(trainable)):
+        logits = _logits(model(**kwargs))
+        if not trainable:
+            return logits.detach(), []
+        generator = torch.Generator().manual_seed(1)
+        cotangent = torch.randn(logits.shape, generator=generator).to(logits)
+        grads = torch.autograd.grad((logits * cotangent).sum(), trainable, allow_unused=True)
+    return logits.detach(), list(grads)
+
+
+def _logits(output: Any) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(found := getattr(output, name, None), Tensor):
+            return found
+    first = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(first, Tensor):
+        raise InputError(f"the model returned a {type(output).__name__}; needs a tensor, a tuple, or an output with logits.")
+    return first
+
+
+def _relative(got: list[Any], exact: list[Any]) -> float:
+    """Frobenius norm of the difference over that of `exact`, all tensors taken as one."""
+    difference = norm = 0.0
+    for g, e in zip(got, exact, strict=True):
+        if e is not None:
+            wide = e.double()
+            difference += float((g.double() - wide).square().sum())
+            norm += float(wide.square().sum())
+    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+
+
+def _counted_positions(kwargs: dict[str, Any], logits: Tensor) -> Tensor:
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
+        return mask.bool()
+    return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _cast(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in kwargs.items()}
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Dropout off, whatever mixture of modes the modules are in, and that mixture back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
