@@ -8,6 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SETUP := pyproject.toml constraints.txt scripts/setup_env.py
 SUITES := norm activation rope softmax
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
@@ -32,13 +34,13 @@ lint: .venv/.ready-test ## ruff, mypy, import-linter
 
 # Three processes: Triton's interpreter and its compiler cannot share one.
 test-default: .venv/.ready-test ## references, dispatch, models, command line
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-interp: .venv/.ready-test ## every Triton kernel, forward and backward, in Triton's CPU interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp
+	TRITON_INTERPRET=1 $(PYTEST) -m interp
 
 test-compile: .venv/.ready-test ## every Triton kernel compiled for sm_80, sm_90, sm_100, gfx942, gfx950
-	$(BIN)/python -m pytest -m compile
+	$(PYTEST) -m compile
 
 test-gpu: ## the tests that need a GPU, with the system's python
 	$(SYSTEM_PYTHON) -m pytest -m gpu

@@ -26,7 +26,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 EXTRAS = {"demo": "hf,report", "test": "hf,report,dev"}
 
 HAS_CUDA_TORCH = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-TORCH_BUILD = "import torch; print(torch.__version__, 'cuda' if torch.version.cuda else 'cpu')"
+TORCH_VERSION = "import torch; print(torch.__version__)"
 INSTALLED = "from importlib.metadata import distributions as d; print(*{x.metadata['Name'].lower() for x in d()})"
 
 
@@ -100,9 +100,9 @@ def make_venv(*, system_packages: bool) -> None:
 
 def install_torch(*, gpu: bool) -> None:
     """Installs 2.13.0 unless the environment has or sees one: the official CPU build where there is no GPU."""
-    build = output(PYTHON, "-c", TORCH_BUILD)
-    if build is not None and (gpu or build.startswith(TORCH)):
-        say(f"using torch {build.split()[0]}")
+    found = output(PYTHON, "-c", TORCH_VERSION)
+    if found is not None and (gpu or found.startswith(TORCH)):
+        say(f"using torch {found}")
         return
     started = time.monotonic()
     if not gpu and sys.platform == "linux" and reachable(f"{CPU_INDEX}/torch/"):
@@ -116,9 +116,9 @@ def install_torch(*, gpu: bool) -> None:
     say(f"torch is ready after {time.monotonic() - started:.0f} s")
 
 
-def constraints(*, system_packages: bool) -> Path:
-    """The pins of constraints.txt, without those of packages that the GPU machine already has."""
-    if not system_packages:
+def constraints(*, gpu: bool) -> Path:
+    """The pins of constraints.txt; on a GPU machine without those of packages that came with its torch."""
+    if not gpu:
         return ROOT / "constraints.txt"
     installed = set((output(PYTHON, "-c", INSTALLED) or "").replace("_", "-").split())
     pins = [
@@ -141,7 +141,7 @@ def main() -> None:
     make_venv(system_packages=system_packages)
     install_torch(gpu=gpu)
     say(f"installing tilewright with [{EXTRAS[target]}]")
-    if not pip("--constraint", constraints(system_packages=system_packages), "--editable", f".[{EXTRAS[target]}]"):
+    if not pip("--constraint", constraints(gpu=gpu), "--editable", f".[{EXTRAS[target]}]"):
         stop("tilewright's dependencies could not be installed; pip's reason is above.")
     (VENV / f".ready-{target}").touch()
     say(f"ready after {time.monotonic() - started:.0f} s")

@@ -213,7 +213,7 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     # A pass over the validation part tells how long the last such pass and the two over the held-out part will take.
     mark = time.monotonic()
     measure(model, "validation")
-    reserve = 5 + 1.2 * (time.monotonic() - mark) * (1 + 2 * tokens["held_out"] / tokens["validation"])
+    reserve = 10 + 1.2 * (time.monotonic() - mark) * (1 + 2 * tokens["held_out"] / tokens["validation"])
     seconds = recipe.minutes * 60 - (time.monotonic() - began) - reserve
     if seconds <= 0:
         raise ValueError(f"--minutes {recipe.minutes} is too short: this machine needs {-seconds:.0f} s more to begin")

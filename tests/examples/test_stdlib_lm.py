@@ -302,7 +302,7 @@ def test_committed_files_are_complete_and_small():
     assert sorted(path.name for path in MODEL.iterdir()) == MODEL_FILES
     assert (MODEL / "model.safetensors").stat().st_size <= MAX_WEIGHT_BYTES
     assert (MODEL / "prompts.jsonl").stat().st_size <= MAX_PROMPT_BYTES
-    tracked = [path for path in EXAMPLE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    tracked = [path for folder in (EXAMPLE, MODEL) for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in tracked) < MAX_FOLDER_BYTES
 
 

@@ -90,6 +90,22 @@ def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str
     return batch * _measured(lambda: ceilings.matmul_us(m, n, k, dtype))
 
 
+def summary(ceilings: Ceilings) -> dict[str, float]:
+    """The largest measured rates: bytes/s of a copy and flop/s of matrix products by dtype; the roof of a plot, not used to predict."""
+    found = {"launch_us": ceilings.launch_us}
+    curve = ceilings.bandwidth.get("read1_write1") or next(iter(ceilings.bandwidth.values()))
+    found["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6
+    for dtype, grid in ceilings.matmul.items():
+        rates = (
+            2 * m * n * k / grid["us"][i][j][l]
+            for i, m in enumerate(grid["m"])
+            for j, n in enumerate(grid["n"])
+            for l, k in enumerate(grid["k"])
+        )
+        found[f"matmul_{dtype}_flop_per_s"] = max(rates) * 1e6
+    return found
+
+
 def ideal_bytes(cost: ModuleCost) -> int:
     """Inputs, parameters and outputs, once."""
     return cost.bytes_ideal_read + cost.bytes_ideal_written

@@ -131,7 +131,7 @@ def greedy(model: nn.Module, input_ids: Tensor, new_tokens: int, attention_mask:
         input_ids,
         attention_mask=mask,
         max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
+        eos_token_id=None,
         do_sample=False,
         num_beams=1,
         pad_token_id=0 if pad is None else pad,

@@ -21,6 +21,7 @@ from tilewright.hardware.ceilings import MIXES, mix_between
 _ITEM = 4  # int32: sums cannot turn into NaN, and every torch build moves it at full width
 _ARRAYS = {"read": (1, 0), "read2_write1": (2, 1), "read1_write1": (1, 1), "write": (0, 1)}
 _BLOCKS = (1024, 4096)
+_ALIGN = 64  # elements; a ragged length would cost the streams their wide accesses
 
 Call = Callable[[], object]
 
@@ -75,7 +76,7 @@ def floor_us(timed: Mapping[str, Samples], bytes_read: int, bytes_written: int) 
 
 def _arrays(mix: str, total_bytes: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
     reads, writes = _ARRAYS[mix]
-    n = max(1, total_bytes // (_ITEM * (reads + writes)))
+    n = max(1, round(total_bytes / (_ITEM * (reads + writes) * _ALIGN))) * _ALIGN
     sources = [torch.randint(-9, 9, (n,), dtype=torch.int32, device=device) for _ in range(reads)]
     return sources, torch.empty(n if writes else 1 + n // min(_BLOCKS), dtype=torch.int32, device=device)
 

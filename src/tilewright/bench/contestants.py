@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewright.bench.accuracy import tensors
 from tilewright.bench.cases import Case
-from tilewright.bench.peers import Call, bound, peers_of
+from tilewright.bench.peers import Call, available_peers, bound
 from tilewright.dispatch import Contract, Plan, RawOp, Sample, implementations, record
 from tilewright.dispatch.contract import Direction
 from tilewright.dispatch.select import known, refusal
@@ -58,16 +58,20 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     saved = gradient.save(forward_args, tuple(outputs))
     plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
     raw_args = tuple(gradient.raw_args(tuple(cotangents), tuple(saved), plain, needs))
+    picked = gradient.op.plan(raw_args, "auto", "default").backend
     if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
-        return _choice(gradient.op, raw_args, "torch")
-    return _choice(gradient.op, raw_args, gradient.op.plan(raw_args, "auto", "default").backend)
+        picked = "torch"
+    elif picked == "torch":  # a torch backward under our forward recomputes: neither ours nor torch's autograd
+        picked = "auto"
+    return _choice(gradient.op, raw_args, picked)
 
 
 def contestants(case: Case, found: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
     """Our implementations, then the peers."""
     function = case.contract.function
-    ours = [Contestant(name, True, partial(_ours, function, name)) for name in found.names]
-    return ours + [Contestant(peer.name, False, peer.make) for peer in peers_of(case.contract, device, against)]
+    names = found.names if found.chosen in found.names else (*found.names, found.chosen)
+    ours = [Contestant(name, True, partial(_ours, function, name)) for name in names]
+    return ours + [Contestant(peer.name, False, peer.make) for peer in available_peers(case.contract, device, against)]
 
 
 def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor]) -> Call | None:

@@ -22,7 +22,7 @@ from tilewright.bench.contestants import (
     random_cotangents,
     reference_outputs,
 )
-from tilewright.bench.graph import MIN_LAUNCHES, interleave_graphs
+from tilewright.bench.graph import MIN_LAUNCHES, capture, interleave_graphs, interleave_replays
 from tilewright.bench.peers import Call
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.schema import Choice as TableChoice
@@ -30,7 +30,7 @@ from tilewright.bench.schema import Note, Row
 from tilewright.bench.statistics import Samples, paired_ratio
 from tilewright.bench.timing import Timing, host_us, interleave
 from tilewright.dispatch import Cost, Sample
-from tilewright.errors import VerificationError
+from tilewright.hardware import device_info
 from tilewright.hardware.ceilings import dtype_name
 
 LAUNCH_SIZED_BYTES = 8 << 20  # about 2 us of traffic on a datacentre GPU: less than the host needs for a launch
@@ -54,10 +54,10 @@ class Effort:
 
 @dataclass
 class Measured:
-    """A case's row and what else there is to say about it."""
+    """A case's row and what else there is to say about it. No row when what `auto` picks is wrong; `failures` says so."""
 
-    row: Row
-    table: TableChoice
+    row: Row | None
+    table: TableChoice | None
     left_out: list[Note]
     failures: list[Note]
 
@@ -70,7 +70,7 @@ class Bench:
         self._flops_per_us: dict[torch.dtype, float] = {}
 
     def measure(self, case: Case, seed: int = 0) -> Measured:
-        """Raises VerificationError when every implementation of ours is wrong or refuses."""
+        """Check, time and check again; contestants that may not be timed become notes."""
         return _Case(self, case, seed).run()
 
     def flops_per_us(self, dtype: torch.dtype) -> float:
@@ -91,22 +91,25 @@ class _Case:
         self.cost: Cost = contract.cost(self.sample, case.direction)
         self.total = self.cost.bytes_read + self.cost.bytes_written
         self.launch_sized = self.device.type == "cuda" and self.total <= LAUNCH_SIZED_BYTES
+        self.sets = sets_for(self.total, self.device, at_most=_GRAPH_LAUNCHES)
+        evicted = self.launch_sized or self.sets * self.total >= 2 * device_info(self.device).l2_bytes
+        self.l2 = "cold" if evicted else "warm"
+        self.peer_names: set[str] = set()
         self.left_out: list[Note] = []
         self.failures: list[Note] = []
         self.cotangents: list[Tensor] = []
         if case.direction == "bwd":
             self.cotangents = random_cotangents(reference_outputs(contract, self.sample, "fwd", ()), seed)
-        self.oracle, self.torch_errors, self.dtypes = self._oracle()
+        self.judge = self._judge()
 
     def run(self) -> Measured:
         found = choice(self.case, self.sample, self.cotangents)
         field = contestants(self.case, found, self.device, self.bench.against)
         err = {c.name: e for c in field if (e := self._checked(c)) is not None}
         field = [c for c in field if c.name in err]
-        if not any(c.ours for c in field):
-            raise VerificationError(
-                f"no implementation of {self.case.contract.name} passed: " + "; ".join(n.reason for n in self.failures)
-            )
+        self.peer_names = {c.name for c in field if not c.ours}
+        if found.chosen not in err:
+            return Measured(None, None, self.left_out, self.failures)
         prepared = [(c, self._sets(c)) for c in field]
         calls = {c.name: rotate(sets) for c, sets in prepared}
         timed, floor = self._time(calls)
@@ -117,18 +120,12 @@ class _Case:
 
     # Being right.
 
-    def _oracle(self) -> tuple[list[Tensor], list[accuracy.Error], list[torch.dtype]]:
+    def _judge(self) -> accuracy.Judge:
         contract, direction = self.case.contract, self.case.direction
         wide = [g.double() for g in self.cotangents]
         oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, wide)]
-        same_dtype = reference_outputs(contract, self.sample, direction, self.cotangents)
-        return oracle, accuracy.errors(same_dtype, oracle), [t.dtype for t in same_dtype]
-
-    def _judge(self, outputs: object) -> tuple[bool, float]:
-        contract = self.case.contract
-        factor = contract.tolerance if self.case.direction == "fwd" else contract.gradient_tolerance
-        found = accuracy.errors(accuracy.tensors(outputs), self.oracle)
-        return accuracy.passes(found, self.torch_errors, self.oracle, self.dtypes, factor), accuracy.worst(found)
+        torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
+        return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)
 
     def _checked(self, contestant: Contestant) -> float | None:
         """Error of a first, untimed run; None, with a note, for one that may not be timed."""
@@ -137,15 +134,12 @@ class _Case:
             if call is None:
                 self._note(contestant, "does not offer these options")
                 return None
-            right, err = self._judge(self._run(call))
+            right, err = self.judge(self._run(call))
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes; the run goes on and says so
             self._note(contestant, f"{type(error).__name__}: {error}".splitlines()[0][:200])
             return None
         if not right:
-            self._note(
-                contestant,
-                f"wrong before timing: relative error {err:.3g}, torch {accuracy.worst(self.torch_errors):.3g}",
-            )
+            self._note(contestant, f"wrong before timing: relative error {err:.3g}, torch {self.judge.torch_error:.3g}")
             return None
         return err
 
@@ -154,11 +148,11 @@ class _Case:
 
         A peer that consumes its inputs, on fresh ones.
         """
-        right, err = self._judge(self._run(call))
+        right, err = self.judge(self._run(call))
         if not right and not contestant.ours:
             fresh = prepare(contestant, self.sample, self.case, self.cotangents)
             assert fresh is not None, "it was prepared before"
-            right, err = self._judge(self._run(fresh))
+            right, err = self.judge(self._run(fresh))
         if not right:
             self._note(contestant, f"wrong after timing: relative error {err:.3g}")
 
@@ -169,43 +163,53 @@ class _Case:
     # Being fast.
 
     def _run(self, call: Call) -> object:
-        if self.case.direction == "bwd":
-            return call()
-        with torch.no_grad():
+        with self._mode():
             return call()
 
+    def _mode(self) -> torch.inference_mode:
+        """Forward as inference runs it, backward with gradients on."""
+        return torch.inference_mode(self.case.direction == "fwd")
+
     def _sets(self, contestant: Contestant) -> list[Call]:
-        count = sets_for(self.total, self.device, at_most=_GRAPH_LAUNCHES if self.launch_sized else 32)
-        made = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(count))
+        made = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
         return [call for call in made if call is not None]
 
     def _time(self, calls: dict[str, Call]) -> tuple[dict[str, Samples], float]:
         """(samples by name, floor in us), all from the same rounds."""
-        streams = {
-            _PREFIX + name: call
-            for name, call in floor_calls(
-                self.cost.bytes_read,
-                self.cost.bytes_written,
-                self.device,
-                sets=sets_for(self.total, self.device, at_most=_GRAPH_LAUNCHES),
-            ).items()
-        }
+        read, written = self.cost.bytes_read, self.cost.bytes_written
+        streams = {_PREFIX + k: call for k, call in floor_calls(read, written, self.device, sets=self.sets).items()}
         effort, everyone = self.bench.effort, {**calls, **streams}
-        with torch.set_grad_enabled(self.case.direction == "bwd"):
+        with self._mode():
             if self.launch_sized:
-                timed = interleave_graphs(everyone, device=self.device, launches=_GRAPH_LAUNCHES, rounds=effort.rounds)
+                replays = self._captured(everyone)
+                timed = interleave_replays(
+                    replays, device=self.device, launches=_GRAPH_LAUNCHES, rounds=effort.rounds, evict=True
+                )
             else:
                 timed = interleave(everyone, device=self.device, timing=self.bench.timing, rounds=effort.rounds)
         moved = {name.removeprefix(_PREFIX): timed.pop(name) for name in streams}
-        floor = floor_us(moved, self.cost.bytes_read, self.cost.bytes_written)
+        floor = floor_us(moved, read, written)
         if self.cost.flops > _MATRIX_INTENSITY * self.total:
             floor = max(floor, self.cost.flops / self.bench.flops_per_us(self.case.dtype))
         return timed, floor
 
+    def _captured(self, calls: dict[str, Call]) -> dict[str, Call]:
+        """Graphs of everyone; a peer that cannot be captured is left out, and the reason noted."""
+        replays: dict[str, Call] = {}
+        for name, call in calls.items():
+            try:
+                replays[name] = capture(call, launches=_GRAPH_LAUNCHES, device=self.device)
+            except RuntimeError as error:
+                if name not in self.peer_names:
+                    raise
+                self.left_out.append(Note(*self.case.key, name, f"cannot be captured: {error}".splitlines()[0][:200]))
+        return replays
+
     def _not_faster_than(self, floor: float, timed: dict[str, Samples]) -> None:
         for name, samples in timed.items():
             if samples.interval().high < _FLOOR_SHARE * floor - _FLOOR_SLACK_US:
-                reason = f"faster than its floor: {samples.median:.2f} us, floor {floor:.2f} us; the bytes or the timing are miscounted"
+                beside = f"{samples.median:.2f} us, floor {floor:.2f} us"
+                reason = f"faster than its floor: {beside}; the bytes or the timing are miscounted"
                 self.failures.append(Note(*self.case.key, name, reason))
 
     def _graph_us(self, call: Call, already: Samples) -> float | None:
@@ -213,7 +217,7 @@ class _Case:
             return already.median
         if self.device.type != "cuda":
             return None
-        with torch.set_grad_enabled(self.case.direction == "bwd"):
+        with self._mode():
             timed = interleave_graphs(
                 {"chosen": call}, device=self.device, launches=MIN_LAUNCHES, rounds=self.bench.effort.graph_rounds
             )
@@ -231,13 +235,11 @@ class _Case:
         err: dict[str, float],
     ) -> Measured:
         ours = {c.name: timed[c.name] for c in field if c.ours}
-        peers = {c.name: timed[c.name] for c in field if not c.ours}
+        peers = {name: timed[name] for name in self.peer_names if name in timed}
         own = _fastest({name: samples for name, samples in ours.items() if name != "torch"})
         peer = _fastest(peers)
-        if found.chosen not in ours:
-            raise VerificationError(f"{self.case.contract.name}: auto picks {found.chosen}, which did not pass")
         chosen = ours[found.chosen]
-        with torch.set_grad_enabled(self.case.direction == "bwd"):
+        with self._mode():
             eager = host_us(
                 calls[found.chosen], device=self.device, rounds=self.bench.effort.host_rounds, calls=5
             ).median
@@ -247,7 +249,7 @@ class _Case:
             dtype=dtype_name(self.case.dtype),
             direction=self.case.direction,
             timing=self.bench.timing if not self.launch_sized else "sustained",
-            l2="cold",
+            l2=self.l2,
             impls={name: _us(samples.median) for name, samples in ours.items()},
             chosen=found.chosen,
             peers={name: _us(samples.median) for name, samples in peers.items()},
@@ -262,13 +264,15 @@ class _Case:
         )
         return Measured(row, self._table_choice(found, ours), self.left_out, self.failures)
 
-    def _table_choice(self, found: Choice, ours: dict[str, Samples]) -> TableChoice:
-        """Fastest of ours. In the backward torch is left out.
+    def _table_choice(self, found: Choice, ours: dict[str, Samples]) -> TableChoice | None:
+        """Fastest of ours that a table can ask for.
 
-        A torch backward under our forward recomputes, which is not what was timed.
+        Not torch in the backward: it is timed as torch's autograd, and under our forward it would recompute instead.
         """
-        eligible = {n: s for n, s in ours.items() if self.case.direction == "fwd" or n != "torch"} or ours
-        best = min(eligible, key=lambda name: eligible[name].median)
+        eligible = [n for n in found.names if n in ours and (self.case.direction == "fwd" or n != "torch")]
+        if not eligible:
+            return None
+        best = min(eligible, key=lambda name: ours[name].median)
         plan = found.plans[best]
         config = asdict(plan.config) if is_dataclass(plan.config) and not isinstance(plan.config, type) else plan.config
         torch_us = ours["torch"].median if "torch" in ours else None
@@ -279,8 +283,8 @@ class _Case:
             dtype=plan.dtype,
             backend=best,
             config=config,
-            us=_us(eligible[best].median),
-            noise=_us(eligible[best].spread, digits=3),
+            us=_us(ours[best].median),
+            noise=_us(ours[best].spread, digits=3),
             torch_us=None if torch_us is None else _us(torch_us),
         )
 

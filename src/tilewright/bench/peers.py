@@ -9,7 +9,7 @@ order of the public function, or None where the library has no such option.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -79,16 +79,23 @@ def bound(function: Callable[..., object], sample: Sample) -> Call:
     return lambda: function(*args, **kwargs)
 
 
-def peers_of(contract: Contract, device: torch.device, against: Sequence[str] | None = None) -> list[Peer]:
-    """Available peers of an op, restricted to the names in `against`; raises UsageError for a name that no peer has."""
-    declared: list[Peer] = [Eager(contract), Compiled(contract, device), *_beside(contract)]
-    if against is not None:
-        unknown = set(against) - {peer.name for peer in declared}
-        if unknown:
-            known = ", ".join(peer.name for peer in declared)
-            raise UsageError(f"{contract.name} has no peer {', '.join(sorted(unknown))}. Peers: {known}.")
-        declared = [peer for peer in declared if peer.name in against]
-    return [peer for peer in declared if peer.available()]
+def declared_peers(contract: Contract, device: torch.device) -> list[Peer]:
+    """Everyone who might compete in this op, installed here or not."""
+    return [Eager(contract), Compiled(contract, device), *_beside(contract)]
+
+
+def available_peers(contract: Contract, device: torch.device, against: Sequence[str] | None = None) -> list[Peer]:
+    """Peers that can run here; with `against`, only those of these names."""
+    wanted = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
+    return [peer for peer in wanted if peer.available()]
+
+
+def check_names(contracts: Iterable[Contract], device: torch.device, against: Sequence[str]) -> None:
+    """Raises UsageError for a name that is no peer of any of the ops."""
+    known = {peer.name for contract in contracts for peer in declared_peers(contract, device)}
+    unknown = sorted(set(against) - known)
+    if unknown:
+        raise UsageError(f"no peer named {', '.join(unknown)}. Peers of these ops: {', '.join(sorted(known))}.")
 
 
 def _beside(contract: Contract) -> Sequence[Peer]:

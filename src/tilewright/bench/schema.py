@@ -18,15 +18,18 @@ KIND = "bench"
 class Row:
     """One measured case. Times are median microseconds; device time on a GPU.
 
-    params      the workload's sizes and options direction   "fwd", or "bwd": the backward alone timing
-    "sustained" or "paused" l2          "cold": inputs and outputs rotate through more than twice the cache; "warm"
-    otherwise impls       ours by backend; `chosen` is the one that `auto` takes peers       eager torch,
-    torch.compile, other libraries; those that were wrong or refused are listed in Results.left_out floor_us    the
-    case's bytes (or flops) at the ceiling measured beside it ratio_own   best peer / best of ours, the torch backend
-    excluded; None without one.   ratio_auto: best peer / chosen eager_us    host time to enqueue one call of
-    `chosen`;   graph_us: its device time in a CUDA graph, None on a CPU err         relative Frobenius error of
-    `chosen` against float64;   err_peer: of the fastest peer spread      half the 95 % interval of `chosen`'s median,
-    over the median
+    params      the workload's sizes and options
+    direction   "fwd", or "bwd": the backward alone
+    timing      "sustained" or "paused"
+    l2          "cold": inputs and outputs rotate through more than twice the cache; "warm" otherwise
+    impls       ours by backend; `chosen` is the one that `auto` takes
+    peers       eager torch, torch.compile, other libraries; who was wrong or refused stands in Results.left_out
+    floor_us    the case's bytes (or flops) at the ceiling measured beside it
+    ratio_own   best peer / best of ours, the torch backend excluded; None where there is no such two
+    ratio_auto  best peer / chosen
+    eager_us    host time to enqueue one call of `chosen`; graph_us: its device time in a CUDA graph, None on a CPU
+    err         relative Frobenius error of `chosen` against float64; err_peer: of the fastest peer
+    spread      half the 95 % interval of `chosen`'s median, over the median
     """
 
     op: str

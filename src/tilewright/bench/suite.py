@@ -13,9 +13,9 @@ from tilewright.bench import machine
 from tilewright.bench.calibrate import headline
 from tilewright.bench.cases import Case, select
 from tilewright.bench.measure import Bench, Effort, Measured
+from tilewright.bench.peers import check_names
 from tilewright.bench.schema import Note, Results, Row, missing
 from tilewright.bench.timing import Timing
-from tilewright.errors import UsageError
 from tilewright.hardware import device_info
 
 Progress = Callable[[str], None]
@@ -45,14 +45,15 @@ def run(
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
     chosen = select(suite, ops=ops, dtype=dtype, case=case, device=where)
+    if against is not None:
+        check_names({item.contract.name: item.contract for item in chosen}.values(), where, against)
     with _side_stream(where), _repeatable_backward():
         before = machine.clocks(where)
         ceilings = headline(where)
         bench = Bench(where, timing, _GPU if where.type == "cuda" else _CPU, against)
         results = Results(suite, machine={})
         say(
-            f"{len(chosen)} cases on {device_info(where).name}; "
-            + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
+            f"{len(chosen)} cases on {device_info(where).name}; " + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
         )
         say(HEADER)
         for item in chosen:
@@ -62,7 +63,10 @@ def run(
     return results
 
 
-HEADER = f"{'op case dtype direction':<48} {'chosen':>8} {'us':>9} {'floor':>9} {'of it':>6}  best peer{'us':>14} {'own':>6} {'auto':>6} {'host':>6}"
+HEADER = (
+    f"{'op case dtype direction':<48} {'chosen':>8} {'us':>9} {'floor':>9} {'of it':>6}  {'best peer':<14}{'us':>9} "
+    f"{'own':>6} {'auto':>6} {'host':>6}"
+)
 
 
 def line(row: Row) -> str:
@@ -70,17 +74,16 @@ def line(row: Row) -> str:
     name = f"{row.op} {row.case} {row.dtype} {row.direction}"
     us = row.impls[row.chosen]
     peer = min(row.peers, key=lambda each: row.peers[each], default="")
+    peer_us = f"{row.peers[peer]:>9.2f}" if peer else f"{'-':>9}"
     return (
-        f"{name:<48} {row.chosen:>8} {us:>9.2f} {row.floor_us:>9.2f} {100 * row.floor_us / us:>5.0f}%  {peer:<14}"
-        f"{row.peers.get(peer, float('nan')):>9.2f} {_number(row.ratio_own)} {_number(row.ratio_auto)} {row.eager_us:>6.1f}"
+        f"{name:<48} {row.chosen:>8} {us:>9.2f} {row.floor_us:>9.2f} {100 * row.floor_us / us:>5.0f}%  "
+        f"{peer:<14}{peer_us} {_number(row.ratio_own)} {_number(row.ratio_auto)} {row.eager_us:>6.1f}"
     )
 
 
 def _one(bench: Bench, item: Case, results: Results, say: Progress) -> None:
     try:
         measured: Measured = bench.measure(item)
-    except UsageError:
-        raise
     except Exception as error:  # noqa: BLE001  one broken case must not cost the others; it fails the run by name
         results.failures.append(Note(*item.key, "", f"{type(error).__name__}: {error}".splitlines()[0][:300]))
         say(f"{' '.join(item.key)}: FAILED, {results.failures[-1].reason}")
@@ -89,13 +92,15 @@ def _one(bench: Bench, item: Case, results: Results, say: Progress) -> None:
         gc.collect()
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    results.rows.append(measured.row)
-    results.choices.append(measured.table)
+    if measured.row is not None:
+        results.rows.append(measured.row)
+        say(line(measured.row))
+    if measured.table is not None:
+        results.choices.append(measured.table)
     results.failures += measured.failures
     results.left_out += measured.left_out
-    say(line(measured.row))
     for note in (*measured.failures, *measured.left_out):
-        say(f"    {note.name}: {note.reason}")
+        say(f"    {' '.join(item.key)}, {note.name}: {note.reason}")
 
 
 def _number(ratio: float | None) -> str:

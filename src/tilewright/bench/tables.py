@@ -17,20 +17,19 @@ _KEY = ("op", "direction", "bucket", "dtype", "numerics")
 
 
 def write_table(results: Results, path: Path | None = None) -> Path:
-    """Merge the fastest implementation of every case into the table at `path` (default: the user's table of this device);
-    returns it.
+    """Merge the fastest implementation of every case into the table at `path`, by default the user's of this device.
 
     Where two cases share a bucket, the one measured first stays. Rows of the file that this run did not measure are
     kept when they are of the same device, torch and Triton. Raises InputError for results without choices (loaded
-    from JSON) or with failures.
+    from JSON) or with failures. Returns the path.
     """
-    if not results.choices:
-        raise InputError("write_table: no measured choices; a table is written from a run, not from a result file")
     if not results.ok:
         failed = "; ".join(f"{n.op} {n.case} {n.name}: {n.reason}" for n in results.failures[:3])
         raise InputError(
             f"write_table: the run has {len(results.failures)} failures and is not to be trusted: {failed}"
         )
+    if not results.choices:
+        raise InputError("write_table: no measured choices; a table is written from a run, not from a result file")
     machine = results.machine
     target = path or current().cache_dir / "tables" / f"{_slug(machine['device'])}.json"
     header = {

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch import fast
 from tilewright.dispatch.contract import Contract, bind, bind_function
 from tilewright.dispatch.preference import resolve
-from tilewright.dispatch.raw import LIBRARY
+from tilewright.dispatch.raw import LIBRARY, RawOp
 from tilewright.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,18 +52,40 @@ def register(contract: Contract) -> Contract:
 
 def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | None = None) -> Any:
     """Run the public op on its raw arguments.  `out` is written and returned where given."""
-    if torch.compiler.is_compiling() and out is None:
-        return getattr(torch.ops.tilewright, contract.name)(*args, *resolve(backend))
-    contract.check(*args)
-    wish, numerics = resolve(backend)
     if out is not None:
-        _check_out(contract, args, out)
-        contract.forward.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
-        return out
+        return _call_out(contract, args, backend, out)
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.tilewright, contract.name)(*args, *resolve(backend))
+    wish, numerics = resolve(backend)
     if torch.is_grad_enabled() and _any_requires_grad(args):
+        contract.check(*args)
         return _run(contract, args, wish, numerics)
+    return _forward(contract, args, wish, numerics)
+
+
+def _forward(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, checked: bool = False) -> Any:
+    """The forward without autograd: taped where the fast road is open, through torch's dispatcher elsewhere."""
+    raw = contract.forward
+    found = fast.signature(raw, args, wish, numerics)
+    if found is not None:
+        key, pointers = found
+        outs = fast.replay(raw, key, pointers)
+        if outs is None:
+            if not checked:
+                contract.check(*args)
+            outs = fast.run_and_tape(raw, key, args, wish, numerics)
+        return outs[0] if raw.count == 1 else outs
+    if not checked:
+        contract.check(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return contract.forward.torch_op(*args, wish, numerics)
+        return raw.torch_op(*args, wish, numerics)
+
+
+def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor) -> Tensor:
+    contract.check(*args)
+    _check_out(contract, args, out)
+    contract.forward.torch_out(*args, *resolve(backend), out0=out)  # type: ignore[misc]
+    return out
 
 
 def _run(contract: Contract, args: Sequence[Any], backend: str, numerics: str) -> Any:
@@ -71,7 +94,7 @@ def _run(contract: Contract, args: Sequence[Any], backend: str, numerics: str) -
         return contract.forward.reference(*args)
     if contract.gradient is not None and torch.is_grad_enabled() and _any_requires_grad(args):
         return _OpFunction.apply(contract, backend, numerics, *args)
-    return contract.forward(*args, backend, numerics)
+    return _forward(contract, tuple(args), backend, numerics, checked=True)
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:
@@ -110,6 +133,17 @@ def _extent(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + span * t.element_size()
 
 
+def _backward(raw: RawOp, args: tuple[Any, ...], wish: str, numerics: str) -> tuple[Tensor, ...]:
+    """One raw backward, by the same two roads as the forward."""
+    found = fast.signature(raw, args, wish, numerics)
+    if found is None:
+        made = raw(*args, wish, numerics)
+        return (made,) if raw.count == 1 else tuple(made)
+    key, pointers = found
+    outs = fast.replay(raw, key, pointers)
+    return fast.run_and_tape(raw, key, args, wish, numerics) if outs is None else outs
+
+
 class _OpFunction(torch.autograd.Function):
     """Autograd of every op: the contract says what to save and how to call the raw backward.
 
@@ -118,8 +152,7 @@ class _OpFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(contract: Contract, backend: str, numerics: str, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return contract.forward(*args, backend, numerics)
+        return _forward(contract, args, backend, numerics, checked=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -137,8 +170,7 @@ class _OpFunction(torch.autograd.Function):
         assert gradient is not None
         needs = ctx.needs_input_grad[3:]
         raw = gradient.raw_args(grads, ctx.saved_tensors, ctx.args, needs)
-        made = gradient.op(*raw, ctx.backend, ctx.numerics)
-        outputs = (made,) if gradient.op.count == 1 else made
+        outputs = _backward(gradient.op, raw, ctx.backend, ctx.numerics)
         result: list[Any] = [None] * len(ctx.args)
         for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
             result[i] = grad if needs[i] else None

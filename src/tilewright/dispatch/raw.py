@@ -24,7 +24,7 @@ _DEVICE_KEYS = ("CPU", "CUDA")
 class RawOp:
     """One direction of one op.
 
-    schema        argument list, tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float eps"
+    schema        argument list, all tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float eps"
     outputs       (*args) -> ((shape, dtype), ...)
     reference     (*args) -> Tensor or tuple: the same thing in plain torch
     bucket        (*args) -> ints: the sizes a choice may depend on; named by `bucket_names`
@@ -51,6 +51,7 @@ class RawOp:
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
+        self.tensor_count = schema.count("Tensor")
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._plans_generation = 0
         name = f"_{op}_{direction}"
@@ -118,13 +119,18 @@ class RawOp:
 
     def _run(self, *args: Any) -> Any:
         raw = args[:-2]
-        plan = self.plan(raw, args[-2], args[-1])
+        outs = self.launch(raw, self.plan(raw, args[-2], args[-1]))
+        return outs[0] if self.count == 1 else outs
+
+    def launch(self, raw: Sequence[Any], plan: Plan) -> tuple[Tensor, ...]:
+        """Carry out `plan`: allocate the outputs and launch, or compute the reference."""
         if plan.launch is None or raw[0].numel() == 0:
-            return self._reference(raw)
+            made = self._reference(raw)
+            return (made,) if self.count == 1 else tuple(made)
         device = raw[0].device
         outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs(*raw)])
         plan.launch(outs, *raw, config=plan.config)
-        return outs[0] if self.count == 1 else outs
+        return outs
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]

@@ -1,9 +1,10 @@
 """A static KV cache for Hugging Face models, made for a captured decode step.
 
-Transformers' own `StaticLayer` keeps a length per layer and computes its write index in every layer (arange, add, add_: three
-launches a layer), and its sliding-window form branches on a Python counter and rolls the whole window for each token, which a
-CUDA graph cannot replay.  Here every layer shares one `Cursor`, so that a decode step writes with two `index_copy_` a layer and
-nothing else, and a sliding-window layer is a ring: position p lives in slot p % capacity, whichever lap it is on.
+Transformers' own `StaticLayer` keeps a length per layer and computes its write index in every layer (arange, add,
+add_: three launches a layer), and its sliding-window form branches on a Python counter and rolls the whole window for
+each token, which a CUDA graph cannot replay. Here every layer shares one `Cursor`, so that a decode step writes with
+two `index_copy_` a layer and nothing else, and a sliding-window layer is a ring: position p lives in slot p %
+capacity, whichever lap it is on.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ _RING_MULTIPLE = 64  # a ring is rounded up to whole kernel tiles
 
 
 class Cursor:
-    """Where decoding stands.  Shared by all layers of a cache; the tensors live on the device and never move.
+    """Where decoding stands. Shared by all layers of a cache; the tensors live on the device and never move.
 
     position   (1,) int64   absolute position of the token the next decode step reads; a graph advances it
     first      (B,) int64   position of each row's first real token: the number of left-padding tokens
@@ -64,7 +65,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, H_kv, S, D) states.  Returns what attention should read: the prompt itself, or the visible slots."""
+        """Store (B, H_kv, S, D) states. Returns what attention should read: the prompt itself or the visible slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.cursor.prefilling:
@@ -89,13 +90,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self.values.index_copy_(2, slots, value_states[:, :, -self.capacity :])
 
     def clear(self) -> None:
-        """Forget the last sequence.  Without it, one non-finite value would leak through masked slots into later calls."""
+        """Forget the last sequence: a non-finite value in it would leak through masked slots into later calls."""
         if self.is_initialized:
             self.keys.zero_()
             self.values.zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys a prefill attends to.  Decode steps bring their own mask and never ask."""
+        """(length, offset) of the keys a prefill attends to. Decode steps bring their own mask and never ask."""
         return (query_length, 0) if self.cursor.prefilling else (min(self.cursor.visible, self.capacity), 0)
 
     def get_seq_length(self) -> Any:
@@ -110,9 +111,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 class SlotCache(Cache):  # type: ignore[misc]
     """`SlotLayer`s for every layer of a model, full or sliding as its config says.
 
-    max_length: positions of a full-attention layer, prompt and new tokens together.  Sliding layers keep one window, rounded
-    up to 64 slots.  Raises InputError for layers that are neither (chunked, linear, compressed): their state is not a list
-    of keys and values by position.
+    max_length: positions of a full-attention layer, prompt and new tokens together. Sliding layers keep one window,
+    rounded up to 64 slots. Raises InputError for layers that are neither (chunked, linear, compressed): their state
+    is not a list of keys and values by position.
     """
 
     def __init__(self, config: Any, *, max_length: int, batch_size: int, device: torch.device) -> None:
@@ -128,8 +129,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.cursor = Cursor(batch_size, ring if ring < max_length else None, device)
         super().__init__(
             layers=[
-                SlotLayer(self.cursor, min(ring, max_length), window) if kind == "sliding_attention" else
-                SlotLayer(self.cursor, max_length)
+                SlotLayer(self.cursor, min(ring, max_length), window)
+                if kind == "sliding_attention"
+                else SlotLayer(self.cursor, max_length)
                 for kind in layer_types
             ]
         )

@@ -1,7 +1,8 @@
 """Capture a decode step once, replay it once a token.
 
-A graph records launches with fixed addresses, so everything a step reads or writes across replays is allocated before the
-capture; what it allocates itself lives in a memory pool that all graphs of one decoder share, since they never run together.
+A graph records launches with fixed addresses, so everything a step reads or writes across replays is allocated before
+the capture; what it allocates itself lives in a memory pool that all graphs of one decoder share, since they never
+run together.
 """
 
 from collections.abc import Callable, Hashable
@@ -31,7 +32,7 @@ class StepGraphs:
         return len(self._graphs)
 
     def capture(self, key: Hashable, step: Callable[[], None], rewind: Callable[[], None]) -> None:
-        """Warm `step` up and record it.  `rewind` puts the state that a step advances back to a valid start.
+        """Warm `step` up and record it. `rewind` puts the state that a step advances back to a valid start.
 
         Raises BackendError when the step does what a graph cannot record, such as waiting for the GPU.
         """

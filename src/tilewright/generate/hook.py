@@ -1,8 +1,8 @@
 """Let `model.generate` of one model decode statically, call by call, and give the original back on request.
 
-The replacement is an attribute of the instance; class and library stay as they are.  A call is taken over when everything it
-asks for is something `StaticDecoder.generate` does; any other call (beams, penalties, scores, a cache of the caller's) goes
-to the original `generate` with one log line that says why.
+The replacement is an attribute of the instance; class and library stay as they are. A call is taken over when
+everything it asks for is something `StaticDecoder.generate` does; any other call (beams, penalties, scores, a cache
+of the caller's) goes to the original `generate` with one log line that says why.
 """
 
 import logging
@@ -18,7 +18,9 @@ from tilewright.log import log_once
 DecoderFactory = Callable[[int, int], StaticDecoder]
 
 # Generation settings we implement; any other setting that differs from its default sends the call to the original.
-_HONOURED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id"}
+_HONOURED = {
+    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
+}  # fmt: skip
 # Settings without effect on which tokens come out of a decoder-only model.
 _NEUTRAL = {
     "bos_token_id", "cache_implementation", "compile_config", "disable_compile", "transformers_version", "use_cache",
@@ -28,7 +30,7 @@ _LENGTH_STEP = 512  # decoders are made for rounded-up lengths, so that a longer
 
 
 class Attachment:
-    """A model whose `generate` was replaced.  `undo()` restores it and frees caches and graphs."""
+    """A model whose `generate` was replaced. `undo()` restores it and frees caches and graphs."""
 
     def __init__(self, model: Any, factory: DecoderFactory) -> None:
         self._model = model
@@ -55,20 +57,18 @@ class Attachment:
     def _generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         try:
             call = _Call(self._model, inputs, generation_config, dict(kwargs))
-            decoder = self.decoder(*call.size)
-        except InputError as reason:
-            log_once(
-                ("generate", str(reason)), f"model.generate runs as the model defines it: {reason}", logging.INFO
-            )
+            return self.decoder(*call.size).generate(call.input_ids, call.attention_mask, **call.arguments)
+        except InputError as reason:  # raised before the first token, so nothing was streamed yet
+            log_once(("generate", str(reason)), f"model.generate runs as the model defines it: {reason}", logging.INFO)
             return self._original(inputs, generation_config, **kwargs)
-        return decoder.generate(call.input_ids, call.attention_mask, **call.arguments)
 
 
 def attach_generate(model: Any, decoder_factory: DecoderFactory | None = None) -> Attachment:
     """Make `model.generate` decode with a static cache where it can.
 
-    decoder_factory: (batch_size, max_length) -> StaticDecoder; by default `StaticDecoder` with its defaults.  Decoders are made
-    on demand, one a batch size.  Returns the attachment; `attachment.undo()` restores the model.
+    decoder_factory: (batch_size, max_length) -> StaticDecoder; by default `StaticDecoder` with its
+    defaults. Decoders are made on demand, one a batch size. Returns the attachment; `attachment.undo()` restores
+    the model.
     """
     if decoder_factory is None:
 
@@ -79,13 +79,14 @@ def attach_generate(model: Any, decoder_factory: DecoderFactory | None = None) -
 
 
 class _Call:
-    """One call in our terms.  Raises InputError for what we do not do."""
+    """One call in our terms. Raises InputError for what we do not do."""
 
     def __init__(self, model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
         self.input_ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
         self.attention_mask = kwargs.pop("attention_mask", None)
         streamer = kwargs.pop("streamer", None)
-        if not isinstance(self.input_ids, torch.Tensor) or self.input_ids.ndim != 2 or self.input_ids.is_floating_point():
+        ids = self.input_ids
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
             raise InputError("it needs input_ids of shape (B, S)")
         if model.training:
             raise InputError("the model is in training mode")
@@ -113,14 +114,14 @@ class _Call:
 
 
 def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every setting in force that differs from its default.  InputError names one that we do not implement."""
+    """Every setting in force that differs from its default. InputError names one that we do not implement."""
     base = generation_config if generation_config is not None else model.generation_config
     settings = {**base.to_diff_dict(), **kwargs}
     defaults = type(base)().to_dict() | type(base)._get_default_generation_params()
     for name, value in settings.items():
-        if name in _HONOURED or name in _NEUTRAL or value is None or value == defaults.get(name):
-            continue
-        raise InputError(f"it sets {name}={value!r}")
+        usual = value is None or value is False or value == defaults.get(name)
+        if not (usual or name in _HONOURED or name in _NEUTRAL):
+            raise InputError(f"it sets {name}={value!r}")
     return settings
 
 

@@ -1,8 +1,9 @@
 """Tell the host what the GPU has produced, one report behind, so that neither waits for the other.
 
-After a few steps the decoder posts a small report: an asynchronous copy into pinned memory and an event.  The host then waits for
-the report *before* it.  While it waits, the steps of the newest report are still queued, so the GPU never runs dry; and the
-host is never more than two reports ahead, so an end-of-text is noticed after a bounded number of spare steps.
+After a few steps the decoder posts a small report: an asynchronous copy into pinned memory and an event. The host
+then waits for the report *before* it. While it waits, the steps of the newest report are still queued, so the GPU
+never runs dry; and the host is never more than two reports ahead, so an end-of-text is noticed after a bounded number
+of spare steps.
 """
 
 from collections import deque
@@ -77,7 +78,7 @@ class Progress:
         self._read(self._reports.lag)
 
     def finish(self) -> int:
-        """Read what is left.  Returns the length of the sequence."""
+        """Read what is left. Returns the length of the sequence."""
         self._read(0)
         if self._streamer is not None:
             self._streamer.end()

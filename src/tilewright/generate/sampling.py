@@ -1,11 +1,12 @@
 """From the last token's logits to the next token, on the device, in a form that a CUDA graph can replay.
 
-The steps and their order are those of Transformers (temperature, top-k, top-p, softmax, one draw), bit for bit in fp32.  The draw
-is the exponential race that `torch.multinomial` runs for one sample, argmax(p / e) with e ~ Exp(1), without multinomial's
-check of the probabilities, which waits for the GPU.
+The steps and their order are those of Transformers (temperature, top-k, top-p, softmax, one draw), bit for bit in
+fp32. The draw is the exponential race that `torch.multinomial` runs for one sample, argmax(p / e) with e ~ Exp(1),
+without multinomial's check of the probabilities, which waits for the GPU.
 
-Cost inside the graph at a vocabulary of 128k: top-k is one radix selection; top-p sorts the whole row, by far the dearest step.
-Temperature and top-p are read from device buffers, so changing them costs no capture; another top-k value does.
+Cost inside the graph at a vocabulary of 128k: top-k is one radix selection; top-p sorts the whole row, by far the
+dearest step. Temperature and top-p are read from device buffers, so changing them costs no capture; another top-k
+value does.
 """
 
 from collections.abc import Hashable
@@ -18,7 +19,7 @@ from tilewright.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature > 0; top_k: keep the k likeliest tokens, 0 keeps all; top_p in (0, 1]: smallest set with that probability."""
+    """temperature > 0. top_k: keep the k likeliest, 0 keeps all. top_p in (0, 1]: smallest set of that probability."""
 
     temperature: float = 1.0
     top_k: int = 50
@@ -26,7 +27,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise InputError(f"temperature must be > 0, got {self.temperature}. For the likeliest token use do_sample=False.")
+            raise InputError(
+                f"temperature must be > 0, got {self.temperature}; do_sample=False takes the likeliest token"
+            )
         if self.top_k < 0:
             raise InputError(f"top_k must be >= 0, got {self.top_k}. 0 keeps every token.")
         if not 0 < self.top_p <= 1:
@@ -34,7 +37,7 @@ class Sampling:
 
 
 class TokenSelector:
-    """Chooses tokens.  `load` sets what the next calls do; the buffers it fills are read inside captured graphs."""
+    """Chooses tokens. `load` sets what the next calls do; the buffers it fills are read inside captured graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.generator = torch.Generator(device)
@@ -54,6 +57,17 @@ class TokenSelector:
         if sampling is not None:
             self._temperature.fill_(sampling.temperature)
             self._excluded.fill_(1 - sampling.top_p)
+
+    def seed(self, seed: int | None, generator: torch.Generator | None) -> None:
+        """Draw from a fresh state made of `seed`, or from the state of `generator`, or from torch's global one."""
+        if generator is None:
+            self.generator.manual_seed(seed if seed is not None else int(torch.randint(2**63 - 1, ())))
+            return
+        if seed is not None:
+            raise InputError("give seed or generator, not both")
+        if generator.device.type != self.generator.device.type:
+            raise InputError(f"generator is on {generator.device}, the model on {self.generator.device}")
+        self.generator.set_state(generator.get_state())
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """logits: (B, V) -> tokens (B,) int64."""

@@ -34,18 +34,22 @@ class DecodeState:
         self.finished = torch.zeros(batch_size, dtype=torch.bool, device=device)
         self._eos = torch.full((_MAX_EOS,), _NO_TOKEN, dtype=torch.int64, device=device)
         self._pad = torch.zeros(1, dtype=torch.int64, device=device)
+        self._loaded: tuple[object, ...] = ()
 
     def load_special_tokens(self, eos: Sequence[int], pad: int) -> None:
         """Stop a row at any token of `eos`, then continue it with `pad`."""
+        if (tuple(eos), pad) == self._loaded:
+            return  # filling the buffers would wait for the device
         if len(eos) > _MAX_EOS:
             raise InputError(f"at most {_MAX_EOS} end-of-text tokens, got {len(eos)}")
         self._eos.copy_(torch.tensor([*eos, *[_NO_TOKEN] * (_MAX_EOS - len(eos))]))
         self._pad.fill_(pad)
+        self._loaded = (tuple(eos), pad)
 
     def start(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Set everything for a prompt (B, S).  Returns what its forward needs: mask or None, position_ids (1 or B, S).
+        """Set everything for a prompt (B, S). Returns what its forward needs: mask or None, position_ids (1 or B, S).
 
         Looking at a given mask waits for the device once; without a mask nothing waits.
         """
@@ -73,7 +77,7 @@ class DecodeState:
         self.position_ids.zero_()
 
     def commit(self, chosen: torch.Tensor) -> None:
-        """Append one token a row, (B,) int64, and advance.  The sequence grows until the step in which the last row ends."""
+        """Append one token a row, (B,) int64, and advance. The length stops growing when the last row has ended."""
         token = torch.where(self.finished, self._pad, chosen)
         self.cursor.position.add_(1)
         self.position_ids.add_(1)
@@ -85,10 +89,10 @@ class DecodeState:
 
 
 def _left_padding(attention_mask: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor | None:
-    """The mask as (B, S) int64, None when nothing is padded.  InputError unless each row is zeros, then at least one one."""
+    """The mask as (B, S) int64, None when nothing is padded. InputError unless each row is zeros, then ones."""
     if attention_mask.shape != input_ids.shape:
         raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; they must agree"
+            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}: must agree"
         )
     mask = attention_mask.to(input_ids.device, torch.int64).ne(0)
     first = mask.shape[1] - mask.sum(-1)

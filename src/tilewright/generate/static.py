@@ -1,13 +1,13 @@
 """Decoding with a static cache; on a GPU, one CUDA-graph replay a token.
 
-At batch 1 a token of an 8-billion-parameter bf16 model needs its weights read once: 15.0 GB, 3.6 ms at 4.2 TB/s.  Launched from
-Python the same step takes 40 ms, because a thousand small launches cost the host more than the GPU.  So the whole step,
-from token to next token, is captured once: it reads its token, position and masks from device buffers, advances them itself,
-writes the chosen token where the next replay reads it, and appends it to the sequence.  The host only replays, and reads a
-small report one behind (`readback`).
+At batch 1 a token of an 8-billion-parameter bf16 model needs its weights read once: 15.0 GB, 3.6 ms at 4.2 TB/s.
+Launched from Python the same step takes 40 ms, because a thousand small launches cost the host more than the GPU. So
+the whole step, from token to next token, is captured once: it reads its token, position and masks from device
+buffers, advances them itself, writes the chosen token where the next replay reads it, and appends it to the sequence.
+The host only replays, and reads a small report one behind (`readback`).
 
-What a captured Llama step launches a layer, with `tilewright.patch` and merged projections: 2 norms, 4 matrix-vector products,
-rope, 2 cache writes, 2 attention kernels, gate times up, 2 residual sums: 14.  Unpatched: about 45.
+What a captured Llama step launches a layer, with `tilewright.patch` and merged projections: 2 norms, 4 matrix-vector
+products, rope, 2 cache writes, 2 attention kernels, gate times up, a residual sum: 13. Unpatched in bf16: about 40.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from tilewright.errors import InputError
-from tilewright.generate import masks
-from tilewright.generate.attention import attention, decoder_config, prefer_fast_sdpa, resolve
+from tilewright.generate import checks, masks
+from tilewright.generate.attention import attention_of, decoder_config, prefer_fast_sdpa, resolve
 from tilewright.generate.cache import SlotCache
 from tilewright.generate.graphs import StepGraphs
 from tilewright.generate.readback import Progress, Readback
@@ -35,15 +35,15 @@ _REPORT_EVERY = 4  # steps between reports: at most 7 spare steps after the last
 class StaticDecoder:
     """Greedy and sampled decoding for a Hugging Face causal language model.
 
-    max_length: prompt and new tokens together.  batch_size: rows of every call.  attention: see `generate.attention`; "auto" is
-    our split-KV kernels on a GPU and torch's SDPA elsewhere.  graphs: None captures on a CUDA device.
+    max_length: prompt and new tokens together. batch_size: rows of every call. attention: see `generate.attention`;
+    "auto" is our split-KV kernels on a GPU and torch's SDPA elsewhere. graphs: None captures on a CUDA device.
 
-    Memory: the cache, 2 * layers * B * H_kv * max_length * D values (Llama-3.1-8B, bf16, B 1: 0.13 MB a position), sliding layers
-    only their window.  A graph keeps addresses: after weights moved (`model.to`, merged projections) the next call notices
-    and captures again; after patching modules in place call `reset()`.  One decoder serves one call at a time.
+    Memory: the cache, 2 * layers * B * H_kv * max_length * D values (Llama-3.1-8B, bf16, B 1: 0.13 MB a position);
+    sliding layers keep only their window. A graph keeps addresses: when modules changed class or tensors moved, the
+    next call notices and captures again; after any other change of the model call `reset()`. One call at a time.
 
-    Raises InputError for models without this contract: `position_ids` and `past_key_values` in forward, layers of full or sliding
-    attention, all parameters on one device, evaluation mode.
+    Raises InputError for a model without this contract: `input_ids`, `position_ids` and `past_key_values` in forward, a
+    language-model head, layers of full or sliding attention, all parameters on one device, evaluation mode.
     """
 
     def __init__(
@@ -55,40 +55,37 @@ class StaticDecoder:
         attention: str = "auto",
         graphs: bool | None = None,
     ) -> None:
+        if max_length < 2 or batch_size < 1:
+            raise InputError(f"max_length must be >= 2 and batch_size >= 1, got {max_length} and {batch_size}")
         self.model = model
         self.max_length = max_length
         self.batch_size = batch_size
-        self.device = _check_model(model)
-        if max_length < 2 or batch_size < 1:
-            raise InputError(f"max_length must be >= 2 and batch_size >= 1, got {max_length} and {batch_size}")
+        self.device = checks.device_of(model)
         if graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a CUDA device; the model is on {self.device}")
         self.attention = resolve(model, attention, self.device)
-        accepts = inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
         self._dtype = model.get_input_embeddings().weight.dtype
-        self._cache = SlotCache(model.config, max_length=max_length, batch_size=batch_size, device=self.device)
         self._layer_types: Sequence[str] | None = getattr(decoder_config(model), "layer_types", None)
+        self._cache = SlotCache(model.config, max_length=max_length, batch_size=batch_size, device=self.device)
         self._state = DecodeState(self._cache.cursor, batch_size, max_length)
         self._select = TokenSelector(self.device)
         self._readback = Readback(self._state.report)
-        self._graphs: StepGraphs | None = None
-        self._addresses: tuple[int, ...] = ()
-        self._idle: torch.cuda.Event | None = None
-        if self.device.type == "cuda":
-            self._idle = torch.cuda.Event()
-            if graphs is not False:
-                self._graphs = StepGraphs(self.device, self._select.generator)
+        self._fingerprint: tuple[object, ...] = ()
+        on_gpu = self.device.type == "cuda"
+        self._idle = torch.cuda.Event() if on_gpu else None
+        self._graphs = StepGraphs(self.device, self._select.generator) if on_gpu and graphs is not False else None
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a prompt into the cache.  input_ids: (B, S) int64 -> logits of the last token (B, V).
+        """Read a prompt into the cache. input_ids: (B, S) int64 -> logits of the last token (B, V).
 
-        attention_mask: (B, S), zeros on the left for padding; anything else is an InputError.  Without padding no mask is built
-        and attention runs causal, through cuDNN where torch has it.
+        attention_mask: (B, S), zeros on the left for padding; anything else is an InputError. Without padding no mask
+        is built and attention runs causal, through cuDNN where torch has it.
         """
         with self._session():
-            logits = self._prefill(input_ids, attention_mask)
-        return logits.clone()
+            return _own(self._prefill(input_ids, attention_mask))
 
     def generate(
         self,
@@ -108,26 +105,28 @@ class StaticDecoder:
     ) -> torch.Tensor:
         """Continue prompts: (B, S) -> (B, S + new) int64, as `model.generate` returns it.
 
-        eos_token_id: None takes the model's generation config, () never stops.  A finished row continues with pad_token_id, by
-        default the first end-of-text token.  temperature, top_k, top_p: used with do_sample; top_k=0 keeps all tokens.
-        generator: its state is used and advanced; seed: a fresh state; neither: seeded from torch's global generator.
-        streamer: `put` receives the prompt and then each step's tokens on the host, `end` closes it.
+        eos_token_id: None takes the model's generation config, () never stops. A finished row continues with
+        pad_token_id, by default the first end-of-text token. temperature, top_k, top_p: used with do_sample; top_k=0
+        keeps all tokens. generator: its state is used and advanced; seed: a fresh state; neither: seeded from torch's
+        global generator. streamer: `put` receives the prompt and then each step's tokens on the host, `end` closes it.
         """
-        sampling = Sampling(temperature, top_k or 0, top_p) if do_sample else None
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}; prefill() gives logits alone")
+        sampling = Sampling(temperature, top_k, top_p) if do_sample else None
         with self._session():
-            prompt_length = self._check_lengths(input_ids, max_new_tokens)
-            self._state.load_special_tokens(*self._special_tokens(eos_token_id, pad_token_id))
-            self._prepare(prompt_length, max_new_tokens, sampling)
+            length = self._check(input_ids, max_new_tokens)
+            specials = checks.special_tokens(self.model.generation_config, eos_token_id, pad_token_id)
+            self._state.load_special_tokens(*specials)
+            self._prepare(length, max_new_tokens, sampling)
             if sampling is not None:
-                self._seed(seed, generator)
-            logits = self._prefill(input_ids, attention_mask)
-            self._state.commit(self._select(logits))
+                self._select.seed(seed, generator)
+            self._state.commit(self._select(self._prefill(input_ids, attention_mask)))
             progress = Progress(self._readback, input_ids, streamer)
             every = _REPORT_EVERY if self._graphs is not None and streamer is None else 1
-            length = self._decode(prompt_length, max_new_tokens - 1, progress, every)
-            if generator is not None and sampling is not None:
+            length = self._decode(length, max_new_tokens - 1, progress, every)
+            if sampling is not None and generator is not None:
                 generator.set_state(self._select.generator.get_state())
-        return self._state.sequence[:, :length].clone()
+            return _own(self._state.sequence[:, :length])
 
     def prepare(
         self,
@@ -139,16 +138,16 @@ class StaticDecoder:
         top_k: int = 50,
         top_p: float = 1.0,
     ) -> float:
-        """Capture every graph that such a call needs, which `generate` otherwise does first.  Returns the seconds it took."""
+        """Capture every graph that such a call needs; `generate` otherwise does it first. Returns seconds."""
         begin = perf_counter()
         with self._session():
-            self._prepare(prompt_length, max_new_tokens, Sampling(temperature, top_k or 0, top_p) if do_sample else None)
+            self._prepare(prompt_length, max_new_tokens, Sampling(temperature, top_k, top_p) if do_sample else None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return perf_counter() - begin
 
     def reset(self) -> None:
-        """Forget captured graphs.  Call it after changing the model's modules; the next call captures again."""
+        """Forget captured graphs; the next call captures again."""
         if self._graphs is not None:
             self._graphs.clear()
 
@@ -157,14 +156,13 @@ class StaticDecoder:
         """Bytes held by keys and values; 0 before the first call."""
         return self._cache.nbytes
 
-    # One step ------------------------------------------------------------------------------------------------------------
+    # One step ---------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Token to next token: what a graph records."""
-        cursor = self._cache.cursor
-        cursor.prefilling = False
-        cursor.locate()
-        with attention(self.model, self.attention), prefer_fast_sdpa(padded=False):
+        self._cache.cursor.prefilling = False
+        self._cache.cursor.locate()
+        with attention_of(self.model, self.attention), prefer_fast_sdpa(padded=False):
             logits = self._forward(self._state.tokens, self._masks(), self._state.position_ids)
         self._state.commit(self._select(logits))
 
@@ -181,7 +179,7 @@ class StaticDecoder:
         return output.logits[:, -1]
 
     def _masks(self) -> Any:
-        """One mask, or one by layer type for models whose layers differ: what Transformers' own generate would hand over."""
+        """One mask, or one by layer type where the config lists types: the forms that Transformers' generate uses."""
         if self._layer_types is None:
             return self._mask(self._cache.layers[0].window)
         windows = {"full_attention": None, "sliding_attention": self._cache.window}
@@ -195,16 +193,21 @@ class StaticDecoder:
         return masks.additive(cursor, window, capacity=capacity, dtype=self._dtype)
 
     def _visible(self, position: int) -> int:
-        """Slots a step at `position` hands to attention.  Split-KV reads bounds on the device and takes the whole storage."""
+        """Slots a step at `position` hands to attention; split-KV takes all and reads its bounds on the device."""
         if self.attention == "split_kv":
             return self.max_length
         bucket = _BUCKET if self._graphs is not None else 1
         return min(-(-(position + 1) // bucket) * bucket, self.max_length)
 
-    # A whole call --------------------------------------------------------------------------------------------------------
+    # A whole call -----------------------------------------------------------------------------------------------------
+
+    def _check(self, input_ids: torch.Tensor, new_tokens: int) -> int:
+        return checks.prompt_length(
+            input_ids, new_tokens, batch=self.batch_size, room=self.max_length, device=self.device
+        )
 
     def _prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        self._check_lengths(input_ids, 0)
+        self._check(input_ids, 0)
         mask, position_ids = self._state.start(input_ids, attention_mask)
         self._cache.clear()
         self._cache.cursor.prefilling = True
@@ -212,26 +215,29 @@ class StaticDecoder:
             return self._forward(input_ids, mask, position_ids)
 
     def _prepare(self, prompt_length: int, max_new_tokens: int, sampling: Sampling | None) -> None:
+        """Set the selector, and have a graph for every step from `prompt_length` on."""
         self._select.load(sampling)
         if self._graphs is None:
             return
-        addresses = tuple(p.data_ptr() for p in self.model.parameters())
-        if addresses != self._addresses:
+        if self._cache.nbytes == 0:  # allocate on the caller's stream, not on the one that captures
+            self._prefill(torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device), None)
+        now = checks.fingerprint(self.model)
+        if now != self._fingerprint:
             if len(self._graphs):
-                logger.info("the model's weights moved since the decode step was captured; capturing again")
+                logger.info("the model changed since its decode step was captured; capturing again")
             self._graphs.clear()
-            self._addresses = addresses
+            self._fingerprint = now
         for visible in dict.fromkeys(map(self._visible, range(prompt_length, prompt_length + max_new_tokens - 1))):
             key = (self._select.key, visible)
             if key not in self._graphs:
                 self._cache.cursor.visible = visible
                 self._graphs.capture(key, self._step, self._state.rewind)
 
-    def _decode(self, prompt_length: int, steps: int, progress: Progress, every: int) -> int:
-        """Queue up to `steps` steps, asking for a report after each `every`.  Returns the length of the sequence."""
+    def _decode(self, position: int, steps: int, progress: Progress, every: int) -> int:
+        """Queue up to `steps` steps from `position` on, a report after each `every`. Returns the sequence's length."""
         progress.post()
         for step in range(steps):
-            self._cache.cursor.visible = self._visible(prompt_length + step)
+            self._cache.cursor.visible = self._visible(position + step)
             if self._graphs is None:
                 self._step()
             else:
@@ -253,55 +259,13 @@ class StaticDecoder:
             return
         with torch.inference_mode(), torch.cuda.device(self.device):
             torch.cuda.current_stream().wait_event(self._idle)
-            yield
-            self._idle.record()
-
-    def _check_lengths(self, input_ids: torch.Tensor, max_new_tokens: int) -> int:
-        if input_ids.ndim != 2 or input_ids.shape[0] != self.batch_size or input_ids.shape[1] < 1:
-            raise InputError(
-                f"input_ids has shape {tuple(input_ids.shape)}; this decoder takes ({self.batch_size}, S) with S >= 1. "
-                "Make another with StaticDecoder(model, batch_size=...)."
-            )
-        if input_ids.device != self.device:
-            raise InputError(f"input_ids are on {input_ids.device}, the model on {self.device}")
-        length = input_ids.shape[1]
-        if length + max_new_tokens > self.max_length:
-            raise InputError(
-                f"{length} prompt tokens and {max_new_tokens} new ones exceed max_length={self.max_length}. "
-                f"Make a decoder with max_length >= {length + max_new_tokens}."
-            )
-        return length
-
-    def _special_tokens(self, eos: int | Sequence[int] | None, pad: int | None) -> tuple[Sequence[int], int]:
-        config = self.model.generation_config
-        if eos is None:
-            eos = config.eos_token_id
-        stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        if pad is None:
-            pad = config.pad_token_id
-        return stops, pad if pad is not None else stops[0] if stops else 0
-
-    def _seed(self, seed: int | None, generator: torch.Generator | None) -> None:
-        if generator is None:
-            self._select.generator.manual_seed(seed if seed is not None else int(torch.randint(2**63 - 1, ())))
-            return
-        if seed is not None:
-            raise InputError("give seed or generator, not both")
-        if generator.device.type != self.device.type:
-            raise InputError(f"generator is on {generator.device}, the model on {self.device}")
-        self._select.generator.set_state(generator.get_state())
+            try:
+                yield
+            finally:
+                self._idle.record()
 
 
-def _check_model(model: Any) -> torch.device:
-    """The one device of a model that this decoder can drive."""
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
-        raise InputError(f"all parameters must be on one real device, found {sorted(map(str, devices))}")
-    accepts = inspect.signature(model.forward).parameters
-    missing = [name for name in ("input_ids", "position_ids", "past_key_values") if name not in accepts]
-    if missing or getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(
-            f"{type(model).__name__} is not a decoder-only language model with position_ids and past_key_values in forward"
-            f"{': it lacks ' + ', '.join(missing) if missing else ''}. Use model.generate()."
-        )
-    return next(iter(devices))
+def _own(result: torch.Tensor) -> torch.Tensor:
+    """A copy that later calls do not overwrite, an ordinary tensor where it was made in inference mode."""
+    with torch.inference_mode(False):
+        return result.clone()

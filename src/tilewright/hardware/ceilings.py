@@ -40,17 +40,17 @@ Curve = list[list[float]]  # [[bytes in total, us], ...], both ascending
 class Ceilings:
     """Measured times of one device. Every curve and grid holds microseconds.
 
-    bandwidth  mix -> curve over total bytes, cold cache. matmul     dtype -> {"m": [...], "n": [...], "k": [...],
-    "us": us[m][n][k]} for x (M, K) @ w (N, K)^T. attention  dtype -> "causal"|"full" -> "D" -> curve over S of us,
-    for the `batch` and `heads` noted beside. launch_us  one small kernel launched eagerly, back to back;
-    launch_graph_us the same as a node of a CUDA graph (None without graphs). held_out   kind -> {"median_percent":
-    error of the predictions on shapes that are not on the grid, "shapes": count}.
+    bandwidth  mix -> curve over total bytes, cold cache
+    matmul     dtype -> {"m": [...], "n": [...], "k": [...], "us": us[m][n][k]} for x (M, K) @ w (N, K)^T
+    attention  dtype -> "causal"|"full" -> "D" -> curve over S, for the "batch" and "heads" beside them
+    launch_us  one small kernel launched eagerly, back to back; launch_graph_us: as a node of a CUDA graph, None without
+    held_out   kind -> {"median_percent": error of predictions for shapes not on the grid, "shapes": how many}
     """
 
     device: str
     arch: str
     driver: str | None
-    torch: str
+    torch_version: str
     date: str
     tf32: bool
     bandwidth: dict[str, Curve]
@@ -128,7 +128,8 @@ class Ceilings:
         data = json.loads(text)
         if data.get("schema") != SCHEMA:
             raise InputError(
-                f"ceilings file has schema {data.get('schema')!r}, this version reads {SCHEMA}: run `tilewright calibrate`"
+                f"ceilings file has schema {data.get('schema')!r}, this version reads {SCHEMA}: "
+                "run `tilewright calibrate`"
             )
         return Ceilings(**data)
 
@@ -199,10 +200,10 @@ def load(device: torch.device | str) -> Ceilings | None:
         log_once(("ceilings", str(path)), f"{path} is not readable ({error}); run `tilewright calibrate`")
         return None
     wanted = (device_info(device).name, driver_version(device), torch.__version__)
-    if (found.device, found.driver, found.torch) != wanted:
+    if (found.device, found.driver, found.torch_version) != wanted:
         log_once(
             ("ceilings", str(path)),
-            f"{path} was measured with driver {found.driver}, torch {found.torch}; "
+            f"{path} was measured with driver {found.driver}, torch {found.torch_version}; "
             f"here are driver {wanted[1]}, torch {wanted[2]}: run `tilewright calibrate`",
         )
         return None
@@ -221,7 +222,7 @@ def driver_version(device: torch.device | str) -> str | None:
         match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", module.read_text())
         if match:
             return match.group(1)
-    return f"api {torch._C._cuda_getDriverVersion()}"
+    return f"api {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
 
 
 def _bracket(points: Sequence[float], wanted: float) -> tuple[int, int, float]:

@@ -11,9 +11,10 @@ ranges, profiler launch hooks) takes Triton's own path.
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
+
+from tilewright.jit.tape import Step, taping
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _INT32_MAX = 2**31 - 1
@@ -35,7 +36,10 @@ class TritonKernel:
         self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int, num_stages: int = 1
     ) -> None:
         device = args[0].device
-        if not (self._direct and device.type == "cuda") or knobs.runtime.launch_enter_hook is not None:
+        tape = taping()
+        if not (self._direct and device.type == "cuda") or _hooked():
+            if tape is not None:
+                tape.spoil()
             self._through_triton(grid, args, constants, num_warps, num_stages)
             return
         index = device.index
@@ -44,14 +48,17 @@ class TritonKernel:
                 return self(grid, args, constants, num_warps=num_warps, num_stages=num_stages)
         key = (index, num_warps, num_stages, constants, *map(_specialise, args))
         compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._through_triton(grid, args, constants, num_warps, num_stages)
-            return
         x, y, z = (*grid, 1, 1)[:3]
-        stream = _current_stream(index)  # type: ignore[misc]
-        compiled.run(
-            x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants
-        )
+        if compiled is None:
+            compiled = self._compiled[key] = self._through_triton(grid, args, constants, num_warps, num_stages)
+        else:
+            stream = _current_stream(index)  # type: ignore[misc]
+            compiled.run(
+                x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants
+            )
+        if tape is not None:
+            launch, head = _bare_launch(compiled)
+            tape.add(Step(launch, (x, y, z), compiled.function, head, (*args, *constants)) if launch else None)
 
     def _through_triton(
         self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, num_stages: int
@@ -67,6 +74,20 @@ def _specialise(a: Any) -> Any:
     return type(a)
 
 
-def triton_version() -> str:
-    """The version of the Triton that compiles our kernels."""
-    return str(triton.__version__)
+def _hooked() -> bool:
+    """Is a profiler listening to launches?"""
+    hook = knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _bare_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Triton's C launcher without its Python shell, and the arguments between function and kernel parameters.
+
+    (None, ()) where this Triton keeps it elsewhere, or the kernel needs scratch memory that the shell would allocate.
+    """
+    run = compiled.run
+    fields = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if not all(hasattr(run, f) for f in fields) or run.global_scratch_size or run.profile_scratch_size:
+        return None, ()
+    flags = (run.launch_cooperative_grid, run.launch_pdl)
+    return run.launch, (*flags, None, None, compiled.packed_metadata, None, None, None)

@@ -1,8 +1,8 @@
 """Attention stays PyTorch's scaled dot product attention: a model that runs it eagerly is switched to "sdpa".
 
-transformers builds masks for padding and windows from the configured implementation and passes dropout on, so the switch is one
-configuration value and all three keep their meaning.  The configuration object may be shared with other models, so the patched
-model gets its own copy and `undo` gives the shared one back.
+transformers builds masks for padding and windows from the configured implementation and passes dropout on, so the
+switch is one configuration value and all three keep their meaning. The configuration object may be shared with other
+models, so the patched model gets its own copy and `undo` gives the shared one back.
 """
 
 import copy

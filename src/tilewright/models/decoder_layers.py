@@ -2,10 +2,11 @@
 
     h = x + attention(norm1(x));   y = h + mlp(norm2(h))
 
-is the layer of Llama and most of its descendants.  Unfused, h is written by the add and read again by norm2; fused, both results leave
-one kernel that reads its inputs once.  Whether a layer has this structure is asked of the layer: its children are replaced by small
-recording functions and its own forward must give, bit for bit, the sum above, and must hand attention the arguments that our
-forward would.  A layer with four norms (Gemma 2 and 3) or a scaled residual (Granite) does not, and is left.
+is the layer of Llama and most of its descendants. Unfused, h is written by the add and read again by norm2; fused,
+both results leave one kernel that reads its inputs once. Whether a layer has this structure is asked of the layer:
+its children are replaced by small recording functions and its own forward must give, bit for bit, the sum above, and
+must hand attention the arguments that our forward would. A layer with four norms (Gemma 2 and 3) or a scaled
+residual (Granite) does not, and is left.
 """
 
 import dataclasses
@@ -24,14 +25,16 @@ from tilewright.models.specialise import Recipe, rename_argument
 from tilewright.models.stand_in import Left, Proposal, call, match, obstacle, placement, probing, stand_in
 
 _WIDTH = 16
+_PLAIN = (type(None), bool, int, float, str)  # defaults that a recipe, which is hashed and pickled, may carry
 
 
 @dataclass(frozen=True)
 class AddNormRecipe:
     """The layer's children by role, and how its forward passes arguments.
 
-    argument is the forward's first parameter, names are those after it (all handed on to attention), defaults those that have
-    one.  keyword is the name by which attention gets the hidden states, None where it gets them by position.
+    argument is the forward's first parameter, names are those after it (all handed on to attention), defaults those
+    that have one. keyword is the name by which attention gets the hidden states, None where it gets them by
+    position.
     """
 
     norm1: str
@@ -77,13 +80,19 @@ class AddNormRecipe:
 
 
 def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | None) -> Proposal | None:
-    """The fused layer this module can be, or None if it has fewer than two norms of its own.  Raises Left if it cannot."""
-    norms = {n: r for n, m in module._modules.items() if m is not None and isinstance(r := recipes.get(m), RmsNormRecipe)}
-    blocks = [n for n, m in module._modules.items() if m is not None and n not in norms and any(True for _ in m.parameters())]
-    if len(norms) < 2 or not blocks:
+    """The fused layer this module can be; None if it is not two blocks with norms.  Raises Left if it will not fuse."""
+    norms = {
+        n: r for n, m in module._modules.items() if m is not None and isinstance(r := recipes.get(m), RmsNormRecipe)
+    }
+    blocks = [
+        n for n, m in module._modules.items() if m is not None and n not in norms and any(True for _ in m.parameters())
+    ]
+    if len(norms) < 2 or len(blocks) != 2:
         return None
-    if len(norms) != 2 or len(blocks) != 2:
-        raise Left("add_norm", f"has {len(norms)} norms around {len(blocks)} blocks, not norm, attention, norm, MLP")
+    if len(norms) != 2:
+        raise Left(
+            "add_norm", f"has {len(norms)} norms around two blocks, where one add and one norm meet only with two"
+        )
     if reason := obstacle(module):
         raise Left("add_norm", reason)
     if dropout := next((n for n, m in module._modules.items() if isinstance(m, nn.Dropout) and m.p > 0), None):
@@ -97,7 +106,7 @@ def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | 
                     raise Left("add_norm", f"{norm2} has hooks, which a fused call would skip")
                 final = dataclasses.replace(recipe, backend=backend)
                 return Proposal("add_norm", final, ("add_rms_norm",), f"{final} (bitwise)")
-    raise Left("add_norm", "does not compute x + attention(norm(x)), then h + mlp(norm(h))")
+    raise Left("add_norm", "does not compute h = x + attention(norm(x)), then h + mlp(norm(h))")
 
 
 class _Attention(nn.Module):
@@ -134,6 +143,8 @@ def _recipe(
     values = {p.name: object() for p in named}
     extra = {"tilewright_probe": object()} if any(p.kind is p.VAR_KEYWORD for p in rest) else {}
     defaults = tuple((p.name, p.default) for p in named if p.default is not p.empty)
+    if not all(isinstance(value, _PLAIN) for _, value in defaults):
+        return None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {**values, **extra}), (tuple(values.values()), {})]
     if len(defaults) == len(named):
         calls.append(((), {}))

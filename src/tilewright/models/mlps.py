@@ -1,8 +1,9 @@
 """Gated MLPs: down(act(gate(x)) * up(x)), with gate and up as two linears or packed in one.
 
-Which linear is the gate, which activation it is and which half of a packed projection comes first is not read from names: every
-assignment is tried on a stand-in with small random linears, and only the one that reproduces the module's own forward is used.  The
-linears themselves stay modules and are called as modules, so quantised or adapter linears keep working.
+Which linear is the gate, which activation it is and which half of a packed projection comes first is not read from
+names: every assignment is tried on a stand-in with small random linears, and only the one that reproduces the
+module's own forward is used. The linears themselves stay modules and are called as modules, so quantised or adapter
+linears keep working.
 """
 
 import dataclasses
@@ -20,8 +21,7 @@ from tilewright.models.stand_in import (
     Left,
     Match,
     Proposal,
-    call,
-    match,
+    compare,
     obstacle,
     only_argument,
     placement,
@@ -105,15 +105,17 @@ MlpRecipe = GatedMlpRecipe | PackedMlpRecipe
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The gated MLP this module is, or None if its children do not have that shape.  Raises Left if they do and it is not."""
-    linears = {name: (m.in_features, m.out_features) for name, m in module._modules.items() if _is_linear(m)}
+    """The gated MLP this module is; None if its children have other shapes.  Raises Left if only the shapes fit."""
+    linears = {name: shape for name, m in module._modules.items() if (shape := _linear_shape(m))}
     others = [m for name, m in module._modules.items() if m is not None and name not in linears]
     argument = only_argument(module)
-    if argument is None or module._parameters or any(True for m in others for _ in m.parameters()):
+    candidates = list(_candidates(linears, argument or ""))
+    if not candidates or module._parameters or any(True for m in others for _ in m.parameters()):
         return None
-    candidates = list(_candidates(linears, argument))
-    if not candidates:
-        return None
+    if argument is None:
+        if "mlp" not in type(module).__name__.lower():
+            return None  # attention with merged projections has linears of such shapes too
+        raise Left("mlp", "its forward takes more than one input")
     if reason := obstacle(module):
         raise Left("mlp", reason)
 
@@ -125,13 +127,17 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
         if verdict == "bitwise":
             break
     if best is None:
-        raise Left("mlp", "is not down(act(gate(x)) * up(x)) with SiLU or GELU, gate first where packed, and no dropout")
+        raise Left(
+            "mlp", "is not down(act(gate(x)) * up(x)) with SiLU or GELU, gate first where packed, and no dropout"
+        )
     found, verdict = best
     return Proposal("mlp", dataclasses.replace(found, backend=backend), (found.op,), f"{found} ({verdict})")
 
 
-def _is_linear(module: nn.Module | None) -> bool:
-    return isinstance(getattr(module, "in_features", None), int) and isinstance(getattr(module, "out_features", None), int)
+def _linear_shape(module: nn.Module | None) -> tuple[int, int] | None:
+    """(in_features, out_features) of anything that calls itself a linear, quantised or not."""
+    shape = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return (shape[0], shape[1]) if isinstance(shape[0], int) and isinstance(shape[1], int) else None
 
 
 def _candidates(linears: dict[str, tuple[int, int]], argument: str) -> Iterator[MlpRecipe]:
@@ -160,8 +166,7 @@ def _reproduces(module: nn.Module, recipe: MlpRecipe) -> Match | None:
             x = 2 * torch.randn(3, 5, _WIDTH, device=device, dtype=dtype)
             for training in (False, True):
                 clone.train(training)
-                expected = call("mlp", type(module).forward, clone, x)
-                verdicts.append(match(call("mlp", forward, clone, x), expected))
+                verdicts.append(compare("mlp", type(module).forward, forward, clone, x))
     return weakest(verdicts)
 
 

@@ -1,9 +1,9 @@
 """RMSNorm variants and LayerNorm: found by what they compute, replaced by `ops.rms_norm` or `ops.layer_norm`.
 
-Model code spells RMSNorm in three ways that differ in where they round: normalise, cast, then multiply by the weight (Llama);
-multiply in float32, then cast (GPT-OSS, OLMo 2); the same with 1 + weight (Gemma).  They agree in float32 and part in bf16, so each
-candidate is held against the module in several pairs of weight and input dtypes; the one that agrees in all of them is the formula.
-Rows of very different size make a wrong or missing eps visible.
+Model code spells RMSNorm in three ways that differ in where they round: normalise, cast, then multiply by the weight
+(Llama); multiply in float32, then cast (GPT-OSS, OLMo 2); the same with 1 + weight (Gemma). They agree in float32
+and part in bf16, so each candidate is held against the module in several pairs of weight and input dtypes; the one
+that agrees in all of them is the formula. Rows of very different size make a wrong or missing eps visible.
 """
 
 import dataclasses
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models.specialise import Recipe, rename_argument
+from tilewright.models.specialise import rename_argument
 from tilewright.models.stand_in import (
     Left,
     Match,
     Proposal,
-    call,
-    match,
+    compare,
     obstacle,
     only_argument,
     probing,
@@ -29,7 +28,8 @@ from tilewright.models.stand_in import (
     weakest,
 )
 
-# (weight, input): equal, as in a model of one dtype; and bf16 activations on float32 weights, as in mixed-precision training.
+# (weight, input): equal, as in a model of one dtype; and bf16 activations on float32 weights, as in mixed-precision
+# training.
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -72,7 +72,10 @@ class RmsNormRecipe:
 
 @dataclass(frozen=True)
 class LayerNormRecipe:
-    """`ops.layer_norm` with the module's own weight, bias and eps."""
+    """`ops.layer_norm` with the module's own weight, bias and eps.
+
+    The op takes one dtype; a call that mixes two (autocast) stays with the module's own forward.
+    """
 
     weight: str
     bias: str | None
@@ -85,8 +88,11 @@ class LayerNormRecipe:
         weight, bias, eps, backend = self.weight, self.bias, self.eps, self.backend
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
+            scale = getattr(self, weight)
+            if scale.dtype != x.dtype:
+                return cls.forward(self, x)
             shift = None if bias is None else getattr(self, bias)
-            return ops.layer_norm(x, getattr(self, weight), shift, eps=getattr(self, eps), backend=backend)
+            return ops.layer_norm(x, scale, shift, eps=getattr(self, eps), backend=backend)
 
         return rename_argument(forward, "x", self.argument)
 
@@ -95,7 +101,7 @@ class LayerNormRecipe:
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The norm this module is, or None if it does not look like one.  Raises Left if it looks like one and cannot be replaced."""
+    """The norm this module is; None if it does not look like one.  Raises Left if it does and cannot be replaced."""
     eps_names = [name for name in vars(module) if "eps" in name]
     if module._modules or not (eps_names or "norm" in type(module).__name__.lower()):
         return None
@@ -112,7 +118,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if eps is None:
         raise Left("norm", "has no eps that is a number")
 
-    best: tuple[Recipe, Match] | None = None
+    best: tuple[RmsNormRecipe | LayerNormRecipe, Match] | None = None
     for recipe in _candidates(parameters, eps, argument):
         verdict = _reproduces(module, recipe, vars(module)[eps])
         if verdict and (best is None or verdict == "bitwise"):
@@ -126,7 +132,9 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     return Proposal("norm", dataclasses.replace(found, backend=backend), (op,), f"{found} ({verdict})")
 
 
-def _candidates(parameters: dict[str, nn.Parameter], eps: str, argument: str) -> Iterator[RmsNormRecipe | LayerNormRecipe]:
+def _candidates(
+    parameters: dict[str, nn.Parameter], eps: str, argument: str
+) -> Iterator[RmsNormRecipe | LayerNormRecipe]:
     bias = next((name for name in parameters if "bias" in name or "beta" in name), None)
     weight = next((name for name in parameters if name != bias), None)
     if weight is None or len(parameters) > 2 or (len(parameters) == 2 and bias is None):
@@ -151,8 +159,7 @@ def _reproduces(module: nn.Module, recipe: RmsNormRecipe | LayerNormRecipe, eps:
             clone = stand_in(module, parameters=values)
             for training in (False, True):
                 clone.training = training
-                expected = call("norm", type(module).forward, clone, x)
-                verdicts.append(match(call("norm", forward, clone, x), expected))
+                verdicts.append(compare("norm", type(module).forward, forward, clone, x))
         if verdicts[-1] is None:
             return None
     return weakest(verdicts)

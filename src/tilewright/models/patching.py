@@ -1,4 +1,4 @@
-"""Replace norms, gated MLPs, rotary embeddings and residual adds of one model by tilewright ops, verified and undoable."""
+"""Replace norms, gated MLPs, rotary embeddings and residual adds of one model; verified, undoable."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError, VerificationError
 from tilewright.models import attention, decoder_layers, mlps, norms, rotary
-from tilewright.models.attention import Rebinding
-from tilewright.models.report import Kind, Report, Row
+from tilewright.models.experts import holds_experts
+from tilewright.models.report import Report, Row
 from tilewright.models.specialise import patched_modules, restore, specialise
 from tilewright.models.stand_in import Left, Proposal
 from tilewright.models.verification import Verification, compare
@@ -37,26 +37,31 @@ def patch(
             print(p.report())
             model.generate(...)
 
-    A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names is involved.
-    Only instances change; no class, module or registry of transformers is touched, and other models are not affected.  Attention
-    stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are left.
+    A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names
+    is involved. Only instances change; no class, module or registry of transformers is touched, and other models are
+    not affected. Attention stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are
+    left.
 
     mode: "inference", or "train", which uses only ops that have a gradient and also verifies gradients.
-    verify: compare with a float32 copy of the unpatched model (float64 for a float32 model) on `inputs`; needs memory for it.
+    verify: compare with a float32 copy of the unpatched model (float64 for a float32 model) on `inputs`; needs memory
+    for it.
     inputs: token ids (B, S) or keyword arguments of the model; random tokens where None.
-    ops: allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "attention") or of op names ("rms_norm", ...); None allows all.
+    ops: allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "attention") or of op names ("rms_norm", ...); None
+    allows all.
     backend: passed to every op as its strict choice; None lets the dispatcher choose.
 
-    Hooks on a norm that runs inside `add_rms_norm` do not fire.  `copy.deepcopy`, `pickle`, `torch.compile` and
-    `state_dict` of a patched model work; a copy stays patched when the original is undone.
-    Raises PatchError if nothing can be replaced or the model is patched already, VerificationError if accuracy is lost (the model
-    is then as before), InputError for a wrong argument.
+    Hooks on a norm that runs inside `add_rms_norm` do not fire. `copy.deepcopy`, `pickle`, `torch.compile` and
+    `state_dict` of a patched model work; a copy stays patched when the original is undone. Raises PatchError if
+    nothing can be replaced or the model is patched already, VerificationError if accuracy is lost (the model is then
+    as before), InputError for a wrong argument.
     """
     if mode not in get_args(Mode):
         raise InputError(f"mode={mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}.")
     allowed = _allowed(ops)
     if already := next(patched_modules(model), None):
-        raise PatchError(f"this model is already patched ({already[0] or 'the model itself'}). Call .undo() on that patch first.")
+        raise PatchError(
+            f"this model is already patched ({already[0] or 'the model itself'}). Call .undo() on that patch first."
+        )
     patched = Patch(model, mode, allowed, backend)
     if not patched.report().counts():
         raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{patched.report()}")
@@ -76,7 +81,7 @@ class Patch:
     def __init__(self, model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | None) -> None:
         self.model = model
         self.mode = mode
-        self._swaps: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._swaps: dict[nn.Module, type[nn.Module]] = {}
         rows = list(self._plan(allowed, backend))
         row, self._rebindings = attention.switch(model, "attention" in allowed)
         self._report = Report(tuple(rows if row is None else [*rows, row]))
@@ -89,8 +94,8 @@ class Patch:
     def verify(self, inputs: Tensor | Mapping[str, Any] | None = None) -> Verification:
         """Accuracy of the patched model beside the unpatched one's, against a wider copy of the latter.
 
-        inputs as in `patch`.  Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's (gradients,
-        in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.
+        inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched
+        model's (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
@@ -103,7 +108,7 @@ class Patch:
         """Give every module its class back.  Bit-identical: nothing was written into the modules."""
         if not self._active:
             raise PatchError("this patch was already undone.")
-        changed = [type(module).__name__ for module, generated in self._swaps if type(module) is not generated]
+        changed = [type(module).__name__ for module, generated in self._swaps.items() if type(module) is not generated]
         if changed:
             raise PatchError(f"the class of {changed[0]} was changed again after patching (FSDP?). Undo that first.")
         self._restore()
@@ -111,7 +116,9 @@ class Patch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._active:
             self.undo()
 
@@ -123,14 +130,16 @@ class Patch:
         for _, module in modules:
             proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)
         for path, module in modules:
-            if _holds_experts(module):
+            if holds_experts(module):
                 yield Row(path, type(module).__name__, "experts", "left", "experts are not replaced in this version")
             for proposal in proposals[module]:
                 reason = self._reason_to_leave(proposal, allowed)
+                if reason is None and module in self._swaps:
+                    reason = "something else in this module was replaced"
                 text = reason or (proposal.text if isinstance(proposal, Proposal) else "")
                 yield Row(path, type(module).__name__, proposal.kind, "left" if reason else "replaced", text)
                 if reason is None and isinstance(proposal, Proposal):
-                    self._swaps.append((module, specialise(type(module), proposal.recipe)))
+                    self._swaps[module] = specialise(type(module), proposal.recipe)
 
     def _reason_to_leave(self, proposal: Proposal | Left, allowed: frozenset[str]) -> str | None:
         if isinstance(proposal, Left):
@@ -142,14 +151,14 @@ class Patch:
         return None
 
     def _apply(self) -> None:
-        for module, generated in self._swaps:
+        for module, generated in self._swaps.items():
             module.__class__ = generated
         for rebinding in self._rebindings:
             rebinding.apply()
         self._active = True
 
     def _restore(self) -> None:
-        for module, _ in self._swaps:
+        for module in self._swaps:
             restore(module)
         for rebinding in self._rebindings:
             rebinding.undo()
@@ -175,7 +184,9 @@ def _allowed(names: Iterable[str] | None) -> frozenset[str]:
     }
     given = frozenset(of_kind) if names is None else frozenset(names)
     if unknown := given - set(_KINDS) - set(_OPS):
-        raise InputError(f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(_KINDS)}; ops {', '.join(_OPS)}.")
+        raise InputError(
+            f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(_KINDS)}; ops {', '.join(_OPS)}."
+        )
     return given.union(*(of_kind.get(name, ()) for name in given))
 
 
@@ -190,8 +201,3 @@ def _ask(find: Callable[[nn.Module], Proposal | None], module: nn.Module) -> lis
     except Left as left:
         return [left]
     return [] if found is None else [found]
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """Stacked expert weights (E, out, in): the form that transformers' experts interface uses."""
-    return sum(p is not None and p.dim() == 3 for p in module._parameters.values()) >= 2

@@ -41,19 +41,12 @@ class Report:
     def __str__(self) -> str:
         """One line for all layers that share it: `model.layers.*.input_layernorm`, with their number."""
         groups: Counter[tuple[str, ...]] = Counter()
-        for row in self.rows:
+        for row in sorted(self.rows, key=lambda row: row.status != "replaced"):
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.path) or "(model)"
-            groups[row.status, row.kind, pattern, row.module_class, row.text] += 1
-        lines = [
-            (status, f"{count} x {kind}", f"{pattern} ({module_class})", text)
-            for (status, kind, pattern, module_class, text), count in sorted(groups.items(), key=_replaced_first)
-        ]
+            groups[row.status, row.kind, f"{pattern} ({row.module_class})", row.text] += 1
+        lines = [(status, f"{n} x {kind}", where, text) for (status, kind, where, text), n in groups.items()]
         widths = [max((len(line[column]) for line in lines), default=0) for column in range(3)]
         return "\n".join(
-            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines
+            "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]])
+            for line in lines
         )
-
-
-def _replaced_first(group: tuple[tuple[str, ...], int]) -> tuple[bool, tuple[str, ...]]:
-    (status, *rest), _ = group
-    return status != "replaced", tuple(rest)

@@ -1,9 +1,10 @@
 """Rotary embedding: the function an attention module calls, replaced by `ops.apply_rope` for that module alone.
 
-Model code calls a function of its own file, such as `apply_rotary_pos_emb`, from inside attention's forward.  Rebinding that name in
-the file would change every model of the family in the process.  Instead the instance's class gets a copy of forward whose global
-names are a copy in which this one name is ours; the original function and its file are not touched.  A function is replaced only
-after it reproduced, on random q, k, cos and sin, one of the styles below; each style is one way to call `ops.apply_rope`.
+Model code calls a function of its own file, such as `apply_rotary_pos_emb`, from inside attention's forward.
+Rebinding that name in the file would change every model of the family in the process. Instead the instance's class
+gets a copy of forward whose global names are a copy in which this one name is ours; the original function and its
+file are not touched. A function is replaced only after it reproduced, on random q, k, cos and sin, one of the styles
+below; each style is one way to call `ops.apply_rope`.
 """
 
 import functools
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
-from tilewright.models.stand_in import Left, Match, Proposal, call, match, obstacle, placement, probing, weakest
+from tilewright.models.stand_in import Left, Match, Proposal, compare, obstacle, placement, probing, weakest
 
 # half          pairs (i, i + R/2); the table repeats its first half (Llama)
 # interleaved   pairs (2i, 2i + 1); the output is interleaved too
@@ -28,7 +29,7 @@ Style = Literal["half", "interleaved", "to_halves", "complex"]
 
 @dataclass(frozen=True)
 class RotaryRecipe:
-    """Attention's own forward with these global functions replaced: (name, style, names of the arguments after the table)."""
+    """Attention's own forward with global functions replaced: (name, style, names of the arguments after the table)."""
 
     functions: tuple[tuple[str, Style, tuple[str, ...]], ...]
     backend: str | None
@@ -37,9 +38,8 @@ class RotaryRecipe:
         """A copy of `cls.forward` that sees our functions under the old names."""
         forward = inspect.getattr_static(cls, "forward")
         names = dict(forward.__globals__)
-        # torch.compile guards globals of a function that has `__name__` in that module, where the original still stands.
-        names["__package__"] = names.get("__package__") or names.pop("__name__", "").rpartition(".")[0]
-        names.pop("__name__", None)
+        # torch.compile looks for the globals of a named module in that module, where the original still stands.
+        del names["__name__"]
         for name, style, rest in self.functions:
             names[name] = _replacement(style, rest, self.backend)
         copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -53,7 +53,7 @@ class RotaryRecipe:
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The rotary functions this module's forward calls, or None if it calls none.  Raises Left if none of them is ours."""
+    """The rotary functions that forward calls; None if it calls none.  Raises Left if one of them is not ours."""
     forward = inspect.getattr_static(type(module), "forward", None)
     if not inspect.isfunction(forward) or not (names := _rotary_names(inspect.unwrap(forward))):
         return None
@@ -75,7 +75,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
 
 
 def _rotary_names(forward: Any) -> list[str]:
-    """Global functions that forward calls and that are rotary embeddings by name; what they compute is probed afterwards."""
+    """Global functions that forward calls and that are named like rotary embeddings; `_style` asks what they do."""
     return [
         name
         for name in forward.__code__.co_names
@@ -153,12 +153,10 @@ def _match(
             angle = 6 * torch.rand(batch, 5, rotated // 2, device=device)
             cos, sin = (torch.cat((t, t), dim=-1).to(dtype) for t in (angle.cos(), angle.sin()))
             try:
-                expected = call("rotary", function, q, k, cos, sin, **option)
+                verdicts.append(compare("rotary", function, ours, q, k, cos, sin, **option))
             except Left:
                 if rotated == 16:
-                    raise
-                continue  # a function that cannot rotate a part of the row is never asked to
-            verdicts += _both(call("rotary", ours, q, k, cos, sin, **option), expected)
+                    raise  # only a function that cannot rotate a part of the row may refuse to
     return weakest(verdicts)
 
 
@@ -168,12 +166,8 @@ def _complex_match(function: Callable[..., Any], device: torch.device, dtype: to
     with probing(device):
         for batch in (2, 1):
             q, k = (torch.randn(2, heads, 5, 16, device=device, dtype=dtype) for heads in (4, 1))
-            table = torch.polar(torch.rand(batch, 5, 8, device=device) + 0.5, 6 * torch.rand(batch, 5, 8, device=device))
-            verdicts += _both(call("rotary", ours, q, k, table), call("rotary", function, q, k, table))
+            table = torch.polar(
+                torch.rand(batch, 5, 8, device=device) + 0.5, 6 * torch.rand(batch, 5, 8, device=device)
+            )
+            verdicts.append(compare("rotary", function, ours, q, k, table))
     return weakest(verdicts)
-
-
-def _both(got: Any, expected: Any) -> list[Match | None]:
-    if not (isinstance(expected, tuple) and len(expected) == 2):
-        return [None]
-    return [match(g, e) for g, e in zip(got, expected, strict=True)]

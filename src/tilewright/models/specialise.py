@@ -1,17 +1,19 @@
 """Change what one module instance runs by changing its class, and change it back.
 
-A replaced instance gets a generated subclass of its own class whose only difference is `forward`.  Nothing is written into
-the instance, so `undo` is `module.__class__ = original` and leaves no trace.  Why a class and not `module.forward = f`:
+A replaced instance gets a generated subclass of its own class whose only difference is `forward`. Nothing is written
+into the instance, so `undo` is `module.__class__ = original` and leaves no trace. Why a class and not
+`module.forward = f`:
 
-- `copy.deepcopy` treats functions as atoms: the copy of a module with a closure in `forward` would run the original's weights.
-  A class travels with the copy.
-- `pickle` and `torch.save` need a name to import.  The generated class pickles as (original class, recipe) and is made again.
-- `torch.compile` keys a traced forward on its code: all layers of one (class, recipe) share one function, so a regional compile
-  traces it once, where one closure a layer would trace every layer.
-- `isinstance`, `state_dict`, `extra_repr`, hooks and FSDP's own class swap keep working, because it is a subclass of the same name.
+- `copy.deepcopy` treats functions as atoms: the copy of a module with a closure in `forward` would run the original's
+  weights. A class travels with the copy.
+- `pickle` and `torch.save` need a name to import. The generated class pickles as (original class, recipe) and is
+  made again.
+- `torch.compile` keys a traced forward on its code: all layers of one (class, recipe) share one function, so a
+  regional compile traces it once, where one closure a layer would trace every layer.
+- `isinstance`, `state_dict`, `extra_repr`, hooks and FSDP's own class swap keep working, because it is a subclass of
+  the same name.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, ClassVar, Protocol, cast
@@ -37,9 +39,17 @@ class Patched:
         return (_new, (self.tilewright_original, self.tilewright_recipe), *state)
 
 
-@functools.cache
+_generated: dict[tuple[type[nn.Module], Recipe], type[nn.Module]] = {}
+
+
 def specialise(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
     """The subclass of `cls` that runs `recipe`; one class for each pair, under the name of `cls`."""
+    if (cls, recipe) not in _generated:
+        _generated[cls, recipe] = _generate(cls, recipe)
+    return _generated[cls, recipe]
+
+
+def _generate(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
     body = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -48,7 +58,8 @@ def specialise(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
         "tilewright_original": cls,
         "tilewright_recipe": recipe,
     }
-    return type(cls)(cls.__name__, (Patched, cls), body)
+    metaclass: Callable[..., Any] = type(cls)
+    return cast(type[nn.Module], metaclass(cls.__name__, (Patched, cls), body))
 
 
 def restore(module: nn.Module) -> None:
@@ -58,7 +69,9 @@ def restore(module: nn.Module) -> None:
 
 def patched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of everything replaced in `model`."""
-    return ((path, module) for path, module in model.named_modules() if isinstance(module, Patched))
+    for path, module in model.named_modules():
+        if issubclass(type(module), Patched):
+            yield path, module
 
 
 def rename_argument(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:

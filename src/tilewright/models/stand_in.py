@@ -1,12 +1,14 @@
 """Run a module's own forward on random input without touching the module, and compare.
 
-A stand-in shares the class and attributes of a module and gets its own random parameters, small children and cloned buffers.
-Its forward is therefore the module's forward, but a probe can neither change the model (BatchNorm's running statistics) nor be
-misled by weights that happen to be ones or zeros, and it costs microseconds however large the model is.
+A stand-in shares the class and attributes of a module and gets its own random parameters, small children and cloned
+buffers. Its forward is therefore the module's forward, but a probe can neither change the model (BatchNorm's running
+statistics) nor be misled by weights that happen to be ones or zeros, and it costs microseconds however large the
+model is.
 """
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tilewright.errors import TilewrightError
 from tilewright.models.report import Kind
 from tilewright.models.specialise import Recipe
 
@@ -31,7 +34,7 @@ class Proposal:
     text: str
 
 
-class Left(Exception):  # noqa: N818 - a verdict, not an error: it never leaves the package
+class Left(Exception):
     """A module that looked replaceable and is not, with the reason."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
@@ -40,7 +43,10 @@ class Left(Exception):  # noqa: N818 - a verdict, not an error: it never leaves 
 
 
 def stand_in(
-    module: nn.Module, *, parameters: Mapping[str, Tensor] | None = None, children: Mapping[str, nn.Module] | None = None
+    module: nn.Module,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    children: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
     """A module of the same class and attributes with these parameters and children in place of its own.
 
@@ -66,9 +72,29 @@ def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         raise Left(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
 
 
-def match(got: Tensor, expected: Tensor) -> Match | None:
-    """`bitwise`, or `to rounding`: every element within two units of roundoff of its size or of the tensor's rms; else None."""
-    if not isinstance(expected, Tensor) or got.dtype != expected.dtype or got.shape != expected.shape:
+def compare(
+    kind: Kind, theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Match | None:
+    """Run both on the same arguments.  An op of ours that refuses them does not reproduce the module."""
+    expected = call(kind, theirs, *args, **kwargs)
+    try:
+        got = ours(*args, **kwargs)
+    except TilewrightError:
+        return None
+    return match(got, expected)
+
+
+def match(got: Any, expected: Any) -> Match | None:
+    """`bitwise`, or `to rounding`: every element within two units of roundoff of its size or of the tensor's rms;
+    else None.
+
+    Tuples match as their weakest element.
+    """
+    if isinstance(got, tuple) and isinstance(expected, tuple) and len(got) == len(expected):
+        return weakest([match(g, e) for g, e in zip(got, expected, strict=True)])
+    if not (isinstance(got, Tensor) and isinstance(expected, Tensor)):
+        return None
+    if got.dtype != expected.dtype or got.shape != expected.shape:
         return None
     if torch.equal(got, expected):
         return "bitwise"
@@ -113,8 +139,9 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """No gradients, no autocast, a fixed seed, and the caller's random state untouched."""
+    """No gradients, no autocast, no warnings, a fixed seed, and the caller's random state untouched."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(seed)
-        yield
+        with warnings.catch_warnings(action="ignore"):  # of mixed dtypes, which only the probe may have
+            yield

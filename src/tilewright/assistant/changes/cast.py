@@ -1,15 +1,17 @@
 """Another number format for the whole model: bfloat16 where matrix units make it faster, float32 where the CPU has none for bfloat16.
 
 A cast changes the values, not only their order: the accuracy gate decides. Parameters keep their identity (`.data` is exchanged), so ties stay tied.
-The original values wait in host memory while the cast is in force; undo puts back those very tensors.
+The original tensors stay alive while the cast is in force, and undo puts back those very tensors. Floating inputs of the model are cast on entry.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
 from tilewright.assistant.observe import Phase, dominant_dtype
@@ -52,31 +54,34 @@ class Cast:
         return predict(scene.seen, saving, f"the matrix products at the {target} rate measured here, all else unchanged.")
 
     def apply(self, model: nn.Module, work: Workload) -> InDtype:
-        return InDtype(model, self.target)
+        return InDtype(model, self.source_dtypes, self.target)
 
 
 class InDtype:
     """A model whose floating parameters are in another dtype. Buffers stay: rotary tables and masks carry float32 on purpose."""
 
-    def __init__(self, model: nn.Module, target: torch.dtype) -> None:
-        self._originals: list[tuple[nn.Parameter, torch.Tensor]] = []
+    def __init__(self, model: nn.Module, source_dtypes: tuple[torch.dtype, ...], target: torch.dtype) -> None:
+        odd = next((p for p in model.parameters() if type(p.data) is not torch.Tensor), None)
+        if odd is not None:
+            raise PatchError(f"cast: a parameter is a {type(odd.data).__name__}, not a plain tensor; its format is its own.")
         self._target = target
-        for parameter in model.parameters():
-            if type(parameter.data) is not torch.Tensor:
-                self.undo()
-                raise PatchError(f"cast: a parameter is a {type(parameter.data).__name__}, not a plain tensor; its format is its own.")
-            if parameter.is_floating_point() and parameter.dtype != target:
-                self._originals.append((parameter, parameter.data))
-                parameter.data = parameter.data.to(target)
+        self._originals = [(p, p.data) for p in model.parameters() if p.dtype in source_dtypes]
+
+        def on_entry(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tree_map(lambda x: x.to(target) if isinstance(x, torch.Tensor) and x.dtype in source_dtypes else x, (args, kwargs))
+
+        self._hook = model.register_forward_pre_hook(on_entry, with_kwargs=True)
+        for parameter, original in self._originals:
+            parameter.data = original.to(target)
 
     @property
     def detail(self) -> str:
         return f"{len(self._originals)} parameters are {_name(self._target)}"
 
     def undo(self) -> None:
+        self._hook.remove()
         for parameter, original in self._originals:
             parameter.data = original
-        self._originals.clear()
 
 
 def _name(dtype: torch.dtype) -> str:

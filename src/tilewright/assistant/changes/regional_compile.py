@@ -47,7 +47,7 @@ class RegionalCompile:
     why: str = "Inductor fuses a block's element-wise chains into few kernels, and one compilation serves all layers."
     source: str = "pytorch.org tutorial 'Reducing torch.compile cold start compilation time with regional compilation'"
     risk: Risk = "rounding"
-    stage: int = 3
+    stage: int = 4
 
     def applies(self, scene: Scene) -> Verdict:
         found = dict(blocks(scene.model))

@@ -1,7 +1,8 @@
 """The attention of the decode step, and how a model is made to use it for that step alone.
 
-Transformers looks its attention function up by name, `config._attn_implementation`, on every call.  We add names of our own to
-its registry (no existing entry changes) and set the name on this model's config for the duration of a step.
+Transformers looks its attention function up by name, `config._attn_implementation`, on every call. We add names of
+our own to its registry (no existing entry changes) and set the name on this model's config for the duration of a
+step.
 
   split_kv   our Triton kernels; any length from one graph; the default on a GPU
   sdpa       torch's scaled_dot_product_attention over the visible slots; the default elsewhere
@@ -11,6 +12,7 @@ its registry (no existing entry changes) and set the name on this model's config
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,7 +26,7 @@ _PREFIX = "tilewright_decode_"
 
 
 def resolve(model: Any, requested: str, device: torch.device) -> str:
-    """The name to use for `requested`, which may be "auto".  Raises InputError where the model cannot follow it."""
+    """The name to use for `requested`, which may be "auto". Raises InputError where the model cannot follow it."""
     if requested not in ("auto", *NAMES):
         raise InputError(f"attention={requested!r} is unknown. Allowed: auto, {', '.join(NAMES)}.")
     own = decoder_config(model)._attn_implementation
@@ -33,16 +35,21 @@ def resolve(model: Any, requested: str, device: torch.device) -> str:
             f"the model attends through {own!r}, which takes no dense mask over a static cache. "
             'Call model.set_attn_implementation("sdpa") first.'
         )
-    # An eager model may do more than softmax(QK)V (soft caps, sinks); a model without the registry cannot be redirected.
+    # An eager model may do more than softmax(QK)V (soft caps, sinks); a model without the registry cannot be
+    # redirected.
     replaceable = own != "eager" and getattr(model, "_supports_attention_backend", False)
     if requested == "auto":
         if not replaceable:
             return "model"
-        return "split_kv" if device.type == "cuda" and find_spec("triton") is not None else "sdpa"
+        return "split_kv" if _runs_triton(device) else "sdpa"
     if requested != "model" and not replaceable:
         raise InputError(
-            f"attention={requested!r} replaces a registered scaled-dot-product attention, and {type(model).__name__} uses "
+            f"attention={requested!r} replaces a registered scaled-dot-product attention; {type(model).__name__} uses "
             f'{own!r}. Use attention="model", or model.set_attn_implementation("sdpa") where the model supports it.'
+        )
+    if requested == "split_kv" and not _runs_triton(device):
+        raise InputError(
+            f'attention="split_kv" needs Triton and a GPU; the model is on {device}. Use attention="sdpa".'
         )
     return requested
 
@@ -53,8 +60,8 @@ def decoder_config(model: Any) -> Any:
 
 
 @contextmanager
-def attention(model: Any, name: str) -> Iterator[None]:
-    """Let `model` attend through `name` inside the block.  Instance-level: only its config object is touched, and restored."""
+def attention_of(model: Any, name: str) -> Iterator[None]:
+    """Let `model` attend through `name` inside the block. Only its own config object is touched, and restored."""
     if name == "model":
         yield
         return
@@ -77,13 +84,23 @@ def prefer_fast_sdpa(*, padded: bool) -> Any:
     return sdpa_kernel([*fast, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
 
 
+def _runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on tensors of `device`: on a GPU, or anywhere in Triton's interpreter."""
+    if find_spec("triton") is None:
+        return False
+    if device.type == "cuda":
+        return True
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@cache
 def _register(name: str) -> str:
     from transformers import AttentionInterface
 
-    key = _PREFIX + name
-    if key not in AttentionInterface._global_mapping:
-        AttentionInterface.register(key, _function(name))
-    return key
+    AttentionInterface.register(_PREFIX + name, _function(name))
+    return _PREFIX + name
 
 
 def _function(name: str) -> Callable[..., Any]:

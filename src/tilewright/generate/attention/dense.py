@@ -1,7 +1,9 @@
 """Attention of one query token over the visible slots, in plain torch.
 
-Both forms take the H / H_kv query heads that share a key head as the rows of one small matrix, so that no expanded copy of the
-cache is made: at batch 1, 32 heads over 8 and context 2048 such a copy would be 33 MB a layer, four times what must be read.
+Both forms take the H / H_kv query heads that share a key head as the rows of one small matrix, so that no expanded
+copy of the
+cache is made: at batch 1, 32 heads over 8 and context 2048 such a copy would be 33 MB a layer, four times what must
+be read.
 
 Traffic: K and V once, 2 * B * H_kv * slots * D values; everything else is smaller by D.
 """
@@ -46,7 +48,7 @@ def grouped(
 ) -> tuple[torch.Tensor, None]:
     """The same as two batched products around a softmax, five launches; scores stay in fp32 on a GPU.
 
-    Shapes as `sdpa`.  The second product has B * H_kv output tiles and as many busy SMs, unless cuBLAS splits it.
+    Shapes as `sdpa`. The second product has B * H_kv output tiles and as many busy SMs, unless cuBLAS splits it.
     """
     batch, heads, kv_heads = check(query, key, kwargs)
     group, dim = heads // kv_heads, query.shape[-1]
@@ -68,7 +70,7 @@ def check(query: torch.Tensor, key: torch.Tensor, extras: dict[str, Any]) -> tup
     given = [name for name in ("position_bias", "s_aux") if extras.get(name) is not None]
     if given:
         raise InputError(
-            f'the model passes {", ".join(given)} to its attention, which the decode attention does not apply. '
+            f"the model passes {', '.join(given)} to its attention, which the decode attention does not apply. "
             'Use StaticDecoder(model, attention="model").'
         )
     return query.shape[0], query.shape[1], key.shape[1]

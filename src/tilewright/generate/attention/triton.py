@@ -1,13 +1,14 @@
 """Attention of one query token over a long cache: the keys are split among programs, then the parts are combined.
 
-One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs.  So the interval
-of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for all query heads of
-one key head (the keys are read once for the whole group), and a second kernel weighs the parts by their maxima.  The interval
+One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs. So
+the interval of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for
+all query heads of one key head (the keys are read once for the whole group), and a second kernel weighs the parts by
+their maxima. The interval
 is read from device memory: one captured launch serves every length, and slots outside the interval are never touched.
 
-Traffic: K and V of the visible positions once, 2 * B * H_kv * n * D values, plus B * H * splits * (D + 2) fp32 written and read.
-Batch 1, 8 key heads, D 128, bf16, n 2048: 8.4 MB, 2 us at 4.2 TB/s; two launches cost about as much again.
-The split follows Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
+Traffic: K and V of the visible positions once, 2 * B * H_kv * n * D values, plus B * H * splits * (D + 2) fp32
+written and read. Batch 1, 8 key heads, D 128, bf16, n 2048: 8.4 MB, 2 us at 4.2 TB/s; two launches cost about as much
+again. The split follows Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ class Config(NamedTuple):
 def choose(batch: int, kv_heads: int, head_dim: int, capacity: int, sm_count: int) -> Config:
     """About two programs an SM, so that every SM has loads in flight while another program computes.
 
-    Pure.  `splits` does not depend on how much of the cache is in use: a captured graph must serve every length.
+    Pure. `splits` does not depend on how much of the cache is in use: a captured graph must serve every length.
     """
     block_n = 64 if head_dim <= 128 else 32  # K and V tiles of 16 KB each
     wanted = max(1, 2 * sm_count // (batch * kv_heads))
@@ -63,7 +64,8 @@ def _part_kernel(
     stop = tl.minimum(start + chunk, end)
 
     q_rows = q + batch * q_batch + (head * GROUP + offs_g[:, None]) * q_head + offs_dk[None, :]
-    q_tile = tl.load(q_rows, mask=(offs_g[:, None] < GROUP) & (offs_dk[None, :] < D_K), other=0.0)  # (BLOCK_G, BLOCK_DK)
+    q_mask = (offs_g[:, None] < GROUP) & (offs_dk[None, :] < D_K)
+    q_tile = tl.load(q_rows, mask=q_mask, other=0.0)  # (BLOCK_G, BLOCK_DK)
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
 
@@ -128,7 +130,7 @@ def split_kv(
     """Two launches; reads only the positions of the interval.
 
     query: (B, H, 1, D) bf16|fp16|fp32   key, value: (B, H_kv, capacity, D), a layer's whole storage, possibly a ring
-    attention_mask: interval (B, 1, 1, 2) int64   -> (B, 1, H, D_v).  D and D_v at most 256.
+    attention_mask: interval (B, 1, 1, 2) int64   -> (B, 1, H, D_v). D and D_v at most 256.
     """
     batch, heads, kv_heads = check(query, key, kwargs)
     capacity, d_k, d_v = key.shape[2], key.shape[3], value.shape[3]

@@ -30,17 +30,22 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    m, n = bucket
+    _, n = bucket
     block = min(triton.next_power_of_2(n), MAX_BLOCK)
     if block <= 512:
         return Config(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=1, waves=0)
-    return Config(rows=1, num_warps=min(16, max(4, block // 1024)), num_stages=1, waves=0)
+    # 16 values a thread: at N=4096 8 warps beat 4 and 16 from 1 row to 32768 (34.8 us against 35.2, 36.0 at 8192; H200, 2026-11)
+    return Config(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=1, waves=0)
 
 
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    m, n = bucket
+    _, n = bucket
     block = min(triton.next_power_of_2(n), MAX_BLOCK)
-    return Config(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=1, waves=1)
+    if block <= 512:
+        return Config(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=2, waves=4)
+    # Two rows in flight and two more on the way hide the reductions: 55.6 us, against 57.2 with one row (8192x4096, H200, 2026-11)
+    rows = 2 if block <= 4096 else 1
+    return Config(rows=rows, num_warps=min(16, max(4, rows * block // 1024)), num_stages=3, waves=1)
 
 
 @triton.jit

@@ -1,0 +1,12 @@
+"""The optimisation assistant: observe, predict, propose, apply, verify, time, keep or undo, report.
+
+    opt = optimize(model, input_ids, prompts=texts, tokenizer=tokenizer)
+    opt.report.save("report.html")
+
+`analyze` is the same without changes. `load` opens a model folder or a Python factory, `terminal` prints, `html` renders.
+"""
+
+from tilewright.assistant.loop import Optimization, analyze, optimize
+from tilewright.assistant.report import Report
+
+__all__ = ["Optimization", "Report", "analyze", "optimize"]

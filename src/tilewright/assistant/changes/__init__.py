@@ -1,0 +1,27 @@
+"""What can be done to a model: one file a change, in the order of their stages."""
+
+from tilewright.assistant.changes.cast import BF16, FP32_ON_CPU
+from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
+from tilewright.assistant.changes.op_replacement import OpReplacement
+from tilewright.assistant.changes.protocol import Applied, Change, Scene, Verdict
+from tilewright.assistant.changes.regional_compile import RegionalCompile
+from tilewright.assistant.changes.static_decode import StaticDecode
+from tilewright.errors import InputError
+
+__all__ = ["Applied", "Change", "Scene", "Verdict", "catalogue", "chosen"]
+
+
+def catalogue() -> tuple[Change, ...]:
+    """Every change this version knows."""
+    return (StaticDecode(), BF16, FP32_ON_CPU, OpReplacement(), MERGED_QKV, MERGED_GATE_UP, RegionalCompile())
+
+
+def chosen(allow: list[str] | tuple[str, ...] | None) -> tuple[Change, ...]:
+    """The changes named in `allow`; None means all."""
+    known = catalogue()
+    if allow is None:
+        return known
+    unknown = sorted(set(allow) - {change.name for change in known})
+    if unknown:
+        raise InputError(f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in known)}.")
+    return tuple(change for change in known if change.name in allow)

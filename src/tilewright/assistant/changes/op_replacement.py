@@ -1,0 +1,69 @@
+"""Replace norms, gated MLPs, rotary embeddings and residual sums by the library's own ops, module by module, after a behavioural probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
+from tilewright.assistant.cost import ModuleCost
+from tilewright.assistant.observe import Phase
+from tilewright.assistant.predict import Prediction, floor_us, leaves, per_op_us, predict, self_us
+from tilewright.assistant.workload import Workload
+from tilewright.errors import PatchError
+from tilewright.models import Patch, patch
+
+
+@dataclass(frozen=True)
+class OpReplacement:
+    """`tilewright.patch`; its own verification is left out because the loop's gate is at least as strict."""
+
+    name: str = "op_replacement"
+    why: str = "A norm or an activation of several eager ops moves its data several times; one fused kernel moves it once."
+    source: str = "tilewright.patch; Hsu et al., 'Liger Kernel', 2024"
+    risk: Risk = "rounding"
+    stage: int = 2
+
+    def applies(self, scene: Scene) -> Verdict:
+        try:
+            planned = patch(scene.model, verify=False)
+        except PatchError as error:
+            return Verdict(False, str(error).splitlines()[0])
+        planned.undo()
+        return Verdict(True, f"replaceable: {_counts(planned)}.")
+
+    def predict(self, scene: Scene) -> Prediction:
+        def saving(phase: Phase) -> tuple[float, float]:
+            several = list(_of_several_ops(phase))
+            fused = sum(floor_us(cost, scene.ceilings, leaf=True) for cost in several)
+            launches = per_op_us(phase) * sum(cost.ops - cost.calls for cost in several)
+            return 0.0, max(0.0, self_us(phase, several) - fused) + launches
+
+        return predict(scene.seen, saving, "at most: modules of several element-wise ops at the memory floor of one, and the launches that go.")
+
+    def apply(self, model: nn.Module, work: Workload) -> Replaced:
+        return Replaced(patch(model, verify=False))
+
+
+class Replaced:
+    """A patch in force."""
+
+    def __init__(self, applied: Patch) -> None:
+        self._patch = applied
+
+    @property
+    def detail(self) -> str:
+        return f"replaced {_counts(self._patch)}"
+
+    def undo(self) -> None:
+        self._patch.undo()
+
+
+def _of_several_ops(phase: Phase) -> Iterable[ModuleCost]:
+    return (cost for cost in leaves(phase) if not cost.matmuls and not cost.attentions and cost.ops > cost.calls)
+
+
+def _counts(applied: Patch) -> str:
+    return ", ".join(f"{count} x {kind}" for kind, count in applied.report().counts().items())

@@ -1,0 +1,220 @@
+"""The loop: observe, predict, and then for each change: apply, verify, time, keep or undo.
+
+    opt = optimize(model, input_ids)
+    print(opt.report.headline)
+    opt.model.generate(...)                  # the same object that was given, with what was kept
+    opt.undo()                               # and as it was again
+
+Changes are tried on a copy. Only what was kept is applied to the model itself, and the copy, stripped of everything, is the baseline of
+the final timing. Where a copy does not fit the device, changes are put on and taken off in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from tilewright.assistant.changes import Change, Scene, Verdict, chosen
+from tilewright.assistant.graph_breaks import first_line
+from tilewright.assistant.observe import observe
+from tilewright.assistant.predict import Prediction, roofline, summary
+from tilewright.assistant.report import ChangeRecord, Report
+from tilewright.assistant.stack import Stack
+from tilewright.assistant.trial import Trials
+from tilewright.assistant.workload import Goal, Workload, workload
+from tilewright.bench.calibrate import calibrate
+from tilewright.bench.machine import describe
+from tilewright.hardware import ceilings as stored
+from tilewright.hardware.ceilings import Ceilings
+from tilewright.log import logger
+
+Progress = Callable[[str], None]
+
+BUDGET_S = 150.0
+
+
+class Optimization:
+    """What `optimize` returns. `model` is the model that was given; it carries the changes in `accepted`."""
+
+    def __init__(self, model: nn.Module, report: Report, stack: Stack) -> None:
+        self.model = model
+        self.report = report
+        self._stack = stack
+
+    @property
+    def accepted(self) -> list[ChangeRecord]:
+        """Changes in force, in order."""
+        return self.report.decided("kept")
+
+    @property
+    def rejected(self) -> list[ChangeRecord]:
+        """Changes that were tried and undone."""
+        return self.report.decided("rejected")
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate`; decodes with a static cache if that was kept."""
+        generate: Any = self.model.generate
+        return generate(*args, **kwargs)
+
+    def undo(self) -> None:
+        """Take every change off the model: same parameters, bit for bit, same state_dict."""
+        self._stack.at(0)
+
+
+def optimize(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    goal: Goal = "latency",
+    prompts: Sequence[str | Tensor] | None = None,
+    tokenizer: Any = None,
+    allow: Sequence[str] | None = None,
+    changes: Sequence[Change] | None = None,
+    new_tokens: int = 32,
+    batch_size: int = 8,
+    max_logit_error: float | None = None,
+    budget_s: float | None = None,
+    seed: int = 0,
+    ceilings: Ceilings | None = None,
+    progress: Progress | None = None,
+) -> Optimization:
+    """Make `model` faster on `inputs`, keeping only what is measured faster and verified accurate.
+
+    inputs: a tensor, tuple or mapping for one forward call, or a list of those; None takes a prompt of median length.
+    goal: "latency" times one request (prefill and `new_tokens` greedy tokens), "throughput" a batch of `batch_size` of them.
+    prompts: strings (with `tokenizer`) or token ids: accuracy and perplexity are judged on them, else on `inputs`.
+    allow: names of changes to try; None tries all. changes: other Change objects to try instead of the catalogue.
+    max_logit_error: relative logit error that is acceptable even where the unpatched model has less (bf16 of a float32 model needs 0.02 or so).
+    budget_s: wall time to aim at, 150 s by default; what is left is divided among the changes not yet tried. Compilation is not interrupted.
+    ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set. progress: called with one line a step.
+
+    A module that is no language model is timed on its forward call alone. Raises InputError for inputs it cannot use.
+    """
+    say = progress or (lambda line: None)
+    clock = _Stages()
+    deadline = time.perf_counter() + (BUDGET_S if budget_s is None else budget_s)
+    with clock.stage("observe"):
+        work = workload(model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size)
+        scene = _scene(model, work, ceilings, say)
+    records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
+    with clock.stage("reference and control"):
+        trials = Trials(scene, seed=seed, tolerance=max_logit_error, deadline=deadline, say=say)
+        trials.take_control(shares=len(proposals) + 2)
+    for place, item in enumerate(proposals):
+        with clock.stage(item.change.name):
+            records.append(trials.attempt(item.change, item.predicted, shares=len(proposals) - place + 1))
+    with clock.stage("final measurement"):
+        totals, accuracy = trials.finish()
+        after = observe(model, work, say, count_costs=False) if totals is not None else None
+    report = _report("optimize", scene, records, clock.seconds)
+    report.control, report.totals, report.accuracy, report.after = trials.control, totals, accuracy, after
+    report.notes = trials.notes
+    return Optimization(model, report, trials.main)
+
+
+def analyze(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    goal: Goal = "latency",
+    prompts: Sequence[str | Tensor] | None = None,
+    tokenizer: Any = None,
+    allow: Sequence[str] | None = None,
+    changes: Sequence[Change] | None = None,
+    new_tokens: int = 32,
+    batch_size: int = 8,
+    ceilings: Ceilings | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """`optimize` without changes: what was observed, how far it is from this machine's ceilings, and what is worth trying."""
+    say = progress or (lambda line: None)
+    clock = _Stages()
+    with clock.stage("observe"):
+        work = workload(model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size)
+        scene = _scene(model, work, ceilings, say)
+    records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
+    records += [ChangeRecord.of(item.change, "proposed", item.reason, item.predicted) for item in proposals]
+    return _report("analyze", scene, records, clock.seconds, [])
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change that applies here, why, and what it may bring."""
+
+    change: Change
+    reason: str
+    predicted: Prediction
+
+
+def _scene(
+    model: nn.Module, work: Workload, ceilings: Ceilings | None, say: Progress
+) -> Scene:
+    if ceilings is None:
+        ceilings = stored.load(work.device)
+    if ceilings is None:
+        say("no ceilings are known for this machine: measuring a quick set")
+        ceilings = calibrate(work.device, quick=True, progress=say)
+    return Scene(model, work, observe(model, work, say), ceilings)
+
+
+def _propose(scene: Scene, candidates: Sequence[Change]) -> tuple[list[ChangeRecord], list[Proposal]]:
+    """What does not apply, as records, and what does, in order of stage and then of the gain it may bring."""
+    refused, proposals = [], []
+    for change in candidates:
+        try:
+            verdict = change.applies(scene)
+            predicted = change.predict(scene) if verdict.ok else None
+        except Exception as error:  # noqa: BLE001  one rule that stumbles over an unforeseen model must not end the run
+            logger.warning("change %s could not look at the model", change.name, exc_info=True)
+            verdict, predicted = Verdict(False, f"looking at the model failed: {first_line(error)}"), None
+        if predicted is None:
+            refused.append(ChangeRecord.of(change, "not applicable", verdict.reason))
+        else:
+            proposals.append(Proposal(change, verdict.reason, predicted))
+    return refused, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))
+
+
+def _report(kind: Literal["optimize", "analyze"], scene: Scene, records: list[ChangeRecord], seconds: dict[str, float]) -> Report:
+    work, seen = scene.work, scene.seen
+    return Report(
+        kind=kind,
+        goal=work.goal,
+        machine=describe(work.device, ceilings=summary(scene.ceilings)).to_dict(),
+        model={
+            "class": type(scene.model).__name__,
+            "device": str(work.device),
+            "dtype": seen.dtype,
+            "parameters": seen.parameters,
+            "weight_bytes": seen.weight_bytes,
+        },
+        workload={
+            "examples": len(work.examples),
+            "example_shape": list(work.input_ids.shape) if work.generates else None,
+            "prompts": len(work.prompts) if work.held_out else 0,
+            "new_tokens": work.new_tokens,
+        },
+        before=seen,
+        roofs=roofline(seen, scene.ceilings),
+        changes=records,
+        seconds=seconds,
+    )
+
+
+class _Stages:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - began, 3)

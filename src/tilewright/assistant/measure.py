@@ -1,0 +1,164 @@
+"""Measure: two models, the same calls, in turn, in one process.
+
+The number of rounds follows from a pilot round and the time allowed, before the first sample is looked at: choosing when to stop by the
+result would make the interval a lie. Where only one copy of the model fits the device, blocks of rounds with and without the change
+alternate instead of single calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tilewright.assistant.workload import Workload
+from tilewright.bench.timing import Ratio, Samples, interleave, paired_ratio
+
+FEWEST_ROUNDS, MOST_ROUNDS = 6, 40
+_BLOCKS = 4
+
+Switch = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model, and what has to be called before it is in the state that is meant (None: it always is)."""
+
+    model: nn.Module
+    enter: Switch | None = None
+
+
+@dataclass
+class Metric:
+    """One quantity of both sides: medians in `unit`, and speed-up = old / new with its 95 % interval."""
+
+    name: str
+    unit: str
+    before: float
+    before_low: float
+    before_high: float
+    after: float
+    after_low: float
+    after_high: float
+    gain: float
+    gain_low: float
+    gain_high: float
+
+
+@dataclass
+class Comparison:
+    """All metrics of one interleaved run; the first one decides."""
+
+    metrics: list[Metric]
+    rounds: int
+    seconds: float
+
+    @property
+    def decisive(self) -> Metric:
+        """The goal: a whole request, or the forward call of a module that does not generate."""
+        return self.metrics[0]
+
+
+def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Comparison:
+    """Time both sides for about `seconds`. Both must have run once already: compilation and graph capture are no samples."""
+    began = time.perf_counter()
+    with torch.no_grad():
+        sides = {"before": before, "after": after}
+        pilot = sum(_pilot(side, work) for side in sides.values())
+        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / pilot)))
+        if before.enter is None and after.enter is None:
+            fns = {f"{side}:{name}": fn for side in sides for name, fn in calls(sides[side].model, work).items()}
+            samples = interleave(fns, device=work.device, rounds=rounds, warmup=0, measure="wall")
+        else:
+            samples = _in_blocks(sides, work, rounds)
+    return Comparison(_metrics(samples, work), rounds, time.perf_counter() - began)
+
+
+def calls(model: nn.Module, work: Workload) -> dict[str, Callable[[], object]]:
+    """What is timed: the prefill and, for a language model, a short and a full request, whose difference is pure decoding."""
+    if not work.generates:
+        return {"forward": lambda: work.forward(model)}
+    return {
+        "prefill": lambda: work.prefill(model),
+        "short": lambda: work.request(model, short_request(work)),
+        "request": lambda: work.request(model),
+    }
+
+
+def short_request(work: Workload) -> int:
+    """New tokens of the short request."""
+    return max(1, work.new_tokens // 5)
+
+
+def _pilot(side: Side, work: Workload) -> float:
+    if side.enter is not None:
+        side.enter()
+    began = time.perf_counter()
+    for fn in calls(side.model, work).values():
+        fn()
+    if work.device.type == "cuda":
+        torch.cuda.synchronize(work.device)
+    return time.perf_counter() - began
+
+
+def _in_blocks(sides: dict[str, Side], work: Workload, rounds: int) -> dict[str, Samples]:
+    taken: dict[str, list[float]] = {}
+    per_block = -(-rounds // _BLOCKS)
+    for block in range(_BLOCKS):
+        order = list(sides) if block % 2 == 0 else list(reversed(sides))
+        for name in order:
+            side = sides[name]
+            if side.enter is not None:
+                side.enter()
+            found = interleave(calls(side.model, work), device=work.device, rounds=per_block, warmup=1, measure="wall")
+            for call, samples in found.items():
+                taken.setdefault(f"{name}:{call}", []).extend(samples.us)
+    return {name: Samples(us) for name, us in taken.items()}
+
+
+def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
+    def both(name: str) -> tuple[Samples, Samples]:
+        return samples[f"before:{name}"], samples[f"after:{name}"]
+
+    if not work.generates:
+        return [_metric("forward", "ms", both("forward"), 1e-3)]
+    steps = work.new_tokens - short_request(work)
+    found = [_metric("request", "ms", both("request"), 1e-3), _metric("prefill", "ms", both("prefill"), 1e-3)]
+    if work.goal == "throughput":
+        found.insert(0, _rate(found[0], "throughput", "tokens/s", 1e3 * work.batch * work.new_tokens))
+    if steps:
+        decode = tuple(
+            Samples([max(full - short, 1e-3) / steps for full, short in zip(samples[f"{side}:request"].us, samples[f"{side}:short"].us, strict=True)])
+            for side in ("before", "after")
+        )
+        found.append(_metric("decode", "ms/token", (decode[0], decode[1]), 1e-3))
+    return found
+
+
+def _metric(name: str, unit: str, both: tuple[Samples, Samples], scale: float) -> Metric:
+    old, new = both
+    gain: Ratio = paired_ratio(old, new)
+    was, now = old.interval(), new.interval()
+    return Metric(
+        name,
+        unit,
+        old.median * scale,
+        was.low * scale,
+        was.high * scale,
+        new.median * scale,
+        now.low * scale,
+        now.high * scale,
+        gain.value,
+        gain.low,
+        gain.high,
+    )
+
+
+def _rate(time_ms: Metric, name: str, unit: str, work_per_s: float) -> Metric:
+    """A time turned into a rate; the gain is the same number."""
+    t = time_ms
+    rates = [work_per_s / ms for ms in (t.before, t.before_high, t.before_low, t.after, t.after_high, t.after_low)]
+    return Metric(name, unit, *rates, t.gain, t.gain_low, t.gain_high)

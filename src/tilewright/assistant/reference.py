@@ -1,0 +1,133 @@
+"""The yardstick of accuracy: a copy of the original in a wider format, and what any model's outputs are worth beside it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewright.assistant.observe import dominant_dtype
+from tilewright.assistant.workload import Workload, device_of, greedy, logits_of
+
+_KEPT_BYTES = 256 << 20  # logits kept for comparison, at most
+_CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Outputs of one model on the workload's prompts (examples, for a module that is no language model).
+
+    logits: (N, V) at the chosen positions. nll: (T,) float64, negative log-likelihood of each next token; None without prompts.
+    agreed: of `generated` greedily decoded tokens, how many the model's own full forward would have chosen; None where it does not generate.
+    """
+
+    logits: Tensor
+    nll: Tensor | None
+    generated: int = 0
+    agreed: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Which prompts are evaluated and at which positions, (row of prompts) -> 1-D int64; drawn once, the same for every model."""
+
+    prompts: tuple[Tensor, ...]
+    positions: tuple[Tensor, ...]
+
+
+def wide_dtype(model: nn.Module) -> torch.dtype:
+    """float32 for a half-precision model, float64 for a float32 one."""
+    return torch.float64 if dominant_dtype(model) in (torch.float32, torch.float64) else torch.float32
+
+
+def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A copy whose floating parameters and buffers are at least `dtype`, made without an intermediate copy in the original format.
+
+    Ties are kept. Hugging Face norms and rotary tables compute in float32 whatever they are given, so a float64 copy is as accurate as those
+    islands allow: about 1e-7, which the accuracy rule's floor covers.
+    """
+
+    def wide(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.element_size() >= dtype.itemsize:
+            return tensor.detach().to(device, copy=True)
+        return tensor.detach().to(device, dtype)
+
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(wide(parameter), requires_grad=False)
+    for buffer in model.buffers():
+        memo.setdefault(id(buffer), wide(buffer))
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 in float32 products while open."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:
+    """Choose positions at random, as many as 256 MiB of float64 logits allow (4096 at most), from the first `prompts` prompts."""
+    chosen = work.prompts[:prompts]
+    lengths = [int(ids.shape[1]) for ids in chosen]
+    total = sum(lengths)
+    count = min(total, 4096, max(1, _KEPT_BYTES // (8 * vocabulary)))
+    picks = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    positions, start = [], 0
+    for length in lengths:
+        positions.append(picks[(picks >= start) & (picks < start + length)] - start)
+        start += length
+    return Sample(chosen, tuple(positions))
+
+
+def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode: bool) -> Evaluation:
+    """Run `model` over the sample; sample=None compares the outputs of the examples instead. decode: also check greedy decoding."""
+    device = device_of(model)  # the reference may live on the CPU when the GPU has no room for it
+    with torch.no_grad():
+        if sample is None:
+            outputs = [logits_of(example.run(model)).detach() for example in work.examples]
+            return Evaluation(torch.cat([out.reshape(-1, out.shape[-1]) if out.dim() else out.reshape(1, 1) for out in outputs]), None)
+        kept, losses = [], []
+        for ids, at in zip(sample.prompts, sample.positions, strict=True):
+            logits = logits_of(model(input_ids=ids.to(device)))[0]
+            kept.append(logits[at.to(logits.device)])
+            losses.append(F.cross_entropy(logits[:-1].to(_at_least_float(logits.dtype)), ids[0, 1:].to(logits.device), reduction="none").double().cpu())
+        generated = agreed = 0
+        if decode and work.generates:
+            generated, agreed = _decoding_agreement(model, work, sample.prompts[:_CHECKED_PROMPTS])
+        return Evaluation(torch.cat(kept), torch.cat(losses) if work.held_out else None, generated, agreed)
+
+
+def perplexity(nll: Tensor) -> float:
+    """exp of the mean negative log-likelihood."""
+    return math.exp(float(nll.mean()))
+
+
+def _decoding_agreement(model: nn.Module, work: Workload, prompts: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Of the tokens that `generate` chose, how many the same model's forward over the finished text ranks first.
+
+    The forward pass has its own check against the reference; this one ties decoding, which may run other code, to it.
+    """
+    generated = agreed = 0
+    for ids in prompts:
+        rows = ids.expand(work.batch, -1)  # the batch size decoding is prepared for
+        text = greedy(model, rows, work.new_tokens)[:1]
+        ranked_first = logits_of(model(input_ids=text))[0, ids.shape[1] - 1 : -1].argmax(-1)
+        generated += work.new_tokens
+        agreed += int((ranked_first == text[0, ids.shape[1] :]).sum())
+    return generated, agreed
+
+
+def _at_least_float(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32

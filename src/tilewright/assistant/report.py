@@ -1,0 +1,147 @@
+"""The report: everything that was seen, tried, measured and decided, as one JSON document with a schema version.
+
+Dataclasses are the schema. `Report.from_json(report.to_json()) == report`; a document of another version is refused, not guessed at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tilewright.assistant.changes.protocol import Change
+from tilewright.assistant.measure import Comparison
+from tilewright.assistant.observe import Observation
+from tilewright.assistant.predict import Prediction, Roof
+from tilewright.assistant.verify import Accuracy
+from tilewright.errors import InputError
+
+SCHEMA = "tilewright.optimize/1"
+
+Decision = Literal["kept", "rejected", "not applicable", "not tried", "proposed"]
+
+
+@dataclass
+class ChangeRecord:
+    """One change: what it promised, what it did, what became of it and why.
+
+    reason: one or two sentences. preparation_s: its first calls, with compilation or graph capture. seconds: all time spent on it.
+    """
+
+    name: str
+    why: str
+    source: str
+    risk: str
+    decision: Decision
+    reason: str
+    detail: str = ""
+    predicted: Prediction | None = None
+    measured: Comparison | None = None
+    accuracy: Accuracy | None = None
+    preparation_s: float | None = None
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(change: Change, decision: Decision, reason: str, predicted: Prediction | None = None) -> ChangeRecord:
+        """A record of `change` with nothing measured yet."""
+        return ChangeRecord(change.name, change.why, change.source, change.risk, decision, reason, predicted=predicted)
+
+
+@dataclass
+class Report:
+    """One run of `optimize` (or of `analyze`, which has no control, totals or accuracy).
+
+    control: two unchanged copies against each other: what this machine calls a difference of nothing.
+    totals: the unchanged model against the final one, timed together after all decisions. seconds: by stage.
+    """
+
+    kind: Literal["optimize", "analyze"]
+    goal: str
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    workload: dict[str, Any]
+    before: Observation
+    roofs: list[Roof]
+    changes: list[ChangeRecord]
+    after: Observation | None = None
+    control: Comparison | None = None
+    totals: Comparison | None = None
+    accuracy: Accuracy | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    schema: str = SCHEMA
+
+    def decided(self, decision: Decision) -> list[ChangeRecord]:
+        """The changes with this decision, in the order they were tried."""
+        return [change for change in self.changes if change.decision == decision]
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        if self.kind == "analyze":
+            return f"{len(self.decided('proposed'))} changes are worth trying on {self.model['class']}."
+        if self.totals is None:
+            return f"Nothing that was tried made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
+        gain = self.totals.decisive
+        return (
+            f"{self.model['class']}: {gain.name} {gain.before:.4g} -> {gain.after:.4g} {gain.unit}, "
+            f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f})."
+        )
+
+    def to_json(self) -> str:
+        """This report as JSON text. A number that is not finite becomes null."""
+        return json.dumps(_finite(asdict(self)), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """Read what `to_json` wrote. Raises InputError for another schema."""
+        data = json.loads(text)
+        found = data.get("schema") if isinstance(data, dict) else None
+        if found != SCHEMA:
+            raise InputError(f"this is no report that this version reads: schema {found!r}, wanted {SCHEMA!r}.")
+        return typing.cast(Report, _build(Report, data))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the report: a page for .html, JSON for .json."""
+        target = Path(path)
+        if target.suffix not in (".html", ".json"):
+            raise InputError(f"{target.name}: a report is saved as .html or .json.")
+        if target.suffix == ".html":
+            from tilewright.assistant.html import render
+
+            text = render(self)
+        else:
+            text = self.to_json()
+        target.write_text(text, encoding="utf-8")
+        return target
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """`value` as parsed from JSON, as the annotated type `kind`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        wanted = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else _build(wanted[0], value)
+    if origin is list:
+        return [_build(arguments[0], item) for item in value]
+    if kind is float:
+        return math.inf if value is None else float(value)
+    if is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        return kind(**{item.name: _build(hints[item.name], value[item.name]) for item in fields(kind)})
+    return value

@@ -1,0 +1,205 @@
+"""One change at a time: apply on a copy, run it, verify, time, decide.
+
+The rule: a change is kept if the accuracy gate passes and the whole 95 % interval of its gain lies above what two identical models differ by
+here (the control) and above 1. Everything else is undone, and the record says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tilewright.assistant.changes.protocol import Change, Scene
+from tilewright.assistant.graph_breaks import first_line
+from tilewright.assistant.measure import Comparison, Metric, Side, calls, compare
+from tilewright.assistant.observe import wall_us, weight_bytes
+from tilewright.assistant.predict import Prediction
+from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate, full_precision, wide_copy, wide_dtype
+from tilewright.assistant.report import ChangeRecord
+from tilewright.assistant.stack import Stack
+from tilewright.assistant.verify import Accuracy, judge
+from tilewright.errors import VerificationError
+from tilewright.log import logger
+
+_EVALUATION_SHARE = 0.04  # of the budget, for one evaluation of one model
+_TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
+_LONGEST_TIMING_S = 20.0
+
+
+class Trials:
+    """The model, its copy, and the yardsticks every change is held against."""
+
+    def __init__(self, scene: Scene, *, seed: int, tolerance: float | None, deadline: float, say: Callable[[str], None]) -> None:
+        self.main = Stack(scene.model, scene.work)
+        self.control: Comparison | None = None
+        self.notes: list[str] = []
+        self._work = scene.work
+        self._peak = max((phase.peak_bytes or 0 for phase in scene.seen.phases), default=0)
+        self._tolerance = tolerance
+        self._deadline = deadline
+        self._say = say
+        self._accepted: Accuracy | None = None
+        self._sample = self._draw(scene.model, seed)
+        self._reference = self._evaluate_reference(scene.model)
+        self._own = evaluate(scene.model, self._work, self._sample, decode=True)
+        self.trial = self._copy(scene.model)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether there was no room for a copy."""
+        return self.trial is self.main
+
+    def take_control(self, *, shares: int) -> None:
+        """Time two unchanged models against each other."""
+        self._say("timing two unchanged models against each other")
+        self._warm_up(self.trial.model)
+        self.control = compare(Side(self.main.model), Side(self.trial.model), self._work, seconds=self._timing_s(shares))
+
+    def attempt(self, change: Change, predicted: Prediction, *, shares: int) -> ChangeRecord:
+        """Try one change; keep it or undo it. `shares`: into how many parts the remaining time is divided."""
+        record = ChangeRecord.of(change, "rejected", "", predicted)
+        began = time.perf_counter()
+        if began >= self._deadline:
+            record.decision, record.reason = "not tried", "the time budget was used up; raise budget_s to try it."
+            return record
+        kept = len(self.trial)
+        try:
+            self._run(change, record, self._timing_s(shares))
+        except Exception as error:  # noqa: BLE001  the change, the compiler behind it and the model are not ours to trust
+            logger.info("change %s failed", change.name, exc_info=True)
+            record.reason = f"it failed: {first_line(error)}"
+        if record.decision == "kept" and not self.in_place:
+            self._say(f"{change.name}: kept, applying it to the model")
+            self.main.push(change)
+            self._warm_up(self.main.model)
+        elif record.decision != "kept" and len(self.trial) > kept:
+            self._say(f"{change.name}: undone")
+            self.trial.pop()
+        record.seconds = round(time.perf_counter() - began, 3)
+        return record
+
+    def finish(self) -> tuple[Comparison | None, Accuracy | None]:
+        """The unchanged model against the final one, timed and verified again. Nothing to do if nothing was kept.
+
+        Raises VerificationError, with every change undone, if the model itself does not reproduce what was verified on the copy.
+        """
+        if not len(self.main):
+            return None, None
+        self._say("timing the unchanged model against the final one")
+        count = len(self.main)
+        if self.in_place:
+            before, after = (Side(self.main.model, lambda n=n: self.main.at(n)) for n in (0, count))
+        else:
+            self.trial.at(0)
+            before, after = Side(self.trial.model), Side(self.main.model)
+        totals = compare(before, after, self._work, seconds=self._timing_s(1))
+        self.main.at(count)
+        accuracy = self._judge(self.main.model)
+        if not accuracy.passed:
+            self.main.at(0)
+            raise VerificationError(f"the final model failed its accuracy check and was restored: {'; '.join(accuracy.failures)}.")
+        return totals, accuracy
+
+    def _run(self, change: Change, record: ChangeRecord, seconds: float) -> None:
+        """Fill `record` in; leaves the change applied on the trial model, unless it could not be applied."""
+        self._say(f"{change.name}: applying")
+        record.detail = self.trial.push(change).detail
+        self._say(f"{change.name}: first calls")
+        record.preparation_s = round(self._warm_up(self.trial.model), 3)
+        self._say(f"{change.name}: verifying")
+        record.accuracy = self._judge(self.trial.model)
+        if not record.accuracy.passed:
+            record.reason = f"the accuracy gate: {'; '.join(record.accuracy.failures)}."
+            return
+        self._say(f"{change.name}: timing against the model without it")
+        count = len(self.trial)
+        if self.in_place:
+            before, after = (Side(self.trial.model, lambda n=n: self.trial.at(n)) for n in (count - 1, count))
+        else:
+            before, after = Side(self.main.model), Side(self.trial.model)
+        record.measured = compare(before, after, self._work, seconds=seconds)
+        self.trial.at(count)
+        noise = self.control.decisive.gain_high if self.control is not None else 1.0
+        faster, record.reason = decide(record.measured.decisive, noise)
+        if faster:
+            record.decision = "kept"
+
+    def _warm_up(self, model: nn.Module) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            for fn in calls(model, self._work).values():
+                fn()
+        if self._work.device.type == "cuda":
+            torch.cuda.synchronize(self._work.device)
+        return time.perf_counter() - began
+
+    def _judge(self, model: nn.Module) -> Accuracy:
+        return judge(evaluate(model, self._work, self._sample, decode=True), self._own, self._reference, tolerance=self._tolerance)
+
+    def _timing_s(self, shares: int) -> float:
+        left = max(0.0, self._deadline - time.perf_counter())
+        return min(_LONGEST_TIMING_S, _TIMING_SHARE * left / shares)
+
+    def _draw(self, model: nn.Module, seed: int) -> Sample | None:
+        if not self._work.prompts:
+            return None
+        one = wall_us(lambda: model(input_ids=self._work.prompts[0]), self._work.device, calls=1) / 1e6
+        allowed = _EVALUATION_SHARE * max(0.0, self._deadline - time.perf_counter())
+        prompts = min(len(self._work.prompts), max(4, int(allowed / one)))
+        if prompts < len(self._work.prompts):
+            self.notes.append(f"Accuracy is judged on the first {prompts} of {len(self._work.prompts)} prompts, to stay within the time budget.")
+        return draw(self._work, int(model.config.vocab_size), seed=seed, prompts=prompts)
+
+    def _evaluate_reference(self, model: nn.Module) -> Evaluation:
+        dtype = wide_dtype(model)
+        need = sum(p.numel() for p in model.parameters()) * dtype.itemsize + 2 * self._peak
+        device = self._work.device if _room(self._work.device) > need else torch.device("cpu")
+        if device != self._work.device:
+            self.notes.append("The reference ran on the CPU: the device has no room for it beside the model.")
+        name = str(dtype).removeprefix("torch.")
+        self._say(f"evaluating a {name} copy of the unchanged model as the reference")
+        with full_precision():
+            found = evaluate(wide_copy(model, dtype, device), self._work, self._sample, decode=False)
+        _release(self._work.device)
+        return found
+
+    def _copy(self, model: nn.Module) -> Stack:
+        if _room(self._work.device) < 1.1 * weight_bytes(model) + 2 * self._peak:
+            self.notes.append("The device has no room for a copy of the model: changes were put on and taken off in place, in blocks of rounds.")
+            return self.main
+        return Stack(copy.deepcopy(model), self._work)
+
+
+def decide(gain: Metric, noise: float) -> tuple[bool, str]:
+    """Whether the interval of `gain` excludes "no gain", and the sentence that says so. noise: upper end of the control's interval."""
+    limit = max(1.0, noise)
+    measured = f"{gain.name} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
+    if gain.gain_low > limit:
+        return True, f"{measured}: faster beyond its interval."
+    if gain.gain_high < 1.0:
+        return False, f"{measured}: slower."
+    if gain.gain_low > 1.0:
+        return False, f"{measured}: no more than two unchanged models differ here (up to {noise:.3f}x)."
+    return False, f"{measured}: the interval does not exclude no gain."
+
+
+def _room(device: torch.device) -> float:
+    """Free bytes on `device`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return float("inf")
+    line = next((line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+    return float("inf") if line is None else float(line.split()[1]) * 1024
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

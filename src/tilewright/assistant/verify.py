@@ -1,0 +1,138 @@
+"""Verify: the accuracy gate that every change has to pass, whatever it gained.
+
+Errors are compared, not outputs. Let e(m) = ||logits(m) - logits(ref)|| / ||logits(ref)|| over the sampled positions, ref the wide copy of the
+unpatched model. A changed model passes when all of these hold:
+
+1. every logit is finite, and e(changed) <= max(1.1 e(unpatched), 16 * 2**-24, the tolerance the user stated, if any).
+   The floor matters for a float32 model: its own error is a few unit roundoffs (2**-24), and any other order of its sums moves that by as much.
+2. top-1: the share of positions where its first choice is the reference's is not below the Wilson 95 % interval of the unpatched model's share.
+3. decoding: of the tokens that `generate` chose, the share that its own full forward ranks first is not below the same interval.
+4. perplexity on held-out prompts has not risen by more than 0.1 %, beyond the 95 % interval of the paired difference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tilewright.assistant.reference import Evaluation, perplexity
+
+OWN_ERROR_FACTOR = 1.1
+ERROR_FLOOR = 16 * 2.0**-24
+PERPLEXITY_RISE = 0.001
+_Z = 1.96
+
+
+@dataclass
+class Accuracy:
+    """One model beside the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
+
+    error, own_error, error_limit: relative Frobenius error of the logits. top1_limit, decode_limit: lower ends of the Wilson intervals.
+    perplexity_rise: relative, with its 95 % interval; None without held-out prompts. failures: one sentence for each rule broken.
+    """
+
+    positions: int
+    error: float
+    own_error: float
+    error_limit: float
+    top1: float
+    own_top1: float
+    top1_limit: float
+    decoded: int = 0
+    decode_agreement: float | None = None
+    own_decode_agreement: float | None = None
+    decode_limit: float | None = None
+    perplexity: float | None = None
+    own_perplexity: float | None = None
+    perplexity_rise: float | None = None
+    perplexity_rise_low: float | None = None
+    perplexity_rise_high: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is open."""
+        return not self.failures
+
+
+def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation, *, tolerance: float | None = None) -> Accuracy:
+    """Apply the four rules."""
+    positions = reference.logits.shape[0]
+    own_error = relative_error(unpatched, reference)
+    error = relative_error(changed, reference)
+    limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR, tolerance or 0.0)
+    agreed, own_agreed = _agreements(changed, reference), _agreements(unpatched, reference)
+    found = Accuracy(
+        positions=positions,
+        error=error,
+        own_error=own_error,
+        error_limit=limit,
+        top1=agreed / positions,
+        own_top1=own_agreed / positions,
+        top1_limit=wilson(own_agreed, positions)[0],
+    )
+    if not error <= limit:  # a NaN fails
+        found.failures.append(f"logit error {error:.2e} exceeds {limit:.2e} (the unpatched model's own: {own_error:.2e})")
+    if found.top1 < found.top1_limit:
+        found.failures.append(f"top-1 agreement {found.top1:.2%} lies below {found.top1_limit:.2%}, the unpatched model's interval")
+    _judge_decoding(found, changed, unpatched)
+    _judge_perplexity(found, changed, unpatched)
+    return found
+
+
+def relative_error(model: Evaluation, reference: Evaluation) -> float:
+    """||a - ref|| / ||ref|| in float64, row block by row block; inf where the model has a non-finite logit."""
+    error = norm = 0.0
+    for ours, theirs in zip(model.logits.split(256), reference.logits.split(256), strict=True):
+        wide = theirs.double()
+        difference = ours.to(wide.device).double() - wide
+        if not bool(torch.isfinite(difference).all()):
+            return math.inf
+        error += float(difference.square().sum())
+        norm += float(wide.square().sum())
+    return math.sqrt(error / norm) if norm else math.sqrt(error)
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a binomial share; sensible at 0 and 1, unlike the normal one."""
+    if trials == 0:
+        return 0.0, 1.0
+    share = successes / trials
+    centre = share + _Z**2 / (2 * trials)
+    half = _Z * math.sqrt(share * (1 - share) / trials + _Z**2 / (4 * trials**2))
+    scale = 1 + _Z**2 / trials
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def _agreements(model: Evaluation, reference: Evaluation) -> int:
+    return int((model.logits.argmax(-1).cpu() == reference.logits.argmax(-1).cpu()).sum())
+
+
+def _judge_decoding(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
+    if not changed.generated or not unpatched.generated:
+        return
+    found.decoded = changed.generated
+    found.decode_agreement = changed.agreed / changed.generated
+    found.own_decode_agreement = unpatched.agreed / unpatched.generated
+    found.decode_limit = wilson(unpatched.agreed, unpatched.generated)[0]
+    if found.decode_agreement < found.decode_limit:
+        found.failures.append(
+            f"generate() and the forward pass agree on {found.decode_agreement:.2%} of {changed.generated} tokens, below {found.decode_limit:.2%}"
+        )
+
+
+def _judge_perplexity(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
+    if changed.nll is None or unpatched.nll is None:
+        return
+    difference = changed.nll - unpatched.nll
+    mean = float(difference.mean())
+    half = _Z * float(difference.std(correction=0)) / math.sqrt(difference.numel())
+    found.perplexity, found.own_perplexity = perplexity(changed.nll), perplexity(unpatched.nll)
+    found.perplexity_rise, found.perplexity_rise_low, found.perplexity_rise_high = (math.expm1(mean + d) for d in (0.0, -half, half))
+    if not found.perplexity_rise_low <= PERPLEXITY_RISE:
+        found.failures.append(
+            f"perplexity rose by {found.perplexity_rise:.2%} (95 %: {found.perplexity_rise_low:.2%} to {found.perplexity_rise_high:.2%}), "
+            f"more than {PERPLEXITY_RISE:.1%}"
+        )

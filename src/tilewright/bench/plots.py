@@ -1,0 +1,56 @@
+"""The one plot of the performance page: ratios as horizontal bars around 1, small SVG files that diff cleanly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Ratios of one row: best peer / best of ours, best peer / chosen."""
+
+    label: str
+    own: float | None
+    auto: float | None
+
+
+def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
+    """Write an SVG: one line a case on a log axis; a filled dot is what `auto` picks, a ring our best kernel."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # text as text keeps the file small; a fixed salt and no date make equal results equal bytes
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tilewright", "font.size": 8}):
+        figure = Figure(figsize=(8, 1.2 + 0.18 * len(bars)), layout="constrained")
+        axes = figure.add_subplot()
+        rows = range(len(bars))
+        auto = [(i, bar.auto) for i, bar in zip(rows, bars, strict=True) if bar.auto is not None]
+        own = [(i, bar.own) for i, bar in zip(rows, bars, strict=True) if bar.own is not None]
+        colours = ["#2a7f62" if ratio >= 1 else "#b3423a" for _, ratio in auto]
+        axes.hlines([i for i, _ in auto], 1, [ratio for _, ratio in auto], colors=colours, linewidth=1)
+        axes.scatter([r for _, r in auto], [i for i, _ in auto], c=colours, s=14, label="what auto picks", zorder=3)
+        axes.scatter(
+            [r for _, r in own], [i for i, _ in own], facecolors="none", edgecolors="#444", s=30, label="our kernel"
+        )
+        axes.axvline(1, color="#888", linewidth=0.8)
+        axes.set_xscale("log")
+        ticks = _ticks([r for _, r in (*auto, *own)])
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_yticks(list(rows), [bar.label for bar in bars])
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=9)
+        axes.legend(loc="best", fontsize=7)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _ticks(ratios: Sequence[float]) -> list[float]:
+    """Round ratios that span the data, 1 among them."""
+    known = [0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0]
+    low, high = min(*ratios, 0.95), max(*ratios, 1.05)
+    inside = [tick for tick in known if low * 0.9 <= tick <= high * 1.1]
+    coarse = {0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0}
+    return inside if len(inside) <= 9 else [tick for tick in inside if tick in coarse]

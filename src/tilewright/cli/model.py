@@ -1,0 +1,3 @@
+"""`tilewright analyze | optimize`: the assistant."""
+import typer
+def add(app: typer.Typer) -> None: ...

@@ -1,0 +1,113 @@
+"""A tape: the kernel launches one call made, ready to be made again for other tensors of the same signature.
+
+The first call of a signature (shapes, strides, dtypes, alignments, options) runs the ordinary way while a tape listens.  Each
+pointer a launch received must be found again among the call's inputs and outputs; then later calls skip checks, selection and
+argument binding, and cost one dictionary lookup, the allocation of the outputs and the bare launch.  A call that allocates
+scratch memory, copies an input or launches through another road leaves no tape and keeps running the ordinary way.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_active: ContextVar["Taping | None"] = ContextVar("tilewright_taping", default=None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Step(NamedTuple):
+    """One launch: the C launcher, the grid, the function, what stands between, and the kernel's parameters."""
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    function: Any
+    head: tuple[Any, ...]
+    params: tuple[Any, ...]
+
+
+class _Slot(NamedTuple):
+    position: int
+    base: int
+    offset: int
+
+
+class Tape:
+    """Launches with their pointers cut out.  `replay(device, pointers)`: pointers of inputs, then outputs, in order."""
+
+    def __init__(self, steps: Sequence[Step], slots: Sequence[Sequence[_Slot]]) -> None:
+        self._steps = [
+            (s.launch, s.grid, s.function, s.head, [None if isinstance(p, Tensor) else p for p in s.params], tuple(found))
+            for s, found in zip(steps, slots, strict=True)
+        ]
+
+    def replay(self, device: int, pointers: Sequence[int]) -> None:
+        """Launch on the current stream of `device`, which must be the current device."""
+        stream = _current_stream(device)  # type: ignore[misc]
+        for launch, grid, function, head, template, slots in self._steps:
+            params = template.copy()
+            for position, base, offset in slots:
+                params[position] = pointers[base] + offset
+            launch(*grid, stream, function, *head, *params)
+
+
+class Taping:
+    """Collects the launches of one call."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._whole = True
+
+    def add(self, step: Step | None) -> None:
+        """Note a launch; None for one that cannot be repeated."""
+        if step is None:
+            self._whole = False
+        else:
+            self._steps.append(step)
+
+    def spoil(self) -> None:
+        """Something happened that a tape cannot repeat."""
+        self._whole = False
+
+    def finish(self, bases: Sequence[Tensor | None]) -> Tape | None:
+        """The tape, if every pointer is found among `bases` beyond doubt."""
+        if not self._whole or not self._steps:
+            return None
+        slots: list[list[_Slot]] = []
+        for step in self._steps:
+            found = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, Tensor)]
+            if any(slot is None for slot in found):
+                return None
+            slots.append([slot for slot in found if slot is not None])
+        return Tape(self._steps, slots)
+
+
+def _find(position: int, tensor: Tensor, bases: Sequence[Tensor | None]) -> _Slot | None:
+    """Where `tensor` lies: exactly at one base, or inside the storage of exactly one."""
+    pointer, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+    exact = [i for i, b in enumerate(bases) if b is not None and b.data_ptr() == pointer]
+    if len(exact) == 1:
+        return _Slot(position, exact[0], 0)
+    inside = [(i, b) for i, b in enumerate(bases) if b is not None and b.untyped_storage().data_ptr() == storage]
+    if exact or len(inside) != 1:
+        return None
+    index, base = inside[0]
+    return _Slot(position, index, pointer - base.data_ptr())
+
+
+@contextmanager
+def listen() -> Iterator[Taping]:
+    """Collect the launches of the block."""
+    tape = Taping()
+    token = _active.set(tape)
+    try:
+        yield tape
+    finally:
+        _active.reset(token)
+
+
+def taping() -> Taping | None:
+    """The tape that listens here, if any."""
+    return _active.get()

@@ -1,0 +1,17 @@
+"""Mixture-of-experts weights: recognised and reported; not replaced in this version."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Stacked expert weights (E, out, in): the form that transformers' experts interface computes with."""
+    return sum(p is not None and p.dim() == 3 for p in module._parameters.values()) >= 2
+
+
+def run_plainly(model: nn.Module) -> None:
+    """Let a reference copy loop over its experts: the grouped kernels behind transformers' default take no float64."""
+    choose: Callable[[str], None] | None = getattr(model, "set_experts_implementation", None)
+    if choose is not None and any(holds_experts(m) for m in model.modules()):
+        choose("eager")

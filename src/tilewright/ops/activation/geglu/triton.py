@@ -1,0 +1,21 @@
+"""geglu in Triton: the split form of the kernels in `gated/triton.py`, with idea, traffic and configurations."""
+
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.ops.activation.gated import triton as gated
+from tilewright.ops.activation.gated.triton import CANDIDATES, CONFIGS, Config, configure
+
+__all__ = ["CANDIDATES", "CONFIGS", "Config", "configure"]
+
+
+@register_impl("geglu", backend="triton", configure=configure, config_type=Config, configs=CONFIGS)
+def launch(outs: tuple[Tensor], gate: Tensor, up: Tensor, approximate: str, *, config: Config) -> None:
+    gated.split(outs[0], gate, up, gated.GELU[approximate], config)
+
+
+@register_impl("geglu", backend="triton", direction="bwd", configure=configure, config_type=Config, configs=CONFIGS)
+def launch_backward(
+    outs: tuple[Tensor, Tensor], dout: Tensor, gate: Tensor, up: Tensor, approximate: str, *, config: Config
+) -> None:
+    gated.split_backward(*outs, dout, gate, up, gated.GELU[approximate], config)

@@ -1,0 +1,21 @@
+"""silu_and_mul in Triton: packed form of the kernels in `gated/triton.py`, with idea, traffic and configurations."""
+
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.ops.activation.gated import triton as gated
+from tilewright.ops.activation.gated.triton import CANDIDATES, CONFIGS, Config, configure
+
+__all__ = ["CANDIDATES", "CONFIGS", "Config", "configure"]
+
+
+@register_impl("silu_and_mul", backend="triton", configure=configure, config_type=Config, configs=CONFIGS)
+def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
+    gated.packed(outs[0], x, "silu", config)
+
+
+@register_impl(
+    "silu_and_mul", backend="triton", direction="bwd", configure=configure, config_type=Config, configs=CONFIGS
+)
+def launch_backward(outs: tuple[Tensor], dout: Tensor, x: Tensor, *, config: Config) -> None:
+    gated.packed_backward(outs[0], dout, x, "silu", config)

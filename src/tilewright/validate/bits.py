@@ -1,0 +1,35 @@
+"""Bit patterns: equality that tells -0.0 from 0.0 and takes NaN as a value, and copies that keep a tensor's layout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(t: Tensor) -> Tensor:
+    """The elements of `t` as integers of the same width, contiguous."""
+    return t.detach().contiguous().view(_INTEGER[t.element_size()])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Same shape, dtype and bit pattern."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def memory(t: Tensor) -> Tensor:
+    """Every byte of the storage behind `t`, gaps and neighbours of the view included; shares memory with it."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+def replica(t: Tensor) -> Tensor:
+    """A copy of `t` with memory of its own and the same strides, alignment and surroundings."""
+    copy = torch.empty(0, dtype=t.dtype, device=t.device).set_(memory(t).clone().untyped_storage())
+    return copy.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def replicas(values: Any) -> Any:
+    """`values` with every tensor in it replaced by its replica."""
+    return tree_map(lambda v: replica(v) if isinstance(v, Tensor) else v, values)

@@ -1,0 +1,149 @@
+"""One problem under check: an op, one sample of its inputs, the backend asked for, and what the result should be."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tilewright.dispatch import Contract, Plan, RawOp, Sample, record
+from tilewright.validate.bits import replicas
+from tilewright.validate.metrics import Measure
+from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
+
+
+class RawCall(NamedTuple):
+    """A call of a raw op; `wish` is its last two arguments, backend and numerics."""
+
+    op: RawOp
+    args: tuple[Any, ...]
+    wish: tuple[str, str]
+
+    def plan(self) -> Plan:
+        """What the raw op would launch for this call."""
+        return self.op.plan(self.args, *self.wish)
+
+
+class Case:
+    """A sample with its truth.  `sample()` hands out copies, so that a mode which is spoilt spoils nobody else."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        name: str,
+        make: Callable[[int], Sample],
+        *,
+        backend: str | None,
+        seed: int,
+        compiler: str | None = None,
+    ) -> None:
+        self.contract, self.name, self.backend, self.seed, self.compiler = contract, name, backend, seed, compiler
+        self._make = make
+        self._sample = make(seed)
+        self.first: Tensor = self._sample.args[0]
+        self.device, self.dtype = self.first.device, self.first.dtype
+        self.positions = gradient_inputs(contract, self._sample)
+        self.truth = truth(contract, self.sample(), seed)
+
+    def sample(self) -> Sample:
+        """The inputs, in memory of their own."""
+        return Sample(replicas(self._sample.args), replicas(dict(self._sample.kwargs)))
+
+    def other_sample(self) -> Sample:
+        """Other values of the same shapes and dtypes."""
+        return self._make(self.seed + 1)
+
+    def truth_of(self, sample: Sample, cotangents: Sequence[Tensor] | None = None) -> Truth:
+        """The truth of another sample."""
+        kept = Sample(replicas(sample.args), replicas(dict(sample.kwargs)))
+        return truth(self.contract, kept, self.seed + 1, cotangents)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Sample:
+        """The inputs with `change` applied to every tensor."""
+        sample = self.sample()
+        args, kwargs = tree_map(
+            lambda v: change(v) if isinstance(v, Tensor) else v, (sample.args, dict(sample.kwargs))
+        )
+        return Sample(args, kwargs)
+
+    def call(self, sample: Sample, **options: Any) -> tuple[Tensor, ...]:
+        """Outputs of the public function without gradients."""
+        with torch.no_grad():
+            return as_tuple(self.function(*sample.args, **sample.kwargs, **options))
+
+    def function(self, *args: Any, **kwargs: Any) -> Any:
+        """The public function on the backend under check."""
+        return self.contract.function(*args, **kwargs, backend=self.backend)
+
+    def differentiate(
+        self,
+        sample: Sample,
+        positions: Sequence[int] | None = None,
+        cotangents: Sequence[Tensor | None] | None = None,
+        function: Callable[..., Any] | None = None,
+    ) -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
+        """Outputs and gradients; by default of every differentiable input, for the truth's cotangents."""
+        return differentiate(
+            function or self.function,
+            sample,
+            self.positions if positions is None else positions,
+            replicas(self.truth.cotangents) if cotangents is None else cotangents,
+        )
+
+    def raw_calls(self, sample: Sample) -> list[RawCall]:
+        """The raw calls behind one public call: forward, and backward where there is one."""
+        with record() as notes:
+            outputs = self.call(sample)
+        op, args, *wish = notes.calls[0]
+        forward = RawCall(op, args, (wish[0], wish[1]))
+        gradient = self.contract.gradient
+        if gradient is None:
+            return [forward]
+        plain = tuple(None if isinstance(a, Tensor) else a for a in args)
+        needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
+        saved = gradient.save(args, outputs)
+        raw = gradient.raw_args(replicas(self.truth.cotangents), saved, plain, needs)
+        return [forward, RawCall(gradient.op, raw, forward.wish)]
+
+
+def tensors(sample: Sample) -> list[Tensor]:
+    """Every tensor of a sample, in order."""
+    return [v for v in tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(v, Tensor)]
+
+
+class NotApplicable(Exception):
+    """Raised by a mode that has nothing to say about a case; the text is the reason."""
+
+
+@dataclass
+class Findings:
+    """What one mode found out about one case."""
+
+    case: Case
+    measures: list[Measure] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def require(self, condition: bool, fault: str) -> None:
+        """Note `fault` unless `condition` holds."""
+        if not condition:
+            self.faults.append(fault)
+
+    def outputs(self, made: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
+        """Judge the outputs of one call."""
+        standards = (against or self.case.truth).outputs
+        self.require(len(made) == len(standards), f"{where}{len(made)} outputs; the reference has {len(standards)}")
+        for wanted, ours in zip(standards, made, strict=False):
+            self._note(wanted.judge(ours), where)
+
+    def gradients(self, made: dict[int, Any], where: str = "", against: Truth | None = None) -> None:
+        """Judge gradients by position."""
+        standards = (against or self.case.truth).gradients
+        for i, ours in made.items():
+            self._note(standards[i].judge(ours), where)
+
+    def _note(self, measure: Measure, where: str) -> None:
+        self.measures.append(measure)
+        self.faults.extend(where + fault for fault in measure.faults)

@@ -1,0 +1,158 @@
+"""`check`: run an op every way it may be run, against the oracle, and report."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tilewright.dispatch import Contract, Sample, Workload, contract, contracts
+from tilewright.dispatch.backends import check_name
+from tilewright.errors import BackendError, InputError
+from tilewright.validate.bits import replicas
+from tilewright.validate.case import Case, Findings, NotApplicable
+from tilewright.validate.modes import MODES, Mode
+from tilewright.validate.report import CheckReport, Result, Status
+
+
+def check(
+    op: str | Contract | Callable[..., Any],
+    sample: Sample | Workload | str | tuple[Any, ...] | None = None,
+    *,
+    modes: str | Sequence[str] = "all",
+    backend: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+    compiler: str | None = None,
+) -> CheckReport:
+    """Check one op against its float64 oracle in every execution mode.  Failures are reported, not raised.
+
+    op        name, contract or public function ("rms_norm", ops.rms_norm).
+    sample    a Sample or a tuple of arguments; a Workload or the name of one of the op's workloads or edge cases;
+              None for every edge case (heavy modes then run on the first that is not empty).
+    modes     "all", "quick" (all but the heavy ones: compilation and opcheck), or names from `validate.MODES`.
+    backend   strict, as in a call; None for what `auto` chooses.
+    dtype     one dtype; None for all of the contract's with sample=None, else the workload's first.
+    device    default: the GPU if there is one.
+    seed      default: fresh; it is in the report.
+    compiler  torch.compile backend; default "inductor" where it can run, else "aot_eager".
+
+    Raises InputError for an unknown op, workload or mode, BackendError for an unknown backend.
+    """
+    subject = _subject(op)
+    chosen = _modes(modes)
+    if backend is not None:
+        check_name(backend)
+    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    start = secrets.randbelow(2**31) if seed is None else seed
+    results: list[Result] = []
+    done: set[tuple[str, torch.dtype]] = set()
+    for problem in _problems(subject, sample, dtype, place):
+        case = Case(subject, problem.name, problem.make, backend=backend, seed=start + len(results), compiler=compiler)
+        place = case.device
+        for mode in chosen:
+            if mode.once or (mode.heavy and sample is None):
+                if (mode.name, case.dtype) in done or (mode.heavy and case.first.numel() == 0):
+                    continue
+                done.add((mode.name, case.dtype))
+            results.append(_run(mode, case))
+    return CheckReport(subject.name, backend or "auto", str(place), start, tuple(results))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    name: str
+    make: Callable[[int], Sample]
+
+
+def _subject(op: str | Contract | Callable[..., Any]) -> Contract:
+    import tilewright.ops  # noqa: F401 - binds every contract
+
+    if isinstance(op, Contract):
+        return op
+    if isinstance(op, str):
+        return contract(op)
+    for candidate in contracts().values():
+        if candidate.function is op:
+            return candidate
+    raise InputError(f"check: {op!r} is not a public op. Ops: {', '.join(contracts())}.")
+
+
+def _modes(modes: str | Sequence[str]) -> list[Mode]:
+    if modes == "all":
+        return list(MODES.values())
+    if modes == "quick":
+        return [m for m in MODES.values() if not m.heavy]
+    names = [modes] if isinstance(modes, str) else list(modes)
+    unknown = [name for name in names if name not in MODES]
+    if unknown or not names:
+        raise InputError(f'check: no mode named {", ".join(unknown)}. Allowed: "all", "quick", {", ".join(MODES)}.')
+    return [m for m in MODES.values() if m.name in names]
+
+
+def _problems(
+    subject: Contract, sample: Any, dtype: torch.dtype | None, device: torch.device
+) -> Iterator[_Problem]:
+    if sample is None:
+        for workload in subject.edge_cases:
+            for each in (dtype,) if dtype is not None else subject.dtypes:
+                yield _from_workload(subject, workload, each, device)
+    elif isinstance(sample, str | Workload):
+        workload = _named(subject, sample) if isinstance(sample, str) else sample
+        yield _from_workload(subject, workload, dtype or workload.dtypes[0], device)
+    else:
+        if dtype is not None:
+            raise InputError("check: dtype= goes with a workload; a sample has the dtypes of its tensors.")
+        given = sample if isinstance(sample, Sample) else Sample(tuple(sample))
+        kept = Sample(replicas(given.args), replicas(dict(given.kwargs)))
+        variants: dict[int, Sample] = {}
+
+        def make(seed: int) -> Sample:
+            # the first request is the sample as given; any other is for different values of the same kind
+            first = next(iter(variants), seed)
+            return variants.setdefault(seed, kept if seed == first else _reversed_values(kept))
+
+        yield _Problem("sample", make)
+
+
+def _from_workload(subject: Contract, workload: Workload, dtype: torch.dtype, device: torch.device) -> _Problem:
+    return _Problem(workload.name, lambda seed: subject.inputs(workload.params, dtype, device, seed))
+
+
+def _named(subject: Contract, name: str) -> Workload:
+    known = {w.name: w for w in (*subject.workloads, *subject.cpu_workloads, *subject.edge_cases)}
+    found = known.get(name) or {n.partition(":")[0]: w for n, w in known.items()}.get(name)
+    if found is None:
+        raise InputError(f"check({subject.name}): no workload named {name!r}. Allowed: {', '.join(known)}.")
+    return found
+
+
+def _reversed_values(sample: Sample) -> Sample:
+    """The first argument with its elements in reverse order: other values, of the same kind."""
+    first = sample.args[0]
+    assert isinstance(first, Tensor)
+    turned = first.flip(tuple(range(first.dim())))
+    return Sample((turned, *tree_map(lambda v: v, sample.args[1:])), sample.kwargs)
+
+
+def _run(mode: Mode, case: Case) -> Result:
+    found = Findings(case)
+    began = time.perf_counter()
+    status: Status
+    try:
+        mode.run(case, found)
+    except (NotApplicable, BackendError) as reason:
+        status, details = "skipped", (str(reason),)
+    except Exception as error:  # noqa: BLE001 - whatever the op raised is the finding
+        status, details = "failed", (*found.faults, f"raised {type(error).__name__}: {error}")
+    else:
+        status = "failed" if found.faults else "passed"
+        details = (*found.faults, *found.notes)
+    seconds = time.perf_counter() - began
+    dtype = str(case.dtype).removeprefix("torch.")
+    return Result(case.name, dtype, mode.name, status, details, tuple(found.measures), seconds)

@@ -1,0 +1,43 @@
+"""The same values at other places in memory.  Gaps hold NaN, so that a kernel which reads one shows it."""
+
+import torch
+from torch import Tensor
+
+GAP = 3  # elements between rows: every row starts at another alignment
+
+
+def transposed(t: Tensor) -> Tensor:
+    """The last two dimensions swapped in memory; a vector gets stride 2."""
+    return t.mT.contiguous().mT if t.dim() > 1 else every_second(t)
+
+
+def outer_transposed(t: Tensor) -> Tensor:
+    """Dimensions 1 and 2 of four or more swapped in memory, as (B, S, H, D) seen as (B, H, S, D); else as `padded_rows`."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() > 3 else padded_rows(t)
+
+
+def padded_rows(t: Tensor) -> Tensor:
+    """Rows of a wider matrix: unit stride inside a row, a gap between rows."""
+    return _inside(t, (*t.shape[:-1], t.shape[-1] + GAP))[..., : t.shape[-1]].copy_(t) if t.dim() else t
+
+
+def every_second(t: Tensor) -> Tensor:
+    """Stride 2 in the last dimension."""
+    return _inside(t, (*t.shape, 2))[..., 0].copy_(t)
+
+
+def misaligned(t: Tensor) -> Tensor:
+    """Contiguous, starting one element after an aligned address."""
+    return _inside(t, (t.numel() + 2,))[1 : t.numel() + 1].view(t.shape).copy_(t)
+
+
+LAYOUTS = {
+    "transposed": transposed,
+    "outer_transposed": outer_transposed,
+    "padded_rows": padded_rows,
+    "every_second": every_second,
+}
+
+
+def _inside(t: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.full(shape, torch.nan if t.is_floating_point() else 0, dtype=t.dtype, device=t.device)

@@ -1,0 +1,98 @@
+"""How far a tensor is from the exact one, each number answering one kind of fault.
+
+Whole-tensor norms see a systematic loss of precision; rows, columns and 64x64 tiles see one program of a grid going wrong,
+which a global norm dilutes; ULPs see wrong small values beside large ones.  Everything is measured in float64.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewright.validate.bits import bits
+
+TILE = 64
+
+
+class Errors(NamedTuple):
+    """Norms of an error (or of any tensor seen as (M, N)), in its own units; `ulp` counts representable values."""
+
+    whole: Tensor  # (): Frobenius norm
+    largest: Tensor  # (): largest absolute value
+    ulp: Tensor  # (): see `ulp_quantile`
+    rows: Tensor  # (M,): norm of each row
+    columns: Tensor  # (N,)
+    tiles: Tensor  # (ceil(M/64), ceil(N/64)): norm of each 64x64 tile
+
+
+PARTS = ("rows", "columns", "tiles")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One tensor, judged.  Errors are relative to the exact tensor's norm (`largest`: to its root mean square)."""
+
+    tensor: str
+    error: float
+    error_torch: float
+    largest: float
+    largest_torch: float
+    ulp: float
+    ulp_torch: float
+    worst_tile: float
+    worst_tile_torch: float
+    faults: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """The same as plain data."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def as_matrix(t: Tensor) -> Tensor:
+    """`t` (..., N) as (M, N); a vector or scalar is one row."""
+    return t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t.reshape(1, -1)
+
+
+def norms(values: Tensor, ulp: Tensor) -> Errors:
+    """`values` float64, not empty, all finite."""
+    squares = as_matrix(values).square()
+    m, n = squares.shape
+    padded = pad(squares, (0, -n % TILE, 0, -m % TILE))
+    tiles = padded.view(padded.shape[0] // TILE, TILE, padded.shape[1] // TILE, TILE).sum((1, 3))
+    return Errors(
+        squares.sum().sqrt(), values.abs().max(), ulp, squares.sum(1).sqrt(), squares.sum(0).sqrt(), tiles.sqrt()
+    )
+
+
+def counts(like: Tensor) -> Errors:
+    """How many elements each norm of `like` is taken over."""
+    sizes = norms(torch.ones_like(like, dtype=torch.float64), torch.ones((), device=like.device))
+    return Errors(*(s.square() for s in sizes))
+
+
+def errors(value: Tensor, exact: Tensor, dtype: torch.dtype) -> Errors:
+    """Errors of `value` against float64 `exact`, over the elements where both are finite; ULPs are those of `dtype`."""
+    finite = value.isfinite() & exact.isfinite()
+    difference = torch.where(finite, value.to(torch.float64) - exact, 0.0)
+    steps = (ordered(value.to(dtype)) - ordered(exact.to(dtype))).abs()
+    return norms(difference, ulp_quantile(torch.where(finite, steps, 0)))
+
+
+def ordered(t: Tensor) -> Tensor:
+    """Floating-point values as int64 counted along the number line: neighbours differ by one, both zeros are 0."""
+    raw = bits(t).to(torch.int64)
+    top = -(1 << (8 * t.element_size() - 1))
+    return torch.where(raw < 0, top - raw, raw)
+
+
+def ulp_quantile(steps: Tensor) -> Tensor:
+    """The 99.9th percentile, or in a small tensor the one that leaves 100 elements above it (never below the median).
+
+    Cancellation makes ULP errors heavy-tailed: the largest few are luck, and no rule could compare them.
+    """
+    flat = steps.flatten()
+    n = flat.numel()
+    above = max(n // 1000, min(100, n // 2))
+    return flat.kthvalue(max(n - above, 1)).values.to(torch.float64)

@@ -1,0 +1,73 @@
+"""Is the result right?  Forward, backward, and under the context managers a caller may have around the call."""
+
+import torch
+
+from tilewright.dispatch import Sample
+from tilewright.validate.bits import replicas
+from tilewright.validate.case import Case, Findings, NotApplicable
+from tilewright.validate.modes.registry import mode
+
+
+@mode("eager")
+def eager(case: Case, found: Findings) -> None:
+    """Forward without gradients."""
+    found.outputs(case.call(case.sample()))
+
+
+@mode("backward")
+def backward(case: Case, found: Findings) -> None:
+    """Forward with gradients, and the gradient of every input for random cotangents."""
+    needs_gradient(case)
+    outputs, grads = case.differentiate(case.sample())
+    found.outputs(outputs)
+    found.gradients(grads)
+
+
+@mode("gradient_subsets")
+def gradient_subsets(case: Case, found: Findings) -> None:
+    """Each input alone requiring a gradient; each output alone used; one scalar cotangent expanded, as `.sum()` gives."""
+    needs_gradient(case)
+    names = {i: s.name for i, s in case.truth.gradients.items()}
+    if len(case.positions) > 1:
+        for i in case.positions:
+            _, grads = case.differentiate(case.sample(), (i,))
+            found.gradients(grads, f"only {names[i]}: ")
+    if len(case.truth.outputs) > 1:
+        for k, output in enumerate(case.truth.outputs):
+            used = [c if j == k else torch.zeros_like(c) for j, c in enumerate(case.truth.cotangents)]
+            truth = case.truth_of(case.sample(), used)
+            _, grads = case.differentiate(case.sample(), None, [c if j == k else None for j, c in enumerate(used)])
+            found.gradients(grads, f"only {output.name} used: ", truth)
+    ones = [c.new_ones(()).expand(c.shape) for c in case.truth.cotangents]
+    _, grads = case.differentiate(case.sample(), None, ones)
+    found.gradients(grads, "expanded cotangent: ", case.truth_of(case.sample(), ones))
+
+
+@mode("inference_mode")
+def inference_mode(case: Case, found: Findings) -> None:
+    """Under torch.inference_mode, on ordinary tensors and on tensors made inside."""
+    outside = case.sample()
+    with torch.inference_mode():
+        inside = Sample(replicas(outside.args), replicas(dict(outside.kwargs)))
+        made = case.call(outside), case.call(inside)
+        found.outputs([o.clone() for o in made[0]], "ordinary tensors: ")
+        found.outputs([o.clone() for o in made[1]], "inference tensors: ")
+
+
+@mode("autocast")
+def autocast(case: Case, found: Findings) -> None:
+    """Under torch.autocast: same dtypes and accuracy, because an op casts nothing it was not asked to."""
+    kind = case.device.type
+    for dtype in (torch.bfloat16, torch.float16) if kind == "cuda" else (torch.bfloat16,):
+        with torch.autocast(kind, dtype):
+            found.outputs(case.call(case.sample()), f"{dtype}: ")
+            if case.positions:
+                outputs, grads = case.differentiate(case.sample())
+                found.outputs(outputs, f"{dtype}, with gradients: ")
+                found.gradients(grads, f"{dtype}: ")
+
+
+def needs_gradient(case: Case) -> None:
+    """Raise NotApplicable for an op without gradients."""
+    if not case.positions:
+        raise NotApplicable("the op has no gradient")

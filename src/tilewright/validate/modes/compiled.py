@@ -1,0 +1,97 @@
+"""Under torch.compile(fullgraph=True), with fixed and with symbolic sizes.
+
+Compiled by Inductor where there is a GPU or a C++ compiler, else by aot_eager; the report says which.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tilewright.dispatch import Sample
+from tilewright.validate.bits import same_bits
+from tilewright.validate.case import Case, Findings
+from tilewright.validate.modes.registry import mode
+from tilewright.validate.rows import batch_size, rows_of
+
+
+@mode("compile_static", heavy=True)
+def compile_static(case: Case, found: Findings) -> None:
+    """torch.compile(fullgraph=True, dynamic=False), with and without gradients; our kernels give the bits of eager."""
+    compiled = Compiled(case, found, dynamic=False)
+    sample = case.sample()
+    made = compiled.call(sample)
+    found.outputs(made)
+    if case.raw_calls(case.sample())[0].plan().launch is not None and case.contract.promises.deterministic:
+        same = all(same_bits(a, b.contiguous()) for a, b in zip(case.call(case.sample()), made, strict=True))
+        found.require(same, "compiled and eager call give different bits")
+    if case.positions:
+        outputs, grads = case.differentiate(case.sample(), function=compiled.function)
+        found.outputs(outputs, "with gradients: ")
+        found.gradients(grads)
+
+
+@mode("compile_dynamic", heavy=True)
+def compile_dynamic(case: Case, found: Findings) -> None:
+    """torch.compile(fullgraph=True, dynamic=True): one graph serves several batch sizes."""
+    size = batch_size(case)
+    lengths = [size] if size is None or size < 4 else [size, size - 1, size // 2]
+    for gradients in (False, True) if case.positions else (False,):
+        compiled = Compiled(case, found, dynamic=True)
+        for length in lengths:
+            where = "" if length is None else f"{length} rows: "
+            sample = case.sample() if length in (None, size) else _dense(rows_of(case, case.sample(), 0, length or 0))
+            truth = case.truth_of(sample)
+            if gradients:
+                _, grads = case.differentiate(sample, None, truth.cotangents, compiled.function)
+                found.gradients(grads, where, truth)
+            else:
+                found.outputs(compiled.call(sample), where, truth)
+        found.require(compiled.graphs == 1, f"{compiled.graphs} graphs were compiled for the batch sizes {lengths}; expected 1")
+
+
+class Compiled:
+    """The public function under torch.compile; `graphs` counts how often a graph was compiled."""
+
+    def __init__(self, case: Case, found: Findings, *, dynamic: bool) -> None:
+        name = case.compiler or available_compiler(case.device)
+        note = f"compiled by {name}"
+        if note not in found.notes:
+            found.notes.append(note)
+        self.graphs = 0
+        backend = torch._dynamo.lookup_backend(name)
+
+        def counting(module: Any, example: Sequence[Any]) -> Callable[..., Any]:
+            self.graphs += 1
+            return backend(module, example)
+
+        torch._dynamo.reset()
+        _, self._structure = tree_flatten((case.sample().args, dict(case.sample().kwargs)))
+        self._compiled = torch.compile(case.function, fullgraph=True, dynamic=dynamic, backend=counting)
+
+    def function(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled public function."""
+        return self._compiled(*args, **kwargs)
+
+    def call(self, sample: Sample) -> tuple[Tensor, ...]:
+        """Its outputs without gradients."""
+        with torch.no_grad():
+            made = self.function(*sample.args, **sample.kwargs)
+        return (made,) if isinstance(made, Tensor) else tuple(made)
+
+
+def available_compiler(device: torch.device) -> str:
+    """The name of the torch.compile backend that can run here."""
+    if device.type == "cuda":
+        return "inductor"
+    return "inductor" if shutil.which(os.environ.get("CXX", "g++")) else "aot_eager"
+
+
+def _dense(sample: Sample) -> Sample:
+    values, structure = tree_flatten((sample.args, dict(sample.kwargs)))
+    args, kwargs = tree_unflatten([v.clone() if isinstance(v, Tensor) else v for v in values], structure)
+    return Sample(args, kwargs)

@@ -1,0 +1,44 @@
+"""Same values, other strides, alignments and sizes."""
+
+from tilewright.dispatch import Sample
+from tilewright.validate.case import Case, Findings, NotApplicable
+from tilewright.validate.layouts import LAYOUTS, misaligned
+from tilewright.validate.modes.registry import mode
+from tilewright.validate.rows import batch_size, rows_of
+
+
+@mode("non_contiguous")
+def non_contiguous(case: Case, found: Findings) -> None:
+    """Transposed and strided inputs and cotangents, the gaps between elements filled with NaN."""
+    for name, change in LAYOUTS.items():
+        found.outputs(case.call(case.mapped(change)), f"{name}: ")
+        if case.positions:
+            outputs, grads = case.differentiate(
+                case.mapped(change), None, [change(c) for c in case.truth.cotangents]
+            )
+            found.outputs(outputs, f"{name}, with gradients: ")
+            found.gradients(grads, f"{name}: ")
+
+
+@mode("offset")
+def offset(case: Case, found: Findings) -> None:
+    """Contiguous views that start one element after an aligned address."""
+    found.outputs(case.call(case.mapped(misaligned)))
+    if case.positions:
+        _, grads = case.differentiate(
+            case.mapped(misaligned), None, [misaligned(c) for c in case.truth.cotangents]
+        )
+        found.gradients(grads)
+
+
+@mode("empty")
+def empty(case: Case, found: Findings) -> None:
+    """No rows at all: empty outputs of the right shape, zero gradients, no launch error."""
+    if batch_size(case) is None:
+        raise NotApplicable("the op has no batch dimension")
+    nothing: Sample = rows_of(case, case.sample(), 0, 0)
+    truth = case.truth_of(nothing)
+    found.outputs(case.call(nothing), "", truth)
+    if case.positions:
+        _, grads = case.differentiate(nothing, None, truth.cotangents)
+        found.gradients(grads, "", truth)

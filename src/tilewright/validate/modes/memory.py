@@ -1,0 +1,165 @@
+"""What is written: every output element, nothing else, and no input."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.validate.bits import bits, memory, same_bits
+from tilewright.validate.case import Case, Findings, NotApplicable, RawCall, tensors
+from tilewright.validate.layouts import every_second
+from tilewright.validate.modes.registry import mode
+
+GUARD = 8192  # elements on each side of a guarded output: more than one block of any kernel runs over
+
+
+@mode("inputs_unchanged")
+def inputs_unchanged(case: Case, found: Findings) -> None:
+    """Inputs and cotangents keep their bits, their surroundings in memory included."""
+    sample = case.sample()
+    cotangents = [c.clone() for c in case.truth.cotangents]
+    watched = [*tensors(sample), *(cotangents if case.positions else [])]
+    before = [memory(t).clone() for t in watched]
+    case.call(sample)
+    if case.positions:
+        case.differentiate(sample, None, cotangents)
+    for i, (t, old) in enumerate(zip(watched, before, strict=True)):
+        if not torch.equal(memory(t), old):
+            what = f"input {i}" if i < len(tensors(sample)) else f"cotangent {i - len(tensors(sample))}"
+            found.faults.append(f"{what} {tuple(t.shape)} was written to")
+
+
+@mode("poison")
+def poison(case: Case, found: Findings) -> None:
+    """Fresh memory, outputs and workspaces alike, is filled with NaN before the op gets it."""
+    with poisoned():
+        made = case.call(case.sample())
+        both = case.differentiate(case.sample()) if case.positions else None
+    found.outputs(made)
+    if both is not None:
+        found.outputs(both[0], "with gradients: ")
+        found.gradients(both[1])
+
+
+@mode("out")
+def out(case: Case, found: Findings) -> None:
+    """out= is returned, fully written and as accurate; a wrong out= raises and is left alone."""
+    buffer = _out_buffer(case, guard=0)
+    sample = case.sample()
+    (made,) = case.call(sample, out=buffer)
+    found.require(made is buffer, "out= was not the tensor returned")
+    found.outputs([made])
+    (wanted,) = case.truth.outputs
+    wrong = {
+        "of another shape": buffer.new_full((*buffer.shape, 2), torch.nan),
+        "of another dtype": torch.full_like(buffer, torch.nan, dtype=torch.float64),
+    }
+    if wanted.exact.numel() > 1:
+        wrong["with stride 2"] = every_second(torch.full_like(buffer, torch.nan))
+    for what, bad in wrong.items():
+        _refuses(case, found, sample, bad, f"out= {what}")
+    if case.positions:
+        leaf = case.sample()
+        leaf.args[case.positions[0]].requires_grad_()
+        with torch.enable_grad():
+            _refuses(case, found, leaf, torch.full_like(buffer, torch.nan), "out= while an input requires grad", case.function)
+
+
+@mode("guard_bands")
+def guard_bands(case: Case, found: Findings) -> None:
+    """Outputs lie inside larger buffers, aligned and misaligned; the memory around them stays as it was."""
+    launched = False
+    for shift in (0, 1):
+        where = "misaligned: " if shift else ""
+        if case.contract.forward.torch_out is not None:
+            launched = True
+            buffer = _out_buffer(case, GUARD, shift)
+            around = _surroundings(buffer)
+            case.call(case.sample(), out=buffer)
+            found.outputs([buffer], f"{where}out=: ")
+            _intact(found, buffer, around, f"{where}out=")
+        for call in case.raw_calls(case.sample()):
+            launched |= _launch_guarded(call, found, where, shift)
+    if not launched:
+        raise NotApplicable("the torch backend allocates its own outputs")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Every `torch.empty` in the block holds NaN (the largest integer for integers)."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warn_only: only the filling is wanted, not the refusal of torch's own ops
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.utils.deterministic.fill_uninitialized_memory = fill
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, guard: int, shift: int = 0) -> Tensor:
+    """A contiguous NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it)."""
+    count = torch.Size(shape).numel()
+    size = torch.empty(0, dtype=dtype).element_size()
+    noise = torch.randint(0, 256, ((count + 2 * guard + shift) * size,), dtype=torch.uint8, device=device)
+    view = noise.view(dtype)[guard + shift : guard + shift + count].view(shape)
+    return view.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+
+
+def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
+    if case.contract.forward.torch_out is None:
+        raise NotApplicable("the op takes no out=")
+    (wanted,) = case.truth.outputs
+    return guarded(tuple(wanted.exact.shape), wanted.dtype, case.device, guard, shift)
+
+
+def _surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of the bytes before and after a contiguous view."""
+    everything, size = memory(t), t.element_size()
+    start = t.storage_offset() * size
+    return everything[:start].clone(), everything[start + t.numel() * size :].clone()
+
+
+def _intact(found: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: str) -> None:
+    for side, old, new in zip(("before", "after"), before, _surroundings(t), strict=True):
+        found.require(torch.equal(old, new), f"{what}: memory {side} the output was overwritten")
+
+
+def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> bool:
+    """Launch the implementation itself, forward or backward, into guarded outputs; False where torch is chosen."""
+    plan = call.plan()
+    if plan.launch is None or call.args[0].numel() == 0:
+        return False
+    device = call.op.device_of(call.args)
+    outs = tuple(
+        guarded(tuple(shape), dtype, device, GUARD, shift) for shape, dtype in call.op.outputs(*call.args)
+    )
+    around = [_surroundings(t) for t in outs]
+    plan.launch(outs, *call.args, config=plan.config)
+    for i, (t, old) in enumerate(zip(outs, around, strict=True)):
+        _intact(found, t, old, f"{where}{call.op.key} output {i}")
+    made = call.op(*call.args, *call.wish)
+    if found.case.contract.promises.deterministic and not shift:
+        for i, (a, b) in enumerate(zip(outs, (made,) if call.op.count == 1 else made, strict=True)):
+            found.require(same_bits(a, b), f"{where}{call.op.key} output {i} has other bits in a guarded buffer")
+    return True
+
+
+def _refuses(case: Case, found: Findings, sample: object, bad: Tensor, what: str, function: object = None) -> None:
+    before = bits(bad).clone()
+    try:
+        if function is None:
+            case.call(sample, out=bad)  # type: ignore[arg-type]
+        else:
+            case.function(*sample.args, **sample.kwargs, out=bad)  # type: ignore[attr-defined]
+    except InputError:
+        pass
+    else:
+        found.faults.append(f"{what} raised nothing")
+    found.require(torch.equal(bits(bad), before), f"{what} was written to")

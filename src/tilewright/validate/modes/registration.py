@@ -1,0 +1,33 @@
+"""How the op presents itself to torch: schema, fake, autograd, and tracing by AOTAutograd with symbolic sizes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.validate.case import Case, Findings
+from tilewright.validate.modes.registry import mode
+
+
+@mode("opcheck", heavy=True)
+def opcheck(case: Case, found: Findings) -> None:
+    """torch.library.opcheck on the raw ops, their out overload and the composite op."""
+    for call in case.raw_calls(case.sample()):
+        _check(found, call.op.torch_op, (*call.args, *call.wish), {})
+    forward, *_ = case.raw_calls(case.sample())
+    if forward.op.torch_out is not None:
+        (shape, dtype), = forward.op.outputs(*forward.args)
+        out = torch.zeros(tuple(shape), dtype=dtype, device=case.device)
+        _check(found, forward.op.torch_out, (*forward.args, *forward.wish), {"out0": out})
+    composite = getattr(torch.ops.tilewright, case.contract.name).default
+    leaves = list(forward.args)
+    for i in case.positions:
+        leaves[i] = leaves[i].detach().requires_grad_()
+    _check(found, composite, (*leaves, *forward.wish), {})
+
+
+def _check(found: Findings, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Tensor]) -> None:
+    results = torch.library.opcheck(op, args, kwargs, raise_exception=False)
+    for test, outcome in results.items():
+        found.require(outcome == "SUCCESS", f"{op}: {test}: {outcome}")

@@ -1,0 +1,33 @@
+"""The list of modes.  A mode is a function (case, findings) that runs the op one way and judges what came out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tilewright.validate.case import Case, Findings
+
+Run = Callable[[Case, Findings], None]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """heavy: takes seconds (compilation).   once: concerns the op and dtype, not the sizes."""
+
+    name: str
+    doc: str
+    run: Run
+    heavy: bool
+    once: bool
+
+
+MODES: dict[str, Mode] = {}
+"""Every mode by name, in the order they run."""
+
+
+def mode(name: str, *, heavy: bool = False, once: bool = False) -> Callable[[Run], Run]:
+    """Register the decorated function; the first line of its docstring describes the mode."""
+
+    def register(run: Run) -> Run:
+        MODES[name] = Mode(name, (run.__doc__ or "").strip().split("\n")[0], run, heavy, once)
+        return run
+
+    return register

@@ -1,0 +1,67 @@
+"""Same call again, same values in another batch, other values at the same addresses."""
+
+import torch
+
+from tilewright.dispatch import numerics
+from tilewright.validate.bits import same_bits
+from tilewright.validate.case import Case, Findings, NotApplicable, tensors
+from tilewright.validate.modes.registry import mode
+from tilewright.validate.rows import output_rows, require_independent_rows, rows_of
+
+RUNS = 20
+
+
+@mode("determinism")
+def determinism(case: Case, found: Findings) -> None:
+    """Twenty runs, forward and backward, give the same bits (under numerics("deterministic") where not always promised)."""
+    sample = case.sample()
+    with numerics("default" if case.contract.promises.deterministic else "deterministic"):
+        first = case.call(sample)
+        for run in range(1, RUNS):
+            same = all(same_bits(a, b) for a, b in zip(first, case.call(sample), strict=True))
+            if not same:
+                found.faults.append(f"run {run + 1} of {RUNS} gave other bits than the first")
+                break
+        if not case.positions:
+            return
+        _, grads = case.differentiate(sample)
+        for run in range(1, RUNS):
+            _, again = case.differentiate(sample)
+            other = [i for i, g in grads.items() if g is None or again[i] is None or not same_bits(g, again[i])]
+            if other:
+                names = ", ".join(case.truth.gradients[i].name for i in other)
+                found.faults.append(f"backward run {run + 1} of {RUNS} gave other bits than the first in {names}")
+                break
+
+
+@mode("batch_invariance")
+def batch_invariance(case: Case, found: Findings) -> None:
+    """Under numerics("batch_invariant"), a row's bits are the same alone, in part of the batch and in all of it."""
+    if not case.contract.promises.batch_invariant:
+        raise NotApplicable("the op does not promise it")
+    size = require_independent_rows(case)
+    with numerics("batch_invariant"):
+        sample = case.sample()
+        whole = case.call(sample)
+        for start, length in dict.fromkeys(((0, 1), (size // 2, 1), (size - 1, 1), (0, size // 2), (1, size - 1))):
+            part = case.call(rows_of(case, sample, start, length))
+            for output, alone, wanted in zip(whole, part, case.truth.outputs, strict=True):
+                same = same_bits(output_rows(case, output, start, length).contiguous(), alone.contiguous())
+                rows = f"row {start}" if length == 1 else f"rows {start} to {start + length - 1}"
+                found.require(same, f"{rows} of {wanted.name}: other bits alone than in the batch of {size}")
+
+
+@mode("changed_inputs")
+def changed_inputs(case: Case, found: Findings) -> None:
+    """Other values at the same addresses give other results: nothing is cached by pointer."""
+    sample = case.sample()
+    case.call(sample)
+    other = case.other_sample()
+    truth = case.truth_of(other)
+    with torch.no_grad():
+        for t, value in zip(tensors(sample), tensors(other), strict=True):
+            t.copy_(value)
+    found.outputs(case.call(sample), "", truth)
+    if case.positions:
+        _, grads = case.differentiate(sample, None, truth.cotangents)
+        found.gradients(grads, "", truth)

@@ -1,0 +1,81 @@
+"""GPU only: work goes to the current stream, can be captured into a graph, and reads its inputs at replay."""
+
+import torch
+
+from tilewright.dispatch import Sample
+from tilewright.validate.case import Case, Findings, NotApplicable, tensors
+from tilewright.validate.modes.registry import mode
+
+DELAY = 20_000_000  # clock cycles that a stream is held up: about 10 ms, far longer than any launch
+
+
+@mode("cuda_graph")
+def cuda_graph(case: Case, found: Findings) -> None:
+    """Forward, and forward with backward, captured once and replayed on changed inputs."""
+    _needs_gpu(case)
+    other = case.other_sample()
+    truth = case.truth_of(other)
+    sample = case.sample()
+    outputs, replay = _captured(lambda: case.call(sample), case)
+    _overwrite(sample, other)
+    replay()
+    found.outputs(outputs, "forward: ", truth)
+    if case.positions:
+        sample = case.sample()
+        cotangents = [c.clone() for c in case.truth.cotangents]
+        made, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
+        _overwrite(sample, other)
+        for c, value in zip(cotangents, truth.cotangents, strict=True):
+            c.copy_(value)
+        replay()
+        found.outputs(made[0], "with gradients: ", truth)
+        found.gradients(made[1], "", truth)
+
+
+@mode("side_stream")
+def side_stream(case: Case, found: Findings) -> None:
+    """On another stream, behind inputs that arrive late: a launch on the default stream would read NaN."""
+    _needs_gpu(case)
+    late, cotangents = case.sample(), [torch.full_like(c, torch.nan) for c in case.truth.cotangents]
+    arrived = case.sample()
+    for t in tensors(late):
+        if t.is_floating_point():
+            t.fill_(torch.nan)
+    torch.cuda.synchronize(case.device)
+    grads = None
+    with torch.cuda.stream(torch.cuda.Stream(case.device)) as _:
+        torch.cuda._sleep(DELAY)
+        _overwrite(late, arrived)
+        for c, value in zip(cotangents, case.truth.cotangents, strict=True):
+            c.copy_(value)
+        outputs = case.call(late)
+        if case.positions:
+            _, grads = case.differentiate(late, None, cotangents)
+    torch.cuda.synchronize(case.device)
+    found.outputs(outputs)
+    if grads is not None:
+        found.gradients(grads)
+
+
+def _needs_gpu(case: Case) -> None:
+    if case.device.type != "cuda":
+        raise NotApplicable("needs a GPU")
+
+
+def _overwrite(sample: Sample, values: Sample) -> None:
+    with torch.no_grad():
+        for t, value in zip(tensors(sample), tensors(values), strict=True):
+            t.copy_(value)
+
+
+def _captured(run, case: Case):  # type: ignore[no-untyped-def]
+    """(what `run` returned while it was captured, the function that replays it)."""
+    side = torch.cuda.Stream(case.device)
+    side.wait_stream(torch.cuda.current_stream(case.device))
+    with torch.cuda.stream(side):
+        run()  # compiles and loads; neither can happen during capture
+    torch.cuda.current_stream(case.device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    return made, graph.replay

@@ -1,0 +1,117 @@
+"""What a call should have given: float64 results and gradients of the contract's reference, and what torch makes of it.
+
+The oracle sees the low-precision inputs upcast, so input rounding is nobody's error.  Cotangents are random: a gradient
+summed with ones hides every error that cancels.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tilewright.dispatch import Contract, Sample
+from tilewright.validate.rule import Standard, standard
+
+JITTERS = 4
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Standards for the outputs of one call, and for the gradients of inputs (by position) given `cotangents`."""
+
+    outputs: tuple[Standard, ...]
+    cotangents: tuple[Tensor, ...]
+    gradients: Mapping[int, Standard]
+
+
+def gradient_inputs(contract: Contract, sample: Sample) -> tuple[int, ...]:
+    """Positions of the arguments that the op gives gradients for.  Public and raw arguments begin with the same tensors."""
+    if contract.gradient is None:
+        return ()
+    return tuple(i for i in contract.gradient.inputs if i < len(sample.args) and isinstance(sample.args[i], Tensor))
+
+
+def differentiate(
+    function: Callable[..., Any], sample: Sample, positions: Sequence[int], cotangents: Sequence[Tensor | None]
+) -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
+    """(outputs, gradients by position) of `function`; an output whose cotangent is None stays unused."""
+    args = list(sample.args)
+    for i in positions:
+        args[i] = args[i].detach().requires_grad_()
+    with torch.enable_grad():
+        outputs = as_tuple(function(*args, **sample.kwargs))
+        used = [(o, g) for o, g in zip(outputs, cotangents, strict=True) if g is not None]
+        leaves = [args[i] for i in positions]
+        grads = torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], allow_unused=True)
+    return tuple(o.detach() for o in outputs), dict(zip(positions, grads, strict=True))
+
+
+def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Tensor] | None = None) -> Truth:
+    """Everything about one call that is known without our kernels.  `cotangents`: given, or normal values from `seed`."""
+    positions = gradient_inputs(contract, sample)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        baseline = as_tuple(contract.reference(*sample.args, **sample.kwargs))
+    if cotangents is None:
+        cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in baseline]
+    wide = torch.float32 if _widest(sample) != torch.float64 else torch.float64
+
+    def at(dtype: torch.dtype | None, jitter: float = 0.0) -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
+        def convert(v: Any) -> Any:
+            if dtype is None or not isinstance(v, Tensor) or not v.is_floating_point():
+                return v
+            v = v.to(dtype)
+            return v * (1 + jitter * (2 * torch.rand(v.shape, generator=generator) - 1).to(v)) if jitter else v
+
+        args, kwargs, grads = tree_map(convert, (sample.args, dict(sample.kwargs), tuple(cotangents)))
+        if positions:
+            return differentiate(contract.reference, Sample(args, kwargs), positions, grads)
+        with torch.no_grad():
+            return as_tuple(contract.reference(*args, **kwargs)), {}
+
+    exact, same = at(torch.float64), at(None)
+    noisy = [at(wide, torch.finfo(wide).eps / 2) for _ in range(JITTERS)]
+    names = argument_names(contract)
+    outputs = tuple(
+        standard(_output_name(i, len(baseline)), exact[0][i], same[0][i], [n[0][i] for n in noisy], contract.tolerance)
+        for i in range(len(baseline))
+    )
+    gradients = {
+        i: standard(
+            f"d{names[i]}",
+            _dense(exact[1][i], sample.args[i]).to(torch.float64),
+            _dense(same[1][i], sample.args[i]).to(sample.args[i].dtype),
+            [_dense(n[1][i], sample.args[i]) for n in noisy],
+            contract.gradient_tolerance,
+        )
+        for i in positions
+    }
+    return Truth(outputs, tuple(cotangents), gradients)
+
+
+def argument_names(contract: Contract) -> list[str]:
+    """Names of the public function's parameters, in order."""
+    return list(inspect.signature(contract.function).parameters)
+
+
+def as_tuple(made: Any) -> tuple[Tensor, ...]:
+    """One result or several, as a tuple."""
+    return (made,) if isinstance(made, Tensor) else tuple(made)
+
+
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    """autograd says None for an input that no used output depends on; the gradient is zero."""
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _widest(sample: Sample) -> torch.dtype:
+    dtypes = [a.dtype for a in sample.args if isinstance(a, Tensor) and a.is_floating_point()]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _output_name(index: int, count: int) -> str:
+    return "y" if count == 1 else f"y{index}"

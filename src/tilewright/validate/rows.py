@@ -1,0 +1,52 @@
+"""Cutting rows out of a batch, for ops whose rows are independent of each other."""
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tilewright.dispatch import Sample
+from tilewright.validate.case import Case, NotApplicable
+from tilewright.validate.oracle import as_tuple
+
+
+def batch_size(case: Case) -> int | None:
+    """Rows along the contract's batch dimension; None where it has none."""
+    dim = case.contract.batch_dim
+    return None if dim is None or case.first.dim() <= dim else case.first.shape[dim]
+
+
+def rows_of(case: Case, sample: Sample, start: int, length: int) -> Sample:
+    """`length` rows of `sample` from `start`: views of every argument of at least two dimensions that carries the batch."""
+    dim, size = case.contract.batch_dim, batch_size(case)
+    assert dim is not None
+
+    def cut(v: object) -> object:
+        carries = isinstance(v, Tensor) and v.dim() > max(dim, 1) and v.shape[dim] == size
+        return v.narrow(dim, start, length) if carries and isinstance(v, Tensor) else v
+
+    first = sample.args[0].narrow(dim, start, length)
+    rest, kwargs = tree_map(cut, (sample.args[1:], dict(sample.kwargs)))
+    return Sample((first, *rest), kwargs)
+
+
+def output_rows(case: Case, output: Tensor, start: int, length: int) -> Tensor:
+    """The same rows of an output."""
+    assert case.contract.batch_dim is not None
+    return output.narrow(case.contract.batch_dim, start, length)
+
+
+def require_independent_rows(case: Case) -> int:
+    """The batch size.  Raises NotApplicable for a batch of one, or where the reference itself mixes the rows cut here."""
+    size = batch_size(case)
+    if size is None:
+        raise NotApplicable("the op has no batch dimension")
+    if size < 2:
+        raise NotApplicable("a batch of fewer than two rows")
+    sample = rows_of(case, case.sample(), size - 1, 1)
+    with torch.no_grad():
+        alone = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
+    for output, standard in zip(alone, case.truth.outputs, strict=True):
+        row = output_rows(case, standard.rounded, size - 1, 1)
+        if output.shape != row.shape or not torch.allclose(output, row, rtol=0.05, atol=0.05, equal_nan=True):
+            raise NotApplicable("rows of this sample are not independent in the reference")
+    return size

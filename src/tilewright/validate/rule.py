@@ -1,0 +1,151 @@
+"""The accuracy rule: compare errors, not outputs.
+
+    err(ours) <= factor * err(torch in the same dtype) + floor
+
+Both errors are against a float64 oracle; factor is 2, or 3 for gradients.  The floor has three parts, none of them a guess:
+one rounding to the output dtype; two float32 roundings (what a GPU's exp2, rsqrt and division are specified to); and the
+largest error of the reference itself in float32 on inputs jittered by one float32 rounding, which measures how much
+cancellation there is in this very problem (a gradient that should be nearly zero has no correct digits in any order of
+summation).  The rule holds for the whole tensor and for every row, column and 64x64 tile.  A part is compared with torch's
+error in the same part, or with the largest relative error of torch in any part that is not nearly zero.
+NaN and infinity must stand exactly where the oracle, rounded to the output dtype, has them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms
+
+FLOOR_ULP = 2.0
+NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests says nothing about relative errors
+
+
+@dataclass(frozen=True)
+class Standard:
+    """What one output or gradient is judged against.  `limit` holds the largest errors that pass."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    exact: Tensor
+    rounded: Tensor
+    size: Errors
+    torch: Errors
+    limit: Errors
+
+    def judge(self, ours: object) -> Measure:
+        """Measure `ours` and say in words every way in which it fails."""
+        wrong = self._structure(ours)
+        if wrong is not None or self.exact.numel() == 0:
+            return Measure(self.name, *[0.0] * 8, faults=() if wrong is None else (f"{self.name} {wrong}",))
+        assert isinstance(ours, Tensor)
+        found = errors(ours.detach(), self.exact, self.dtype)
+        faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
+        return self._measure(found, tuple(faults))
+
+    def _structure(self, ours: object) -> str | None:
+        if not isinstance(ours, Tensor):
+            return f"is {ours!r}; expected a tensor"
+        got = tuple(ours.shape), ours.dtype, ours.device.type
+        expected = tuple(self.exact.shape), self.dtype, self.device.type
+        return None if got == expected else f"has shape, dtype, device {got}; the reference has {expected}"
+
+    def _non_finite(self, ours: Tensor) -> list[str]:
+        kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+            ("NaN", torch.isnan),
+            ("+inf", torch.isposinf),
+            ("-inf", torch.isneginf),
+        )
+        faults = []
+        for kind, test in kinds:
+            got, expected = test(ours), test(self.rounded)
+            if not torch.equal(got, expected):
+                at = _place(got != expected)
+                faults.append(f"{int(got.sum())} elements are {kind}, the oracle has {int(expected.sum())}; first at {at}")
+        return faults
+
+    def _excesses(self, found: Errors) -> list[str]:
+        faults = []
+        for field, unit, scale in (
+            ("whole", "of its norm", self.size.whole),
+            ("largest", "of its largest value", self.size.largest),
+            ("ulp", "ULP", torch.ones_like(self.size.ulp)),
+        ):
+            ours, theirs, limit = (float(getattr(e, field) / scale) for e in (found, self.torch, self.limit))
+            if not getattr(found, field) <= getattr(self.limit, field):
+                what = {"whole": "error", "largest": "largest error", "ulp": "99.9th percentile of errors"}[field]
+                faults.append(f"{what} {ours:.3g} {unit}; torch {theirs:.3g}, allowed {limit:.3g}")
+        for part in PARTS:
+            value, limit, torch_value, size = (getattr(e, part) for e in (found, self.limit, self.torch, self.size))
+            excess = ~(value <= limit)
+            if excess.any():
+                worst = int(torch.where(excess, value / limit.clamp_min(1e-300), 0.0).argmax())
+                off, allowed, theirs = (float(v.flatten()[worst]) for v in (value, limit, torch_value))
+                norm = float(size.flatten()[worst])
+                where, many = _part(part, worst, size.shape), f"{int(excess.sum())} of {excess.numel()} {part} wrong: "
+                faults.append(f"{many}{where} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}")
+        return faults
+
+    def _measure(self, found: Errors, faults: tuple[str, ...]) -> Measure:
+        norm = float(self.size.whole) or 1.0
+        rms = norm / self.exact.numel() ** 0.5
+
+        def worst(e: Errors) -> float:
+            return float((e.tiles / self.size.tiles.clamp_min(rms * NEARLY_ZERO)).max())
+
+        return Measure(
+            self.name,
+            float(found.whole) / norm,
+            float(self.torch.whole) / norm,
+            float(found.largest) / rms,
+            float(self.torch.largest) / rms,
+            float(found.ulp),
+            float(self.torch.ulp),
+            worst(found),
+            worst(self.torch),
+            faults,
+        )
+
+
+def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tensor], factor: float) -> Standard:
+    """The standard for one tensor.
+
+    exact     float64 result of the oracle
+    baseline  the reference in the dtype under test, on the same device
+    jittered  the reference in float32 (or wider) on inputs jittered by one rounding of that dtype
+    """
+    dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
+    zero = torch.zeros((), dtype=torch.float64, device=exact.device)
+    if exact.numel() == 0:
+        nothing = Errors(*[zero] * len(Errors._fields))
+        return Standard(name, dtype, exact.device, exact, rounded, nothing, nothing, nothing)
+    size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
+    theirs = errors(baseline, exact, dtype)
+    number = counts(exact)
+    noise = [errors(j, exact, dtype) for j in jittered]
+    info = torch.finfo(dtype)
+    relative = info.eps / 2 + 2 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    rms = size.whole / number.whole.sqrt()
+    limits = []
+    for field in Errors._fields:
+        their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
+        if field in PARTS:
+            telling = own > NEARLY_ZERO * rms * n.sqrt()
+            their = torch.maximum(their, torch.where(telling, their / own, 0.0).max() * own)
+        floor = FLOOR_ULP if field == "ulp" else relative * own + info.smallest_normal * info.eps * n.sqrt()
+        limits.append(factor * their + floor + torch.stack([getattr(e, field) for e in noise]).amax(0))
+    return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits))
+
+
+def _place(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def _part(part: str, index: int, shape: Sequence[int]) -> str:
+    if part != "tiles":
+        return f"{part[:-1]} {index}"
+    i, j = divmod(index, shape[1])
+    return f"tile [{i * TILE}:{(i + 1) * TILE}, {j * TILE}:{(j + 1) * TILE}]"

@@ -1,0 +1,1 @@
+"""Tests of tilewright.  What several of them need is in `tests/harness`."""

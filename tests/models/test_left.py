@@ -1,0 +1,246 @@
+"""Modules that look like ours and compute something else: each must be left, with the reason."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models.zoo import MODELS
+from tilewright.models import decoder_layers, mlps, norms, patch, rotary
+from tilewright.models.stand_in import Left
+
+
+class Norm(nn.Module):
+    """Right in every respect; each case below breaks one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class EpsIsIgnored(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+
+
+class OffsetIsTwo(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return ((2 + self.weight) * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+
+
+class EpsOutsideTheRoot(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype)
+
+
+class OffsetAddedAtRunTime(Norm):
+    """Adds one, but to a weight rounded to bf16: agrees with 1 + weight in float32 only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight).bfloat16()).to(x.dtype)
+
+
+class Gated(Norm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if gate is None else y * F.silu(gate)
+
+
+class InheritsNoEps(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.eps
+
+
+class DropsOut(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (EpsIsIgnored, "none of the known formulas"),
+        (OffsetIsTwo, "none of the known formulas"),
+        (EpsOutsideTheRoot, "none of the known formulas"),
+        (OffsetAddedAtRunTime, "none of the known formulas"),
+        (DropsOut, "none of the known formulas"),
+        (Gated, "more than one input"),
+        (InheritsNoEps, "no eps"),
+        (lambda: nn.BatchNorm1d(16), "raised ValueError"),
+        (lambda: nn.GroupNorm(4, 16), "raised RuntimeError|none of the known formulas"),
+        (lambda: nn.RMSNorm(16), "no eps"),
+        (lambda: nn.LayerNorm((4, 4)), "more than one dimension"),
+        (lambda: nn.LayerNorm(16, elementwise_affine=False), "no weight"),
+    ],
+)
+def test_norm_is_left(make: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(Left, match=reason):
+        norms.find(make(), None)
+
+
+def test_the_norm_the_cases_break_is_found() -> None:
+    found = norms.find(Norm(), None)
+    assert found is not None
+    assert found.text == "ops.rms_norm, cast then weight (bitwise)"
+
+
+def test_weights_of_one_do_not_hide_the_formula() -> None:
+    class InFloat32(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+            return (self.weight.float() * normed).to(x.dtype)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        found = norms.find(InFloat32().to(dtype), None)
+        assert found is not None
+        assert found.text == "ops.rms_norm, weight in float32 (bitwise)"
+
+
+def test_forward_overridden_on_the_instance_is_left() -> None:
+    module = Norm()
+    module.forward = module.forward  # type: ignore[method-assign]
+    with pytest.raises(Left, match="overridden on the instance"):
+        norms.find(module, None)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 32, bias=False)
+        self.b = nn.Linear(16, 32, bias=False)
+        self.c = nn.Linear(32, 16, bias=False)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.act(self.a(x)) * self.b(x))
+
+
+class SecondIsTheGate(Mlp):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.c(self.act(self.b(hidden)) * self.a(hidden))
+
+
+class Relu(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.a(x)) * self.b(x))
+
+
+class Scaled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * self.c(self.act(self.a(x)) * self.b(x))
+
+
+class Clamped(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.act(self.a(x).clamp(max=1.0)) * self.b(x))
+
+
+class DropsInside(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(F.dropout(self.act(self.a(x)) * self.b(x), 0.5, self.training))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(16, 64)
+        self.out = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.both(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("make", [Relu, Scaled, Clamped, DropsInside, Packed])
+def test_mlp_is_left(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(Left, match="is not down"):
+        mlps.find(make(), None)
+
+
+def test_roles_come_from_behaviour_not_from_names() -> None:
+    found, swapped = mlps.find(Mlp(), None), mlps.find(SecondIsTheGate(), None)
+    assert found is not None
+    assert swapped is not None
+    assert found.text == "ops.swiglu, silu(a) * b (bitwise)"
+    assert swapped.text == "ops.swiglu, silu(b) * a (bitwise)"
+
+
+def test_replaced_forward_keeps_its_argument_name() -> None:
+    model = nn.ModuleList([SecondIsTheGate()])
+    x = torch.randn(3, 16)
+    expected = model[0](hidden=x)
+    patch(model, verify=False)
+    torch.testing.assert_close(model[0](hidden=x), expected)
+    torch.testing.assert_close(model[0](x), expected)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
+def test_activations_are_told_apart(activation: str) -> None:
+    report = patch(MODELS["llama"](hidden_act=activation), verify=False, ops=["mlp"]).report()
+    names = {"gelu": "gelu(gate", "gelu_pytorch_tanh": "gelu_tanh(gate", "silu": "silu(gate"}
+    assert [names[activation] in row.text for row in report.rows if row.kind == "mlp"] == [True, True]
+
+
+def apply_rotary_with_the_wrong_sign(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) - torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+
+    return rotated(q), rotated(k)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(16, 16)
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rotary_with_the_wrong_sign(q, k, cos, sin)
+
+
+def test_wrong_rotation_is_left() -> None:
+    with pytest.raises(Left, match=r"apply_rotary_with_the_wrong_sign\(q, k, cos, sin\) is none of the rotations"):
+        rotary.find(Attention(), None)
+
+
+def test_scaled_residual_is_left() -> None:
+    """Granite multiplies both branches before the add: Llama's layer in all but one factor."""
+    model = MODELS["granite"]()
+    report = patch(model, verify=False).report()
+    assert report.counts() == {"norm": 5, "mlp": 2, "rotary": 2}
+    assert {row.text for row in report.rows if row.kind == "add_norm"} == {
+        "does not compute h = x + attention(norm(x)), then h + mlp(norm(h))"
+    }
+
+
+def test_residual_dropout_is_left() -> None:
+    model = MODELS["phi3"](resid_pdrop=0.1)
+    assert "add_norm" not in patch(model, verify=False).report().counts()
+
+
+def test_hooked_norm_is_not_fused() -> None:
+    model = MODELS["llama"]()
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *_: None)
+    report = patch(model, verify=False).report()
+    assert report.counts()["add_norm"] == 1
+    assert [r.text for r in report.rows if r.kind == "add_norm" and r.status == "left"] == [
+        "post_attention_layernorm has hooks, which a fused call would skip"
+    ]
+
+
+def test_layer_with_one_norm_is_no_candidate() -> None:
+    assert decoder_layers.find(Mlp(), {}, None) is None

@@ -1,0 +1,117 @@
+"""Which modules of each architecture are replaced, exactly, and that the model computes what it did.
+
+Accuracy rule: err(patched, float64) <= 2 x err(unpatched, float64) + floor, the floor being float32's noise in a float64 copy whose
+norms and rotations still run in float32.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.zoo import MODELS, tokens
+from tilewright.models import patch
+from tilewright.models.experts import run_plainly
+
+REPLACED = {
+    "llama": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
+    "qwen2": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
+    "qwen3": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},  # and a norm of q and of k in each layer
+    "mistral": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
+    "gemma2": {"norm": 9, "mlp": 2, "rotary": 2},  # four norms a layer: the add is not next to one norm
+    "gemma3": {"norm": 13, "mlp": 2, "rotary": 2},
+    "phi3": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
+    "deepseek_v2": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},  # one dense MLP, one of shared experts
+    "deepseek_v3": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},
+    "mixtral": {"norm": 5, "rotary": 2, "add_norm": 2},
+    "granite": {"norm": 5, "mlp": 2, "rotary": 2},  # scales what it adds to the residual
+}
+LEFT = {
+    "gemma2": {"add_norm": 2, "attention": 1},
+    "gemma3": {"add_norm": 2, "attention": 1},
+    "deepseek_v2": {"experts": 1, "attention": 1},
+    "deepseek_v3": {"experts": 1, "attention": 1},
+    "mixtral": {"experts": 2, "attention": 1},
+    "granite": {"add_norm": 2, "attention": 1},
+}
+WHAT = {  # one row of each form that must have been recognised
+    "llama": ("model.layers.0.mlp", "ops.swiglu, silu(gate_proj) * up_proj (bitwise)"),
+    "gemma2": ("model.norm", "ops.rms_norm, 1 + weight (bitwise)"),
+    "gemma3": ("model.layers.1.mlp", "ops.geglu, gelu_tanh(gate_proj) * up_proj (bitwise)"),
+    "phi3": ("model.layers.0.mlp", "ops.silu_and_mul, silu on the first half of gate_up_proj (bitwise)"),
+    "qwen3": ("model.layers.0.self_attn.q_norm", "ops.rms_norm, cast then weight (bitwise)"),
+}
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts(name: str) -> None:
+    report = patch(MODELS[name](), verify=False).report()
+    assert report.counts() == REPLACED[name]
+    assert report.counts("left") == LEFT.get(name, {"attention": 1})
+    if name in WHAT:
+        path, text = WHAT[name]
+        assert text in [row.text for row in report.rows if row.path == path]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_accuracy(name: str, dtype: torch.dtype) -> None:
+    ids = tokens()
+    model = MODELS[name]().to(dtype)
+    exact_model = copy.deepcopy(model).double()
+    run_plainly(exact_model)
+    exact, unpatched = logits(exact_model, ids), logits(model, ids)
+    patch(model, verify=False)
+    assert relative_error(logits(model, ids), exact) <= 2 * relative_error(unpatched, exact) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_verify_by_default(name: str) -> None:
+    result = patch(MODELS[name]().bfloat16()).verify(tokens())
+    assert result.passed
+    assert result.reference == "the unpatched model in float32"
+    assert result.tokens == 48
+
+
+def test_cached_decoding_matches() -> None:
+    model = MODELS["llama"]()
+    ids = tokens(1, 8)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    patch(model, verify=False)
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_allow_list_of_kinds_and_ops() -> None:
+    assert patch(MODELS["llama"](), verify=False, ops=["norm"]).report().counts() == {"norm": 5}
+    assert patch(MODELS["llama"](), verify=False, ops=["swiglu", "rotary"]).report().counts() == {"mlp": 2, "rotary": 2}
+    left = [row.text for row in patch(MODELS["llama"](), verify=False, ops=["norm"]).report().rows if row.kind == "mlp"]
+    assert left == ["ops.swiglu is not in ops="] * 2
+
+
+def test_report_groups_layers_and_is_plain_data() -> None:
+    report = patch(MODELS["llama"](), verify=False).report()
+    assert "2 x norm" in str(report)
+    assert "model.layers.*.input_layernorm (LlamaRMSNorm)" in str(report)
+    data = report.to_dict()
+    assert data["replaced"] == REPLACED["llama"]
+    assert data["rows"][0].keys() == {"path", "module_class", "kind", "status", "text"}
+
+
+def test_plain_modules_without_transformers() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.RMSNorm(16, eps=1e-5))
+    p = patch(model, verify=False)
+    assert p.report().counts() == {"norm": 2}
+    x = torch.randn(4, 16)
+    got = model(x)
+    p.undo()
+    torch.testing.assert_close(got, model(x))
