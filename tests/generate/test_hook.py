@@ -46,7 +46,16 @@ TAKEN_OVER = {
     "max_length": {"max_length": 20},
     "mask": {"attention_mask": MASK, "max_new_tokens": 10},
     "eos": {"max_new_tokens": 10, "eos_token_id": [3, 4], "pad_token_id": 0},
+    "default_length": {},
+    "eos_off": {"max_new_tokens": 10, "eos_token_id": None},
     "said_defaults": {"max_new_tokens": 10, "num_beams": 1, "use_cache": True, "repetition_penalty": 1.0},
+}
+SAMPLED = {
+    "from_the_config": {},
+    "no_temperature": {"temperature": None},
+    "no_top_k": {"top_k": None},
+    "other_top_k": {"top_k": 3},
+    "greedy_after_all": {"do_sample": None},
 }
 LEFT_ALONE = {
     "beams": {"max_new_tokens": 10, "num_beams": 2},
@@ -79,6 +88,29 @@ def test_left_to_the_original_with_one_line(model, factory, options, caplog):
     assert len(ours) == 1
     assert "runs as the model defines it" in ours[0].message
     attachment.undo()
+
+
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
+def test_settings_mean_what_they_mean_to_transformers(model, options):
+    """The decoder is given the same generator, so equal settings draw equal tokens."""
+    model.generation_config.update(do_sample=True, temperature=0.6, top_k=40, max_new_tokens=9)
+    torch.manual_seed(3)
+    expected = model.generate(IDS, **options)
+
+    class Same(StaticDecoder):
+        def generate(self, *args, **kwargs):
+            return super().generate(*args, **kwargs, generator=torch.Generator().manual_seed(3))
+
+    attachment = attach_generate(model, lambda batch, length: Same(model, batch_size=batch, max_length=length))
+    assert torch.equal(model.generate(IDS, **options), expected)
+    attachment.undo()
+
+
+def test_a_cache_of_the_caller_goes_to_the_original(model, factory, attached):
+    from transformers import DynamicCache
+
+    assert model.generate(IDS, max_new_tokens=3, past_key_values=DynamicCache(config=model.config)).shape == (2, 15)
+    assert factory.made == []
 
 
 def test_a_generation_config_counts(model, factory, attached):

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from tilewright.bench.rotation import rotate, sets_for
+from tilewright.bench.rotation import rotate
 from tilewright.bench.statistics import Samples
 from tilewright.hardware.ceilings import MIXES, mix_between
 
@@ -26,13 +26,9 @@ _ALIGN = 64  # elements; a ragged length would cost the streams their wide acces
 Call = Callable[[], object]
 
 
-def stream_calls(mix: str, total_bytes: int, device: torch.device, *, sets: int | None = None) -> dict[str, Call]:
-    """Callables that each move `total_bytes` in `mix`, rotating over enough buffers for a cold cache.
-
-    By the mover's name.
-    """
-    count = sets_for(total_bytes, device) if sets is None else sets
-    arrays = [_arrays(mix, total_bytes, device) for _ in range(count)]
+def stream_calls(mix: str, total_bytes: int, device: torch.device, *, sets: int) -> dict[str, Call]:
+    """Callables that each move `total_bytes` in `mix`, rotating over `sets` buffers, by the mover's name."""
+    arrays = [_arrays(mix, total_bytes, device) for _ in range(sets)]
     calls = {"torch": rotate([_torch_mover(mix, *pair) for pair in arrays])}
     if device.type == "cuda" and find_spec("triton") is not None:
         for block in _BLOCKS:
@@ -50,9 +46,7 @@ def bracket(bytes_read: int, bytes_written: int) -> list[str]:
     raise AssertionError(f"a share of {written} lies outside [0, 1]")
 
 
-def floor_calls(
-    bytes_read: int, bytes_written: int, device: torch.device, *, sets: int | None = None
-) -> dict[str, Call]:
+def floor_calls(bytes_read: int, bytes_written: int, device: torch.device, *, sets: int) -> dict[str, Call]:
     """Streams whose times `floor_us` turns into the floor of this traffic; names are "mix/mover"."""
     total = bytes_read + bytes_written
     return {

@@ -27,6 +27,7 @@ Call = Callable[[], object]
 Progress = Callable[[str], None]
 
 KIB, MIB = 1 << 10, 1 << 20
+_LAUNCHES = 64  # calls in one graph, each on input of its own
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class _Meter:
             timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1, sample_us=200)
             return min(us for samples in timed.values() for us in samples.us)
         if small:
-            timed = interleave_graphs(calls, device=self.device, launches=64, rounds=self.rounds)
+            timed = interleave_graphs(calls, device=self.device, launches=_LAUNCHES, rounds=self.rounds)
         else:
             timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1)
         return min(samples.median for samples in timed.values())
@@ -206,10 +207,14 @@ class _Meter:
         return eager, interleave_graphs(calls, device=self.device, launches=200, rounds=3 * self.rounds)["add"].median
 
     def traffic(self, mix: str, size: int) -> float:
-        return self.time(stream_calls(mix, size, self.device), small=size <= 16 * MIB)
+        at_most = (
+            _LAUNCHES if self.device.type == "cuda" else 1024
+        )  # graphs evict the cache between replays, a CPU cannot
+        sets = sets_for(size, self.device, at_most=at_most)
+        return self.time(stream_calls(mix, size, self.device, sets=sets), small=size <= 16 * MIB)
 
     def matmul(self, m: int, n: int, k: int, dtype: torch.dtype) -> float:
-        count = sets_for((m * k + n * k + m * n) * dtype.itemsize, self.device, at_most=64)
+        count = sets_for((m * k + n * k + m * n) * dtype.itemsize, self.device, at_most=_LAUNCHES)
         pairs = [(self._random((m, k), dtype), self._random((n, k), dtype)) for _ in range(count)]
         calls = [_linear(x, w) for x, w in pairs]
         return self.time({"linear": rotate(calls)}, small=m * n * k <= 1 << 31)

@@ -54,7 +54,7 @@ class Effort:
 
 @dataclass
 class Measured:
-    """A case's row and what else there is to say about it. No row when what `auto` picks is wrong; `failures` says so."""
+    """A case's row, and notes. There is no row when what `auto` picks is wrong; `failures` says so."""
 
     row: Row | None
     table: TableChoice | None

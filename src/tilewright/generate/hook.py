@@ -91,22 +91,18 @@ class _Call:
         if model.training:
             raise InputError("the model is in training mode")
         settings = _settings(model, generation_config, kwargs)
-        length = self.input_ids.shape[1]
-        if settings.get("max_new_tokens") is None:
-            settings["max_new_tokens"] = _value(settings, "max_length", 20) - length
-        self.size = (self.input_ids.shape[0], length + settings["max_new_tokens"])
-        if settings["max_new_tokens"] < 1:
-            raise InputError("it leaves no room for a new token")
-        eos, pad = settings.get("eos_token_id"), settings.get("pad_token_id")
+        new_tokens = _new_tokens(model, settings, ids.shape[1])
+        self.size = (ids.shape[0], ids.shape[1] + new_tokens)
+        eos, pad = settings["eos_token_id"], settings["pad_token_id"]
         stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         if self.attention_mask is None and pad is not None and pad not in stops:
-            self.attention_mask = self.input_ids.ne(pad)  # as Transformers infers it
+            self.attention_mask = ids.ne(pad)  # as Transformers infers it
         self.arguments = {
-            "max_new_tokens": settings["max_new_tokens"],
-            "do_sample": bool(settings.get("do_sample")),
-            "temperature": _value(settings, "temperature", 1.0),
-            "top_k": _value(settings, "top_k", 50),
-            "top_p": _value(settings, "top_p", 1.0),
+            "max_new_tokens": new_tokens,
+            "do_sample": bool(settings["do_sample"]),
+            "temperature": _or(settings["temperature"], 1.0),
+            "top_k": _or(settings["top_k"], 0),
+            "top_p": _or(settings["top_p"], 1.0),
             "eos_token_id": stops,
             "pad_token_id": pad,
             "streamer": streamer,
@@ -114,17 +110,41 @@ class _Call:
 
 
 def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Every setting in force that differs from its default. InputError names one that we do not implement."""
-    base = generation_config if generation_config is not None else model.generation_config
-    settings = {**base.to_diff_dict(), **kwargs}
-    defaults = type(base)().to_dict() | type(base)._get_default_generation_params()
+    """Every setting in force, by Transformers' precedence: the call, the given config, the model's, the defaults.
+
+    InputError names one that is set to something we do not implement. A None in the call switches its setting off.
+    """
+    plain = type(model.generation_config)().to_dict()
+    plain |= model.generation_config._get_default_generation_params()
+    settings = dict(plain)
+    for config in (model.generation_config, generation_config):
+        if config is not None:
+            settings |= {name: value for name, value in config.to_dict().items() if value is not None}
+    settings |= kwargs
     for name, value in settings.items():
-        usual = value is None or value is False or value == defaults.get(name)
-        if not (usual or name in _HONOURED or name in _NEUTRAL):
-            raise InputError(f"it sets {name}={value!r}")
+        usual = value is None or value is False or name in _HONOURED or name in _NEUTRAL
+        if not usual and (isinstance(value, torch.Tensor) or value != plain.get(name)):
+            shown = f"={value!r}" if isinstance(value, bool | int | float | str) else ""
+            raise InputError(f"it sets {name}{shown}")
+    # The default length counts new tokens, a given one all tokens.
+    given = [c.max_length for c in (generation_config, model.generation_config) if c is not None]
+    if kwargs.get("max_length") is None and not any(given):
+        settings["max_length"] = None
     return settings
 
 
-def _value(settings: dict[str, Any], name: str, default: Any) -> Any:
-    value = settings.get(name)
+def _new_tokens(model: Any, settings: dict[str, Any], length: int) -> int:
+    """How many tokens the call asks for at most."""
+    new: int = _or(settings["max_new_tokens"], 0)
+    if not new and settings["max_length"] is not None:
+        new = settings["max_length"] - length
+    elif not new:
+        default = model.generation_config._get_default_generation_params()["max_length"]
+        new = min(default, _or(getattr(model.config, "max_position_embeddings", None), length + default) - length)
+    if new < 1:
+        raise InputError("it leaves no room for a new token")
+    return new
+
+
+def _or(value: Any, default: Any) -> Any:
     return default if value is None else value

@@ -26,8 +26,8 @@ def memory(t: Tensor) -> Tensor:
 
 def replica(t: Tensor) -> Tensor:
     """A copy of `t` with memory of its own and the same strides, alignment and surroundings."""
-    copy = torch.empty(0, dtype=t.dtype, device=t.device).set_(memory(t).clone().untyped_storage())
-    return copy.as_strided(t.shape, t.stride(), t.storage_offset())
+    storage = memory(t).clone().untyped_storage()
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.shape, t.stride())
 
 
 def replicas(values: Any) -> Any:

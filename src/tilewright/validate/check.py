@@ -52,7 +52,8 @@ def check(
     start = secrets.randbelow(2**31) if seed is None else seed
     results: list[Result] = []
     done: set[tuple[str, torch.dtype]] = set()
-    for problem in _problems(subject, sample, dtype, place):
+    problems = list(_problems(subject, sample, dtype, place))
+    for problem in problems:
         case = Case(subject, problem.name, problem.make, backend=backend, seed=start + len(results), compiler=compiler)
         place = case.device
         for mode in chosen:

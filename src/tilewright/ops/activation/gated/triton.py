@@ -18,6 +18,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.rows import as_rows
 
 FILL = 512  # tiles wanted before tiles grow: about four for each SM of an H200
+GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 class Config(NamedTuple):
@@ -27,35 +28,29 @@ class Config(NamedTuple):
     num_stages: int = 1
 
 
-# Widths of a tile by warps and 16-byte vectors per thread and tensor, largest first.
-_TILES = ((4, 2), (4, 1), (2, 1), (1, 1))
+def _tiles(dtype: torch.dtype) -> list[Config]:
+    """Tiles by warps and by 16-byte vectors per thread and tensor, largest first."""
+    vector = 16 // dtype.itemsize
+    return [Config(32 * warps * vectors * vector, warps) for warps, vectors in ((4, 2), (4, 1), (2, 1), (1, 1))]
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work; small problems are latency alone."""
+    """The largest tile that still gives every SM work; a small problem is all latency."""
     m, n = bucket
-    vector = 16 // dtype.itemsize
-    sizes = [Config(32 * warps * vectors * vector, warps) for warps, vectors in _TILES]
-    return next((c for c in sizes if m * n >= FILL * c.block), sizes[-1])
+    tiles = _tiles(dtype)
+    return next((c for c in tiles if m * n >= FILL * c.block), tiles[-1])
 
 
-CONFIGS = tuple(
-    dict.fromkeys(
-        configure((m, 14336), dtype) for dtype in (torch.bfloat16, torch.float32) for m in (1, 16, 32, 64, 128, 4096)
-    )
-)
+CONFIGS = (*_tiles(torch.bfloat16), *_tiles(torch.float32))
 CANDIDATES = (
     *(
         Config(block, warps)
-        for block, warps in ((512, 2), (1024, 4), (1024, 2), (2048, 8), (2048, 4), (4096, 8), (4096, 4))
+        for block, warps in ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8))
     ),
-    *(Config(256, 1), Config(512, 1)),
-    *(Config(2048, 4, waves=8), Config(4096, 8, waves=4), Config(8192, 8, waves=4)),
-    *(Config(2048, 4, waves=4, num_stages=3), Config(4096, 8, waves=2, num_stages=3)),
+    *(Config(block, warps) for block, warps in ((4096, 4), (4096, 8), (8192, 8))),
+    *(Config(block, warps, waves=4) for block, warps in ((2048, 4), (4096, 8), (8192, 8))),
+    *(Config(block, warps, waves=2, num_stages=3) for block, warps in ((2048, 4), (4096, 8))),
 )
-
-
-GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 @triton.jit

@@ -1,0 +1,56 @@
+"""A tape must repeat a call for other tensors, and must refuse whenever a pointer's origin is in doubt."""
+
+import pytest
+import torch
+
+from tilewright.jit import tape as module
+from tilewright.jit.tape import Step, Taping
+
+A, B = torch.zeros(8), torch.zeros(8)
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch):
+    monkeypatch.setattr(module, "_current_stream", lambda device: 1000 + device)
+
+
+def recorded(params, bases):
+    launches = []
+    taping = Taping()
+    taping.add(Step(lambda *args: launches.append(args), (4, 1, 1), "function", ("head",), params))
+    return taping.finish(bases), launches
+
+
+def test_replay_puts_new_pointers_where_the_old_ones_were():
+    tape, launches = recorded((A, 5, B, 0.5), (A, B))
+    tape.replay(0, [111, 222])
+    assert launches == [(4, 1, 1, 1000, "function", "head", 111, 5, 222, 0.5)]
+
+
+def test_an_offset_into_a_base_is_kept():
+    tape, launches = recorded((A[2:], B), (A, B))
+    tape.replay(0, [1000, 2000])
+    assert launches[0][-2:] == (1008, 2000)
+
+
+def test_two_inputs_at_one_address_leave_no_tape():
+    assert recorded((A, B), (A, A, B))[0] is None
+
+
+def test_scratch_memory_leaves_no_tape():
+    assert recorded((A, torch.zeros(8)), (A, B))[0] is None
+
+
+def test_a_slice_of_storage_shared_by_two_inputs_leaves_no_tape():
+    packed = torch.zeros(16)
+    gate, up = packed[:8], packed[8:]
+    assert recorded((gate, up), (gate, up))[0] is not None, "each is exactly one input"
+    assert recorded((packed[4:], B), (gate, up, B))[0] is None, "inside both storages"
+
+
+def test_a_spoiled_or_empty_tape_is_none():
+    taping = Taping()
+    assert taping.finish((A,)) is None
+    taping.add(Step(print, (1, 1, 1), None, (), (A,)))
+    taping.spoil()
+    assert taping.finish((A,)) is None

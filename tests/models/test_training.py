@@ -1,0 +1,88 @@
+"""mode="train": gradients of a patched model, by the 3x rule, and a step that learns."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.zoo import MODELS, tokens
+from tilewright.models import patch
+from tilewright.models.experts import run_plainly
+
+
+def gradients(model: nn.Module, ids: Tensor) -> Tensor:
+    """Gradient of the language-model loss in all parameters, as one vector."""
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "deepseek_v2", "deepseek_v3", "mixtral"])
+def test_gradients(name: str, dtype: torch.dtype) -> None:
+    ids = tokens()
+    model = MODELS[name]().to(dtype)
+    wide = copy.deepcopy(model).double()
+    run_plainly(wide)
+    exact, unpatched = gradients(wide, ids), gradients(model, ids)
+    patch(model, mode="train", verify=False)
+    patched = gradients(model, ids)
+    assert patched.numel() == unpatched.numel()
+    assert relative_error(patched, exact) <= 3 * relative_error(unpatched, exact) + 1e-6
+
+
+def test_verify_in_train_mode_compares_gradients() -> None:
+    result = patch(MODELS["llama"]().bfloat16(), mode="train", inputs=tokens()).verify(tokens())
+    assert result.gradients is not None
+    assert result.gradients.limit == 3.0
+    assert 0 < result.gradients.unpatched_error < 0.2
+    assert "gradient error" in str(result)
+
+
+def test_an_op_without_gradient_is_left_in_train_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from tilewright.dispatch import contract
+    from tilewright.models import patching
+
+    without = dataclasses.replace(contract("rms_norm"), gradient=None)
+    monkeypatch.setattr(patching, "contract", lambda name: without if name == "rms_norm" else contract(name))
+    rows = patch(MODELS["llama"](), mode="train", verify=False).report().rows
+    assert {row.text for row in rows if row.kind == "norm"} == {"ops.rms_norm has no gradient"}
+    assert patch(MODELS["llama"](), verify=False).report().counts()["norm"] == 5
+
+
+def test_gradient_checkpointing() -> None:
+    ids = tokens()
+    model = MODELS["llama"]().train()
+    plain = gradients(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    patch(model, mode="train", verify=False)
+    torch.testing.assert_close(gradients(model, ids), plain, rtol=1e-4, atol=1e-6)
+
+
+def test_steps_learn_as_unpatched_ones_do() -> None:
+    ids = tokens()
+
+    def losses(patched: bool) -> list[float]:
+        model = MODELS["llama"]().train()
+        if patched:
+            patch(model, mode="train", verify=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        history = []
+        for _ in range(8):
+            loss = model(input_ids=ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        return history
+
+    ours, theirs = losses(patched=True), losses(patched=False)
+    assert ours[-1] < 0.8 * ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-3)
