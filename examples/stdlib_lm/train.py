@@ -48,8 +48,8 @@ class Recipe:
     batch: int = 32  # sequences
     context: int = 1024  # the longest prompt, about 600 tokens, and room for 400 more
     lr: float = 3e-3
-    weight_decay: float = 0.3
-    noise: float = 0.05  # share of input tokens replaced
+    weight_decay: float = 1.0
+    noise: float = 0.1  # share of input tokens replaced
     average: float = 0.998  # of the weights, over about 500 steps or 7 epochs
     compile: bool = False  # 5 layers train in minutes without; compiling costs a good part of one
 

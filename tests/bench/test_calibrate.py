@@ -82,6 +82,12 @@ def test_the_floor_takes_the_fastest_mover_of_each_mix() -> None:
     assert floor_us(timed, 300, 200) == pytest.approx(8 + (0.4 - 1 / 3) / (0.5 - 1 / 3) * 8)
 
 
+def test_the_floor_of_a_shared_machine_is_its_undisturbed_sample() -> None:
+    timed = {"read/torch": Samples([50.0, 10.0, 40.0])}
+    assert floor_us(timed, 100, 0) == 40.0
+    assert floor_us(timed, 100, 0, shared=True) == 10.0
+
+
 def test_streams_move_what_they_say() -> None:
     calls = floor_calls(2 << 20, 1 << 20, torch.device("cpu"), sets=2)
     assert list(calls) == ["read2_write1/torch"]

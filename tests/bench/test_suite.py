@@ -12,8 +12,10 @@ import torch
 from tilewright.bench import cases, measure, peers, suite
 from tilewright.bench.cases import select
 from tilewright.bench.schema import missing
+from tilewright.bench.statistics import Samples
 from tilewright.bench.suite import run
 from tilewright.bench.tables import write_table
+from tilewright.bench.timing import interleave
 from tilewright.dispatch import Cost, Sample, contract, register_impl, table, unregister_impl
 from tilewright.errors import InputError, UsageError
 
@@ -125,6 +127,39 @@ def test_a_wrong_or_broken_peer_is_left_out_and_named(monkeypatch: pytest.Monkey
     reasons = {note.name: note.reason for note in results.left_out if note.direction == "fwd"}
     assert "wrong before timing" in reasons["wrong"]
     assert "no kernel image" in reasons["broken"]
+
+
+def test_launch_sized_cases_are_timed_as_graphs_and_a_peer_that_cannot_be_captured_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graph capture itself needs a GPU; here a stand-in replays the calls one by one."""
+    refused: list[object] = []
+
+    def capture(call: Callable[[], object], *, launches: int, device: torch.device) -> Callable[[], None]:
+        if len(refused) == 0 and len(taken) == 1:  # the second contestant of the forward: eager, after torch
+            refused.append(call)
+            raise RuntimeError("operation not permitted when stream is capturing")
+        taken.append(call)
+        return lambda: [call() for _ in range(launches)] and None
+
+    def replays(fns: Any, *, device: torch.device, launches: int, rounds: int, evict: bool) -> Any:
+        assert evict
+        timed = interleave(fns, device=device, rounds=rounds, warmup=1)
+        return {name: Samples([us / launches for us in samples.us]) for name, samples in timed.items()}
+
+    taken: list[object] = []
+    monkeypatch.setattr(measure, "launch_sized", lambda total, device: True)
+    monkeypatch.setattr(measure, "capture", capture)
+    monkeypatch.setattr(measure, "interleave_replays", replays)
+    results = small()
+    forward, backward = results.rows
+    assert results.ok, results.failures
+    assert forward.peers == {}
+    assert forward.ratio_auto is None
+    assert forward.graph_us == forward.impls["torch"]
+    assert forward.l2 == "cold"
+    assert set(backward.peers) == {"eager"}
+    assert any(note.name == "eager" and "cannot be captured" in note.reason for note in results.left_out)
 
 
 def test_a_result_faster_than_its_floor_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

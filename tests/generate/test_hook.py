@@ -65,6 +65,7 @@ LEFT_ALONE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")  # Transformers, about its default of 20 tokens
 @pytest.mark.parametrize("options", TAKEN_OVER.values(), ids=TAKEN_OVER)
 def test_taken_over(model, factory, options):
     expected = model.generate(IDS, **options)

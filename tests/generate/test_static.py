@@ -168,6 +168,19 @@ def test_bf16_runs(models):
     assert out.shape == (2, 27)
 
 
+def test_the_model_may_be_cast_between_calls():
+    model = build("llama")
+    ids, _ = prompts(1, 9)
+    decoder = StaticDecoder(model, max_length=64)
+    before = decoder.generate(ids, max_new_tokens=5)
+    half = decoder.cache_bytes // 2
+    model.to(torch.bfloat16)
+    decoder.generate(ids, max_new_tokens=5)
+    assert decoder.cache_bytes == half
+    model.to(torch.float32)
+    assert decoder.generate(ids, max_new_tokens=5).shape == before.shape
+
+
 def test_inside_and_outside_inference_mode(models):
     """Buffers made in one mode are written in the other."""
     model = models("llama")

@@ -1,10 +1,10 @@
-"""Masks, windows and dropout mean after a patch what they meant before; eager attention becomes SDPA for one model only."""
+"""Masks, windows and dropout mean what they meant before the patch; eager attention becomes SDPA for one model only."""
 
 import pytest
 import torch
+from tests.models.zoo import build, tokens
 from torch import Tensor, nn
 
-from tests.models.zoo import MODELS, tokens
 from tilewright.models import patch
 
 
@@ -21,7 +21,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(name: str, side: str) -> None:
     """A padded batch gives each sequence what it gives alone, and the patch changes neither."""
-    model = MODELS[name]()
+    model = build(name)
     short = tokens(1, 14, seed=1)
     padding = torch.zeros(1, 10, dtype=torch.long)
     padded = torch.cat((padding, short) if side == "left" else (short, padding), dim=1)
@@ -37,9 +37,9 @@ def test_padding(name: str, side: str) -> None:
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
 def test_window_is_kept(name: str) -> None:
-    """With every layer of window 4 and two layers, a token sees at most 6 back: changing older ones must change nothing."""
+    """Two layers of window 4 see at most 6 tokens back: changing older ones must change nothing."""
     layers = {} if name == "mistral" else {"layer_types": ["sliding_attention"] * 2}
-    model = MODELS[name](sliding_window=4, **layers)
+    model = build(name, sliding_window=4, **layers)
     patch(model, verify=False)
     ids = tokens(1, 24)
     other = ids.clone()
@@ -50,7 +50,7 @@ def test_window_is_kept(name: str) -> None:
 
 
 def test_attention_dropout_still_drops() -> None:
-    model = MODELS["llama"](attention_dropout=0.5).train()
+    model = build("llama", attention_dropout=0.5).train()
     patch(model, verify=False)
     ids = tokens()
     assert not torch.equal(logits(model, input_ids=ids), logits(model, input_ids=ids))
@@ -61,7 +61,7 @@ def test_attention_dropout_still_drops() -> None:
 def test_eager_becomes_sdpa_for_this_model_alone() -> None:
     from transformers import LlamaForCausalLM
 
-    model = MODELS["llama"](attn_implementation="eager")
+    model = build("llama", attn_implementation="eager")
     shared = model.config
     other = LlamaForCausalLM(shared)
     ids = tokens()
@@ -89,7 +89,7 @@ def test_eager_becomes_sdpa_for_this_model_alone() -> None:
     ],
 )
 def test_attention_is_left(name: str, options: dict[str, object], reason: str) -> None:
-    model = MODELS[name](**options)
+    model = build(name, **options)
     before = model.config
     rows = [row for row in patch(model, verify=False).report().rows if row.kind == "attention"]
     assert [row.status for row in rows] == ["left"]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tests.models.zoo import build, tokens
 from torch import nn
 
-from tests.models.zoo import MODELS, tokens
 from tilewright.models import patch
 
 
@@ -17,7 +17,7 @@ def _fresh() -> None:
 def test_fullgraph(name: str) -> None:
     """DeepSeek's experts are asked for data-dependent shapes, so only its dense layers are compiled here."""
     dense = {"first_k_dense_replace": 2} if "deepseek" in name else {}
-    model = MODELS[name](**dense)
+    model = build(name, **dense)
     patch(model, verify=False)
     ids = tokens()
     with torch.no_grad():
@@ -28,7 +28,7 @@ def test_fullgraph(name: str) -> None:
 
 def test_training_step_compiles() -> None:
     ids = tokens()
-    model = MODELS["llama"]().train()
+    model = build("llama").train()
     patch(model, mode="train", verify=False)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -46,20 +46,19 @@ def test_regional_compile_traces_one_layer_for_all() -> None:
         graphs.append(graph)
         return graph
 
-    model = MODELS["llama"](num_hidden_layers=4)
+    model = build("llama", num_hidden_layers=4)
     patch(model, verify=False)
     mlps: list[nn.Module] = [layer.mlp for layer in model.model.layers]
     x = torch.randn(2, 8, 32)
     with torch.no_grad():
         for mlp in mlps:
-            torch.compile(mlp.forward, backend=counting, fullgraph=True, dynamic=False)
             mlp.compile(backend=counting, fullgraph=True, dynamic=False)
             mlp(x)
     assert len(graphs) == 1
 
 
 def test_undo_after_compile_runs_the_original() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     ids = tokens()
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits

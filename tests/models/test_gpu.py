@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-
 from tests.models.test_replaced import REPLACED, logits, relative_error
-from tests.models.zoo import MODELS, tokens
+from tests.models.zoo import build, tokens
+
 from tilewright.models import patch
 from tilewright.models.experts import run_plainly
 
@@ -20,7 +20,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
 def test_accuracy(name: str, backend: str | None, dtype: torch.dtype) -> None:
     ids = tokens(2, 200).cuda()
     options = {"head_dim": 64} if name in ("qwen3", "gemma2", "gemma3") else {}
-    model = MODELS[name](**{**WIDE, **options}).cuda().to(dtype)
+    model = build(name, **{**WIDE, **options}).cuda().to(dtype)
     wide = copy.deepcopy(model).double()
     run_plainly(wide)
     exact, unpatched = logits(wide, ids), logits(model, ids)
@@ -33,14 +33,14 @@ def test_accuracy(name: str, backend: str | None, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
 def test_verify_by_default(name: str) -> None:
-    model = MODELS[name](**WIDE).cuda().bfloat16()
+    model = build(name, **WIDE).cuda().bfloat16()
     assert patch(model, mode="train").verify(tokens(4, 256)).passed
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode: str) -> None:
     torch._dynamo.reset()
-    model = MODELS["llama"](**WIDE).cuda().bfloat16()
+    model = build("llama", **WIDE).cuda().bfloat16()
     patch(model, verify=False)
     ids = tokens(2, 64).cuda()
     with torch.no_grad():

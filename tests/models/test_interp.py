@@ -7,8 +7,7 @@ import copy
 
 import pytest
 import torch
-
-from tests.models.zoo import MODELS, tokens
+from tests.models.zoo import build, tokens
 
 pytestmark = pytest.mark.interp
 
@@ -17,11 +16,12 @@ pytestmark = pytest.mark.interp
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "deepseek_v3"])
 def test_patched_model_runs_triton(name: str, dtype: torch.dtype) -> None:
     from tests.models.test_replaced import logits, relative_error
+
     from tilewright.models import patch
     from tilewright.models.experts import run_plainly
 
     ids = tokens(1, 12)
-    model = MODELS[name]().to(dtype)
+    model = build(name).to(dtype)
     wide = copy.deepcopy(model).double()
     run_plainly(wide)
     exact, unpatched = logits(wide, ids), logits(model, ids)
@@ -33,10 +33,11 @@ def test_patched_model_runs_triton(name: str, dtype: torch.dtype) -> None:
 
 def test_training_step_runs_triton() -> None:
     from tests.models.test_training import gradients, relative_error
+
     from tilewright.models import patch
 
     ids = tokens(1, 12)
-    model = MODELS["llama"]()
+    model = build("llama")
     exact, unpatched = gradients(copy.deepcopy(model).double(), ids), gradients(model, ids)
     patch(model, mode="train", verify=False, backend="triton")
     assert relative_error(gradients(model, ids), exact) <= 3 * relative_error(unpatched, exact) + 1e-6

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.models.zoo import build
 from torch import Tensor, nn
 
-from tests.models.zoo import MODELS
 from tilewright.models import decoder_layers, mlps, norms, patch, rotary
 from tilewright.models.stand_in import Left
 
@@ -190,7 +190,7 @@ def test_replaced_forward_keeps_its_argument_name() -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "silu"])
 def test_activations_are_told_apart(activation: str) -> None:
-    report = patch(MODELS["llama"](hidden_act=activation), verify=False, ops=["mlp"]).report()
+    report = patch(build("llama", hidden_act=activation), verify=False, ops=["mlp"]).report()
     names = {"gelu": "gelu(gate", "gelu_pytorch_tanh": "gelu_tanh(gate", "silu": "silu(gate"}
     assert [names[activation] in row.text for row in report.rows if row.kind == "mlp"] == [True, True]
 
@@ -219,7 +219,7 @@ def test_wrong_rotation_is_left() -> None:
 
 def test_scaled_residual_is_left() -> None:
     """Granite multiplies both branches before the add: Llama's layer in all but one factor."""
-    model = MODELS["granite"]()
+    model = build("granite")
     report = patch(model, verify=False).report()
     assert report.counts() == {"norm": 5, "mlp": 2, "rotary": 2}
     assert {row.text for row in report.rows if row.kind == "add_norm"} == {
@@ -228,12 +228,12 @@ def test_scaled_residual_is_left() -> None:
 
 
 def test_residual_dropout_is_left() -> None:
-    model = MODELS["phi3"](resid_pdrop=0.1)
+    model = build("phi3", resid_pdrop=0.1)
     assert "add_norm" not in patch(model, verify=False).report().counts()
 
 
 def test_hooked_norm_is_not_fused() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *_: None)
     report = patch(model, verify=False).report()
     assert report.counts()["add_norm"] == 1

@@ -1,16 +1,16 @@
 """Which modules of each architecture are replaced, exactly, and that the model computes what it did.
 
-Accuracy rule: err(patched, float64) <= 2 x err(unpatched, float64) + floor, the floor being float32's noise in a float64 copy whose
-norms and rotations still run in float32.
+Accuracy rule: err(patched, float64) <= 2 x err(unpatched, float64) + floor, the floor being float32's noise in a
+float64 copy whose norms and rotations still run in float32.
 """
 
 import copy
 
 import pytest
 import torch
+from tests.models.zoo import MODELS, build, tokens
 from torch import Tensor, nn
 
-from tests.models.zoo import MODELS, tokens
 from tilewright.models import patch
 from tilewright.models.experts import run_plainly
 
@@ -55,7 +55,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_counts(name: str) -> None:
-    report = patch(MODELS[name](), verify=False).report()
+    report = patch(build(name), verify=False).report()
     assert report.counts() == REPLACED[name]
     assert report.counts("left") == LEFT.get(name, {"attention": 1})
     if name in WHAT:
@@ -67,7 +67,7 @@ def test_counts(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_accuracy(name: str, dtype: torch.dtype) -> None:
     ids = tokens()
-    model = MODELS[name]().to(dtype)
+    model = build(name).to(dtype)
     exact_model = copy.deepcopy(model).double()
     run_plainly(exact_model)
     exact, unpatched = logits(exact_model, ids), logits(model, ids)
@@ -77,14 +77,14 @@ def test_accuracy(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
 def test_verify_by_default(name: str) -> None:
-    result = patch(MODELS[name]().bfloat16()).verify(tokens())
+    result = patch(build(name).bfloat16()).verify(tokens())
     assert result.passed
     assert result.reference == "the unpatched model in float32"
     assert result.tokens == 48
 
 
 def test_cached_decoding_matches() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     ids = tokens(1, 8)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     patch(model, verify=False)
@@ -92,14 +92,14 @@ def test_cached_decoding_matches() -> None:
 
 
 def test_allow_list_of_kinds_and_ops() -> None:
-    assert patch(MODELS["llama"](), verify=False, ops=["norm"]).report().counts() == {"norm": 5}
-    assert patch(MODELS["llama"](), verify=False, ops=["swiglu", "rotary"]).report().counts() == {"mlp": 2, "rotary": 2}
-    left = [row.text for row in patch(MODELS["llama"](), verify=False, ops=["norm"]).report().rows if row.kind == "mlp"]
+    assert patch(build("llama"), verify=False, ops=["norm"]).report().counts() == {"norm": 5}
+    assert patch(build("llama"), verify=False, ops=["swiglu", "rotary"]).report().counts() == {"mlp": 2, "rotary": 2}
+    left = [row.text for row in patch(build("llama"), verify=False, ops=["norm"]).report().rows if row.kind == "mlp"]
     assert left == ["ops.swiglu is not in ops="] * 2
 
 
 def test_report_groups_layers_and_is_plain_data() -> None:
-    report = patch(MODELS["llama"](), verify=False).report()
+    report = patch(build("llama"), verify=False).report()
     assert "2 x norm" in str(report)
     assert "model.layers.*.input_layernorm (LlamaRMSNorm)" in str(report)
     data = report.to_dict()

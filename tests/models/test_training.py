@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from tests.models.zoo import build, tokens
 from torch import Tensor, nn
 
-from tests.models.zoo import MODELS, tokens
 from tilewright.models import patch
 from tilewright.models.experts import run_plainly
 
@@ -26,7 +26,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "deepseek_v2", "deepseek_v3", "mixtral"])
 def test_gradients(name: str, dtype: torch.dtype) -> None:
     ids = tokens()
-    model = MODELS[name]().to(dtype)
+    model = build(name).to(dtype)
     wide = copy.deepcopy(model).double()
     run_plainly(wide)
     exact, unpatched = gradients(wide, ids), gradients(model, ids)
@@ -37,7 +37,7 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 def test_verify_in_train_mode_compares_gradients() -> None:
-    result = patch(MODELS["llama"]().bfloat16(), mode="train", inputs=tokens()).verify(tokens())
+    result = patch(build("llama").bfloat16(), mode="train", inputs=tokens()).verify(tokens())
     assert result.gradients is not None
     assert result.gradients.limit == 3.0
     assert 0 < result.gradients.unpatched_error < 0.2
@@ -52,14 +52,14 @@ def test_an_op_without_gradient_is_left_in_train_mode(monkeypatch: pytest.Monkey
 
     without = dataclasses.replace(contract("rms_norm"), gradient=None)
     monkeypatch.setattr(patching, "contract", lambda name: without if name == "rms_norm" else contract(name))
-    rows = patch(MODELS["llama"](), mode="train", verify=False).report().rows
+    rows = patch(build("llama"), mode="train", verify=False).report().rows
     assert {row.text for row in rows if row.kind == "norm"} == {"ops.rms_norm has no gradient"}
-    assert patch(MODELS["llama"](), verify=False).report().counts()["norm"] == 5
+    assert patch(build("llama"), verify=False).report().counts()["norm"] == 5
 
 
 def test_gradient_checkpointing() -> None:
     ids = tokens()
-    model = MODELS["llama"]().train()
+    model = build("llama").train()
     plain = gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     patch(model, mode="train", verify=False)
@@ -70,7 +70,7 @@ def test_steps_learn_as_unpatched_ones_do() -> None:
     ids = tokens()
 
     def losses(patched: bool) -> list[float]:
-        model = MODELS["llama"]().train()
+        model = build("llama").train()
         if patched:
             patch(model, mode="train", verify=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

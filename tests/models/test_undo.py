@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.zoo import MODELS, build, tokens
 from torch import Tensor, nn
 
-from tests.models.zoo import MODELS, tokens
 from tilewright.errors import InputError, PatchError
 from tilewright.models import patch
 from tilewright.models.specialise import Patched
@@ -31,7 +31,7 @@ def inside(model: nn.Module) -> list[tuple[str, type, Any, list[str], list[int]]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_undo_is_bit_identical(name: str) -> None:
-    model = MODELS[name]()
+    model = build(name)
     before, expected = inside(model), logits(model)
     p = patch(model, verify=False)
     assert any(isinstance(m, Patched) for m in model.modules())
@@ -45,7 +45,7 @@ def test_process_is_untouched(name: str) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    model, other = MODELS[name](), MODELS[name]()
+    model, other = build(name), build(name)
     modules = {type(m).__module__ for m in model.modules() if "transformers" in type(m).__module__}
     classes = {type(m) for m in model.modules() if "transformers" in type(m).__module__}
 
@@ -80,7 +80,7 @@ def test_probing_leaves_random_state_and_buffers() -> None:
 
 
 def test_state_dict_and_names_are_unchanged() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     before, shown = model.state_dict(), repr(model)
     patch(model, verify=False)
     after = model.state_dict()
@@ -90,7 +90,7 @@ def test_state_dict_and_names_are_unchanged() -> None:
 
 
 def test_a_copy_stays_patched_and_has_its_own_weights() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     p = patch(model, verify=False)
     expected = logits(model)
     twin = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_a_copy_stays_patched_and_has_its_own_weights() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "deepseek_v2"])
 def test_pickle_round_trip_stays_patched(name: str) -> None:
-    model = MODELS[name]()
+    model = build(name)
     patch(model, verify=False)
     again = pickle.loads(pickle.dumps(model))
     assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
@@ -113,7 +113,7 @@ def test_pickle_round_trip_stays_patched(name: str) -> None:
 
 
 def test_context_manager_undoes() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     before = inside(model)
     with patch(model, verify=False):
         assert inside(model) != before
@@ -121,12 +121,12 @@ def test_context_manager_undoes() -> None:
 
 
 def test_context_manager_after_explicit_undo() -> None:
-    with patch(MODELS["llama"](), verify=False) as p:
+    with patch(build("llama"), verify=False) as p:
         p.undo()
 
 
 def test_patching_twice_is_refused() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     p = patch(model, verify=False)
     with pytest.raises(PatchError, match=r"already patched \(model.layers.0\)"):
         patch(model, verify=False)
@@ -135,7 +135,7 @@ def test_patching_twice_is_refused() -> None:
 
 
 def test_undoing_twice_is_refused() -> None:
-    p = patch(MODELS["llama"](), verify=False)
+    p = patch(build("llama"), verify=False)
     p.undo()
     with pytest.raises(PatchError, match="already undone"):
         p.undo()
@@ -144,7 +144,7 @@ def test_undoing_twice_is_refused() -> None:
 
 
 def test_class_changed_after_patching_is_noticed() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     p = patch(model, verify=False)
     norm = model.model.norm
     norm.__class__ = type("Sharded", (type(norm),), {})
@@ -155,7 +155,7 @@ def test_class_changed_after_patching_is_noticed() -> None:
 def test_nothing_to_replace() -> None:
     with pytest.raises(PatchError, match="nothing in Sequential can be replaced"):
         patch(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), verify=False)
-    model = MODELS["mixtral"]()
+    model = build("mixtral")
     before = inside(model)
     with pytest.raises(PatchError, match="experts are not replaced"):
         patch(model, verify=False, ops=["mlp"])
@@ -163,7 +163,7 @@ def test_nothing_to_replace() -> None:
 
 
 def test_wrong_arguments() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     with pytest.raises(InputError, match="mode='eval'; allowed: 'inference', 'train'"):
         patch(model, mode="eval")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="ops has rmsnorm; allowed: kinds norm, mlp"):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.zoo import build, tokens
 from torch import Tensor, nn
 
-from tests.models.zoo import MODELS, tokens
 from tilewright import ops
 from tilewright.errors import InputError, VerificationError
 from tilewright.models import Agreement, Comparison, patch
@@ -32,7 +32,7 @@ def test_comparison_rule() -> None:
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, "float64"), (torch.bfloat16, "float32")])
 def test_result_names_its_reference(dtype: torch.dtype, wide: str) -> None:
-    result = patch(MODELS["llama"]().to(dtype), verify=False).verify()
+    result = patch(build("llama").to(dtype), verify=False).verify()
     assert result.reference == f"the unpatched model in {wide}"
     assert result.tokens == 256
     assert 0 < result.logits.unpatched_error < 0.1
@@ -54,14 +54,14 @@ def coarser(function: Any, factor: float) -> Any:
 def test_a_wrong_kernel_is_caught_and_the_model_given_back(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe asks the torch backend, so a wrong kernel passes it; verification runs what the model will run."""
     monkeypatch.setattr(ops, "swiglu", coarser(ops.swiglu, factor))
-    model = MODELS["llama"]().bfloat16()
+    model = build("llama").bfloat16()
     with pytest.raises(VerificationError, match="lost accuracy"):
         patch(model, inputs=tokens())
     assert not any(isinstance(m, Patched) for m in model.modules())
 
 
 def test_verification_leaves_the_model_as_it_was() -> None:
-    model = MODELS["llama"]()
+    model = build("llama")
     model.train()
     model.model.norm.eval()
     p = patch(model, mode="train", inputs=tokens())
@@ -73,7 +73,7 @@ def test_verification_leaves_the_model_as_it_was() -> None:
 
 
 def test_only_unmasked_positions_count() -> None:
-    p = patch(MODELS["llama"](), verify=False)
+    p = patch(build("llama"), verify=False)
     ids = tokens(2, 10)
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
@@ -90,5 +90,5 @@ def test_model_without_a_vocabulary_needs_inputs() -> None:
 
 
 def test_base_model_is_verified_on_hidden_states() -> None:
-    base = MODELS["llama"]().model
+    base = build("llama").model
     assert patch(base, inputs=tokens()).verify(tokens()).passed

@@ -1,6 +1,5 @@
 """Tiny random models of every architecture the patch promises, built from configurations alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,17 +35,31 @@ _LATENT: dict[str, Any] = {  # multi-head latent attention and mixture of expert
 }
 
 
-def _build(name: str, **options: Any) -> nn.Module:
-    """`name` is the prefix of transformers' Config and ForCausalLM classes."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # prefix and suffix of transformers' Config class, and options
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3Text", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "phi3": ("Phi3", {}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "granite": ("Granite", {"residual_multiplier": 0.5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """A model of `MODELS` in evaluation mode and float32; `options` override its configuration."""
     import transformers
 
     attention = options.pop("attn_implementation", "sdpa")
-    config = getattr(transformers, f"{name.removesuffix('Text')}{'Text' if name.endswith('Text') else ''}Config")(
-        **{**_COMMON, **options}
-    )
+    prefix, own = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **own, **options})
     config._attn_implementation = attention
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+    model: nn.Module = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     _randomise_vectors(model)
     return model.eval()
 
@@ -57,21 +70,6 @@ def _randomise_vectors(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "llama": lambda **o: _build("Llama", **o),
-    "qwen2": lambda **o: _build("Qwen2", **o),
-    "qwen3": lambda **o: _build("Qwen3", head_dim=8, **o),
-    "mistral": lambda **o: _build("Mistral", **{"sliding_window": 8, **o}),
-    "gemma2": lambda **o: _build("Gemma2", head_dim=8, sliding_window=8, query_pre_attn_scalar=8, **o),
-    "gemma3": lambda **o: _build("Gemma3Text", head_dim=8, sliding_window=8, query_pre_attn_scalar=8, **o),
-    "phi3": lambda **o: _build("Phi3", **o),
-    "deepseek_v2": lambda **o: _build("DeepseekV2", **{**_LATENT, "topk_method": "group_limited_greedy", **o}),
-    "deepseek_v3": lambda **o: _build("DeepseekV3", **{**_LATENT, **o}),
-    "granite": lambda **o: _build("Granite", **{"residual_multiplier": 0.5, **o}),
-    "mixtral": lambda **o: _build("Mixtral", num_local_experts=4, num_experts_per_tok=2, **o),
-}
 
 
 def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:

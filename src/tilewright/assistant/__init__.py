@@ -3,7 +3,8 @@
     opt = optimize(model, input_ids, prompts=texts, tokenizer=tokenizer)
     opt.report.save("report.html")
 
-`analyze` is the same without changes. `load` opens a model folder or a Python factory, `terminal` prints, `html` renders.
+`analyze` is the same without changes. `load` opens a model folder or a Python factory, `terminal` prints, `html`
+renders.
 """
 
 from tilewright.assistant.loop import Optimization, analyze, optimize

@@ -1,7 +1,7 @@
 """Who did it: a stack of module paths kept by hooks while a model runs, for costs, memory and profiler labels.
 
-Compiled modules are one unit: a hook on them, or inside them, would be traced into the graph and recompile it. They are labelled from
-outside, around the compiled call.
+Compiled modules are one unit: a hook on them, or inside them, would be traced into the graph and recompile it. They are
+labelled from outside, around the compiled call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flops, bytes and live memory of one eager forward, by module, counted at the level of aten ops.
 
-`CostMode` sees every op after autograd has taken composite ops apart. Bytes are counted twice on purpose: `bytes_eager` is what the eager
-ops move (each reads its inputs, writes its outputs), `bytes_ideal` what a module that fuses everything inside would move (its inputs,
-parameters and outputs once). The gap between them is what fusion can win.
+`CostMode` sees every op after autograd has taken composite ops apart. Bytes are counted twice on purpose: `bytes_eager`
+is what the eager ops move (each reads its inputs, writes its outputs), `bytes_ideal` what a module that fuses
+everything inside would move (its inputs, parameters and outputs once). The gap between them is what fusion can win.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Attention:
 
 @dataclass
 class ModuleCost:
-    """Costs of one module over one forward. All but `peak_bytes` and `bytes_ideal` are its own, without its children's."""
+    """Costs of one module over one forward; without its children's, but for `peak_bytes` and `bytes_ideal_*`."""
 
     path: str
     module_class: str
@@ -89,7 +89,9 @@ class Costs:
 
 
 def count(model: nn.Module, run: Any) -> Costs:
-    """Costs of one `run()` of `model`, an eager forward. Slower than the forward itself by the price of a Python call per op."""
+    """Costs of one `run()` of `model`, an eager forward. Slower than the forward itself by the price of a Python call
+    per op.
+    """
     mode = CostMode()
     with torch.no_grad(), around_modules(model, mode.entering), ideal_bytes(model, mode), mode:
         run()
@@ -213,7 +215,9 @@ def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[in
 def _matmul(func: Any, args: Any) -> Matmul:
     first = _MATMUL_AT[func._overloadpacket]
     a, b = args[first], args[first + 1]
-    return Matmul(a.shape[-2], b.shape[-1], a.shape[-1], a.shape[0] if a.dim() == 3 else 1, str(a.dtype).removeprefix("torch."))
+    return Matmul(
+        a.shape[-2], b.shape[-1], a.shape[-1], a.shape[0] if a.dim() == 3 else 1, str(a.dtype).removeprefix("torch.")
+    )
 
 
 def _is_attention(func: Any) -> bool:

@@ -1,7 +1,7 @@
 """How often torch.compile would have to leave the graph, and where: `torch._dynamo.explain`, read defensively.
 
-Dynamo is asked to trace code that it has never seen. When it fails on it, that is an observation about the model, not an error of ours,
-and is reported in words.
+Dynamo is asked to trace code that it has never seen. When it fails on it, that is an observation about the model, not
+an error of ours, and is reported in words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tilewright.log import logger
 
 @dataclass
 class GraphBreaks:
-    """graphs: parts the forward falls into (1 is whole); None when Dynamo failed. reasons: one line each, with file and line."""
+    """graphs: parts the forward falls into (1 is whole); None when Dynamo failed. reasons: one line each, with file and
+    line.
+    """
 
     graphs: int | None
     breaks: int | None
@@ -41,7 +43,9 @@ def graph_breaks(model: nn.Module, run: Callable[[nn.Module], object]) -> GraphB
     finally:
         dynamo_log.setLevel(level)
         torch._dynamo.reset()
-    return GraphBreaks(found.graph_count, found.graph_break_count, [_in_words(reason) for reason in found.break_reasons])
+    return GraphBreaks(
+        found.graph_count, found.graph_break_count, [_in_words(reason) for reason in found.break_reasons]
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -5,8 +5,8 @@
     opt.model.generate(...)                  # the same object that was given, with what was kept
     opt.undo()                               # and as it was again
 
-Changes are tried on a copy. Only what was kept is applied to the model itself, and the copy, stripped of everything, is the baseline of
-the final timing. Where a copy does not fit the device, changes are put on and taken off in place.
+Changes are tried on a copy. Only what was kept is applied to the model itself, and the copy, stripped of everything, is
+the baseline of the final timing. Where a copy does not fit the device, changes are put on and taken off in place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from tilewright.assistant.changes import Change, Scene, Verdict, chosen
@@ -77,7 +78,7 @@ def optimize(
     changes: Sequence[Change] | None = None,
     new_tokens: int = 32,
     batch_size: int = 8,
-    max_logit_error: float | None = None,
+    accept_dtype: torch.dtype | None = None,
     budget_s: float | None = None,
     seed: int = 0,
     ceilings: Ceilings | None = None,
@@ -86,12 +87,16 @@ def optimize(
     """Make `model` faster on `inputs`, keeping only what is measured faster and verified accurate.
 
     inputs: a tensor, tuple or mapping for one forward call, or a list of those; None takes a prompt of median length.
-    goal: "latency" times one request (prefill and `new_tokens` greedy tokens), "throughput" a batch of `batch_size` of them.
+    goal: "latency" times one request (prefill and `new_tokens` greedy tokens), "throughput" a batch of `batch_size` of
+    them.
     prompts: strings (with `tokenizer`) or token ids: accuracy and perplexity are judged on them, else on `inputs`.
     allow: names of changes to try; None tries all. changes: other Change objects to try instead of the catalogue.
-    max_logit_error: relative logit error that is acceptable even where the unpatched model has less (bf16 of a float32 model needs 0.02 or so).
-    budget_s: wall time to aim at, 150 s by default; what is left is divided among the changes not yet tried. Compilation is not interrupted.
-    ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set. progress: called with one line a step.
+    accept_dtype: a number format whose accuracy is good enough: changes are held against the unchanged model cast to
+    it. None is the model's own.
+    budget_s: wall time to aim at, 150 s by default; what is left is divided among the changes not yet tried.
+    Compilation is not interrupted.
+    ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set. progress: called with
+    one line a step.
 
     A module that is no language model is timed on its forward call alone. Raises InputError for inputs it cannot use.
     """
@@ -99,11 +104,13 @@ def optimize(
     clock = _Stages()
     deadline = time.perf_counter() + (BUDGET_S if budget_s is None else budget_s)
     with clock.stage("observe"):
-        work = workload(model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size)
+        work = workload(
+            model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
+        )
         scene = _scene(model, work, ceilings, say)
     records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
     with clock.stage("reference and control"):
-        trials = Trials(scene, seed=seed, tolerance=max_logit_error, deadline=deadline, say=say)
+        trials = Trials(scene, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
         trials.take_control(shares=len(proposals) + 2)
     for place, item in enumerate(proposals):
         with clock.stage(item.change.name):
@@ -131,15 +138,19 @@ def analyze(
     ceilings: Ceilings | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """`optimize` without changes: what was observed, how far it is from this machine's ceilings, and what is worth trying."""
+    """`optimize` without changes: what was observed, how far it is from this machine's ceilings, and what is worth
+    trying.
+    """
     say = progress or (lambda line: None)
     clock = _Stages()
     with clock.stage("observe"):
-        work = workload(model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size)
+        work = workload(
+            model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
+        )
         scene = _scene(model, work, ceilings, say)
     records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
     records += [ChangeRecord.of(item.change, "proposed", item.reason, item.predicted) for item in proposals]
-    return _report("analyze", scene, records, clock.seconds, [])
+    return _report("analyze", scene, records, clock.seconds)
 
 
 @dataclass(frozen=True)
@@ -151,9 +162,7 @@ class Proposal:
     predicted: Prediction
 
 
-def _scene(
-    model: nn.Module, work: Workload, ceilings: Ceilings | None, say: Progress
-) -> Scene:
+def _scene(model: nn.Module, work: Workload, ceilings: Ceilings | None, say: Progress) -> Scene:
     if ceilings is None:
         ceilings = stored.load(work.device)
     if ceilings is None:
@@ -179,7 +188,9 @@ def _propose(scene: Scene, candidates: Sequence[Change]) -> tuple[list[ChangeRec
     return refused, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))
 
 
-def _report(kind: Literal["optimize", "analyze"], scene: Scene, records: list[ChangeRecord], seconds: dict[str, float]) -> Report:
+def _report(
+    kind: Literal["optimize", "analyze"], scene: Scene, records: list[ChangeRecord], seconds: dict[str, float]
+) -> Report:
     work, seen = scene.work, scene.seen
     return Report(
         kind=kind,

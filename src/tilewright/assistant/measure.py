@@ -1,8 +1,8 @@
 """Measure: two models, the same calls, in turn, in one process.
 
-The number of rounds follows from a pilot round and the time allowed, before the first sample is looked at: choosing when to stop by the
-result would make the interval a lie. Where only one copy of the model fits the device, blocks of rounds with and without the change
-alternate instead of single calls.
+The number of rounds follows from a pilot round and the time allowed, before the first sample is looked at: choosing
+when to stop by the result would make the interval a lie. Where only one copy of the model fits the device, blocks of
+rounds with and without the change alternate instead of single calls.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Comparison:
 
 
 def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Comparison:
-    """Time both sides for about `seconds`. Both must have run once already: compilation and graph capture are no samples."""
+    """Time both sides for about `seconds`. Both must have run once already: compilation and graph capture are no
+    samples.
+    """
     began = time.perf_counter()
     with torch.no_grad():
         sides = {"before": before, "after": after}
@@ -78,7 +80,9 @@ def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Com
 
 
 def calls(model: nn.Module, work: Workload) -> dict[str, Callable[[], object]]:
-    """What is timed: the prefill and, for a language model, a short and a full request, whose difference is pure decoding."""
+    """What is timed: the prefill and, for a language model, a short and a full request, whose difference is pure
+    decoding.
+    """
     if not work.generates:
         return {"forward": lambda: work.forward(model)}
     return {
@@ -131,7 +135,12 @@ def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
         found.insert(0, _rate(found[0], "throughput", "tokens/s", 1e3 * work.batch * work.new_tokens))
     if steps:
         decode = tuple(
-            Samples([max(full - short, 1e-3) / steps for full, short in zip(samples[f"{side}:request"].us, samples[f"{side}:short"].us, strict=True)])
+            Samples(
+                [
+                    max(full - short, 1e-3) / steps
+                    for full, short in zip(samples[f"{side}:request"].us, samples[f"{side}:short"].us, strict=True)
+                ]
+            )
             for side in ("before", "after")
         )
         found.append(_metric("decode", "ms/token", (decode[0], decode[1]), 1e-3))
@@ -160,5 +169,5 @@ def _metric(name: str, unit: str, both: tuple[Samples, Samples], scale: float) -
 def _rate(time_ms: Metric, name: str, unit: str, work_per_s: float) -> Metric:
     """A time turned into a rate; the gain is the same number."""
     t = time_ms
-    rates = [work_per_s / ms for ms in (t.before, t.before_high, t.before_low, t.after, t.after_high, t.after_low)]
-    return Metric(name, unit, *rates, t.gain, t.gain_low, t.gain_high)
+    b, b_low, b_high, a, a_low, a_high = (work_per_s / ms for ms in (t.before, t.before_high, t.before_low, t.after, t.after_high, t.after_low))
+    return Metric(name, unit, b, b_low, b_high, a, a_low, a_high, t.gain, t.gain_low, t.gain_high)

@@ -1,6 +1,7 @@
 """Observe: what one forward and one decoding step cost, module by module, before anything is changed.
 
-Everything here is measured or counted on the given inputs; nothing is estimated. Wall times come from unprofiled calls, shares from the profiler.
+Everything here is measured or counted on the given inputs; nothing is estimated. Wall times come from unprofiled calls,
+shares from the profiler.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ Say = Callable[[str], None]
 
 @dataclass
 class Phase:
-    """One kind of call: "prefill" (the example) or "decode" (one more token). Times in us, without a profiler in `wall_us` alone.
+    """One kind of call: "prefill" (the example) or "decode" (one more token). Times in us, without a profiler in
+    `wall_us` alone.
 
-    calls: how many of them one request makes. idle_share: share of the wall time without a kernel, on a GPU; None on a CPU.
+    calls: how many of them one request makes. idle_share: share of the wall time without a kernel, on a GPU; None on a
+    CPU.
     costs: flops, bytes and memory by module; empty once modules are compiled (their ops are not visible).
     """
 
@@ -71,7 +74,8 @@ class Observation:
 def observe(model: nn.Module, work: Workload, say: Say = lambda line: None, *, count_costs: bool = True) -> Observation:
     """Profile the prefill and (for a language model) a decoding step; count their costs and the graph breaks.
 
-    count_costs=False leaves the counts and the graph breaks out: what can be seen of a model with compiled modules, each one unit.
+    count_costs=False leaves the counts and the graph breaks out: what can be seen of a model with compiled modules,
+    each one unit.
     """
     breaks = None
     if count_costs:
@@ -94,7 +98,9 @@ def observe(model: nn.Module, work: Workload, say: Say = lambda line: None, *, c
 
 
 def decode_step(model: nn.Module, work: Workload) -> Callable[[], object] | None:
-    """A call that decodes one token after the example with the model's own growing cache; None where the model returns no cache."""
+    """A call that decodes one token after the example with the model's own growing cache; None where the model returns
+    no cache.
+    """
     with torch.no_grad():
         out = model(input_ids=work.input_ids, use_cache=True)
     cache: Any = getattr(out, "past_key_values", None)
@@ -128,14 +134,17 @@ def dominant_dtype(model: nn.Module) -> torch.dtype:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers; storages that several share count once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
+    }
     return sum(storages.values())
 
 
 def _phase(name: str, calls: int, model: nn.Module, run: Callable[[], object], device: torch.device) -> Phase:
     wall = wall_us(run, device)
     seen = profile_modules(model, run, device)
-    # The profiler slows the host, which adds idle time that is not there without it: the unprofiled wall time is the honest span.
+    # The profiler slows the host, which adds idle time that is not there without it: the unprofiled wall time is the
+    # honest span.
     idle = max(0.0, 1 - seen.busy_us / wall) if device.type == "cuda" else None
     return Phase(name, calls, wall, seen.busy_us, idle, seen.kernels, seen.modules, seen.ops)
 

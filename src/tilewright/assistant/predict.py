@@ -1,19 +1,20 @@
 """Predict: what the calibrated ceilings of this machine allow, before anything is changed.
 
-The floor of a module is the time its matrix products and attention take at the measured rates, or, for one that has neither, the time to move its
-inputs, parameters and outputs once. A proposal's gain is a range: `low` if nothing of what it could win is won, `high` if everything is.
-Ranges speak of a whole request (prefill and all decoding steps), the quantity that is timed later.
+The floor of a module is the time its matrix products and attention take at the measured rates, or, for one that has
+neither, the time to move its inputs, parameters and outputs once. A proposal's gain is a range: `low` if nothing of
+what it could win is won, `high` if everything is. Ranges speak of a whole request (prefill and all decoding steps), the
+quantity that is timed later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 
 from tilewright.assistant.cost import ModuleCost
 from tilewright.assistant.observe import Observation, Phase
-from tilewright.errors import InputError
-from tilewright.hardware.ceilings import Ceilings
+from tilewright.hardware.ceilings import Ceilings, dtype_bytes
 
 Saving = Callable[[Phase], tuple[float, float]]
 
@@ -74,33 +75,50 @@ def roofline(seen: Observation, ceilings: Ceilings) -> list[Roof]:
 
 
 def floor_us(cost: ModuleCost, ceilings: Ceilings, *, leaf: bool) -> float:
-    """Least time of a module's own ops, all its calls together. A container's own element-wise ops may fuse into its children: 0."""
+    """Least time of a module's own ops, all its calls together. A container's own element-wise ops may fuse into its
+    children: 0.
+    """
     compute = sum(matmul_us(ceilings, p.m, p.n, p.k, p.batch, p.dtype) for p in cost.matmuls)
     for a in cost.attentions:
-        compute += _measured(
-            lambda a=a: ceilings.attention_us(a.batch, a.heads, a.s_q, a.s_kv, a.dim, a.dtype, causal=a.causal, kv_heads=a.kv_heads)
-        )
+        if a.dtype in ceilings.attention:
+            compute += ceilings.attention_us(
+                a.batch, a.heads, a.s_q, a.s_kv, a.dim, a.dtype, causal=a.causal, kv_heads=a.kv_heads
+            )
     if compute or not leaf:
         return compute
     return ceilings.memory_us(cost.bytes_ideal_read, cost.bytes_ideal_written)
 
 
 def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str) -> float:
-    """`batch` products at the measured rate; 0 (no floor) for a dtype whose rate was not measured."""
-    return batch * _measured(lambda: ceilings.matmul_us(m, n, k, dtype))
+    """`batch` products (M, K) @ (K, N) at the measured rate; 0 (no floor) for a dtype whose rate was not measured.
+
+    A product smaller than any measured one takes its share of the smallest one's time, or the time to move its operands
+    if that is longer.
+    """
+    if dtype not in ceilings.matmul:
+        return 0.0
+    grid = ceilings.matmul[dtype]
+    share = prod(min(1.0, size / grid[axis][0]) for axis, size in (("m", m), ("n", n), ("k", k)))
+    us = ceilings.matmul_us(m, n, k, dtype)
+    if share < 1.0:
+        item = dtype_bytes(dtype)
+        us = min(us, max(share * us, ceilings.memory_us(item * (m * k + k * n), item * m * n)))
+    return batch * us
 
 
 def summary(ceilings: Ceilings) -> dict[str, float]:
-    """The largest measured rates: bytes/s of a copy and flop/s of matrix products by dtype; the roof of a plot, not used to predict."""
+    """The largest measured rates: bytes/s of a copy and flop/s of matrix products by dtype; the roof of a plot, not
+    used to predict.
+    """
     found = {"launch_us": ceilings.launch_us}
     curve = ceilings.bandwidth.get("read1_write1") or next(iter(ceilings.bandwidth.values()))
     found["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6
     for dtype, grid in ceilings.matmul.items():
         rates = (
-            2 * m * n * k / grid["us"][i][j][l]
+            2 * m * n * k / grid["us"][i][j][h]
             for i, m in enumerate(grid["m"])
             for j, n in enumerate(grid["n"])
-            for l, k in enumerate(grid["k"])
+            for h, k in enumerate(grid["k"])
         )
         found[f"matmul_{dtype}_flop_per_s"] = max(rates) * 1e6
     return found
@@ -135,10 +153,3 @@ def _parents(costs: Iterable[ModuleCost]) -> set[str]:
     inner = {path for path in paths if path}
     prefixes = {path[:at] for path in inner for at, sign in enumerate(path) if sign == "."}
     return prefixes | ({""} if inner else set())
-
-
-def _measured(ask: Callable[[], float]) -> float:
-    try:
-        return ask()
-    except InputError:
-        return 0.0

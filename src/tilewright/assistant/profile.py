@@ -1,8 +1,9 @@
 """Time by module and the device's idle share, from one torch.profiler run.
 
-Modules are labelled with `record_function` by hooks. On a GPU a module's time is that of the kernels it launched; on a CPU it is the time
-between entering and leaving it. `busy_us` is the union of the kernels' intervals, so kernels that overlap count once; the device's idle share
-is 1 - busy_us / wall time of the unprofiled call (the profiler slows the host, and would invent idle time).
+Modules are labelled with `record_function` by hooks. On a GPU a module's time is that of the kernels it launched; on a
+CPU it is the time between entering and leaving it. `busy_us` is the union of the kernels' intervals, so kernels that
+overlap count once; the device's idle share is 1 - busy_us / wall time of the unprofiled call (the profiler slows the
+host, and would invent idle time).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tilewright.assistant.attribution import around_modules, visible_modules
@@ -80,7 +81,8 @@ def _on_gpu(events: Iterable[Any], classes: dict[str, str]) -> Profile:
     for event in events:
         if event.device_type != DeviceType.CPU:
             continue
-        # A label's own kernels count too (compiled code launches without an aten op), its shadow on the device time line does not.
+        # A label's own kernels count too (compiled code launches without an aten op), its shadow on the device time
+        # line does not.
         us = sum(kernel.duration for kernel in event.kernels if not kernel.name.startswith(_LABEL))
         if us:
             for depth, path in enumerate(_enclosing(event)):

@@ -1,4 +1,6 @@
-"""The yardstick of accuracy: a copy of the original in a wider format, and what any model's outputs are worth beside it."""
+"""The yardstick of accuracy: a copy of the original in a wider format, and what any model's outputs are worth beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ _CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
 class Evaluation:
     """Outputs of one model on the workload's prompts (examples, for a module that is no language model).
 
-    logits: (N, V) at the chosen positions. nll: (T,) float64, negative log-likelihood of each next token; None without prompts.
-    agreed: of `generated` greedily decoded tokens, how many the model's own full forward would have chosen; None where it does not generate.
+    logits: (N, V) at the chosen positions. nll: (T,) float64, negative log-likelihood of each next token; None without
+    prompts.
+    agreed: of `generated` greedily decoded tokens, how many the model's own full forward would have chosen; None where
+    it does not generate.
     """
 
     logits: Tensor
@@ -35,7 +39,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Which prompts are evaluated and at which positions, (row of prompts) -> 1-D int64; drawn once, the same for every model."""
+    """Which prompts are evaluated and at which positions, (row of prompts) -> 1-D int64; drawn once, the same for every
+    model.
+    """
 
     prompts: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
@@ -47,10 +53,11 @@ def wide_dtype(model: nn.Module) -> torch.dtype:
 
 
 def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy whose floating parameters and buffers are at least `dtype`, made without an intermediate copy in the original format.
+    """A copy whose floating parameters and buffers are at least `dtype`, made without an intermediate copy in the
+    original format.
 
-    Ties are kept. Hugging Face norms and rotary tables compute in float32 whatever they are given, so a float64 copy is as accurate as those
-    islands allow: about 1e-7, which the accuracy rule's floor covers.
+    Ties are kept. Hugging Face norms and rotary tables compute in float32 whatever they are given, so a float64 copy is
+    as accurate as those islands allow: about 1e-7, which the accuracy rule's floor covers.
     """
 
     def wide(tensor: Tensor) -> Tensor:
@@ -78,7 +85,9 @@ def full_precision() -> Iterator[None]:
 
 
 def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:
-    """Choose positions at random, as many as 256 MiB of float64 logits allow (4096 at most), from the first `prompts` prompts."""
+    """Choose positions at random, as many as 256 MiB of float64 logits allow (4096 at most), from the first `prompts`
+    prompts.
+    """
     chosen = work.prompts[:prompts]
     lengths = [int(ids.shape[1]) for ids in chosen]
     total = sum(lengths)
@@ -92,17 +101,27 @@ def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = No
 
 
 def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode: bool) -> Evaluation:
-    """Run `model` over the sample; sample=None compares the outputs of the examples instead. decode: also check greedy decoding."""
+    """Run `model` over the sample; sample=None compares the outputs of the examples instead. decode: also check greedy
+    decoding.
+    """
     device = device_of(model)  # the reference may live on the CPU when the GPU has no room for it
     with torch.no_grad():
         if sample is None:
             outputs = [logits_of(example.run(model)).detach() for example in work.examples]
-            return Evaluation(torch.cat([out.reshape(-1, out.shape[-1]) if out.dim() else out.reshape(1, 1) for out in outputs]), None)
+            return Evaluation(
+                torch.cat([out.reshape(-1, out.shape[-1]) if out.dim() else out.reshape(1, 1) for out in outputs]), None
+            )
         kept, losses = [], []
         for ids, at in zip(sample.prompts, sample.positions, strict=True):
             logits = logits_of(model(input_ids=ids.to(device)))[0]
             kept.append(logits[at.to(logits.device)])
-            losses.append(F.cross_entropy(logits[:-1].to(_at_least_float(logits.dtype)), ids[0, 1:].to(logits.device), reduction="none").double().cpu())
+            losses.append(
+                F.cross_entropy(
+                    logits[:-1].to(_at_least_float(logits.dtype)), ids[0, 1:].to(logits.device), reduction="none"
+                )
+                .double()
+                .cpu()
+            )
         generated = agreed = 0
         if decode and work.generates:
             generated, agreed = _decoding_agreement(model, work, sample.prompts[:_CHECKED_PROMPTS])

@@ -1,6 +1,7 @@
 """The report: everything that was seen, tried, measured and decided, as one JSON document with a schema version.
 
-Dataclasses are the schema. `Report.from_json(report.to_json()) == report`; a document of another version is refused, not guessed at.
+Dataclasses are the schema. `Report.from_json(report.to_json()) == report`; a document of another version is refused,
+not guessed at.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Decision = Literal["kept", "rejected", "not applicable", "not tried", "proposed"
 class ChangeRecord:
     """One change: what it promised, what it did, what became of it and why.
 
-    reason: one or two sentences. preparation_s: its first calls, with compilation or graph capture. seconds: all time spent on it.
+    reason: one or two sentences. preparation_s: its first calls, with compilation or graph capture. seconds: all time
+    spent on it.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Report:
         if self.kind == "analyze":
             return f"{len(self.decided('proposed'))} changes are worth trying on {self.model['class']}."
         if self.totals is None:
-            return f"Nothing that was tried made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
+            return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
         gain = self.totals.decisive
         return (
             f"{self.model['class']}: {gain.name} {gain.before:.4g} -> {gain.after:.4g} {gain.unit}, "

@@ -1,7 +1,7 @@
 """One change at a time: apply on a copy, run it, verify, time, decide.
 
-The rule: a change is kept if the accuracy gate passes and the whole 95 % interval of its gain lies above what two identical models differ by
-here (the control) and above 1. Everything else is undone, and the record says why.
+The rule: a change is kept if the accuracy gate passes and the whole 95 % interval of its gain lies above what two
+identical models differ by here (the control) and above 1. Everything else is undone, and the record says why.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from tilewright.assistant.changes.cast import InDtype
 from tilewright.assistant.changes.protocol import Change, Scene
 from tilewright.assistant.graph_breaks import first_line
 from tilewright.assistant.measure import Comparison, Metric, Side, calls, compare
-from tilewright.assistant.observe import wall_us, weight_bytes
+from tilewright.assistant.observe import dominant_dtype, wall_us, weight_bytes
 from tilewright.assistant.predict import Prediction
 from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate, full_precision, wide_copy, wide_dtype
 from tilewright.assistant.report import ChangeRecord
@@ -34,19 +38,19 @@ _LONGEST_TIMING_S = 20.0
 class Trials:
     """The model, its copy, and the yardsticks every change is held against."""
 
-    def __init__(self, scene: Scene, *, seed: int, tolerance: float | None, deadline: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, scene: Scene, *, seed: int, accept_dtype: torch.dtype | None, deadline: float, say: Callable[[str], None]
+    ) -> None:
         self.main = Stack(scene.model, scene.work)
         self.control: Comparison | None = None
         self.notes: list[str] = []
         self._work = scene.work
         self._peak = max((phase.peak_bytes or 0 for phase in scene.seen.phases), default=0)
-        self._tolerance = tolerance
         self._deadline = deadline
         self._say = say
-        self._accepted: Accuracy | None = None
         self._sample = self._draw(scene.model, seed)
         self._reference = self._evaluate_reference(scene.model)
-        self._own = evaluate(scene.model, self._work, self._sample, decode=True)
+        self._own = self._evaluate_own(scene.model, accept_dtype)
         self.trial = self._copy(scene.model)
 
     @property
@@ -58,7 +62,9 @@ class Trials:
         """Time two unchanged models against each other."""
         self._say("timing two unchanged models against each other")
         self._warm_up(self.trial.model)
-        self.control = compare(Side(self.main.model), Side(self.trial.model), self._work, seconds=self._timing_s(shares))
+        self.control = compare(
+            Side(self.main.model), Side(self.trial.model), self._work, seconds=self._timing_s(shares)
+        )
 
     def attempt(self, change: Change, predicted: Prediction, *, shares: int) -> ChangeRecord:
         """Try one change; keep it or undo it. `shares`: into how many parts the remaining time is divided."""
@@ -86,14 +92,15 @@ class Trials:
     def finish(self) -> tuple[Comparison | None, Accuracy | None]:
         """The unchanged model against the final one, timed and verified again. Nothing to do if nothing was kept.
 
-        Raises VerificationError, with every change undone, if the model itself does not reproduce what was verified on the copy.
+        Raises VerificationError, with every change undone, if the model itself does not reproduce what was verified on
+        the copy.
         """
         if not len(self.main):
             return None, None
         self._say("timing the unchanged model against the final one")
         count = len(self.main)
         if self.in_place:
-            before, after = (Side(self.main.model, lambda n=n: self.main.at(n)) for n in (0, count))
+            before, after = (Side(self.main.model, partial(self.main.at, n)) for n in (0, count))
         else:
             self.trial.at(0)
             before, after = Side(self.trial.model), Side(self.main.model)
@@ -102,7 +109,9 @@ class Trials:
         accuracy = self._judge(self.main.model)
         if not accuracy.passed:
             self.main.at(0)
-            raise VerificationError(f"the final model failed its accuracy check and was restored: {'; '.join(accuracy.failures)}.")
+            raise VerificationError(
+                f"the final model failed its accuracy check and was restored: {'; '.join(accuracy.failures)}."
+            )
         return totals, accuracy
 
     def _run(self, change: Change, record: ChangeRecord, seconds: float) -> None:
@@ -119,7 +128,7 @@ class Trials:
         self._say(f"{change.name}: timing against the model without it")
         count = len(self.trial)
         if self.in_place:
-            before, after = (Side(self.trial.model, lambda n=n: self.trial.at(n)) for n in (count - 1, count))
+            before, after = (Side(self.trial.model, partial(self.trial.at, n)) for n in (count - 1, count))
         else:
             before, after = Side(self.main.model), Side(self.trial.model)
         record.measured = compare(before, after, self._work, seconds=seconds)
@@ -139,7 +148,7 @@ class Trials:
         return time.perf_counter() - began
 
     def _judge(self, model: nn.Module) -> Accuracy:
-        return judge(evaluate(model, self._work, self._sample, decode=True), self._own, self._reference, tolerance=self._tolerance)
+        return judge(evaluate(model, self._work, self._sample, decode=True), self._own, self._reference)
 
     def _timing_s(self, shares: int) -> float:
         left = max(0.0, self._deadline - time.perf_counter())
@@ -152,8 +161,11 @@ class Trials:
         allowed = _EVALUATION_SHARE * max(0.0, self._deadline - time.perf_counter())
         prompts = min(len(self._work.prompts), max(4, int(allowed / one)))
         if prompts < len(self._work.prompts):
-            self.notes.append(f"Accuracy is judged on the first {prompts} of {len(self._work.prompts)} prompts, to stay within the time budget.")
-        return draw(self._work, int(model.config.vocab_size), seed=seed, prompts=prompts)
+            self.notes.append(
+                f"Accuracy is judged on the first {prompts} of {len(self._work.prompts)} prompts, for the time budget."
+            )
+        config: Any = model.config
+        return draw(self._work, int(config.vocab_size), seed=seed, prompts=prompts)
 
     def _evaluate_reference(self, model: nn.Module) -> Evaluation:
         dtype = wide_dtype(model)
@@ -168,15 +180,34 @@ class Trials:
         _release(self._work.device)
         return found
 
+    def _evaluate_own(self, model: nn.Module, accept_dtype: torch.dtype | None) -> Evaluation:
+        """The unchanged model's outputs, or those it would have in the format that is accepted; perplexity stays that
+        of the former.
+        """
+        own = evaluate(model, self._work, self._sample, decode=True)
+        if accept_dtype is None:
+            return own
+        cast = InDtype(model, (dominant_dtype(model),), accept_dtype)
+        try:
+            accepted = evaluate(model, self._work, self._sample, decode=True)
+        finally:
+            cast.undo()
+        self.notes.append(f"Errors are held against the unchanged model in {accept_dtype}, as accept_dtype asks.")
+        return replace(accepted, nll=own.nll)
+
     def _copy(self, model: nn.Module) -> Stack:
         if _room(self._work.device) < 1.1 * weight_bytes(model) + 2 * self._peak:
-            self.notes.append("The device has no room for a copy of the model: changes were put on and taken off in place, in blocks of rounds.")
+            self.notes.append(
+                "The device has no room for a copy: changes were put on and taken off in place, in blocks of rounds."
+            )
             return self.main
         return Stack(copy.deepcopy(model), self._work)
 
 
 def decide(gain: Metric, noise: float) -> tuple[bool, str]:
-    """Whether the interval of `gain` excludes "no gain", and the sentence that says so. noise: upper end of the control's interval."""
+    """Whether the interval of `gain` excludes "no gain", and the sentence that says so. noise: upper end of the
+    control's interval.
+    """
     limit = max(1.0, noise)
     measured = f"{gain.name} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
     if gain.gain_low > limit:

@@ -1,12 +1,15 @@
 """Verify: the accuracy gate that every change has to pass, whatever it gained.
 
-Errors are compared, not outputs. Let e(m) = ||logits(m) - logits(ref)|| / ||logits(ref)|| over the sampled positions, ref the wide copy of the
-unpatched model. A changed model passes when all of these hold:
+Errors are compared, not outputs. Let e(m) = ||logits(m) - logits(ref)|| / ||logits(ref)|| over the sampled positions,
+ref the wide copy of the unpatched model. A changed model passes when all of these hold:
 
-1. every logit is finite, and e(changed) <= max(1.1 e(unpatched), 16 * 2**-24, the tolerance the user stated, if any).
-   The floor matters for a float32 model: its own error is a few unit roundoffs (2**-24), and any other order of its sums moves that by as much.
-2. top-1: the share of positions where its first choice is the reference's is not below the Wilson 95 % interval of the unpatched model's share.
-3. decoding: of the tokens that `generate` chose, the share that its own full forward ranks first is not below the same interval.
+1. every logit is finite, and e(changed) <= max(1.1 e(unpatched), 16 * 2**-24).
+   The floor matters for a float32 model: its own error is a few unit roundoffs (2**-24), and any other order of its
+   sums moves that by as much.
+2. top-1: the share of positions where its first choice is the reference's is not below the Wilson 95 % interval of the
+   unpatched model's share.
+3. decoding: of the tokens that `generate` chose, the share that its own full forward ranks first is not below the same
+   interval.
 4. perplexity on held-out prompts has not risen by more than 0.1 %, beyond the 95 % interval of the paired difference.
 """
 
@@ -29,8 +32,10 @@ _Z = 1.96
 class Accuracy:
     """One model beside the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
 
-    error, own_error, error_limit: relative Frobenius error of the logits. top1_limit, decode_limit: lower ends of the Wilson intervals.
-    perplexity_rise: relative, with its 95 % interval; None without held-out prompts. failures: one sentence for each rule broken.
+    error, own_error, error_limit: relative Frobenius error of the logits. top1_limit, decode_limit: lower ends of the
+    Wilson intervals.
+    perplexity_rise: relative, with its 95 % interval; None without held-out prompts. failures: one sentence for each
+    rule broken.
     """
 
     positions: int
@@ -57,12 +62,12 @@ class Accuracy:
         return not self.failures
 
 
-def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation, *, tolerance: float | None = None) -> Accuracy:
+def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> Accuracy:
     """Apply the four rules."""
     positions = reference.logits.shape[0]
     own_error = relative_error(unpatched, reference)
     error = relative_error(changed, reference)
-    limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR, tolerance or 0.0)
+    limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR)
     agreed, own_agreed = _agreements(changed, reference), _agreements(unpatched, reference)
     found = Accuracy(
         positions=positions,
@@ -74,9 +79,13 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation, *, 
         top1_limit=wilson(own_agreed, positions)[0],
     )
     if not error <= limit:  # a NaN fails
-        found.failures.append(f"logit error {error:.2e} exceeds {limit:.2e} (the unpatched model's own: {own_error:.2e})")
+        found.failures.append(
+            f"logit error {error:.2e} exceeds {limit:.2e} (the unpatched model's own: {own_error:.2e})"
+        )
     if found.top1 < found.top1_limit:
-        found.failures.append(f"top-1 agreement {found.top1:.2%} lies below {found.top1_limit:.2%}, the unpatched model's interval")
+        found.failures.append(
+            f"top-1 agreement {found.top1:.2%} lies below {found.top1_limit:.2%}, the unpatched model's interval"
+        )
     _judge_decoding(found, changed, unpatched)
     _judge_perplexity(found, changed, unpatched)
     return found
@@ -119,7 +128,8 @@ def _judge_decoding(found: Accuracy, changed: Evaluation, unpatched: Evaluation)
     found.decode_limit = wilson(unpatched.agreed, unpatched.generated)[0]
     if found.decode_agreement < found.decode_limit:
         found.failures.append(
-            f"generate() and the forward pass agree on {found.decode_agreement:.2%} of {changed.generated} tokens, below {found.decode_limit:.2%}"
+            f"generate() and forward agree on {found.decode_agreement:.2%} of {changed.generated} tokens, "
+            f"below {found.decode_limit:.2%}"
         )
 
 
@@ -130,9 +140,11 @@ def _judge_perplexity(found: Accuracy, changed: Evaluation, unpatched: Evaluatio
     mean = float(difference.mean())
     half = _Z * float(difference.std(correction=0)) / math.sqrt(difference.numel())
     found.perplexity, found.own_perplexity = perplexity(changed.nll), perplexity(unpatched.nll)
-    found.perplexity_rise, found.perplexity_rise_low, found.perplexity_rise_high = (math.expm1(mean + d) for d in (0.0, -half, half))
+    found.perplexity_rise, found.perplexity_rise_low, found.perplexity_rise_high = (
+        math.expm1(mean + d) for d in (0.0, -half, half)
+    )
     if not found.perplexity_rise_low <= PERPLEXITY_RISE:
+        interval = f"95 %: {found.perplexity_rise_low:.2%} to {found.perplexity_rise_high:.2%}"
         found.failures.append(
-            f"perplexity rose by {found.perplexity_rise:.2%} (95 %: {found.perplexity_rise_low:.2%} to {found.perplexity_rise_high:.2%}), "
-            f"more than {PERPLEXITY_RISE:.1%}"
+            f"perplexity rose by {found.perplexity_rise:.2%} ({interval}), more than {PERPLEXITY_RISE:.1%}"
         )

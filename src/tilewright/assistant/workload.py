@@ -1,7 +1,8 @@
 """What is run: the example inputs, the prompts, and the calls that observing, verifying and timing share.
 
 Every stage runs the same three calls, so that what is predicted, what is checked and what is timed are one thing:
-`forward` (the example as given), `prefill` (the example, logits of the last token only) and `request` (prefill and greedy decoding).
+`forward` (the example as given), `prefill` (the example, logits of the last token only) and `request` (prefill and
+greedy decoding).
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Workload:
 
     def request(self, model: nn.Module, new_tokens: int | None = None) -> Tensor:
         """Prefill and `new_tokens` greedy tokens; (B, S + new_tokens)."""
-        return greedy(model, self.input_ids, new_tokens or self.new_tokens, self.examples[0].kwargs.get("attention_mask"))
+        return greedy(
+            model, self.input_ids, new_tokens or self.new_tokens, self.examples[0].kwargs.get("attention_mask")
+        )
 
 
 def workload(
@@ -90,22 +93,28 @@ def workload(
 ) -> Workload:
     """Build a Workload from what a user has at hand.
 
-    inputs: a tensor, a tuple (positional), a mapping (keywords), or a list of those; None takes the median-length prompt.
-    prompts: strings (need `tokenizer`) or token ids (S,) or (1, S). goal="throughput" batches `batch_size` prompts cut to one length.
+    inputs: a tensor, a tuple (positional), a mapping (keywords), or a list of those; None takes the median-length
+    prompt.
+    prompts: strings (need `tokenizer`) or token ids (S,) or (1, S). goal="throughput" batches `batch_size` prompts cut
+    to one length.
     """
     if goal not in GOALS:
         raise InputError(f"goal={goal!r} is not known. Allowed: {', '.join(GOALS)}.")
     if model.training:
-        raise InputError("the model is in training mode, where dropout makes outputs differ from call to call. Call model.eval() first.")
+        raise InputError(
+            "the model is in training mode, where outputs differ from call to call. Call model.eval() first."
+        )
     device = device_of(model)
     speaks = is_language_model(model)
     tokens = _tokens(prompts, tokenizer, device, _longest(model, new_tokens)) if prompts is not None else ()
     if tokens and not speaks:
-        raise InputError(f"prompts were given, but {type(model).__name__} is no causal language model (it has no usable generate()).")
+        raise InputError(
+            f"prompts were given, but {type(model).__name__} is no causal language model (it has no usable generate())."
+        )
     if inputs is None:
         if not tokens:
             raise InputError("neither inputs nor prompts were given: there is nothing to run.")
-        examples = (_from_prompts(tokens, goal, batch_size),)
+        examples: tuple[Example, ...] = (_from_prompts(tokens, goal, batch_size),)
     else:
         given = inputs if isinstance(inputs, list) else [inputs]
         if not given:
@@ -119,7 +128,12 @@ def workload(
 def is_language_model(model: nn.Module) -> bool:
     """A causal language model in Hugging Face's sense: it can generate and says how large its vocabulary is."""
     can = getattr(model, "can_generate", None)
-    return callable(getattr(model, "generate", None)) and callable(can) and bool(can()) and hasattr(getattr(model, "config", None), "vocab_size")
+    return (
+        callable(getattr(model, "generate", None))
+        and callable(can)
+        and bool(can())
+        and hasattr(getattr(model, "config", None), "vocab_size")
+    )
 
 
 def greedy(model: nn.Module, input_ids: Tensor, new_tokens: int, attention_mask: Tensor | None = None) -> Tensor:
@@ -156,7 +170,7 @@ def device_of(model: nn.Module) -> torch.device:
     """Device of the first parameter; raises InputError for a model spread over several."""
     devices = {p.device for p in model.parameters()} or {b.device for b in model.buffers()}
     if len(devices) > 1:
-        raise InputError(f"the model lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); give one that lies on one.")
+        raise InputError(f"the model lies on {', '.join(sorted(map(str, devices)))}; it has to lie on one device.")
     return next(iter(devices), torch.device("cpu"))
 
 
@@ -177,7 +191,9 @@ def _example(item: Any, device: torch.device, keyword: str | None) -> Example:
         if keyword and len(item) == 1:
             return _example(item[0], device, keyword)
         return Example(tuple(_moved(value, device) for value in item), {})
-    raise InputError(f"inputs: {type(item).__name__} is not an example. Allowed: a tensor, a tuple, a mapping, or a list of those.")
+    raise InputError(
+        f"inputs: {type(item).__name__} is not an example. Allowed: a tensor, a tuple, a mapping, or a list of those."
+    )
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -189,7 +205,9 @@ def _longest(model: nn.Module, new_tokens: int) -> int | None:
     return None if limit is None else max(int(limit) - new_tokens, 1)
 
 
-def _tokens(prompts: Sequence[str | Tensor], tokenizer: Any, device: torch.device, longest: int | None) -> tuple[Tensor, ...]:
+def _tokens(
+    prompts: Sequence[str | Tensor], tokenizer: Any, device: torch.device, longest: int | None
+) -> tuple[Tensor, ...]:
     found = []
     for prompt in prompts:
         if isinstance(prompt, str):

@@ -187,7 +187,7 @@ class _Meter:
         left without them.
         """
         if self.device.type != "cuda":
-            timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1, sample_us=200)
+            timed = interleave(calls, device=self.device, rounds=self.rounds, warmup=1, sample_us=50)
             return min(us for samples in timed.values() for us in samples.us)
         if small:
             timed = interleave_graphs(calls, device=self.device, launches=_LAUNCHES, rounds=self.rounds)

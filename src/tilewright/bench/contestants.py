@@ -99,7 +99,8 @@ def copied(sample: Sample, require_grad: Sequence[int] = ()) -> Sample:
     """A copy of every tensor in `sample`; the positional ones in `require_grad` become leaves."""
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in sample.args)
     for position in require_grad:
-        args[position].requires_grad_()
+        if isinstance(args[position], Tensor):  # an optional argument may be absent
+            args[position].requires_grad_()
     return Sample(args, {k: v.clone() if isinstance(v, Tensor) else v for k, v in sample.kwargs.items()})
 
 

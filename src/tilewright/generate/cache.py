@@ -47,6 +47,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     is_compileable = True
     supports_early_init = False
+    keys: Any  # None before the first prompt
+    values: Any
 
     def __init__(self, cursor: Cursor, capacity: int, window: int | None = None) -> None:
         super().__init__()
@@ -88,6 +90,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         slots = kept.remainder_(self.capacity)
         self.keys.index_copy_(2, slots, key_states[:, :, -self.capacity :])
         self.values.index_copy_(2, slots, value_states[:, :, -self.capacity :])
+
+    def release(self) -> None:
+        """Give the storage back; the next prompt allocates anew, in whatever dtype and on whatever device it comes."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def clear(self) -> None:
         """Forget the last sequence: a non-finite value in it would leak through masked slots into later calls."""
@@ -142,6 +149,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Zero every layer."""
         for layer in self.layers:
             layer.clear()
+
+    def release(self) -> None:
+        """Free every layer's storage."""
+        for layer in self.layers:
+            layer.release()
 
     @property
     def nbytes(self) -> int:

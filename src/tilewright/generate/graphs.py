@@ -5,14 +5,14 @@ the capture; what it allocates itself lives in a memory pool that all graphs of 
 run together.
 """
 
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from tilewright.errors import BackendError
 from tilewright.log import logger
-
-_WARM_UPS = 2  # the first run compiles kernels and creates library handles, the second proves that it is steady
 
 
 class StepGraphs:
@@ -38,14 +38,16 @@ class StepGraphs:
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                rewind()
-                step()
-            rewind()
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self._generator)
         try:
+            with torch.cuda.stream(self._stream):
+                rewind()
+                step()  # compiles kernels, creates library handles, fills the allocator
+                rewind()
+                with _no_waiting():
+                    step()
+                rewind()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 step()
         except RuntimeError as error:
@@ -54,6 +56,7 @@ class StepGraphs:
                 "Use StaticDecoder(model, graphs=False), or model.generate()."
             ) from error
         finally:
+            torch.cuda.set_stream(current)  # a failed capture leaves its own stream in force
             current.wait_stream(self._stream)
         self._graphs[key] = graph
         logger.debug("captured decode step %s", key)
@@ -63,5 +66,23 @@ class StepGraphs:
         self._graphs[key].replay()
 
     def clear(self) -> None:
-        """Drop every graph; the pool's memory goes back when the last one is gone."""
+        """Drop every graph, and with the last one its memory; a pool that died this way must not be used again."""
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Make waiting for the GPU an error inside the block.
+
+    A capture that fails half way leaves torch's default CUDA generator unusable, so a step that waits has to be found
+    before. The switch is the process's own: for the length of one step it also concerns other threads.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")  # torch: "a prototype", said once
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -67,7 +67,7 @@ class StaticDecoder:
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
-        self._dtype = model.get_input_embeddings().weight.dtype
+        self._dtype: torch.dtype | None = None
         self._layer_types: Sequence[str] | None = getattr(decoder_config(model), "layer_types", None)
         self._cache = SlotCache(model.config, max_length=max_length, batch_size=batch_size, device=self.device)
         self._state = DecodeState(self._cache.cursor, batch_size, max_length)
@@ -190,6 +190,7 @@ class StaticDecoder:
         if self.attention == "split_kv":
             return masks.interval(cursor, window)
         capacity = self.max_length if window is None else cursor.ring or self.max_length
+        assert self._dtype is not None  # a prompt was read before
         return masks.additive(cursor, window, capacity=capacity, dtype=self._dtype)
 
     def _visible(self, position: int) -> int:
@@ -209,6 +210,10 @@ class StaticDecoder:
     def _prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         self._check(input_ids, 0)
         mask, position_ids = self._state.start(input_ids, attention_mask)
+        dtype = self.model.get_input_embeddings().weight.dtype
+        if dtype != self._dtype:
+            self._cache.release()
+            self._dtype = dtype
         self._cache.clear()
         self._cache.cursor.prefilling = True
         with prefer_fast_sdpa(padded=mask is not None):
@@ -219,14 +224,14 @@ class StaticDecoder:
         self._select.load(sampling)
         if self._graphs is None:
             return
-        if self._cache.nbytes == 0:  # allocate on the caller's stream, not on the one that captures
-            self._prefill(torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device), None)
         now = checks.fingerprint(self.model)
         if now != self._fingerprint:
             if len(self._graphs):
                 logger.info("the model changed since its decode step was captured; capturing again")
             self._graphs.clear()
             self._fingerprint = now
+            # Allocate the cache on the caller's stream, not on the one that captures.
+            self._prefill(torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device), None)
         for visible in dict.fromkeys(map(self._visible, range(prompt_length, prompt_length + max_new_tokens - 1))):
             key = (self._select.key, visible)
             if key not in self._graphs:

@@ -1,5 +1,7 @@
 """What can be done to a model: one file a change, in the order of their stages."""
 
+from collections.abc import Sequence
+
 from tilewright.assistant.changes.cast import BF16, FP32_ON_CPU
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
 from tilewright.assistant.changes.op_replacement import OpReplacement
@@ -16,12 +18,14 @@ def catalogue() -> tuple[Change, ...]:
     return (StaticDecode(), BF16, FP32_ON_CPU, OpReplacement(), MERGED_QKV, MERGED_GATE_UP, RegionalCompile())
 
 
-def chosen(allow: list[str] | tuple[str, ...] | None) -> tuple[Change, ...]:
+def chosen(allow: Sequence[str] | None) -> tuple[Change, ...]:
     """The changes named in `allow`; None means all."""
     known = catalogue()
     if allow is None:
         return known
     unknown = sorted(set(allow) - {change.name for change in known})
     if unknown:
-        raise InputError(f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in known)}.")
+        raise InputError(
+            f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in known)}."
+        )
     return tuple(change for change in known if change.name in allow)

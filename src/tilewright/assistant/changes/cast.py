@@ -1,7 +1,9 @@
-"""Another number format for the whole model: bfloat16 where matrix units make it faster, float32 where the CPU has none for bfloat16.
+"""Another number format for the whole model: bfloat16 where matrix units make it faster, float32 where the CPU has none
+for bfloat16.
 
-A cast changes the values, not only their order: the accuracy gate decides. Parameters keep their identity (`.data` is exchanged), so ties stay tied.
-The original tensors stay alive while the cast is in force, and undo puts back those very tensors. Floating inputs of the model are cast on entry.
+A cast changes the values, not only their order: the accuracy gate decides. Parameters keep their identity (`.data` is
+exchanged), so ties stay tied. The original tensors stay alive while the cast is in force, and undo puts back those very
+tensors. Floating inputs of the model are cast on entry.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ class Cast:
     def applies(self, scene: Scene) -> Verdict:
         now = dominant_dtype(scene.model)
         if scene.work.device.type not in self.devices:
-            return Verdict(False, f"only worth trying on {' or '.join(self.devices)}; the model lies on {scene.work.device.type}.")
+            return Verdict(
+                False, f"only worth trying on {' or '.join(self.devices)}; the model lies on {scene.work.device.type}."
+            )
         if now not in self.source_dtypes:
-            return Verdict(False, f"the model is {_name(now)} already." if now == self.target else f"the model is {_name(now)}.")
+            return Verdict(
+                False, f"the model is {_name(now)} already." if now == self.target else f"the model is {_name(now)}."
+            )
         return Verdict(True, f"the model is {_name(now)}.")
 
     def predict(self, scene: Scene) -> Prediction:
@@ -46,29 +52,42 @@ class Cast:
 
         def saving(phase: Phase) -> tuple[float, float]:
             products = [cost for cost in leaves(phase) if cost.matmuls]
-            shapes = [(p, matmul_us(scene.ceilings, p.m, p.n, p.k, p.batch, target)) for cost in products for p in cost.matmuls]
+            shapes = [
+                (p, matmul_us(scene.ceilings, p.m, p.n, p.k, p.batch, target))
+                for cost in products
+                for p in cost.matmuls
+            ]
             floor = sum(us for _, us in shapes)
             change = self_us(phase, products) - floor if floor else 0.0
             return min(0.0, change), max(0.0, change)
 
-        return predict(scene.seen, saving, f"the matrix products at the {target} rate measured here, all else unchanged.")
+        return predict(
+            scene.seen, saving, f"the matrix products at the {target} rate measured here, all else unchanged."
+        )
 
     def apply(self, model: nn.Module, work: Workload) -> InDtype:
         return InDtype(model, self.source_dtypes, self.target)
 
 
 class InDtype:
-    """A model whose floating parameters are in another dtype. Buffers stay: rotary tables and masks carry float32 on purpose."""
+    """A model whose floating parameters are in another dtype. Buffers stay: rotary tables and masks carry float32 on
+    purpose.
+    """
 
     def __init__(self, model: nn.Module, source_dtypes: tuple[torch.dtype, ...], target: torch.dtype) -> None:
         odd = next((p for p in model.parameters() if type(p.data) is not torch.Tensor), None)
         if odd is not None:
-            raise PatchError(f"cast: a parameter is a {type(odd.data).__name__}, not a plain tensor; its format is its own.")
+            raise PatchError(
+                f"cast: a parameter is a {type(odd.data).__name__}, not a plain tensor; its format is its own."
+            )
         self._target = target
         self._originals = [(p, p.data) for p in model.parameters() if p.dtype in source_dtypes]
 
         def on_entry(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tree_map(lambda x: x.to(target) if isinstance(x, torch.Tensor) and x.dtype in source_dtypes else x, (args, kwargs))
+            return tree_map(
+                lambda x: x.to(target) if isinstance(x, torch.Tensor) and x.dtype in source_dtypes else x,
+                (args, kwargs),
+            )
 
         self._hook = model.register_forward_pre_hook(on_entry, with_kwargs=True)
         for parameter, original in self._originals:
@@ -90,7 +109,7 @@ def _name(dtype: torch.dtype) -> str:
 
 BF16 = Cast(
     name="bf16",
-    why="bfloat16 halves the bytes of weights and activations and uses the matrix units at twice the float32 (TF32) rate or more.",
+    why="bfloat16 halves the bytes of weights and activations and runs matrix units at twice the TF32 rate.",
     source="Micikevicius et al., 'Mixed Precision Training', 2017; Kalamkar et al., 'A Study of BFLOAT16', 2019",
     risk="precision",
     source_dtypes=(torch.float32,),
@@ -100,7 +119,7 @@ BF16 = Cast(
 
 FP32_ON_CPU = Cast(
     name="fp32_on_cpu",
-    why="A CPU without bfloat16 matrix units converts each operand to float32 and back; float32 weights cost memory and save that work.",
+    why="A CPU without bfloat16 units converts each operand to float32 and back; float32 weights save that work.",
     source="oneDNN documentation, 'Data Types': bfloat16 needs AVX512_BF16 or AMX to be faster than float32",
     risk="precision",
     source_dtypes=(torch.bfloat16, torch.float16),

@@ -1,11 +1,12 @@
 """One matrix product instead of several that read the same input: Q, K and V; gate and up.
 
-The merged weight owns the storage, (N_1 + N_2 + .., K), and each old weight becomes a view of its rows. So nothing is stored twice, state_dict
-has the same keys and values, in-place updates and load_state_dict reach the merged weight, and undo gives each weight its own storage back.
-The first projection to be called computes all outputs and leaves the others' columns for them; they take them if they are asked about that very input.
+The merged weight owns the storage, (N_1 + N_2 + .., K), and each old weight becomes a view of its rows. So nothing is
+stored twice, state_dict has the same keys and values, in-place updates and load_state_dict reach the merged weight, and
+undo gives each weight its own storage back. The first projection to be called computes all outputs and leaves the
+others' columns for them; they take them if they are asked about that very input.
 
-Groups are found by behaviour: linear layers of one parent that were handed the same tensor, unchanged, in one forward. With gradients
-enabled the projections run one by one: views of one weight would give autograd nothing to attach to.
+Groups are found by behaviour: linear layers of one parent that were handed the same tensor, unchanged, in one forward.
+With gradients enabled the projections run one by one: views of one weight would give autograd nothing to attach to.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,11 @@ class MergedLinear:
         groups = self._groups(scene.model, scene.work)
         if not groups:
             return Verdict(False, f"no {self.members.start} linear layers of one parent read the same tensor.")
-        refusals = [why for group in groups if (why := refusal([scene.model.get_submodule(path) for path in group], scene.model)) is not None]
+        refusals = [
+            why
+            for group in groups
+            if (why := refusal([scene.model.get_submodule(path) for path in group], scene.model)) is not None
+        ]
         if refusals:
             return Verdict(False, refusals[0])
         return Verdict(True, f"{len(groups)} groups such as {', '.join(groups[0])}.")
@@ -60,10 +65,16 @@ class MergedLinear:
                     continue
                 first, columns = shapes[0], sum(p.n for p in shapes)
                 apart = sum(matmul_us(scene.ceilings, p.m, p.n, p.k, 1, p.dtype) for p in shapes)
-                saved += apart - matmul_us(scene.ceilings, first.m, columns, first.k, 1, first.dtype) + per_op_us(phase) * (len(shapes) - 1)
+                saved += (
+                    apart
+                    - matmul_us(scene.ceilings, first.m, columns, first.k, 1, first.dtype)
+                    + per_op_us(phase) * (len(shapes) - 1)
+                )
             return min(0.0, saved), max(0.0, saved)
 
-        return predict(scene.seen, saving, "separate against merged products at the rates measured here, and the launches that go.")
+        return predict(
+            scene.seen, saving, "separate against merged products at the rates measured here, and the launches that go."
+        )
 
     def apply(self, model: nn.Module, work: Workload) -> Merged:
         groups = [[model.get_submodule(path) for path in paths] for paths in self._groups(model, work)]
@@ -72,7 +83,9 @@ class MergedLinear:
             if why is not None:
                 raise PatchError(f"{self.name}: {why}")
         if not groups:
-            raise PatchError(f"{self.name}: {type(model).__name__} has no group of linear layers that read the same tensor.")
+            raise PatchError(
+                f"{self.name}: {type(model).__name__} has no group of linear layers that read the same tensor."
+            )
         return Merged([Group(group) for group in groups])
 
     def _groups(self, model: nn.Module, work: Workload) -> list[Paths]:
@@ -80,11 +93,13 @@ class MergedLinear:
 
 
 class Group:
-    """Linear layers that compute together. `weight` is None while they are apart (parts of them on different devices or dtypes)."""
+    """Linear layers that compute together. `weight` is None while they are apart (parts of them on different devices or
+    dtypes).
+    """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
-        self.members = list(members)
-        self.sizes: list[int] = [int(member.out_features) for member in members]
+        self.members = [cast(_Member, member) for member in members]
+        self.sizes = [member.out_features for member in self.members]
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.input: Tensor | None = None
@@ -96,7 +111,7 @@ class Group:
         self.join()
 
     def join(self) -> None:
-        """Make one storage of the members' weights and biases, and the weights and biases views of it, unless they are."""
+        """Make one storage of the members' weights, and one of their biases, and the old ones views of it."""
         if self.weight is not None and all(_shares(member.weight, self.weight) for member in self.members):
             return
         self.weight = self.bias = None
@@ -115,7 +130,7 @@ class Group:
                 for parameter in member.parameters(recurse=False):
                     parameter.data = parameter.data.clone()
                 del member.tilewright_group, member.tilewright_at
-                member.__class__ = nn.Linear
+                cast(nn.Module, member).__class__ = nn.Linear
 
 
 class _Member(nn.Linear):
@@ -147,7 +162,7 @@ class First(_Member):
 
 
 class Other(_Member):
-    """Takes its columns if they belong to this input, and computes them if not. The last one to take clears the table."""
+    """Takes its columns if they belong to this input, else computes them. The last one to take clears the table."""
 
     def forward(self, input: Tensor) -> Tensor:
         group, at = self.tilewright_group, self.tilewright_at
@@ -176,7 +191,9 @@ class Merged:
 
 
 def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
-    """Paths of linear layers with one parent that one `run()` hands the same tensor, unchanged, each layer once; in call order."""
+    """Paths of linear layers with one parent that one `run()` hands the same tensor, unchanged, each layer once; in
+    call order.
+    """
     seen: dict[tuple[str, int, int], list[str]] = {}
     held: list[Tensor] = []  # keeps every input alive, so that no id is used twice
     calls: Counter[str] = Counter()
@@ -190,7 +207,9 @@ def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
 
         return hook
 
-    linear_like = [(path, m) for path, m in model.named_modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
+    linear_like = [
+        (path, m) for path, m in model.named_modules() if hasattr(m, "in_features") and hasattr(m, "out_features")
+    ]
     handles = [module.register_forward_pre_hook(watch(path)) for path, module in linear_like]
     try:
         with torch.no_grad():
@@ -205,9 +224,9 @@ def refusal(group: Sequence[nn.Module], model: nn.Module) -> str | None:
     """Why these layers cannot be merged; None when they can."""
     for member in group:
         if type(member) is not nn.Linear:
-            return f"a projection is a {type(member).__name__}, not a plain nn.Linear: its weight has a format of its own."
+            return f"a projection is a {type(member).__name__}, not a plain nn.Linear: its weight is its own affair."
         if type(member.weight.data) is not Tensor or not member.weight.is_floating_point():
-            return f"a projection's weight is {type(member.weight.data).__name__} {member.weight.dtype}, which cannot be joined row by row."
+            return f"a projection's weight is a {type(member.weight.data).__name__}, {member.weight.dtype}: no plain rows."
     if len({(member.weight.dtype, member.weight.device, member.bias is None) for member in group}) > 1:
         return "the projections of a group differ in dtype, device or in having a bias."
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -229,7 +248,7 @@ def _join(parameters: Sequence[Any]) -> Tensor:
 
 MERGED_QKV = MergedLinear(
     name="merged_qkv",
-    why="Q, K and V read the same input: one product reads it once, fills the device better and is one launch instead of three.",
+    why="Q, K and V read the same input: one product reads it once and is one launch instead of three.",
     source="FasterTransformer and Megatron-LM fused QKV; vLLM QKVParallelLinear",
     members=range(3, 9),
 )

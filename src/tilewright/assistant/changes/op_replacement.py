@@ -1,4 +1,6 @@
-"""Replace norms, gated MLPs, rotary embeddings and residual sums by the library's own ops, module by module, after a behavioural probe."""
+"""Replace norms, gated MLPs, rotary embeddings and residual sums by the library's own ops, module by module, after a
+behavioural probe.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class OpReplacement:
     """`tilewright.patch`; its own verification is left out because the loop's gate is at least as strict."""
 
     name: str = "op_replacement"
-    why: str = "A norm or an activation of several eager ops moves its data several times; one fused kernel moves it once."
+    why: str = (
+        "A norm or an activation of several eager ops moves its data several times; one fused kernel moves it once."
+    )
     source: str = "tilewright.patch; Hsu et al., 'Liger Kernel', 2024"
     risk: Risk = "rounding"
     stage: int = 2
@@ -41,7 +45,11 @@ class OpReplacement:
             launches = per_op_us(phase) * sum(cost.ops - cost.calls for cost in several)
             return 0.0, max(0.0, self_us(phase, several) - fused) + launches
 
-        return predict(scene.seen, saving, "at most: modules of several element-wise ops at the memory floor of one, and the launches that go.")
+        return predict(
+            scene.seen,
+            saving,
+            "at most: modules of several element-wise ops at the memory floor of one, and the launches that go.",
+        )
 
     def apply(self, model: nn.Module, work: Workload) -> Replaced:
         return Replaced(patch(model, verify=False))

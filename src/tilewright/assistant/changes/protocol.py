@@ -12,7 +12,8 @@ from tilewright.assistant.predict import Prediction
 from tilewright.assistant.workload import Workload
 from tilewright.hardware.ceilings import Ceilings
 
-# exact: the same operations in the same order; rounding: the same mathematics in another order; precision: another number format.
+# exact: the same operations in the same order; rounding: the same mathematics in another order; precision: another
+# number format.
 Risk = Literal["exact", "rounding", "precision"]
 
 
@@ -49,14 +50,24 @@ class Change(Protocol):
     """One thing that can be done to a model, and undone.
 
     name: short and stable (`allow=`, JSON). why: the mechanism in one sentence. source: where that is shown.
-    stage: order of trial; within a stage the larger predicted gain goes first. A later stage builds on what the earlier ones left.
+    stage: order of trial; within a stage the larger predicted gain goes first. A later stage builds on what the earlier
+    ones left.
     """
 
-    name: str
-    why: str
-    source: str
-    risk: Risk
-    stage: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def risk(self) -> Risk: ...
+
+    @property
+    def stage(self) -> int: ...
 
     def applies(self, scene: Scene) -> Verdict:
         """Look, change nothing."""

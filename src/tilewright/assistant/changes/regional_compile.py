@@ -1,9 +1,10 @@
 """torch.compile of each repeated block: one compilation serves all layers, in seconds instead of minutes.
 
-Compiling the whole model traces every layer. Blocks of one class share their code, and Dynamo keys compiled code on it, so compiling the block compiles
-once for all layers, unless something in a block differs from layer to layer. In Hugging Face models one thing does: attention asks the cache for
-`layers[self.layer_idx]`, which Dynamo bakes in; eight layers later it gives up. So a compiled block gets a view of the cache that
-knows only its own layer: the same structure for all of them.
+Compiling the whole model traces every layer. Blocks of one class share their code, and Dynamo keys compiled code on it,
+so compiling the block compiles once for all layers, unless something in a block differs from layer to layer. In Hugging
+Face models one thing does: attention asks the cache for `layers[self.layer_idx]`, which Dynamo bakes in; eight layers
+later it gives up. So a compiled block gets a view of the cache that knows only its own layer: the same structure for
+all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class RegionalCompile:
         if not found:
             return Verdict(False, "no block repeats: there is no nn.ModuleList with two or more modules of one class.")
         if scene.work.device.type == "cpu" and cxx() is None:
-            return Verdict(False, "there is no C++ compiler (g++), which Inductor needs on a CPU. Install g++ or set CXX.")
+            return Verdict(
+                False, "there is no C++ compiler (g++), which Inductor needs on a CPU. Install g++ or set CXX."
+            )
         classes = sorted({type(block).__name__ for block in found.values()})
         return Verdict(True, f"{len(found)} blocks of {', '.join(classes)}.")
 
@@ -68,7 +71,11 @@ class RegionalCompile:
             launches = per_op_us(phase) * sum(cost.ops for cost in simple)
             return 0.0, max(0.0, self_us(phase, simple) - fused) + launches
 
-        return predict(scene.seen, saving, "at most the time of the blocks' element-wise modules and their launches; matrix products stay.")
+        return predict(
+            scene.seen,
+            saving,
+            "at most the time of the blocks' element-wise modules and their launches; matrix products stay.",
+        )
 
     def apply(self, model: nn.Module, work: Workload) -> Compiled:
         found = list(blocks(model))
@@ -96,7 +103,7 @@ class Compiled:
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of every block that repeats: two or more of one class in an nn.ModuleList, outermost lists only."""
+    """Path and module of every block that repeats: two or more of one class in an outermost nn.ModuleList."""
     taken: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in taken):

@@ -23,7 +23,9 @@ class StaticDecode:
         "A growing cache is copied for every token, and a decoding step launched op by op waits for its host; "
         "a static cache is written in place, and its step can be recorded once and replayed."
     )
-    source: str = "pytorch.org blog 'Accelerating Generative AI with PyTorch II: GPT, Fast'; CUDA programming guide, graphs"
+    source: str = (
+        "pytorch.org blog 'Accelerating Generative AI with PyTorch II: GPT, Fast'; CUDA programming guide, graphs"
+    )
     risk: Risk = "rounding"
     stage: int = 0
 
@@ -60,7 +62,9 @@ class StaticDecode:
 
 
 class Attached:
-    """A model whose `generate` is replaced. `refresh` starts anew after the model's modules changed: captured graphs replay the old ones."""
+    """A model whose `generate` is replaced. `refresh` starts anew after the model's modules changed: captured graphs
+    replay the old ones.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

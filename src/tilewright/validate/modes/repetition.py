@@ -9,6 +9,7 @@ from tilewright.validate.modes.registry import mode
 from tilewright.validate.rows import output_rows, require_independent_rows, rows_of
 
 RUNS = 20
+SINGLE_ROWS = 7
 
 
 @mode("determinism")
@@ -43,12 +44,18 @@ def batch_invariance(case: Case, found: Findings) -> None:
     with numerics("batch_invariant"):
         sample = case.sample()
         whole = case.call(sample)
-        for start, length in dict.fromkeys(((0, 1), (size // 2, 1), (size - 1, 1), (0, size // 2), (1, size - 1))):
+        for start, length in _parts(size):
             part = case.call(rows_of(case, sample, start, length))
             for output, alone, wanted in zip(whole, part, case.truth.outputs, strict=True):
                 same = same_bits(output_rows(case, output, start, length).contiguous(), alone.contiguous())
                 rows = f"row {start}" if length == 1 else f"rows {start} to {start + length - 1}"
                 found.require(same, f"{rows} of {wanted.name}: other bits alone than in the batch of {size}")
+
+
+def _parts(size: int) -> list[tuple[int, int]]:
+    """(start, length): single rows from first to last, batches of 2, 4, 8, ..., and all rows but the first."""
+    rows = [(i * (size - 1) // SINGLE_ROWS, 1) for i in range(SINGLE_ROWS + 1)]
+    return list(dict.fromkeys([*rows, *((0, 1 << k) for k in range(1, (size - 1).bit_length())), (1, size - 1)]))
 
 
 @mode("changed_inputs")

@@ -1,0 +1,141 @@
+"""Open what a user of the command line names: a model folder or a Python file with a factory, and a file of prompts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.assistant.graph_breaks import first_line
+from tilewright.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode on its device, its tokenizer if it has one, and example inputs if its factory gave
+    any.
+    """
+
+    model: nn.Module
+    tokenizer: Any = None
+    inputs: Any = None
+
+
+def load(name: str, *, device: str | torch.device | None = None) -> Loaded:
+    """`name` is a local Hugging Face folder (config.json, weights, tokenizer) or `file.py:factory`.
+
+    A folder is opened by AutoModelForCausalLM in the dtype of its weights; nothing is downloaded and no code in it is
+    run. A factory takes no arguments and returns (module, example inputs). device: where the model goes; None is the
+    GPU if there is one. Raises UsageError.
+    """
+    where = _device(device)
+    path, colon, factory = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_factory(Path(path), factory, where)
+    folder = Path(name)
+    if not folder.exists():
+        raise UsageError(f"MODEL {name!r} does not exist. Give a local model folder, or file.py:factory.")
+    if not folder.is_dir() or not (folder / "config.json").is_file():
+        raise UsageError(
+            f"MODEL {name!r} is no Hugging Face model folder: it has no config.json. Give one, or file.py:factory."
+        )
+    return _from_folder(folder, where)
+
+
+def load_prompts(path: str | Path) -> list[str]:
+    """Prompts from a .jsonl file of objects with "text", or from a plain text file, where an empty line separates them.
+    Raises UsageError.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"prompts {str(path)!r} cannot be read: {error}.") from error
+    found = _from_jsonl(file, text) if file.suffix == ".jsonl" else [part.strip("\n") for part in text.split("\n\n")]
+    prompts = [prompt for prompt in found if prompt.strip()]
+    if not prompts:
+        raise UsageError(f"prompts {str(path)!r} holds no prompt.")
+    return prompts
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device {device!r} is not known. Give cpu, cuda or cuda:N.") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device!r}: torch sees no GPU here. Give cpu.")
+    return found
+
+
+def _from_folder(folder: Path, device: torch.device) -> Loaded:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise UsageError("opening a model folder needs transformers: pip install 'tilewright[hf]'.") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError(f"MODEL {str(folder)!r} cannot be opened: {first_line(error)}") from error
+    has_tokenizer = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    tokenizer = (
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False) if has_tokenizer else None
+    )
+    return Loaded(model.eval().to(device), tokenizer)
+
+
+def _from_factory(path: Path, name: str, device: torch.device) -> Loaded:
+    given = f"{path}:{name}"
+    if not path.is_file():
+        raise UsageError(f"MODEL {given!r}: there is no file {str(path)!r}.")
+    factory = getattr(_module(path, given), name, None)
+    if not callable(factory):
+        raise UsageError(f"MODEL {given!r}: {path.name} has no function {name!r}.")
+    made = _call(factory, given)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise UsageError(f"MODEL {given!r} returned {type(made).__name__}; it has to return (module, example inputs).")
+    module, inputs = made
+    return Loaded(module.eval().to(device), None, inputs)
+
+
+def _module(path: Path, given: str) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"MODEL {given!r}: {path.name} is no Python file.")
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up by name
+    _call(partial(loader.exec_module, module), given)
+    return module
+
+
+def _call(what: Callable[[], Any], given: str) -> Any:
+    try:
+        return what()
+    except Exception as error:
+        raise UsageError(f"MODEL {given!r} failed: {first_line(error)}") from error
+
+
+def _from_jsonl(file: Path, text: str) -> list[str]:
+    prompts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(str(json.loads(line)["text"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UsageError(
+                f'prompts {str(file)!r}, line {number}: every line has to be an object with "text".'
+            ) from error
+    return prompts

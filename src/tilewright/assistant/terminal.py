@@ -1,0 +1,112 @@
+"""The report in a terminal: rich tables, and a progress line while the loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tilewright.assistant.measure import Comparison
+from tilewright.assistant.report import ChangeRecord, Report
+from tilewright.assistant.verify import Accuracy
+
+_STYLE = {"kept": "bold green", "rejected": "yellow", "proposed": "cyan", "not tried": "dim", "not applicable": "dim"}
+_SHOWN_CLASSES = 8
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """A function to hand to `optimize(progress=...)`: a live line in a terminal, plain lines in a log file."""
+    if not console.is_terminal:
+        yield lambda line: console.print(line, markup=False, highlight=False)
+        return
+    with console.status("starting") as status:
+        yield lambda line: status.update(Text(line))
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the whole report."""
+    console.print(render(report))
+
+
+def render(report: Report) -> RenderableType:
+    """All tables of a report."""
+    parts: list[RenderableType] = [Panel(Text(report.headline, style="bold"), expand=False), _where_time_goes(report)]
+    if report.totals is not None:
+        parts.append(_totals("Unchanged against final model", report.totals))
+    if report.control is not None:
+        noise = report.control.decisive
+        interval = f"95 %: {noise.gain_low:.3f} to {noise.gain_high:.3f}"
+        parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here.", style="dim"))
+    parts.append(_changes(report.changes))
+    if report.accuracy is not None:
+        parts.append(Text(_accuracy(report.accuracy)))
+    parts.extend(Text(f"Note: {note}", style="dim") for note in report.notes)
+    return Group(*parts)
+
+
+def _where_time_goes(report: Report) -> Table:
+    table = Table(title="Where the time goes, before", title_justify="left")
+    for name in ("phase", "module class", "calls", "ms", "floor ms", "time / floor"):
+        table.add_column(name, justify="left" if name in ("phase", "module class") else "right")
+    for phase in report.before.phases:
+        shown = [roof for roof in report.roofs if roof.phase == phase.name and roof.us > 0][:_SHOWN_CLASSES]
+        for roof in shown:
+            above = f"{roof.us / roof.floor_us:.1f}" if roof.floor_us else "-"
+            floor = f"{roof.floor_us / 1e3:.3f}" if roof.floor_us else "-"
+            table.add_row(phase.name, roof.module_class, str(roof.calls), f"{roof.us / 1e3:.3f}", floor, above)
+        idle = "" if phase.idle_share is None else f", idle {phase.idle_share:.0%}"
+        table.add_row(
+            phase.name,
+            f"all ({phase.kernels} ops{idle})",
+            "",
+            f"{phase.wall_us / 1e3:.3f}",
+            "",
+            "",
+            style="bold",
+            end_section=True,
+        )
+    return table
+
+
+def _totals(title: str, comparison: Comparison) -> Table:
+    table = Table(title=f"{title} ({comparison.rounds} rounds)", title_justify="left")
+    for name in ("", "before", "after", "unit", "gain (95 %)"):
+        table.add_column(name, justify="left" if name in ("", "unit") else "right")
+    for m in comparison.metrics:
+        table.add_row(
+            m.name,
+            f"{m.before:.4g}",
+            f"{m.after:.4g}",
+            m.unit,
+            f"{m.gain:.2f}x ({m.gain_low:.2f} to {m.gain_high:.2f})",
+        )
+    return table
+
+
+def _changes(records: list[ChangeRecord]) -> Table:
+    table = Table(title="Changes", title_justify="left")
+    for name in ("change", "decision", "predicted", "measured (95 %)", "reason"):
+        table.add_column(name)
+    for record in records:
+        predicted = f"{record.predicted.low:.2f}x to {record.predicted.high:.2f}x" if record.predicted else "-"
+        measured = "-"
+        if record.measured is not None:
+            gain = record.measured.decisive
+            measured = f"{gain.gain:.3f}x ({gain.gain_low:.3f} to {gain.gain_high:.3f})"
+        table.add_row(
+            record.name, Text(record.decision, style=_STYLE[record.decision]), predicted, measured, record.reason
+        )
+    return table
+
+
+def _accuracy(a: Accuracy) -> str:
+    line = f"Accuracy of the final model (of the unchanged one): logit error {a.error:.2e} ({a.own_error:.2e})"
+    line += f", top-1 {a.top1:.2%} ({a.own_top1:.2%})"
+    if a.perplexity is not None and a.own_perplexity is not None:
+        line += f", perplexity {a.perplexity:.3f} ({a.own_perplexity:.3f})"
+    return f"{line}; {a.positions} positions."

@@ -1,0 +1,235 @@
+"""Rotary position embedding of queries and keys, forward and backward.  The contract; backends are the files beside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.vjp import vjp
+from tilewright.ops import rows
+from tilewright.ops.rope.apply_rope.checks import check
+from tilewright.ops.rope.apply_rope.samples import BAD_INPUTS, inputs
+
+
+@dispatch("apply_rope")
+def apply_rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    rotary_dim: int | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(q', k'): each pair (a, b) of the first R elements of a head becomes (a cos - b sin, b cos + a sin); the rest is copied.
+
+    q, k:      (B, H, S, D), (B, H_kv, S, D), or packed sequences (T, H, D), (T, H_kv, D); bf16|fp16|fp32; read with their
+               strides, so the usual transposed view of (B, S, H, D) is not copied first.
+    cos, sin:  one row a token, (B or 1, S, W) or packed (T, W); with positions a table (P, W).
+    positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  One outside the table raises
+               InputError on a CPU; on a GPU nobody waits to look, and the token's rotated elements are NaN.
+    Returns new contiguous tensors of the shapes and dtype of q and k.
+
+    The pairs, and where their cos and sin stand:
+      default          elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
+      interleaved=True elements (2i, 2i + 1): GLM, Helium, Ernie, Cohere, DeepSeek-V2.  DeepSeek-V3 wants the same values in
+                       another order, all first elements of pairs before all second ones: x[..., 0::2], x[..., 1::2].
+      W = R (default)  column i serves pair i and column i + R/2 repeats it, as Hugging Face's rotary modules make them;
+                       either may be read.  Cohere's tables repeat each column instead: pass cos[..., ::2], rotary_dim=W.
+      W = R/2          column i serves pair i; needs rotary_dim=R (GPT-OSS)
+
+    Rounding: products and sum are each rounded to promote(q, cos), the result to q's dtype, as in Hugging Face's
+    `q * cos + rotate_half(q) * sin`.  So float32 tables mean float32 arithmetic (OLMo-2, Cohere, DeepSeek-V2).
+
+    Gradients: q and k.  cos and sin must not require one.
+    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    Raises InputError for shapes or dtypes other than these.
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.  Tables: `ops.rope.tables`.
+    """
+    return call(CONTRACT, (q, k, cos, sin, positions, interleaved, rotary_dim or 0), backend)  # type: ignore[no-any-return]
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, bit for bit what the Hugging Face functions compute."""
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    cos, sin = (_spread(t, rotary_dim or t.shape[-1], interleaved).unsqueeze(1) for t in (cos, sin))
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+
+
+def _spread(table: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
+    """(..., W) -> (..., R): an entry for each element instead of each pair."""
+    if interleaved:
+        return table[..., : rotary_dim // 2].repeat_interleave(2, dim=-1)
+    return table if table.shape[-1] == rotary_dim else torch.cat((table, table), dim=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    r = cos.shape[-1]
+    rotary, rest = x[..., :r], x[..., r:]
+    if interleaved:
+        turned = torch.stack((-rotary[..., 1::2], rotary[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-rotary[..., r // 2 :], rotary[..., : r // 2]), dim=-1)
+    rotated = (rotary * cos + turned * sin).to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if r < x.shape[-1] else rotated
+
+
+def _raw(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, rotary_dim: int
+) -> tuple[Tensor, Tensor]:
+    return reference(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=rotary_dim)
+
+
+def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Tensor, ...]:
+    # The rotation is linear in q and k: its gradient asks for tensors of their shape, not for their values.
+    grads = vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
+    return tuple(by_token(g) for g in grads)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """The view (B, S, H, D) of (B, H, S, D), or back; packed tensors are by token as they are."""
+    return x.transpose(1, 2) if x.dim() == 4 else x
+
+
+def tokens_bucket(q: Tensor, k: Tensor, *_: Any) -> tuple[int, ...]:
+    """(tokens rounded up to a power of two, H, H_kv, D)."""
+    tokens = q.shape[0] * q.shape[2] if q.dim() == 4 else q.shape[0]
+    return row_bucket(tokens), hint(q.shape[1]), hint(k.shape[1]), hint(q.shape[-1])
+
+
+_BUCKET = ("T", "H", "H_kv", "D")
+_REST = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, int rotary_dim"
+FORWARD = RawOp(
+    "apply_rope",
+    "fwd",
+    f"Tensor q, Tensor k, {_REST}",
+    package=__name__,
+    outputs=lambda q, k, *_: ((q.shape, q.dtype), (k.shape, k.dtype)),
+    reference=_raw,
+    bucket=tokens_bucket,
+    bucket_names=_BUCKET,
+    count=2,
+)
+# Gradients lie by token, (B, S, H, D), as the projections that made q and k want them: no copy follows.
+BACKWARD = RawOp(
+    "apply_rope",
+    "bwd",
+    f"Tensor dq, Tensor dk, {_REST}",
+    package=__name__,
+    outputs=lambda dq, dk, *_: ((by_token(dq).shape, dq.dtype), (by_token(dk).shape, dk.dtype)),
+    reference=_raw_backward,
+    bucket=tokens_bucket,
+    bucket_names=_BUCKET,
+    count=2,
+)
+
+
+def _backward_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Any, ...]:
+    """A gradient that does not arrive or is not wanted becomes one of no heads, which costs nothing."""
+    absent = next(g for g in grads if g is not None).narrow(1, 0, 0)
+    dq, dk = (g if g is not None and need else absent for g, need in zip(grads, needs[:2], strict=True))
+    return (dq, dk, *saved, *args[5:])
+
+
+def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Back to the dimensions of q and k; no heads mean no gradient."""
+    return tuple(by_token(g) if g.shape[-2] else None for g in grads)
+
+
+
+def cost(sample: Sample, direction: str) -> Cost:
+    """Reads q, k (or their gradients), every position, and R/2 columns of each row of the tables that is used; writes q' and k'."""
+    q, k, cos, _ = sample.args
+    r = sample.kwargs.get("rotary_dim") or cos.shape[-1]
+    positions = sample.kwargs.get("positions")
+    used = cos.numel() // cos.shape[-1]
+    if positions is not None:
+        used = min(used, positions.numel())
+    moved = rows.nbytes(q, k)
+    pairs = (q.numel() + k.numel()) // q.shape[-1] * (r // 2)
+    return Cost(6 * pairs, moved + rows.nbytes(positions) + 2 * used * (r // 2) * cos.element_size(), moved)
+
+
+_LLAMA_8B = {"H": 32, "H_kv": 8, "D": 128}
+CONTRACT = register(
+    Contract(
+        name="apply_rope",
+        family="rope",
+        summary="rotary position embedding of queries and keys",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=inputs,
+        cost=cost,
+        gradient=Gradient(
+            BACKWARD,
+            inputs=(0, 1),
+            save=lambda args, outputs: (args[2], args[3], args[4]),
+            raw_args=_backward_args,
+            expand=_gradients,
+        ),
+        workloads=(
+            Workload("llama8b_1x8k", {"B": 1, "S": 8192, **_LLAMA_8B}),
+            Workload("llama8b_4x2k", {"B": 4, "S": 2048, **_LLAMA_8B}),
+            Workload("llama8b_packed", {"T": 8192, "positions": 8200, **_LLAMA_8B}),
+            Workload("qwen7b_4x2k", {"B": 4, "S": 2048, "H": 28, "H_kv": 4, "D": 128}),
+            Workload("phi2_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
+            Workload("glm9b_1x8k", {"B": 1, "S": 8192, "H": 32, "H_kv": 2, "D": 128, "R": 64, "interleaved": True}),
+            *(Workload(f"decode_{b}", {"B": b, "S": 1, **_LLAMA_8B}, directions=("fwd",)) for b in (1, 16, 64)),
+        ),
+        cpu_workloads=(
+            Workload("small", {"B": 1, "S": 512, "H": 8, "H_kv": 2, "D": 64}, (torch.bfloat16, torch.float32)),
+        ),
+        edge_cases=(
+            Workload("decode: one token, one row", {"B": 1, "S": 1, "H": 4, "H_kv": 2, "D": 64}),
+            Workload("decode_batch: tokens lie in the batch", {"B": 5, "S": 1, "H": 4, "H_kv": 2, "D": 64, "tables": "each"}),
+            Workload("odd_s: the last tokens are masked", {"B": 2, "S": 13, "H": 4, "H_kv": 2, "D": 32}),
+            Workload("odd_heads: the last heads are masked", {"B": 1, "S": 5, "H": 11, "H_kv": 3, "D": 32}),
+            Workload("mqa: one key head", {"B": 2, "S": 9, "H": 6, "H_kv": 1, "D": 64}),
+            Workload("contiguous: by head, not by token", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "layout": "contiguous"}),
+            Workload("fused: slices of one projection", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "layout": "fused"}),
+            Workload("own_tables: each sequence its own", {"B": 3, "S": 7, "H": 4, "H_kv": 2, "D": 64, "tables": "each"}),
+            Workload("d_80: halves are no power of two", {"B": 1, "S": 9, "H": 4, "H_kv": 4, "D": 80}),
+            Workload("d_96: as above", {"B": 2, "S": 5, "H": 3, "H_kv": 3, "D": 96}),
+            Workload("partial: the rest is copied", {"B": 2, "S": 9, "H": 4, "H_kv": 4, "D": 80, "R": 32}),
+            Workload("r_10: halves are not aligned", {"B": 2, "S": 5, "H": 2, "H_kv": 2, "D": 16, "R": 10}),
+            Workload("r_2: a single pair", {"B": 1, "S": 5, "H": 2, "H_kv": 1, "D": 8, "R": 2}),
+            Workload("interleaved: pairs are neighbours", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "interleaved": True}),
+            Workload(
+                "interleaved_partial: pairs, a rest, D no power of two",
+                {"B": 2, "S": 5, "H": 3, "H_kv": 1, "D": 48, "R": 24, "interleaved": True},
+            ),
+            Workload("half_tables: one column a pair", {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64, "tables": "half"}),
+            Workload(
+                "cohere: every second column of float32 tables",
+                {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64, "tables": "doubled", "interleaved": True, "table_dtype": torch.float32},
+            ),
+            Workload(
+                "float32_tables: float32 arithmetic",
+                {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64, "table_dtype": torch.float32},
+            ),
+            Workload("positions: rows of a table", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "positions": 37}),
+            Workload("packed: sequences end to end", {"T": 23, "H": 4, "H_kv": 2, "D": 64, "positions": 37}),
+            Workload("packed_rows: a row a token", {"T": 23, "H": 4, "H_kv": 2, "D": 64, "R": 32}),
+            Workload("empty: no sequences", {"B": 0, "S": 4, "H": 4, "H_kv": 2, "D": 64}),
+        ),
+        bad_inputs=BAD_INPUTS,
+    )
+)

@@ -1,0 +1,255 @@
+"""Softmax in Triton, in three forms that differ in where a row is while its maximum and sum are found.
+
+short   rows that fit in registers: one read, one write.
+long    one program keeps the first `held` elements of its row in registers and walks over the rest twice: forwards with a
+        running maximum and sum in every lane (no barrier), then backwards, so that what was read last is still near: in L1,
+        and for 132 programs with 256 KB each in the 60 MB L2 of an H200.  Second reads and stores ask to be evicted first.
+split   few long rows, as in decoding: many programs a row leave maximum and sum of their block, a second launch scales.
+
+Traffic: forward 4*M*N bytes at bf16, so 4096x128256 cannot beat 500 us at 4.2 TB/s; backward reads dy and y, 6*M*N, 750 us.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.hardware import device_info
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.rows import as_rows
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first maximum; -inf - -inf would be NaN
+REGISTERS = 32768  # elements a program keeps as float32: 64 registers a thread at 16 warps
+SPLIT_ROWS = 64  # from here on, one program a row fills half of an H200
+
+
+class Config(NamedTuple):
+    held: int  # elements of a row in registers, a power of two; longer rows take the long form
+    num_warps: int
+    rows: int = 1  # short: rows a program takes at a time
+    waves: int = 0  # short: programs per SM that walk over the rows; 0: one program per `rows`
+    num_stages: int = 1  # of the walk over rows (short) or along a row (long)
+    steps: int = 4  # long: 16-byte vectors per thread in one step along the row
+    split: int = 0  # elements a program takes of a row that is divided among programs; 0: it is not
+
+
+def _short(n: int, held: int) -> Config:
+    block = triton.next_power_of_2(n)
+    return Config(held, num_warps=min(16, max(4, block // 1024)), rows=max(1, min(32, 2048 // block)))
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    m, n = bucket
+    if n <= REGISTERS:
+        return _short(n, REGISTERS)
+    if m > SPLIT_ROWS:
+        return Config(REGISTERS, num_warps=16)
+    return Config(REGISTERS, num_warps=4, split=1024 if m <= 2 else 4096)
+
+
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    m, n = bucket
+    held = REGISTERS // 2  # of dy and of y
+    return _short(n, held) if n <= held else Config(held, num_warps=16)
+
+
+_WIDTHS = tuple(1 << k for k in range(17))
+CONFIGS = tuple(dict.fromkeys(configure((m, n), torch.bfloat16) for n in _WIDTHS for m in (1, 8, 4096)))
+BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((4096, n), torch.bfloat16) for n in _WIDTHS))
+
+
+@triton.jit
+def _softmax_kernel(
+    y, x, M, N, stride_x,  # x, y: (M, N)
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+        offs_m = block * ROWS + tl.arange(0, ROWS)[:, None]
+        mask = (offs_m < M) & (offs_n < N)
+        at = offs_m.to(tl.int64)
+        row = tl.load(x + at * stride_x + offs_n, mask=mask, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(tl.max(row, 1), LOWEST)
+        e = tl.exp2((row - top[:, None]) * LOG2E)
+        result = e * (1.0 / tl.sum(e, 1))[:, None]
+        tl.store(y + at * N + offs_n, result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_long_kernel(
+    y, x, N, stride_x,  # x, y: (M, N), N > HELD
+    HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    # Lanes lie across the program's threads, so maxima and sums over dimension 0 need no other thread.
+    STEP: tl.constexpr = STEPS * LANES
+    lanes = tl.arange(0, LANES)[None, :]
+    offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + lanes
+    offs = tl.arange(0, STEPS)[:, None] * LANES + lanes
+    x += tl.program_id(0).to(tl.int64) * stride_x
+    y += tl.program_id(0).to(tl.int64) * N
+
+    held = tl.load(x + offs_held, eviction_policy="evict_first").to(tl.float32)
+    top = tl.maximum(tl.max(held, 0), LOWEST)
+    total = tl.sum(tl.exp2((held - top[None, :]) * LOG2E), 0)
+    for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
+        part = tl.load(x + start + offs, mask=offs < N - start, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(part, 0))
+        total = total * tl.exp2((top - higher) * LOG2E) + tl.sum(tl.exp2((part - higher[None, :]) * LOG2E), 0)
+        top = higher
+    highest = tl.max(top, 0)
+    scale = 1.0 / tl.sum(total * tl.exp2((top - highest) * LOG2E), 0)
+
+    last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
+    for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
+        start = last - back
+        mask = offs < N - start
+        part = tl.load(x + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        result = tl.exp2((part - highest) * LOG2E) * scale
+        tl.store(y + start + offs, result.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    result = tl.exp2((held - highest) * LOG2E) * scale
+    tl.store(y + offs_held, result.to(y.dtype.element_ty), eviction_policy="evict_first")
+
+
+@triton.jit
+def _softmax_part_kernel(tops, totals, x, N, parts, stride_x, BLOCK_N: tl.constexpr):  # tops, totals: (M, parts)
+    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    values = tl.load(x + row.to(tl.int64) * stride_x + offs_n, mask=offs_n < N, other=float("-inf")).to(tl.float32)
+    top = tl.maximum(tl.max(values, 0), LOWEST)
+    tl.store(tops + tl.program_id(0), top)
+    tl.store(totals + tl.program_id(0), tl.sum(tl.exp2((values - top) * LOG2E), 0))
+
+
+@triton.jit
+def _softmax_scale_kernel(
+    y, tops, totals, x, N, parts, stride_x,  # tops, totals: (M, parts)
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    values = tl.load(x + row.to(tl.int64) * stride_x + offs_n, mask=offs_n < N).to(tl.float32)
+    offs_p = tl.arange(0, PARTS)
+    top = tl.load(tops + row * parts + offs_p, mask=offs_p < parts, other=LOWEST)
+    total = tl.load(totals + row * parts + offs_p, mask=offs_p < parts, other=0.0)
+    highest = tl.max(top, 0)
+    scale = 1.0 / tl.sum(total * tl.exp2((top - highest) * LOG2E), 0)
+    result = tl.exp2((values - highest) * LOG2E) * scale
+    tl.store(y + row.to(tl.int64) * N + offs_n, result.to(y.dtype.element_ty), mask=offs_n < N)
+
+
+@triton.jit
+def _softmax_backward_kernel(
+    dx, dy, y, M, N, stride_dy, stride_y,  # dx, dy, y: (M, N)
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+        offs_m = block * ROWS + tl.arange(0, ROWS)[:, None]
+        mask = (offs_m < M) & (offs_n < N)
+        at = offs_m.to(tl.int64)
+        p = tl.load(y + at * stride_y + offs_n, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy + at * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32)
+        result = p * (g - tl.sum(g * p, 1)[:, None])
+        tl.store(dx + at * N + offs_n, result.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _softmax_backward_long_kernel(
+    dx, dy, y, N, stride_dy, stride_y,  # dx, dy, y: (M, N), N > HELD
+    HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = STEPS * LANES
+    lanes = tl.arange(0, LANES)[None, :]
+    offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + lanes
+    offs = tl.arange(0, STEPS)[:, None] * LANES + lanes
+    dy += tl.program_id(0).to(tl.int64) * stride_dy
+    y += tl.program_id(0).to(tl.int64) * stride_y
+    dx += tl.program_id(0).to(tl.int64) * N
+
+    held_p = tl.load(y + offs_held, eviction_policy="evict_first").to(tl.float32)
+    held_g = tl.load(dy + offs_held, eviction_policy="evict_first").to(tl.float32)
+    products = tl.sum(held_p * held_g, 0)
+    for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
+        mask = offs < N - start
+        p = tl.load(y + start + offs, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(dy + start + offs, mask=mask, other=0.0).to(tl.float32)
+        products += tl.sum(p * g, 0)
+    mean = tl.sum(products, 0)  # of dy under the distribution y
+
+    last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
+    for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
+        start = last - back
+        mask = offs < N - start
+        p = tl.load(y + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        g = tl.load(dy + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        tl.store(dx + start + offs, (p * (g - mean)).to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    result = held_p * (held_g - mean)
+    tl.store(dx + offs_held, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
+
+
+_short_forward = TritonKernel(_softmax_kernel)
+_long_forward = TritonKernel(_softmax_long_kernel)
+_part = TritonKernel(_softmax_part_kernel)
+_scale = TritonKernel(_softmax_scale_kernel)
+_short_backward = TritonKernel(_softmax_backward_kernel)
+_long_backward = TritonKernel(_softmax_backward_long_kernel)
+
+
+def _programs(m: int, config: Config, device: torch.device) -> int:
+    blocks = -(-m // config.rows)
+    return min(blocks, config.waves * device_info(device).sm_count) if config.waves else blocks
+
+
+def _lanes(config: Config, dtype: torch.dtype) -> int:
+    """One 16-byte vector for each thread of a program."""
+    return config.num_warps * 32 * 16 // dtype.itemsize
+
+
+@register_impl(
+    "softmax", backend="triton", configure=configure, config_type=Config, configs=CONFIGS, batch_invariant=True
+)
+def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
+    x = as_rows(x)
+    m, n = x.shape
+    block = triton.next_power_of_2(n)
+    if block <= config.held:
+        constants = (config.rows, block, config.num_stages)
+        _short_forward(
+            (_programs(m, config, x.device),), (outs[0], x, m, n, x.stride(0)), constants, num_warps=config.num_warps
+        )
+    elif config.split:
+        parts = -(-n // config.split)
+        tops, totals = torch.empty(2, m, parts, dtype=torch.float32, device=x.device)
+        _part((m * parts,), (tops, totals, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
+        args = (outs[0], tops, totals, x, n, parts, x.stride(0))
+        constants = (triton.next_power_of_2(parts), config.split)
+        _scale((m * parts,), args, constants, num_warps=config.num_warps)
+    else:
+        constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages)
+        _long_forward((m,), (outs[0], x, n, x.stride(0)), constants, num_warps=config.num_warps)
+
+
+@register_impl(
+    "softmax",
+    backend="triton",
+    direction="bwd",
+    configure=configure_backward,
+    config_type=Config,
+    configs=BACKWARD_CONFIGS,
+)
+def launch_backward(outs: tuple[Tensor], dy: Tensor, y: Tensor, *, config: Config) -> None:
+    dy, y = as_rows(dy), as_rows(y)
+    m, n = y.shape
+    block = triton.next_power_of_2(n)
+    strides = (dy.stride(0), y.stride(0))
+    if block <= config.held:
+        constants = (config.rows, block, config.num_stages)
+        programs = _programs(m, config, y.device)
+        _short_backward((programs,), (outs[0], dy, y, m, n, *strides), constants, num_warps=config.num_warps)
+    else:
+        constants = (config.held, config.steps, _lanes(config, y.dtype), config.num_stages)
+        _long_backward((m,), (outs[0], dy, y, n, *strides), constants, num_warps=config.num_warps)
