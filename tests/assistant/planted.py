@@ -12,6 +12,7 @@ from tilewright.assistant.workload import Workload
 from tilewright.hardware.ceilings import Ceilings
 
 VOCABULARY = 211
+DELAY_S = 0.03  # much longer than a forward of the tiny model, so that a busy machine does not decide a test
 
 
 def tiny_llama(**changes) -> nn.Module:
@@ -45,7 +46,7 @@ def ceilings() -> Ceilings:
         device="test",
         arch="cpu",
         driver=None,
-        torch=torch.__version__,
+        torch_version=torch.__version__,
         date="2026-01-01",
         tf32=False,
         bandwidth={mix: [[1e3, 1.0], [1e6, 1.0]] for mix in ("read", "read2_write1", "read1_write1", "write")},
@@ -97,7 +98,7 @@ def _ramp(logits: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 1, logits.shape[-1]).expand_as(logits)
 
 
-def slow_llama(delay_s: float = 0.004) -> nn.Module:
+def slow_llama(delay_s: float = DELAY_S) -> nn.Module:
     """A tiny Llama whose every forward sleeps `model.delay_s`: a cost that a planted change can take away."""
     model = tiny_llama()
     model.delay_s = delay_s

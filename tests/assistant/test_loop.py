@@ -6,19 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from tests.assistant.planted import Planted, ceilings, prompts, slow_llama, tiny_llama
+from tests.assistant.planted import DELAY_S, Planted, ceilings, prompts, slow_llama, tiny_llama
 from tilewright.assistant import Report, analyze, optimize
+from tilewright.assistant.graph_breaks import GraphBreaks
 from tilewright.assistant.trial import Trials
 from tilewright.errors import InputError
 
-FASTER = Planted("faster", delay_s=-0.004)
-SLOWER = Planted("slower", delay_s=+0.004, stage=1)
-INACCURATE = Planted("faster_but_wrong", delay_s=-0.004, error=0.05)
-SETTINGS = {"new_tokens": 6, "budget_s": 12.0}
+FASTER = Planted("faster", delay_s=-DELAY_S)
+SLOWER = Planted("slower", delay_s=+DELAY_S, stage=1)
+INACCURATE = Planted("faster_but_wrong", delay_s=-DELAY_S, error=0.05)
+SETTINGS = {"new_tokens": 3, "budget_s": 300.0}
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _quick(monkeypatch):
+    """One thread, few rounds, and no graph-break count (it takes seconds and has its own test)."""
+    monkeypatch.setattr("tilewright.assistant.measure.MOST_ROUNDS", 7)
+    monkeypatch.setattr("tilewright.assistant.observe.graph_breaks", lambda model, run: GraphBreaks(1, 0))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +44,7 @@ def test_a_faster_exact_change_is_kept_with_its_interval():
     assert opt.report.totals.decisive.gain_low > 1.0
     assert opt.report.after is not None
     opt.undo()
-    assert model.delay_s == 0.004
+    assert model.delay_s == DELAY_S
 
 
 def test_a_slower_change_is_rejected_and_undone():
@@ -48,7 +52,7 @@ def test_a_slower_change_is_rejected_and_undone():
     opt = run(model, [SLOWER])
     [record] = opt.rejected
     assert "slower" in record.reason and record.measured.decisive.gain_high < 1.0
-    assert model.delay_s == 0.004 and opt.accepted == [] and opt.report.totals is None
+    assert model.delay_s == DELAY_S and opt.accepted == [] and opt.report.totals is None
 
 
 def test_a_faster_inaccurate_change_is_rejected_before_it_is_timed():
@@ -56,7 +60,7 @@ def test_a_faster_inaccurate_change_is_rejected_before_it_is_timed():
     [record] = opt.rejected
     assert "logit error" in record.reason and record.measured is None
     assert record.accuracy.error > record.accuracy.error_limit
-    assert opt.model.delay_s == 0.004
+    assert opt.model.delay_s == DELAY_S
 
 
 def test_a_change_without_effect_is_not_kept():
@@ -69,7 +73,7 @@ def test_later_changes_build_on_kept_ones():
     assert [record.name for record in opt.accepted] == ["faster"]
     assert [record.name for record in opt.rejected] == ["slower"]
     before, after = (c.measured.decisive for c in opt.report.changes)
-    assert after.before == pytest.approx(before.after, rel=0.6)  # the second was timed against the model with the first
+    assert after.before < 0.7 * before.before  # the second was timed against the model with the first
 
 
 def test_a_change_that_raises_is_rejected_in_words():
@@ -92,7 +96,7 @@ def test_a_change_that_fails_in_its_first_calls_is_undone():
     model = slow_llama()
     opt = run(model, [FailsLater("fails_later", delay_s=1.0)])
     assert "ZeroDivisionError" in opt.rejected[0].reason
-    assert model.delay_s == 0.004
+    assert model.delay_s == DELAY_S
     model(prompts()[0][None])  # the model itself never carried the broken hook
 
 
@@ -108,14 +112,14 @@ def test_without_room_for_a_copy_changes_are_switched_in_place(monkeypatch):
     assert opt.report.totals.decisive.gain_low > 1.0
     assert model.delay_s == 0.0
     opt.undo()
-    assert model.delay_s == 0.004
+    assert model.delay_s == DELAY_S
 
 
 def test_when_the_budget_is_used_up_changes_are_not_tried():
     opt = run(slow_llama(), [FASTER], budget_s=0.0)
     [record] = opt.report.changes
     assert record.decision == "not tried" and "budget" in record.reason
-    assert opt.model.delay_s == 0.004
+    assert opt.model.delay_s == DELAY_S
 
 
 def test_analyze_changes_nothing():
@@ -133,7 +137,7 @@ def test_analyze_changes_nothing():
 
 def test_a_plain_module_is_timed_on_its_forward():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
-    report = optimize(model, torch.randn(4, 32), allow=["bf16"], ceilings=ceilings(), budget_s=6.0).report
+    report = optimize(model, torch.randn(4, 32), allow=["bf16"], ceilings=ceilings(), budget_s=60.0).report
     assert report.control.decisive.name == "forward"
     [record] = report.changes
     assert record.decision == "rejected" and "logit error" in record.reason
@@ -162,7 +166,7 @@ def test_progress_is_told():
 def test_throughput_counts_tokens_of_a_batch():
     opt = run(slow_llama(), [FASTER], goal="throughput", batch_size=3)
     rate, request = opt.report.control.metrics[:2]
-    assert rate.unit == "tokens/s" and rate.before == pytest.approx(3 * 6 * 1e3 / request.before)
+    assert rate.unit == "tokens/s" and rate.before == pytest.approx(3 * 3 * 1e3 / request.before)
     assert opt.report.workload["example_shape"][0] == 3
 
 

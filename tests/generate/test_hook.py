@@ -1,6 +1,8 @@
 """`model.generate` is taken over where our decoding means the same, and only on that model; undo leaves no trace."""
 
+import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -13,12 +15,12 @@ from tilewright.log import forget_logged
 class Factory:
     """Builds decoders and remembers for what."""
 
-    def __init__(self, model):
-        self.model, self.made = model, []
+    def __init__(self):
+        self.made = []
 
-    def __call__(self, batch_size, max_length):
+    def __call__(self, model, batch_size, max_length):
         self.made.append((batch_size, max_length))
-        return StaticDecoder(self.model, batch_size=batch_size, max_length=max_length)
+        return StaticDecoder(model, batch_size=batch_size, max_length=max_length)
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def model():
 
 
 @pytest.fixture
-def factory(model):
-    return Factory(model)
+def factory():
+    return Factory()
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ def test_settings_mean_what_they_mean_to_transformers(model, options):
         def generate(self, *args, **kwargs):
             return super().generate(*args, **kwargs, generator=torch.Generator().manual_seed(3))
 
-    attachment = attach_generate(model, lambda batch, length: Same(model, batch_size=batch, max_length=length))
+    attachment = attach_generate(model, lambda model, batch, length: Same(model, batch_size=batch, max_length=length))
     assert torch.equal(model.generate(IDS, **options), expected)
     attachment.undo()
 
@@ -143,6 +145,25 @@ def test_decoders_are_kept_and_grow(model, factory, attached):
     assert factory.made == [(1, 512), (1, 1024)]
     model.generate(IDS, max_new_tokens=5)
     assert factory.made[-1] == (2, 512)
+
+
+def test_only_so_many_decoders_are_kept(model, factory, attached):
+    for rows in (1, 2, 3, 4, 1, 5, 1, 2):  # 5 makes 2 go, which was unused for longest
+        model.generate(IDS[:1].repeat(rows, 1), max_new_tokens=2)
+    assert [batch for batch, _ in factory.made] == [1, 2, 3, 4, 5, 2]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_copied_model_decodes_with_its_own_weights(model, duplicate):
+    attachment = attach_generate(model)
+    before = model.generate(IDS, max_new_tokens=5)
+    twin = duplicate(model)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()
+    assert not torch.equal(twin.generate(IDS, max_new_tokens=5), before)
+    assert torch.equal(model.generate(IDS, max_new_tokens=5), before)
+    attachment.undo()
+    assert "generate" in vars(twin)
 
 
 def test_sampling_arguments_arrive(model, attached):

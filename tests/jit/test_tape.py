@@ -54,3 +54,15 @@ def test_a_spoiled_or_empty_tape_is_none():
     taping.add(Step(print, (1, 1, 1), None, (), (A,)))
     taping.spoil()
     assert taping.finish((A,)) is None
+
+
+def test_scratch_from_the_library_is_allocated_anew_at_each_replay():
+    launches = []
+    with module.listen() as taping:
+        work = module.scratch((2, 3), torch.float32, torch.device("cpu"))
+        taping.add(Step(lambda *args: launches.append(args), (1, 1, 1), "function", (), (A, work[1])))
+    tape = taping.finish((A,))
+    tape.replay(0, [111])
+    tape.replay(0, [111])
+    assert all(call[5] == 111 and call[6] % 4 == 0 for call in launches)
+    assert launches[0][6] != work[1].data_ptr()

@@ -13,25 +13,36 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewright.dispatch.raw import RawOp
-from tilewright.dispatch.recording import recording
+from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import generation
 from tilewright.jit.tape import Tape, listen
 
 _MAX_ENTRIES = 2048
+_PLAIN = frozenset((Tensor, Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
+_recordings = recordings()
 
 
 class _Entry:
     """What one signature needs at its next call."""
 
-    __slots__ = ("specs", "tape")
+    __slots__ = ("like", "specs", "tape")
 
-    def __init__(self, tape: Tape, outs: Sequence[Tensor]) -> None:
+    def __init__(self, tape: Tape, first: Tensor, outs: Sequence[Tensor]) -> None:
         self.tape = tape
-        self.specs = [(tuple(o.shape), o.dtype, o.device) for o in outs]
+        self.like = len(outs) == 1 and outs[0].dtype == first.dtype and outs[0].stride() == first.stride()
+        self.specs = [(tuple(o.shape), o.stride(), o.dtype, o.device) for o in outs]
+
+    def allocate(self, first: Tensor) -> tuple[Tensor, ...]:
+        """Fresh outputs.  `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device."""
+        if self.like:
+            return (torch.empty_like(first),)
+        return tuple(
+            [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in self.specs]
+        )
 
 
 _entries: dict[RawOp, dict[tuple[Any, ...], _Entry | None]] = {}
@@ -40,36 +51,36 @@ _entries: dict[RawOp, dict[tuple[Any, ...], _Entry | None]] = {}
 def signature(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, list[int]] | None:
     """(key, pointers) of a call the fast road may serve, or None.  The key holds all that a decision or a launch depends on."""
     first = args[0]
-    if type(first) is not Tensor and type(first) is not Parameter or not first.is_cuda:
+    if type(first) not in _PLAIN or not first.is_cuda:
         return None
-    if _modes() or _transforms() is not None or _profiling() or recording() is not None:
+    if _modes() or _transforms() is not None or _profiling() or _recordings:
         return None
     device = first.get_device()
     if device != _current_device():  # type: ignore[misc]
         return None
     count = raw.tensor_count
-    key: list[Any] = [backend, numerics, device, generation(), args[count:]]
+    key: list[Any] = [backend, numerics, device, generation(), *args[count:]]
     pointers = []
     for t in args[:count]:
         if t is None:
             key.append(None)
             pointers.append(0)
-        elif type(t) is Tensor or type(t) is Parameter:
+        elif type(t) in _PLAIN:
             pointer = t.data_ptr()
-            key.append((t.dtype, t.shape, t.stride(), t.get_device(), pointer & 15))
             pointers.append(pointer)
+            key += (t.dtype, t.shape, t.stride(), t.get_device(), pointer & 15)
         else:
             return None
     return tuple(key), pointers
 
 
-def replay(raw: RawOp, key: Any, pointers: list[int]) -> tuple[Tensor, ...] | None:
+def replay(raw: RawOp, key: Any, pointers: list[int], first: Tensor) -> tuple[Tensor, ...] | None:
     """The outputs of a call whose tape exists, or None."""
     entries = _entries.get(raw)
     entry = entries.get(key) if entries is not None else None
     if entry is None:
         return None
-    outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in entry.specs])
+    outs = entry.allocate(first)
     for out in outs:
         pointers.append(out.data_ptr())
     entry.tape.replay(key[2], pointers)
@@ -87,5 +98,10 @@ def run_and_tape(raw: RawOp, key: Any, args: Sequence[Any], backend: str, numeri
     if len(entries) >= _MAX_ENTRIES:
         entries.clear()
     tape = None if plan.launch is None else taping.finish((*args[: raw.tensor_count], *outs))
-    entries[key] = None if tape is None else _Entry(tape, outs)
+    entries[key] = None if tape is None else _Entry(tape, args[0], outs)
     return outs
+
+
+def forget() -> None:
+    """Decide again on the next calls (tables or settings changed)."""
+    _entries.clear()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.recording import recording
+from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import generation
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError
@@ -102,8 +102,7 @@ class RawOp:
                 self._plans.clear()
             plan = self._plans[key] = choose(self, args, backend, numerics)
             self._plans_generation = generation()
-        notes = recording()
-        if notes is not None:
+        for notes in recordings():
             notes.add(self, tuple(args), backend, numerics, plan)
         return plan
 
@@ -153,13 +152,13 @@ class RawOp:
 
     def _fake(self, *args: Any) -> Any:
         raw = args[:-2]
-        if recording() is not None:
+        if recordings():
             self.plan(raw, args[-2], args[-1])
         outs = tuple(raw[0].new_empty(shape, dtype=dtype) for shape, dtype in self.outputs(*raw))
         return outs[0] if self.count == 1 else outs
 
     def _fake_out(self, *args: Any, **outs: Tensor) -> None:
-        if recording() is not None:
+        if recordings():
             self.plan(args[:-2], args[-2], args[-1])
 
 

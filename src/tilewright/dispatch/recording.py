@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,8 @@ if TYPE_CHECKING:
     from tilewright.dispatch.raw import RawOp
     from tilewright.dispatch.select import Plan
 
-_active: ContextVar["Recording | None"] = ContextVar("tilewright_recording", default=None)
+_active: list["Recording"] = []
+"""Of the whole process, not of one thread: autograd runs backwards on threads of its own."""
 
 
 @dataclass
@@ -29,19 +29,18 @@ class Recording:
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """List every (op, bucket, plan) the block needs.  Works under FakeTensorMode, where nothing is launched."""
-    outer = _active.get()
-    recording = Recording()
-    token = _active.set(recording)
+    """List every (op, bucket, plan) the process selects during the block, backwards included.
+
+    Works under FakeTensorMode, where nothing is launched.
+    """
+    made = Recording()
+    _active.append(made)
     try:
-        yield recording
+        yield made
     finally:
-        _active.reset(token)
-        if outer is not None:
-            outer.calls.extend(recording.calls)
-            outer.plans.extend(p for p in recording.plans if p not in outer.plans)
+        _active.remove(made)
 
 
-def recording() -> Recording | None:
-    """The innermost recording in force, if any."""
-    return _active.get()
+def recordings() -> list["Recording"]:
+    """The recordings in force."""
+    return _active

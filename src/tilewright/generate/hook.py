@@ -15,7 +15,7 @@ from tilewright.errors import InputError
 from tilewright.generate.static import StaticDecoder
 from tilewright.log import log_once
 
-DecoderFactory = Callable[[int, int], StaticDecoder]
+DecoderFactory = Callable[[Any, int, int], StaticDecoder]
 
 # Generation settings we implement; any other setting that differs from its default sends the call to the original.
 _HONOURED = {
@@ -26,6 +26,7 @@ _NEUTRAL = {
     "bos_token_id", "cache_implementation", "compile_config", "disable_compile", "transformers_version", "use_cache",
     "_from_model_config",
 }  # fmt: skip
+_KEPT = 4  # decoders, each with its cache; the one unused for longest makes room
 _LENGTH_STEP = 512  # decoders are made for rounded-up lengths, so that a longer prompt seldom needs a new one
 
 
@@ -47,12 +48,18 @@ class Attachment:
 
     def decoder(self, batch_size: int, length: int) -> StaticDecoder:
         """The decoder for this batch size, replaced by a longer one when `length` needs it."""
-        known = self._decoders.get(batch_size)
-        if known is None or known.max_length < length:
-            self._decoders.pop(batch_size, None)
-            del known  # its cache is freed before the longer one is allocated
-            self._decoders[batch_size] = self._factory(batch_size, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
-        return self._decoders[batch_size]
+        found = self._decoders.pop(batch_size, None)
+        if found is None or found.max_length < length:
+            del found  # its cache is freed before the longer one is allocated
+            while len(self._decoders) >= _KEPT:
+                del self._decoders[next(iter(self._decoders))]
+            found = self._factory(self._model, batch_size, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
+        self._decoders[batch_size] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled model decodes statically too, with decoders of its own."""
+        return self.__dict__ | {"_decoders": {}}
 
     def _generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
         try:
@@ -66,16 +73,14 @@ class Attachment:
 def attach_generate(model: Any, decoder_factory: DecoderFactory | None = None) -> Attachment:
     """Make `model.generate` decode with a static cache where it can.
 
-    decoder_factory: (batch_size, max_length) -> StaticDecoder; by default `StaticDecoder` with its
-    defaults. Decoders are made on demand, one a batch size. Returns the attachment; `attachment.undo()` restores
-    the model.
+    decoder_factory: (model, batch_size, max_length) -> StaticDecoder; by default one with its defaults. Decoders are
+    made on demand, one a batch size, the last four kept. Returns the attachment; its `undo()` restores the model.
     """
-    if decoder_factory is None:
+    return Attachment(model, decoder_factory or _default_decoder)
 
-        def decoder_factory(batch_size: int, max_length: int) -> StaticDecoder:
-            return StaticDecoder(model, batch_size=batch_size, max_length=max_length)
 
-    return Attachment(model, decoder_factory)
+def _default_decoder(model: Any, batch_size: int, max_length: int) -> StaticDecoder:
+    return StaticDecoder(model, batch_size=batch_size, max_length=max_length)
 
 
 class _Call:

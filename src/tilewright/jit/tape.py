@@ -2,8 +2,9 @@
 
 The first call of a signature (shapes, strides, dtypes, alignments, options) runs the ordinary way while a tape listens.  Each
 pointer a launch received must be found again among the call's inputs and outputs; then later calls skip checks, selection and
-argument binding, and cost one dictionary lookup, the allocation of the outputs and the bare launch.  A call that allocates
-scratch memory, copies an input or launches through another road leaves no tape and keeps running the ordinary way.
+argument binding, and cost one dictionary lookup, the allocation of the outputs and the bare launch.  Scratch memory must come from
+`scratch`, so that a replay can allocate it too.  A call that copies an input or launches through another road leaves no tape
+and keeps running the ordinary way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,8 @@ class _Slot(NamedTuple):
 class Tape:
     """Launches with their pointers cut out.  `replay(device, pointers)`: pointers of inputs, then outputs, in order."""
 
-    def __init__(self, steps: Sequence[Step], slots: Sequence[Sequence[_Slot]]) -> None:
+    def __init__(self, steps: Sequence[Step], slots: Sequence[Sequence[_Slot]], scratch: Sequence[Tensor] = ()) -> None:
+        self._scratch = [(tuple(t.shape), t.dtype, t.device) for t in scratch]
         self._steps = [
             (s.launch, s.grid, s.function, s.head, [None if isinstance(p, Tensor) else p for p in s.params], tuple(found))
             for s, found in zip(steps, slots, strict=True)
@@ -46,6 +48,10 @@ class Tape:
     def replay(self, device: int, pointers: Sequence[int]) -> None:
         """Launch on the current stream of `device`, which must be the current device."""
         stream = _current_stream(device)  # type: ignore[misc]
+        # Freed on return, while the kernels may still run: the allocator hands it out again on this stream only
+        held = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in self._scratch]
+        if held:
+            pointers = [*pointers, *(t.data_ptr() for t in held)]
         for launch, grid, function, head, template, slots in self._steps:
             params = template.copy()
             for position, base, offset in slots:
@@ -58,6 +64,7 @@ class Taping:
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
+        self._scratch: list[Tensor] = []
         self._whole = True
 
     def add(self, step: Step | None) -> None:
@@ -66,6 +73,10 @@ class Taping:
             self._whole = False
         else:
             self._steps.append(step)
+
+    def add_scratch(self, tensor: Tensor) -> None:
+        """Note scratch memory of the call."""
+        self._scratch.append(tensor)
 
     def spoil(self) -> None:
         """Something happened that a tape cannot repeat."""
@@ -76,12 +87,13 @@ class Taping:
         if not self._whole or not self._steps:
             return None
         slots: list[list[_Slot]] = []
+        bases = (*bases, *self._scratch)
         for step in self._steps:
             found = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, Tensor)]
             if any(slot is None for slot in found):
                 return None
             slots.append([slot for slot in found if slot is not None])
-        return Tape(self._steps, slots)
+        return Tape(self._steps, slots, self._scratch)
 
 
 def _find(position: int, tensor: Tensor, bases: Sequence[Tensor | None]) -> _Slot | None:
@@ -111,3 +123,12 @@ def listen() -> Iterator[Taping]:
 def taping() -> Taping | None:
     """The tape that listens here, if any."""
     return _active.get()
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised working memory of one call, contiguous."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    tape = _active.get()
+    if tape is not None:
+        tape.add_scratch(made)
+    return made

@@ -102,9 +102,19 @@ class LayerNormRecipe:
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
     """The norm this module is; None if it does not look like one.  Raises Left if it does and cannot be replaced."""
+    named = "norm" in type(module).__name__.lower()
     eps_names = [name for name in vars(module) if "eps" in name]
-    if module._modules or not (eps_names or "norm" in type(module).__name__.lower()):
+    if module._modules or not (eps_names or named):
         return None
+    try:
+        return _find(module, eps_names, backend)
+    except Left:
+        if named:
+            raise
+        return None  # an eps alone makes no norm
+
+
+def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Proposal:
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if not parameters:
         raise Left("norm", "has no weight")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError, VerificationError
-from tilewright.models import attention, decoder_layers, mlps, norms, rotary
+from tilewright.models import attention, decoder_layers, mlps, norms, rotary, rotary_tables
 from tilewright.models.experts import holds_experts
 from tilewright.models.report import Report, Row
 from tilewright.models.specialise import patched_modules, restore, specialise
@@ -125,7 +125,10 @@ class Patch:
     def _plan(self, allowed: frozenset[str], backend: str | None) -> Iterator[Row]:
         """Probe every module; remember the swaps and yield the rows of the report."""
         modules = list(self.model.named_modules())
-        proposals: dict[nn.Module, list[Proposal | Left]] = {m: list(_proposals(m, backend)) for _, m in modules}
+        tables = rotary_tables.tables(self.model)
+        proposals: dict[nn.Module, list[Proposal | Left]] = {
+            m: list(_proposals(m, rotary_tables.nearest(path, tables), backend)) for path, m in modules
+        }
         recipes = {m: p.recipe for m, found in proposals.items() for p in found if isinstance(p, Proposal)}
         for _, module in modules:
             proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)
@@ -190,8 +193,8 @@ def _allowed(names: Iterable[str] | None) -> frozenset[str]:
     return given.union(*(of_kind.get(name, ()) for name in given))
 
 
-def _proposals(module: nn.Module, backend: str | None) -> Iterator[Proposal | Left]:
-    for find in (norms.find, mlps.find, rotary.find):
+def _proposals(module: nn.Module, tables: rotary_tables.Tables, backend: str | None) -> Iterator[Proposal | Left]:
+    for find in (norms.find, mlps.find, functools.partial(rotary.find, tables=tables)):
         yield from _ask(functools.partial(find, backend=backend), module)
 
 

@@ -9,6 +9,7 @@ below; each style is one way to call `ops.apply_rope`.
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -18,13 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.models.rotary_tables import Layout, Tables, example
 from tilewright.models.stand_in import Left, Match, Proposal, compare, obstacle, placement, probing, weakest
 
-# half          pairs (i, i + R/2); the table repeats its first half (Llama)
-# interleaved   pairs (2i, 2i + 1); the output is interleaved too
-# to_halves     pairs (2i, 2i + 1) in, halves out (DeepSeek-V3)
-# complex       pairs (2i, 2i + 1), one complex table instead of cos and sin (DeepSeek-V2)
-Style = Literal["half", "interleaved", "to_halves", "complex"]
+# Pairs of elements (i, i + R/2):
+#   half          the table repeats its first half (Llama)
+#   half_once     the table has one column for each pair (GPT-OSS)
+# Pairs (2i, 2i + 1):
+#   interleaved   the table repeats its first half (GLM)
+#   repeated      the table repeats each column (Cohere)
+#   complex       one complex table instead of cos and sin (DeepSeek-V2)
+#   to_halves     the result is all first elements of pairs, then all second ones (DeepSeek-V3)
+_WIDTH = 16  # of a head in the probe
+Style = Literal["half", "half_once", "interleaved", "repeated", "complex", "to_halves"]
+_STYLES: dict[Layout, tuple[Style, ...]] = {
+    "halves": ("half", "interleaved", "to_halves"),
+    "pairs": ("repeated",),
+    "once": ("half_once",),
+    "complex": ("complex",),
+}
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,11 @@ class RotaryRecipe:
         return ", ".join(f"{name} -> ops.apply_rope ({style})" for name, style, _ in self.functions)
 
 
-def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The rotary functions that forward calls; None if it calls none.  Raises Left if one of them is not ours."""
+def find(module: nn.Module, tables: Tables, backend: str | None) -> Proposal | None:
+    """The rotary functions that forward calls; None if it calls none.  Raises Left if one of them is not ours.
+
+    tables: what the model's rotary module makes; empty where it has none, then Llama's form is assumed.
+    """
     forward = inspect.getattr_static(type(module), "forward", None)
     if not inspect.isfunction(forward) or not (names := _rotary_names(inspect.unwrap(forward))):
         return None
@@ -64,10 +80,11 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if reason := obstacle(module):
         raise Left("rotary", reason)
     device, dtype = placement(module)
+    tables = tables or frozenset({("halves", dtype)})
     found: list[tuple[str, Style, tuple[str, ...]]] = []
     verdicts: list[Match | None] = []
     for name in names:
-        rest, style, verdict = _style(forward.__globals__[name], device, dtype)
+        rest, style, verdict = _style(forward.__globals__[name], tables, device, dtype)
         found.append((name, style, rest))
         verdicts.append(verdict)
     recipe = RotaryRecipe(tuple(found), backend)
@@ -87,24 +104,30 @@ def _rotary_names(forward: Any) -> list[str]:
 
 def _replacement(style: Style, rest: tuple[str, ...], backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
     """A function with the original's parameters that rotates by `ops.apply_rope`."""
-    if style == "complex":
-
-        def rotate_complex(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = (part.repeat_interleave(2, dim=-1) for part in (table.real, table.imag))
-            return ops.apply_rope(q, k, cos, sin, interleaved=True, backend=backend)
-
-        return rotate_complex
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         heads_dim = {**dict(zip(rest, args, strict=False)), **kwargs}.get("unsqueeze_dim", 1)
         if heads_dim == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if style == "to_halves":
-            q, k = _halves(q), _halves(k)
-        q, k = ops.apply_rope(q, k, cos, sin, interleaved=style == "interleaved", backend=backend)
+        if style == "half":
+            q, k = ops.apply_rope(q, k, cos, sin, backend=backend)
+        elif style == "half_once":
+            q, k = ops.apply_rope(q, k, cos, sin, rotary_dim=2 * cos.shape[-1], backend=backend)
+        elif style == "interleaved":
+            q, k = ops.apply_rope(q, k, cos, sin, interleaved=True, backend=backend)
+        elif style == "repeated":
+            width = cos.shape[-1]
+            cos, sin = cos[..., ::2], sin[..., ::2]
+            q, k = ops.apply_rope(q, k, cos, sin, interleaved=True, rotary_dim=width, backend=backend)
+        else:
+            q, k = ops.apply_rope(_halves(q), _halves(k), cos, sin, backend=backend)
         return (q.transpose(1, 2), k.transpose(1, 2)) if heads_dim == 2 else (q, k)
 
-    return rotate
+    def rotate_complex(q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        width = 2 * table.shape[-1]
+        return ops.apply_rope(q, k, table.real, table.imag, interleaved=True, rotary_dim=width, backend=backend)
+
+    return rotate_complex if style == "complex" else rotate
 
 
 def _halves(x: Tensor) -> Tensor:
@@ -114,31 +137,38 @@ def _halves(x: Tensor) -> Tensor:
 
 @functools.cache
 def _style(
-    function: Callable[..., Any], device: torch.device, dtype: torch.dtype
+    function: Callable[..., Any], tables: Tables, device: torch.device, dtype: torch.dtype
 ) -> tuple[tuple[str, ...], Style, Match]:
-    """Which style reproduces `function` in every case it accepts; asked once for all layers."""
+    """Names of the arguments after the table, and the style that reproduces `function` in every case it accepts."""
     try:
-        parameters = list(inspect.signature(function).parameters)
+        parameters = tuple(inspect.signature(function).parameters)
     except ValueError as error:
         raise Left("rotary", f"{function!r} has no readable signature") from error
-    if len(parameters) == 3:
-        verdict = weakest([_complex_match(function, device, dtype), _complex_match(function, device, torch.float32)])
-        if verdict:
-            return (), "complex", verdict
-    rest = tuple(parameters[4:])
-    if len(parameters) >= 4 and set(rest) <= {"unsqueeze_dim", "position_ids"}:
-        for style in ("half", "interleaved", "to_halves"):
-            cases = [_match(function, style, rest, device, d) for d in dict.fromkeys((dtype, torch.float32))]
-            if verdict := weakest(cases):
+    layouts = {layout for layout, _ in tables}
+    leading = 3 if layouts == {"complex"} else 4
+    rest = parameters[leading:]
+    if len(parameters) >= leading and set(rest) <= {"unsqueeze_dim", "position_ids"}:
+        cases = {(layout, dtype, table_dtype) for layout, table_dtype in tables}
+        cases |= {(layout, torch.float32, torch.float32) for layout in layouts}
+        for style in _STYLES[min(layouts)]:
+            ours = _replacement(style, rest, "torch")
+            verdicts = [_match(function, ours, rest, layout, device, *dtypes) for layout, *dtypes in cases]
+            if verdict := weakest(verdicts):
                 return rest, style, verdict
     name = getattr(function, "__name__", repr(function))
     raise Left("rotary", f"{name}({', '.join(parameters)}) is none of the rotations of ops.apply_rope")
 
 
 def _match(
-    function: Callable[..., Any], style: Style, rest: tuple[str, ...], device: torch.device, dtype: torch.dtype
+    theirs: Callable[..., Any],
+    ours: Callable[..., Any],
+    rest: tuple[str, ...],
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
 ) -> Match | None:
-    ours = _replacement(style, rest, "torch")
+    """Tables for the batch and for all of it, whole and partial rotation, and every optional argument."""
     options: list[dict[str, Any]] = [{}]
     if "unsqueeze_dim" in rest:
         options += [{"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}]
@@ -146,28 +176,14 @@ def _match(
         options += [{"position_ids": torch.tensor([[4, 3, 2, 1, 0]], device=device)}]
     verdicts: list[Match | None] = []
     with probing(device):
-        for batch, rotated, option in ((b, r, o) for b in (2, 1) for r in (16, 8) for o in options):
-            shape = (2, 4, 5, 16) if option.get("unsqueeze_dim") != 2 else (2, 5, 4, 16)
-            q, k = torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype)
-            k = k[:, :2] if option.get("unsqueeze_dim") != 2 else k[:, :, :2]
-            angle = 6 * torch.rand(batch, 5, rotated // 2, device=device)
-            cos, sin = (torch.cat((t, t), dim=-1).to(dtype) for t in (angle.cos(), angle.sin()))
+        for batch, rotated, option in itertools.product((2, 1), (_WIDTH, _WIDTH // 2), options):
+            q, k = (torch.randn(2, heads, 5, _WIDTH, device=device, dtype=dtype) for heads in (4, 1))
+            if option.get("unsqueeze_dim") == 2:
+                q, k = q.transpose(1, 2), k.transpose(1, 2)
+            table = example(layout, (batch, 5, rotated // 2), device, table_dtype)
             try:
-                verdicts.append(compare("rotary", function, ours, q, k, cos, sin, **option))
+                verdicts.append(compare("rotary", theirs, ours, q, k, *table, **option))
             except Left:
-                if rotated == 16:
+                if rotated == _WIDTH:
                     raise  # only a function that cannot rotate a part of the row may refuse to
-    return weakest(verdicts)
-
-
-def _complex_match(function: Callable[..., Any], device: torch.device, dtype: torch.dtype) -> Match | None:
-    ours = _replacement("complex", (), "torch")
-    verdicts: list[Match | None] = []
-    with probing(device):
-        for batch in (2, 1):
-            q, k = (torch.randn(2, heads, 5, 16, device=device, dtype=dtype) for heads in (4, 1))
-            table = torch.polar(
-                torch.rand(batch, 5, 8, device=device) + 0.5, 6 * torch.rand(batch, 5, 8, device=device)
-            )
-            verdicts.append(compare("rotary", function, ours, q, k, table))
     return weakest(verdicts)

@@ -11,18 +11,18 @@ from tilewright.dispatch import contract
 REFERENCE = contract("rms_norm").reference
 
 
-@fault("eager", quiet=False, fools_allclose=True)
+@fault("eager", quiet=False, fools_allclose=True, dtype=torch.float16)
 def wrong_tile(outs: tuple[Tensor], *args: Any, config: None) -> None:
-    """One tile of twelve is off by one percent, which the norm of the whole tensor does not show."""
+    """One tile of twelve is off by half a percent."""
     correct(outs, *args, config=config)
-    outs[0][64:128, 128:192] *= 1.01
+    outs[0][64:128, 128:192] *= 1.005
 
 
-@fault("eager", quiet=False, fools_allclose=True)
+@fault("eager", quiet=False, fools_allclose=True, dtype=torch.float16)
 def wrong_row(outs: tuple[Tensor], *args: Any, config: None) -> None:
-    """The last row, and only it, is off by one percent."""
+    """The last row, and only it, is off by half a percent."""
     correct(outs, *args, config=config)
-    outs[0][-1] *= 1.01
+    outs[0][-1] *= 1.005
 
 
 @fault("eager", quiet=False, fools_allclose=False, params={"M": 8, "N": 333})
@@ -85,8 +85,10 @@ def non_deterministic(outs: tuple[Tensor], *args: Any, config: None) -> None:
 @fault("batch_invariance", fools_allclose=True, dtype=torch.float32)
 def batch_variant(outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, *_: Any, config: None) -> None:
     """Large batches sum a row in another order than small ones."""
-    squares = (x if x.shape[0] < 64 else x.flip(-1)).square().cumsum(-1)[:, -1:]
-    outs[0].copy_(weight * (x * torch.rsqrt(squares / x.shape[-1] + eps)))
+    squares = x.square()
+    parts = 1 if x.shape[0] < 64 else 16
+    total = squares.view(x.shape[0], x.shape[1] // parts, parts).sum(1).sum(-1, keepdim=True)
+    outs[0].copy_(weight * (x * torch.rsqrt(total / x.shape[-1] + eps)))
 
 
 @fault("guard_bands", fools_allclose=True)

@@ -37,7 +37,7 @@ def resolve(model: Any, requested: str, device: torch.device) -> str:
         )
     # An eager model may do more than softmax(QK)V (soft caps, sinks); a model without the registry cannot be
     # redirected.
-    replaceable = own != "eager" and getattr(model, "_supports_attention_backend", False)
+    replaceable = own not in (None, "eager") and getattr(model, "_supports_attention_backend", False)
     if requested == "auto":
         if not replaceable:
             return "model"

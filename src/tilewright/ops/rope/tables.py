@@ -1,15 +1,16 @@
-"""Tables of cosines and sines for `ops.apply_rope`: the frequencies of every `rope_type` that Hugging Face models use.
+"""Tables of cosines and sines for `ops.apply_rope`: the frequencies of every `rope_type` of Hugging Face's models.
 
 Pair i of a head turns by the angle position * f_i, plainly f_i = base^(-2i/dim): from one radian a token down to one in
-`base` tokens.  A model that shall read further than it was trained slows its turning down; the types differ in which pairs.
-Names are those of `config.rope_parameters`, results those of Hugging Face bit for bit.  Every type's function gives
-(frequencies, attention_factor): float32 (dim/2,), and the number that cos and sin are multiplied by.
+`base` tokens.  A model that shall read further than it was trained turns more slowly; the types differ in which pairs do.
+Types and parameters have the names of `config.rope_parameters`, and the results are Hugging Face's bit for bit.  Each type
+is a function that gives (frequencies, attention_factor): float32 (dim/2,), and what cos and sin are multiplied by.
 """
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +20,12 @@ from tilewright.errors import InputError
 Frequencies = tuple[Tensor, float]
 
 
-class Config(Protocol):
-    """What is read of a model's configuration; a Hugging Face config is one."""
-
-    @property
-    def rope_parameters(self) -> Mapping[str, Any]: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class RopeConfig:
-    """The same without a Hugging Face config: `RopeConfig(128, 8192, {"rope_type": "default", "rope_theta": 5e5})`."""
+    """What `rope_table` reads of a model's configuration; a Hugging Face config serves as well.
+
+    RopeConfig(128, 8192, {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5})
+    """
 
     head_dim: int
     max_position_embeddings: int
@@ -40,18 +33,19 @@ class RopeConfig:
 
 
 def rope_table(
-    config: Config,
+    config: Any,
     *,
     length: int | None = None,
     layer_type: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of positions 0 to `length` - 1, each (length, R); columns R/2 to R repeat columns 0 to R/2.
+    """(cos, sin) of positions 0 to length - 1, each (length, R); columns R/2 to R repeat columns 0 to R/2.
 
-    length      default: config.max_position_embeddings.  "dynamic" and "longrope" choose their frequencies by it.
-    layer_type  for configs whose rope_parameters are a dict of such dicts by layer type (Gemma 3)
-    Computed in float32 and rounded once to dtype.  Raises InputError for an unknown rope_type or a parameter that lacks.
+    config      a `RopeConfig` or a Hugging Face config
+    length      default: config.max_position_embeddings; "dynamic" and "longrope" choose their frequencies by it
+    layer_type  for configs that hold one set of rope_parameters for each type of layer (Gemma 3)
+    Computed on the CPU in float32, so alike on every machine, then rounded to dtype.  Raises InputError as `frequencies`.
     """
     length = config.max_position_embeddings if length is None else length
     turns, attention_factor = frequencies(config, length=length, layer_type=layer_type)
@@ -61,28 +55,157 @@ def rope_table(
     return cos, sin
 
 
-def frequencies(config: Config, *, length: int | None = None, layer_type: str | None = None) -> Frequencies:
-    """(frequencies, attention_factor) for sequences of `length` tokens; default: those the model was made for."""
+def frequencies(config: Any, *, length: int | None = None, layer_type: str | None = None) -> Frequencies:
+    """(frequencies, attention_factor) of a model, for sequences of `length` tokens (default: as long as it was trained on).
+
+    Raises InputError for a rope_type that does not exist, or that lacks a parameter.
+    """
     given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = given.get("rope_type", "default")
-    if kind not in _TYPES:
-        raise InputError(f"rope_table: rope_type is {kind!r}; needs one of {', '.join(_TYPES)}.")
-    function, names = _TYPES[kind]
-    head_dim, base = _head_dim(config), given.get("rope_theta", 10_000.0)
-    context = {
+    if kind not in TYPES:
+        raise InputError(f"rope_table: rope_type is {kind!r}; needs one of {', '.join(TYPES)}.")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    known = {
+        "base": 10_000.0,
+        **{("base" if name == "rope_theta" else name): value for name, value in given.items() if value is not None},
         "head_dim": head_dim,
         "dim": int(head_dim * (given.get("partial_rotary_factor") or 1.0)),
-        "base": base,
         "max_position_embeddings": config.max_position_embeddings,
         "length": length,
     }
-    arguments = {name: value for name, value in {**given, **context}.items() if name in names and value is not None}
-    try:
-        return function(**arguments)
-    except TypeError as error:
-        raise InputError(f"rope_table: rope_type {kind!r} with {sorted(given)}: {error}.") from None
+    parameters = inspect.signature(TYPES[kind]).parameters
+    lacking = [n for n, p in parameters.items() if n not in known and p.default is p.empty]
+    if lacking:
+        raise InputError(f"rope_table: rope_type {kind!r} needs {', '.join(lacking)} in rope_parameters; given {dict(given)}.")
+    return TYPES[kind](**{name: known[name] for name in parameters if name in known})
 
 
-def _head_dim(config: Any) -> int:
-    found = getattr(config, "head_dim", None)
-    return int(found or config.hidden_size // config.num_attention_heads)
+def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
+    """base^(-2i/dim) for i below dim/2: radians a token of each pair, as they are without scaling."""
+    return 1.0 / _wavelengths(dim, base)
+
+
+def _wavelengths(dim: int, base: float) -> Tensor:
+    """base^(2i/dim): tokens a radian."""
+    return base ** (torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim)
+
+
+def default(dim: int, base: float) -> Frequencies:
+    """No scaling."""
+    return inverse_frequencies(dim, base), 1.0
+
+
+def linear(dim: int, base: float, factor: float) -> Frequencies:
+    """Position interpolation: every pair `factor` times slower.  Chen et al., 2023 (and kaiokendev)."""
+    return inverse_frequencies(dim, base) / factor, 1.0
+
+
+def dynamic(dim: int, base: float, factor: float, max_position_embeddings: int, length: int | None = None) -> Frequencies:
+    """Dynamic NTK: a larger base once `length` exceeds what the model was made for; the fastest pair keeps its speed.
+
+    bloc97 and emozilla, 2023.
+    """
+    stretch = max(length or 0, max_position_embeddings) * factor / max_position_embeddings - (factor - 1)
+    return inverse_frequencies(dim, base * stretch ** (dim / (dim - 2))), 1.0
+
+
+def proportional(head_dim: int, base: float, factor: float = 1.0, partial_rotary_factor: float = 1.0) -> Frequencies:
+    """Only the fastest pairs of a whole head turn; the rest stand still, as frequency 0 (Gemma 4)."""
+    turning = int(partial_rotary_factor * head_dim // 2)
+    turns = inverse_frequencies(head_dim, base)
+    turns[turning:] = 0.0
+    return turns / factor, 1.0
+
+
+def yarn(
+    dim: int,
+    base: float,
+    original_max_position_embeddings: int,
+    max_position_embeddings: int,
+    factor: float | None = None,
+    attention_factor: float | None = None,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    truncate: bool = True,
+) -> Frequencies:
+    """NTK by parts: pairs that turned more than `beta_fast` times in training stay, those under `beta_slow` are interpolated.
+
+    A ramp joins them.  Attention is sharpened by a factor on cos and sin.  Peng et al., "YaRN", 2023.
+    """
+    factor = factor or max_position_embeddings / original_max_position_embeddings
+    if attention_factor is None:
+        attention_factor = _temperature(factor, 1.0)
+        if mscale and mscale_all_dim:
+            attention_factor = _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
+
+    def pair_that_turns(times: float) -> float:
+        tokens_a_radian = original_max_position_embeddings / (times * 2 * math.pi)
+        return dim * math.log(tokens_a_radian) / (2 * math.log(base))
+
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001  # a step instead of a division by zero
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    kept = 1 - ramp
+    wavelengths = _wavelengths(dim, base)
+    return (1.0 / (factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept, attention_factor
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def longrope(
+    dim: int,
+    base: float,
+    short_factor: Sequence[float],
+    long_factor: Sequence[float],
+    original_max_position_embeddings: int,
+    max_position_embeddings: int,
+    factor: float | None = None,
+    attention_factor: float | None = None,
+    length: int | None = None,
+) -> Frequencies:
+    """A factor for each pair, found by search: one set within the trained length, another beyond.  Ding et al., 2024."""
+    factor = factor or max_position_embeddings / original_max_position_embeddings
+    if attention_factor is None:
+        gain = math.log(factor) / math.log(original_max_position_embeddings) if factor > 1 else 0.0
+        attention_factor = math.sqrt(1 + gain)
+    beyond = length is not None and length > original_max_position_embeddings
+    factors = torch.tensor(long_factor if beyond else short_factor, dtype=torch.float32)
+    return 1.0 / (factors * _wavelengths(dim, base)), attention_factor
+
+
+def llama3(
+    dim: int,
+    base: float,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> Frequencies:
+    """By parts again: pairs that turn over `high_freq_factor` times in the trained length stay, those under
+    `low_freq_factor` are interpolated, with a blend between.  Grattafiori et al., "The Llama 3 Herd of Models", 2024.
+    """
+    turns = inverse_frequencies(dim, base)
+    wavelength = 2 * math.pi / turns
+    slow = wavelength > original_max_position_embeddings / low_freq_factor
+    fast = wavelength < original_max_position_embeddings / high_freq_factor
+    share = (original_max_position_embeddings / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blend = (1 - share) * turns / factor + share * turns
+    return torch.where(slow, turns / factor, torch.where(fast, turns, blend)), 1.0
+
+
+TYPES: dict[str, Callable[..., Frequencies]] = {
+    "default": default,
+    "linear": linear,
+    "dynamic": dynamic,
+    "yarn": yarn,
+    "longrope": longrope,
+    "llama3": llama3,
+    "proportional": proportional,
+}

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
+from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.column_sums import column_sums
 from tilewright.ops.norm.rms_norm.triton import (
@@ -213,7 +214,7 @@ def launch_backward(
     m, n = rows.shape
     block = triton.next_power_of_2(n)
     if block > MAX_BLOCK:
-        means, rstds = torch.empty(2, m, dtype=torch.float32, device=x.device)
+        means, rstds = scratch((m,), torch.float32, x.device), scratch((m,), torch.float32, x.device)
         args = (dx, means, rstds, grads, rows, weight, n, grads.stride(0), rows.stride(0), eps)
         _backward_long((m,), args, (4096,), num_warps=8)
         if affine:
@@ -223,7 +224,7 @@ def launch_backward(
             _affine_long((triton.cdiv(n, 64),), tail, (64, 64), num_warps=8)
         return
     count = programs(m, config, x.device)
-    partial = torch.empty(2, count if affine else 1, n, dtype=torch.float32, device=x.device)
+    partial = scratch((2, count if affine else 1, n), torch.float32, x.device)
     args = (dx, partial[0], partial[1], grads, rows, weight, m, n, grads.stride(0), rows.stride(0), eps)
     constants = (affine, config.rows, block, config.num_stages)
     _backward((count,), args, constants, num_warps=config.num_warps)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.hardware import device_info
+from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.column_sums import column_sums
 from tilewright.ops.rows import as_rows
@@ -257,14 +258,14 @@ def run_backward(
     add = other is not None
     strides = (grads.stride(0), rows.stride(0), 0 if other is None else other.stride(0))
     if block > MAX_BLOCK:
-        rstds = torch.empty(m, dtype=torch.float32, device=x.device)
+        rstds = scratch((m,), torch.float32, x.device)
         _backward_long((m,), (dx, rstds, grads, rows, weight, other, n, *strides, eps, offset), (add, 4096), num_warps=8)
         if need_dweight:
             args = (dweight, grads, rows, rstds, m, n, *strides[:2])
             _dweight_long((triton.cdiv(n, 64),), args, (fp32_weight, 64, 64), num_warps=8)
         return
     count = programs(m, config, x.device)
-    partial = torch.empty(count if need_dweight else 1, n, dtype=torch.float32, device=x.device)
+    partial = scratch((count if need_dweight else 1, n), torch.float32, x.device)
     args = (dx, partial, grads, rows, weight, other, m, n, *strides, eps, offset)
     constants = (add, fp32_weight, need_dweight, config.rows, block, config.num_stages)
     _backward((count,), args, constants, num_warps=config.num_warps)

@@ -1,12 +1,14 @@
 """Softmax in Triton, in three forms that differ in where a row is while its maximum and sum are found.
 
-short   rows that fit in registers: one read, one write.
-long    one program keeps the first `held` elements of its row in registers and walks over the rest twice: forwards with a
-        running maximum and sum in every lane (no barrier), then backwards, so that what was read last is still near: in L1,
-        and for 132 programs with 256 KB each in the 60 MB L2 of an H200.  Second reads and stores ask to be evicted first.
-split   few long rows, as in decoding: many programs a row leave maximum and sum of their block, a second launch scales.
+short   A row fits in registers: one read, one write.
+long    One program a row keeps the first `held` elements in registers and walks over the rest twice: forwards with a
+        running maximum and sum in every lane, no barrier; then backwards, so that what was read last is still near, in
+        L1, or in L2, which on an H200 (60 MB) has room for 132 rows of 256 KB.  Second reads and stores are evicted
+        first.
+split   Few long rows, as in decoding: many programs a row leave maximum and sum of their part, a second launch scales.
 
-Traffic: forward 4*M*N bytes at bf16, so 4096x128256 cannot beat 500 us at 4.2 TB/s; backward reads dy and y, 6*M*N, 750 us.
+Traffic: forward 4*M*N bytes at bf16, so 4096x128256 cannot beat 500 us at 4.2 TB/s; backward reads dy and y and writes
+dx, 6*M*N, 750 us.
 """
 
 from typing import NamedTuple
@@ -52,7 +54,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    m, n = bucket
+    _, n = bucket
     held = REGISTERS // 2  # of dy and of y
     return _short(n, held) if n <= held else Config(held, num_warps=16)
 

@@ -1,0 +1,91 @@
+"""What a model hands its attention as rotary tables: how columns repeat, and in which dtype.
+
+The same rotation function means different things for different tables: `q * cos + rotate_half(q) * sin` is a rotation
+only if column i + R/2 of cos repeats column i. So the model's own rotary module is run once, on a few positions, and
+looked at.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.stand_in import Left, call, placement, probing, stand_in
+
+# halves    (.., R), column i + R/2 repeats column i (Llama and most others)
+# pairs     (.., R), column 2i + 1 repeats column 2i (Cohere)
+# once      (.., R/2), one column for each pair of elements (GPT-OSS)
+# complex   (.., R/2), cos + i sin (DeepSeek-V2)
+Layout = Literal["halves", "pairs", "once", "complex"]
+Tables = frozenset[tuple[Layout, torch.dtype]]
+
+
+def tables(model: nn.Module) -> dict[str, Tables]:
+    """Path of every rotary module of `model`, and the tables it makes."""
+    if not any(True for _ in model.parameters()):
+        return {}
+    _, dtype = placement(model)
+    made = {
+        path: frozenset(_made(module, dtype))
+        for path, module in model.named_modules()
+        if "rotary" in type(module).__name__.lower() and not list(module.parameters())
+    }
+    return {path: found for path, found in made.items() if found}
+
+
+def nearest(path: str, known: dict[str, Tables]) -> Tables:
+    """The tables of the rotary modules that share most of their path with the module at `path`."""
+    shared = {other: _shared(path, other) for other in known}
+    best = max(shared.values(), default=0)
+    return frozenset().union(*(known[other] for other, depth in shared.items() if depth == best))
+
+
+def example(layout: Layout, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Random tables for `shape` (.., R/2) pairs: (cos, sin), or (table,) for the complex layout."""
+    angle = 6 * torch.rand(shape, device=device)
+    if layout == "complex":
+        return (torch.polar(torch.rand_like(angle) + 0.5, angle),)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    if layout == "halves":
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    if layout == "pairs":
+        return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+    return cos, sin
+
+
+def _made(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Layout, torch.dtype]]:
+    forward = inspect.getattr_static(type(module), "forward", None)
+    names = list(inspect.signature(forward).parameters)[1:] if inspect.isfunction(forward) else []
+    kinds: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
+        ("x", "position_ids"): [()],
+        ("x", "position_ids", "layer_type"): [(kind,) for kind in getattr(module, "layer_types", ())],
+    }
+    device = next((b.device for b in module.buffers()), torch.device("cpu"))
+    for extra in kinds.get(tuple(names), []):
+        with probing(device):
+            x = torch.zeros(1, 4, 8, device=device, dtype=dtype)
+            positions = torch.tensor([[1, 2, 3, 7]], device=device)
+            try:
+                made = call("rotary", type(module).forward, stand_in(module), x, positions, *extra)
+            except Left:
+                continue
+        if layout := _layout(made):
+            yield layout, (made[0] if isinstance(made, tuple) else made).dtype
+
+
+def _layout(made: Any) -> Layout | None:
+    if isinstance(made, Tensor) and made.is_complex():
+        return "complex"
+    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(t, Tensor) for t in made)):
+        return None
+    half = made[0].shape[-1] // 2
+    if all(torch.equal(t[..., :half], t[..., half:]) for t in made):
+        return "halves"
+    return "pairs" if all(torch.equal(t[..., ::2], t[..., 1::2]) for t in made) else "once"
+
+
+def _shared(path: str, other: str) -> int:
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), 0)

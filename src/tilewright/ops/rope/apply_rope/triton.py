@@ -1,0 +1,243 @@
+"""Rotary embedding in Triton.  A program turns some heads of some neighbouring tokens: both halves of a row lie in
+registers, so every element of q and k is read once and written once, and one launch serves both.
+
+Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
+Programs that share tokens are neighbours in the grid and find the tables in the L2.  Elements stay in 16-byte vectors where
+R/2 and the strides are multiples of 8.  The backward is the rotation by the opposite angle, the same kernel.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.triton_launch import TritonKernel
+
+FILL = 512  # programs wanted before tiles grow: about four for each SM of an H200
+
+
+class Config(NamedTuple):
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+# (warps, 16-byte vectors of each half of a row in a thread), largest tile first
+_TILES = ((4, 2), (2, 1), (1, 1))
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The largest tile that still gives every SM work.  A row of D = 128 in bf16 is 8 threads' vectors of each half."""
+    t, h, h_kv, d = bucket
+    row = triton.next_power_of_2(d) * dtype.itemsize
+    tiles = []
+    for warps, vectors in _TILES:
+        rows = max(1, warps * vectors * 1024 // row)
+        heads = min(8, rows, triton.next_power_of_2(max(h, h_kv, 1)))
+        tiles.append(Config(rows // heads, heads, warps))
+    return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
+
+
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure((t, h, h, d), dtype)
+        for d in (32, 64, 128, 256)
+        for dtype in (torch.bfloat16, torch.float32)
+        for h in (1, 2, 4, 8)
+        for t in (1, 16, 64, 256, 1024, 4096, 65536)
+    )
+)
+CANDIDATES = (
+    *(Config(1, 4, 1), Config(2, 4, 1), Config(4, 1, 1), Config(1, 8, 1)),
+    *(Config(1, 8, 2), Config(2, 8, 2), Config(4, 4, 2), Config(8, 4, 2)),
+    *(Config(4, 8, 4), Config(8, 4, 4), Config(2, 8, 4), Config(16, 4, 4), Config(1, 32, 4)),
+    *(Config(8, 8, 8), Config(4, 8, 8), Config(2, 32, 8)),
+)
+
+
+@triton.jit
+def _rope_kernel(
+    yq, yk, q, k, cos, sin, positions,  # yq, q: (B, H, S, D)   yk, k: (B, H_KV, S, D)   positions: (B, S) or None
+    S, H, H_KV, P, blocks, groups_q, groups,  # blocks of tokens in a sequence; groups of heads in q, in q and k
+    q_b, q_h, q_s, k_b, k_h, k_s, table_b, table_s, table_d, positions_b, positions_s,  # strides
+    D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, BY_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0) % groups
+    block = tl.program_id(0) // groups
+    b = (block // blocks).to(tl.int64)
+    token = ((block % blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    known = token < S
+    if positions is not None:
+        row = tl.load(positions + b * positions_b + token * positions_s, mask=known, other=0).to(tl.int64)
+        known = known & (row >= 0) & (row < P)
+        at = row * table_s
+    else:
+        at = b * table_b + token * table_s
+    if group < groups_q:
+        _rotate_heads(
+            yq + b * H * S * D, q + b * q_b, cos, sin, token, at, known, group, S, H, q_h, q_s, table_d,
+            D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            yk + b * H_KV * S * D, k + b * k_b, cos, sin, token, at, known, group - groups_q, S, H_KV, k_h, k_s, table_d,
+            D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rotate_heads(
+    y, x, cos, sin, token, at, known, group, S, H, x_h, x_s, table_d,  # token, at, known: (TOKENS,)
+    D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, BY_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of TOKENS tokens of one sequence; `at` is where their rows of the tables begin, if `known`."""
+    t = token[:, None, None]  # every tile is (TOKENS, HEADS, elements)
+    h = (group * HEADS + tl.arange(0, HEADS)).to(tl.int64)[None, :, None]
+    inside = (t < S) & (h < H)
+    x += t * x_s + h * x_h
+    y += (t * H + h) * D if BY_TOKEN else (h * S + t) * D
+    offs = tl.arange(0, BLOCK_HALF)[None, None, :]
+    pairs = inside & (offs < R // 2)
+    offs_both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
+
+    if INTERLEAVED:
+        both = tl.load(x + offs_both, mask=inside & (offs_both < R), other=0.0)
+        x1, x2 = tl.split(tl.reshape(both, (TOKENS, HEADS, BLOCK_HALF, 2)))
+    else:
+        x1 = tl.load(x + offs, mask=pairs, other=0.0)
+        x2 = tl.load(x + R // 2 + offs, mask=pairs, other=0.0)
+
+    # Each head loads its token's angles anew, after the first one from the L1: no exchange between threads is needed.
+    # A position outside the table shows as NaN.
+    angle = tl.broadcast_to(at[:, None, None] + offs * table_d, (TOKENS, HEADS, BLOCK_HALF))
+    c = tl.load(cos + angle, mask=pairs & known[:, None, None], other=float("nan"))
+    s = tl.load(sin + angle, mask=pairs & known[:, None, None], other=float("nan"))
+    if INVERSE:
+        s = -s.to(tl.float32)
+    y1 = (_product(x1, c, cos) - _product(x2, s, cos)).to(y.dtype.element_ty)
+    y2 = (_product(x2, c, cos) + _product(x1, s, cos)).to(y.dtype.element_ty)
+
+    if INTERLEAVED:
+        turned = tl.reshape(tl.join(y1, y2), (TOKENS, HEADS, 2 * BLOCK_HALF))
+        tl.store(y + offs_both, turned, mask=inside & (offs_both < R))
+    else:
+        tl.store(y + offs, y1, mask=pairs)
+        tl.store(y + R // 2 + offs, y2, mask=pairs)
+    if R < D:
+        offs_rest = tl.arange(0, BLOCK_REST)[None, None, :]
+        rest = inside & (offs_rest < D - R)
+        tl.store(y + R + offs_rest, tl.load(x + R + offs_rest, mask=rest), mask=rest)
+
+
+@triton.jit
+def _product(x, angle, table):
+    """x * angle in float32, rounded where the model rounds it: if tables and heads have one dtype, to that."""
+    product = x.to(tl.float32) * angle.to(tl.float32)
+    if x.dtype == table.dtype.element_ty:
+        product = product.to(x.dtype).to(tl.float32)
+    return product
+
+
+_kernel = TritonKernel(_rope_kernel)
+
+
+def rotate(
+    outs: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    inverse: bool,
+    config: Config,
+) -> None:
+    """Forward, or with `inverse` backward; then `outs` are by token."""
+    q, k = _unit_stride(q), _unit_stride(k)
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    # Packed tokens, and sequences of one token each, are one sequence whose batch does not matter.
+    single = q.dim() == 3 or q.shape[2] == 1
+    batch, s = (1, q.shape[0]) if single else (q.shape[0], q.shape[2])
+    h, h_kv, d = q.shape[1], k.shape[1], q.shape[-1]
+    r = rotary_dim or cos.shape[-1]
+    if positions is None:
+        table, rows = _strides(cos, single), (0, 0)
+    else:
+        table, rows = (0, cos.stride(0)), _strides(positions, single)
+    tokens = min(config.tokens, triton.next_power_of_2(s))
+    blocks, groups_q = triton.cdiv(s, tokens), triton.cdiv(h, config.heads)
+    groups = groups_q + triton.cdiv(h_kv, config.heads)
+    sizes = (s, h, h_kv, cos.shape[0], blocks, groups_q, groups)
+    strides = (*_head_strides(q, single), *_head_strides(k, single), *table, cos.stride(-1), *rows)
+    halves, rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
+    constants = (d, r, interleaved, inverse, inverse or single, tokens, config.heads, halves, rest)
+    args = (*outs, q, k, cos, sin, positions, *sizes, *strides)
+    _kernel((batch * blocks * groups,), args, constants, num_warps=config.num_warps)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _head_strides(x: Tensor, single: bool) -> tuple[int, int, int]:
+    """Of batch, head and token."""
+    return (0, x.stride(1), x.stride(0)) if single else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def _strides(rows: Tensor, single: bool) -> tuple[int, int]:
+    """Of batch and token, of something with an entry for each token: (B or 1, S, ...), or packed (T, ...)."""
+    first = rows.stride(0) if rows.shape[0] > 1 else 0
+    return (0, first) if single else (first, rows.stride(1))
+
+
+def supports(q: Tensor, *_: object) -> str | None:
+    return "has no float64" if q.dtype == torch.float64 else None
+
+
+@register_impl(
+    "apply_rope", backend="triton", configure=configure, config_type=Config, configs=CONFIGS, supports=supports
+)
+def launch(
+    outs: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    *,
+    config: Config,
+) -> None:
+    rotate(outs, q, k, cos, sin, positions, interleaved, rotary_dim, False, config)
+
+
+@register_impl(
+    "apply_rope",
+    backend="triton",
+    direction="bwd",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    supports=supports,
+)
+def launch_backward(
+    outs: tuple[Tensor, Tensor],
+    dq: Tensor,
+    dk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    *,
+    config: Config,
+) -> None:
+    rotate(outs, dq, dk, cos, sin, positions, interleaved, rotary_dim, True, config)
