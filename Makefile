@@ -21,7 +21,7 @@ help: ## this list
 
 demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded language model
 	@mkdir -p build
-	$(BIN)/tilewright optimize examples/stdlib_lm/model --prompts examples/stdlib_lm/prompts.jsonl \
+	$(BIN)/tilewright optimize examples/stdlib_lm/model --prompts examples/stdlib_lm/model/prompts.jsonl \
 	    --html build/stdlib_lm.html --json build/stdlib_lm.json
 
 test: lint test-default test-interp test-compile ## everything a change must pass, without a GPU

@@ -12,7 +12,7 @@ from tilewright.assistant.workload import Workload
 from tilewright.hardware.ceilings import Ceilings
 
 VOCABULARY = 211
-DELAY_S = 0.03  # much longer than a forward of the tiny model, so that a busy machine does not decide a test
+DELAY_S = 0.02  # much longer than a forward of the tiny model, so that a busy machine does not decide a test
 
 
 def tiny_llama(**changes) -> nn.Module:
@@ -34,7 +34,7 @@ def tiny_llama(**changes) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**settings | changes)).eval()
 
 
-def prompts(count: int = 3, length: int = 24) -> list[torch.Tensor]:
+def prompts(count: int = 2, length: int = 24) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, VOCABULARY, (length + 3 * i,), generator=generator) for i in range(count)]
 
@@ -51,9 +51,7 @@ def ceilings() -> Ceilings:
         tf32=False,
         bandwidth={mix: [[1e3, 1.0], [1e6, 1.0]] for mix in ("read", "read2_write1", "read1_write1", "write")},
         matmul={"float32": grid},
-        attention={
-            "float32": {"batch": 1, "heads": 4, "causal": {"16": [[16, 1.0]]}, "full": {"16": [[16, 1.0]]}}
-        },
+        attention={"float32": {"batch": 1, "heads": 4, "causal": {"16": [[16, 1.0]]}, "full": {"16": [[16, 1.0]]}}},
         launch_us=1.0,
         launch_graph_us=None,
     )

@@ -27,7 +27,12 @@ def report():
     kept = ChangeRecord("merged_qkv", "why", "source", "rounding", "kept", "faster <beyond> its interval.", "3 merged")
     kept.measured, kept.accuracy, kept.preparation_s = Comparison([GAIN], 12, 3.4), accuracy, 0.5
     wrong = ChangeRecord("bf16", "why", "source", "precision", "rejected", "the accuracy gate.", accuracy=failed)
-    found.kind, found.totals, found.accuracy, found.after = "optimize", Comparison([GAIN], 20, 5.0), accuracy, found.before
+    found.kind, found.totals, found.accuracy, found.after = (
+        "optimize",
+        Comparison([GAIN], 20, 5.0),
+        accuracy,
+        found.before,
+    )
     found.changes += [kept, wrong]
     return found
 
@@ -70,7 +75,9 @@ def test_terminal_shows_decisions_and_intervals(report):
     console = Console(width=200, record=True, file=io.StringIO())
     show(report, console)
     text = console.export_text()
-    assert "merged_qkv" in text and "kept" in text and "2.013x (1.987 to 2.043)" in text and "2.01x (1.99 to 2.04)" in text
+    assert (
+        "merged_qkv" in text and "kept" in text and "2.013x (1.987 to 2.043)" in text and "2.01x (1.99 to 2.04)" in text
+    )
 
 
 def test_progress_prints_lines_when_there_is_no_terminal(capsys):

@@ -28,7 +28,7 @@ def many_live_values_kernel(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     tiles = ()
     for i in tl.static_range(STEPS):
-        tiles = (*tiles, tl.load(x + i * BLOCK + offsets))
+        tiles = tiles + (tl.load(x + i * BLOCK + offsets),)  # noqa: RUF005 - Triton's language has no starred tuples
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(STEPS):
         total += tiles[i]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 # AMD's compiler writes the counts into the assembly's metadata.
 _AMD = {
@@ -16,8 +17,9 @@ _AMD = {
     "scalar_spills": r"\.sgpr_spill_count:\s+(\d+)",
     "stack_bytes": r"\.private_segment_fixed_size:\s+(\d+)",
 }
-# NVIDIA's is asked with cuobjdump: REG:32 STACK:0 SHARED:0 LOCAL:0 ...
-_NVIDIA = {"registers": r"\bREG:(\d+)", "stack_bytes": r"\bSTACK:(\d+)", "local_bytes": r"\bLOCAL:(\d+)"}
+# NVIDIA's cuobjdump says of a binary: REG:32 STACK:0 SHARED:0 LOCAL:0 ...
+_NVIDIA = {"registers": r"\bREG:(\d+)", "stack_bytes": r"\bSTACK:(\d+)"}
+_PTXAS_SPILLS = r"(\d+) bytes spill (?:stores|loads)"
 
 # Instructions of the matrix units, by target: mma.sync works everywhere, wgmma on sm_90, tcgen05 on sm_100.
 _MATRIX = {"ptx": r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", "amdgcn": r"\bv_(?:s?mfma|wmma)_\w+"}
@@ -25,9 +27,10 @@ _MATRIX = {"ptx": r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", "amdg
 
 @dataclass(frozen=True)
 class Resources:
-    """Per thread `registers` and bytes of `stack`; `spilled` counts registers (AMD) or bytes (NVIDIA) that did not fit.
+    """Per thread `registers` and bytes of stack; `spilled`: registers (AMD) or bytes moved (NVIDIA) that did not fit.
 
-    `multiplies` says that the kernel contains `tl.dot`; `matrix_instructions` are the names of those that do its work.
+    A stack without spills holds arrays or return addresses. `multiplies` says that the kernel contains `tl.dot`;
+    `matrix_instructions` are the names of those that do its work.
     """
 
     name: str
@@ -41,8 +44,8 @@ class Resources:
     def faults(self) -> list[str]:
         """What no shipped kernel may do, in words; empty when all is well."""
         found = []
-        if self.spilled or self.stack_bytes:
-            found.append(f"{self.name} spills: {self.spilled} spilled, {self.stack_bytes} bytes of stack")
+        if self.spilled:
+            found.append(f"{self.name} spills {self.spilled} at {self.registers} registers")
         if self.multiplies and not self.matrix_instructions:
             found.append(f"{self.name} contains tl.dot but no matrix instruction")
         return found
@@ -51,11 +54,11 @@ class Resources:
 def resources(kernel: Any) -> Resources:
     """Read `kernel`, a `triton.compiler.CompiledKernel` for any of our targets."""
     text = "amdgcn" if "amdgcn" in kernel.asm else "ptx"
-    counts = _amd(kernel.asm["amdgcn"]) if text == "amdgcn" else _nvidia(kernel.asm["cubin"])
+    counts = _amd(kernel) if text == "amdgcn" else _nvidia(kernel)
     return Resources(
         name=kernel.name,
         registers=counts["registers"],
-        spilled=counts.get("vector_spills", 0) + counts.get("scalar_spills", 0) + counts.get("local_bytes", 0),
+        spilled=counts["spilled"],
         stack_bytes=counts["stack_bytes"],
         shared_bytes=kernel.metadata.shared,
         multiplies="tt.dot" in kernel.asm["ttir"],
@@ -63,17 +66,35 @@ def resources(kernel: Any) -> Resources:
     )
 
 
-def _amd(assembly: str) -> dict[str, int]:
-    return {name: _only(pattern, assembly) for name, pattern in _AMD.items()}
+def _amd(kernel: Any) -> dict[str, int]:
+    counts = {name: _only(pattern, kernel.asm["amdgcn"]) for name, pattern in _AMD.items()}
+    return {**counts, "spilled": counts["vector_spills"] + counts["scalar_spills"]}
 
 
-def _nvidia(cubin: bytes) -> dict[str, int]:
+def _nvidia(kernel: Any) -> dict[str, int]:
+    """Registers and stack from the binary; what a stack is for, only the assembler's own report tells."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        done = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    return {name: _only(pattern, done.stdout) for name, pattern in _NVIDIA.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(kernel.asm["cubin"])
+        report = _run(cuobjdump, "-res-usage", binary)
+        counts = {name: _only(pattern, report) for name, pattern in _NVIDIA.items()}
+        return {**counts, "spilled": _ptxas_spills(kernel, Path(folder)) if counts["stack_bytes"] else 0}
+
+
+def _ptxas_spills(kernel: Any, folder: Path) -> int:
+    """Assemble the PTX once more, as Triton did, and add up the bytes of spill stores and loads."""
+    ptx, architecture = kernel.asm["ptx"], kernel.metadata.target.arch
+    (name,) = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    report = _run(get_ptxas(architecture).path, "-v", f"--gpu-name={name}", source, "-o", folder / "again.cubin")
+    return sum(int(bytes_moved) for bytes_moved in re.findall(_PTXAS_SPILLS, report))
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def _only(pattern: str, text: str) -> int:

@@ -25,6 +25,9 @@ REPLACED = {
     "deepseek_v2": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},  # one dense MLP, one of shared experts
     "deepseek_v3": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},
     "mixtral": {"norm": 5, "rotary": 2, "add_norm": 2},
+    "gpt_oss": {"norm": 5, "rotary": 2},
+    "glm": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
+    "cohere": {"norm": 3, "mlp": 2, "rotary": 2},  # attention and MLP side by side on one norm
     "granite": {"norm": 5, "mlp": 2, "rotary": 2},  # scales what it adds to the residual
 }
 LEFT = {
@@ -33,14 +36,36 @@ LEFT = {
     "deepseek_v2": {"experts": 1, "attention": 1},
     "deepseek_v3": {"experts": 1, "attention": 1},
     "mixtral": {"experts": 2, "attention": 1},
+    "gpt_oss": {"add_norm": 2, "experts": 2, "attention": 1},
     "granite": {"add_norm": 2, "attention": 1},
 }
-WHAT = {  # one row of each form that must have been recognised
-    "llama": ("model.layers.0.mlp", "ops.swiglu, silu(gate_proj) * up_proj (bitwise)"),
-    "gemma2": ("model.norm", "ops.rms_norm, 1 + weight (bitwise)"),
-    "gemma3": ("model.layers.1.mlp", "ops.geglu, gelu_tanh(gate_proj) * up_proj (bitwise)"),
-    "phi3": ("model.layers.0.mlp", "ops.silu_and_mul, silu on the first half of gate_up_proj (bitwise)"),
-    "qwen3": ("model.layers.0.self_attn.q_norm", "ops.rms_norm, cast then weight (bitwise)"),
+# One row of each form that must be recognised: (module, what its row says)
+FORMS = {
+    "llama": [
+        ("mlp", "ops.swiglu, silu(gate_proj) * up_proj"),
+        ("input_layernorm", "ops.rms_norm, cast then weight"),
+        ("self_attn", "apply_rotary_pos_emb -> ops.apply_rope (half)"),
+    ],
+    "gemma2": [("input_layernorm", "ops.rms_norm, 1 + weight"), ("mlp", "ops.geglu, gelu_tanh(gate_proj) * up_proj")],
+    "phi3": [("mlp", "ops.silu_and_mul, silu on the first half of gate_up_proj")],
+    "qwen3": [("self_attn.q_norm", "ops.rms_norm, cast then weight")],
+    "gpt_oss": [
+        ("input_layernorm", "ops.rms_norm, weight in float32"),
+        ("self_attn", "apply_rotary_pos_emb -> ops.apply_rope (half_once)"),
+    ],
+    "glm": [("self_attn", "apply_rotary_pos_emb -> ops.apply_rope (interleaved)")],
+    "cohere": [
+        ("input_layernorm", "ops.layer_norm"),
+        ("self_attn", "apply_rotary_pos_emb -> ops.apply_rope (repeated)"),
+    ],
+    "deepseek_v2": [("self_attn", "apply_rotary_emb -> ops.apply_rope (complex)")],
+    "deepseek_v3": [
+        (
+            "self_attn",
+            "apply_rotary_pos_emb_interleave -> ops.apply_rope (to_halves), "
+            "apply_rotary_pos_emb -> ops.apply_rope (half)",
+        )
+    ],
 }
 
 
@@ -58,9 +83,15 @@ def test_counts(name: str) -> None:
     report = patch(build(name), verify=False).report()
     assert report.counts() == REPLACED[name]
     assert report.counts("left") == LEFT.get(name, {"attention": 1})
-    if name in WHAT:
-        path, text = WHAT[name]
-        assert text in [row.text for row in report.rows if row.path == path]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name: str) -> None:
+    rows = patch(build(name), verify=False).report().rows
+    said = [(row.path, row.text) for row in rows]
+    for module, text in FORMS[name]:
+        verdict = "to rounding" if text == "ops.layer_norm" else "bitwise"  # Cohere sums its variance in another order
+        assert [t for path, t in said if path == f"model.layers.0.{module}"] == [f"{text} ({verdict})"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -73,6 +104,22 @@ def test_accuracy(name: str, dtype: torch.dtype) -> None:
     exact, unpatched = logits(exact_model, ids), logits(model, ids)
     patch(model, verify=False)
     assert relative_error(logits(model, ids), exact) <= 2 * relative_error(unpatched, exact) + 1e-6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast(name: str) -> None:
+    """float32 weights under bf16 autocast: linears give bf16, residuals and tables stay float32."""
+    ids = tokens()
+    model = build(name)
+    exact_model = copy.deepcopy(model).double()
+    run_plainly(exact_model)
+    exact = logits(exact_model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        unpatched = logits(model, ids)
+        patch(model, verify=False)
+        patched = logits(model, ids)
+    assert patched.dtype == unpatched.dtype
+    assert relative_error(patched, exact) <= 2 * relative_error(unpatched, exact)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])

@@ -45,6 +45,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # prefix and suffix of transf
     "phi3": ("Phi3", {}),
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "attn_implementation": "eager",  # for its attention sinks
+            "head_dim": 8,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 8}),
+    "cohere": ("Cohere", {}),
     "granite": ("Granite", {"residual_multiplier": 0.5}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -54,9 +66,10 @@ def build(name: str, **options: Any) -> nn.Module:
     """A model of `MODELS` in evaluation mode and float32; `options` override its configuration."""
     import transformers
 
-    attention = options.pop("attn_implementation", "sdpa")
     prefix, own = MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **own, **options})
+    options = {"attn_implementation": "sdpa", **_COMMON, **own, **options}
+    attention = options.pop("attn_implementation")
+    config = getattr(transformers, f"{prefix}Config")(**options)
     config._attn_implementation = attention
     torch.manual_seed(0)
     model: nn.Module = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)

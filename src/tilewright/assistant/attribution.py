@@ -51,6 +51,8 @@ def around_modules(model: nn.Module, enter: Enter) -> Iterator[None]:
                 undo.append(module.register_forward_hook(after).remove)
         yield
     finally:
+        while open_calls:  # calls that raised never reached their second hook
+            after()
         for remove in undo:
             remove()
 

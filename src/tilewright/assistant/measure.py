@@ -169,5 +169,7 @@ def _metric(name: str, unit: str, both: tuple[Samples, Samples], scale: float) -
 def _rate(time_ms: Metric, name: str, unit: str, work_per_s: float) -> Metric:
     """A time turned into a rate; the gain is the same number."""
     t = time_ms
-    b, b_low, b_high, a, a_low, a_high = (work_per_s / ms for ms in (t.before, t.before_high, t.before_low, t.after, t.after_high, t.after_low))
+    b, b_low, b_high, a, a_low, a_high = (
+        work_per_s / ms for ms in (t.before, t.before_high, t.before_low, t.after, t.after_high, t.after_low)
+    )
     return Metric(name, unit, b, b_low, b_high, a, a_low, a_high, t.gain, t.gain_low, t.gain_high)

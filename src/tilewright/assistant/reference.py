@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewright.assistant.observe import dominant_dtype
-from tilewright.assistant.workload import Workload, device_of, greedy, logits_of
+from tilewright.assistant.workload import Workload, cast_on_entry, greedy, logits_of
 
 _KEPT_BYTES = 256 << 20  # logits kept for comparison, at most
 _CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
@@ -70,7 +70,10 @@ def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.
         memo[id(parameter)] = nn.Parameter(wide(parameter), requires_grad=False)
     for buffer in model.buffers():
         memo.setdefault(id(buffer), wide(buffer))
-    return copy.deepcopy(model, memo)
+    found = copy.deepcopy(model, memo)
+    narrower = tuple(d for d in (torch.float16, torch.bfloat16, torch.float32) if d.itemsize < dtype.itemsize)
+    cast_on_entry(found, narrower, dtype, device)
+    return found
 
 
 @contextmanager
@@ -104,7 +107,6 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
     """Run `model` over the sample; sample=None compares the outputs of the examples instead. decode: also check greedy
     decoding.
     """
-    device = device_of(model)  # the reference may live on the CPU when the GPU has no room for it
     with torch.no_grad():
         if sample is None:
             outputs = [logits_of(example.run(model)).detach() for example in work.examples]
@@ -113,7 +115,7 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
             )
         kept, losses = [], []
         for ids, at in zip(sample.prompts, sample.positions, strict=True):
-            logits = logits_of(model(input_ids=ids.to(device)))[0]
+            logits = logits_of(model(input_ids=ids))[0]
             kept.append(logits[at.to(logits.device)])
             losses.append(
                 F.cross_entropy(

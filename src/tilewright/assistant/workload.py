@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from tilewright.errors import InputError
 
@@ -172,6 +174,20 @@ def device_of(model: nn.Module) -> torch.device:
     if len(devices) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(map(str, devices)))}; it has to lie on one device.")
     return next(iter(devices), torch.device("cpu"))
+
+
+def cast_on_entry(
+    model: nn.Module, sources: tuple[torch.dtype, ...], target: torch.dtype, device: torch.device
+) -> RemovableHandle:
+    """From now on `model` gets its tensor arguments on `device`, and those of `sources` in `target`. Undo: `.remove()`."""
+
+    def convert(x: Any) -> Any:
+        return x.to(device, target if x.dtype in sources else x.dtype) if isinstance(x, Tensor) else x
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(convert, (args, kwargs))
+
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def takes(model: nn.Module, name: str) -> bool:

@@ -49,7 +49,7 @@ def parse_dtype(name: str | None) -> Any:
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     full = names.get(name, name)
     if full not in ("bfloat16", "float16", "float32"):
-        raise UsageError(f"--dtype {name}: allowed are bf16, fp16, fp32.")
+        raise UsageError(f"dtype {name!r}: allowed are bf16, fp16, fp32.")
     return getattr(torch, full)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 
 from tilewright.errors import BackendError
@@ -34,7 +34,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")
 
 
-@lru_cache(maxsize=None)
+@cache
 def module_exists(name: str) -> bool:
     """Can `name` be imported?  Answered without importing it (its parent packages are)."""
     try:

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def _paths() -> list[Path]:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def _rows_for(device: DeviceInfo) -> dict[tuple[str, ...], Row]:
     """Rows of every table measured on this architecture; the GPU nearest in SM count wins among equals."""
     tables = []

@@ -3,7 +3,7 @@
 import os
 import platform
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ def arch(device: torch.device | str | int | None = None) -> str:
     return _info(_as_device(device)).arch
 
 
-@lru_cache(maxsize=None)
+@cache
 def _info(device: torch.device) -> DeviceInfo:
     if device.type != "cuda":
         return _cpu()

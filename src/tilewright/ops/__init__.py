@@ -1,7 +1,21 @@
 """The public ops.  Each is a function; its contract, reference and backends live in the folder of its name."""
 
+from tilewright.ops.activation.geglu import geglu
+from tilewright.ops.activation.gelu_and_mul import gelu_and_mul
+from tilewright.ops.activation.silu_and_mul import silu_and_mul
+from tilewright.ops.activation.swiglu import swiglu
 from tilewright.ops.norm.add_rms_norm import add_rms_norm
 from tilewright.ops.norm.layer_norm import layer_norm
 from tilewright.ops.norm.rms_norm import rms_norm
+from tilewright.ops.rope.apply_rope import apply_rope
 
-__all__ = ["add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "add_rms_norm",
+    "apply_rope",
+    "geglu",
+    "gelu_and_mul",
+    "layer_norm",
+    "rms_norm",
+    "silu_and_mul",
+    "swiglu",
+]

@@ -1,5 +1,6 @@
 """Row-wise ops see a tensor as rows: (..., N) becomes (M, N), copied only where strides leave no other way."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +68,13 @@ def check_vector(op: str, x: Tensor, **vectors: Tensor | None) -> None:
 def random_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Normal values drawn on the CPU, so that every device sees the same ones."""
-    made = torch.randn(tuple(shape), generator=generator, dtype=torch.float32) * scale
-    return made.to(device=device, dtype=dtype)
+    """Normal values.  Small tensors are drawn on the CPU, so that every device sees the same; large ones where they live."""
+    if math.prod(shape) > 1 << 22 and device.type == "cuda":
+        seed = int(torch.randint(2**31, (), generator=generator))
+        made = torch.randn(tuple(shape), device=device, generator=torch.Generator(device).manual_seed(seed))
+    else:
+        made = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+    return (made * scale if scale != 1.0 else made).to(device=device, dtype=dtype)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -95,7 +95,7 @@ class Case:
     def raw_calls(self, sample: Sample) -> list[RawCall]:
         """The raw calls behind one public call: forward, and backward where there is one."""
         with record() as notes:
-            outputs = self.call(sample)
+            self.call(sample)
         op, args, *wish = notes.calls[0]
         forward = RawCall(op, args, (wish[0], wish[1]))
         gradient = self.contract.gradient
@@ -103,14 +103,26 @@ class Case:
             return [forward]
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
-        saved = gradient.save(args, outputs)
-        raw = gradient.raw_args(replicas(self.truth.cotangents), saved, plain, needs)
+        with torch.no_grad():
+            outputs = as_tuple(op(*args, *wish))
+        cotangents = tuple(torch.randn_like(o) for o in outputs)
+        raw = gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs)
         return [forward, RawCall(gradient.op, raw, forward.wish)]
 
 
 def tensors(sample: Sample) -> list[Tensor]:
     """Every tensor of a sample, in order."""
     return [v for v in tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(v, Tensor)]
+
+
+def overwrite(sample: Sample, values: Sample) -> None:
+    """Put other values into the same memory."""
+    pairs = list(zip(tensors(sample), tensors(values), strict=True))
+    if any(stride == 0 and n > 1 for t, _ in pairs for n, stride in zip(t.shape, t.stride(), strict=True)):
+        raise NotApplicable("an input is expanded: its elements share memory")
+    with torch.no_grad():
+        for t, value in pairs:
+            t.copy_(value)
 
 
 class NotApplicable(Exception):

@@ -44,7 +44,8 @@ def differentiate(
         args[i] = args[i].detach().requires_grad_()
     with torch.enable_grad():
         outputs = as_tuple(function(*args, **sample.kwargs))
-        used = [(o, g) for o, g in zip(outputs, cotangents, strict=True) if g is not None]
+        # an output that depends on none of `positions` is a constant
+        used = [(o, g) for o, g in zip(outputs, cotangents, strict=True) if g is not None and o.requires_grad]
         leaves = [args[i] for i in positions]
         grads = torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], allow_unused=True)
     return tuple(o.detach() for o in outputs), dict(zip(positions, grads, strict=True))

@@ -7,7 +7,8 @@ one rounding to the output dtype; two float32 roundings (what a GPU's exp2, rsqr
 largest error of the reference itself in float32 on inputs jittered by one float32 rounding, which measures how much
 cancellation there is in this very problem (a gradient that should be nearly zero has no correct digits in any order of
 summation).  The rule holds for the whole tensor and for every row, column and 64x64 tile.  A part is compared with torch's
-error in the same part, or with the largest relative error of torch in any part that is not nearly zero.
+error in the same part, or with the largest relative error of torch in any part that is not nearly zero.  Parts of fewer
+than 16 elements are not judged alone: a ratio of two single rounding errors is luck.
 NaN and infinity must stand exactly where the oracle, rounded to the output dtype, has them.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms
 
 FLOOR_ULP = 2.0
+MIN_PART = 16
 NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests says nothing about relative errors
 
 
@@ -37,7 +39,9 @@ class Standard:
     limit: Errors
 
     def judge(self, ours: object) -> Measure:
-        """Measure `ours` and say in words every way in which it fails."""
+        """Measure `ours` and say in words every way in which it fails.  None is how autograd writes a zero gradient."""
+        if ours is None and not self.exact.any():
+            ours = torch.zeros_like(self.rounded)
         wrong = self._structure(ours)
         if wrong is not None or self.exact.numel() == 0:
             return Measure(self.name, *[0.0] * 8, faults=() if wrong is None else (f"{self.name} {wrong}",))
@@ -136,7 +140,8 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
             telling = own > NEARLY_ZERO * rms * n.sqrt()
             their = torch.maximum(their, torch.where(telling, their / own, 0.0).max() * own)
         floor = FLOOR_ULP if field == "ulp" else relative * own + info.smallest_normal * info.eps * n.sqrt()
-        limits.append(factor * their + floor + torch.stack([getattr(e, field) for e in noise]).amax(0))
+        limit = factor * their + floor + torch.stack([getattr(e, field) for e in noise]).amax(0)
+        limits.append(torch.where(n < MIN_PART, torch.inf, limit) if field in PARTS else limit)
     return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits))
 
 

@@ -9,16 +9,14 @@ tensors. Floating inputs of the model are cast on entry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
 from tilewright.assistant.observe import Phase, dominant_dtype
 from tilewright.assistant.predict import Prediction, leaves, matmul_us, predict, self_us
-from tilewright.assistant.workload import Workload
+from tilewright.assistant.workload import Workload, cast_on_entry, device_of
 from tilewright.errors import PatchError
 
 
@@ -83,13 +81,7 @@ class InDtype:
         self._target = target
         self._originals = [(p, p.data) for p in model.parameters() if p.dtype in source_dtypes]
 
-        def on_entry(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tree_map(
-                lambda x: x.to(target) if isinstance(x, torch.Tensor) and x.dtype in source_dtypes else x,
-                (args, kwargs),
-            )
-
-        self._hook = model.register_forward_pre_hook(on_entry, with_kwargs=True)
+        self._hook = cast_on_entry(model, source_dtypes, target, device_of(model))
         for parameter, original in self._originals:
             parameter.data = original.to(target)
 

@@ -226,7 +226,9 @@ def refusal(group: Sequence[nn.Module], model: nn.Module) -> str | None:
         if type(member) is not nn.Linear:
             return f"a projection is a {type(member).__name__}, not a plain nn.Linear: its weight is its own affair."
         if type(member.weight.data) is not Tensor or not member.weight.is_floating_point():
-            return f"a projection's weight is a {type(member.weight.data).__name__}, {member.weight.dtype}: no plain rows."
+            return (
+                f"a projection's weight is a {type(member.weight.data).__name__}, {member.weight.dtype}: no plain rows."
+            )
     if len({(member.weight.dtype, member.weight.device, member.bias is None) for member in group}) > 1:
         return "the projections of a group differ in dtype, device or in having a bias."
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))

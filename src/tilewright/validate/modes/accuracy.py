@@ -10,17 +10,22 @@ from tilewright.validate.modes.registry import mode
 
 @mode("eager")
 def eager(case: Case, found: Findings) -> None:
-    """Forward without gradients."""
-    found.outputs(case.call(case.sample()))
+    """Forward without gradients, first call and second: the second may replay what the first prepared."""
+    first = case.call(case.sample())
+    again = case.call(case.sample())
+    found.outputs(first)
+    found.outputs(again, "second call: ")
 
 
 @mode("backward")
 def backward(case: Case, found: Findings) -> None:
     """Forward with gradients, and the gradient of every input for random cotangents."""
     needs_gradient(case)
-    outputs, grads = case.differentiate(case.sample())
-    found.outputs(outputs)
-    found.gradients(grads)
+    first = case.differentiate(case.sample())
+    again = case.differentiate(case.sample())
+    for (outputs, grads), where in ((first, ""), (again, "second call: ")):
+        found.outputs(outputs, where)
+        found.gradients(grads, where)
 
 
 @mode("gradient_subsets")

@@ -49,7 +49,7 @@ def out(case: Case, found: Findings) -> None:
     """out= is returned, fully written and as accurate; a wrong out= raises and is left alone."""
     buffer = _out_buffer(case, guard=0)
     sample = case.sample()
-    (made,) = case.call(sample, out=buffer)
+    made = _into(case, buffer)
     found.require(made is buffer, "out= was not the tensor returned")
     found.outputs([made])
     (wanted,) = case.truth.outputs
@@ -78,7 +78,7 @@ def guard_bands(case: Case, found: Findings) -> None:
             launched = True
             buffer = _out_buffer(case, GUARD, shift)
             around = _surroundings(buffer)
-            case.call(case.sample(), out=buffer)
+            _into(case, buffer)
             found.outputs([buffer], f"{where}out=: ")
             _intact(found, buffer, around, f"{where}out=")
         for call in case.raw_calls(case.sample()):
@@ -117,6 +117,15 @@ def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
         raise NotApplicable("the op takes no out=")
     (wanted,) = case.truth.outputs
     return guarded(tuple(wanted.exact.shape), wanted.dtype, case.device, guard, shift)
+
+
+def _into(case: Case, buffer: Tensor) -> Tensor:
+    """The result of a call with out=buffer.  Raises NotApplicable where the op takes out=, but not for these arguments."""
+    try:
+        (made,) = case.call(case.sample(), out=buffer)
+    except InputError as error:
+        raise NotApplicable(f"no out= for these arguments: {error}") from None
+    return made
 
 
 def _surroundings(t: Tensor) -> tuple[Tensor, Tensor]:

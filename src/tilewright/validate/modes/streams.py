@@ -1,11 +1,14 @@
 """GPU only: work goes to the current stream, can be captured into a graph, and reads its inputs at replay."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
-from tilewright.dispatch import Sample
-from tilewright.validate.case import Case, Findings, NotApplicable, tensors
+from tilewright.validate.case import Case, Findings, NotApplicable, overwrite, tensors
 from tilewright.validate.modes.registry import mode
 
+T = TypeVar("T")
 DELAY = 20_000_000  # clock cycles that a stream is held up: about 10 ms, far longer than any launch
 
 
@@ -17,14 +20,14 @@ def cuda_graph(case: Case, found: Findings) -> None:
     truth = case.truth_of(other)
     sample = case.sample()
     outputs, replay = _captured(lambda: case.call(sample), case)
-    _overwrite(sample, other)
+    overwrite(sample, other)
     replay()
     found.outputs(outputs, "forward: ", truth)
     if case.positions:
         sample = case.sample()
         cotangents = [c.clone() for c in case.truth.cotangents]
         made, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
-        _overwrite(sample, other)
+        overwrite(sample, other)
         for c, value in zip(cotangents, truth.cotangents, strict=True):
             c.copy_(value)
         replay()
@@ -45,7 +48,7 @@ def side_stream(case: Case, found: Findings) -> None:
     grads = None
     with torch.cuda.stream(torch.cuda.Stream(case.device)) as _:
         torch.cuda._sleep(DELAY)
-        _overwrite(late, arrived)
+        overwrite(late, arrived)
         for c, value in zip(cotangents, case.truth.cotangents, strict=True):
             c.copy_(value)
         outputs = case.call(late)
@@ -62,13 +65,7 @@ def _needs_gpu(case: Case) -> None:
         raise NotApplicable("needs a GPU")
 
 
-def _overwrite(sample: Sample, values: Sample) -> None:
-    with torch.no_grad():
-        for t, value in zip(tensors(sample), tensors(values), strict=True):
-            t.copy_(value)
-
-
-def _captured(run, case: Case):  # type: ignore[no-untyped-def]
+def _captured(run: Callable[[], T], case: Case) -> tuple[T, Callable[[], None]]:
     """(what `run` returned while it was captured, the function that replays it)."""
     side = torch.cuda.Stream(case.device)
     side.wait_stream(torch.cuda.current_stream(case.device))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewright.hardware import device_info
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.exponential import exp
 from tilewright.ops.rows import as_rows
 
 FILL = 512  # tiles wanted before tiles grow: about four for each SM of an H200
@@ -54,18 +55,18 @@ CANDIDATES = (
 
 
 @triton.jit
-def _act(g, ACT: tl.constexpr):  # g: (BLOCK,) fp32 -> act(g), act'(g)
+def _act(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> act(g), act'(g)
     if ACT == "gelu":
         cdf = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
         act = g * cdf
-        slope = cdf + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
+        slope = cdf + g * exp(-0.5 * g * g, PRECISE) * 0.3989422804014327
     else:  # g * sigmoid(u); in GELU's tanh form (1 + tanh(z)) / 2 is sigmoid(2 z)
         u = g
         du = 1.0
         if ACT == "gelu_tanh":
             u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
             du = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        inverse = 1.0 + tl.exp(-u)
+        inverse = 1.0 + exp(-u, PRECISE)
         s = 1.0 / inverse
         act = g / inverse
         slope = s + g * s * (1.0 - s) * du
@@ -83,7 +84,7 @@ def _gated_kernel(
         mask = offs < N - start
         g = tl.load(gate + (row * stride_gate + start) + offs, mask=mask)
         u = tl.load(up + (row * stride_up + up_offset + start) + offs, mask=mask)
-        act, _ = _act(g.to(tl.float32), ACT)
+        act, _ = _act(g.to(tl.float32), ACT, g.dtype == tl.float32)
         # act is rounded to the input's dtype before the product, as the models do
         result = act.to(g.dtype).to(tl.float32) * u.to(tl.float32)
         tl.store(out + (row * N + start) + offs, result.to(out.dtype.element_ty), mask=mask)
@@ -102,7 +103,7 @@ def _gated_backward_kernel(
         g = tl.load(gate + (row * stride_gate + start) + offs, mask=mask)
         u = tl.load(up + (row * stride_up + up_offset + start) + offs, mask=mask).to(tl.float32)
         d = tl.load(dout + (row * stride_dout + start) + offs, mask=mask).to(tl.float32)
-        act, slope = _act(g.to(tl.float32), ACT)
+        act, slope = _act(g.to(tl.float32), ACT, g.dtype == tl.float32)
         # autograd rounds the gradient of act(gate) to the input's dtype
         dact = (d * u).to(g.dtype).to(tl.float32)
         at = row * stride_grad + start

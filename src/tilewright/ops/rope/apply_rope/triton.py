@@ -105,7 +105,10 @@ def _rotate_heads(
     pairs = inside & (offs < R // 2)
     offs_both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
 
+    offs_angle = offs
     if INTERLEAVED:
+        # as many angles in a thread as it holds pairs, so that they need not be exchanged
+        offs_angle = tl.max_contiguous(offs, [1, 1, 64 // x.dtype.element_ty.primitive_bitwidth])
         both = tl.load(x + offs_both, mask=inside & (offs_both < R), other=0.0)
         x1, x2 = tl.split(tl.reshape(both, (TOKENS, HEADS, BLOCK_HALF, 2)))
     else:
@@ -114,7 +117,7 @@ def _rotate_heads(
 
     # Each head loads its token's angles anew, after the first one from the L1: no exchange between threads is needed.
     # A position outside the table shows as NaN.
-    angle = tl.broadcast_to(at[:, None, None] + offs * table_d, (TOKENS, HEADS, BLOCK_HALF))
+    angle = tl.broadcast_to(at[:, None, None] + offs_angle * table_d, (TOKENS, HEADS, BLOCK_HALF))
     c = tl.load(cos + angle, mask=pairs & known[:, None, None], other=float("nan"))
     s = tl.load(sin + angle, mask=pairs & known[:, None, None], other=float("nan"))
     if INVERSE:

@@ -21,9 +21,9 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.hardware import device_info
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.exponential import exp
 from tilewright.ops.rows import as_rows
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first maximum; -inf - -inf would be NaN
 REGISTERS = 32768  # elements a program keeps as float32: 64 registers a thread at 16 warps
 SPLIT_ROWS = 64  # from here on, one program a row fills half of an H200
@@ -69,6 +69,7 @@ def _softmax_kernel(
     y, x, M, N, stride_x,  # x, y: (M, N)
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
     offs_n = tl.arange(0, BLOCK_N)[None, :]
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         offs_m = block * ROWS + tl.arange(0, ROWS)[:, None]
@@ -76,7 +77,7 @@ def _softmax_kernel(
         at = offs_m.to(tl.int64)
         row = tl.load(x + at * stride_x + offs_n, mask=mask, other=float("-inf")).to(tl.float32)
         top = tl.maximum(tl.max(row, 1), LOWEST)
-        e = tl.exp2((row - top[:, None]) * LOG2E)
+        e = exp(row - top[:, None], PRECISE)
         result = e * (1.0 / tl.sum(e, 1))[:, None]
         tl.store(y + at * N + offs_n, result.to(y.dtype.element_ty), mask=mask)
 
@@ -86,6 +87,7 @@ def _softmax_long_kernel(
     y, x, N, stride_x,  # x, y: (M, N), N > HELD
     HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
     # Lanes lie across the program's threads, so maxima and sums over dimension 0 need no other thread.
     STEP: tl.constexpr = STEPS * LANES
     lanes = tl.arange(0, LANES)[None, :]
@@ -96,34 +98,35 @@ def _softmax_long_kernel(
 
     held = tl.load(x + offs_held, eviction_policy="evict_first").to(tl.float32)
     top = tl.maximum(tl.max(held, 0), LOWEST)
-    total = tl.sum(tl.exp2((held - top[None, :]) * LOG2E), 0)
+    total = tl.sum(exp(held - top[None, :], PRECISE), 0)
     for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
         part = tl.load(x + start + offs, mask=offs < N - start, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(part, 0))
-        total = total * tl.exp2((top - higher) * LOG2E) + tl.sum(tl.exp2((part - higher[None, :]) * LOG2E), 0)
+        total = total * exp(top - higher, PRECISE) + tl.sum(exp(part - higher[None, :], PRECISE), 0)
         top = higher
     highest = tl.max(top, 0)
-    scale = 1.0 / tl.sum(total * tl.exp2((top - highest) * LOG2E), 0)
+    scale = 1.0 / tl.sum(total * exp(top - highest, PRECISE), 0)
 
     last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
     for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
         start = last - back
         mask = offs < N - start
         part = tl.load(x + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        result = tl.exp2((part - highest) * LOG2E) * scale
+        result = exp(part - highest, PRECISE) * scale
         tl.store(y + start + offs, result.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    result = tl.exp2((held - highest) * LOG2E) * scale
+    result = exp(held - highest, PRECISE) * scale
     tl.store(y + offs_held, result.to(y.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit
 def _softmax_part_kernel(tops, totals, x, N, parts, stride_x, BLOCK_N: tl.constexpr):  # tops, totals: (M, parts)
+    PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
     row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     values = tl.load(x + row.to(tl.int64) * stride_x + offs_n, mask=offs_n < N, other=float("-inf")).to(tl.float32)
     top = tl.maximum(tl.max(values, 0), LOWEST)
     tl.store(tops + tl.program_id(0), top)
-    tl.store(totals + tl.program_id(0), tl.sum(tl.exp2((values - top) * LOG2E), 0))
+    tl.store(totals + tl.program_id(0), tl.sum(exp(values - top, PRECISE), 0))
 
 
 @triton.jit
@@ -131,6 +134,7 @@ def _softmax_scale_kernel(
     y, tops, totals, x, N, parts, stride_x,  # tops, totals: (M, parts)
     PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
     row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     values = tl.load(x + row.to(tl.int64) * stride_x + offs_n, mask=offs_n < N).to(tl.float32)
@@ -138,8 +142,8 @@ def _softmax_scale_kernel(
     top = tl.load(tops + row * parts + offs_p, mask=offs_p < parts, other=LOWEST)
     total = tl.load(totals + row * parts + offs_p, mask=offs_p < parts, other=0.0)
     highest = tl.max(top, 0)
-    scale = 1.0 / tl.sum(total * tl.exp2((top - highest) * LOG2E), 0)
-    result = tl.exp2((values - highest) * LOG2E) * scale
+    scale = 1.0 / tl.sum(total * exp(top - highest, PRECISE), 0)
+    result = exp(values - highest, PRECISE) * scale
     tl.store(y + row.to(tl.int64) * N + offs_n, result.to(y.dtype.element_ty), mask=offs_n < N)
 
 

@@ -1,0 +1,14 @@
+"""Other SwiGLUs: Liger's."""
+
+from tilewright.dispatch import Sample
+from tilewright.ops.peer import Call, LibraryPeer
+
+
+def _liger(sample: Sample) -> Call:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    gate, up = sample.args
+    return lambda: LigerSiLUMulFunction.apply(gate, up)  # its backward overwrites gate and up
+
+
+PEERS = (LibraryPeer("liger", "liger_kernel", _liger),)

@@ -1,0 +1,139 @@
+"""What is seen of a model is counted right, and looking leaves no trace."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.assistant.planted import ceilings, prompts, tiny_llama
+from tilewright.assistant.attribution import around_modules
+from tilewright.assistant.cost import count
+from tilewright.assistant.graph_breaks import graph_breaks
+from tilewright.assistant.observe import observe
+from tilewright.assistant.predict import matmul_us, predict, roofline
+from tilewright.assistant.profile import profile_modules, union_us
+from tilewright.assistant.workload import workload
+
+
+@pytest.fixture(scope="module")
+def seen():
+    torch.set_num_threads(1)
+    model = tiny_llama()
+    return model, observe(model, workload(model, prompts=prompts(), new_tokens=4))
+
+
+class Block(nn.Module):
+    """y = relu(x W): bytes and flops are known by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+def test_costs_of_a_module_counted_by_hand():
+    model, x = Block(), torch.randn(8, 16)
+    costs = {cost.path: cost for cost in count(model, lambda: model(x)).modules}
+    linear, outer = costs["linear"], costs[""]
+    assert linear.flops == 2 * 8 * 16 * 32 and outer.flops == 0
+    assert (linear.bytes_read, linear.bytes_written) == (4 * (8 * 16 + 16 * 32), 4 * 8 * 32)
+    assert (outer.bytes_read, outer.bytes_written) == (4 * 8 * 32, 4 * 8 * 32)
+    assert [(p.m, p.n, p.k) for p in linear.matmuls] == [(8, 32, 16)]
+    assert outer.peak_bytes == 2 * 4 * 8 * 32  # the product is alive until relu has read it
+    assert linear.peak_bytes == 4 * 8 * 32
+
+
+def test_flops_agree_with_torch_but_for_cpu_attention(seen):
+    model, observation = seen
+    work = workload(model, prompts=prompts(), new_tokens=4)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        work.prefill(model)
+    ours = sum(cost.flops for cost in observation.phase("prefill").costs)
+    attention = sum(
+        4 * a.heads * a.s_q * a.s_kv * a.dim for c in observation.phase("prefill").costs for a in c.attentions
+    )
+    assert ours in (counter.get_total_flops(), counter.get_total_flops() + attention)
+
+
+def test_module_times_add_up(seen):
+    _, observation = seen
+    for phase in observation.phases:
+        total = next(module.total_us for module in phase.modules if module.path == "")
+        assert sum(module.self_us for module in phase.modules) == pytest.approx(total, rel=1e-6)
+        assert phase.wall_us > 0 and phase.kernels > 50
+
+
+def test_decoding_is_a_phase_of_its_own(seen):
+    _, observation = seen
+    decode = observation.phase("decode")
+    assert decode.calls == 4
+    assert all(product.m == 1 for cost in decode.costs if cost.module_class == "Linear" for product in cost.matmuls)
+    assert observation.request_us == observation.phase("prefill").wall_us + 4 * decode.wall_us
+
+
+def test_every_class_gets_a_roof(seen):
+    _, observation = seen
+    roofs = {(roof.phase, roof.module_class): roof for roof in roofline(observation, ceilings())}
+    linear = roofs["prefill", "Linear"]
+    assert linear.calls == 2 * 7 + 1 and linear.floor_us > 0 and linear.flops > 0
+    assert roofs["prefill", "LlamaRMSNorm"].floor_us == pytest.approx(2 * 2 + 1, rel=0.01)  # 1 us for each call
+
+
+def test_small_products_take_their_share_of_the_smallest_measured_one():
+    assert matmul_us(ceilings(), 512, 1024, 1024, 2, "float32") == pytest.approx(2.0)
+    assert matmul_us(ceilings(), 1, 32, 64, 1, "float32") <= 1.0
+    assert matmul_us(ceilings(), 1, 64, 64, 1, "bfloat16") == 0.0
+
+
+def test_a_saving_becomes_a_gain_of_the_whole_request(seen):
+    _, observation = seen
+    total, decode = observation.request_us, observation.phase("decode").wall_us
+    found = predict(observation, lambda phase: (0.0, phase.wall_us / 2 if phase.name == "decode" else 0.0), "half")
+    assert found.low == 1.0
+    assert found.high == pytest.approx(total / (total - 4 * decode / 2))
+
+
+def test_union_of_overlapping_intervals():
+    assert union_us([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4.0
+    assert union_us([]) == 0.0
+
+
+def test_graph_breaks_are_counted_with_their_place():
+    class Breaks(nn.Module):
+        def forward(self, x):
+            if x.sum() > 0:
+                return x + 1
+            return x - 1
+
+    found = graph_breaks(Breaks(), lambda model: model(torch.ones(3)))
+    assert found.breaks >= 1 and "test_observe.py" in found.reasons[0]
+    assert graph_breaks(Block(), lambda model: model(torch.ones(3, 16))).breaks == 0
+
+
+def test_a_model_dynamo_cannot_trace_is_an_observation():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            raise LookupError("never mind")
+
+    found = graph_breaks(Refuses(), lambda model: model(torch.ones(3)))
+    assert found.graphs is None and "never mind" in found.reasons[0]
+
+
+def test_compiled_modules_are_labelled_as_one_unit():
+    model = nn.Sequential(Block(), nn.Linear(32, 4))
+    called = []
+    model[0]._compiled_call_impl = lambda x: called.append("compiled") or model[0]._call_impl(x)
+    x = torch.randn(8, 16)
+    found = profile_modules(model, lambda: model(x), torch.device("cpu"))
+    assert {module.path for module in found.modules} == {"", "0", "1"}
+    assert called and not model[0]._forward_hooks
+
+
+def test_hooks_are_removed_when_the_model_raises():
+    model = Block()
+    with pytest.raises(RuntimeError), around_modules(model, lambda path, module: torch.no_grad()):
+        model(torch.randn(8, 3))
+    assert torch.is_grad_enabled()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,106 @@
+"""The accuracy gate: each rule opens and closes where its definition says."""
+
+import math
+
+import pytest
+import torch
+
+from tests.assistant.planted import prompts, tiny_llama
+from tilewright.assistant.reference import Evaluation, draw, evaluate, perplexity, wide_copy, wide_dtype
+from tilewright.assistant.verify import ERROR_FLOOR, judge, relative_error, wilson
+from tilewright.assistant.workload import workload
+
+N, V = 400, 50
+
+
+@pytest.fixture
+def reference():
+    return Evaluation(torch.randn(N, V, dtype=torch.float64), None)
+
+
+def shifted(reference, relative, **other):
+    """Logits whose relative error is exactly `relative`."""
+    noise = torch.randn_like(reference.logits)
+    scale = relative * reference.logits.norm() / noise.norm()
+    return Evaluation(reference.logits + scale * noise, **{"nll": None, **other})
+
+
+def test_relative_error_is_the_frobenius_ratio(reference):
+    assert relative_error(shifted(reference, 0.01), reference) == pytest.approx(0.01, rel=1e-9)
+
+
+@pytest.mark.parametrize(("own", "changed", "passes"), [(1e-3, 1.09e-3, True), (1e-3, 1.11e-3, False)])
+def test_the_error_may_be_a_tenth_larger(reference, own, changed, passes):
+    found = judge(shifted(reference, changed), shifted(reference, own), reference)
+    assert (not any("logit error" in failure for failure in found.failures)) is passes
+
+
+def test_a_float32_model_is_held_against_the_floor(reference):
+    own = shifted(reference, 1e-8)
+    assert judge(shifted(reference, 0.9 * ERROR_FLOOR), own, reference).passed
+    assert not judge(shifted(reference, 1.1 * ERROR_FLOOR), own, reference).passed
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_logit_never_passes(reference, bad):
+    logits = reference.logits.clone()
+    logits[3, 4] = bad
+    assert not judge(Evaluation(logits, None), shifted(reference, 0.5), reference).passed
+
+
+def test_top1_is_held_against_the_wilson_interval(reference):
+    def wrong_at(count):
+        logits = reference.logits.clone()
+        logits[:count] = -logits[:count]
+        return Evaluation(logits, None)
+
+    own = wrong_at(20)
+    allowed = math.floor(N * (1 - wilson(N - 20, N)[0]))
+    assert not any("top-1" in failure for failure in judge(wrong_at(allowed), own, reference).failures)
+    assert any("top-1" in failure for failure in judge(wrong_at(allowed + 1), own, reference).failures)
+
+
+def test_decoding_is_held_against_the_forward_pass(reference):
+    own = shifted(reference, 1e-3, generated=100, agreed=100)
+    assert judge(shifted(reference, 1e-3, generated=100, agreed=97), own, reference).passed
+    assert not judge(shifted(reference, 1e-3, generated=100, agreed=90), own, reference).passed
+
+
+def test_perplexity_may_not_rise_beyond_its_interval(reference):
+    nll = torch.rand(1000, dtype=torch.float64)
+    own = shifted(reference, 1e-3, nll=nll)
+    noisy = shifted(reference, 1e-3, nll=nll + 0.1 * torch.randn(1000, dtype=torch.float64))
+    worse = shifted(reference, 1e-3, nll=nll + 0.01)
+    assert judge(noisy, own, reference).passed
+    failed = judge(worse, own, reference)
+    assert "perplexity rose by 1.01%" in failed.failures[0]
+    assert failed.perplexity == pytest.approx(perplexity(nll) * math.exp(0.01))
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"), [(50, 100, 0.4038, 0.5962), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0)]
+)
+def test_wilson_interval_against_published_values(successes, trials, low, high):
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_the_wide_copy_is_wide_keeps_ties_and_leaves_the_original():
+    model = tiny_llama(tie_word_embeddings=True)
+    wide = wide_copy(model, wide_dtype(model), torch.device("cpu"))
+    assert {p.dtype for p in wide.parameters()} == {torch.float64}
+    assert wide.lm_head.weight is wide.model.embed_tokens.weight
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    ids = prompts()[0][None]
+    torch.testing.assert_close(wide(ids).logits.float(), model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert wide_dtype(model.to(torch.bfloat16)) == torch.float32
+
+
+def test_every_model_is_evaluated_at_the_same_positions():
+    model = tiny_llama()
+    work = workload(model, prompts=prompts(), new_tokens=4)
+    sample = draw(work, 211, seed=3)
+    first, second = (evaluate(model, work, sample, decode=True) for _ in range(2))
+    assert torch.equal(first.logits, second.logits)
+    assert first.logits.shape == (sum(ids.shape[1] for ids in work.prompts), 211)
+    assert first.nll.shape == (sum(ids.shape[1] - 1 for ids in work.prompts),)
+    assert (first.generated, first.agreed) == (8, 8)

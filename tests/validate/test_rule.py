@@ -1,0 +1,149 @@
+"""The accuracy rule: what passes, what fails, and that it is calm about right results."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from tilewright.validate.oracle import JITTERS
+from tilewright.validate.rule import standard
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def product_standard(shape, dtype, seed=0, factor=2.0):
+    """The standard for silu(a) * b, with its inputs."""
+    g = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(shape, generator=g).to(dtype) for _ in range(2))
+    noisy = [
+        silu(a.float() * (1 + 6e-8 * torch.randn(shape, generator=g))) * b.float() for _ in range(JITTERS)
+    ]
+    return standard("y", silu(a.double()) * b.double(), silu(a) * b, noisy, factor), a, b
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_passes_its_own_test(dtype):
+    wanted, a, b = product_standard((100, 200), dtype)
+    measure = wanted.judge(silu(a) * b)
+    assert measure.faults == ()
+    assert measure.error == measure.error_torch > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 7), (33, 65), (200, 300), (3, 5000)], ids=str)
+def test_a_right_result_passes_whatever_the_numbers(dtype, shape):
+    """Rounded once from float32, by another formula: never refused, over many seeds."""
+    for seed in range(20):
+        wanted, a, b = product_standard(shape, dtype, seed)
+        ours = (a.float() * b.float() / (1 + torch.exp(-a.float()))).to(dtype)
+        assert wanted.judge(ours).faults == (), f"seed {seed}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ((slice(64, 128), slice(64, 128)), "tile [64:128, 64:128]"),
+        ((slice(7, 8), slice(None)), "row 7"),
+        ((slice(None), slice(299, 300)), "column 299"),
+    ],
+    ids=["tile", "row", "column"],
+)
+def test_one_wrong_part_fails_and_is_named(dtype, place, words):
+    """Four times torch's own error in one part only."""
+    wanted, a, b = product_standard((200, 300), dtype)
+    ours = silu(a) * b
+    error = ours.double() - wanted.exact
+    part = wanted.exact[place]
+    scale = 4 * max(float(error.norm() / wanted.exact.norm()), torch.finfo(dtype).eps)
+    ours[place] = (part * (1 + scale)).to(dtype)
+    faults = wanted.judge(ours).faults
+    assert any(words in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ten_times_the_error_fails(dtype):
+    """In float32 the floor alone is about five roundings."""
+    wanted, a, b = product_standard((200, 300), dtype)
+    ours = silu(a) * b
+    worse = (ours.double() + 9 * (ours.double() - wanted.exact)).to(dtype)
+    assert any("of its norm" in fault for fault in wanted.judge(worse).faults)
+
+
+def test_nan_never_passes_even_where_torch_has_it():
+    """The oracle is finite: torch's own NaN in that dtype is no excuse."""
+    exact = torch.ones(4, 8, dtype=torch.float64)
+    baseline = exact.half()
+    baseline[0, 0] = torch.nan
+    wanted = standard("y", exact, baseline, [exact.float()], 2.0)
+    assert any("1 elements are NaN, the oracle has 0; first at (0, 0)" in f for f in wanted.judge(baseline).faults)
+
+
+@pytest.mark.parametrize(
+    ("got", "fault"),
+    [
+        (torch.nan, "elements are NaN"),
+        (-torch.inf, "elements are -inf"),
+        (65504.0, "elements are +inf"),
+    ],
+)
+def test_infinities_stand_where_the_oracle_has_them(got, fault):
+    """1e6 overflows float16, so +inf is right there and only there."""
+    exact = torch.full((2, 16), 2.0, dtype=torch.float64)
+    exact[1, 3] = 1e6
+    wanted = standard("y", exact, exact.half(), [exact.float()], 2.0)
+    assert wanted.judge(exact.half()).faults == ()
+    ours = exact.half()
+    ours[1, 3] = got
+    assert any(fault in f for f in wanted.judge(ours).faults)
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        (torch.zeros(3, 4), "has shape, dtype, device"),
+        (torch.zeros(4, 3, dtype=torch.float16), "has shape, dtype, device"),
+        (None, "is None"),
+        (3.0, "is 3.0"),
+    ],
+    ids=str,
+)
+def test_structure(ours, words):
+    exact = torch.ones(4, 3, dtype=torch.float64)
+    wanted = standard("y", exact, exact.float(), [exact.float()], 2.0)
+    assert words in wanted.judge(ours).faults[0]
+
+
+def test_none_is_a_zero_gradient():
+    exact = torch.zeros(4, 3, dtype=torch.float64)
+    assert standard("dx", exact, exact.float(), [exact.float()], 3.0).judge(None).faults == ()
+
+
+def test_empty_tensors_are_judged_by_shape():
+    exact = torch.zeros(0, 3, dtype=torch.float64)
+    wanted = standard("y", exact, exact.float(), [], 2.0)
+    assert wanted.judge(torch.zeros(0, 3)).faults == ()
+    assert wanted.judge(torch.zeros(3, 0)).faults != ()
+
+
+def test_a_vanishing_gradient_is_allowed_its_cancellation():
+    """d/dx of x / |x| is zero but for eps; float32 leaves noise of one rounding, torch by luck none at all."""
+    g = torch.Generator().manual_seed(0)
+    x, eps = torch.randn((5, 1), generator=g, dtype=torch.float64), 1e-6
+
+    def gradient(x):
+        rstd = torch.rsqrt(x * x + eps)
+        return rstd - x * x * rstd**3
+
+    noisy = [gradient(x.float() * (1 + 6e-8 * torch.randn((5, 1), generator=g))) for _ in range(JITTERS)]
+    wanted = standard("dx", gradient(x), gradient(x).float(), noisy, 3.0)
+    assert wanted.judge(gradient(x.float())).faults == ()
+    assert wanted.judge(gradient(x.float()) + 1e-4).faults != ()
+
+
+def test_a_fault_says_by_how_much():
+    wanted, a, b = product_standard((4, 64), torch.float32)
+    (fault,) = [f for f in wanted.judge(silu(a) * b * 1.5).faults if "of its norm" in f]
+    measured = float(fault.split("error ")[1].split()[0])
+    assert math.isclose(measured, 0.5, rel_tol=1e-3)
