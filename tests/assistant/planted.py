@@ -1,4 +1,4 @@
-"""A tiny model, ceilings without a measurement, and changes whose outcome is known: what the loop has to decide is no secret here."""
+"""A tiny model, ceilings without a measurement, and changes whose outcome is known in advance."""
 
 import time
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def ceilings() -> Ceilings:
 
 @dataclass(frozen=True)
 class Planted:
-    """A change to `model.lm_head`: takes `delay_s` more or less time, and adds `error` to every logit of the first token."""
+    """Each forward takes `delay_s` longer (or less long); logits are off by up to `error`."""
 
     name: str
     delay_s: float = 0.0

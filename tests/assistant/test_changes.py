@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
+from tests.assistant.planted import ceilings, prompts, tiny_llama
 from torch import nn
 
-from tests.assistant.planted import ceilings, prompts, tiny_llama
 from tilewright.assistant.changes import Scene, catalogue, chosen
 from tilewright.assistant.changes.cast import BF16, FP32_ON_CPU
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV, shared_inputs
@@ -91,7 +91,8 @@ def test_merged_projections_run_as_one_product():
 
     with Count():
         logits(model)
-    assert products.count((64, 64 + 32 + 32)) == 2 and products.count((64, 96 + 96)) == 2
+    assert products.count((64, 64 + 32 + 32)) == 2
+    assert products.count((64, 96 + 96)) == 2
     assert len(products) == 2 * 4 + 1  # a layer: qkv, output, gate and up, down; then the head
 
 
@@ -201,7 +202,8 @@ def test_casts_apply_only_from_their_formats():
 def test_without_a_compiler_compilation_is_refused_in_words(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     verdict = RegionalCompile().applies(scene(tiny_llama()))
-    assert not verdict.ok and "g++" in verdict.reason
+    assert not verdict.ok
+    assert "g++" in verdict.reason
 
 
 def test_repeated_blocks_are_found():

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from tests.assistant.planted import tiny_llama
+
 from tilewright.assistant.load import load, load_prompts
 from tilewright.errors import UsageError
 
@@ -35,7 +35,8 @@ def factory(tmp_path):
 
 def test_a_factory_gives_module_and_inputs(factory):
     found = load(f"{factory}:make", device="cpu")
-    assert isinstance(found.model, torch.nn.Linear) and not found.model.training
+    assert isinstance(found.model, torch.nn.Linear)
+    assert not found.model.training
     assert found.inputs.shape == (1, 3)
 
 
@@ -43,7 +44,8 @@ def test_a_folder_is_opened_in_the_dtype_of_its_weights(tmp_path):
     tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path)
     found = load(str(tmp_path), device="cpu")
     assert next(found.model.parameters()).dtype == torch.bfloat16
-    assert found.tokenizer is None and not found.model.training
+    assert found.tokenizer is None
+    assert not found.model.training
 
 
 @pytest.mark.parametrize(

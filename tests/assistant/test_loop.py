@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from tests.assistant.planted import DELAY_S, Planted, ceilings, prompts, slow_llama, tiny_llama
 from torch import nn
 
-from tests.assistant.planted import DELAY_S, Planted, ceilings, prompts, slow_llama, tiny_llama
 from tilewright.assistant import Report, analyze, optimize
 from tilewright.assistant.graph_breaks import GraphBreaks
 from tilewright.assistant.trial import Trials
@@ -38,8 +38,10 @@ def test_a_faster_exact_change_is_kept_with_its_interval():
     opt = run(model, [FASTER])
     [record] = opt.accepted
     gain = record.measured.decisive
-    assert opt.model is model and model.delay_s == 0.0
-    assert gain.name == "request" and 1.0 < gain.gain_low <= gain.gain <= gain.gain_high
+    assert opt.model is model
+    assert model.delay_s == 0.0
+    assert gain.name == "request"
+    assert 1.0 < gain.gain_low <= gain.gain <= gain.gain_high
     assert f"{gain.gain_low:.3f} to {gain.gain_high:.3f}" in record.reason
     assert opt.report.totals.decisive.gain_low > 1.0
     assert opt.report.after is not None
@@ -51,14 +53,18 @@ def test_a_slower_change_is_rejected_and_undone():
     model = slow_llama()
     opt = run(model, [SLOWER])
     [record] = opt.rejected
-    assert "slower" in record.reason and record.measured.decisive.gain_high < 1.0
-    assert model.delay_s == DELAY_S and opt.accepted == [] and opt.report.totals is None
+    assert "slower" in record.reason
+    assert record.measured.decisive.gain_high < 1.0
+    assert model.delay_s == DELAY_S
+    assert opt.accepted == []
+    assert opt.report.totals is None
 
 
 def test_a_faster_inaccurate_change_is_rejected_before_it_is_timed():
     opt = run(slow_llama(), [INACCURATE])
     [record] = opt.rejected
-    assert "logit error" in record.reason and record.measured is None
+    assert "logit error" in record.reason
+    assert record.measured is None
     assert record.accuracy.error > record.accuracy.error_limit
     assert opt.model.delay_s == DELAY_S
 
@@ -118,7 +124,8 @@ def test_without_room_for_a_copy_changes_are_switched_in_place(monkeypatch):
 def test_when_the_budget_is_used_up_changes_are_not_tried():
     opt = run(slow_llama(), [FASTER], budget_s=0.0)
     [record] = opt.report.changes
-    assert record.decision == "not tried" and "budget" in record.reason
+    assert record.decision == "not tried"
+    assert "budget" in record.reason
     assert opt.model.delay_s == DELAY_S
 
 
@@ -128,7 +135,9 @@ def test_analyze_changes_nothing():
     attributes = {path: set(module.__dict__) for path, module in model.named_modules()}
     classes = {path: type(module) for path, module in model.named_modules()}
     report = analyze(model, prompts=prompts(), new_tokens=4, ceilings=ceilings())
-    assert report.totals is None and report.control is None and report.decided("proposed")
+    assert report.totals is None
+    assert report.control is None
+    assert report.decided("proposed")
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert {path: set(module.__dict__) for path, module in model.named_modules()} == attributes
     assert {path: type(module) for path, module in model.named_modules()} == classes
@@ -140,7 +149,8 @@ def test_a_plain_module_is_timed_on_its_forward():
     report = optimize(model, torch.randn(4, 32), allow=["bf16"], ceilings=ceilings(), budget_s=60.0).report
     assert report.control.decisive.name == "forward"
     [record] = report.changes
-    assert record.decision == "rejected" and "logit error" in record.reason
+    assert record.decision == "rejected"
+    assert "logit error" in record.reason
 
 
 def test_bf16_passes_the_gate_when_its_accuracy_is_accepted():
@@ -153,7 +163,8 @@ def test_bf16_passes_the_gate_when_its_accuracy_is_accepted():
         **SETTINGS,
     )
     [record] = opt.report.changes
-    assert record.accuracy.passed and record.measured is not None
+    assert record.accuracy.passed
+    assert record.measured is not None
     assert record.accuracy.error == pytest.approx(record.accuracy.own_error)
 
 
@@ -166,7 +177,8 @@ def test_progress_is_told():
 def test_throughput_counts_tokens_of_a_batch():
     opt = run(slow_llama(), [FASTER], goal="throughput", batch_size=3)
     rate, request = opt.report.control.metrics[:2]
-    assert rate.unit == "tokens/s" and rate.before == pytest.approx(3 * 3 * 1e3 / request.before)
+    assert rate.unit == "tokens/s"
+    assert rate.before == pytest.approx(3 * 3 * 1e3 / request.before)
     assert opt.report.workload["example_shape"][0] == 3
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.assistant.planted import ceilings, prompts, tiny_llama
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.assistant.planted import ceilings, prompts, tiny_llama
 from tilewright.assistant.attribution import around_modules
 from tilewright.assistant.cost import count
 from tilewright.assistant.graph_breaks import graph_breaks
@@ -37,7 +37,8 @@ def test_costs_of_a_module_counted_by_hand():
     model, x = Block(), torch.randn(8, 16)
     costs = {cost.path: cost for cost in count(model, lambda: model(x)).modules}
     linear, outer = costs["linear"], costs[""]
-    assert linear.flops == 2 * 8 * 16 * 32 and outer.flops == 0
+    assert linear.flops == 2 * 8 * 16 * 32
+    assert outer.flops == 0
     assert (linear.bytes_read, linear.bytes_written) == (4 * (8 * 16 + 16 * 32), 4 * 8 * 32)
     assert (outer.bytes_read, outer.bytes_written) == (4 * 8 * 32, 4 * 8 * 32)
     assert [(p.m, p.n, p.k) for p in linear.matmuls] == [(8, 32, 16)]
@@ -62,7 +63,8 @@ def test_module_times_add_up(seen):
     for phase in observation.phases:
         total = next(module.total_us for module in phase.modules if module.path == "")
         assert sum(module.self_us for module in phase.modules) == pytest.approx(total, rel=1e-6)
-        assert phase.wall_us > 0 and phase.kernels > 50
+        assert phase.wall_us > 0
+        assert phase.kernels > 50
 
 
 def test_decoding_is_a_phase_of_its_own(seen):
@@ -77,7 +79,9 @@ def test_every_class_gets_a_roof(seen):
     _, observation = seen
     roofs = {(roof.phase, roof.module_class): roof for roof in roofline(observation, ceilings())}
     linear = roofs["prefill", "Linear"]
-    assert linear.calls == 2 * 7 + 1 and linear.floor_us > 0 and linear.flops > 0
+    assert linear.calls == 2 * 7 + 1
+    assert linear.floor_us > 0
+    assert linear.flops > 0
     assert roofs["prefill", "LlamaRMSNorm"].floor_us == pytest.approx(2 * 2 + 1, rel=0.01)  # 1 us for each call
 
 
@@ -108,7 +112,8 @@ def test_graph_breaks_are_counted_with_their_place():
             return x - 1
 
     found = graph_breaks(Breaks(), lambda model: model(torch.ones(3)))
-    assert found.breaks >= 1 and "test_observe.py" in found.reasons[0]
+    assert found.breaks >= 1
+    assert "test_observe.py" in found.reasons[0]
     assert graph_breaks(Block(), lambda model: model(torch.ones(3, 16))).breaks == 0
 
 
@@ -118,7 +123,8 @@ def test_a_model_dynamo_cannot_trace_is_an_observation():
             raise LookupError("never mind")
 
     found = graph_breaks(Refuses(), lambda model: model(torch.ones(3)))
-    assert found.graphs is None and "never mind" in found.reasons[0]
+    assert found.graphs is None
+    assert "never mind" in found.reasons[0]
 
 
 def test_compiled_modules_are_labelled_as_one_unit():
@@ -128,7 +134,8 @@ def test_compiled_modules_are_labelled_as_one_unit():
     x = torch.randn(8, 16)
     found = profile_modules(model, lambda: model(x), torch.device("cpu"))
     assert {module.path for module in found.modules} == {"", "0", "1"}
-    assert called and not model[0]._forward_hooks
+    assert called
+    assert not model[0]._forward_hooks
 
 
 def test_hooks_are_removed_when_the_model_raises():

@@ -7,8 +7,8 @@ import re
 
 import pytest
 import torch
-
 from tests.assistant.planted import ceilings, prompts, tiny_llama
+
 from tilewright.assistant import Report, analyze
 from tilewright.assistant.measure import Comparison, Metric
 from tilewright.assistant.report import ChangeRecord
@@ -41,7 +41,8 @@ def test_json_round_trip(report):
     text = report.to_json()
     assert Report.from_json(text) == report
     assert json.loads(text)["schema"] == "tilewright.optimize/1"
-    assert "Infinity" not in text and "NaN" not in text
+    assert "Infinity" not in text
+    assert "NaN" not in text
 
 
 @pytest.mark.parametrize("text", ['{"schema": "tilewright.optimize/2"}', "{}", "[]"])
@@ -52,10 +53,15 @@ def test_another_schema_is_refused(text):
 
 def test_html_holds_the_numbers_and_needs_nothing_else(report, tmp_path):
     page = report.save(tmp_path / "report.html").read_text()
-    assert "2.01x" in page and "1.99 to 2.04" in page and "123.4" in page and "4.32e-07" in page
-    assert "merged_qkv" in page and "the accuracy gate." in page
+    assert "2.01x" in page
+    assert "1.99 to 2.04" in page
+    assert "123.4" in page
+    assert "4.32e-07" in page
+    assert "merged_qkv" in page
+    assert "the accuracy gate." in page
     assert "faster &lt;beyond&gt; its interval." in page
-    assert page.count("<svg") == 4 and "<script" not in page
+    assert page.count("<svg") == 4
+    assert "<script" not in page
     assert not re.search(r'(src|href)="(?!#)', page)
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
@@ -75,9 +81,10 @@ def test_terminal_shows_decisions_and_intervals(report):
     console = Console(width=200, record=True, file=io.StringIO())
     show(report, console)
     text = console.export_text()
-    assert (
-        "merged_qkv" in text and "kept" in text and "2.013x (1.987 to 2.043)" in text and "2.01x (1.99 to 2.04)" in text
-    )
+    assert "merged_qkv" in text
+    assert "kept" in text
+    assert "2.013x (1.987 to 2.043)" in text
+    assert "2.01x (1.99 to 2.04)" in text
 
 
 def test_progress_prints_lines_when_there_is_no_terminal(capsys):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-
 from tests.assistant.planted import prompts, tiny_llama
+
 from tilewright.assistant.reference import Evaluation, draw, evaluate, perplexity, wide_copy, wide_dtype
 from tilewright.assistant.verify import ERROR_FLOOR, judge, relative_error, wilson
 from tilewright.assistant.workload import workload

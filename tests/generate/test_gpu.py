@@ -1,5 +1,7 @@
 """On a GPU: captured decoding equals eager decoding and Transformers, waits for nobody, survives streams, changes."""
 
+import copy
+
 import pytest
 import torch
 from tests.generate.tiny import build, prompts
@@ -221,4 +223,6 @@ def test_attached():
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False)
     attachment = attach_generate(model)
     assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False), expected)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False), expected)
     attachment.undo()

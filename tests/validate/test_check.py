@@ -42,7 +42,9 @@ def test_every_promised_mode_exists():
     assert all(mode.doc for mode in MODES.values())
 
 
-@pytest.mark.parametrize("subject", ["rms_norm", ops.rms_norm, contract("rms_norm")], ids=["name", "function", "contract"])
+@pytest.mark.parametrize(
+    "subject", ["rms_norm", ops.rms_norm, contract("rms_norm")], ids=["name", "function", "contract"]
+)
 def test_an_op_by_name_function_or_contract(subject):
     made = quick(subject)
     assert made.op == "rms_norm"
@@ -56,7 +58,9 @@ def test_a_tuple_of_tensors_is_a_sample():
 
 def test_a_sample_keeps_its_layout_and_options():
     x = torch.randn(8, 6).t().expand(3, 6, 8)
-    made = check("rms_norm", Sample((x, torch.randn(8)), {"offset": 1.0}), modes=["eager", "changed_inputs"], backend="torch")
+    made = check(
+        "rms_norm", Sample((x, torch.randn(8)), {"offset": 1.0}), modes=["eager", "changed_inputs"], backend="torch"
+    )
     assert [r.status for r in made.require().results] == ["passed", "skipped"]  # expanded: cannot be overwritten
     assert x.stride() == (0, 1, 6)
 

@@ -1,13 +1,13 @@
 """Every deliberately broken implementation is caught, by the mode that is there for it.
 
-The faults are in `broken/`.  A correct implementation in their place passes everything, so it is the fault that is caught.
+The faults are in `broken/`.  A correct implementation in their place passes, so it is the fault that is caught.
 """
 
 import pytest
-
 import tests.validate.broken.backward
 import tests.validate.broken.forward  # noqa: F401 - both fill FAULTS
 from tests.validate.broken.planted import BACKEND, FAULTS, OP, passes_allclose, planted
+
 from tilewright.dispatch import Workload
 from tilewright.validate import check
 

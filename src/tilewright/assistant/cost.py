@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from tilewright.assistant.attribution import around_modules
 
@@ -197,12 +197,11 @@ def _moves_nothing(inputs: list[Tensor], outputs: list[Tensor], func: Any) -> bo
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    packet = func._overloadpacket
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if _is_attention(func):  # the CPU kernel is not in torch's registry
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    return 0
+    if _is_attention(func):  # torch's table lacks the CPU kernel, and counts no grouped queries in some versions
+        (batch, heads, s_q, d_qk), s_kv, d_v = args[0].shape, args[1].shape[2], args[2].shape[3]
+        return int(2 * batch * heads * s_q * s_kv * (d_qk + d_v))
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
 def _traffic(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[int, int]:

@@ -15,21 +15,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.assistant.changes import Change, Scene, Verdict, chosen
+from tilewright.assistant.condense import condense
 from tilewright.assistant.graph_breaks import first_line
-from tilewright.assistant.observe import observe
-from tilewright.assistant.predict import Prediction, roofline, summary
-from tilewright.assistant.report import ChangeRecord, Report
+from tilewright.assistant.observe import Observation, observe
+from tilewright.assistant.predict import Prediction, Roof, roofline, summary
+from tilewright.assistant.report import ChangeRecord, Kind, Report
 from tilewright.assistant.stack import Stack
 from tilewright.assistant.trial import Trials
 from tilewright.assistant.workload import Goal, Workload, workload
 from tilewright.bench.calibrate import calibrate
-from tilewright.bench.machine import describe
+from tilewright.bench.machine import clocks, describe
 from tilewright.hardware import ceilings as stored
 from tilewright.hardware.ceilings import Ceilings
 from tilewright.log import logger
@@ -87,41 +88,48 @@ def optimize(
     """Make `model` faster on `inputs`, keeping only what is measured faster and verified accurate.
 
     inputs: a tensor, tuple or mapping for one forward call, or a list of those; None takes a prompt of median length.
-    goal: "latency" times one request (prefill and `new_tokens` greedy tokens), "throughput" a batch of `batch_size` of
-    them.
+    goal: "latency" times one request (prefill and `new_tokens` greedy tokens), "throughput" `batch_size` of them at
+    once.
     prompts: strings (with `tokenizer`) or token ids: accuracy and perplexity are judged on them, else on `inputs`.
-    allow: names of changes to try; None tries all. changes: other Change objects to try instead of the catalogue.
-    accept_dtype: a number format whose accuracy is good enough: changes are held against the unchanged model cast to
-    it. None is the model's own.
-    budget_s: wall time to aim at, 150 s by default; what is left is divided among the changes not yet tried.
-    Compilation is not interrupted.
-    ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set. progress: called with
-    one line a step.
+    allow: names of changes to try; None tries all. changes: Change objects to try instead of the catalogue.
+    accept_dtype: a format whose accuracy is good enough: errors are held against the unchanged model cast to it.
+    budget_s: wall time to aim at, 150 s by default, divided among the changes as they come. A compilation is not cut
+    short.
+    ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set first.
+    progress: called with one line at each step.
 
     A module that is no language model is timed on its forward call alone. Raises InputError for inputs it cannot use.
+    On any error, an interrupt included, the model is restored.
     """
     say = progress or (lambda line: None)
-    clock = _Stages()
+    journal = _Journal()
     deadline = time.perf_counter() + (BUDGET_S if budget_s is None else budget_s)
-    with clock.stage("observe"):
+    with journal.stage("observe"):
         work = workload(
             model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
         )
+        journal.clocks = clocks(work.device)
         scene = _scene(model, work, ceilings, say)
     records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
-    with clock.stage("reference and control"):
-        trials = Trials(scene, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
-        trials.take_control(shares=len(proposals) + 2)
-    for place, item in enumerate(proposals):
-        with clock.stage(item.change.name):
-            records.append(trials.attempt(item.change, item.predicted, shares=len(proposals) - place + 1))
-    with clock.stage("final measurement"):
-        totals, accuracy = trials.finish()
-        after = observe(model, work, say, count_costs=False) if totals is not None else None
-    report = _report("optimize", scene, records, clock.seconds)
-    report.control, report.totals, report.accuracy, report.after = trials.control, totals, accuracy, after
-    report.notes = trials.notes
-    return Optimization(model, report, trials.main)
+    stack = Stack(model, work)
+    try:
+        with journal.stage("reference and control"):
+            trials = Trials(scene, stack, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
+            trials.take_control(shares=len(proposals) + 2)
+        for place, item in enumerate(proposals):
+            with journal.stage(item.change.name):
+                records.append(trials.attempt(item.change, item.predicted, shares=len(proposals) - place + 1))
+        with journal.stage("final measurement"):
+            totals, accuracy = trials.finish()
+            after = observe(model, work, say, count_costs=False) if totals is not None else None
+    except BaseException:
+        stack.at(0)
+        raise
+    report = _report("optimize", scene, records, journal)
+    report.control, report.totals, report.accuracy = trials.control, totals, accuracy
+    report.notes += trials.notes
+    report.after = condense(after) if after is not None else None
+    return Optimization(model, report, stack)
 
 
 def analyze(
@@ -138,19 +146,18 @@ def analyze(
     ceilings: Ceilings | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """`optimize` without changes: what was observed, how far it is from this machine's ceilings, and what is worth
-    trying.
-    """
+    """`optimize` without changes: what was observed, how far from this machine's ceilings, and what is worth trying."""
     say = progress or (lambda line: None)
-    clock = _Stages()
-    with clock.stage("observe"):
+    journal = _Journal()
+    with journal.stage("observe"):
         work = workload(
             model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
         )
+        journal.clocks = clocks(work.device)
         scene = _scene(model, work, ceilings, say)
     records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
     records += [ChangeRecord.of(item.change, "proposed", item.reason, item.predicted) for item in proposals]
-    return _report("analyze", scene, records, clock.seconds)
+    return _report("analyze", scene, records, journal)
 
 
 @dataclass(frozen=True)
@@ -188,14 +195,15 @@ def _propose(scene: Scene, candidates: Sequence[Change]) -> tuple[list[ChangeRec
     return refused, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))
 
 
-def _report(
-    kind: Literal["optimize", "analyze"], scene: Scene, records: list[ChangeRecord], seconds: dict[str, float]
-) -> Report:
+def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Journal) -> Report:
     work, seen = scene.work, scene.seen
+    roofs = roofline(seen, scene.ceilings)
     return Report(
         kind=kind,
         goal=work.goal,
-        machine=describe(work.device, ceilings=summary(scene.ceilings)).to_dict(),
+        machine=describe(
+            work.device, before=journal.clocks, after=clocks(work.device), ceilings=summary(scene.ceilings)
+        ).to_dict(),
         model={
             "class": type(scene.model).__name__,
             "device": str(work.device),
@@ -209,18 +217,33 @@ def _report(
             "prompts": len(work.prompts) if work.held_out else 0,
             "new_tokens": work.new_tokens,
         },
-        before=seen,
-        roofs=roofline(seen, scene.ceilings),
+        before=condense(seen),
+        roofs=roofs,
         changes=records,
-        seconds=seconds,
+        seconds=journal.seconds,
+        notes=_doubts(roofs, seen),
     )
 
 
-class _Stages:
-    """Seconds by stage."""
+def _doubts(roofs: list[Roof], seen: Observation) -> list[str]:
+    """What speaks against the ceilings: a floor is a lower bound, so a faster phase says that they were measured badly."""
+    found = []
+    for phase in seen.phases:
+        floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
+        if floor > 1.1 * phase.wall_us:
+            found.append(
+                f"The {phase.name} ran in {phase.wall_us / 1e3:.3g} ms, faster than its floor of {floor / 1e3:.3g} ms: the "
+                "machine was slower when its ceilings were measured. Predictions are off; run `tilewright calibrate` on an idle machine."
+            )
+    return found
+
+
+class _Journal:
+    """Seconds by stage, and the clocks at the start."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.clocks: dict[str, float] | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

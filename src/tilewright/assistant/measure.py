@@ -72,7 +72,9 @@ def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Com
         pilot = sum(_pilot(side, work) for side in sides.values())
         rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / pilot)))
         if before.enter is None and after.enter is None:
-            fns = {f"{side}:{name}": fn for side in sides for name, fn in calls(sides[side].model, work).items()}
+            old, new = calls(before.model, work), calls(after.model, work)
+            # Both sides of one quantity stand next to each other, so that a disturbance longer than a call hits both.
+            fns = {f"{side}:{name}": fns[name] for name in old for side, fns in (("before", old), ("after", new))}
             samples = interleave(fns, device=work.device, rounds=rounds, warmup=0, measure="wall")
         else:
             samples = _in_blocks(sides, work, rounds)

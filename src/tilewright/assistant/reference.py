@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tilewright.assistant.observe import dominant_dtype
 from tilewright.assistant.workload import Workload, cast_on_entry, greedy, logits_of
 
-_KEPT_BYTES = 256 << 20  # logits kept for comparison, at most
+_KEPT_BYTES = 1 << 30  # logits kept for comparison, at most
 _CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
 
 
@@ -88,7 +88,7 @@ def full_precision() -> Iterator[None]:
 
 
 def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:
-    """Choose positions at random, as many as 256 MiB of float64 logits allow (4096 at most), from the first `prompts`
+    """Choose positions at random, as many as 1 GiB of float64 logits allow, 4096 at most, from the first `prompts`
     prompts.
     """
     chosen = work.prompts[:prompts]

@@ -24,6 +24,7 @@ from tilewright.errors import InputError
 
 SCHEMA = "tilewright.optimize/1"
 
+Kind = Literal["optimize", "analyze"]
 Decision = Literal["kept", "rejected", "not applicable", "not tried", "proposed"]
 
 
@@ -62,7 +63,7 @@ class Report:
     totals: the unchanged model against the final one, timed together after all decisions. seconds: by stage.
     """
 
-    kind: Literal["optimize", "analyze"]
+    kind: Kind
     goal: str
     machine: dict[str, Any]
     model: dict[str, Any]

@@ -7,6 +7,7 @@ identical models differ by here (the control) and above 1. Everything else is un
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from tilewright.assistant.verify import Accuracy, judge
 from tilewright.errors import VerificationError
 from tilewright.log import logger
 
-_EVALUATION_SHARE = 0.04  # of the budget, for one evaluation of one model
+_EVALUATION_SHARE = 0.02  # of the budget, for one evaluation of one model
 _TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
 _LONGEST_TIMING_S = 20.0
 
@@ -39,9 +40,16 @@ class Trials:
     """The model, its copy, and the yardsticks every change is held against."""
 
     def __init__(
-        self, scene: Scene, *, seed: int, accept_dtype: torch.dtype | None, deadline: float, say: Callable[[str], None]
+        self,
+        scene: Scene,
+        main: Stack,
+        *,
+        seed: int,
+        accept_dtype: torch.dtype | None,
+        deadline: float,
+        say: Callable[[str], None],
     ) -> None:
-        self.main = Stack(scene.model, scene.work)
+        self.main = main
         self.control: Comparison | None = None
         self.notes: list[str] = []
         self._work = scene.work
@@ -232,5 +240,7 @@ def _room(device: torch.device) -> float:
 
 
 def _release(device: torch.device) -> None:
+    """Give a dead copy's memory back now: models hold reference cycles, which would keep it until the next collection."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

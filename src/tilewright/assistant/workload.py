@@ -179,7 +179,7 @@ def device_of(model: nn.Module) -> torch.device:
 def cast_on_entry(
     model: nn.Module, sources: tuple[torch.dtype, ...], target: torch.dtype, device: torch.device
 ) -> RemovableHandle:
-    """From now on `model` gets its tensor arguments on `device`, and those of `sources` in `target`. Undo: `.remove()`."""
+    """From now on `model` gets tensors on `device`, and those of `sources` in `target`; `.remove()` undoes."""
 
     def convert(x: Any) -> Any:
         return x.to(device, target if x.dtype in sources else x.dtype) if isinstance(x, Tensor) else x

@@ -18,7 +18,6 @@ from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
 from tilewright.errors import InputError
 
-transforms_active = torch._C._are_functorch_transforms_active
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -58,28 +57,13 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
     if torch.compiler.is_compiling():
         return getattr(torch.ops.tilewright, contract.name)(*args, *resolve(backend))
     wish, numerics = resolve(backend)
-    if torch.is_grad_enabled() and _any_requires_grad(args):
-        contract.check(*args)
-        return _run(contract, args, wish, numerics)
-    return _forward(contract, args, wish, numerics)
-
-
-def _forward(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, checked: bool = False) -> Any:
-    """The forward without autograd: taped where the fast road is open, through torch's dispatcher elsewhere."""
-    raw = contract.forward
-    found = fast.signature(raw, args, wish, numerics)
-    if found is not None:
-        key, pointers = found
-        outs = fast.replay(raw, key, pointers, args[0])
-        if outs is None:
-            if not checked:
-                contract.check(*args)
-            outs = fast.run_and_tape(raw, key, args, wish, numerics)
-        return outs[0] if raw.count == 1 else outs
-    if not checked:
-        contract.check(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return raw.torch_op(*args, wish, numerics)
+    found = fast.find(contract.forward, args, wish, numerics)
+    if found is not None and found[0] is not None:
+        if torch.is_grad_enabled() and _any_requires_grad(args):
+            return _OpFunction.apply_plain(contract, found, wish, numerics, *args)
+        return fast.replay(found, args[0])
+    contract.check(*args)
+    return _run(contract, args, wish, numerics, found)
 
 
 def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor) -> Tensor:
@@ -89,15 +73,24 @@ def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, ou
     return out
 
 
-def _run(contract: Contract, args: Sequence[Any], backend: str, numerics: str) -> Any:
-    plan = contract.forward.plan(args, backend, numerics)
-    if plan.launch is None:
+def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, found: fast.Found | None = None) -> Any:
+    """A checked call that has no tape: the first of its signature, or one under tracing, transforms or the profiler."""
+    wants_grad = torch.is_grad_enabled() and _any_requires_grad(args)
+    if contract.forward.plan(args, wish, numerics).launch is None or (wants_grad and contract.gradient is None):
         return contract.forward.reference(*args)
-    if contract.gradient is not None and torch.is_grad_enabled() and _any_requires_grad(args):
-        # `Function.apply` binds arguments by inspection (20 us) for functorch's sake; without transforms its base does the same
-        apply = _OpFunction.apply if transforms_active() else _OpFunction.apply_plain
-        return apply(contract, backend, numerics, *args)
-    return _forward(contract, tuple(args), backend, numerics, checked=True)
+    if wants_grad:
+        return _OpFunction.apply(contract, found, wish, numerics, *args)
+    return _launch(contract.forward, found, args, wish, numerics)
+
+
+def _launch(raw: RawOp, found: fast.Found | None, args: tuple[Any, ...], wish: str, numerics: str) -> Any:
+    """One raw op: by its tape, making one, or through torch's dispatcher."""
+    if found is None:
+        with torch._C._AutoDispatchBelowAutograd():
+            return raw.torch_op(*args, wish, numerics)
+    if found[0] is not None:
+        return fast.replay(found, args[0])
+    return fast.run_and_tape(raw, found, args, wish, numerics)
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:
@@ -136,17 +129,6 @@ def _extent(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + span * t.element_size()
 
 
-def _backward(raw: RawOp, args: tuple[Any, ...], wish: str, numerics: str) -> tuple[Tensor, ...]:
-    """One raw backward, by the same two roads as the forward."""
-    found = fast.signature(raw, args, wish, numerics)
-    if found is None:
-        made = raw(*args, wish, numerics)
-        return (made,) if raw.count == 1 else tuple(made)
-    key, pointers = found
-    outs = fast.replay(raw, key, pointers, args[0])
-    return fast.run_and_tape(raw, key, args, wish, numerics) if outs is None else outs
-
-
 class _OpFunction(torch.autograd.Function):
     """Autograd of every op: the contract says what to save and how to call the raw backward.
 
@@ -155,31 +137,30 @@ class _OpFunction(torch.autograd.Function):
 
     @classmethod
     def apply_plain(cls, *args: Any) -> Any:
-        """`apply` where no functorch transform is active."""
+        """`apply` where no functorch transform is active: without binding the arguments by inspection, which costs 20 us."""
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod
-    def forward(contract: Contract, backend: str, numerics: str, *args: Any) -> Any:
-        return _forward(contract, args, backend, numerics, checked=True)
+    def forward(contract: Contract, found: fast.Found | None, backend: str, numerics: str, *args: Any) -> Any:
+        return _launch(contract.forward, found, args, backend, numerics)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        contract, ctx.backend, ctx.numerics, *args = inputs
         ctx.set_materialize_grads(False)
-        ctx.contract = contract
-        ctx.args = tuple(None if isinstance(a, Tensor) else a for a in args)
+        contract, _, backend, numerics, *args = inputs
+        plain = tuple(None if isinstance(a, Tensor) else a for a in args)
+        ctx.call = (contract.gradient, backend, numerics, plain)
         ctx.save_for_backward(*contract.gradient.save(args, output if isinstance(output, tuple) else (output,)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        contract: Contract = ctx.contract
-        gradient = contract.gradient
-        assert gradient is not None
-        needs = ctx.needs_input_grad[3:]
-        raw = gradient.raw_args(grads, ctx.saved_tensors, ctx.args, needs)
-        outputs = _backward(gradient.op, raw, ctx.backend, ctx.numerics)
-        result: list[Any] = [None] * len(ctx.args)
+        gradient, backend, numerics, plain = ctx.call
+        needs = ctx.needs_input_grad[4:]
+        args = gradient.raw_args(grads, ctx.saved_tensors, plain, needs)
+        made = _launch(gradient.op, fast.find(gradient.op, args, backend, numerics), args, backend, numerics)
+        outputs = (made,) if gradient.op.count == 1 else tuple(made)
+        result: list[Any] = [None] * len(plain)
         for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
             result[i] = grad if needs[i] else None
-        return (None, None, None, *result)
+        return (None, None, None, None, *result)

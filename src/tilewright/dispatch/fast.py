@@ -26,82 +26,73 @@ _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _recordings = recordings()
 
 
-class _Entry:
+class Entry:
     """What one signature needs at its next call."""
 
     __slots__ = ("like", "specs", "tape")
 
     def __init__(self, tape: Tape, first: Tensor, outs: Sequence[Tensor]) -> None:
         self.tape = tape
+        # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
         self.like = len(outs) == 1 and outs[0].dtype == first.dtype and outs[0].stride() == first.stride()
         self.specs = [(tuple(o.shape), o.stride(), o.dtype, o.device) for o in outs]
 
-    def allocate(self, first: Tensor) -> tuple[Tensor, ...]:
-        """Fresh outputs.  `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device."""
-        if self.like:
-            return (torch.empty_like(first),)
-        return tuple(
-            [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in self.specs]
-        )
+
+Found = tuple[Entry | None, tuple[Any, ...], list[int]]
+"""The entry of a signature (None: not seen, or it left no tape), its key, and the pointers of the call's tensors."""
 
 
-_entries: dict[RawOp, dict[tuple[Any, ...], _Entry | None]] = {}
-
-
-def signature(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, list[int]] | None:
-    """(key, pointers) of a call the fast road may serve, or None.  The key holds all that a decision or a launch depends on."""
+def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found | None:
+    """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends on."""
     first = args[0]
-    if type(first) not in _PLAIN or not first.is_cuda:
+    if type(first) not in _PLAIN or not first.is_cuda or _modes() or _recordings or _profiling() or _transforms() is not None:
         return None
-    if _modes() or _transforms() is not None or _profiling() or _recordings:
-        return None
-    device = first.get_device()
-    if device != _current_device():  # type: ignore[misc]
-        return None
+    device = _current_device()  # type: ignore[misc]
     count = raw.tensor_count
-    key: list[Any] = [backend, numerics, device, generation(), *args[count:]]
+    parts: list[Any] = [backend, numerics, device, generation(), *args[count:]]
     pointers = []
     for t in args[:count]:
-        if t is None:
-            key.append(None)
-            pointers.append(0)
-        elif type(t) in _PLAIN:
+        if type(t) in _PLAIN:
+            if t.get_device() != device:
+                return None
             pointer = t.data_ptr()
             pointers.append(pointer)
-            key += (t.dtype, t.shape, t.stride(), t.get_device(), pointer & 15)
+            parts += (t.dtype, t.shape, t.stride(), pointer & 15)
+        elif t is None:
+            parts.append(None)
+            pointers.append(0)
         else:
             return None
-    return tuple(key), pointers
+    key = tuple(parts)
+    return raw.tapes.get(key), key, pointers
 
 
-def replay(raw: RawOp, key: Any, pointers: list[int], first: Tensor) -> tuple[Tensor, ...] | None:
-    """The outputs of a call whose tape exists, or None."""
-    entries = _entries.get(raw)
-    entry = entries.get(key) if entries is not None else None
-    if entry is None:
-        return None
-    outs = entry.allocate(first)
+def replay(found: Found, first: Tensor) -> Any:
+    """Make the call again on new tensors: allocate, launch.  Returns a tensor, or a tuple of several."""
+    entry, key, pointers = found
+    if entry.like:  # type: ignore[union-attr]
+        out = torch.empty_like(first)
+        pointers.append(out.data_ptr())
+        entry.tape.replay(key[2], pointers)  # type: ignore[union-attr]
+        return out
+    outs = tuple([torch.empty_strided(a, b, dtype=c, device=d) for a, b, c, d in entry.specs])  # type: ignore[union-attr]
     for out in outs:
         pointers.append(out.data_ptr())
-    entry.tape.replay(key[2], pointers)
-    return outs
+    entry.tape.replay(key[2], pointers)  # type: ignore[union-attr]
+    return outs if len(outs) > 1 else outs[0]
 
 
-def run_and_tape(raw: RawOp, key: Any, args: Sequence[Any], backend: str, numerics: str) -> tuple[Tensor, ...]:
+def run_and_tape(raw: RawOp, found: Found, args: Sequence[Any], backend: str, numerics: str) -> Any:
     """Run the ordinary way, and keep a tape of it if one can be made.  The caller has checked the arguments."""
-    entries = _entries.setdefault(raw, {})
+    key = found[1]
     plan = raw.plan(args, backend, numerics)
-    if key in entries:  # known to leave no tape
-        return raw.launch(args, plan)
-    with listen() as taping:
+    if key in raw.tapes:  # known to leave no tape
         outs = raw.launch(args, plan)
-    if len(entries) >= _MAX_ENTRIES:
-        entries.clear()
-    tape = None if plan.launch is None else taping.finish((*args[: raw.tensor_count], *outs))
-    entries[key] = None if tape is None else _Entry(tape, args[0], outs)
-    return outs
-
-
-def forget() -> None:
-    """Decide again on the next calls (tables or settings changed)."""
-    _entries.clear()
+    else:
+        with listen() as taping:
+            outs = raw.launch(args, plan)
+        if len(raw.tapes) >= _MAX_ENTRIES:
+            raw.tapes.clear()
+        tape = None if plan.launch is None else taping.finish((*args[: raw.tensor_count], *outs))
+        raw.tapes[key] = None if tape is None else Entry(tape, args[0], outs)
+    return outs if len(outs) > 1 else outs[0]

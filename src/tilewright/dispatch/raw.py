@@ -54,6 +54,7 @@ class RawOp:
         self.tensor_count = schema.count("Tensor")
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._plans_generation = 0
+        self.tapes: dict[Any, Any] = {}  # of `dispatch.fast`
         name = f"_{op}_{direction}"
         returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
         LIBRARY.define(f"{name}({schema}, str backend, str numerics) -> {returns}")
@@ -109,6 +110,7 @@ class RawOp:
     def forget_plans(self) -> None:
         """Decide again on the next call (tables or settings changed)."""
         self._plans.clear()
+        self.tapes.clear()
 
     # What a call does.
 

@@ -40,23 +40,29 @@ class Tape:
 
     def __init__(self, steps: Sequence[Step], slots: Sequence[Sequence[_Slot]], scratch: Sequence[Tensor] = ()) -> None:
         self._scratch = [(tuple(t.shape), t.dtype, t.device) for t in scratch]
-        self._steps = [
-            (s.launch, s.grid, s.function, s.head, [None if isinstance(p, Tensor) else p for p in s.params], tuple(found))
+        # (launcher, its arguments with the stream at 3, where pointers go): one copy and one call a launch
+        self._launches = [
+            (
+                s.launch,
+                [*s.grid, None, s.function, *s.head, *(None if isinstance(p, Tensor) else p for p in s.params)],
+                [(slot.position + 5 + len(s.head), slot.base, slot.offset) for slot in found],
+            )
             for s, found in zip(steps, slots, strict=True)
         ]
 
     def replay(self, device: int, pointers: Sequence[int]) -> None:
         """Launch on the current stream of `device`, which must be the current device."""
         stream = _current_stream(device)  # type: ignore[misc]
-        # Freed on return, while the kernels may still run: the allocator hands it out again on this stream only
-        held = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in self._scratch]
-        if held:
-            pointers = [*pointers, *(t.data_ptr() for t in held)]
-        for launch, grid, function, head, template, slots in self._steps:
-            params = template.copy()
+        if self._scratch:
+            # Freed on return, while the kernels may still run: the allocator hands it out again on this stream only
+            held = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in self._scratch]
+            pointers = [*pointers, *[t.data_ptr() for t in held]]
+        for launch, template, slots in self._launches:
+            args = template.copy()
+            args[3] = stream
             for position, base, offset in slots:
-                params[position] = pointers[base] + offset
-            launch(*grid, stream, function, *head, *params)
+                args[position] = pointers[base] + offset
+            launch(*args)
 
 
 class Taping:

@@ -30,22 +30,17 @@ _PLAIN = (type(None), bool, int, float, str)  # defaults that a recipe, which is
 
 @dataclass(frozen=True)
 class AddNormRecipe:
-    """The layer's children by role, and how its forward passes arguments.
-
-    argument is the forward's first parameter, names are those after it (all handed on to attention), defaults those
-    that have one. keyword is the name by which attention gets the hidden states, None where it gets them by
-    position.
-    """
+    """The layer's children by role, and how its forward passes arguments."""
 
     norm1: str
     attention: str
     norm2: str
     mlp: str
-    second: RmsNormRecipe
-    argument: str
-    names: tuple[str, ...]
-    defaults: tuple[tuple[str, Any], ...]
-    keyword: str | None
+    second: RmsNormRecipe  # of norm2
+    argument: str  # the forward's first parameter, the hidden states
+    names: tuple[str, ...]  # the parameters after it, all handed on to attention
+    defaults: tuple[tuple[str, Any], ...]  # of those that have one
+    keyword: str | None  # the name by which attention gets the hidden states; None: by position
     backend: str | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
@@ -141,7 +136,10 @@ def _recipe(
     module: nn.Module, norm1: str, attention: str, norm2: str, mlp: str, second: RmsNormRecipe
 ) -> AddNormRecipe | None:
     """The recipe for these roles if it reproduces the layer in every way of passing its arguments."""
-    _, first, *rest = inspect.signature(type(module).forward).parameters.values()
+    _, *parameters = inspect.signature(type(module).forward).parameters.values()
+    if not parameters or parameters[0].kind is not parameters[0].POSITIONAL_OR_KEYWORD:
+        return None
+    first, *rest = parameters
     named = [p for p in rest if p.kind is p.POSITIONAL_OR_KEYWORD]
     values = {p.name: object() for p in named}
     extra = {"tilewright_probe": object()} if any(p.kind is p.VAR_KEYWORD for p in rest) else {}
@@ -154,12 +152,13 @@ def _recipe(
 
     recipe = None
     device, own = placement(module)
-    for dtype, (args, kwargs) in itertools.product(dict.fromkeys((own, torch.float32)), calls):
+    cases = itertools.product(dict.fromkeys((own, torch.float32)), (False, True), calls)
+    for dtype, training, (args, kwargs) in cases:
         with probing(device):
             stub = _Attention(torch.randn(_WIDTH, device=device, dtype=dtype))
             children = {attention: stub, mlp: _Mlp(torch.randn(_WIDTH, device=device, dtype=dtype))}
             children |= {norm: _small_norm(module, norm, device, dtype) for norm in (norm1, norm2)}
-            layer = stand_in(module, children=children)
+            layer = stand_in(module, children=children).train(training)  # a functional dropout must not be lost
             x = torch.randn(2, 3, _WIDTH, device=device, dtype=dtype)
             try:
                 expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)

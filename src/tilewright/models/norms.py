@@ -28,8 +28,8 @@ from tilewright.models.stand_in import (
     weakest,
 )
 
-# (weight, input): equal, as in a model of one dtype; and bf16 activations on float32 weights, as in mixed-precision
-# training.
+_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# (weight, input): one dtype; and bf16 activations on float32 weights, as in mixed-precision training.
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -118,6 +118,8 @@ def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Propo
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if not parameters:
         raise Left("norm", "has no weight")
+    if odd := next((p.dtype for p in parameters.values() if p.dtype not in _WEIGHTS), None):
+        raise Left("norm", f"its weight is {odd}")
     if any(p.dim() != 1 for p in parameters.values()):
         raise Left("norm", "its weight has more than one dimension")
     if (argument := only_argument(module)) is None:

@@ -37,23 +37,21 @@ def patch(
             print(p.report())
             model.generate(...)
 
-    A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names
-    is involved. Only instances change; no class, module or registry of transformers is touched, and other models are
-    not affected. Attention stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are
-    left.
+    A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names is
+    involved. Only instances change; no class, module or registry of transformers is touched, and other models are not
+    affected. Attention stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are left.
 
-    mode: "inference", or "train", which uses only ops that have a gradient and also verifies gradients.
-    verify: compare with a float32 copy of the unpatched model (float64 for a float32 model) on `inputs`; needs memory
-    for it.
-    inputs: token ids (B, S) or keyword arguments of the model; random tokens where None.
-    ops: allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "attention") or of op names ("rms_norm", ...); None
-    allows all.
-    backend: passed to every op as its strict choice; None lets the dispatcher choose.
+    mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
+    verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
+    inputs   for that: token ids (B, S) or keyword arguments of the model; None draws random tokens
+    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "attention") or of ops ("rms_norm", ...)
+    backend  passed to every op as its strict choice; None lets the dispatcher choose
 
-    Hooks on a norm that runs inside `add_rms_norm` do not fire. `copy.deepcopy`, `pickle`, `torch.compile` and
-    `state_dict` of a patched model work; a copy stays patched when the original is undone. Raises PatchError if
-    nothing can be replaced or the model is patched already, VerificationError if accuracy is lost (the model is then
-    as before), InputError for a wrong argument.
+    `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
+    original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` do not fire.
+
+    Raises PatchError if nothing can be replaced, the model is patched already or has no weights yet; VerificationError
+    if accuracy is lost (the model is then as before); InputError for a wrong argument.
     """
     if mode not in get_args(Mode):
         raise InputError(f"mode={mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}.")
@@ -62,6 +60,8 @@ def patch(
         raise PatchError(
             f"this model is already patched ({already[0] or 'the model itself'}). Call .undo() on that patch first."
         )
+    if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
+        raise PatchError(f"{empty} is on the meta device: load the weights before patching.")
     patched = Patch(model, mode, allowed, backend)
     if not patched.report().counts():
         raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{patched.report()}")
@@ -94,8 +94,8 @@ class Patch:
     def verify(self, inputs: Tensor | Mapping[str, Any] | None = None) -> Verification:
         """Accuracy of the patched model beside the unpatched one's, against a wider copy of the latter.
 
-        inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched
-        model's (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.
+        inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's
+        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
@@ -132,6 +132,7 @@ class Patch:
         recipes = {m: p.recipe for m, found in proposals.items() for p in found if isinstance(p, Proposal)}
         for _, module in modules:
             proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)
+        fused: set[nn.Module] = set()
         for path, module in modules:
             if holds_experts(module):
                 yield Row(path, type(module).__name__, "experts", "left", "experts are not replaced in this version")
@@ -140,9 +141,13 @@ class Patch:
                 if reason is None and module in self._swaps:
                     reason = "something else in this module was replaced"
                 text = reason or (proposal.text if isinstance(proposal, Proposal) else "")
+                if module in fused and reason is None:
+                    text += ", within its layer's ops.add_rms_norm"
                 yield Row(path, type(module).__name__, proposal.kind, "left" if reason else "replaced", text)
                 if reason is None and isinstance(proposal, Proposal):
                     self._swaps[module] = specialise(type(module), proposal.recipe)
+                    if isinstance(proposal.recipe, decoder_layers.AddNormRecipe):
+                        fused.add(getattr(module, proposal.recipe.norm2))
 
     def _reason_to_leave(self, proposal: Proposal | Left, allowed: frozenset[str]) -> str | None:
         if isinstance(proposal, Left):

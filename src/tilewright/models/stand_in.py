@@ -85,10 +85,9 @@ def compare(
 
 
 def match(got: Any, expected: Any) -> Match | None:
-    """`bitwise`, or `to rounding`: every element within two units of roundoff of its size or of the tensor's rms;
-    else None.
+    """`bitwise`, `to rounding`, or None.  Tuples match as their weakest element.
 
-    Tuples match as their weakest element.
+    To rounding: every element within two units of roundoff of its own size, or of the tensor's rms if that is larger.
     """
     if isinstance(got, tuple) and isinstance(expected, tuple) and len(got) == len(expected):
         return weakest([match(g, e) for g, e in zip(got, expected, strict=True)])
@@ -117,6 +116,8 @@ def obstacle(module: nn.Module) -> str | None:
         return "its forward is overridden on the instance (by an offloading or adapter hook)"
     if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
         return "its forward is not a plain Python function"
+    if hasattr(type(module).__init_subclass__, "__func__"):
+        return "its class acts on being subclassed (__init_subclass__)"
     return None
 
 
@@ -142,6 +143,8 @@ def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
     """No gradients, no autocast, no warnings, a fixed seed, and the caller's random state untouched."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
+        for forked in devices:
+            torch.cuda.default_generators[forked.index].manual_seed(seed)
         with warnings.catch_warnings(action="ignore"):  # of mixed dtypes, which only the probe may have
             yield

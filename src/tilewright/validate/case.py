@@ -63,9 +63,7 @@ class Case:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Sample:
         """The inputs with `change` applied to every tensor."""
         sample = self.sample()
-        args, kwargs = tree_map(
-            lambda v: change(v) if isinstance(v, Tensor) else v, (sample.args, dict(sample.kwargs))
-        )
+        args, kwargs = tree_map(lambda v: change(v) if isinstance(v, Tensor) else v, (sample.args, dict(sample.kwargs)))
         return Sample(args, kwargs)
 
     def call(self, sample: Sample, **options: Any) -> tuple[Tensor, ...]:

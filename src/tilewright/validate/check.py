@@ -54,9 +54,7 @@ def check(
     problems = list(_problems(subject, sample, dtype, place))
     telling = _representative(subject) if sample is None else None
     for i, problem in enumerate(problems):
-        runs = [
-            m for m in chosen if (i == 0 or not m.once) and not (m.heavy and telling and problem.name != telling)
-        ]
+        runs = [m for m in chosen if (i == 0 or not m.once) and not (m.heavy and telling and problem.name != telling)]
         if runs:
             case = Case(subject, problem.name, problem.make, backend=backend, seed=start + i, compiler=compiler)
             place = case.device
@@ -84,7 +82,7 @@ def _subject(op: str | Contract | Callable[..., Any]) -> Contract:
 
 
 def _representative(subject: Contract) -> str | None:
-    """The edge case heavy modes run on: the first with a batch of at least four, which compilation can make symbolic."""
+    """The edge case heavy modes run on: the first whose batch is large enough (four) to be a symbolic size."""
     for workload in subject.edge_cases:
         first = subject.inputs(workload.params, subject.dtypes[0], torch.device("cpu"), 0).args[0]
         if subject.batch_dim is None or first.shape[subject.batch_dim] >= 4:
@@ -104,9 +102,7 @@ def _modes(modes: str | Sequence[str]) -> list[Mode]:
     return [m for m in MODES.values() if m.name in names]
 
 
-def _problems(
-    subject: Contract, sample: Any, dtype: torch.dtype | None, device: torch.device
-) -> Iterator[_Problem]:
+def _problems(subject: Contract, sample: Any, dtype: torch.dtype | None, device: torch.device) -> Iterator[_Problem]:
     if sample is None:
         for workload in subject.edge_cases:
             for each in (dtype,) if dtype is not None else subject.dtypes:
@@ -153,6 +149,7 @@ def _run(mode: Mode, case: Case) -> Result:
     found = Findings(case)
     began = time.perf_counter()
     status: Status
+    details: tuple[str, ...]
     try:
         mode.run(case, found)
     except (NotApplicable, BackendError) as reason:

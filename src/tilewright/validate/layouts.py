@@ -12,7 +12,7 @@ def transposed(t: Tensor) -> Tensor:
 
 
 def outer_transposed(t: Tensor) -> Tensor:
-    """Dimensions 1 and 2 of four or more swapped in memory, as (B, S, H, D) seen as (B, H, S, D); else as `padded_rows`."""
+    """(B, S, H, D) in memory, seen as (B, H, S, D); with fewer than four dimensions as `padded_rows`."""
     return t.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() > 3 else padded_rows(t)
 
 

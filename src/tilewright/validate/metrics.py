@@ -1,7 +1,7 @@
 """How far a tensor is from the exact one, each number answering one kind of fault.
 
-Whole-tensor norms see a systematic loss of precision; rows, columns and 64x64 tiles see one program of a grid going wrong,
-which a global norm dilutes; ULPs see wrong small values beside large ones.  Everything is measured in float64.
+Norms of the whole tensor see a loss of precision everywhere; those of rows, columns and 64x64 tiles see one program
+of a grid going wrong, which the whole would dilute; ULPs see wrong small values beside large ones. All in float64.
 """
 
 from dataclasses import dataclass, fields

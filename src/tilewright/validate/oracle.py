@@ -29,7 +29,7 @@ class Truth:
 
 
 def gradient_inputs(contract: Contract, sample: Sample) -> tuple[int, ...]:
-    """Positions of the arguments that the op gives gradients for.  Public and raw arguments begin with the same tensors."""
+    """Positions of the arguments with gradients.  Public and raw arguments begin with the same tensors."""
     if contract.gradient is None:
         return ()
     return tuple(i for i in contract.gradient.inputs if i < len(sample.args) and isinstance(sample.args[i], Tensor))
@@ -52,7 +52,7 @@ def differentiate(
 
 
 def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Tensor] | None = None) -> Truth:
-    """Everything about one call that is known without our kernels.  `cotangents`: given, or normal values from `seed`."""
+    """All that is known about one call without our kernels.  `cotangents`: given, or normal values from `seed`."""
     positions = gradient_inputs(contract, sample)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

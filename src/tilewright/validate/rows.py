@@ -16,13 +16,18 @@ def batch_size(case: Case) -> int | None:
 
 
 def rows_of(case: Case, sample: Sample, start: int, length: int) -> Sample:
-    """`length` rows of `sample` from `start`: views of every argument of at least two dimensions that carries the batch."""
+    """`length` rows of `sample` from `start`: views of all arguments that carry the batch.
+
+    A vector of floating-point numbers is taken for weights; one of integers (positions) has an entry for each row.
+    """
     dim, size = case.contract.batch_dim, batch_size(case)
     assert dim is not None
 
     def cut(v: object) -> object:
-        carries = isinstance(v, Tensor) and v.dim() > max(dim, 1) and v.shape[dim] == size
-        return v.narrow(dim, start, length) if carries and isinstance(v, Tensor) else v
+        if not isinstance(v, Tensor) or v.dim() <= dim or v.shape[dim] != size:
+            return v
+        vector_of_weights = v.dim() == 1 and v.is_floating_point()
+        return v if vector_of_weights else v.narrow(dim, start, length)
 
     first = sample.args[0].narrow(dim, start, length)
     rest, kwargs = tree_map(cut, (sample.args[1:], dict(sample.kwargs)))
@@ -36,7 +41,7 @@ def output_rows(case: Case, output: Tensor, start: int, length: int) -> Tensor:
 
 
 def require_independent_rows(case: Case) -> int:
-    """The batch size.  Raises NotApplicable for a batch of one, or where the reference itself mixes the rows cut here."""
+    """The batch size.  Raises NotApplicable for fewer than two rows, and where the reference itself mixes them."""
     size = batch_size(case)
     if size is None:
         raise NotApplicable("the op has no batch dimension")

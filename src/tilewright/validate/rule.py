@@ -2,13 +2,15 @@
 
     err(ours) <= factor * err(torch in the same dtype) + floor
 
-Both errors are against a float64 oracle; factor is 2, or 3 for gradients.  The floor has three parts, none of them a guess:
-one rounding to the output dtype; two float32 roundings (what a GPU's exp2, rsqrt and division are specified to); and the
-largest error of the reference itself in float32 on inputs jittered by one float32 rounding, which measures how much
-cancellation there is in this very problem (a gradient that should be nearly zero has no correct digits in any order of
-summation).  The rule holds for the whole tensor and for every row, column and 64x64 tile.  A part is compared with torch's
-error in the same part, or with the largest relative error of torch in any part that is not nearly zero.  Parts of fewer
-than 16 elements are not judged alone: a ratio of two single rounding errors is luck.
+Both errors are against a float64 oracle; factor is 2, or 3 for gradients. The floor has three parts, none a guess:
+one rounding to the output dtype; two float32 roundings (what a GPU's exp2, rsqrt and division are specified to); and
+the largest error of the reference itself in float32 on inputs jittered by one float32 rounding. The last measures how
+much cancellation there is in this very problem: a gradient that should be nearly zero has no correct digit in any
+order of summation.
+
+The rule holds for the whole tensor and for every row, column and 64x64 tile of it. A part is compared with torch's
+error in the same part, or with torch's largest relative error in any part that is not nearly zero. Parts of fewer
+than 16 elements are not judged alone: the ratio of two single rounding errors is luck.
 NaN and infinity must stand exactly where the oracle, rounded to the output dtype, has them.
 """
 
@@ -44,7 +46,8 @@ class Standard:
             ours = torch.zeros_like(self.rounded)
         wrong = self._structure(ours)
         if wrong is not None or self.exact.numel() == 0:
-            return Measure(self.name, *[0.0] * 8, faults=() if wrong is None else (f"{self.name} {wrong}",))
+            nothing = (0.0,) * 8
+            return Measure(self.name, *nothing, faults=() if wrong is None else (f"{self.name} {wrong}",))
         assert isinstance(ours, Tensor)
         found = errors(ours.detach(), self.exact, self.dtype)
         faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
@@ -67,8 +70,9 @@ class Standard:
         for kind, test in kinds:
             got, expected = test(ours), test(self.rounded)
             if not torch.equal(got, expected):
-                at = _place(got != expected)
-                faults.append(f"{int(got.sum())} elements are {kind}, the oracle has {int(expected.sum())}; first at {at}")
+                at = tuple(int(i) for i in (got != expected).nonzero()[0])
+                here, there = int(got.sum()), int(expected.sum())
+                faults.append(f"{here} elements are {kind}, the oracle has {there}; first difference at {at}")
         return faults
 
     def _excesses(self, found: Errors) -> list[str]:
@@ -86,11 +90,12 @@ class Standard:
             value, limit, torch_value, size = (getattr(e, part) for e in (found, self.limit, self.torch, self.size))
             excess = ~(value <= limit)
             if excess.any():
-                worst = int(torch.where(excess, value / limit.clamp_min(1e-300), 0.0).argmax())
-                off, allowed, theirs = (float(v.flatten()[worst]) for v in (value, limit, torch_value))
-                norm = float(size.flatten()[worst])
-                where, many = _part(part, worst, size.shape), f"{int(excess.sum())} of {excess.numel()} {part} wrong: "
-                faults.append(f"{many}{where} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}")
+                worst = int(torch.where(excess, value / limit, 0.0).argmax())
+                off, allowed, theirs, norm = (float(v.flatten()[worst]) for v in (value, limit, torch_value, size))
+                where = f"{int(excess.sum())} of {excess.numel()} {part} wrong: {_part(part, worst, size.shape)}"
+                faults.append(
+                    f"{where} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}"
+                )
         return faults
 
     def _measure(self, found: Errors, faults: tuple[str, ...]) -> Measure:
@@ -143,10 +148,6 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
         limit = factor * their + floor + torch.stack([getattr(e, field) for e in noise]).amax(0)
         limits.append(torch.where(n < MIN_PART, torch.inf, limit) if field in PARTS else limit)
     return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits))
-
-
-def _place(mask: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in mask.nonzero()[0])
 
 
 def _part(part: str, index: int, shape: Sequence[int]) -> str:

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tests.validate.broken.planted import correct_backward, fault
+from torch import Tensor
 
 
 @fault("backward", direction="bwd", fools_allclose=False)
@@ -16,7 +15,9 @@ def zero_gradient(outs: tuple[Tensor, Tensor], *args: Any, config: None) -> None
 
 
 @fault("backward", direction="bwd", fools_allclose=True, params={"M": 192, "N": 256, "scale": 100.0})
-def dropped_term(outs: tuple[Tensor, Tensor], dy: Tensor, x: Tensor, weight: Tensor, eps: float, *args: Any, config: None) -> None:
+def dropped_term(
+    outs: tuple[Tensor, Tensor], dy: Tensor, x: Tensor, weight: Tensor, eps: float, *args: Any, config: None
+) -> None:
     """dx without its projection on x: nearly right, and small beside an absolute tolerance when x is large."""
     correct_backward(outs, dy, x, weight, eps, *args, config=config)
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)

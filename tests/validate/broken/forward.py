@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
+from tests.validate.broken.planted import MEMORY, correct, fault
 from torch import Tensor
 
-from tests.validate.broken.planted import MEMORY, correct, fault
 from tilewright.dispatch import contract
 
 REFERENCE = contract("rms_norm").reference

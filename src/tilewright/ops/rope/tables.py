@@ -1,9 +1,9 @@
 """Tables of cosines and sines for `ops.apply_rope`: the frequencies of every `rope_type` of Hugging Face's models.
 
 Pair i of a head turns by the angle position * f_i, plainly f_i = base^(-2i/dim): from one radian a token down to one in
-`base` tokens.  A model that shall read further than it was trained turns more slowly; the types differ in which pairs do.
-Types and parameters have the names of `config.rope_parameters`, and the results are Hugging Face's bit for bit.  Each type
-is a function that gives (frequencies, attention_factor): float32 (dim/2,), and what cos and sin are multiplied by.
+`base` tokens.  A model that shall read further than it was trained turns more slowly; types differ in which pairs do.
+Types and parameters have the names of `config.rope_parameters`, and the results are Hugging Face's bit for bit.  Each
+type is a function that gives (frequencies, attention_factor): float32 (dim/2,), and what cos and sin are multiplied by.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def rope_table(
     config      a `RopeConfig` or a Hugging Face config
     length      default: config.max_position_embeddings; "dynamic" and "longrope" choose their frequencies by it
     layer_type  for configs that hold one set of rope_parameters for each type of layer (Gemma 3)
-    Computed on the CPU in float32, so alike on every machine, then rounded to dtype.  Raises InputError as `frequencies`.
+    Computed on the CPU in float32, then rounded to dtype.  Raises InputError as `frequencies`.
     """
     length = config.max_position_embeddings if length is None else length
     turns, attention_factor = frequencies(config, length=length, layer_type=layer_type)
@@ -56,7 +56,7 @@ def rope_table(
 
 
 def frequencies(config: Any, *, length: int | None = None, layer_type: str | None = None) -> Frequencies:
-    """(frequencies, attention_factor) of a model, for sequences of `length` tokens (default: as long as it was trained on).
+    """(frequencies, attention_factor) of a model, for sequences of `length` tokens; default: as it was trained.
 
     Raises InputError for a rope_type that does not exist, or that lacks a parameter.
     """
@@ -76,7 +76,9 @@ def frequencies(config: Any, *, length: int | None = None, layer_type: str | Non
     parameters = inspect.signature(TYPES[kind]).parameters
     lacking = [n for n, p in parameters.items() if n not in known and p.default is p.empty]
     if lacking:
-        raise InputError(f"rope_table: rope_type {kind!r} needs {', '.join(lacking)} in rope_parameters; given {dict(given)}.")
+        raise InputError(
+            f"rope_table: rope_type {kind!r} needs {', '.join(lacking)} in rope_parameters; given {dict(given)}."
+        )
     return TYPES[kind](**{name: known[name] for name in parameters if name in known})
 
 
@@ -100,7 +102,9 @@ def linear(dim: int, base: float, factor: float) -> Frequencies:
     return inverse_frequencies(dim, base) / factor, 1.0
 
 
-def dynamic(dim: int, base: float, factor: float, max_position_embeddings: int, length: int | None = None) -> Frequencies:
+def dynamic(
+    dim: int, base: float, factor: float, max_position_embeddings: int, length: int | None = None
+) -> Frequencies:
     """Dynamic NTK: a larger base once `length` exceeds what the model was made for; the fastest pair keeps its speed.
 
     bloc97 and emozilla, 2023.
@@ -130,9 +134,9 @@ def yarn(
     mscale_all_dim: float | None = None,
     truncate: bool = True,
 ) -> Frequencies:
-    """NTK by parts: pairs that turned more than `beta_fast` times in training stay, those under `beta_slow` are interpolated.
+    """NTK by parts: pairs that turned more than `beta_fast` times in training stay, those under `beta_slow` slow down.
 
-    A ramp joins them.  Attention is sharpened by a factor on cos and sin.  Peng et al., "YaRN", 2023.
+    A ramp joins them, and a factor on cos and sin sharpens attention.  Peng et al., "YaRN", 2023.
     """
     factor = factor or max_position_embeddings / original_max_position_embeddings
     if attention_factor is None:
@@ -170,7 +174,7 @@ def longrope(
     attention_factor: float | None = None,
     length: int | None = None,
 ) -> Frequencies:
-    """A factor for each pair, found by search: one set within the trained length, another beyond.  Ding et al., 2024."""
+    """A factor for each pair, found by search; one set within the trained length, one beyond.  Ding et al., 2024."""
     factor = factor or max_position_embeddings / original_max_position_embeddings
     if attention_factor is None:
         gain = math.log(factor) / math.log(original_max_position_embeddings) if factor > 1 else 0.0
@@ -188,8 +192,9 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Frequencies:
-    """By parts again: pairs that turn over `high_freq_factor` times in the trained length stay, those under
-    `low_freq_factor` are interpolated, with a blend between.  Grattafiori et al., "The Llama 3 Herd of Models", 2024.
+    """By parts: pairs that turn over `high_freq_factor` times in training stay, those under `low_freq_factor` slow down.
+
+    A blend joins them.  Grattafiori et al., "The Llama 3 Herd of Models", 2024.
     """
     turns = inverse_frequencies(dim, base)
     wavelength = 2 * math.pi / turns

@@ -30,7 +30,7 @@ def backward(case: Case, found: Findings) -> None:
 
 @mode("gradient_subsets")
 def gradient_subsets(case: Case, found: Findings) -> None:
-    """Each input alone requiring a gradient; each output alone used; one scalar cotangent expanded, as `.sum()` gives."""
+    """Each input alone requiring a gradient; each output alone used; an expanded cotangent, as of `.sum()`."""
     needs_gradient(case)
     names = {i: s.name for i, s in case.truth.gradients.items()}
     if len(case.positions) > 1:

@@ -5,7 +5,7 @@ Compiled by Inductor where there is a GPU or a C++ compiler, else by aot_eager; 
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Compiled:
         self.graphs = 0
         backend = torch._dynamo.lookup_backend(name)
 
-        def counting(module: Any, example: Sequence[Any]) -> Callable[..., Any]:
+        def counting(module: Any, example: list[Tensor]) -> Callable[..., Any]:
             self.graphs += 1
             return backend(module, example)
 

@@ -13,9 +13,7 @@ def non_contiguous(case: Case, found: Findings) -> None:
     for name, change in LAYOUTS.items():
         found.outputs(case.call(case.mapped(change)), f"{name}: ")
         if case.positions:
-            outputs, grads = case.differentiate(
-                case.mapped(change), None, [change(c) for c in case.truth.cotangents]
-            )
+            outputs, grads = case.differentiate(case.mapped(change), None, [change(c) for c in case.truth.cotangents])
             found.outputs(outputs, f"{name}, with gradients: ")
             found.gradients(grads, f"{name}: ")
 
@@ -25,9 +23,7 @@ def offset(case: Case, found: Findings) -> None:
     """Contiguous views that start one element after an aligned address."""
     found.outputs(case.call(case.mapped(misaligned)))
     if case.positions:
-        _, grads = case.differentiate(
-            case.mapped(misaligned), None, [misaligned(c) for c in case.truth.cotangents]
-        )
+        _, grads = case.differentiate(case.mapped(misaligned), None, [misaligned(c) for c in case.truth.cotangents])
         found.gradients(grads)
 
 

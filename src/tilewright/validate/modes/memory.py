@@ -1,8 +1,9 @@
 """What is written: every output element, nothing else, and no input."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,12 +61,14 @@ def out(case: Case, found: Findings) -> None:
     if wanted.exact.numel() > 1:
         wrong["with stride 2"] = every_second(torch.full_like(buffer, torch.nan))
     for what, bad in wrong.items():
-        _refuses(case, found, sample, bad, f"out= {what}")
+        _refuses(found, partial(case.call, sample, out=bad), bad, f"out= {what}")
     if case.positions:
         leaf = case.sample()
         leaf.args[case.positions[0]].requires_grad_()
         with torch.enable_grad():
-            _refuses(case, found, leaf, torch.full_like(buffer, torch.nan), "out= while an input requires grad", case.function)
+            bad = torch.full_like(buffer, torch.nan)
+            wanting = "out= while an input requires grad"
+            _refuses(found, partial(case.function, *leaf.args, **leaf.kwargs, out=bad), bad, wanting)
 
 
 @mode("guard_bands")
@@ -91,15 +94,16 @@ def guard_bands(case: Case, found: Findings) -> None:
 def poisoned() -> Iterator[None]:
     """Every `torch.empty` in the block holds NaN (the largest integer for integers)."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switch = torch.utils.deterministic
+    fill = switch.fill_uninitialized_memory  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warn_only: only the filling is wanted, not the refusal of torch's own ops
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        switch.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            switch.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -120,7 +124,7 @@ def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
 
 
 def _into(case: Case, buffer: Tensor) -> Tensor:
-    """The result of a call with out=buffer.  Raises NotApplicable where the op takes out=, but not for these arguments."""
+    """The result of a call with out=buffer.  Raises NotApplicable where the op takes no out= for these arguments."""
     try:
         (made,) = case.call(case.sample(), out=buffer)
     except InputError as error:
@@ -146,9 +150,7 @@ def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> b
     if plan.launch is None or call.args[0].numel() == 0:
         return False
     device = call.op.device_of(call.args)
-    outs = tuple(
-        guarded(tuple(shape), dtype, device, GUARD, shift) for shape, dtype in call.op.outputs(*call.args)
-    )
+    outs = tuple(guarded(tuple(shape), dtype, device, GUARD, shift) for shape, dtype in call.op.outputs(*call.args))
     around = [_surroundings(t) for t in outs]
     plan.launch(outs, *call.args, config=plan.config)
     for i, (t, old) in enumerate(zip(outs, around, strict=True)):
@@ -160,13 +162,10 @@ def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> b
     return True
 
 
-def _refuses(case: Case, found: Findings, sample: object, bad: Tensor, what: str, function: object = None) -> None:
+def _refuses(found: Findings, call: Callable[[], object], bad: Tensor, what: str) -> None:
     before = bits(bad).clone()
     try:
-        if function is None:
-            case.call(sample, out=bad)  # type: ignore[arg-type]
-        else:
-            case.function(*sample.args, **sample.kwargs, out=bad)  # type: ignore[attr-defined]
+        call()
     except InputError:
         pass
     else:

@@ -1,6 +1,5 @@
 """How the op presents itself to torch: schema, fake, autograd, and tracing by AOTAutograd with symbolic sizes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ def opcheck(case: Case, found: Findings) -> None:
         _check(found, call.op.torch_op, (*call.args, *call.wish), {})
     forward, *_ = case.raw_calls(case.sample())
     if forward.op.torch_out is not None:
-        (shape, dtype), = forward.op.outputs(*forward.args)
+        ((shape, dtype),) = forward.op.outputs(*forward.args)
         out = torch.zeros(tuple(shape), dtype=dtype, device=case.device)
         _check(found, forward.op.torch_out, (*forward.args, *forward.wish), {"out0": out})
     composite = getattr(torch.ops.tilewright, case.contract.name).default
@@ -27,7 +26,7 @@ def opcheck(case: Case, found: Findings) -> None:
     _check(found, composite, (*leaves, *forward.wish), {})
 
 
-def _check(found: Findings, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Tensor]) -> None:
+def _check(found: Findings, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Tensor]) -> None:
     results = torch.library.opcheck(op, args, kwargs, raise_exception=False)
     for test, outcome in results.items():
         found.require(outcome == "SUCCESS", f"{op}: {test}: {outcome}")

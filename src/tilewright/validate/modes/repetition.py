@@ -1,5 +1,7 @@
 """Same call again, same values in another batch, other values at the same addresses."""
 
+from torch import Tensor
+
 from tilewright.dispatch import numerics
 from tilewright.validate.bits import same_bits
 from tilewright.validate.case import Case, Findings, NotApplicable, overwrite
@@ -12,7 +14,10 @@ SINGLE_ROWS = 7
 
 @mode("determinism")
 def determinism(case: Case, found: Findings) -> None:
-    """Twenty runs, forward and backward, give the same bits (under numerics("deterministic") where not always promised)."""
+    """Twenty runs, forward and backward, give the same bits.
+
+    Under numerics("deterministic") for an op that does not promise it always.
+    """
     sample = case.sample()
     with numerics("default" if case.contract.promises.deterministic else "deterministic"):
         first = case.call(sample)
@@ -26,7 +31,7 @@ def determinism(case: Case, found: Findings) -> None:
         _, grads = case.differentiate(sample)
         for run in range(1, RUNS):
             _, again = case.differentiate(sample)
-            other = [i for i, g in grads.items() if g is None or again[i] is None or not same_bits(g, again[i])]
+            other = [i for i, g in grads.items() if not _same(g, again[i])]
             if other:
                 names = ", ".join(case.truth.gradients[i].name for i in other)
                 found.faults.append(f"backward run {run + 1} of {RUNS} gave other bits than the first in {names}")
@@ -50,6 +55,10 @@ def batch_invariance(case: Case, found: Findings) -> None:
                 same = same_bits(output_rows(case, output, start, length).contiguous(), alone.contiguous())
                 rows = f"row {start}" if length == 1 else f"rows {start} to {start + length - 1}"
                 found.require(same, f"{rows} of {wanted.name}: other bits alone than in the batch of {size}")
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else same_bits(a, b)
 
 
 def _parts(size: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, forward and backward.  The contract; backends are the files beside it."""
+"""Rotary embedding of queries and keys, forward and backward.  The contract; backends are the files beside it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,22 +26,22 @@ def apply_rope(
     rotary_dim: int | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(q', k'): each pair (a, b) of the first R elements of a head becomes (a cos - b sin, b cos + a sin); the rest is copied.
+    """(q', k'): each pair (a, b) of the first R elements of a head becomes (a cos - b sin, b cos + a sin).
 
-    q, k:      (B, H, S, D), (B, H_kv, S, D), or packed sequences (T, H, D), (T, H_kv, D); bf16|fp16|fp32; read with their
-               strides, so the usual transposed view of (B, S, H, D) is not copied first.
+    q, k:      (B, H, S, D), (B, H_kv, S, D), or packed sequences (T, H, D), (T, H_kv, D); bf16|fp16|fp32; read with
+               their strides, so the usual transposed view of (B, S, H, D) is not copied first.
     cos, sin:  one row a token, (B or 1, S, W) or packed (T, W); with positions a table (P, W).
     positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  One outside the table raises
                InputError on a CPU; on a GPU nobody waits to look, and the token's rotated elements are NaN.
-    Returns new contiguous tensors of the shapes and dtype of q and k.
+    Returns new contiguous tensors of the shapes and dtype of q and k; elements R to D of a head are copied.
 
     The pairs, and where their cos and sin stand:
-      default          elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
-      interleaved=True elements (2i, 2i + 1): GLM, Helium, Ernie, Cohere, DeepSeek-V2.  DeepSeek-V3 wants the same values in
-                       another order, all first elements of pairs before all second ones: x[..., 0::2], x[..., 1::2].
-      W = R (default)  column i serves pair i and column i + R/2 repeats it, as Hugging Face's rotary modules make them;
-                       either may be read.  Cohere's tables repeat each column instead: pass cos[..., ::2], rotary_dim=W.
-      W = R/2          column i serves pair i; needs rotary_dim=R (GPT-OSS)
+      default           elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
+      interleaved=True  elements (2i, 2i + 1): GLM, Helium, Ernie, Cohere, DeepSeek-V2.  DeepSeek-V3 wants these values
+                        in another order, first elements of all pairs before the second: x[..., 0::2], x[..., 1::2].
+      W = R (default)   column i serves pair i and column i + R/2 repeats it, as Hugging Face's rotary modules make
+                        them; either may be read.  Cohere repeats each column: pass cos[..., ::2], rotary_dim=W.
+      W = R/2           column i serves pair i; needs rotary_dim=R (GPT-OSS)
 
     Rounding: products and sum are each rounded to promote(q, cos), the result to q's dtype, as in Hugging Face's
     `q * cos + rotate_half(q) * sin`.  So float32 tables mean float32 arithmetic (OLMo-2, Cohere, DeepSeek-V2).
@@ -49,9 +49,10 @@ def apply_rope(
     Gradients: q and k.  cos and sin must not require one.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for shapes or dtypes other than these.
-    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.  Tables: `ops.rope.tables`.
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    Tables: `tilewright.ops.rope.tables`.
     """
-    return call(CONTRACT, (q, k, cos, sin, positions, interleaved, rotary_dim or 0), backend)  # type: ignore[no-any-return]
+    return call(CONTRACT, (q, k, cos, sin, positions, interleaved, rotary_dim or 0), backend)
 
 
 def reference(
@@ -106,13 +107,14 @@ def by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
-def tokens_bucket(q: Tensor, k: Tensor, *_: Any) -> tuple[int, ...]:
-    """(tokens rounded up to a power of two, H, H_kv, D)."""
+def tokens_bucket(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[int, ...]:
+    """(tokens rounded up to a power of two, H, H_kv, D, R)."""
     tokens = q.shape[0] * q.shape[2] if q.dim() == 4 else q.shape[0]
-    return row_bucket(tokens), hint(q.shape[1]), hint(k.shape[1]), hint(q.shape[-1])
+    r = rest[-1] or hint(cos.shape[-1])
+    return row_bucket(tokens), hint(q.shape[1]), hint(k.shape[1]), hint(q.shape[-1]), r
 
 
-_BUCKET = ("T", "H", "H_kv", "D")
+_BUCKET = ("T", "H", "H_kv", "D", "R")
 _REST = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, int rotary_dim"
 FORWARD = RawOp(
     "apply_rope",
@@ -153,9 +155,8 @@ def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return tuple(by_token(g) if g.shape[-2] else None for g in grads)
 
 
-
 def cost(sample: Sample, direction: str) -> Cost:
-    """Reads q, k (or their gradients), every position, and R/2 columns of each row of the tables that is used; writes q' and k'."""
+    """Reads q, k (or gradients), every position and half of each used row of the tables; writes q' and k' (or gradients)."""
     q, k, cos, _ = sample.args
     r = sample.kwargs.get("rotary_dim") or cos.shape[-1]
     positions = sample.kwargs.get("positions")
@@ -168,6 +169,8 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 _LLAMA_8B = {"H": 32, "H_kv": 8, "D": 128}
+_SMALL = {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64}
+_PACKED = {"T": 23, "H": 4, "H_kv": 2, "D": 64}
 CONTRACT = register(
     Contract(
         name="apply_rope",
@@ -198,37 +201,31 @@ CONTRACT = register(
             Workload("small", {"B": 1, "S": 512, "H": 8, "H_kv": 2, "D": 64}, (torch.bfloat16, torch.float32)),
         ),
         edge_cases=(
-            Workload("decode: one token, one row", {"B": 1, "S": 1, "H": 4, "H_kv": 2, "D": 64}),
-            Workload("decode_batch: tokens lie in the batch", {"B": 5, "S": 1, "H": 4, "H_kv": 2, "D": 64, "tables": "each"}),
-            Workload("odd_s: the last tokens are masked", {"B": 2, "S": 13, "H": 4, "H_kv": 2, "D": 32}),
-            Workload("odd_heads: the last heads are masked", {"B": 1, "S": 5, "H": 11, "H_kv": 3, "D": 32}),
-            Workload("mqa: one key head", {"B": 2, "S": 9, "H": 6, "H_kv": 1, "D": 64}),
-            Workload("contiguous: by head, not by token", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "layout": "contiguous"}),
-            Workload("fused: slices of one projection", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "layout": "fused"}),
-            Workload("own_tables: each sequence its own", {"B": 3, "S": 7, "H": 4, "H_kv": 2, "D": 64, "tables": "each"}),
-            Workload("d_80: halves are no power of two", {"B": 1, "S": 9, "H": 4, "H_kv": 4, "D": 80}),
-            Workload("d_96: as above", {"B": 2, "S": 5, "H": 3, "H_kv": 3, "D": 96}),
-            Workload("partial: the rest is copied", {"B": 2, "S": 9, "H": 4, "H_kv": 4, "D": 80, "R": 32}),
-            Workload("r_10: halves are not aligned", {"B": 2, "S": 5, "H": 2, "H_kv": 2, "D": 16, "R": 10}),
-            Workload("r_2: a single pair", {"B": 1, "S": 5, "H": 2, "H_kv": 1, "D": 8, "R": 2}),
-            Workload("interleaved: pairs are neighbours", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "interleaved": True}),
-            Workload(
-                "interleaved_partial: pairs, a rest, D no power of two",
-                {"B": 2, "S": 5, "H": 3, "H_kv": 1, "D": 48, "R": 24, "interleaved": True},
-            ),
-            Workload("half_tables: one column a pair", {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64, "tables": "half"}),
+            Workload("decode: one token", {**_SMALL, "B": 1, "S": 1}),
+            Workload("decode_batch: tokens lie in the batch", {**_SMALL, "B": 5, "S": 1, "tables": "each"}),
+            Workload("odd_s: the last tokens are masked", {**_SMALL, "S": 13, "D": 32}),
+            Workload("odd_heads: the last heads are masked", {**_SMALL, "H": 11, "H_kv": 3, "D": 32}),
+            Workload("mqa: one key head", {**_SMALL, "H": 6, "H_kv": 1}),
+            Workload("contiguous: by head, not by token", {**_SMALL, "layout": "contiguous"}),
+            Workload("fused: slices of one projection", {**_SMALL, "layout": "fused"}),
+            Workload("own_tables: each sequence its own", {**_SMALL, "tables": "each"}),
+            Workload("d_80: halves are no power of two", {**_SMALL, "D": 80}),
+            Workload("d_96: the same, three quarters full", {**_SMALL, "D": 96}),
+            Workload("partial: the rest is copied", {**_SMALL, "D": 80, "R": 32}),
+            Workload("r_10: halves are not aligned", {**_SMALL, "D": 16, "R": 10}),
+            Workload("r_2: a single pair", {**_SMALL, "D": 8, "R": 2}),
+            Workload("interleaved: pairs are neighbours", {**_SMALL, "interleaved": True}),
+            Workload("interleaved_partial: with a rest", {**_SMALL, "D": 48, "R": 24, "interleaved": True}),
+            Workload("half_tables: one column a pair", {**_SMALL, "tables": "half"}),
+            Workload("float32_tables: float32 arithmetic", {**_SMALL, "table_dtype": torch.float32}),
             Workload(
                 "cohere: every second column of float32 tables",
-                {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64, "tables": "doubled", "interleaved": True, "table_dtype": torch.float32},
+                {**_SMALL, "tables": "doubled", "interleaved": True, "table_dtype": torch.float32},
             ),
-            Workload(
-                "float32_tables: float32 arithmetic",
-                {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64, "table_dtype": torch.float32},
-            ),
-            Workload("positions: rows of a table", {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64, "positions": 37}),
-            Workload("packed: sequences end to end", {"T": 23, "H": 4, "H_kv": 2, "D": 64, "positions": 37}),
-            Workload("packed_rows: a row a token", {"T": 23, "H": 4, "H_kv": 2, "D": 64, "R": 32}),
-            Workload("empty: no sequences", {"B": 0, "S": 4, "H": 4, "H_kv": 2, "D": 64}),
+            Workload("positions: rows of a table", {**_SMALL, "positions": 37}),
+            Workload("packed: sequences end to end", {**_PACKED, "positions": 37}),
+            Workload("packed_rows: a row a token", {**_PACKED, "R": 32}),
+            Workload("empty: no sequences", {**_SMALL, "B": 0}),
         ),
         bad_inputs=BAD_INPUTS,
     )

@@ -18,7 +18,7 @@ def check(
     if cos.dtype == torch.float64 and q.dtype != torch.float64:
         raise InputError(f"apply_rope: cos and sin are float64, q is {q.dtype}; use tables of at most float32.")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise InputError("apply_rope: cos or sin requires a gradient, and gets none here. Pass cos.detach(), sin.detach().")
+        raise InputError("apply_rope: cos or sin requires a gradient and gets none. Pass cos.detach(), sin.detach().")
     _check_width(q, cos, rotary_dim)
     if positions is None:
         _check_tokens(q, "cos and sin have rows", cos.shape[:-1])
@@ -40,8 +40,8 @@ def _check_width(q: Tensor, cos: Tensor, rotary_dim: int) -> None:
     r = rotary_dim or width
     if r % 2 or not 2 <= r <= d or (width != r and 2 * width != r):
         raise InputError(
-            f"apply_rope: cos has {width} columns, rotary_dim is {rotary_dim or None}, D is {d}; needs an even rotary_dim "
-            "(default: the columns of cos) from 2 to D, and as many columns or half as many."
+            f"apply_rope: cos has {width} columns, rotary_dim is {rotary_dim or None}, D is {d}; needs an even "
+            "rotary_dim (default: the columns of cos) from 2 to D, and as many columns or half as many."
         )
 
 
@@ -52,7 +52,8 @@ def _check_tokens(q: Tensor, what: str, shape: torch.Size) -> None:
     if len(shape) != len(tokens) or shape[-1] != tokens[-1] or (not packed and shape[0] not in (1, tokens[0])):
         needs = f"{tuple(tokens)}" if packed else f"{tuple(tokens)} or {(1, tokens[1])}"
         raise InputError(
-            f"apply_rope: {what} {tuple(shape)}; q {tuple(q.shape)} needs {needs}. A table of P positions needs positions=."
+            f"apply_rope: {what} {tuple(shape)}; q {tuple(q.shape)} needs {needs}. "
+            "A table of P positions needs positions=."
         )
 
 
@@ -69,5 +70,6 @@ def _check_positions(q: Tensor, cos: Tensor, positions: Tensor) -> None:
         low, high = (int(v) for v in positions.aminmax())
         if low < 0 or high >= cos.shape[0]:
             raise InputError(
-                f"apply_rope: positions reach from {low} to {high}; the table has rows 0 to {cos.shape[0] - 1}. Make a longer one."
+                f"apply_rope: positions reach from {low} to {high}; the table has rows 0 to {cos.shape[0] - 1}. "
+                "Make a longer table."
             )

@@ -14,10 +14,10 @@ from tilewright.ops.rope.tables import inverse_frequencies
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: H, H_kv, D, and B, S or for packed sequences T.
 
-    Optional: `R`, `interleaved`, `table_dtype`;
-    `layout` of q and k: "projected" (views of (B, S, H, D), the default), "contiguous", "fused" (slices of one projection);
-    `tables`: "one" for all sequences (the default), "each" its own, "half" (W = R/2), "doubled" (every column twice);
-    `positions`: number of rows of the table they point into.
+    Optional: `R`, `interleaved`, `table_dtype`, and
+    layout     of q and k: "projected" (views of (B, S, H, D), the default), "contiguous", "fused" (one projection)
+    tables     "one" for all sequences (the default), "each" its own, "half" (W = R/2), "doubled" (every column twice)
+    positions  how many rows the table has that they point into
     """
     g = rows.generator(seed)
     packed = "T" in params

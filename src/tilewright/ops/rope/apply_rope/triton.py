@@ -2,8 +2,8 @@
 registers, so every element of q and k is read once and written once, and one launch serves both.
 
 Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
-Programs that share tokens are neighbours in the grid and find the tables in the L2.  Elements stay in 16-byte vectors where
-R/2 and the strides are multiples of 8.  The backward is the rotation by the opposite angle, the same kernel.
+Programs that share tokens are neighbours in the grid and find the tables in the L2.  Every access is a 16-byte vector
+where R/2 and the strides allow it.  The backward is the rotation by the opposite angle, the same kernel.
 """
 
 from typing import NamedTuple
@@ -25,36 +25,34 @@ class Config(NamedTuple):
     num_warps: int
 
 
-# (warps, 16-byte vectors of each half of a row in a thread), largest tile first
+# (warps, 16-byte vectors of either half of a row in a thread), largest tile first
 _TILES = ((4, 2), (2, 1), (1, 1))
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work.  A row of D = 128 in bf16 is 8 threads' vectors of each half."""
-    t, h, h_kv, d = bucket
-    row = triton.next_power_of_2(d) * dtype.itemsize
+    """The largest tile that still gives every SM work; a warp's vectors hold 1 KB of rows."""
+    t, h, h_kv, d, r = bucket
+    row, turned = (min(max(triton.next_power_of_2(n) * dtype.itemsize, 64), 1024) for n in (d, r))
     tiles = []
     for warps, vectors in _TILES:
-        rows = max(1, warps * vectors * 1024 // row)
-        heads = min(8, rows, triton.next_power_of_2(max(h, h_kv, 1)))
+        rows = warps * max(vectors * 1024 // row, 1024 // turned)
+        heads = min(rows, 8 if h % 8 == 0 and h_kv % 8 == 0 else 4)  # 8 of 28 heads would leave threads idle
         tiles.append(Config(rows // heads, heads, warps))
     return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
 
 
 CONFIGS = tuple(
     dict.fromkeys(
-        configure((t, h, h, d), dtype)
-        for d in (32, 64, 128, 256)
-        for dtype in (torch.bfloat16, torch.float32)
-        for h in (1, 2, 4, 8)
-        for t in (1, 16, 64, 256, 1024, 4096, 65536)
+        configure((t, h, h, d, d), torch.bfloat16)
+        for d in (32, 64, 128, 256, 512)
+        for h in (4, 8)
+        for t in (1, 1024, 1 << 17)
     )
 )
 CANDIDATES = (
-    *(Config(1, 4, 1), Config(2, 4, 1), Config(4, 1, 1), Config(1, 8, 1)),
-    *(Config(1, 8, 2), Config(2, 8, 2), Config(4, 4, 2), Config(8, 4, 2)),
-    *(Config(4, 8, 4), Config(8, 4, 4), Config(2, 8, 4), Config(16, 4, 4), Config(1, 32, 4)),
-    *(Config(8, 8, 8), Config(4, 8, 8), Config(2, 32, 8)),
+    *(Config(1, 4, 1), Config(2, 4, 1), Config(1, 8, 2), Config(2, 8, 2), Config(4, 4, 2)),
+    *(Config(1, 32, 4), Config(2, 8, 4), Config(2, 16, 4), Config(4, 4, 4), Config(4, 8, 4), Config(8, 4, 4)),
+    *(Config(16, 2, 4), Config(4, 8, 8), Config(8, 8, 8), Config(2, 32, 8)),
 )
 
 
@@ -79,13 +77,13 @@ def _rope_kernel(
         at = b * table_b + token * table_s
     if group < groups_q:
         _rotate_heads(
-            yq + b * H * S * D, q + b * q_b, cos, sin, token, at, known, group, S, H, q_h, q_s, table_d,
-            D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
+            yq + b * H * S * D, q + b * q_b, cos, sin, token, at, known, group, S, H, q_h, q_s,
+            table_d, D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
         _rotate_heads(
-            yk + b * H_KV * S * D, k + b * k_b, cos, sin, token, at, known, group - groups_q, S, H_KV, k_h, k_s, table_d,
-            D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
+            yk + b * H_KV * S * D, k + b * k_b, cos, sin, token, at, known, group - groups_q, S, H_KV, k_h, k_s,
+            table_d, D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
 
 
@@ -146,7 +144,15 @@ def _product(x, angle, table):
     return product
 
 
-_kernel = TritonKernel(_rope_kernel)
+class _EveryRounding(TritonKernel):
+    """Compiled without fused multiply-add, which would leave out the rounding of one of the two products."""
+
+    def _through_triton(self, grid, args, constants, num_warps, num_stages):
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        return self.fn[grid](*args, *constants, **options)
+
+
+_kernel = _EveryRounding(_rope_kernel)
 
 
 def rotate(

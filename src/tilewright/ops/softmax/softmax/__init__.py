@@ -129,9 +129,8 @@ CONTRACT = register(
             Workload("odd_n: the tail of a row is masked", {"M": 7, "N": 333}),
             Workload("n_1: the result is 1", {"M": 5, "N": 1}),
             Workload("few: many rows a program", {"M": 77, "N": 8}),
-            Workload("long_rows: read twice, by one program each", {"M": 80, "N": 33000}),
-            Workload("long_row: divided among programs", {"M": 2, "N": 40001}),
-            Workload("peaked: few elements take nearly all", {"M": 8, "N": 512, "scale": 5.0}),
+            Workload("long_row: longer than registers, divided among programs", {"M": 2, "N": 40001}),
+            Workload("peaked: few elements take most", {"M": 8, "N": 512, "scale": 3.0}),
             Workload("masked: -inf in some rows", {"M": 6, "N": 300, "hidden": lambda dtype: -torch.inf}),
             Workload(
                 "masked_finite: the lowest number as mask, and in all of a row, which is then uniform",

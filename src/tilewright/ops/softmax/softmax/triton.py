@@ -63,6 +63,28 @@ _WIDTHS = tuple(1 << k for k in range(17))
 CONFIGS = tuple(dict.fromkeys(configure((m, n), torch.bfloat16) for n in _WIDTHS for m in (1, 8, 4096)))
 BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((4096, n), torch.bfloat16) for n in _WIDTHS))
 
+_SHORT = tuple(Config(REGISTERS, warps, rows) for warps, rows in ((2, 1), (4, 1), (8, 1), (16, 1), (4, 2), (8, 4)))
+_LONG = (
+    *(Config(32768, 16, steps=steps) for steps in (2, 4, 8)),
+    *(Config(16384, warps, steps=steps) for warps in (8, 16, 32) for steps in (2, 4)),
+    *(Config(8192, warps, steps=4) for warps in (8, 16, 32)),
+    *(Config(8192, 16, num_stages=stages, steps=2) for stages in (2, 3)),
+)
+_SPLIT = tuple(
+    Config(REGISTERS, warps, split=n) for n, warps in ((1024, 4), (2048, 4), (4096, 4), (4096, 8), (8192, 8))
+)
+CANDIDATES = (*_SHORT, *_LONG, *_SPLIT)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """The part of CANDIDATES worth timing for this size."""
+    m, n = bucket
+    if n > REGISTERS:
+        return _LONG if m > SPLIT_ROWS else _SPLIT
+    per_thread = [n * c.rows // (32 * c.num_warps) for c in _SHORT]
+    fitting = tuple(c for c, k in zip(_SHORT, per_thread, strict=True) if 8 <= k <= 128)
+    return (*fitting, *_LONG) if n > REGISTERS // 4 else fitting
+
 
 @triton.jit
 def _softmax_kernel(

@@ -1,0 +1,105 @@
+"""Every contract keeps its word, on the torch backend and a CPU: what needs no kernel of ours to be wrong.
+
+A wrong reference, gradient, fake, check or promise shows here, in every mode of `validate.check` but those of a GPU.  The
+kernels themselves are checked by the same modes in `tests/gpu`.
+"""
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tilewright.ops
+from tilewright.dispatch import contract, contracts
+from tilewright.validate import MODES, check
+
+CPU = torch.device("cpu")
+OPS = sorted(contracts())
+EDGE_CASES = [(name, w) for name in OPS for w in contract(name).edge_cases]
+QUICK = [mode.name for mode in MODES.values() if not mode.heavy and mode.name not in ("cuda_graph", "side_stream")]
+HEAVY = [mode.name for mode in MODES.values() if mode.heavy]
+LARGE = 1 << 18  # elements; above, a case is there for a kernel's other road, and torch has only one
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny operations only wait for torch's other threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def case_id(value):
+    return value if isinstance(value, str) else value.name.partition(":")[0]
+
+
+def test_there_are_contracts():
+    assert set(tilewright.ops.__all__) == set(OPS)
+
+
+@pytest.mark.parametrize(("name", "workload"), EDGE_CASES, ids=case_id)
+def test_edge_case(name, workload):
+    large = contract(name).inputs(workload.params, torch.bfloat16, CPU, 0).args[0].numel() > LARGE
+    for dtype in contract(name).dtypes:
+        check(
+            name, workload, modes=["eager", "backward"] if large else QUICK, backend="torch", dtype=dtype, device="cpu"
+        ).require()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_registration_and_compilation(name):
+    """opcheck, and torch.compile down to AOTAutograd (Inductor runs in the GPU tests)."""
+    made = check(name, modes=HEAVY, backend="torch", dtype=torch.bfloat16, device="cpu", compiler="aot_eager")
+    assert [r.status for r in made.require().results] == ["passed"] * len(HEAVY), str(made)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_mode_that_is_promised_runs_on_some_case(name):
+    """A skip must not hide a promise: out= and empty input are exercised at least once."""
+    subject = contract(name)
+    modes = ["empty", "out", "bad_inputs"]
+    small = next(w for w in subject.edge_cases if "M" not in w.params or w.params["M"] > 1)
+    made = check(name, small, modes=modes, backend="torch", dtype=torch.float32, device="cpu")
+    ran = {r.mode for r in made.require().results if r.status == "passed"}
+    expected = {"bad_inputs"}
+    expected |= {"out"} if subject.forward.torch_out is not None else set()
+    expected |= {"empty"} if subject.batch_dim is not None else set()
+    assert ran == expected, str(made)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_contract_is_complete(name):
+    subject = contract(name)
+    public = list(inspect.signature(subject.function).parameters)
+    assert public[-1] == "backend"
+    assert [p for p in public if p not in ("out", "backend")] == list(inspect.signature(subject.reference).parameters)
+    assert ("out" in public) == (subject.forward.torch_out is not None)
+    assert len(subject.edge_cases) >= 5
+    assert subject.bad_inputs
+    assert subject.workloads
+    assert subject.cpu_workloads
+    named = [w.name for w in (*subject.workloads, *subject.cpu_workloads, *subject.edge_cases)]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_inputs_are_fresh_by_seed_and_the_same_on_request(name):
+    subject = contract(name)
+    params = subject.edge_cases[0].params
+    first, same, other = (subject.inputs(params, torch.float32, CPU, seed).args[0] for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cost_counts_at_least_the_tensors(name):
+    """The floor of a forward: every input element read and every output element written once, if it counts them all."""
+    subject = contract(name)
+    sample = subject.inputs(subject.cpu_workloads[0].params, torch.float32, CPU, 0)
+    for direction in ("fwd", "bwd") if subject.gradient is not None else ("fwd",):
+        cost = subject.cost(sample, direction)
+        assert cost.flops > 0
+        assert cost.bytes_read >= sample.args[0].numel() * 4
+        assert cost.bytes_written > 0
