@@ -77,6 +77,7 @@ def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, fo
     """A checked call that has no tape: the first of its signature, or one under tracing, transforms or the profiler."""
     wants_grad = torch.is_grad_enabled() and _any_requires_grad(args)
     if contract.forward.plan(args, wish, numerics).launch is None or (wants_grad and contract.gradient is None):
+        contract.forward.note(args, wish, numerics)
         return contract.forward.reference(*args)
     if wants_grad:
         return _OpFunction.apply(contract, found, wish, numerics, *args)

@@ -103,8 +103,13 @@ class RawOp:
                 self._plans.clear()
             plan = self._plans[key] = choose(self, args, backend, numerics)
             self._plans_generation = generation()
-        for notes in recordings():
-            notes.add(self, tuple(args), backend, numerics, plan)
+        return plan
+
+    def note(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
+        """The plan of a call that is being made: recordings hear of it."""
+        plan = self.plan(args, backend, numerics)
+        for recording in recordings():
+            recording.add(self, tuple(args), backend, numerics, plan)
         return plan
 
     def forget_plans(self) -> None:
@@ -120,7 +125,7 @@ class RawOp:
 
     def _run(self, *args: Any) -> Any:
         raw = args[:-2]
-        outs = self.launch(raw, self.plan(raw, args[-2], args[-1]))
+        outs = self.launch(raw, self.note(raw, args[-2], args[-1]))
         return outs[0] if self.count == 1 else outs
 
     def launch(self, raw: Sequence[Any], plan: Plan) -> tuple[Tensor, ...]:
@@ -135,7 +140,7 @@ class RawOp:
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]
-        plan = self.plan(raw, args[-2], args[-1])
+        plan = self.note(raw, args[-2], args[-1])
         given = tuple(outs.values())
         if plan.launch is None or raw[0].numel() == 0:
             made = self._reference(raw)
@@ -155,13 +160,13 @@ class RawOp:
     def _fake(self, *args: Any) -> Any:
         raw = args[:-2]
         if recordings():
-            self.plan(raw, args[-2], args[-1])
+            self.note(raw, args[-2], args[-1])
         outs = tuple(raw[0].new_empty(shape, dtype=dtype) for shape, dtype in self.outputs(*raw))
         return outs[0] if self.count == 1 else outs
 
     def _fake_out(self, *args: Any, **outs: Tensor) -> None:
         if recordings():
-            self.plan(args[:-2], args[-2], args[-1])
+            self.note(args[:-2], args[-2], args[-1])
 
 
 class _Guard:

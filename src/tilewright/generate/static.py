@@ -162,7 +162,7 @@ class StaticDecoder:
         """Token to next token: what a graph records."""
         self._cache.cursor.prefilling = False
         self._cache.cursor.locate()
-        with attention_of(self.model, self.attention), prefer_fast_sdpa(padded=False):
+        with attention_of(self.model, self.attention), prefer_fast_sdpa(self.device, padded=False):
             logits = self._forward(self._state.tokens, self._masks(), self._state.position_ids)
         self._state.commit(self._select(logits))
 
@@ -216,7 +216,7 @@ class StaticDecoder:
             self._dtype = dtype
         self._cache.clear()
         self._cache.cursor.prefilling = True
-        with prefer_fast_sdpa(padded=mask is not None):
+        with prefer_fast_sdpa(self.device, padded=mask is not None):
             return self._forward(input_ids, mask, position_ids)
 
     def _prepare(self, prompt_length: int, max_new_tokens: int, sampling: Sampling | None) -> None:

@@ -21,11 +21,11 @@ from tilewright.models.stand_in import (
     Left,
     Match,
     Proposal,
-    compare,
     obstacle,
     only_argument,
     placement,
     probing,
+    run_both,
     stand_in,
     weakest,
 )
@@ -166,7 +166,7 @@ def _reproduces(module: nn.Module, recipe: MlpRecipe) -> Match | None:
             x = 2 * torch.randn(3, 5, _WIDTH, device=device, dtype=dtype)
             for training in (False, True):
                 clone.train(training)
-                verdicts.append(compare("mlp", type(module).forward, forward, clone, x))
+                verdicts.append(run_both("mlp", type(module).forward, forward, clone, x))
     return weakest(verdicts)
 
 

@@ -20,10 +20,10 @@ from tilewright.models.stand_in import (
     Left,
     Match,
     Proposal,
-    compare,
     obstacle,
     only_argument,
     probing,
+    run_both,
     stand_in,
     weakest,
 )
@@ -171,7 +171,7 @@ def _reproduces(module: nn.Module, recipe: RmsNormRecipe | LayerNormRecipe, eps:
             clone = stand_in(module, parameters=values)
             for training in (False, True):
                 clone.training = training
-                verdicts.append(compare("norm", type(module).forward, forward, clone, x))
+                verdicts.append(run_both("norm", type(module).forward, forward, clone, x))
         if verdicts[-1] is None:
             return None
     return weakest(verdicts)

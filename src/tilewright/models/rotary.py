@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.models.rotary_tables import Layout, Tables, example
-from tilewright.models.stand_in import Left, Match, Proposal, compare, obstacle, placement, probing, weakest
+from tilewright.models.stand_in import Left, Match, Proposal, obstacle, placement, probing, run_both, weakest
 
 # Pairs of elements (i, i + R/2):
 #   half          the table repeats its first half (Llama)
@@ -182,7 +182,7 @@ def _match(
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
             table = example(layout, (batch, 5, rotated // 2), device, table_dtype)
             try:
-                verdicts.append(compare("rotary", theirs, ours, q, k, *table, **option))
+                verdicts.append(run_both("rotary", theirs, ours, q, k, *table, **option))
             except Left:
                 if rotated == _WIDTH:
                     raise  # only a function that cannot rotate a part of the row may refuse to

@@ -72,7 +72,7 @@ def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         raise Left(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
 
 
-def compare(
+def run_both(
     kind: Kind, theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Match | None:
     """Run both on the same arguments.  An op of ours that refuses them does not reproduce the module."""

@@ -68,9 +68,7 @@ class Cast:
 
 
 class InDtype:
-    """A model whose floating parameters are in another dtype. Buffers stay: rotary tables and masks carry float32 on
-    purpose.
-    """
+    """A model with parameters in another dtype. Buffers stay: rotary tables and masks carry float32 on purpose."""
 
     def __init__(self, model: nn.Module, source_dtypes: tuple[torch.dtype, ...], target: torch.dtype) -> None:
         odd = next((p for p in model.parameters() if type(p.data) is not torch.Tensor), None)

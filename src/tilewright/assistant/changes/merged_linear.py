@@ -93,9 +93,7 @@ class MergedLinear:
 
 
 class Group:
-    """Linear layers that compute together. `weight` is None while they are apart (parts of them on different devices or
-    dtypes).
-    """
+    """Linear layers that compute together. `weight` is None while their devices or dtypes differ, as during `.to`."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         self.members = [cast(_Member, member) for member in members]

@@ -65,7 +65,7 @@ BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((4096, n), torch.bfloa
 
 _SHORT = tuple(Config(REGISTERS, warps, rows) for warps, rows in ((2, 1), (4, 1), (8, 1), (16, 1), (4, 2), (8, 4)))
 _LONG = (
-    *(Config(32768, 16, steps=steps) for steps in (2, 4, 8)),
+    *(Config(32768, 16, steps=steps) for steps in (2, 4)),
     *(Config(16384, warps, steps=steps) for warps in (8, 16, 32) for steps in (2, 4)),
     *(Config(8192, warps, steps=4) for warps in (8, 16, 32)),
     *(Config(8192, 16, num_stages=stages, steps=2) for stages in (2, 3)),
@@ -76,14 +76,15 @@ _SPLIT = tuple(
 CANDIDATES = (*_SHORT, *_LONG, *_SPLIT)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: tuple[int, ...], direction: str = "fwd") -> tuple[Config, ...]:
     """The part of CANDIDATES worth timing for this size."""
     m, n = bucket
-    if n > REGISTERS:
-        return _LONG if m > SPLIT_ROWS else _SPLIT
-    per_thread = [n * c.rows // (32 * c.num_warps) for c in _SHORT]
-    fitting = tuple(c for c, k in zip(_SHORT, per_thread, strict=True) if 8 <= k <= 128)
-    return (*fitting, *_LONG) if n > REGISTERS // 4 else fitting
+    held = REGISTERS if direction == "fwd" else REGISTERS // 2
+    long = tuple(c for c in _LONG if c.held <= held)
+    if n > held:
+        return _SPLIT if m <= SPLIT_ROWS and direction == "fwd" else long
+    short = tuple(c for c in _SHORT if 8 <= n * c.rows // (32 * c.num_warps) <= held // 256)
+    return (*short, *long) if n > held // 4 else short
 
 
 @triton.jit

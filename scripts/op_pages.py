@@ -1,0 +1,102 @@
+"""Write docs/ops/: one page an op, from its contract and the committed results.  `--check` fails when a page is out of date.
+
+    python scripts/op_pages.py [--check]
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import tilewright.ops  # noqa: F401  (binds the contracts)
+from tilewright.bench import schema
+from tilewright.dispatch import Contract, contracts
+from tilewright.dispatch.backends import BACKENDS
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "ops"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def page(contract: Contract) -> str:
+    """The page of one op."""
+    signature = inspect.signature(contract.function)
+    summary = contract.summary[0].upper() + contract.summary[1:]
+    shown = f"ops.{contract.name}{signature}".replace("torch.", "").replace("'", "")
+    parts = [
+        f"# {contract.name}\n\n{summary}. Family: {contract.family}. Generated from the contract.\n",
+        f"```python\n{shown}\n```\n",
+        f"```text\n{inspect.getdoc(contract.function) or ''}\n```\n",
+        "## Backends\n\n" + "\n".join(_support(contract)) + "\n",
+        "## Promises\n\n" + "\n".join(_promises(contract)) + "\n",
+        "## Checked cases\n\n" + "\n".join(f"- {w.name}" for w in contract.edge_cases) + "\n",
+        "## Refused input\n\n" + "\n".join(f"- {b.name}" for b in contract.bad_inputs) + "\n",
+    ]
+    for folder, table in _measured(contract):
+        parts.append(f"## Measured: {folder}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def _support(contract: Contract) -> Iterator[str]:
+    source = Path(inspect.getfile(sys.modules[contract.forward.package])).parent
+    yield "| backend | forward | backward |\n|---|---|---|"
+    for backend in BACKENDS:
+        if backend == "torch":
+            yield "| torch | reference | autograd of the reference |"
+        elif (file := source / f"{backend}.py").exists():
+            backward = 'direction="bwd"' in file.read_text()
+            yield f"| {backend} | [{file.name}](../../{file.relative_to(ROOT)}) | {'yes' if backward else 'no'} |"
+
+
+def _promises(contract: Contract) -> Iterator[str]:
+    dtypes = ", ".join(str(d).removeprefix("torch.") for d in contract.dtypes)
+    yield f"- dtypes: {dtypes}"
+    yield f"- error at most {contract.tolerance:g} times that of torch in the same dtype against float64, plus a small floor"
+    if contract.gradient is not None:
+        yield f"- gradients likewise, {contract.gradient_tolerance:g} times"
+    yield f"- the same call twice gives the same bits: {'yes' if contract.promises.deterministic else 'no'}"
+    invariant = "yes" if contract.promises.batch_invariant else "no"
+    yield f'- under `numerics("batch_invariant")` a row has the same bits alone and in any batch: {invariant}'
+    yield f"- `out=`: {'yes' if contract.forward.torch_out is not None else 'no'}"
+
+
+def _measured(contract: Contract) -> Iterator[tuple[str, str]]:
+    for file in sorted(RESULTS.glob(f"*/{contract.family}.json")):
+        rows = [row for row in schema.load(file).rows if row.op == contract.name]
+        if rows:
+            head = "| case | dtype | direction | ours, us | best peer, us | ratio | of the floor |\n|---|---|---|---|---|---|---|"
+            yield file.parent.name, "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: schema.Row) -> str:
+    own = {name: us for name, us in row.impls.items() if name != "torch"}
+    peers = row.peers
+    ours = f"{own[min(own, key=own.__getitem__)]:.2f} ({min(own, key=own.__getitem__)})" if own else "-"
+    best = min(peers, key=peers.__getitem__) if peers else None
+    peer = f"{peers[best]:.2f} ({best})" if best else "-"
+    ratio = "-" if row.ratio_own is None else f"{row.ratio_own:.2f}"
+    share = f"{row.floor_us / min(own.values()):.0%}" if own else "-"
+    sizes = ", ".join(f"{k}={v}" for k, v in row.params.items())
+    return f"| {row.case} ({sizes}) | {row.dtype} | {row.direction} | {ours} | {peer} | {ratio} | {share} |"
+
+
+def main() -> int:
+    """Write or check every page."""
+    check = "--check" in sys.argv[1:]
+    pages = {PAGES / f"{name}.md": page(contract) for name, contract in contracts().items() if not name.startswith("test_")}
+    index = "# Ops\n\n" + "\n".join(f"- [{path.stem}]({path.name})" for path in pages) + "\n"
+    pages[PAGES / "README.md"] = index
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    if check:
+        for path in stale:
+            print(f"out of date: {path.relative_to(ROOT)}; run python scripts/op_pages.py")
+        return 1 if stale else 0
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for path in stale:
+        path.write_text(pages[path])
+    print(f"{len(stale)} of {len(pages)} pages written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
