@@ -67,11 +67,14 @@ def test_every_workload_and_shipped_configuration(key, arch):
                 config = None
                 if implementation.configure is not None:
                     config = implementation.configure(op.bucket_of(call.args, "default"), dtype)
-                # The first dtype is compiled for every case, the others once for each kernel shape.
-                shape = (dtype, config, op.bucket_of(call.args, "batch_invariant"))
-                if dtype == contract.dtypes[0] or shape not in compiled_once:
+                # The first dtype is compiled for every case, one of another width once for each shape of a kernel,
+                # one of the same width (the same registers and the same memory) once for each configuration.
+                kind = (dtype, config)
+                if dtype.itemsize != contract.dtypes[0].itemsize:
+                    kind = (*kind, op.bucket_of(call.args, "batch_invariant"))
+                if dtype == contract.dtypes[0] or kind not in compiled_once:
                     compiler.launch(call, dtype, config)
-                compiled_once.add(shape)
+                compiled_once.add(kind)
                 unseen.discard(config)
         for config in unseen:
             call = call_that_selects(contract, op, config, implementation)

@@ -5,7 +5,6 @@ kernels themselves are checked by the same modes in `tests/gpu`.
 """
 
 import inspect
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,15 +19,6 @@ EDGE_CASES = [(name, w) for name in OPS for w in contract(name).edge_cases]
 QUICK = [mode.name for mode in MODES.values() if not mode.heavy and mode.name not in ("cuda_graph", "side_stream")]
 HEAVY = [mode.name for mode in MODES.values() if mode.heavy]
 LARGE = 1 << 18  # elements; above, a case is there for a kernel's other road, and torch has only one
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny operations only wait for torch's other threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def case_id(value):

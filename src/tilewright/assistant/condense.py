@@ -13,9 +13,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def condense(seen: Observation) -> Observation:
-    """The same observation by pattern of path: times, counts and bytes are summed, peaks are the largest, shapes are
-    listed once.
-    """
+    """The same by pattern of path: times, counts and bytes summed, peaks the largest, shapes listed once."""
     return replace(seen, phases=[_phase(phase) for phase in seen.phases])
 
 

@@ -19,9 +19,7 @@ from tilewright.log import logger
 
 @dataclass
 class GraphBreaks:
-    """graphs: parts the forward falls into (1 is whole); None when Dynamo failed. reasons: one line each, with file and
-    line.
-    """
+    """graphs: parts the forward falls into, None when Dynamo failed. reasons: a line each, with its place."""
 
     graphs: int | None
     breaks: int | None

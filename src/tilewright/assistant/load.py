@@ -20,9 +20,7 @@ from tilewright.errors import UsageError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode on its device, its tokenizer if it has one, and example inputs if its factory gave
-    any.
-    """
+    """A model in evaluation mode on its device, its tokenizer if it has one, and the inputs a factory gave."""
 
     model: nn.Module
     tokenizer: Any = None
@@ -51,9 +49,7 @@ def load(name: str, *, device: str | torch.device | None = None) -> Loaded:
 
 
 def load_prompts(path: str | Path) -> list[str]:
-    """Prompts from a .jsonl file of objects with "text", or from a plain text file, where an empty line separates them.
-    Raises UsageError.
-    """
+    """Prompts from .jsonl objects with "text", or from plain text separated by empty lines. Raises UsageError."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")

@@ -226,14 +226,14 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
 
 
 def _doubts(roofs: list[Roof], seen: Observation) -> list[str]:
-    """What speaks against the ceilings: a floor is a lower bound, so a faster phase says that they were measured badly."""
+    """What speaks against the ceilings: a phase that is faster than its floor."""
     found = []
     for phase in seen.phases:
         floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
         if floor > 1.1 * phase.wall_us:
             found.append(
-                f"The {phase.name} ran in {phase.wall_us / 1e3:.3g} ms, faster than its floor of {floor / 1e3:.3g} ms: the "
-                "machine was slower when its ceilings were measured. Predictions are off; run `tilewright calibrate` on an idle machine."
+                f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: the machine "
+                "was busy when its ceilings were measured. Run `tilewright calibrate` again for better predictions."
             )
     return found
 

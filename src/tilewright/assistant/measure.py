@@ -63,9 +63,7 @@ class Comparison:
 
 
 def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Comparison:
-    """Time both sides for about `seconds`. Both must have run once already: compilation and graph capture are no
-    samples.
-    """
+    """Time both sides for about `seconds`. Both must have run before: compilation and capture are no samples."""
     began = time.perf_counter()
     with torch.no_grad():
         sides = {"before": before, "after": after}
@@ -82,9 +80,7 @@ def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Com
 
 
 def calls(model: nn.Module, work: Workload) -> dict[str, Callable[[], object]]:
-    """What is timed: the prefill and, for a language model, a short and a full request, whose difference is pure
-    decoding.
-    """
+    """What is timed. The short request is there for its difference to the full one, which is pure decoding."""
     if not work.generates:
         return {"forward": lambda: work.forward(model)}
     return {

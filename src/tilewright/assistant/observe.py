@@ -25,8 +25,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Phase:
-    """One kind of call: "prefill" (the example) or "decode" (one more token). Times in us, without a profiler in
-    `wall_us` alone.
+    """One kind of call: "prefill" (the example) or "decode" (one more token). Times in us.
 
     calls: how many of them one request makes. idle_share: share of the wall time without a kernel, on a GPU; None on a
     CPU.
@@ -98,9 +97,7 @@ def observe(model: nn.Module, work: Workload, say: Say = lambda line: None, *, c
 
 
 def decode_step(model: nn.Module, work: Workload) -> Callable[[], object] | None:
-    """A call that decodes one token after the example with the model's own growing cache; None where the model returns
-    no cache.
-    """
+    """A call that decodes one more token with the model's own growing cache; None if it returns no cache."""
     with torch.no_grad():
         out = model(input_ids=work.input_ids, use_cache=True)
     cache: Any = getattr(out, "past_key_values", None)

@@ -64,9 +64,7 @@ def time_by_module(report: Report) -> str:
 
 
 def roofline(report: Report) -> str:
-    """Left: achieved flop/s over intensity under the measured roofs. Right: time over floor for every class that has a
-    floor.
-    """
+    """Left: achieved flop/s over intensity under the measured roofs. Right: time over floor."""
     rated = [roof for roof in report.roofs if roof.flops and roof.us and roof.bytes]
     floored = [roof for roof in report.roofs if roof.floor_us and roof.us]
     if not floored:

@@ -75,9 +75,7 @@ def roofline(seen: Observation, ceilings: Ceilings) -> list[Roof]:
 
 
 def floor_us(cost: ModuleCost, ceilings: Ceilings, *, leaf: bool) -> float:
-    """Least time of a module's own ops, all its calls together. A container's own element-wise ops may fuse into its
-    children: 0.
-    """
+    """Least time of a module's own ops. A container's element-wise ops may fuse into its children: 0."""
     compute = sum(matmul_us(ceilings, p.m, p.n, p.k, p.batch, p.dtype) for p in cost.matmuls)
     for a in cost.attentions:
         if a.dtype in ceilings.attention:
@@ -107,9 +105,7 @@ def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str
 
 
 def summary(ceilings: Ceilings) -> dict[str, float]:
-    """The largest measured rates: bytes/s of a copy and flop/s of matrix products by dtype; the roof of a plot, not
-    used to predict.
-    """
+    """The largest rates measured: a copy in bytes/s, products in flop/s by dtype. For plots, not for predictions."""
     found = {"launch_us": ceilings.launch_us}
     curve = ceilings.bandwidth.get("read1_write1") or next(iter(ceilings.bandwidth.values()))
     found["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6

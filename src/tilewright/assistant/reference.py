@@ -39,9 +39,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Which prompts are evaluated and at which positions, (row of prompts) -> 1-D int64; drawn once, the same for every
-    model.
-    """
+    """Which prompts are evaluated and at which positions (int64, by prompt); drawn once, the same for all."""
 
     prompts: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
@@ -53,8 +51,7 @@ def wide_dtype(model: nn.Module) -> torch.dtype:
 
 
 def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy whose floating parameters and buffers are at least `dtype`, made without an intermediate copy in the
-    original format.
+    """A copy whose floating parameters and buffers are at least `dtype`, made without a narrow one first.
 
     Ties are kept. Hugging Face norms and rotary tables compute in float32 whatever they are given, so a float64 copy is
     as accurate as those islands allow: about 1e-7, which the accuracy rule's floor covers.
@@ -88,9 +85,7 @@ def full_precision() -> Iterator[None]:
 
 
 def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:
-    """Choose positions at random, as many as 1 GiB of float64 logits allow, 4096 at most, from the first `prompts`
-    prompts.
-    """
+    """Choose random positions in the first `prompts` prompts: at most 4096, and 1 GiB of float64 logits."""
     chosen = work.prompts[:prompts]
     lengths = [int(ids.shape[1]) for ids in chosen]
     total = sum(lengths)
@@ -104,9 +99,7 @@ def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = No
 
 
 def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode: bool) -> Evaluation:
-    """Run `model` over the sample; sample=None compares the outputs of the examples instead. decode: also check greedy
-    decoding.
-    """
+    """Run `model` over the sample, or over the examples where it is None. decode: also check greedy decoding."""
     with torch.no_grad():
         if sample is None:
             outputs = [logits_of(example.run(model)).detach() for example in work.examples]

@@ -189,9 +189,7 @@ class Trials:
         return found
 
     def _evaluate_own(self, model: nn.Module, accept_dtype: torch.dtype | None) -> Evaluation:
-        """The unchanged model's outputs, or those it would have in the format that is accepted; perplexity stays that
-        of the former.
-        """
+        """The unchanged model's outputs, or those in the accepted format; perplexity is always the former's."""
         own = evaluate(model, self._work, self._sample, decode=True)
         if accept_dtype is None:
             return own
@@ -213,9 +211,7 @@ class Trials:
 
 
 def decide(gain: Metric, noise: float) -> tuple[bool, str]:
-    """Whether the interval of `gain` excludes "no gain", and the sentence that says so. noise: upper end of the
-    control's interval.
-    """
+    """Whether `gain` excludes "no gain", and the sentence that says so. noise: upper end of the control's interval."""
     limit = max(1.0, noise)
     measured = f"{gain.name} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
     if gain.gain_low > limit:
@@ -240,7 +236,7 @@ def _room(device: torch.device) -> float:
 
 
 def _release(device: torch.device) -> None:
-    """Give a dead copy's memory back now: models hold reference cycles, which would keep it until the next collection."""
+    """Give a dead copy's memory back now: models hold reference cycles, which would keep it for a while."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

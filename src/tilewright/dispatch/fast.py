@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from tilewright.dispatch.raw import RawOp
 from tilewright.dispatch.recording import recordings
-from tilewright.dispatch.registry import generation
+from tilewright.dispatch.registry import GENERATION as _generation
 from tilewright.jit.tape import Tape, listen
 
 _MAX_ENTRIES = 2048
@@ -29,10 +29,10 @@ _recordings = recordings()
 class Entry:
     """What one signature needs at its next call."""
 
-    __slots__ = ("like", "specs", "tape")
+    __slots__ = ("launch", "like", "specs")
 
     def __init__(self, tape: Tape, first: Tensor, outs: Sequence[Tensor]) -> None:
-        self.tape = tape
+        self.launch = tape.replay
         # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
         self.like = len(outs) == 1 and outs[0].dtype == first.dtype and outs[0].stride() == first.stride()
         self.specs = [(tuple(o.shape), o.stride(), o.dtype, o.device) for o in outs]
@@ -49,7 +49,7 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found 
         return None
     device = _current_device()  # type: ignore[misc]
     count = raw.tensor_count
-    parts: list[Any] = [backend, numerics, device, generation(), *args[count:]]
+    parts: list[Any] = [backend, numerics, device, _generation[0], *args[count:]]
     pointers = []
     for t in args[:count]:
         if type(t) in _PLAIN:
@@ -73,12 +73,12 @@ def replay(found: Found, first: Tensor) -> Any:
     if entry.like:  # type: ignore[union-attr]
         out = torch.empty_like(first)
         pointers.append(out.data_ptr())
-        entry.tape.replay(key[2], pointers)  # type: ignore[union-attr]
+        entry.launch(key[2], pointers)  # type: ignore[union-attr]
         return out
     outs = tuple([torch.empty_strided(a, b, dtype=c, device=d) for a, b, c, d in entry.specs])  # type: ignore[union-attr]
     for out in outs:
         pointers.append(out.data_ptr())
-    entry.tape.replay(key[2], pointers)  # type: ignore[union-attr]
+    entry.launch(key[2], pointers)  # type: ignore[union-attr]
     return outs if len(outs) > 1 else outs[0]
 
 

@@ -39,7 +39,8 @@ def use_backend(backend: str) -> Iterator[None]:
 
 def get_current_backend() -> str:
     """The preference in force here: `use_backend`, else `set_backend`, else `TILEWRIGHT_BACKEND`, else "auto"."""
-    return _context.get() or _process or check_name(current().backend or "auto")
+    asked = _context.get() or _process or current().backend
+    return "auto" if asked is None else check_name(asked)
 
 
 @contextmanager

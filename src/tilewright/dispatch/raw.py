@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch.recording import recordings
-from tilewright.dispatch.registry import generation
+from tilewright.dispatch.registry import GENERATION
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError
 
@@ -98,11 +98,11 @@ class RawOp:
         first = args[0]
         key = (backend, numerics, first.dtype, first.device, self.bucket(*args))
         plan = self._plans.get(key)
-        if plan is None or self._plans_generation != generation():
-            if self._plans_generation != generation() or len(self._plans) > 4096:
+        if plan is None or self._plans_generation != GENERATION[0]:
+            if self._plans_generation != GENERATION[0] or len(self._plans) > 4096:
                 self._plans.clear()
             plan = self._plans[key] = choose(self, args, backend, numerics)
-            self._plans_generation = generation()
+            self._plans_generation = GENERATION[0]
         return plan
 
     def note(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:

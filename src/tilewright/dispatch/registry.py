@@ -35,12 +35,8 @@ class Implementation:
 
 
 _implementations: dict[tuple[str, str], dict[str, Implementation]] = {}
-_generation = 0
-
-
-def generation() -> int:
-    """Grows with every registration, so that cached plans know they are old."""
-    return _generation
+GENERATION = [0]
+"""Grows with every registration, so that cached plans know they are old."""
 
 
 def register_impl(
@@ -63,8 +59,7 @@ def register_impl(
         raise InputError(f"register_impl({op!r}): direction {direction!r}; allowed are 'fwd' and 'bwd'.")
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
-        global _generation
-        _generation += 1
+        GENERATION[0] += 1
         _implementations.setdefault((op, direction), {})[backend] = Implementation(
             op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs
         )
@@ -75,8 +70,7 @@ def register_impl(
 
 def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
     """Take an implementation out again."""
-    global _generation
-    _generation += 1
+    GENERATION[0] += 1
     del _implementations[op, direction][backend]
 
 

@@ -189,9 +189,7 @@ class Merged:
 
 
 def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
-    """Paths of linear layers with one parent that one `run()` hands the same tensor, unchanged, each layer once; in
-    call order.
-    """
+    """Paths of linear layers of one parent that one `run()` hands the same unchanged tensor, each once."""
     seen: dict[tuple[str, int, int], list[str]] = {}
     held: list[Tensor] = []  # keeps every input alive, so that no id is used twice
     calls: Counter[str] = Counter()

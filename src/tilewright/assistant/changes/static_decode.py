@@ -62,9 +62,7 @@ class StaticDecode:
 
 
 class Attached:
-    """A model whose `generate` is replaced. `refresh` starts anew after the model's modules changed: captured graphs
-    replay the old ones.
-    """
+    """A model whose `generate` is replaced."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -41,7 +41,7 @@ def resolve(model: Any, requested: str, device: torch.device) -> str:
     if requested == "auto":
         if not replaceable:
             return "model"
-        return "split_kv" if _runs_triton(device) else "sdpa"
+        return "split_kv" if device.type == "cuda" and _runs_triton(device) else "sdpa"
     if requested != "model" and not replaceable:
         raise InputError(
             f"attention={requested!r} replaces a registered scaled-dot-product attention; {type(model).__name__} uses "

@@ -1,0 +1,94 @@
+"""Broken Triton kernels are caught on a GPU, each by the mode that is there for it, and a correct one is not."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright import ops
+from tilewright.dispatch import Workload, contract
+from tilewright.validate import check
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`loud`: plain accuracy sees it, too.   `fools_allclose`: the usual test with a fixed tolerance of 1e-2 passes it."""
+
+    mode: str
+    fools_allclose: bool
+    loud: bool = False
+    params: dict[str, Any] = field(default_factory=lambda: {"M": 192, "N": 320})
+    dtype: torch.dtype = torch.bfloat16
+
+
+FAULTS = {
+    "wrong_tile": Fault("eager", True, loud=True, dtype=torch.float16),
+    "missing_tail_mask": Fault("eager", False, loud=True, params={"M": 8, "N": 333}),
+    "nan": Fault("eager", False, loud=True),
+    "stale_output": Fault("poison", True),
+    "mutated_input": Fault("inputs_unchanged", True),
+    "wrong_stride": Fault("non_contiguous", True),
+    "batch_variant": Fault("batch_invariance", True, dtype=torch.float32),
+    "out_of_bounds": Fault("guard_bands", True, params={"M": 5, "N": 333}),
+    "wrong_stream": Fault("side_stream", True),
+    "cached_by_pointer": Fault("cuda_graph", True),
+    "zero_gradient": Fault("backward", False, loud=True),
+    "atomic_weight_gradient": Fault("determinism", True, params={"M": 4096, "N": 320}, dtype=torch.float32),
+}
+
+
+def report(name, fault, modes):
+    from tests.gpu.broken_kernels import planted
+
+    with planted(name):
+        workload = Workload("planted", fault.params)
+        return check("rms_norm", workload, modes=modes, backend="triton", dtype=fault.dtype, device="cuda")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_caught_by_the_right_mode(name):
+    fault = FAULTS[name]
+    made = report(name, fault, [fault.mode])
+    assert made.failed_modes == (fault.mode,), str(made)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FAULTS.items() if not f.loud and n != "stale_output"])
+def test_accuracy_alone_does_not_see_it(name):
+    made = report(name, FAULTS[name], ["eager"])
+    assert made.passed, str(made)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_plain_allclose_sees(name):
+    """Both backends once on contiguous inputs, into one buffer; gradients where the fault is in the backward."""
+    from tests.gpu.broken_kernels import planted
+
+    fault = FAULTS[name]
+    x, weight = contract("rms_norm").inputs(fault.params, fault.dtype, torch.device("cuda"), 0).args
+    with planted(name):
+        buffer = ops.rms_norm(x, weight, out=torch.empty_like(x), backend="torch")
+        expected = buffer.clone()
+        ops.rms_norm(x, weight, out=buffer, backend="triton")
+        close = torch.allclose(buffer, expected, 1e-2, 1e-2)
+        if fault.mode in ("backward", "determinism"):
+            cotangent = torch.randn_like(x)
+            ours, theirs = (_gradients(x, weight, cotangent, backend) for backend in ("triton", "torch"))
+            # sums over M rows in float32: their tolerance must grow with the terms
+            close = all(
+                torch.allclose(a, b, 1e-2, 1e-2 * fault.params["M"] ** 0.5) for a, b in zip(ours, theirs, strict=True)
+            )
+    assert close == fault.fools_allclose
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_same_kernels_without_a_fault_pass(dtype):
+    made = report("none", Fault("", True, dtype=dtype), "quick")
+    assert made.passed, str(made)
+
+
+def _gradients(x, weight, cotangent, backend):
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    return torch.autograd.grad(ops.rms_norm(*leaves, backend=backend), leaves, cotangent)

@@ -1,0 +1,70 @@
+"""Every op, edge case, dtype and backend on a GPU, in the execution modes of `validate.check`.
+
+bf16 runs in every mode that costs no compilation by torch; the other dtypes in those that can tell them apart, because each
+alignment and stride of a dtype makes Triton compile its kernels again.  Heavy modes run on one edge case of each op.
+"""
+
+import pytest
+import torch
+
+import tilewright.ops  # noqa: F401 - binds every contract
+from tilewright.dispatch import contract, contracts
+from tilewright.validate import MODES, check
+
+pytestmark = pytest.mark.gpu
+
+OPS = sorted(contracts())
+EDGE_CASES = [(name, w) for name in OPS for w in contract(name).edge_cases]
+BACKENDS = ("triton", "torch")
+HEAVY = [mode.name for mode in MODES.values() if mode.heavy]
+DTYPE_MODES = ["eager", "backward", "poison", "out", "determinism", "batch_invariance", "cuda_graph"]
+
+
+def name_of(value):
+    return value if isinstance(value, str) else value.name.partition(":")[0]
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
+@pytest.mark.parametrize(("name", "workload"), EDGE_CASES, ids=name_of)
+def test_edge_case(name, workload, dtype, backend):
+    modes = "quick" if dtype == torch.bfloat16 else DTYPE_MODES
+    check(name, workload, modes=modes, backend=backend, dtype=dtype, device="cuda").require()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", OPS)
+def test_registration_and_compilation(name, backend):
+    """opcheck, and torch.compile through Inductor with fixed and symbolic sizes."""
+    made = check(name, modes=HEAVY, backend=backend, dtype=torch.bfloat16, device="cuda")
+    assert [r.status for r in made.require().results] == ["passed"] * len(HEAVY), str(made)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_auto_is_right_whatever_it_picks(name):
+    for dtype in contract(name).dtypes:
+        check(name, modes=["eager", "backward"], dtype=dtype, device="cuda").require()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_model_sizes(name):
+    """The first workload of the bench, thousands of programs instead of a few."""
+    workload = contract(name).workloads[0]
+    check(
+        name, workload, modes=["eager", "backward", "determinism", "cuda_graph"], backend="triton", device="cuda"
+    ).require()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_promises_are_exercised_on_some_case(name):
+    """Batch invariance, out= and guard bands may be skipped on a case, not on all."""
+    subject = contract(name)
+    promised = {"guard_bands"}
+    promised |= {"batch_invariance"} if subject.promises.batch_invariant and subject.batch_dim is not None else set()
+    promised |= {"out"} if subject.forward.torch_out is not None else set()
+    made = check(name, modes=sorted(promised), backend="triton", dtype=torch.float32, device="cuda").require()
+    assert {r.mode for r in made.results if r.status == "passed"} == promised, str(made)
