@@ -84,7 +84,7 @@ class Standard:
         ):
             ours, theirs, limit = (float(getattr(e, field) / scale) for e in (found, self.torch, self.limit))
             if not getattr(found, field) <= getattr(self.limit, field):
-                what = {"whole": "error", "largest": "largest error", "ulp": "99.9th percentile of errors"}[field]
+                what = {"whole": "error", "largest": "largest error", "ulp": "high quantile of errors"}[field]
                 faults.append(f"{what} {ours:.3g} {unit}; torch {theirs:.3g}, allowed {limit:.3g}")
         for part in PARTS:
             value, limit, torch_value, size = (getattr(e, part) for e in (found, self.limit, self.torch, self.size))

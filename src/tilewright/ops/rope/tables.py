@@ -192,7 +192,7 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Frequencies:
-    """By parts: pairs that turn over `high_freq_factor` times in training stay, those under `low_freq_factor` slow down.
+    """By parts: pairs that turned over `high_freq_factor` times in training stay, under `low_freq_factor` slow down.
 
     A blend joins them.  Grattafiori et al., "The Llama 3 Herd of Models", 2024.
     """

@@ -156,7 +156,7 @@ def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Reads q, k (or gradients), every position and half of each used row of the tables; writes q' and k' (or gradients)."""
+    """Reads q and k, every position, and half of each row of the tables that is used; writes q' and k'."""
     q, k, cos, _ = sample.args
     r = sample.kwargs.get("rotary_dim") or cos.shape[-1]
     positions = sample.kwargs.get("positions")

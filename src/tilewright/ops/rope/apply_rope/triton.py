@@ -25,29 +25,26 @@ class Config(NamedTuple):
     num_warps: int
 
 
+HEADS = 4  # one warp's vectors at D = 128 in bf16: its rows share a token, and so a row of the tables
+
 # (warps, 16-byte vectors of either half of a row in a thread), largest tile first
 _TILES = ((4, 2), (2, 1), (1, 1))
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work; a warp's vectors hold 1 KB of rows."""
+    """The largest tile that still gives every SM work; a warp's vectors, of both halves, hold 1 KB of rows."""
     t, h, h_kv, d, r = bucket
-    row, turned = (min(max(triton.next_power_of_2(n) * dtype.itemsize, 64), 1024) for n in (d, r))
+    row, turned = (min(max(triton.next_power_of_2(n) * dtype.itemsize, 128), 512) for n in (d, r))
     tiles = []
     for warps, vectors in _TILES:
         rows = warps * max(vectors * 1024 // row, 1024 // turned)
-        heads = min(rows, 8 if h % 8 == 0 and h_kv % 8 == 0 else 4)  # 8 of 28 heads would leave threads idle
+        heads = min(rows, HEADS)
         tiles.append(Config(rows // heads, heads, warps))
     return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
 
 
 CONFIGS = tuple(
-    dict.fromkeys(
-        configure((t, h, h, d, d), torch.bfloat16)
-        for d in (32, 64, 128, 256, 512)
-        for h in (4, 8)
-        for t in (1, 1024, 1 << 17)
-    )
+    dict.fromkeys(configure((t, 32, 8, d, d), torch.bfloat16) for d in (64, 128, 256) for t in (1, 128, 512, 8192))
 )
 CANDIDATES = (
     *(Config(1, 4, 1), Config(2, 4, 1), Config(1, 8, 2), Config(2, 8, 2), Config(4, 4, 2)),

@@ -35,7 +35,7 @@ class Config(NamedTuple):
     rows: int = 1  # short: rows a program takes at a time
     waves: int = 0  # short: programs per SM that walk over the rows; 0: one program per `rows`
     num_stages: int = 1  # of the walk over rows (short) or along a row (long)
-    steps: int = 4  # long: 16-byte vectors per thread in one step along the row
+    steps: int = 2  # long: 16-byte vectors per thread in one step along the row
     split: int = 0  # elements a program takes of a row that is divided among programs; 0: it is not
 
 
@@ -56,7 +56,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     _, n = bucket
     held = REGISTERS // 2  # of dy and of y
-    return _short(n, held) if n <= held else Config(held, num_warps=16, steps=2)
+    return _short(n, held) if n <= held else Config(held, num_warps=16)
 
 
 _WIDTHS = tuple(1 << k for k in range(17))

@@ -1,0 +1,72 @@
+"""Host time of one eager call, launch and output allocation included, beside what aten itself takes on the same machine.
+
+    python benchmarks/host_overhead.py --json FILE
+
+Times the enqueueing of calls on 4x4096 bf16, where the GPU is faster than the host, so the queue never fills: best of many short
+batches, interleaved, in microseconds.  `call`: nothing needs a gradient, under inference_mode.  `call_with_grad`: an input does.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tilewright import ops
+from tilewright.bench import machine
+
+BATCH, ROUNDS = 200, 60
+
+
+def host_us(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median over rounds of the mean time to enqueue one call of a batch."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(50):
+            call()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(BATCH):
+                call()
+            samples[name].append((time.perf_counter() - start) / BATCH * 1e6)
+    return {name: round(statistics.median(values), 2) for name, values in samples.items()}
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+
+    x, residual, y = (torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+    packed = torch.randn(4, 8192, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], object]] = {
+        "tilewright rms_norm": lambda: ops.rms_norm(x, weight),
+        "tilewright add_rms_norm": lambda: ops.add_rms_norm(x, residual, weight),
+        "tilewright swiglu": lambda: ops.swiglu(x, y),
+        "tilewright silu_and_mul": lambda: ops.silu_and_mul(packed),
+        "aten add": lambda: x + y,
+        "aten rms_norm": lambda: F.rms_norm(x, (4096,), weight, 1e-6),
+        "aten empty_like": lambda: torch.empty_like(x),
+    }
+    with torch.inference_mode():
+        plain = host_us(calls)
+    x.requires_grad_()
+    weight.requires_grad_()
+    with_grad = host_us({name: calls[name] for name in ("tilewright rms_norm", "tilewright swiglu", "aten add", "aten rms_norm")})
+    found = {"kind": "host_overhead", "machine": machine.describe("cuda").to_dict(), "call": plain, "call_with_grad": with_grad}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    for name, us in plain.items():
+        print(f"{name:26}{us:8.2f} us" + (f"{with_grad[name]:10.2f} us with grad" if name in with_grad else ""))
+
+
+if __name__ == "__main__":
+    main()

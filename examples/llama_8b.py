@@ -1,0 +1,42 @@
+"""A model of Llama-3.1-8B's shape with random bf16 weights, made on the GPU: what there is to try the assistant on at full size.
+
+    tilewright optimize examples/llama_8b.py:factory --html build/llama_8b.html
+"""
+
+from typing import Any
+
+import torch
+
+
+def factory() -> tuple[Any, dict[str, torch.Tensor]]:
+    """(model on the GPU, one prompt of 2048 random tokens).  Needs 17 GB of device memory; no download."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    torch.manual_seed(0)
+    model = model.to_empty(device="cuda").to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+        else:
+            torch.nn.init.ones_(parameter)
+    rotary = model.model.rotary_emb
+    rotary.__init__(config, device="cuda")  # its frequencies are a buffer, which to_empty left unset
+    prompt = torch.randint(config.vocab_size, (1, 2048), device="cuda")
+    return model.eval(), {"input_ids": prompt}
