@@ -23,20 +23,21 @@ def factory() -> tuple[Any, dict[str, torch.Tensor]]:
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        eos_token_id=None,
-        pad_token_id=0,
-        dtype="bfloat16",
+        attn_implementation="sdpa",
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
     torch.manual_seed(0)
-    model = model.to_empty(device="cuda").to(torch.bfloat16)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.02)
-        else:
-            torch.nn.init.ones_(parameter)
-    rotary = model.model.rotary_emb
-    rotary.__init__(config, device="cuda")  # its frequencies are a buffer, which to_empty left unset
-    prompt = torch.randint(config.vocab_size, (1, 2048), device="cuda")
-    return model.eval(), {"input_ids": prompt}
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config).eval()
+            prompt = torch.randint(config.vocab_size, (1, 2048))
+    finally:
+        torch.set_default_dtype(default)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.normal_(std=0.02)
+    model.generation_config.eos_token_id = None  # random weights must not stop early
+    model.generation_config.pad_token_id = 0
+    return model, {"input_ids": prompt}

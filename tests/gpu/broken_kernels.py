@@ -35,8 +35,7 @@ def forward_kernel(
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(wide * wide, 0) / N
     if FAULT == "batch_variant":
-        if M >= 64:  # noqa: SIM102 - the outer test is a constant for the compiler, the inner one is not
-            mean = tl.sum(wide * wide / N, 0)
+        mean = tl.where(M >= 64, tl.sum(wide * wide / N, 0), mean)
     normed = (wide * tl.rsqrt(mean + eps)).to(x.dtype.element_ty).to(tl.float32)
     result = normed * tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32)
     if FAULT == "wrong_tile":
@@ -84,9 +83,8 @@ def weight_gradient_kernel(
     mask = offs_n < N
     acc = tl.zeros((BLOCK_N,), tl.float32)
     for row in range(M):
-        at = row.to(tl.int64)
-        normed = tl.load(x + at * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * tl.load(rstds + row)
-        grad = tl.load(dy + at * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * tl.load(rstds + row)
+        grad = tl.load(dy + row * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32)
         acc += grad * normed.to(x.dtype.element_ty).to(tl.float32)
     if FAULT == "zero_gradient":
         acc = tl.zeros((BLOCK_N,), tl.float32)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class Fault:
-    """`loud`: plain accuracy sees it, too.   `fools_allclose`: the usual test with a fixed tolerance of 1e-2 passes it."""
+    """`loud`: plain accuracy sees it, too.   `fools_allclose`: the usual test, with a tolerance of 1e-2, passes it."""
 
     mode: str
     fools_allclose: bool

@@ -1,7 +1,7 @@
 """Every op, edge case, dtype and backend on a GPU, in the execution modes of `validate.check`.
 
-bf16 runs in every mode that costs no compilation by torch; the other dtypes in those that can tell them apart, because each
-alignment and stride of a dtype makes Triton compile its kernels again.  Heavy modes run on one edge case of each op.
+bf16 runs in every mode but the heavy ones; the other dtypes in those that can tell them apart, because each alignment
+and stride of a dtype makes Triton compile its kernels again.  Heavy modes run on one edge case of each op.
 """
 
 import pytest

@@ -1,6 +1,8 @@
 """Raw calls of any op, made from its contract alone, on tensors without memory."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import combinations, permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch.utils._pytree import tree_map
 import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations, record
 
-SIZES = tuple(1 << k for k in range(18))
+SIZES = tuple(1 << k for k in range(21))
 
 
 class RawCall(NamedTuple):
@@ -54,31 +56,54 @@ def raw_call(contract: Contract, op: RawOp, purpose: str, params: Mapping[str, A
     return RawCall(purpose, op, gradient.raw_args(grads, gradient.save(raw_args, outputs), plain, needs))
 
 
-def declared_calls(contract: Contract, op: RawOp, dtype: torch.dtype) -> Iterator[RawCall]:
-    """Calls of every workload and edge case that launch something."""
-    for workload in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases):
-        call = raw_call(contract, op, workload.name, workload.params, dtype)
-        if call.args[0].numel():
-            yield call
+def declared_calls(contract: Contract, op: RawOp, dtype: torch.dtype) -> tuple[RawCall, ...]:
+    """Calls of every workload and edge case that launch something; made once for all targets."""
+    return _declared_calls(contract.name, op.direction, dtype)
+
+
+@cache
+def _declared_calls(name: str, direction: str, dtype: torch.dtype) -> tuple[RawCall, ...]:
+    contract = contracts()[name]
+    (op,) = [op for op in contract.raw_ops if op.direction == direction]
+    workloads = (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)
+    calls = (raw_call(contract, op, w.name, w.params, dtype) for w in workloads)
+    return tuple(call for call in calls if call.args[0].numel())
 
 
 def call_that_selects(contract: Contract, op: RawOp, config: Any, implementation: Implementation) -> RawCall:
-    """A call for which `implementation` chooses `config`: a workload with one size replaced by a power of two."""
+    """A call for which `implementation` chooses `config`: a workload with up to two of its sizes replaced.
+
+    The search walks over buckets, which is cheap, and makes a call only of those that select `config`.
+    """
     assert implementation.configure is not None
-    for workload in (*contract.workloads, *contract.edge_cases):
-        for name, size in workload.params.items():
-            if type(size) is not int or size == 0:
-                continue
-            for other in SIZES:
-                for dtype in contract.dtypes:
-                    params = {**workload.params, name: other}
+    workloads = {w.name: w for w in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)}
+    for dtype in contract.dtypes:
+        for declared in declared_calls(contract, op, dtype):
+            params = workloads[declared.purpose].params
+            for first, second in _sizes_that_select(config, op.bucket(*declared.args), dtype, implementation):
+                for names in permutations([n for n, size in params.items() if type(size) is int], 2):
+                    changed = dict(zip(names, (first, second), strict=True))
                     try:
-                        call = raw_call(contract, op, f"{workload.name} with {name}={other}", params, dtype)
+                        call = raw_call(contract, op, f"{declared.purpose}, {changed}", {**params, **changed}, dtype)
                     except (ValueError, RuntimeError):
                         continue  # these sizes do not go together, say heads and groups of heads
-                    if implementation.configure(op.bucket_of(call.args, "default"), dtype) == config:
+                    if implementation.configure(op.bucket(*call.args), dtype) == config:
                         return call
     raise AssertionError(f"{op.key}[triton]: no size selects {config}; a configuration nothing can choose is dead")
+
+
+def _sizes_that_select(
+    config: Any, bucket: tuple[int, ...], dtype: torch.dtype, implementation: Implementation
+) -> Iterator[tuple[int, int]]:
+    """For any two places of `bucket` the smallest sizes there that make `configure` return `config`."""
+    assert implementation.configure is not None
+    for i, j in combinations(range(len(bucket)), 2):
+        for sizes in product(SIZES, SIZES):
+            changed = list(bucket)
+            changed[i], changed[j] = sizes
+            if implementation.configure(tuple(changed), dtype) == config:
+                yield sizes
+                break
 
 
 def _without_memory(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Every contract keeps its word, on the torch backend and a CPU: what needs no kernel of ours to be wrong.
 
-A wrong reference, gradient, fake, check or promise shows here, in every mode of `validate.check` but those of a GPU.  The
-kernels themselves are checked by the same modes in `tests/gpu`.
+A wrong reference, gradient, fake, check or promise shows here, in every mode of `validate.check` but those of a GPU.
+The kernels themselves are checked by the same modes in `tests/gpu`.
 """
 
 import inspect

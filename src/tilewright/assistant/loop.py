@@ -37,7 +37,7 @@ from tilewright.log import logger
 
 Progress = Callable[[str], None]
 
-BUDGET_S = 150.0
+BUDGET_S = 120.0
 
 
 class Optimization:
@@ -93,7 +93,7 @@ def optimize(
     prompts: strings (with `tokenizer`) or token ids: accuracy and perplexity are judged on them, else on `inputs`.
     allow: names of changes to try; None tries all. changes: Change objects to try instead of the catalogue.
     accept_dtype: a format whose accuracy is good enough: errors are held against the unchanged model cast to it.
-    budget_s: wall time to aim at, 150 s by default, divided among the changes as they come. A compilation is not cut
+    budget_s: wall time to aim at, 120 s by default, divided among the changes as they come. A compilation is not cut
     short.
     ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set first.
     progress: called with one line at each step.
@@ -232,8 +232,8 @@ def _doubts(roofs: list[Roof], seen: Observation) -> list[str]:
         floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
         if floor > 1.1 * phase.wall_us:
             found.append(
-                f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: the machine "
-                "was busy when its ceilings were measured. Run `tilewright calibrate` again for better predictions."
+                f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: this "
+                "machine was busy when its ceilings were measured. `tilewright calibrate` measures them again."
             )
     return found
 

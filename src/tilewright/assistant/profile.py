@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tilewright.assistant.attribution import around_modules, visible_modules
 
-_LABEL = "tilewright::"
+_LABEL = "tilewright module "  # not "tilewright::", the namespace of our own ops
 
 
 @dataclass

@@ -107,7 +107,7 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
         raise InputError(f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad().")
     if contract.forward.torch_out is None:
         raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
-    ((shape, dtype),) = contract.forward.outputs(*args)
+    ((shape, dtype, *_),) = contract.forward.outputs(*args)
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != args[0].device or not out.is_contiguous():
         raise InputError(
             f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "

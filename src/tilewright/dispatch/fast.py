@@ -45,9 +45,11 @@ Found = tuple[Entry | None, tuple[Any, ...], list[int]]
 def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found | None:
     """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends on."""
     first = args[0]
-    if type(first) not in _PLAIN or not first.is_cuda or _modes() or _recordings or _profiling() or _transforms() is not None:
+    if _current_device is None or type(first) not in _PLAIN:
         return None
-    device = _current_device()  # type: ignore[misc]
+    device = first.get_device()  # -1 on a CPU
+    if device != _current_device() or _modes() or _recordings or _profiling() or _transforms() is not None:
+        return None
     count = raw.tensor_count
     parts: list[Any] = [backend, numerics, device, _generation[0], *args[count:]]
     pointers = []

@@ -17,8 +17,8 @@ from tilewright.settings import current
 NUMERICS = ("default", "deterministic", "batch_invariant")
 
 _process: str | None = None
-_context: ContextVar[str | None] = ContextVar("tilewright_backend", default=None)
-_numerics: ContextVar[str] = ContextVar("tilewright_numerics", default="default")
+# (backend, numerics) in one variable: it is read on every call
+_context: ContextVar[tuple[str | None, str]] = ContextVar("tilewright_preference", default=(None, "default"))
 
 
 def set_backend(backend: str | None) -> None:
@@ -30,7 +30,7 @@ def set_backend(backend: str | None) -> None:
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
     """Prefer `backend` inside the block, in this thread or task only."""
-    token = _context.set(check_name(backend))
+    token = _context.set((check_name(backend), _context.get()[1]))
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def use_backend(backend: str) -> Iterator[None]:
 
 def get_current_backend() -> str:
     """The preference in force here: `use_backend`, else `set_backend`, else `TILEWRIGHT_BACKEND`, else "auto"."""
-    asked = _context.get() or _process or current().backend
+    asked = _context.get()[0] or _process or current().backend
     return "auto" if asked is None else check_name(asked)
 
 
@@ -48,16 +48,17 @@ def numerics(mode: str) -> Iterator[None]:
     """Choose implementations by what they promise: "deterministic" or "batch_invariant"; "default" lifts it again."""
     if mode not in NUMERICS:
         raise InputError(f"numerics({mode!r}): allowed are {', '.join(NUMERICS)}.")
-    token = _numerics.set(mode)
+    token = _context.set((_context.get()[0], mode))
     try:
         yield
     finally:
-        _numerics.reset(token)
+        _context.reset(token)
 
 
 @torch.compiler.assume_constant_result
 def resolve(backend: str | None) -> tuple[str, str]:
     """(backend, numerics) as op arguments.  `torch.compile` reads them once, when it traces the call."""
-    if backend is None:
-        return get_current_backend(), _numerics.get()
-    return (backend if check_name(backend) == "auto" else backend + "!"), _numerics.get()
+    preferred, mode = _context.get()
+    if backend is not None:
+        return (backend if check_name(backend) == "auto" else backend + "!"), mode
+    return preferred or get_current_backend(), mode

@@ -1,7 +1,7 @@
 """Raw ops: `torch.ops.tilewright._<op>_fwd` and `_bwd`, opaque to torch, with a choice of implementations behind each.
 
 Registered with `Library.define/impl` plus a fake; autograd stands outside (`dispatch.call`), so the Autograd key only guards.
-Outputs are allocated here, contiguous, as `outputs` declares: what the fake promises is what every implementation gets.
+Outputs are allocated here, as `outputs` declares: what the fake promises is what every implementation gets.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ from tilewright.dispatch.registry import GENERATION
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError
 
-OutputSpec = tuple[Sequence[int], torch.dtype]
+OutputSpec = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, Sequence[int]]
+"""(shape, dtype), contiguous, or (shape, dtype, strides)."""
 
 LIBRARY = torch.library.Library("tilewright", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA")
@@ -25,7 +26,7 @@ class RawOp:
     """One direction of one op.
 
     schema        argument list, all tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float eps"
-    outputs       (*args) -> ((shape, dtype), ...)
+    outputs       (*args) -> one `OutputSpec` an output
     reference     (*args) -> Tensor or tuple: the same thing in plain torch
     bucket        (*args) -> ints: the sizes a choice may depend on; named by `bucket_names`
     batch_fields  positions in the bucket that `numerics("batch_invariant")` ignores
@@ -133,8 +134,7 @@ class RawOp:
         if plan.launch is None or raw[0].numel() == 0:
             made = self._reference(raw)
             return (made,) if self.count == 1 else tuple(made)
-        device = raw[0].device
-        outs = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.outputs(*raw)])
+        outs = tuple([_empty(spec, raw[0].device) for spec in self.outputs(*raw)])
         plan.launch(outs, *raw, config=plan.config)
         return outs
 
@@ -151,22 +151,31 @@ class RawOp:
 
     def _reference(self, raw: Sequence[Any]) -> Any:
         made = self.reference(*raw)
-        values = (made,) if self.count == 1 else tuple(made)
         inputs = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
-        # A custom op may not return a view of its input, and the fake promises contiguous outputs.
-        owned = tuple(v.clone() if v.data_ptr() in inputs and v.numel() else v.contiguous() for v in values)
-        return owned[0] if self.count == 1 else owned
+        owned = []
+        for value, spec in zip((made,) if self.count == 1 else made, self.outputs(*raw), strict=True):
+            # A custom op may not return a view of its input, and the fake promised these strides.
+            out = _empty(spec, value.device)
+            owned.append(value if value.stride() == out.stride() and value.data_ptr() not in inputs else out.copy_(value))
+        return owned[0] if self.count == 1 else tuple(owned)
 
     def _fake(self, *args: Any) -> Any:
         raw = args[:-2]
         if recordings():
             self.note(raw, args[-2], args[-1])
-        outs = tuple(raw[0].new_empty(shape, dtype=dtype) for shape, dtype in self.outputs(*raw))
+        outs = tuple(_empty(spec, raw[0].device) for spec in self.outputs(*raw))
         return outs[0] if self.count == 1 else outs
 
     def _fake_out(self, *args: Any, **outs: Tensor) -> None:
         if recordings():
             self.note(args[:-2], args[-2], args[-1])
+
+
+def _empty(spec: OutputSpec, device: torch.device) -> Tensor:
+    if len(spec) == 3:
+        shape, dtype, strides = spec
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return torch.empty(spec[0], dtype=spec[1], device=device)
 
 
 class _Guard:

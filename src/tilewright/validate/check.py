@@ -2,6 +2,7 @@
 
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,9 @@ def _run(mode: Mode, case: Case) -> Result:
     status: Status
     details: tuple[str, ...]
     try:
-        mode.run(case, found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about settings of its own: TF32, deterministic algorithms
+            mode.run(case, found)
     except (NotApplicable, BackendError) as reason:
         status, details = "skipped", (str(reason),)
     except Exception as error:  # noqa: BLE001 - whatever the op raised is the finding

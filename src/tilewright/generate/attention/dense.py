@@ -1,9 +1,8 @@
 """Attention of one query token over the visible slots, in plain torch.
 
 Both forms take the H / H_kv query heads that share a key head as the rows of one small matrix, so that no expanded
-copy of the
-cache is made: at batch 1, 32 heads over 8 and context 2048 such a copy would be 33 MB a layer, four times what must
-be read.
+copy of the cache is made: at batch 1, 32 heads over 8, D 128 and context 2048 such a copy would be 33 MB a layer, four
+times what must be read.
 
 Traffic: K and V once, 2 * B * H_kv * slots * D values; everything else is smaller by D.
 """

@@ -1,14 +1,14 @@
 """Attention of one query token over a long cache: the keys are split among programs, then the parts are combined.
 
-One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs. So
-the interval of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for
-all query heads of one key head (the keys are read once for the whole group), and a second kernel weighs the parts by
-their maxima. The interval
-is read from device memory: one captured launch serves every length, and slots outside the interval are never touched.
+One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs. So the
+interval of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for all
+query heads of one key head (the keys are read once for the whole group), and a second kernel weighs the parts by their
+maxima. The interval is read from device memory: one captured launch serves every length, and slots outside the
+interval are never touched.
 
-Traffic: K and V of the visible positions once, 2 * B * H_kv * n * D values, plus B * H * splits * (D + 2) fp32
-written and read. Batch 1, 8 key heads, D 128, bf16, n 2048: 8.4 MB, 2 us at 4.2 TB/s; two launches cost about as much
-again. The split follows Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
+Traffic: K and V of the visible positions once, 2 * B * H_kv * n * D values, plus B * H * splits * (D + 2) fp32 written
+and read. Batch 1, 8 key heads, D 128, bf16, n 2048: 8.4 MB cannot take less than 2 us at 4.2 TB/s.
+The split follows Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
 """
 
 from typing import Any, NamedTuple

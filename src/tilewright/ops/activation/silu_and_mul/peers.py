@@ -1,4 +1,4 @@
-"""Other packed SwiGLUs: Liger's, in the versions that have one."""
+"""Other packed SwiGLUs: Liger's, in versions that have it."""
 
 from tilewright.dispatch import Sample
 from tilewright.ops.peer import Call, LibraryPeer
@@ -7,9 +7,11 @@ from tilewright.ops.peer import Call, LibraryPeer
 def _liger(sample: Sample) -> Call | None:
     from liger_kernel.ops import swiglu
 
-    function = getattr(swiglu, "LigerFusedGateUpSiLUMulFunction", None)
+    packed = getattr(swiglu, "LigerFusedGateUpSiLUMulFunction", None)
+    if packed is None:
+        return None
     (x,) = sample.args
-    return None if function is None else lambda: function.apply(x, False)
+    return lambda: packed.apply(x)
 
 
 PEERS = (LibraryPeer("liger", "liger_kernel", _liger),)

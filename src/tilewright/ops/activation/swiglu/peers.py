@@ -8,7 +8,7 @@ def _liger(sample: Sample) -> Call:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     gate, up = sample.args
-    return lambda: LigerSiLUMulFunction.apply(gate, up)  # its backward overwrites gate and up
+    return lambda: LigerSiLUMulFunction.apply(gate, up)  # its backward writes the gradients over gate and up
 
 
 PEERS = (LibraryPeer("liger", "liger_kernel", _liger),)

@@ -93,7 +93,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _raw(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, rotary_dim: int
 ) -> tuple[Tensor, Tensor]:
-    return reference(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=rotary_dim)
+    with torch._C._DisableAutocast():  # torch.cat would promote, or refuse float16 on a CPU
+        return reference(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=rotary_dim)
 
 
 def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Tensor, ...]:
@@ -193,6 +194,8 @@ CONTRACT = register(
             Workload("llama8b_4x2k", {"B": 4, "S": 2048, **_LLAMA_8B}),
             Workload("llama8b_packed", {"T": 8192, "positions": 8200, **_LLAMA_8B}),
             Workload("qwen7b_4x2k", {"B": 4, "S": 2048, "H": 28, "H_kv": 4, "D": 128}),
+            Workload("llama1b_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 8, "D": 64}),
+            Workload("phi2_1x256", {"B": 1, "S": 256, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
             Workload("phi2_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
             Workload("glm9b_1x8k", {"B": 1, "S": 8192, "H": 32, "H_kv": 2, "D": 128, "R": 64, "interleaved": True}),
             *(Workload(f"decode_{b}", {"B": b, "S": 1, **_LLAMA_8B}, directions=("fwd",)) for b in (1, 16, 64)),

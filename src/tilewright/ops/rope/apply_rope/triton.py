@@ -34,7 +34,8 @@ _TILES = ((4, 2), (2, 1), (1, 1))
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """The largest tile that still gives every SM work; a warp's vectors, of both halves, hold 1 KB of rows."""
     t, h, h_kv, d, r = bucket
-    row, turned = (min(max(triton.next_power_of_2(n) * dtype.itemsize, 128), 512) for n in (d, r))
+    row = _between(128, triton.next_power_of_2(d) * dtype.itemsize, 512)
+    turned = _between(64, triton.next_power_of_2(r) * dtype.itemsize, 512)
     tiles = []
     for warps, vectors in _TILES:
         rows = warps * max(vectors * 1024 // row, 1024 // turned)
@@ -43,8 +44,16 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
 
 
+def _between(low: int, n: int, high: int) -> int:
+    return min(max(n, low), high)
+
+
 CONFIGS = tuple(
-    dict.fromkeys(configure((t, 32, 8, d, d), torch.bfloat16) for d in (64, 128, 256) for t in (1, 128, 512, 8192))
+    dict.fromkeys(
+        configure((t, 32, 8, d, r), torch.bfloat16)
+        for d, r in ((64, 32), (64, 64), (128, 128), (256, 256))
+        for t in (1, 128, 512, 8192)
+    )
 )
 CANDIDATES = (
     *(Config(1, 4, 1), Config(2, 4, 1), Config(1, 8, 2), Config(2, 8, 2), Config(4, 4, 2)),
