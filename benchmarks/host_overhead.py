@@ -1,9 +1,11 @@
-"""Host time of one eager call, launch and output allocation included, beside what aten itself takes on the same machine.
+"""Host time of one eager call, launch and output allocation included, beside what aten itself takes on the same
+machine.
 
     python benchmarks/host_overhead.py --json FILE
 
-Times the enqueueing of calls on 4x4096 bf16, where the GPU is faster than the host, so the queue never fills: best of many short
-batches, interleaved, in microseconds.  `call`: nothing needs a gradient, under inference_mode.  `call_with_grad`: an input does.
+Times the enqueueing of calls on 4x4096 bf16, where the GPU is faster than the host, so the queue never fills: best of
+many short batches, interleaved, in microseconds.  `call`: nothing needs a gradient, under inference_mode.
+`call_with_grad`: an input does.
 """
 
 import argparse
@@ -60,8 +62,15 @@ def main() -> None:
         plain = host_us(calls)
     x.requires_grad_()
     weight.requires_grad_()
-    with_grad = host_us({name: calls[name] for name in ("tilewright rms_norm", "tilewright swiglu", "aten add", "aten rms_norm")})
-    found = {"kind": "host_overhead", "machine": machine.describe("cuda").to_dict(), "call": plain, "call_with_grad": with_grad}
+    with_grad = host_us(
+        {name: calls[name] for name in ("tilewright rms_norm", "tilewright swiglu", "aten add", "aten rms_norm")}
+    )
+    found = {
+        "kind": "host_overhead",
+        "machine": machine.describe("cuda").to_dict(),
+        "call": plain,
+        "call_with_grad": with_grad,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     for name, us in plain.items():

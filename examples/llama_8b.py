@@ -1,6 +1,7 @@
-"""A model of Llama-3.1-8B's shape with random bf16 weights, made on the GPU: what there is to try the assistant on at full size.
+"""A model of Llama-3.1-8B's shape with random bf16 weights, made on the GPU: what there is to try the assistant on at
+full size.
 
-    tilewright optimize examples/llama_8b.py:factory --html build/llama_8b.html
+tilewright optimize examples/llama_8b.py:factory --html build/llama_8b.html
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
-"""Write docs/ops/: one page an op, from its contract and the committed results.  `--check` fails when a page is out of date.
+"""Write docs/ops/: one page an op, from its contract and the committed results.  `--check` fails when a page is out of
+date.
 
-    python scripts/op_pages.py [--check]
+python scripts/op_pages.py [--check]
 """
 
 import inspect
@@ -51,7 +52,7 @@ def _support(contract: Contract) -> Iterator[str]:
 def _promises(contract: Contract) -> Iterator[str]:
     dtypes = ", ".join(str(d).removeprefix("torch.") for d in contract.dtypes)
     yield f"- dtypes: {dtypes}"
-    yield f"- error at most {contract.tolerance:g} times that of torch in the same dtype against float64, plus a small floor"
+    yield f"- error against float64 at most {contract.tolerance:g} times torch's in the same dtype, plus a small floor"
     if contract.gradient is not None:
         yield f"- gradients likewise, {contract.gradient_tolerance:g} times"
     yield f"- the same call twice gives the same bits: {'yes' if contract.promises.deterministic else 'no'}"
@@ -64,8 +65,8 @@ def _measured(contract: Contract) -> Iterator[tuple[str, str]]:
     for file in sorted(RESULTS.glob(f"*/{contract.family}.json")):
         rows = [row for row in schema.load(file).rows if row.op == contract.name]
         if rows:
-            head = "| case | dtype | direction | ours, us | best peer, us | ratio | of the floor |\n|---|---|---|---|---|---|---|"
-            yield file.parent.name, "\n".join([head, *map(_line, rows)])
+            head = "| case | dtype | direction | ours, us | best peer, us | ratio | of the floor |"
+            yield file.parent.name, "\n".join([head, "|---|---|---|---|---|---|---|", *map(_line, rows)])
 
 
 def _line(row: schema.Row) -> str:
@@ -83,7 +84,9 @@ def _line(row: schema.Row) -> str:
 def main() -> int:
     """Write or check every page."""
     check = "--check" in sys.argv[1:]
-    pages = {PAGES / f"{name}.md": page(contract) for name, contract in contracts().items() if not name.startswith("test_")}
+    pages = {
+        PAGES / f"{name}.md": page(contract) for name, contract in contracts().items() if not name.startswith("test_")
+    }
     index = "# Ops\n\n" + "\n".join(f"- [{path.stem}]({path.name})" for path in pages) + "\n"
     pages[PAGES / "README.md"] = index
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]

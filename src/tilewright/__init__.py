@@ -1,4 +1,5 @@
-"""tilewright: verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves it.
+"""tilewright: verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves
+it.
 
     from tilewright import ops              ops.rms_norm(x, weight), ops.swiglu(gate, up), ...
     patch = tilewright.patch(model)         our ops inside a Hugging Face model; patch.undo()

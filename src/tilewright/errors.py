@@ -1,12 +1,12 @@
 """The exception tree: catch `TilewrightError` for anything this library raises on purpose.
 
-    TilewrightError
-    ├── InputError (ValueError)         a tensor or option an op cannot take: shape, dtype, device, layout
-    ├── BackendError (RuntimeError)     the backend asked for cannot run this call; says why and what would
-    ├── VerificationError               a result or a patched model failed its accuracy rule
-    ├── PatchError                      a model could not be patched, or nothing in it was replaceable
-    ├── TableError (ValueError)         a tuning table that must not be used: schema, architecture, contents
-    └── UsageError                      wrong command-line input: one line, exit code 2
+TilewrightError
+├── InputError (ValueError)         a tensor or option an op cannot take: shape, dtype, device, layout
+├── BackendError (RuntimeError)     the backend asked for cannot run this call; says why and what would
+├── VerificationError               a result or a patched model failed its accuracy rule
+├── PatchError                      a model could not be patched, or nothing in it was replaceable
+├── TableError (ValueError)         a tuning table that must not be used: schema, architecture, contents
+└── UsageError                      wrong command-line input: one line, exit code 2
 """
 
 

@@ -15,7 +15,9 @@ _said: set[object] = set()
 
 
 def configure() -> None:
-    """Apply `TILEWRIGHT_LOG`.  An application that installed its own handlers keeps them; we add one only if none exists."""
+    """Apply `TILEWRIGHT_LOG`.  An application that installed its own handlers keeps them; we add one only if none
+    exists.
+    """
     level = current().log
     if level is None:
         return

@@ -46,14 +46,15 @@ class Settings:
     )
     log: str | None = _variable("log level: debug, info, warning, error", "TILEWRIGHT_LOG", parse=str.lower)
     cache_dir: Path = _variable(
-        "folder for ceilings, tuning tables and compiled kernels", "TILEWRIGHT_CACHE_DIR", parse=Path, factory=_cache_dir
+        "folder for ceilings, tuning tables and compiled kernels",
+        "TILEWRIGHT_CACHE_DIR",
+        parse=Path,
+        factory=_cache_dir,
     )
     tuning_table: Path | None = _variable(
         "a tuning table (JSON) that outranks the shipped and the user's own", "TILEWRIGHT_TUNING_TABLE", parse=Path
     )
-    arch: str | None = _variable(
-        "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH"
-    )
+    arch: str | None = _variable("architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Settings":
@@ -89,5 +90,6 @@ def describe() -> list[dict[str, Any]]:
     """One row a variable: `names`, `value` in force, `doc`."""
     now = current()
     return [
-        {"names": list(f.metadata["names"]), "value": getattr(now, f.name), "doc": f.metadata["doc"]} for f in fields(now)
+        {"names": list(f.metadata["names"]), "value": getattr(now, f.name), "doc": f.metadata["doc"]}
+        for f in fields(now)
     ]

@@ -50,7 +50,9 @@ def double() -> _RawOp:
 
 @pytest.fixture
 def fast_backend() -> Iterator[SimpleNamespace]:
-    """An implementation "cpu" of `test_double` that refuses N > 100 and is not batch invariant; `.calls` counts launches."""
+    """An implementation "cpu" of `test_double` that refuses N > 100 and is not batch invariant; `.calls` counts
+    launches.
+    """
     seen = SimpleNamespace(calls=0, configs=[])
 
     def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> dict[str, int]:

@@ -76,7 +76,9 @@ def test_numerics_rules_out_what_does_not_promise_it(double, fast_backend):
 
 
 def test_batch_invariance_takes_the_batch_out_of_the_key(double):
-    assert double.plan((X,), "auto", "batch_invariant").bucket == double.plan((X[:1],), "auto", "batch_invariant").bucket
+    assert (
+        double.plan((X,), "auto", "batch_invariant").bucket == double.plan((X[:1],), "auto", "batch_invariant").bucket
+    )
     assert double.plan((X,), "auto", "default").bucket != double.plan((X[:1],), "auto", "default").bucket
 
 
@@ -95,7 +97,14 @@ def write(path: Path, **changes: object) -> Path:
         "op": "test_double", "direction": "fwd", "bucket": "M=4,N=8", "dtype": "float32", "numerics": "default",
         "backend": "torch", "config": None, "us": 1.5, "noise": 0.01, "torch_us": 1.5,
     }  # fmt: skip
-    header = {"schema": 1, "gpu": cpu.name, "arch": cpu.arch, "sm_count": cpu.sm_count, "versions": {}, "date": "2026-11-20"}
+    header = {
+        "schema": 1,
+        "gpu": cpu.name,
+        "arch": cpu.arch,
+        "sm_count": cpu.sm_count,
+        "versions": {},
+        "date": "2026-11-20",
+    }
     for name, value in changes.items():
         (header if name in header else row)[name] = value
     path.write_text(json.dumps({**header, "rows": [row]}))
@@ -135,7 +144,9 @@ def test_a_row_of_another_architecture_is_ignored(double, fast_backend, monkeypa
         ({"extra": 1}, "row 0 has fields"),
     ],
 )
-def test_a_table_that_must_not_be_used_is_refused_with_a_reason(double, fast_backend, monkeypatch, tmp_path, change, match):
+def test_a_table_that_must_not_be_used_is_refused_with_a_reason(
+    double, fast_backend, monkeypatch, tmp_path, change, match
+):
     use_table(monkeypatch, write(tmp_path / "t.json", **change))
     with pytest.raises(TableError, match=match):
         double.plan((X,), "auto", "default")

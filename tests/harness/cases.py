@@ -25,7 +25,7 @@ class RawCall(NamedTuple):
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Tensors such as the raw op hands to an implementation."""
-        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.op.outputs(*self.args))
+        return self.op.allocate(self.args, "meta")
 
 
 def triton_implementations() -> Iterator[tuple[Contract, RawOp, Implementation]]:

@@ -1,4 +1,5 @@
-"""`tilewright <verb>`: thin commands over the library.  Each prints for people, and writes JSON with `--json FILE` (`-`: stdout).
+"""`tilewright <verb>`: thin commands over the library.  Each prints for people, and writes JSON with `--json FILE`
+(`-`: stdout).
 
 Wrong input prints one line and exits with code 2; a failed check, bench or optimisation exits with code 1.
 """

@@ -17,17 +17,27 @@ def add(app: typer.Typer) -> None:
 
 
 def bench(
-    suite: Annotated[str | None, typer.Argument(metavar="[SUITE]", help="norm, activation, rope, softmax or all.")] = None,
+    suite: Annotated[
+        str | None, typer.Argument(metavar="[SUITE]", help="norm, activation, rope, softmax or all.")
+    ] = None,
     op: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,
     dtype: DtypeOption = None,
     case: Annotated[str | None, typer.Option("--case", help="Only cases with these sizes, e.g. M=8192,N=4096.")] = None,
-    against: Annotated[str | None, typer.Option("--against", help="Peers by name, separated by commas; default: all.")] = None,
-    timing: Annotated[str, typer.Option("--timing", help="sustained (back to back) or paused (idle gaps).")] = "sustained",
+    against: Annotated[
+        str | None, typer.Option("--against", help="Peers by name, separated by commas; default: all.")
+    ] = None,
+    timing: Annotated[
+        str, typer.Option("--timing", help="sustained (back to back) or paused (idle gaps).")
+    ] = "sustained",
     device: DeviceOption = None,
     write_table: Annotated[bool, typer.Option("--write-table", help="Store the fastest choice of each case.")] = False,
     table: Annotated[Path | None, typer.Option("--table", help="The table to write; default: yours.")] = None,
-    report: Annotated[bool, typer.Option("--report", help="Render all committed results instead of measuring.")] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder of results for --report.")] = Path("benchmarks/results"),
+    report: Annotated[
+        bool, typer.Option("--report", help="Render all committed results instead of measuring.")
+    ] = False,
+    results: Annotated[Path, typer.Option("--results", help="Folder of results for --report.")] = Path(
+        "benchmarks/results"
+    ),
     output: Annotated[Path, typer.Option("--output", help="Page that --report writes.")] = Path("docs/performance.md"),
     json_file: JsonOption = None,
 ) -> None:
@@ -77,5 +87,7 @@ def calibrate_device(
 
     found = calibrate(_device(device), quick=quick, progress=say)
     lines = [f"{found.device}: stored in the cache folder; predictions use it from now on"]
-    lines += [f"  {kind}: median error {e['median_percent']:.1f} % on held-out shapes" for kind, e in found.held_out.items()]
+    lines += [
+        f"  {kind}: median error {e['median_percent']:.1f} % on held-out shapes" for kind, e in found.held_out.items()
+    ]
     emit(asdict(found), "\n".join(lines), json_file)

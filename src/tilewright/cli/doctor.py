@@ -9,7 +9,17 @@ import typer
 
 from tilewright.cli.output import JsonOption, emit
 
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "cuda-core", "cuda-tile", "nvidia-cuda-nvrtc", "jinja2", "matplotlib")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "cuda-core",
+    "cuda-tile",
+    "nvidia-cuda-nvrtc",
+    "jinja2",
+    "matplotlib",
+)
 
 
 def add(app: typer.Typer) -> None:
@@ -62,9 +72,14 @@ def _version(package: str) -> str | None:
 def _text(found: dict[str, Any]) -> str:
     lines = [f"python {found['python']}, CUDA of torch: {found['cuda'] or 'none'}"]
     lines += [f"  {name:18} {version or 'not installed'}" for name, version in found["packages"].items()]
-    lines += [f"  {name:18} {where or 'not found: torch.compile on a CPU needs it'}" for name, where in found["compilers"].items() if name == "g++"]
+    lines += [
+        f"  {name:18} {where or 'not found: torch.compile on a CPU needs it'}"
+        for name, where in found["compilers"].items()
+        if name == "g++"
+    ]
     for name, d in found["devices"].items():
-        lines.append(f"{name}: {d['name']} ({d['arch']}), {d['sm_count']} {'cores' if name == 'cpu' else 'SMs'}, {d['memory_bytes'] / 2**30:.0f} GiB")
+        units = f"{d['sm_count']} {'cores' if name == 'cpu' else 'SMs'}"
+        lines.append(f"{name}: {d['name']} ({d['arch']}), {units}, {d['memory_bytes'] / 2**30:.0f} GiB")
         lines += [f"  {backend:18} {state}" for backend, state in d["backends"].items()]
         lines.append(f"  {'ceilings':18} {'measured' if d['calibrated'] else 'not measured: run tilewright calibrate'}")
     lines.append("tuning tables: " + (", ".join(found["tables"]) or "none"))

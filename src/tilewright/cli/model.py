@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from tilewright.assistant import Report
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or FILE.py:FACTORY returning (module, inputs).")
+    str,
+    typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or FILE.py:FACTORY returning (module, inputs)."),
 ]
 PromptsOption = Annotated[
-    Path | None, typer.Option("--prompts", help='Texts to judge on: .jsonl of {"text": ...}, or plain text, blank lines between.')
+    Path | None,
+    typer.Option("--prompts", help='Texts to judge on: .jsonl of {"text": ...}, or plain text, blank lines between.'),
 ]
 GoalOption = Annotated[str, typer.Option("--goal", help="latency: one request; throughput: a batch of them.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write one self-contained page to this file.")]
 TokensOption = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens generated in each timed request.")]
-AllowOption = Annotated[str | None, typer.Option("--allow", help="Changes to consider, separated by commas; default: all.")]
+AllowOption = Annotated[
+    str | None, typer.Option("--allow", help="Changes to consider, separated by commas; default: all.")
+]
 
 
 def add(app: typer.Typer) -> None:
@@ -54,14 +58,17 @@ def optimize_model(
     allow: AllowOption = None,
     budget: Annotated[float | None, typer.Option("--budget", min=1, help="Seconds to aim at.")] = None,
     accept_dtype: Annotated[
-        str | None, typer.Option("--accept-dtype", help="bf16: accept the rounding of that type, so a cast may be kept.")
+        str | None,
+        typer.Option("--accept-dtype", help="bf16: accept the rounding of that type, so a cast may be kept."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of sampled inputs.")] = 0,
     device: DeviceOption = None,
     html: HtmlOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Make a model faster: try one change at a time, keep what is measured faster and verified accurate, undo the rest."""
+    """Make a model faster: try one change at a time, keep what is measured faster and verified accurate, undo the
+    rest.
+    """
     options = {"allow": _names(allow), "new_tokens": new_tokens, "budget_s": budget}
     _run(
         "optimize", model, prompts, goal, device, html, json_file,

@@ -1,17 +1,26 @@
 """`tilewright ops | explain | check`: what exists, what would run, and whether it is right."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilewright.cli.output import JsonOption, emit, parse_case, parse_dtype
 from tilewright.errors import UsageError
 
+if TYPE_CHECKING:
+    from tilewright.dispatch import RawOp
+
 OpArgument = Annotated[str, typer.Argument(metavar="OP", help="An op's name; see `tilewright ops`.")]
 DtypeOption = Annotated[str | None, typer.Option("--dtype", help="bf16, fp16 or fp32.")]
-CaseOption = Annotated[str | None, typer.Option("--case", help="Sizes as the op's workloads name them, e.g. M=8,N=4096.")]
-BackendOption = Annotated[str | None, typer.Option("--backend", help="Exactly this backend: cuda, cutile, triton, cpu, torch.")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda, cuda:1, cpu; default: the GPU if there is one.")]
+CaseOption = Annotated[
+    str | None, typer.Option("--case", help="Sizes as the op's workloads name them, e.g. M=8,N=4096.")
+]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", help="Exactly this backend: cuda, cutile, triton, cpu, torch.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cuda, cuda:1, cpu; default: the GPU if there is one.")
+]
 
 
 def add(app: typer.Typer) -> None:
@@ -24,24 +33,28 @@ def add(app: typer.Typer) -> None:
 def list_ops(json_file: JsonOption = None) -> None:
     """List every op with its backends."""
     import tilewright.ops  # noqa: F401  (binds the contracts)
-    from tilewright.dispatch import contracts, implementations
+    from tilewright.dispatch import contracts
 
     found = [
         {
             "op": c.name,
             "family": c.family,
             "summary": c.summary,
-            "backends": {
-                raw.direction: sorted({*implementations(raw.op, raw.direction, raw.package), "torch"}) for raw in c.raw_ops
-            },
+            "backends": {raw.direction: _backends(raw) for raw in c.raw_ops},
         }
         for c in contracts().values()
     ]
     lines = [f"{'op':16}{'family':12}{'forward':18}{'backward':18}summary"]
-    for row in found:
-        by = {d: ", ".join(names) for d, names in row["backends"].items()}  # type: ignore[union-attr]
-        lines.append(f"{row['op']:16}{row['family']:12}{by['fwd']:18}{by.get('bwd', '-'):18}{row['summary']}")
+    for c in contracts().values():
+        by = dict.fromkeys(("fwd", "bwd"), "-") | {raw.direction: ", ".join(_backends(raw)) for raw in c.raw_ops}
+        lines.append(f"{c.name:16}{c.family:12}{by['fwd']:18}{by['bwd']:18}{c.summary}")
     emit(found, "\n".join(lines), json_file)
+
+
+def _backends(raw: "RawOp") -> list[str]:
+    from tilewright.dispatch import implementations
+
+    return sorted({*implementations(raw.op, raw.direction, raw.package), "torch"})
 
 
 def explain_op(
@@ -64,7 +77,9 @@ def explain_op(
     try:
         sample = found.inputs(params, parse_dtype(dtype), torch.device("cpu"), 0)
     except KeyError as missing:
-        raise UsageError(f"--case {case}: {op} also needs {missing}, as in {dict(found.workloads[0].params)}.") from None
+        raise UsageError(
+            f"--case {case}: {op} also needs {missing}, as in {dict(found.workloads[0].params)}."
+        ) from None
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -78,7 +93,9 @@ def explain_op(
 
 def check_op(
     op: OpArgument,
-    case: Annotated[str | None, typer.Option("--case", help="One edge case or workload by name; default: every edge case.")] = None,
+    case: Annotated[
+        str | None, typer.Option("--case", help="One edge case or workload by name; default: every edge case.")
+    ] = None,
     modes: Annotated[str, typer.Option("--modes", help="all, quick, or names separated by commas.")] = "all",
     dtype: DtypeOption = None,
     device: DeviceOption = None,

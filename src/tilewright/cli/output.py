@@ -9,7 +9,9 @@ import typer
 
 from tilewright.errors import UsageError
 
-JsonOption = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; - prints it alone.")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; - prints it alone.")
+]
 
 
 def check_writable(*files: str | Path | None) -> None:

@@ -1,4 +1,6 @@
-"""Sizes as tuning keys.  Works on SymInts too, by their hints and without guards: a bucket may be stale, never wrong."""
+"""Sizes as tuning keys.  Works on SymInts too, by their hints and without guards: a bucket may be stale, never
+wrong.
+"""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
-"""The way of one public call: check, resolve the wish into plain arguments, then run; autograd stands outside the raw op.
+"""The way of one public call: check, resolve the wish into plain arguments, then run; autograd stands outside the raw
+op.
 
 Eager calls go straight to the raw op, or through one `autograd.Function` when something needs a gradient.  Under
-`torch.compile` the call is one op in the graph, `torch.ops.tilewright.<op>`, which AOTAutograd opens up: then ordinary Python
-selects, and either the raw op goes into the graph or, where torch is chosen, the reference itself for Inductor to fuse.
+`torch.compile` the call is one op in the graph, `torch.ops.tilewright.<op>`, which AOTAutograd opens up: then ordinary
+Python selects, and either the raw op goes into the graph or, where torch is chosen, the reference itself for Inductor
+to fuse.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,17 +106,26 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
 def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
     name = contract.name
     if torch.is_grad_enabled() and (_any_requires_grad(args) or out.requires_grad):
-        raise InputError(f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad().")
+        raise InputError(
+            f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."
+        )
     if contract.forward.torch_out is None:
         raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
     ((shape, dtype, *_),) = contract.forward.outputs(*args)
-    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != args[0].device or not out.is_contiguous():
+    if (
+        tuple(out.shape) != tuple(shape)
+        or out.dtype != dtype
+        or out.device != args[0].device
+        or not out.is_contiguous()
+    ):
         raise InputError(
             f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "
             f"needs contiguous {tuple(shape)} {dtype} on {args[0].device}."
         )
     if not torch.compiler.is_compiling() and any(_overlap(out, a) for a in args if isinstance(a, Tensor)):
-        raise InputError(f"{name}(out=...) shares memory with an input, which the kernel still reads. Give it its own memory.")
+        raise InputError(
+            f"{name}(out=...) shares memory with an input, which the kernel still reads. Give it its own memory."
+        )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -138,7 +149,9 @@ class _OpFunction(torch.autograd.Function):
 
     @classmethod
     def apply_plain(cls, *args: Any) -> Any:
-        """`apply` where no functorch transform is active: without binding the arguments by inspection, which costs 20 us."""
+        """`apply` where no functorch transform is active: without binding the arguments by inspection, which costs 20
+        us.
+        """
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod

@@ -65,10 +65,10 @@ class Promises:
 class Gradient:
     """How the raw backward op is fed.
 
-    `save(args, outputs)` picks the tensors the backward needs; `raw_args(grads, saved, args, needs)` builds its arguments
-    (`args` with tensors replaced by None, `needs[i]`: does argument i want a gradient; an unused output's gradient is None).
-    The raw op's outputs are the gradients of the arguments at `inputs`, in order; where one output serves two arguments,
-    `expand` maps outputs to gradients.
+    `save(args, outputs)` picks the tensors the backward needs; `raw_args(grads, saved, args, needs)` builds its
+    arguments (`args` with tensors replaced by None, `needs[i]`: does argument i want a gradient; an unused output's
+    gradient is None). The raw op's outputs are the gradients of the arguments at `inputs`, in order; where one output
+    serves two arguments, `expand` maps outputs to gradients.
     """
 
     op: RawOp
@@ -82,7 +82,8 @@ class Gradient:
 class Contract:
     """One public op.
 
-    reference   the op in plain torch with the public function's arguments (without `out`, `backend`).  On float64 inputs
+    reference   the op in plain torch with the public function's arguments (without `out`, `backend`).  On float64
+    inputs
                 it is the oracle; on low-precision inputs it fixes the rounding points.
     check       raises InputError for raw forward arguments that cannot run; called before any launch.
     inputs      (params, dtype, device, seed) -> Sample, with fresh random tensors.
@@ -137,7 +138,9 @@ def bind_function(name: str, function: Callable[..., Any]) -> None:
 
 
 def contracts() -> dict[str, Contract]:
-    """Contracts of every op imported so far (`import tilewright.ops` brings in all of ours), by name in alphabetical order."""
+    """Contracts of every op imported so far (`import tilewright.ops` brings in all of ours), by name in alphabetical
+    order.
+    """
     return dict(sorted(_contracts.items()))
 
 

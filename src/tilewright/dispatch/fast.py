@@ -1,8 +1,9 @@
 """The fast road of an eager call: one dictionary lookup from arguments to a taped launch.
 
-A call whose signature was seen before needs no checks, no selection and no torch dispatcher: the first one passed them all.
-The road is closed, and `run` returns None, wherever somebody has to see the op or may change what it means: tensor subclasses,
-dispatch modes (FakeTensor, tracing), functorch transforms, the profiler, a recording, a device other than the current one.
+A call whose signature was seen before needs no checks, no selection and no torch dispatcher: the first one passed them
+all. The road is closed, and `run` returns None, wherever somebody has to see the op or may change what it means: tensor
+subclasses, dispatch modes (FakeTensor, tracing), functorch transforms, the profiler, a recording, a device other than
+the current one.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ Found = tuple[Entry | None, tuple[Any, ...], list[int]]
 
 
 def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found | None:
-    """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends on."""
+    """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends
+    on.
+    """
     first = args[0]
     if _current_device is None or type(first) not in _PLAIN:
         return None

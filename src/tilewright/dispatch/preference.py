@@ -1,7 +1,8 @@
 """Who asked for which backend and which numerics, resolved into plain strings that travel as op arguments.
 
-A backend string is "auto", a preference ("triton": a miss falls back with one log line) or strict ("triton!": a miss raises).
-Numerics is "default", "deterministic" (bitwise repeatable) or "batch_invariant" (a row's bits do not depend on its batch).
+A backend string is "auto", a preference ("triton": a miss falls back with one log line) or strict ("triton!": a miss
+raises). Numerics is "default", "deterministic" (bitwise repeatable) or "batch_invariant" (a row's bits do not depend
+on its batch).
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Raw ops: `torch.ops.tilewright._<op>_fwd` and `_bwd`, opaque to torch, with a choice of implementations behind each.
 
-Registered with `Library.define/impl` plus a fake; autograd stands outside (`dispatch.call`), so the Autograd key only guards.
-Outputs are allocated here, as `outputs` declares: what the fake promises is what every implementation gets.
+Registered with `Library.define/impl` plus a fake; autograd stands outside (`dispatch.call`), so the Autograd key only
+guards. Outputs are allocated here, as `outputs` declares: what the fake promises is what every implementation gets.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,8 @@ _DEVICE_KEYS = ("CPU", "CUDA")
 class RawOp:
     """One direction of one op.
 
-    schema        argument list, all tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float eps"
+    schema        argument list, all tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float
+    eps"
     outputs       (*args) -> one `OutputSpec` an output
     reference     (*args) -> Tensor or tuple: the same thing in plain torch
     bucket        (*args) -> ints: the sizes a choice may depend on; named by `bucket_names`
@@ -134,7 +135,7 @@ class RawOp:
         if plan.launch is None or raw[0].numel() == 0:
             made = self._reference(raw)
             return (made,) if self.count == 1 else tuple(made)
-        outs = tuple([_empty(spec, raw[0].device) for spec in self.outputs(*raw)])
+        outs = self.allocate(raw, raw[0].device)
         plan.launch(outs, *raw, config=plan.config)
         return outs
 
@@ -149,6 +150,10 @@ class RawOp:
         else:
             plan.launch(given, *raw, config=plan.config)
 
+    def allocate(self, raw: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
+        """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
+        return tuple([_empty(spec, device) for spec in self.outputs(*raw)])
+
     def _reference(self, raw: Sequence[Any]) -> Any:
         made = self.reference(*raw)
         inputs = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
@@ -156,14 +161,16 @@ class RawOp:
         for value, spec in zip((made,) if self.count == 1 else made, self.outputs(*raw), strict=True):
             # A custom op may not return a view of its input, and the fake promised these strides.
             out = _empty(spec, value.device)
-            owned.append(value if value.stride() == out.stride() and value.data_ptr() not in inputs else out.copy_(value))
+            owned.append(
+                value if value.stride() == out.stride() and value.data_ptr() not in inputs else out.copy_(value)
+            )
         return owned[0] if self.count == 1 else tuple(owned)
 
     def _fake(self, *args: Any) -> Any:
         raw = args[:-2]
         if recordings():
             self.note(raw, args[-2], args[-1])
-        outs = tuple(_empty(spec, raw[0].device) for spec in self.outputs(*raw))
+        outs = self.allocate(raw, raw[0].device)
         return outs[0] if self.count == 1 else outs
 
     def _fake_out(self, *args: Any, **outs: Tensor) -> None:
@@ -171,7 +178,7 @@ class RawOp:
             self.note(args[:-2], args[-2], args[-1])
 
 
-def _empty(spec: OutputSpec, device: torch.device) -> Tensor:
+def _empty(spec: OutputSpec, device: torch.device | str) -> Tensor:
     if len(spec) == 3:
         shape, dtype, strides = spec
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

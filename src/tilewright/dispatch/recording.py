@@ -15,7 +15,9 @@ _active: list["Recording"] = []
 
 @dataclass
 class Recording:
-    """`plans`: each distinct plan in order of first use.  `calls`: (raw op, arguments, backend, numerics) of each call."""
+    """`plans`: each distinct plan in order of first use.  `calls`: (raw op, arguments, backend, numerics) of each
+    call.
+    """
 
     plans: list["Plan"] = field(default_factory=list)
     calls: list[tuple["RawOp", tuple[Any, ...], str, str]] = field(default_factory=list)

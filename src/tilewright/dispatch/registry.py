@@ -1,4 +1,5 @@
-"""Who implements what.  A backend is a file beside the op (`triton.py`), found by name and imported when first considered.
+"""Who implements what.  A backend is a file beside the op (`triton.py`), found by name and imported when first
+considered.
 
 `@register_impl("rms_norm", backend="triton")` may be called from any package.
 """
@@ -19,7 +20,8 @@ class Implementation:
     launch      (outputs, *raw_args, config=...) -> None: writes every element of `outputs`, allocated by the caller.
     configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.
     config_type builds a config from a table row's dict.
-    supports    (*raw_args) -> None or the reason it cannot run, in words; may look only at what the bucket and dtypes tell.
+    supports    (*raw_args) -> None or the reason it cannot run, in words; may look only at what the bucket and dtypes
+    tell.
     """
 
     op: str

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision, ready to launch.  `launch` is None for the torch reference.  `why` says how it came about, in words."""
+    """A decision, ready to launch.  `launch` is None for the torch reference.  `why` says how it came about, in
+    words.
+    """
 
     op: str
     direction: str
@@ -35,7 +37,9 @@ class Plan:
 
 
 def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Plan:
-    """The plan for one call.  `backend` as in `dispatch.preference`.  Raises BackendError when a strict wish cannot be met."""
+    """The plan for one call.  `backend` as in `dispatch.preference`.  Raises BackendError when a strict wish cannot be
+    met.
+    """
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
     found = implementations(raw.op, raw.direction, raw.package)
     refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)}
@@ -50,7 +54,9 @@ def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Pl
     if wanted != "auto":
         reason = refused.get(wanted, "is not a registered backend of this op")
         if reason is None:
-            return plan(wanted, "asked for by backend=" if backend.endswith("!") else "preferred by set_backend or environment")
+            return plan(
+                wanted, "asked for in the call" if backend.endswith("!") else "preferred by set_backend, use_backend or environment"
+            )
         usable = [name for name, no in refused.items() if no is None]
         message = (
             f"{raw.key}[{wanted}] {reason} ({text}, {dtype_name}). Supported here: {', '.join(usable)}. "
@@ -69,9 +75,10 @@ def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Pl
                 logging.INFO,
             )
             return plan(row.backend, f"measured fastest: {row.us:g} us on {row.gpu}, {row.date} ({row.source})", row)
+        why = refused.get(row.backend, "is not registered")
         log_once(
             ("row-refused", raw.key, text, dtype_name),
-            f"{raw.key} {text}: table {row.source} wants {row.backend}, which {refused.get(row.backend, 'is not registered')}",
+            f"{raw.key} {text}: table {row.source} wants {row.backend}, which {why}",
             logging.INFO,
         )
     first = next(name for name in known(found) if refused[name] is None)
@@ -83,7 +90,9 @@ def known(found: dict[str, Implementation]) -> list[str]:
     return [name for name in (*(set(found) - set(BACKENDS)), *BACKENDS) if name in found or name == "torch"]
 
 
-def refusal(raw: "RawOp", found: dict[str, Implementation], name: str, args: Sequence[Any], numerics: str) -> str | None:
+def refusal(
+    raw: "RawOp", found: dict[str, Implementation], name: str, args: Sequence[Any], numerics: str
+) -> str | None:
     """Why backend `name` cannot run this call, in words; None when it can."""
     if name == "torch":
         return None

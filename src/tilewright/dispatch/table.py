@@ -1,4 +1,5 @@
-"""Measured tables: which backend and configuration was fastest, on which GPU.  This module reads; `bench` and `tuning` write.
+"""Measured tables: which backend and configuration was fastest, on which GPU.  This module reads; `bench` and `tuning`
+write.
 
 A table is JSON: `{"schema": 1, "gpu", "arch", "sm_count", "versions", "date", "rows": [...]}`, one row
 `{"op", "direction", "bucket", "dtype", "numerics", "backend", "config", "us", "noise", "torch_us"}`.
@@ -79,7 +80,9 @@ def _rows_for(device: DeviceInfo) -> dict[tuple[str, ...], Row]:
     for rank, path in enumerate(_paths()):
         header, rows = read(path)
         if header["arch"] == device.arch:
-            tables.append((header["gpu"] == device.name, -abs(header["sm_count"] - device.sm_count), rank, header["gpu"], rows))
+            tables.append(
+                (header["gpu"] == device.name, -abs(header["sm_count"] - device.sm_count), rank, header["gpu"], rows)
+            )
     merged: dict[tuple[str, ...], Row] = {}
     for same, _, _, gpu, rows in sorted(tables, key=lambda t: t[:3]):
         if not same and rows:

@@ -10,7 +10,9 @@ from torch._C import DispatchKey, DispatchKeySet
 
 
 def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Gradients of `function(*inputs)` with respect to every input, for output gradients `grads` (None: output unused)."""
+    """Gradients of `function(*inputs)` with respect to every input, for output gradients `grads` (None: output
+    unused).
+    """
     with _autograd():
         leaves = [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in inputs]
         outputs = function(*leaves)

@@ -1,10 +1,10 @@
 """A tape: the kernel launches one call made, ready to be made again for other tensors of the same signature.
 
-The first call of a signature (shapes, strides, dtypes, alignments, options) runs the ordinary way while a tape listens.  Each
-pointer a launch received must be found again among the call's inputs and outputs; then later calls skip checks, selection and
-argument binding, and cost one dictionary lookup, the allocation of the outputs and the bare launch.  Scratch memory must come from
-`scratch`, so that a replay can allocate it too.  A call that copies an input or launches through another road leaves no tape
-and keeps running the ordinary way.
+The first call of a signature (shapes, strides, dtypes, alignments, options) runs the ordinary way while a tape
+listens.  Each pointer a launch received must be found again among the call's inputs and outputs; then later calls skip
+checks, selection and argument binding, and cost one dictionary lookup, the allocation of the outputs and the bare
+launch. Scratch memory must come from `scratch`, so that a replay can allocate it too.  A call that copies an input or
+launches through another road leaves no tape and keeps running the ordinary way.
 """
 
 from collections.abc import Callable, Iterator, Sequence

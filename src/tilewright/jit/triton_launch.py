@@ -1,11 +1,12 @@
 """Launch Triton kernels with a host path of a few microseconds.
 
-`kernel[grid](...)` binds the signature, specialises every argument and hashes the options on each call.  `TritonKernel` does
-that once per specialisation, keeps the `CompiledKernel`, and afterwards hands the arguments straight to its launcher.
+`kernel[grid](...)` binds the signature, specialises every argument and hashes the options on each call.
+`TritonKernel` does that once per specialisation, keeps the `CompiledKernel`, and afterwards hands the arguments
+straight to its launcher.
 
-The key repeats what Triton 3.6 specialises on for NVIDIA: a pointer's dtype and 16-byte alignment; an integer being 1, a
-multiple of 16, or wider than 32 bits.  Everything else (the interpreter, a driver that only compiles, AMD with its pointer
-ranges, profiler launch hooks) takes Triton's own path.
+The key repeats what Triton 3.6 specialises on for NVIDIA: a pointer's dtype and 16-byte alignment; an integer being 1,
+a multiple of 16, or wider than 32 bits.  Everything else (the interpreter, a driver that only compiles, AMD with its
+pointer ranges, profiler launch hooks) takes Triton's own path.
 """
 
 from typing import Any
@@ -23,8 +24,9 @@ _INT32_MAX = 2**31 - 1
 class TritonKernel:
     """A `triton.jit` function whose constexpr parameters all come last.
 
-    `kernel(grid, args, constants, num_warps=, num_stages=)`: `args` are the run-time arguments in order, `constants` the
-    constexpr values in order.  The first tensor in `args` decides the device; the current stream of that device is used.
+    `kernel(grid, args, constants, num_warps=, num_stages=)`: `args` are the run-time arguments in order, `constants`
+    the constexpr values in order.  The first tensor in `args` decides the device; the current stream of that device is
+    used.
     """
 
     def __init__(self, fn: Any) -> None:
@@ -33,7 +35,13 @@ class TritonKernel:
         self._direct = isinstance(fn, JITFunction) and torch.version.hip is None
 
     def __call__(
-        self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int, num_stages: int = 1
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        *,
+        num_warps: int,
+        num_stages: int = 1,
     ) -> None:
         device = args[0].device
         tape = taping()
@@ -45,7 +53,8 @@ class TritonKernel:
         index = device.index
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                return self(grid, args, constants, num_warps=num_warps, num_stages=num_stages)
+                self(grid, args, constants, num_warps=num_warps, num_stages=num_stages)
+            return
         key = (index, num_warps, num_stages, constants, *map(_specialise, args))
         compiled = self._compiled.get(key)
         x, y, z = (*grid, 1, 1)[:3]

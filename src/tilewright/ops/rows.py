@@ -44,7 +44,9 @@ def check_floating(op: str, **tensors: Tensor) -> None:
         if t.dim() == 0:
             raise InputError(f"{op}: {name} has no dimensions; needs (..., N).")
         if t.device != first.device:
-            raise InputError(f"{op}: {name} is on {t.device}, the first tensor on {first.device}. Move them to one device.")
+            raise InputError(
+                f"{op}: {name} is on {t.device}, the first tensor on {first.device}. Move them to one device."
+            )
 
 
 def check_same(op: str, **tensors: Tensor) -> None:
@@ -62,13 +64,17 @@ def check_vector(op: str, x: Tensor, **vectors: Tensor | None) -> None:
     """Every vector given is 1-D of `x`'s last dimension."""
     for name, v in vectors.items():
         if v is not None and (v.dim() != 1 or v.shape[0] != x.shape[-1]):
-            raise InputError(f"{op}: {name} is {tuple(v.shape)}; needs ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}.")
+            raise InputError(
+                f"{op}: {name} is {tuple(v.shape)}; needs ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}."
+            )
 
 
 def random_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Normal values.  Small tensors are drawn on the CPU, so that every device sees the same; large ones where they live."""
+    """Normal values.  Small tensors are drawn on the CPU, so that every device sees the same; large ones where they
+    live.
+    """
     if math.prod(shape) > 1 << 22 and device.type == "cuda":
         seed = int(torch.randint(2**31, (), generator=generator))
         made = torch.randn(tuple(shape), device=device, generator=torch.Generator(device).manual_seed(seed))

@@ -1,7 +1,8 @@
 """Weight gradients of row-wise norms, second step: add up per-program partial sums, in a fixed order.
 
-A backward kernel leaves `partial` (P, N) float32, one row a program.  Reads 4*P*N bytes; P is the SM count, so this is under
-2 % of the backward at 8192x4096.  Fixed tiles and a fixed order make it bitwise repeatable, which atomics would not be.
+A backward kernel leaves `partial` (P, N) float32, one row a program.  Reads 4*P*N bytes; P is the SM count, so this is
+under 2 % of the backward at 8192x4096.  Fixed tiles and a fixed order make it bitwise repeatable, which atomics would
+not be.
 """
 
 import triton
@@ -14,7 +15,9 @@ BLOCK_P, BLOCK_N = 64, 32  # 128 programs at N=4096: one wave of an H200, each r
 
 
 @triton.jit
-def _column_sums_kernel(total, partial, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):  # total: (N,)  partial: (P, N)
+def _column_sums_kernel(
+    total, partial, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+):  # total: (N,)  partial: (P, N)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     acc = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)

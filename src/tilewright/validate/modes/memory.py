@@ -106,12 +106,20 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, guard: int, shift: int = 0) -> Tensor:
-    """A contiguous NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it)."""
+def guarded(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    guard: int,
+    shift: int = 0,
+    strides: tuple[int, ...] | None = None,
+) -> Tensor:
+    """A dense NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it)."""
     count = torch.Size(shape).numel()
     size = torch.empty(0, dtype=dtype).element_size()
     noise = torch.randint(0, 256, ((count + 2 * guard + shift) * size,), dtype=torch.uint8, device=device)
-    view = noise.view(dtype)[guard + shift : guard + shift + count].view(shape)
+    view = noise.view(dtype)[guard + shift : guard + shift + count]
+    view = view.view(shape) if strides is None else view.as_strided(shape, strides)
     return view.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
 
 
@@ -149,7 +157,9 @@ def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> b
     if plan.launch is None or call.args[0].numel() == 0:
         return False
     device = call.op.device_of(call.args)
-    outs = tuple(guarded(tuple(shape), dtype, device, GUARD, shift) for shape, dtype in call.op.outputs(*call.args))
+    outs = tuple(
+        guarded(tuple(t.shape), t.dtype, device, GUARD, shift, t.stride()) for t in call.op.allocate(call.args, "meta")
+    )
     around = [_surroundings(t) for t in outs]
     plan.launch(outs, *call.args, config=plan.config)
     for i, (t, old) in enumerate(zip(outs, around, strict=True)):

@@ -16,8 +16,8 @@ def opcheck(case: Case, found: Findings) -> None:
         _check(found, call.op.torch_op, (*call.args, *call.wish), {})
     forward, *_ = case.raw_calls(case.sample())
     if forward.op.torch_out is not None:
-        ((shape, dtype),) = forward.op.outputs(*forward.args)
-        out = torch.zeros(tuple(shape), dtype=dtype, device=case.device)
+        (out,) = forward.op.allocate(forward.args, case.device)
+        out.zero_()
         _check(found, forward.op.torch_out, (*forward.args, *forward.wish), {"out0": out})
     composite = getattr(torch.ops.tilewright, case.contract.name).default
     leaves = list(forward.args)

@@ -1,4 +1,6 @@
-"""Residual add and RMSNorm in one pass: the pair every decoder layer runs twice.  The contract; backends are the files beside it."""
+"""Residual add and RMSNorm in one pass: the pair every decoder layer runs twice.  The contract; backends are the files
+beside it.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +31,7 @@ def add_rms_norm(
     eps, offset, fp32_weight, dtype of y, backend: as in `rms_norm`.  Neither input is written.
     Raises InputError for different shapes, dtypes or devices of x and residual, or a weight that is not (N,).
     """
-    return call(CONTRACT, (x, residual, weight, eps, offset, fp32_weight or offset != 0.0), backend)  # type: ignore[no-any-return]
+    return call(CONTRACT, (x, residual, weight, eps, offset, fp32_weight or offset != 0.0), backend)
 
 
 def reference(
@@ -104,12 +106,16 @@ def check(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: as `rms_norm`."""
     plain = rms.inputs(params, dtype, device, seed)
-    residual = rows.random_tensor(plain.args[0].shape, dtype, device, rows.generator(seed + 1), params.get("scale", 1.0))
+    residual = rows.random_tensor(
+        plain.args[0].shape, dtype, device, rows.generator(seed + 1), params.get("scale", 1.0)
+    )
     return Sample((plain.args[0], residual, plain.args[1]), plain.kwargs)
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Forward reads x and residual, writes y and the sum.  Backward reads dy, dsum and the sum, writes one gradient for both."""
+    """Forward reads x and residual, writes y and the sum.  Backward reads dy, dsum and the sum, writes one gradient
+    for both.
+    """
     x, _, weight = sample.args
     if direction == "fwd":
         return Cost(5 * x.numel(), rows.nbytes(x, x, weight), rows.nbytes(x, x))
@@ -123,8 +129,8 @@ def _backward_args(grads: Any, saved: Any, args: Any, needs: Any) -> tuple[Any, 
 
 
 def _bad(device: torch.device, x: torch.dtype, residual_shape: tuple[int, ...]) -> Sample:
-    make = {"device": device}
-    return Sample((torch.ones(4, 8, dtype=x, **make), torch.ones(residual_shape, **make), torch.ones(8, **make)))
+    residual = torch.ones(residual_shape, device=device)
+    return Sample((torch.ones(4, 8, dtype=x, device=device), residual, torch.ones(8, device=device)))
 
 
 CONTRACT = register(

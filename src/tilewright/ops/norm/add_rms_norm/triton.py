@@ -1,7 +1,8 @@
 """Residual add and RMSNorm in Triton: the RMSNorm kernel with a second input and output (see `rms_norm/triton.py`).
 
-Traffic: forward reads x and residual, writes y and the sum, 8*M*N bytes at bf16: 8192x4096 cannot beat 64 us at 4.2 TB/s.
-The two kernels of a model without fusion move 10*M*N.  Backward: reads dy, dsum and the sum, writes one gradient, 8*M*N.
+Traffic: forward reads x and residual, writes y and the sum, 8*M*N bytes at bf16: 8192x4096 cannot beat 64 us at 4.2
+TB/s. The two kernels of a model without fusion move 10*M*N.  Backward: reads dy, dsum and the sum, writes one gradient,
+8*M*N.
 """
 
 from torch import Tensor

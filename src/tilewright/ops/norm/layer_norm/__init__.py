@@ -30,7 +30,7 @@ def layer_norm(
     backend: run on exactly this backend or raise BackendError.
     Raises InputError for other shapes and dtypes.  Source: Ba, Kiros, Hinton, "Layer Normalization", 2016.
     """
-    return call(CONTRACT, (x, weight, bias, eps), backend, out)  # type: ignore[no-any-return]
+    return call(CONTRACT, (x, weight, bias, eps), backend, out)
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
@@ -86,7 +86,9 @@ def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     rows.check_vector("layer_norm", x, weight=weight, bias=bias)
     for name, t in given.items():
         if t.dtype != x.dtype:
-            raise InputError(f"layer_norm: {name} is {t.dtype}, x is {x.dtype}; they must have one dtype. Cast one of them.")
+            raise InputError(
+                f"layer_norm: {name} is {t.dtype}, x is {x.dtype}; they must have one dtype. Cast one of them."
+            )
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:

@@ -1,7 +1,8 @@
-"""LayerNorm in Triton.  A program holds whole rows in registers, so mean and variance are exact two-pass sums over one read.
+"""LayerNorm in Triton.  A program holds whole rows in registers, so mean and variance are exact two-pass sums over one
+read.
 
-Traffic: forward 4*M*N bytes at bf16, backward 6*M*N; the same floors as RMSNorm.  The backward recomputes mean and 1/std from
-the row it reads, and sums the gradients of weight and bias in a fixed order (`column_sums`).
+Traffic: forward 4*M*N bytes at bf16, backward 6*M*N; the same floors as RMSNorm.  The backward recomputes mean and
+1/std from the row it reads, and sums the gradients of weight and bias in a fixed order (`column_sums`).
 Rows too long for registers are walked in blocks: mean, then variance about it, then the output; re-reads come from L2.
 """
 
@@ -194,7 +195,12 @@ def launch(
 
 
 @register_impl(
-    "layer_norm", backend="triton", direction="bwd", configure=configure_backward, config_type=Config, configs=BACKWARD_CONFIGS
+    "layer_norm",
+    backend="triton",
+    direction="bwd",
+    configure=configure_backward,
+    config_type=Config,
+    configs=BACKWARD_CONFIGS,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor, Tensor],

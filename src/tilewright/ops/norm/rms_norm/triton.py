@@ -1,8 +1,8 @@
 """RMSNorm in Triton.  A program holds whole rows in registers: one read of x, one write of y, statistics in between.
 
-Traffic: forward 4*M*N bytes at bf16, so 8192x4096 cannot beat 32 us at 4.2 TB/s; backward reads dy and x and writes dx, 6*M*N,
-48 us.  The backward recomputes 1/rms from the row it reads anyway, so the forward saves no statistics.  Its weight gradient
-is accumulated in registers by a fixed set of programs and reduced in a fixed order (`column_sums`).
+Traffic: forward 4*M*N bytes at bf16, so 8192x4096 cannot beat 32 us at 4.2 TB/s; backward reads dy and x and writes
+dx, 6*M*N, 48 us.  The backward recomputes 1/rms from the row it reads anyway, so the forward saves no statistics.  Its
+weight gradient is accumulated in registers by a fixed set of programs and reduced in a fixed order (`column_sums`).
 Rows too long for registers are read twice; the second read comes from L2.
 """
 
@@ -38,7 +38,8 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     if m * block >= 1 << 26 and block <= 8192:
         # Large problems: 32 values a thread and 16 warps, 131.0 us against 132.1 at 32768x4096 (H200, 2026-11)
         return Config(rows=16384 // block, num_warps=16, num_stages=1, waves=0)
-    # 16 values a thread: at N=4096 8 warps beat 4 and 16 from 1 row to 8192 (34.8 us against 35.2 and 36.0; H200, 2026-11)
+    # 16 values a thread: at N=4096 8 warps beat 4 and 16 from 1 row to 8192 (34.8 us against 35.2 and 36.0; H200,
+    # 2026-11)
     return Config(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=1, waves=0)
 
 
@@ -47,14 +48,15 @@ def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     block = min(triton.next_power_of_2(n), MAX_BLOCK)
     if block <= 512:
         return Config(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=2, waves=4)
-    # Two rows in flight and two more on the way hide the reductions: 55.6 us, against 57.2 with one row (8192x4096, H200, 2026-11)
+    # Two rows in flight and two more on the way hide the reductions: 55.6 us, against 57.2 with one row (8192x4096,
+    # H200, 2026-11)
     rows = 2 if block <= 4096 else 1
     return Config(rows=rows, num_warps=min(16, max(4, rows * block // 1024)), num_stages=3, waves=1)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)   weight: (N,)
+    y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)  weight: (N,)
     ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.arange(0, BLOCK_N)
@@ -262,7 +264,9 @@ def run_backward(
     strides = (grads.stride(0), rows.stride(0), 0 if other is None else other.stride(0))
     if block > MAX_BLOCK:
         rstds = scratch((m,), torch.float32, x.device)
-        _backward_long((m,), (dx, rstds, grads, rows, weight, other, n, *strides, eps, offset), (add, 4096), num_warps=8)
+        _backward_long(
+            (m,), (dx, rstds, grads, rows, weight, other, n, *strides, eps, offset), (add, 4096), num_warps=8
+        )
         if need_dweight:
             args = (dweight, grads, rows, rstds, m, n, *strides[:2])
             _dweight_long((triton.cdiv(n, 64),), args, (fp32_weight, 64, 64), num_warps=8)
@@ -284,7 +288,12 @@ def launch(
 
 
 @register_impl(
-    "rms_norm", backend="triton", direction="bwd", configure=configure_backward, config_type=Config, configs=BACKWARD_CONFIGS
+    "rms_norm",
+    backend="triton",
+    direction="bwd",
+    configure=configure_backward,
+    config_type=Config,
+    configs=BACKWARD_CONFIGS,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],
