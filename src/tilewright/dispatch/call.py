@@ -43,10 +43,10 @@ def register(contract: Contract) -> Contract:
 
     def composite(*args: Any, **wish: str) -> Any:
         # torch drops trailing arguments that equal their defaults
-        backend, numerics = (*args[arity:], *("auto", "default")[len(args) - arity :])
-        plain = args[:arity]
+        plain, given = args[:arity], dict(zip(("backend", "numerics"), args[arity:], strict=False))
         contract.check(*plain)
-        return _run(contract, plain, wish.get("backend", backend), wish.get("numerics", numerics))
+        wish = {"backend": "auto", "numerics": "default", **given, **wish}
+        return _run(contract, plain, wish["backend"], wish["numerics"])
 
     LIBRARY.impl(contract.name, composite, "CompositeImplicitAutograd")
     return bind(contract)

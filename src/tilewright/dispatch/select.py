@@ -54,9 +54,7 @@ def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Pl
     if wanted != "auto":
         reason = refused.get(wanted, "is not a registered backend of this op")
         if reason is None:
-            return plan(
-                wanted, "asked for in the call" if backend.endswith("!") else "preferred by set_backend, use_backend or environment"
-            )
+            return plan(wanted, "asked for in the call" if backend.endswith("!") else "preferred here")
         usable = [name for name, no in refused.items() if no is None]
         message = (
             f"{raw.key}[{wanted}] {reason} ({text}, {dtype_name}). Supported here: {', '.join(usable)}. "
