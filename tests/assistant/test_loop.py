@@ -127,6 +127,7 @@ def test_when_the_budget_is_used_up_changes_are_not_tried():
     assert record.decision == "not tried"
     assert "budget" in record.reason
     assert opt.model.delay_s == DELAY_S
+    assert "No change was tried" in opt.report.headline
 
 
 def test_analyze_changes_nothing():

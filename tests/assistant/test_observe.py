@@ -1,17 +1,22 @@
 """What is seen of a model is counted right, and looking leaves no trace."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.assistant.planted import ceilings, prompts, tiny_llama
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewright.assistant.attribution import around_modules
+from tilewright.assistant.condense import condense, pattern
 from tilewright.assistant.cost import count
 from tilewright.assistant.graph_breaks import graph_breaks
+from tilewright.assistant.loop import _doubts
 from tilewright.assistant.observe import observe
-from tilewright.assistant.predict import matmul_us, predict, roofline
-from tilewright.assistant.profile import profile_modules, union_us
+from tilewright.assistant.predict import Roof, matmul_us, predict, roofline
+from tilewright.assistant.profile import _LABEL, _on_gpu, profile_modules, union_us
 from tilewright.assistant.workload import workload
 
 
@@ -97,6 +102,58 @@ def test_a_saving_becomes_a_gain_of_the_whole_request(seen):
     found = predict(observation, lambda phase: (0.0, phase.wall_us / 2 if phase.name == "decode" else 0.0), "half")
     assert found.low == 1.0
     assert found.high == pytest.approx(total / (total - 4 * decode / 2))
+
+
+def event(name, device, start, end, parent=None, kernels=(), annotation=False):
+    return SimpleNamespace(
+        name=name,
+        device_type=device,
+        time_range=SimpleNamespace(start=start, end=end),
+        cpu_parent=parent,
+        kernels=[SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels],
+        is_user_annotation=annotation,
+    )
+
+
+def test_kernels_are_charged_to_the_modules_around_their_launch():
+    cpu, gpu = DeviceType.CPU, DeviceType.CUDA
+    outer = event(_LABEL, cpu, 0, 100, annotation=True, kernels=[(_LABEL, 90.0)])
+    inner = event(_LABEL + "0", cpu, 5, 40, parent=outer, annotation=True, kernels=[("triton_fused", 7.0)])
+    events = [
+        outer,
+        inner,
+        event("aten::mm", cpu, 10, 20, parent=inner, kernels=[("gemm", 30.0)]),
+        event("tilewright::_add_rms_norm_fwd", cpu, 50, 60, parent=outer, kernels=[("add", 4.0)]),
+        event("gemm", gpu, 20, 50),
+        event("triton_fused", gpu, 45, 52),  # overlaps the product by 5
+        event("add", gpu, 60, 64),
+        event(_LABEL, gpu, 0, 90, annotation=True),  # the label's shadow on the device: no work
+    ]
+    found = _on_gpu(events, {"": "Model", "0": "Block"})
+    times = {module.path: (module.total_us, module.self_us) for module in found.modules}
+    assert times == {"": (41.0, 4.0), "0": (37.0, 37.0)}
+    assert found.busy_us == 36.0
+    assert found.kernels == 3
+    assert found.ops["gemm"] == 30
+
+
+def test_a_condensed_observation_keeps_the_sums(seen):
+    _, observation = seen
+    small = condense(observation)
+    for before, after in zip(observation.phases, small.phases, strict=True):
+        assert sum(m.self_us for m in after.modules) == pytest.approx(sum(m.self_us for m in before.modules))
+        assert sum(c.flops for c in after.costs) == sum(c.flops for c in before.costs)
+        assert {c.path for c in after.costs} >= {"", "model.layers.*", "model.layers.*.mlp.gate_proj"}
+        assert not any(".0" in c.path for c in after.costs)
+    assert pattern("layers.10.block.3") == "layers.*.block.*"
+    assert pattern("0.conv1d") == "*.conv1d"
+
+
+def test_a_floor_above_the_measured_time_is_doubted(seen):
+    _, observation = seen
+    slow = [Roof("prefill", "Linear", 1, 1.0, 2 * observation.phase("prefill").wall_us, 0, 0)]
+    assert "busy" in _doubts(slow, observation)[0]
+    assert _doubts([], observation) == []
 
 
 def test_union_of_overlapping_intervals():

@@ -232,8 +232,8 @@ def _doubts(roofs: list[Roof], seen: Observation) -> list[str]:
         floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
         if floor > 1.1 * phase.wall_us:
             found.append(
-                f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: this "
-                "machine was busy when its ceilings were measured. `tilewright calibrate` measures them again."
+                f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: "
+                "the machine was busy when its ceilings were measured. `tilewright calibrate` measures them again."
             )
     return found
 

@@ -88,6 +88,8 @@ class Report:
         """The result in one sentence."""
         if self.kind == "analyze":
             return f"{len(self.decided('proposed'))} changes are worth trying on {self.model['class']}."
+        if self.totals is None and not self.decided("rejected"):
+            return f"No change was tried on {self.model['class']}: {self._why_untried()}"
         if self.totals is None:
             return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
         gain = self.totals.decisive
@@ -95,6 +97,10 @@ class Report:
             f"{self.model['class']}: {gain.name} {gain.before:.4g} -> {gain.after:.4g} {gain.unit}, "
             f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f})."
         )
+
+    def _why_untried(self) -> str:
+        left = len(self.decided("not tried"))
+        return f"the time budget ended before {left} of them; raise it." if left else "none applies."
 
     def to_json(self) -> str:
         """This report as JSON text. A number that is not finite becomes null."""

@@ -42,7 +42,7 @@ def render(report: Report) -> RenderableType:
         noise = report.control.decisive
         interval = f"95 %: {noise.gain_low:.3f} to {noise.gain_high:.3f}"
         parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here.", style="dim"))
-    parts.append(_changes(report.changes))
+    parts.extend((_changes(report.changes), _reasons(report.changes)))
     if report.accuracy is not None:
         parts.append(Text(_accuracy(report.accuracy)))
     parts.extend(Text(f"Note: {note}", style="dim") for note in report.notes)
@@ -90,18 +90,26 @@ def _totals(title: str, comparison: Comparison) -> Table:
 
 def _changes(records: list[ChangeRecord]) -> Table:
     table = Table(title="Changes", title_justify="left")
-    for name in ("change", "decision", "predicted", "measured (95 %)", "reason"):
-        table.add_column(name)
+    for name in ("change", "decision", "predicted", "measured (95 %)"):
+        table.add_column(name, no_wrap=True)
     for record in records:
         predicted = f"{record.predicted.low:.2f}x to {record.predicted.high:.2f}x" if record.predicted else "-"
         measured = "-"
         if record.measured is not None:
             gain = record.measured.decisive
             measured = f"{gain.gain:.3f}x ({gain.gain_low:.3f} to {gain.gain_high:.3f})"
-        table.add_row(
-            record.name, Text(record.decision, style=_STYLE[record.decision]), predicted, measured, record.reason
-        )
+        table.add_row(record.name, Text(record.decision, style=_STYLE[record.decision]), predicted, measured)
     return table
+
+
+def _reasons(records: list[ChangeRecord]) -> Text:
+    """One line a change, under the table: sentences do not fit a narrow column."""
+    text = Text()
+    for record in records:
+        text.append(f"{record.name} ", style="bold")
+        text.append(f"{record.decision}", style=_STYLE[record.decision])
+        text.append(f": {record.reason}\n")
+    return text
 
 
 def _accuracy(a: Accuracy) -> str:

@@ -7,7 +7,7 @@
 Nothing here knows an op by name; all is read from its contract.
 """
 
-from tilewright.validate.check import check
+from tilewright.validate.checking import check
 from tilewright.validate.modes import MODES
 from tilewright.validate.report import CheckReport, Result
 

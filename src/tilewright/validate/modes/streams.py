@@ -9,7 +9,7 @@ from tilewright.validate.case import Case, Findings, NotApplicable, overwrite, t
 from tilewright.validate.modes.registry import mode
 
 T = TypeVar("T")
-DELAY = 20_000_000  # clock cycles that a stream is held up: about 10 ms, far longer than any launch
+DELAY = 40_000_000  # clock cycles that the stream is held up: about 20 ms, longer than launching takes
 
 
 @mode("cuda_graph")
@@ -39,14 +39,17 @@ def cuda_graph(case: Case, found: Findings) -> None:
 def side_stream(case: Case, found: Findings) -> None:
     """On another stream, behind inputs that arrive late: a launch on the default stream would read NaN."""
     _needs_gpu(case)
-    late, cotangents = case.sample(), [torch.full_like(c, torch.nan) for c in case.truth.cotangents]
-    arrived = case.sample()
+    cotangents = [torch.full_like(c, torch.nan) for c in case.truth.cotangents]
+    late, arrived = case.sample(), case.sample()
+    case.call(arrived)  # compiles, which would take longer than the delay
+    if case.positions:
+        case.differentiate(arrived)
     for t in tensors(late):
         if t.is_floating_point():
             t.fill_(torch.nan)
     torch.cuda.synchronize(case.device)
     grads = None
-    with torch.cuda.stream(torch.cuda.Stream(case.device)) as _:
+    with torch.cuda.stream(torch.cuda.Stream(case.device)):
         torch.cuda._sleep(DELAY)
         overwrite(late, arrived)
         for c, value in zip(cotangents, case.truth.cotangents, strict=True):

@@ -6,7 +6,8 @@ weight gradient is accumulated in registers by a fixed set of programs and reduc
 Rows too long for registers are read twice; the second read comes from L2.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,60 +25,72 @@ MAX_BLOCK = 16384  # 64 KB of float32 in registers at 16 warps; above, the row i
 
 
 class Config(NamedTuple):
+    rows: int  # of one program
+    num_warps: int
+
+
+class WalkConfig(NamedTuple):
+    """Programs that walk over the rows, so that each leaves one partial weight gradient."""
+
     rows: int
     num_warps: int
     num_stages: int
-    waves: int  # programs per SM that walk over the rows; 0: one program per block of rows
+    waves: int  # programs per SM
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     m, n = bucket
     block = min(triton.next_power_of_2(n), MAX_BLOCK)
     if block <= 512:
-        return Config(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=1, waves=0)
+        return Config(rows=max(1, min(8, 2048 // block)), num_warps=4)
     if m * block >= 1 << 26 and block <= 8192:
         # Large problems: 32 values a thread and 16 warps, 131.0 us against 132.1 at 32768x4096 (H200, 2026-11)
-        return Config(rows=16384 // block, num_warps=16, num_stages=1, waves=0)
+        return Config(rows=16384 // block, num_warps=16)
     # 16 values a thread: at N=4096 8 warps beat 4 and 16 from 1 row to 8192 (34.8 us against 35.2 and 36.0; H200,
     # 2026-11)
-    return Config(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=1, waves=0)
+    return Config(rows=1, num_warps=min(16, max(4, block // 512)))
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> WalkConfig:
     _, n = bucket
     block = min(triton.next_power_of_2(n), MAX_BLOCK)
     if block <= 512:
-        return Config(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=2, waves=4)
+        return WalkConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, num_stages=2, waves=4)
     # Two rows in flight and two more on the way hide the reductions: 55.6 us, against 57.2 with one row (8192x4096,
     # H200, 2026-11)
     rows = 2 if block <= 4096 else 1
-    return Config(rows=rows, num_warps=min(16, max(4, rows * block // 1024)), num_stages=3, waves=1)
+    return WalkConfig(rows=rows, num_warps=min(16, max(4, rows * block // 1024)), num_stages=3, waves=1)
+
+
+def every(choose: Callable[[tuple[int, ...], torch.dtype], Any]) -> tuple[Any, ...]:
+    """All that `choose` can return."""
+    sizes = [(m, 1 << k) for m in (1, 1 << 13, 1 << 20) for k in range(15)]
+    return tuple(dict.fromkeys(choose(bucket, torch.bfloat16) for bucket in sizes))
 
 
 @triton.jit
 def _rms_norm_kernel(
     y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)  weight: (N,)
-    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     w = tl.load(weight + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
-        offs_m = block * ROWS + tl.arange(0, ROWS)
-        at = offs_m.to(tl.int64)[:, None]
-        mask = (offs_m[:, None] < M) & mask_n[None, :]
-        row = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0)
-        if ADD:  # the sum is rounded to its dtype before it is normalised, as in the model
-            other = tl.load(residual + at * stride_r + offs_n[None, :], mask=mask, other=0.0)
-            row = (row.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
-            tl.store(total + at * N + offs_n[None, :], row, mask=mask)
-        wide = row.to(tl.float32)
-        normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
-        if FP32_WEIGHT:
-            result = normed * (offset + w)[None, :]
-        else:  # round to x's dtype before the weight, as the models do
-            result = normed.to(x.dtype.element_ty).to(tl.float32) * w[None, :]
-        tl.store(y + at * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
+    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = offs_m.to(tl.int64)[:, None]
+    mask = (offs_m[:, None] < M) & mask_n[None, :]
+    row = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0)
+    if ADD:  # the sum is rounded to its dtype before it is normalised, as in the model
+        other = tl.load(residual + at * stride_r + offs_n[None, :], mask=mask, other=0.0)
+        row = (row.to(tl.float32) + other.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at * N + offs_n[None, :], row, mask=mask)
+    wide = row.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / N + eps)[:, None]
+    if FP32_WEIGHT:
+        result = normed * (offset + w)[None, :]
+    else:  # round to x's dtype before the weight, as the models do
+        result = normed.to(x.dtype.element_ty).to(tl.float32) * w[None, :]
+    tl.store(y + at * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -205,14 +218,10 @@ _backward = TritonKernel(_rms_norm_backward_kernel)
 _backward_long = TritonKernel(_rms_norm_backward_long_kernel)
 _dweight_long = TritonKernel(_rms_norm_dweight_long_kernel)
 
-FORWARD_CONFIGS = tuple({configure((m, n), torch.bfloat16) for m in (1, 1 << 20) for n in (1 << k for k in range(15))})
-BACKWARD_CONFIGS = tuple({configure_backward((4096, 1 << k), torch.bfloat16) for k in range(15)})
 
-
-def programs(m: int, config: Config, device: torch.device) -> int:
-    """Grid size: one program per block of rows, or `waves` per SM walking over them."""
-    blocks = -(-m // config.rows)
-    return min(blocks, config.waves * device_info(device).sm_count) if config.waves else blocks
+def programs(m: int, config: WalkConfig, device: torch.device) -> int:
+    """How many programs walk over `m` rows."""
+    return min(-(-m // config.rows), config.waves * device_info(device).sm_count)
 
 
 def run_forward(
@@ -237,9 +246,9 @@ def run_forward(
         args = (y, total, rows, other, weight, n, *strides, eps, offset)
         _forward_long((m,), args, (add, fp32_weight, 4096), num_warps=8)
     else:
-        constants = (add, fp32_weight, config.rows, block, config.num_stages)
         args = (y, total, rows, other, weight, m, n, *strides, eps, offset)
-        _forward((programs(m, config, x.device),), args, constants, num_warps=config.num_warps)
+        grid = (triton.cdiv(m, config.rows),)
+        _forward(grid, args, (add, fp32_weight, config.rows, block), num_warps=config.num_warps)
 
 
 def run_backward(
@@ -253,7 +262,7 @@ def run_backward(
     offset: float,
     fp32_weight: bool,
     need_dweight: bool,
-    config: Config,
+    config: WalkConfig,
 ) -> None:
     """Gradient of the norm at x; `dtotal`, the gradient that reaches the sum directly, is added to dx."""
     grads, rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
@@ -280,7 +289,7 @@ def run_backward(
         column_sums(dweight, partial)
 
 
-@register_impl("rms_norm", backend="triton", configure=configure, config_type=Config, configs=FORWARD_CONFIGS)
+@register_impl("rms_norm", backend="triton", configure=configure, config_type=Config, configs=every(configure))
 def launch(
     outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, *, config: Config
 ) -> None:
@@ -292,8 +301,8 @@ def launch(
     backend="triton",
     direction="bwd",
     configure=configure_backward,
-    config_type=Config,
-    configs=BACKWARD_CONFIGS,
+    config_type=WalkConfig,
+    configs=every(configure_backward),
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],
@@ -305,6 +314,6 @@ def launch_backward(
     fp32_weight: bool,
     need_dweight: bool,
     *,
-    config: Config,
+    config: WalkConfig,
 ) -> None:
     run_backward(outs[0], outs[1], dy, None, x, weight, eps, offset, fp32_weight, need_dweight, config)

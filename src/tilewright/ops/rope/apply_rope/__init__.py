@@ -170,7 +170,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 _LLAMA_8B = {"H": 32, "H_kv": 8, "D": 128}
-_SMALL = {"B": 2, "S": 9, "H": 4, "H_kv": 2, "D": 64}
+_SMALL = {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64}
 _PACKED = {"T": 23, "H": 4, "H_kv": 2, "D": 64}
 CONTRACT = register(
     Contract(

@@ -125,9 +125,12 @@ def _rotate_heads(
     c = tl.load(cos + angle, mask=pairs & known[:, None, None], other=float("nan"))
     s = tl.load(sin + angle, mask=pairs & known[:, None, None], other=float("nan"))
     if INVERSE:
-        s = -s.to(tl.float32)
-    y1 = (_product(x1, c, cos) - _product(x2, s, cos)).to(y.dtype.element_ty)
-    y2 = (_product(x2, c, cos) + _product(x1, s, cos)).to(y.dtype.element_ty)
+        y1 = _product(x1, c) + _product(x2, s)
+        y2 = _product(x2, c) - _product(x1, s)
+    else:
+        y1 = _product(x1, c) - _product(x2, s)
+        y2 = _product(x2, c) + _product(x1, s)
+    y1, y2 = y1.to(y.dtype.element_ty), y2.to(y.dtype.element_ty)
 
     if INTERLEAVED:
         turned = tl.reshape(tl.join(y1, y2), (TOKENS, HEADS, 2 * BLOCK_HALF))
@@ -142,10 +145,10 @@ def _rotate_heads(
 
 
 @triton.jit
-def _product(x, angle, table):
-    """x * angle in float32, rounded where the model rounds it: if tables and heads have one dtype, to that."""
+def _product(x, angle):
+    """x * angle in float32, rounded where the model rounds it: if both have one dtype, to that."""
     product = x.to(tl.float32) * angle.to(tl.float32)
-    if x.dtype == table.dtype.element_ty:
+    if x.dtype == angle.dtype:
         product = product.to(x.dtype).to(tl.float32)
     return product
 
