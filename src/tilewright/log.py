@@ -4,9 +4,10 @@
 """
 
 import logging
+import os
 
 from tilewright.errors import InputError
-from tilewright.settings import current
+from tilewright.settings import Settings
 
 logger = logging.getLogger("tilewright")
 
@@ -15,10 +16,11 @@ _said: set[object] = set()
 
 
 def configure() -> None:
-    """Apply `TILEWRIGHT_LOG`.  An application that installed its own handlers keeps them; we add one only if none
-    exists.
+    """Apply `TILEWRIGHT_LOG`; importing this module does it once.
+
+    An application that installed its own handlers keeps them; we add one only if none exists.
     """
-    level = current().log
+    level = Settings.from_env(os.environ).log  # not `current()`: an import must not freeze the other settings
     if level is None:
         return
     if level not in _LEVELS:
@@ -41,3 +43,6 @@ def log_once(key: object, message: str, level: int = logging.WARNING) -> None:
 def forget_logged() -> None:
     """Let every `log_once` message be said again (tests)."""
     _said.clear()
+
+
+configure()

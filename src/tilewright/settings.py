@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tilewright.errors import InputError
+
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -58,7 +60,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Settings":
-        """Read `env`.  Raises ValueError naming the variable, the value and what is allowed."""
+        """Read `env`.  Raises InputError naming the variable, the value and what is allowed."""
         values: dict[str, Any] = {}
         for f in fields(cls):
             for name in f.metadata["names"]:
@@ -66,7 +68,7 @@ class Settings:
                     try:
                         values[f.name] = f.metadata["parse"](env[name])
                     except ValueError as error:
-                        raise ValueError(f"{name}: {error}") from None
+                        raise InputError(f"{name}: {error}.") from None
                     break
         return cls(**values)
 

@@ -25,8 +25,10 @@ def case_id(value):
     return value if isinstance(value, str) else value.name.partition(":")[0]
 
 
-def test_there_are_contracts():
-    assert set(tilewright.ops.__all__) == set(OPS)
+def test_every_public_op_has_a_contract():
+    public = {name for name in tilewright.ops.__all__ if callable(getattr(tilewright.ops, name))}
+    assert public
+    assert public <= set(OPS)
 
 
 @pytest.mark.parametrize(("name", "workload"), EDGE_CASES, ids=case_id)

@@ -1,36 +1,85 @@
 """`tilewright <verb>`: thin commands over the library.  Each prints for people, and writes JSON with `--json FILE`
-(`-`: stdout).
+(`-`: JSON alone on stdout, progress on stderr).
 
-Wrong input prints one line and exits with code 2; a failed check, bench or optimisation exits with code 1.
+Exit codes: 0; 1 for a check, bench or verification that failed; 2 for wrong input, with one line on stderr and nothing
+written.  Any other exception is a bug of ours and keeps its traceback.
 """
 
+import logging
 import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from tilewright import __version__
 from tilewright.cli import bench, doctor, model, op
-from tilewright.errors import TilewrightError
-from tilewright.log import configure
+from tilewright.errors import TilewrightError, VerificationError
+
+# What the parser raises.  Newer versions of typer carry a click of their own, so the class is found by descent.
+_ParserError: type[Any] = typer.BadParameter.__mro__[2]
+
+
+class Commands(TyperGroup):
+    """The commands, with errors turned into exit codes."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run one command line and exit."""
+        options["standalone_mode"] = False
+        try:
+            sys.exit(super().main(*args, **options))
+        except TilewrightError as error:
+            logging.getLogger("tilewright").debug("raised here", exc_info=error)
+            _fail(str(error), 1 if isinstance(error, VerificationError) else 2)
+        except _ParserError as error:
+            command = getattr(error, "ctx", None) and error.ctx.command_path
+            _fail(f"{error.format_message()} See `{command or 'tilewright'} --help`.", 2)
+        except typer.Abort:
+            _fail("interrupted.", 130)
+
+
+def _fail(text: str, code: int) -> None:
+    print(f"tilewright: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(code)
+
 
 app = typer.Typer(
     name="tilewright",
-    help="Verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves it.",
-    no_args_is_help=True,
+    cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog="Example: tilewright optimize path/to/model --html report.html",
 )
-for module in (doctor, op, bench, model):
-    module.add(app)
+for _name, _command, _example in (
+    ("doctor", doctor.show_machine, "--json machine.json"),
+    ("calibrate", bench.calibrate_device, "--quick"),
+    ("ops", op.list_ops, "--json -"),
+    ("explain", op.explain_op, "rms_norm --case M=8,N=4096 --device cuda"),
+    ("check", op.check_op, "rms_norm --case odd_n --backend triton"),
+    ("bench", bench.bench_suite, "norm rms_norm --case M=8192,N=4096"),
+    ("analyze", model.analyze_model, "path/to/model --prompts prompts.txt"),
+    ("optimize", model.optimize_model, "model.py:factory --html report.html"),
+):
+    app.command(_name, epilog=f"Example: tilewright {_name} {_example}")(_command)
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Say which, and exit.")] = False
+) -> None:
+    """Verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves it."""
+    if version:
+        print(f"tilewright {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        return
+    from tilewright.log import configure
+
+    configure()
 
 
 def main() -> None:
     """Entry point of the console script."""
-    try:
-        configure()
-        app()
-    except (TilewrightError, ValueError) as error:
-        if not isinstance(error, TilewrightError) and not str(error).startswith("TILEWRIGHT_"):
-            raise
-        print(f"tilewright: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    app()

@@ -1,71 +1,86 @@
 """`tilewright bench | calibrate`: measure."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilewright.cli.op import DeviceOption, DtypeOption, _device
-from tilewright.cli.output import JsonOption, check_writable, emit, parse_case, say
+from tilewright.cli.options import DeviceOption, DtypeOption, JsonOption, device, names, need
+from tilewright.cli.output import check_writable, emit, say, write_json
 from tilewright.errors import UsageError
 
 
-def add(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("bench")(bench)
-    app.command("calibrate")(calibrate_device)
+class Timing(StrEnum):
+    """How calls follow each other."""
+
+    sustained = "sustained"
+    paused = "paused"
 
 
-def bench(
+def bench_suite(
     suite: Annotated[
         str | None, typer.Argument(metavar="[SUITE]", help="norm, activation, rope, softmax or all.")
     ] = None,
-    op: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,
     dtype: DtypeOption = None,
-    case: Annotated[str | None, typer.Option("--case", help="Only cases with these sizes, e.g. M=8192,N=4096.")] = None,
-    against: Annotated[
-        str | None, typer.Option("--against", help="Peers by name, separated by commas; default: all.")
+    case: Annotated[
+        str | None, typer.Option("--case", metavar="SIZES", help="Only cases with these sizes: M=8192,N=4096.")
     ] = None,
-    timing: Annotated[
-        str, typer.Option("--timing", help="sustained (back to back) or paused (idle gaps).")
-    ] = "sustained",
-    device: DeviceOption = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="NAMES", help="Peers, separated by commas; default: all.")
+    ] = None,
+    timing: Annotated[Timing, typer.Option("--timing", help="Back to back, or with idle gaps.")] = Timing.sustained,
+    device_name: DeviceOption = None,
     write_table: Annotated[bool, typer.Option("--write-table", help="Store the fastest choice of each case.")] = False,
-    table: Annotated[Path | None, typer.Option("--table", help="The table to write; default: yours.")] = None,
+    table: Annotated[
+        Path | None, typer.Option("--table", metavar="FILE", help="The table to write; default: yours.")
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Render all committed results instead of measuring.")
     ] = False,
-    results: Annotated[Path, typer.Option("--results", help="Folder of results for --report.")] = Path(
+    results: Annotated[Path, typer.Option("--results", metavar="DIR", help="Results that --report reads.")] = Path(
         "benchmarks/results"
     ),
-    output: Annotated[Path, typer.Option("--output", help="Page that --report writes.")] = Path("docs/performance.md"),
+    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Page that --report writes.")] = Path(
+        "docs/performance.md"
+    ),
     json_file: JsonOption = None,
 ) -> None:
-    """Time our implementations and every available peer, interleaved in one process, checked before and after."""
-    if report:
-        from tilewright.bench.report import report as render
+    """Time our implementations and every available peer, interleaved in one process, checked before and after.
 
-        emit({"page": str(render(results, output))}, f"wrote {output}", json_file)
-        return
-    if suite is None:
-        raise UsageError("bench needs a SUITE: norm, activation, rope, softmax or all (or --report).")
-    if timing not in ("sustained", "paused"):
-        raise UsageError(f"--timing {timing}: allowed are sustained and paused.")
-    if table is not None and not write_table:
-        raise UsageError("--table names the file for --write-table; give both.")
+    The exit code is 1 if a case fails or is faster than its floor.
+    """
     check_writable(json_file, table)
+    if report:
+        _render(suite, results, output, json_file)
+        return
     import tilewright.ops  # noqa: F401  (binds the contracts)
+    from tilewright.bench.cases import suites
     from tilewright.bench.suite import run
     from tilewright.bench.tables import write_table as store
+    from tilewright.cli.case import sizes
+    from tilewright.dispatch import contracts
+    from tilewright.dispatch.table import read
 
+    if suite is None:
+        raise UsageError(f"bench needs a SUITE: {', '.join(suites())} (or --report).")
+    if table is not None and not write_table:
+        raise UsageError("--table names the file for --write-table; give both.")
+    if table is not None and table.exists():
+        read(table)  # rows are merged into it at the end; a file that is no table is refused now
+    wanted = [c for c in contracts().values() if suite in ("all", c.family) and (not ops or c.name in ops)]
     found = run(
-        suite, op or None, dtype, parse_case(case), against.split(",") if against else None,
-        device=_device(device), timing=timing, progress=say,  # type: ignore[arg-type]
-    )  # fmt: skip
-    if json_file == "-":
-        print(found.to_json())
-    elif json_file is not None:
-        found.save(Path(json_file))
+        suite,
+        ops or None,
+        dtype and dtype.value,
+        sizes(case, wanted) if case else None,
+        names(against),
+        device=device(device_name),
+        timing=timing.value,
+        progress=say if json_file == "-" else print,
+    )
+    write_json(found.to_json(), json_file)
     for note in found.failures:
         say(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
     if not found.ok:
@@ -74,20 +89,31 @@ def bench(
         say(f"wrote {store(found, table)}")
 
 
+def _render(suite: str | None, results: Path, output: Path, json_file: str | None) -> None:
+    if suite is not None:
+        raise UsageError(f"--report renders every result file; it takes no SUITE, got {suite!r}.")
+    check_writable(output)
+    need("report", "matplotlib")
+    from tilewright.bench.report import report
+
+    emit({"page": str(report(results, output))}, f"wrote {output}", json_file)
+
+
 def calibrate_device(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer points: a third of the time, larger errors.")] = False,
-    device: DeviceOption = None,
+    device_name: DeviceOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure what this machine can do: bandwidth, matrix rate, attention, launch cost.  Predictions rest on it."""
-    check_writable(json_file)
-    from dataclasses import asdict
+    """Measure what this machine can do: bandwidth, matrix rate, attention, launch cost.
 
+    The result is stored in the cache folder; predictions rest on it.
+    """
+    place = device(device_name)
     from tilewright.bench.calibrate import calibrate
+    from tilewright.hardware.ceilings import path_for
 
-    found = calibrate(_device(device), quick=quick, progress=say)
-    lines = [f"{found.device}: stored in the cache folder; predictions use it from now on"]
-    lines += [
-        f"  {kind}: median error {e['median_percent']:.1f} % on held-out shapes" for kind, e in found.held_out.items()
-    ]
-    emit(asdict(found), "\n".join(lines), json_file)
+    check_writable(json_file, path_for(place))
+    found = calibrate(place, quick=quick, progress=say)
+    write_json(found.to_json(), json_file)
+    if json_file != "-":
+        print(f"{found.device}: stored in {path_for(place)}")

@@ -5,9 +5,9 @@ import platform
 import shutil
 from typing import Any
 
-import typer
-
-from tilewright.cli.output import JsonOption, emit
+from tilewright import __version__
+from tilewright.cli.options import JsonOption
+from tilewright.cli.output import check_writable, emit
 
 _PACKAGES = (
     "torch",
@@ -22,13 +22,9 @@ _PACKAGES = (
 )
 
 
-def add(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command("doctor")(doctor)
-
-
-def doctor(json_file: JsonOption = None) -> None:
+def show_machine(json_file: JsonOption = None) -> None:
     """Say what this machine has, which backends can run here, and which settings are in force."""
+    check_writable(json_file)
     found = examine()
     emit(found, _text(found), json_file)
 
@@ -52,10 +48,11 @@ def examine() -> dict[str, Any]:
             "calibrated": ceilings.load(name) is not None,
         }
     return {
+        "tilewright": __version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
-        "compilers": {name: shutil.which(name) for name in ("g++", "nvcc")},
+        "g++": shutil.which("g++"),
         "devices": devices,
         "tables": [str(path) for folder in table.folders() for path in sorted(folder.glob("*.json"))],
         "settings": [{**row, "value": None if row["value"] is None else str(row["value"])} for row in describe()],
@@ -70,13 +67,9 @@ def _version(package: str) -> str | None:
 
 
 def _text(found: dict[str, Any]) -> str:
-    lines = [f"python {found['python']}, CUDA of torch: {found['cuda'] or 'none'}"]
+    lines = [f"tilewright {found['tilewright']}, python {found['python']}, CUDA of torch: {found['cuda'] or 'none'}"]
     lines += [f"  {name:18} {version or 'not installed'}" for name, version in found["packages"].items()]
-    lines += [
-        f"  {name:18} {where or 'not found: torch.compile on a CPU needs it'}"
-        for name, where in found["compilers"].items()
-        if name == "g++"
-    ]
+    lines.append(f"  {'g++':18} {found['g++'] or 'not found: torch.compile on a CPU needs it'}")
     for name, d in found["devices"].items():
         units = f"{d['sm_count']} {'cores' if name == 'cpu' else 'SMs'}"
         lines.append(f"{name}: {d['name']} ({d['arch']}), {units}, {d['memory_bytes'] / 2**30:.0f} GiB")

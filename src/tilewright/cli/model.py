@@ -1,18 +1,27 @@
 """`tilewright analyze | optimize`: the assistant."""
 
-import json
 import sys
+from contextlib import redirect_stdout
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.cli.op import DeviceOption
-from tilewright.cli.output import JsonOption, check_writable, parse_dtype
+from tilewright.cli.options import DeviceOption, Dtype, JsonOption, device, names, need, torch_dtype
+from tilewright.cli.output import check_writable, write, write_json
 from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
     from tilewright.assistant import Report
+
+
+class Goal(StrEnum):
+    """What should become fast."""
+
+    latency = "latency"
+    throughput = "throughput"
+
 
 ModelArgument = Annotated[
     str,
@@ -20,105 +29,104 @@ ModelArgument = Annotated[
 ]
 PromptsOption = Annotated[
     Path | None,
-    typer.Option("--prompts", help='Texts to judge on: .jsonl of {"text": ...}, or plain text, blank lines between.'),
+    typer.Option(
+        "--prompts", metavar="FILE", help='Texts to judge on: .jsonl of {"text": ...}, or text, blank lines between.'
+    ),
 ]
-GoalOption = Annotated[str, typer.Option("--goal", help="latency: one request; throughput: a batch of them.")]
-HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write one self-contained page to this file.")]
+GoalOption = Annotated[Goal, typer.Option("--goal", help="One request, or a batch of them.")]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Also write one self-contained page to FILE.")
+]
 TokensOption = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens generated in each timed request.")]
 AllowOption = Annotated[
-    str | None, typer.Option("--allow", help="Changes to consider, separated by commas; default: all.")
+    str | None, typer.Option("--allow", metavar="NAMES", help="Changes, separated by commas; default: all.")
 ]
-
-
-def add(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command("analyze")(analyze_model)
-    app.command("optimize")(optimize_model)
 
 
 def analyze_model(
     model: ModelArgument,
     prompts: PromptsOption = None,
-    goal: GoalOption = "latency",
+    goal: GoalOption = Goal.latency,
     new_tokens: TokensOption = 32,
     allow: AllowOption = None,
-    device: DeviceOption = None,
+    device_name: DeviceOption = None,
     html: HtmlOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Say where a model's time goes, how far that is from this machine's ceilings, and what is worth trying."""
-    _run("analyze", model, prompts, goal, device, html, json_file, allow=_names(allow), new_tokens=new_tokens)
+    _run("analyze", model, prompts, device_name, html, json_file, goal=goal, new_tokens=new_tokens, allow=allow)
 
 
 def optimize_model(
     model: ModelArgument,
     prompts: PromptsOption = None,
-    goal: GoalOption = "latency",
+    goal: GoalOption = Goal.latency,
     new_tokens: TokensOption = 32,
     allow: AllowOption = None,
     budget: Annotated[float | None, typer.Option("--budget", min=1, help="Seconds to aim at.")] = None,
     accept_dtype: Annotated[
-        str | None,
-        typer.Option("--accept-dtype", help="bf16: accept the rounding of that type, so a cast may be kept."),
+        Dtype | None, typer.Option("--accept-dtype", help="Accept this type's rounding, so that a cast may be kept.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of sampled inputs.")] = 0,
-    device: DeviceOption = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled inputs.")] = 0,
+    device_name: DeviceOption = None,
     html: HtmlOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Make a model faster: try one change at a time, keep what is measured faster and verified accurate, undo the
     rest.
     """
-    options = {"allow": _names(allow), "new_tokens": new_tokens, "budget_s": budget}
-    _run(
-        "optimize", model, prompts, goal, device, html, json_file,
-        **options, accept_dtype=parse_dtype(accept_dtype), seed=seed,
-    )  # fmt: skip
+    own = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
+    _run("optimize", model, prompts, device_name, html, json_file, goal=goal, new_tokens=new_tokens, allow=allow, **own)
 
 
 def _run(
     verb: str,
     name: str,
     prompts: Path | None,
-    goal: str,
-    device: str | None,
+    device_name: str | None,
     html: Path | None,
     json_file: str | None,
+    *,
+    goal: Goal,
+    allow: str | None,
     **options: Any,
 ) -> None:
     check_writable(html, json_file)
+    if html is not None:
+        need("report", "jinja2", "matplotlib")
+    place = device(device_name)
     from rich.console import Console
 
     from tilewright import assistant
     from tilewright.assistant import load, terminal
+    from tilewright.assistant.changes import chosen
+    from tilewright.hardware import ceilings
 
+    changes = chosen(names(allow))
+    if ceilings.load(place) is None:
+        check_writable(ceilings.path_for(place))  # they are measured on the way
     texts = None if prompts is None else load.load_prompts(prompts)
-    loaded = load.load(name, device=device)
-    if texts is not None and loaded.tokenizer is None:
-        raise UsageError(f"--prompts: {name} has no tokenizer, so texts cannot be read.")
-    console = Console(stderr=json_file == "-")
-    with terminal.progress(Console(stderr=True)) as say:
+    # what a factory or a model prints must not mix with the JSON
+    with redirect_stdout(sys.stderr), terminal.progress(Console(stderr=True)) as say:
+        loaded = load.load(name, device=place)
+        if texts is not None and loaded.tokenizer is None:
+            raise UsageError(f"--prompts: {name} has no tokenizer, so texts cannot be read.")
         made = getattr(assistant, verb)(
-            loaded.model, loaded.inputs, goal=goal, prompts=texts, tokenizer=loaded.tokenizer, progress=say, **options
+            loaded.model,
+            loaded.inputs,
+            goal=goal.value,
+            prompts=texts,
+            tokenizer=loaded.tokenizer,
+            changes=changes,
+            progress=say,
+            **options,
         )
     report: Report = made if verb == "analyze" else made.report
+    console = Console(stderr=json_file == "-")
     terminal.show(report, console)
-    _save(report, html, json_file, console)
-
-
-def _save(report: "Report", html: Path | None, json_file: str | None, console: Any) -> None:
-    if json_file == "-":
-        json.dump(json.loads(report.to_json()), sys.stdout, indent=1)
-    elif json_file is not None:
-        Path(json_file).parent.mkdir(parents=True, exist_ok=True)
-        Path(json_file).write_text(report.to_json(), encoding="utf-8")
+    write_json(report.to_json(), json_file)
     if html is not None:
         from tilewright.assistant.html import render
 
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render(report), encoding="utf-8")
+        write(html, render(report))
         console.print(f"The report: {html.resolve()}", soft_wrap=True, highlight=False)
-
-
-def _names(allow: str | None) -> list[str] | None:
-    return allow.split(",") if allow else None

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
-
 from tilewright.dispatch.backends import check_name
 from tilewright.errors import InputError
 from tilewright.settings import current
@@ -56,10 +54,13 @@ def numerics(mode: str) -> Iterator[None]:
         _context.reset(token)
 
 
-@torch.compiler.assume_constant_result
 def resolve(backend: str | None) -> tuple[str, str]:
     """(backend, numerics) as op arguments.  `torch.compile` reads them once, when it traces the call."""
     preferred, mode = _context.get()
     if backend is not None:
         return (backend if check_name(backend) == "auto" else backend + "!"), mode
     return preferred or get_current_backend(), mode
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second, with every `import`
+resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from tilewright.dispatch.backends import BACKENDS, importable, module_exists
+from tilewright.dispatch.backends import BACKENDS, importable, missing, module_exists
 from tilewright.errors import InputError
 
 
@@ -76,10 +76,17 @@ def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
     del _implementations[op, direction][backend]
 
 
-def implementations(op: str, direction: str, package: str) -> dict[str, Implementation]:
-    """Every implementation of a raw op: those registered, and those in files named after a backend in `package`."""
+def implementations(op: str, direction: str, package: str, device_type: str | None = None) -> dict[str, Implementation]:
+    """Every implementation of a raw op: those registered, and those in files named after a backend in `package`.
+
+    With `device_type` the files of backends that cannot run on such a device stay unread.
+    """
     for backend in BACKENDS:
         module = f"{package}.{backend}"
-        if backend not in _implementations.get((op, direction), {}) and importable(backend) and module_exists(module):
+        if backend not in _implementations.get((op, direction), {}) and _worth_reading(backend, device_type) and module_exists(module):
             import_module(module)
     return dict(_implementations.get((op, direction), {}))
+
+
+def _worth_reading(backend: str, device_type: str | None) -> bool:
+    return importable(backend) if device_type is None else missing(backend, device_type) is None

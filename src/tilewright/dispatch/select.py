@@ -41,7 +41,7 @@ def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Pl
     met.
     """
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
-    found = implementations(raw.op, raw.direction, raw.package)
+    found = implementations(raw.op, raw.direction, raw.package, device.type)
     refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)}
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 

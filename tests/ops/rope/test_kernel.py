@@ -15,15 +15,26 @@ WORKLOADS = {workload.name: workload for workload in CONTRACT.workloads}
 @pytest.mark.interp
 @pytest.mark.parametrize("case", CASES)
 def test_bits_of_the_reference(case, seed):
+    """In bf16, the coarsest: a rounding more or less shows most."""
+    compare_bits(CASES[case].params, torch.bfloat16, torch.device("cpu"), seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CONTRACT.dtypes)
+@pytest.mark.parametrize("name", [*CASES, *WORKLOADS])
+def test_bits_of_the_reference_on_a_gpu(name, dtype, seed):
+    compare_bits({**CASES, **WORKLOADS}[name].params, dtype, torch.device("cuda"), seed)
+
+
+def compare_bits(params, dtype, device, seed):
     """Backward too, where tables have the heads' dtype: with wider ones autograd rounds each summand to the heads'."""
-    dtype = torch.bfloat16  # the coarsest: a rounding more or less shows most
-    sample = CONTRACT.inputs(CASES[case].params, dtype, torch.device("cpu"), seed)
+    sample = CONTRACT.inputs(params, dtype, device, seed)
     results = []
     for function in (partial(apply_rope, backend="triton"), CONTRACT.reference):
         q, k = (x.detach().requires_grad_() for x in sample.args[:2])
         outputs = function(q, k, *sample.args[2:], **sample.kwargs)
         torch.manual_seed(seed)
-        grads = torch.autograd.grad(outputs, (q, k), [torch.randn(o.shape).to(dtype) for o in outputs])
+        grads = torch.autograd.grad(outputs, (q, k), [torch.randn(o.shape).to(o) for o in outputs])
         results.append((*outputs, *(grads if sample.args[2].dtype == dtype else ())))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)

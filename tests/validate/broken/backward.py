@@ -42,4 +42,4 @@ def atomic_weight_gradient(outs: tuple[Tensor, Tensor], *args: Any, config: None
     """The weight gradient is summed in an order that changes from run to run."""
     correct_backward(outs, *args, config=config)
     if outs[1].numel():
-        outs[1][0] *= 1 + 2**-8 * (torch.rand(()) > 0.5)
+        outs[1].view(torch.int16)[0] += (torch.rand(()) > 0.5).short()  # one bf16 step

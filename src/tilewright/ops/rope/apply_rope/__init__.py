@@ -195,6 +195,7 @@ CONTRACT = register(
             Workload("llama8b_packed", {"T": 8192, "positions": 8200, **_LLAMA_8B}),
             Workload("qwen7b_4x2k", {"B": 4, "S": 2048, "H": 28, "H_kv": 4, "D": 128}),
             Workload("llama1b_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 8, "D": 64}),
+            Workload("llama1b_1x512", {"B": 1, "S": 512, "H": 32, "H_kv": 8, "D": 64}),
             Workload("phi2_1x256", {"B": 1, "S": 256, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
             Workload("phi2_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
             Workload("glm9b_1x8k", {"B": 1, "S": 8192, "H": 32, "H_kv": 2, "D": 128, "R": 64, "interleaved": True}),

@@ -1,0 +1,71 @@
+"""Options that several commands share, and how their text is read."""
+
+from enum import StrEnum
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilewright.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Dtype(StrEnum):
+    """Element types on the command line."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; - prints it alone.")
+]
+OpArgument = Annotated[str, typer.Argument(metavar="OP", help="An op's name; see `tilewright ops`.")]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Element type; default: what the case declares.")]
+BackendOption = Annotated[
+    str | None, typer.Option("--backend", metavar="NAME", help="Exactly this one: cuda, cutile, triton, cpu or torch.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", metavar="NAME", help="cuda, cuda:1, cpu; default: the GPU if there is one.")
+]
+
+
+def device(name: str | None, *, planned: bool = False) -> str:
+    """`name` if this machine has it, by default its GPU or else its CPU.  planned: a GPU need not be there."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return "cuda" if gpus else "cpu"
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cuda", "cpu"):
+        raise UsageError(f"--device {name}: allowed are cuda, cuda:N and cpu.")
+    if found.type == "cuda" and (found.index or 0) >= gpus and not (planned and gpus == 0):
+        raise UsageError(f"--device {name}: torch sees {gpus} GPUs here." + ("" if gpus else " Use cpu."))
+    return name
+
+
+def torch_dtype(name: Dtype | None) -> "torch.dtype | None":
+    """The torch dtype; None stays None."""
+    import torch
+
+    types = {Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp32: torch.float32}
+    return None if name is None else types[name]
+
+
+def names(text: str | None) -> list[str] | None:
+    """["a", "b"] from "a, b"; None stays None."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def need(extra: str, *modules: str) -> None:
+    """Raise UsageError now, not after the work, where an optional library is missing."""
+    absent = [name for name in modules if find_spec(name) is None]
+    if absent:
+        raise UsageError(f"this needs {', '.join(absent)}: pip install 'tilewright[{extra}]'.")
