@@ -143,3 +143,12 @@ def test_explain_says_what_is_chosen_and_why_the_rest_is_not():
 def test_unknown_op_names_the_known_ones():
     with pytest.raises(InputError, match="no op named 'rmsnorm'. Ops: .*rms_norm"):
         contract("rmsnorm")
+
+
+def test_autocast_does_not_change_an_op():
+    x = torch.randn(4, 16)
+    for backend in (None, "torch"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = ops.softmax(x, backend=backend), ops.rms_norm(x, W, backend=backend)
+        outside = ops.softmax(x, backend=backend), ops.rms_norm(x, W, backend=backend)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(inside, outside, strict=True))

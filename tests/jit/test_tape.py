@@ -66,3 +66,20 @@ def test_scratch_from_the_library_is_allocated_anew_at_each_replay():
     tape.replay(0, [111])
     assert all(call[5] == 111 and call[6] % 4 == 0 for call in launches)
     assert launches[0][6] != work[1].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("work", "taped"),
+    [
+        (lambda: A.view(2, 4)[1:], True),
+        (lambda: torch.empty_like(A), True),
+        (lambda: torch.empty(3).zero_(), False),
+        (lambda: A.clone(), False),
+        (lambda: A + B, False),
+    ],
+)
+def test_a_call_in_which_torch_computes_leaves_no_tape(work, taped):
+    with module.listen() as taping:
+        work()
+        taping.add(Step(print, (1, 1, 1), None, (), (A,)))
+    assert (taping.finish((A,)) is not None) == taped

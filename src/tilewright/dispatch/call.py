@@ -80,7 +80,7 @@ def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, fo
     wants_grad = torch.is_grad_enabled() and _any_requires_grad(args)
     if contract.forward.plan(args, wish, numerics).launch is None or (wants_grad and contract.gradient is None):
         contract.forward.note(args, wish, numerics)
-        return contract.forward.reference(*args)
+        return contract.forward.plain(*args)
     if wants_grad:
         return _OpFunction.apply(contract, found, wish, numerics, *args)
     return _launch(contract.forward, found, args, wish, numerics)

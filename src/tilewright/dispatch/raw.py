@@ -31,6 +31,7 @@ class RawOp:
     reference     (*args) -> Tensor or tuple: the same thing in plain torch
     bucket        (*args) -> ints: the sizes a choice may depend on; named by `bucket_names`
     batch_fields  positions in the bucket that `numerics("batch_invariant")` ignores
+    dtypes        of the first tensor, that implementations take; the reference takes others too
     out           also register the overload `.out`, which writes into given tensors
     """
 
@@ -47,11 +48,13 @@ class RawOp:
         bucket_names: tuple[str, ...],
         batch_fields: tuple[int, ...] = (0,),
         count: int = 1,
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
         out: bool = False,
     ) -> None:
         self.op, self.direction, self.package = op, direction, package
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
+        self.dtypes = dtypes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -154,8 +157,15 @@ class RawOp:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
         return tuple([_empty(spec, device) for spec in self.outputs(*raw)])
 
+    def plain(self, *raw: Any) -> Any:
+        """The reference, in the dtypes of its arguments: autocast is no part of an op's numerics."""
+        if not torch.is_autocast_enabled(raw[0].device.type):
+            return self.reference(*raw)
+        with torch.autocast(raw[0].device.type, enabled=False):
+            return self.reference(*raw)
+
     def _reference(self, raw: Sequence[Any]) -> Any:
-        made = self.reference(*raw)
+        made = self.plain(*raw)
         inputs = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
         owned = []
         for value, spec in zip((made,) if self.count == 1 else made, self.outputs(*raw), strict=True):

@@ -83,7 +83,11 @@ def implementations(op: str, direction: str, package: str, device_type: str | No
     """
     for backend in BACKENDS:
         module = f"{package}.{backend}"
-        if backend not in _implementations.get((op, direction), {}) and _worth_reading(backend, device_type) and module_exists(module):
+        if (
+            backend not in _implementations.get((op, direction), {})
+            and _worth_reading(backend, device_type)
+            and module_exists(module)
+        ):
             import_module(module)
     return dict(_implementations.get((op, direction), {}))
 

@@ -99,6 +99,10 @@ def refusal(
         reason = "has no implementation of this op" if importable(name) else "is not installed"
     if reason is not None:
         return reason
+    dtype = raw.dtype_of(args)
+    if dtype not in raw.dtypes:
+        allowed = ", ".join(str(d) for d in raw.dtypes)
+        return f"takes {allowed}, got {dtype}"
     implementation = found[name]
     if numerics == "deterministic" and not implementation.deterministic:
         return "is not bitwise repeatable"

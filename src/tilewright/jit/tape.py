@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _active: ContextVar["Taping | None"] = ContextVar("tilewright_taping", default=None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -115,13 +116,28 @@ def _find(position: int, tensor: Tensor, bases: Sequence[Tensor | None]) -> _Slo
     return _Slot(position, index, pointer - base.data_ptr())
 
 
+class _Watch(TorchDispatchMode):
+    """Spoils the tape when torch itself computes something: a replay would leave it out."""
+
+    def __init__(self, tape: Taping) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        makes_no_value = func.is_view or func.name().split("::")[1].startswith(("empty", "new_empty", "detach"))
+        if not makes_no_value:
+            self._tape.spoil()
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def listen() -> Iterator[Taping]:
     """Collect the launches of the block."""
     tape = Taping()
     token = _active.set(tape)
     try:
-        yield tape
+        with _Watch(tape):
+            yield tape
     finally:
         _active.reset(token)
 

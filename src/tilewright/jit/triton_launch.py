@@ -29,8 +29,8 @@ class TritonKernel:
     used.
     """
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
+    def __init__(self, fn: Any, **options: Any) -> None:
+        self.fn, self._options = fn, options
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = isinstance(fn, JITFunction) and torch.version.hip is None
 
@@ -72,7 +72,7 @@ class TritonKernel:
     def _through_triton(
         self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, num_stages: int
     ) -> Any:
-        return self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages)
+        return self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)
 
 
 def _specialise(a: Any) -> Any:

@@ -7,6 +7,7 @@ from tilewright.ops.activation.swiglu import swiglu
 from tilewright.ops.norm.add_rms_norm import add_rms_norm
 from tilewright.ops.norm.layer_norm import layer_norm
 from tilewright.ops.norm.rms_norm import rms_norm
+from tilewright.ops.reduction.softmax import softmax
 from tilewright.ops.rope.apply_rope import apply_rope
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "silu_and_mul",
+    "softmax",
     "swiglu",
 ]

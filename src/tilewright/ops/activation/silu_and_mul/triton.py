@@ -4,9 +4,7 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.ops.activation.gated import triton as gated
-from tilewright.ops.activation.gated.triton import CANDIDATES, CONFIGS, Config, configure
-
-__all__ = ["CANDIDATES", "CONFIGS", "Config", "configure"]
+from tilewright.ops.activation.gated.triton import CONFIGS, Config, configure
 
 
 @register_impl("silu_and_mul", backend="triton", configure=configure, config_type=Config, configs=CONFIGS)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.raw import OutputSpec
 from tilewright.dispatch.vjp import vjp
 from tilewright.ops import rows
 from tilewright.ops.rope.apply_rope.checks import check
@@ -33,7 +34,8 @@ def apply_rope(
     cos, sin:  one row a token, (B or 1, S, W) or packed (T, W); with positions a table (P, W).
     positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  One outside the table raises
                InputError on a CPU; on a GPU nobody waits to look, and the token's rotated elements are NaN.
-    Returns new contiguous tensors of the shapes and dtype of q and k; elements R to D of a head are copied.
+    Returns new tensors of the shapes and dtype of q and k, in memory by token or by head as q lies; elements R to D
+    of a head are copied.
 
     The pairs, and where their cos and sin stand:
       default           elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
@@ -93,19 +95,32 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _raw(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, rotary_dim: int
 ) -> tuple[Tensor, Tensor]:
-    with torch._C._DisableAutocast():  # torch.cat would promote, or refuse float16 on a CPU
-        return reference(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=rotary_dim)
+    return reference(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=rotary_dim)
 
 
 def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Tensor, ...]:
     # The rotation is linear in q and k: its gradient asks for tensors of their shape, not for their values.
-    grads = vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
-    return tuple(by_token(g) for g in grads)
+    return vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
 
 
-def by_token(x: Tensor) -> Tensor:
-    """The view (B, S, H, D) of (B, H, S, D), or back; packed tensors are by token as they are."""
-    return x.transpose(1, 2) if x.dim() == 4 else x
+def by_token(x: Tensor) -> bool:
+    """Does (B, H, S, D) lie in memory as (B, S, H, D), the way a projection leaves it?"""
+    return x.dim() == 4 and bool(x.stride(1) < x.stride(2))
+
+
+def _laid_by_token(x: Tensor) -> OutputSpec:
+    """Like `x`, and by token in memory; packed tensors are so as they are."""
+    if x.dim() == 3:
+        return x.shape, x.dtype
+    b, h, s, d = x.shape
+    return (b, h, s, d), x.dtype, (s * h * d, d, h * d, 1)
+
+
+def _outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
+    """As q lies: attention then hands on what the next projection reads without a copy."""
+    if by_token(q):
+        return _laid_by_token(q), _laid_by_token(k)
+    return (q.shape, q.dtype), (k.shape, k.dtype)
 
 
 def tokens_bucket(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[int, ...]:
@@ -122,19 +137,19 @@ FORWARD = RawOp(
     "fwd",
     f"Tensor q, Tensor k, {_REST}",
     package=__name__,
-    outputs=lambda q, k, *_: ((q.shape, q.dtype), (k.shape, k.dtype)),
+    outputs=_outputs,
     reference=_raw,
     bucket=tokens_bucket,
     bucket_names=_BUCKET,
     count=2,
 )
-# Gradients lie by token, (B, S, H, D), as the projections that made q and k want them: no copy follows.
+# Gradients lie by token, as the projections that made q and k want them: no copy follows.
 BACKWARD = RawOp(
     "apply_rope",
     "bwd",
     f"Tensor dq, Tensor dk, {_REST}",
     package=__name__,
-    outputs=lambda dq, dk, *_: ((by_token(dq).shape, dq.dtype), (by_token(dk).shape, dk.dtype)),
+    outputs=lambda dq, dk, *_: (_laid_by_token(dq), _laid_by_token(dk)),
     reference=_raw_backward,
     bucket=tokens_bucket,
     bucket_names=_BUCKET,
@@ -152,8 +167,8 @@ def _backward_args(
 
 
 def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """Back to the dimensions of q and k; no heads mean no gradient."""
-    return tuple(by_token(g) if g.shape[-2] else None for g in grads)
+    """No heads mean no gradient."""
+    return tuple(g if g.shape[1] else None for g in grads)
 
 
 def cost(sample: Sample, direction: str) -> Cost:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.rope.apply_rope import by_token
 
 FILL = 512  # programs wanted before tiles grow: about four for each SM of an H200
 
@@ -54,11 +55,6 @@ CONFIGS = tuple(
         for d, r in ((64, 32), (64, 64), (128, 128), (256, 256))
         for t in (1, 128, 512, 8192)
     )
-)
-CANDIDATES = (
-    *(Config(1, 4, 1), Config(2, 4, 1), Config(1, 8, 2), Config(2, 8, 2), Config(4, 4, 2)),
-    *(Config(1, 32, 4), Config(2, 8, 4), Config(2, 16, 4), Config(4, 4, 4), Config(4, 8, 4), Config(8, 4, 4)),
-    *(Config(16, 2, 4), Config(4, 8, 8), Config(8, 8, 8), Config(2, 32, 8)),
 )
 
 
@@ -153,15 +149,8 @@ def _product(x, angle):
     return product
 
 
-class _EveryRounding(TritonKernel):
-    """Compiled without fused multiply-add, which would leave out the rounding of one of the two products."""
-
-    def _through_triton(self, grid, args, constants, num_warps, num_stages):
-        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
-        return self.fn[grid](*args, *constants, **options)
-
-
-_kernel = _EveryRounding(_rope_kernel)
+# Fused multiply-add would leave out the rounding of one of the two products.
+_kernel = TritonKernel(_rope_kernel, enable_fp_fusion=False)
 
 
 def rotate(
@@ -176,7 +165,7 @@ def rotate(
     inverse: bool,
     config: Config,
 ) -> None:
-    """Forward, or with `inverse` backward; then `outs` are by token."""
+    """Forward, or with `inverse` backward."""
     q, k = _unit_stride(q), _unit_stride(k)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -195,7 +184,7 @@ def rotate(
     sizes = (s, h, h_kv, cos.shape[0], blocks, groups_q, groups)
     strides = (*_head_strides(q, single), *_head_strides(k, single), *table, cos.stride(-1), *rows)
     halves, rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
-    constants = (d, r, interleaved, inverse, inverse or single, tokens, config.heads, halves, rest)
+    constants = (d, r, interleaved, inverse, single or by_token(outs[0]), tokens, config.heads, halves, rest)
     args = (*outs, q, k, cos, sin, positions, *sizes, *strides)
     _kernel((batch * blocks * groups,), args, constants, num_warps=config.num_warps)
 

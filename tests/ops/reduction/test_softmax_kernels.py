@@ -10,7 +10,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @pytest.fixture
 def kernels():
-    from tilewright.ops.softmax.softmax import triton
+    from tilewright.ops.reduction.softmax import triton
 
     return triton
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewright.errors import InputError
-from tilewright.ops.softmax.softmax import softmax
+from tilewright.ops.reduction.softmax import softmax
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,0 +1,1 @@
+"""Softmax.  The folder cannot have that name: `ops.softmax` is the function."""
