@@ -6,12 +6,10 @@
 import logging
 import os
 
-from tilewright.errors import InputError
 from tilewright.settings import Settings
 
 logger = logging.getLogger("tilewright")
 
-_LEVELS = ("debug", "info", "warning", "error", "critical")
 _said: set[object] = set()
 
 
@@ -23,8 +21,6 @@ def configure() -> None:
     level = Settings.from_env(os.environ).log  # not `current()`: an import must not freeze the other settings
     if level is None:
         return
-    if level not in _LEVELS:
-        raise InputError(f"TILEWRIGHT_LOG={level!r} is not a log level. Allowed: {', '.join(_LEVELS)}.")
     logger.setLevel(level.upper())
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,13 +12,30 @@ from typing import Any
 
 from tilewright.errors import InputError
 
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _flag(text: str) -> bool:
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise ValueError(f"{text!r} is not a switch; allowed: 1/0, true/false, yes/no, on/off")
+
+
+def _level(text: str) -> str:
+    if text.lower() in _LEVELS:
+        return text.lower()
+    raise ValueError(f"{text!r} is not a log level; allowed: {', '.join(_LEVELS)}")
+
+
+def _architecture(text: str) -> str:
+    if re.fullmatch(r"sm_\d+[af]?|gfx[0-9a-f]+", text):
+        return text
+    raise ValueError(f"{text!r} is not a GPU architecture; examples: sm_90, gfx942")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()  # no shell does it in a .env file or a Dockerfile
 
 
 def _cache_dir() -> Path:
@@ -46,17 +64,19 @@ class Settings:
         parse=_flag,
         default=False,
     )
-    log: str | None = _variable("log level: debug, info, warning, error", "TILEWRIGHT_LOG", parse=str.lower)
+    log: str | None = _variable(f"log level: {', '.join(_LEVELS)}", "TILEWRIGHT_LOG", parse=_level)
     cache_dir: Path = _variable(
         "folder for ceilings, tuning tables and compiled kernels",
         "TILEWRIGHT_CACHE_DIR",
-        parse=Path,
+        parse=_path,
         factory=_cache_dir,
     )
     tuning_table: Path | None = _variable(
-        "a tuning table (JSON) that outranks the shipped and the user's own", "TILEWRIGHT_TUNING_TABLE", parse=Path
+        "a tuning table (JSON) that outranks the shipped and the user's own", "TILEWRIGHT_TUNING_TABLE", parse=_path
     )
-    arch: str | None = _variable("architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH")
+    arch: str | None = _variable(
+        "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH", parse=_architecture
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Settings":

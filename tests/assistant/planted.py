@@ -65,6 +65,7 @@ class Planted:
     delay_s: float = 0.0
     error: float = 0.0
     stage: int = 0
+    preparation_s: float = 0.0
     why: str = "planted"
     source: str = "this test"
     risk: str = "exact"

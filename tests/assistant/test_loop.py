@@ -1,6 +1,7 @@
 """The loop keeps what is faster and exact, rejects the rest in words, and undoes everything it rejects."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 from tilewright.assistant import Report, analyze, optimize
 from tilewright.assistant.graph_breaks import GraphBreaks
+from tilewright.assistant.measure import FEWEST_ROUNDS, Side, compare
 from tilewright.assistant.trial import Trials
+from tilewright.assistant.workload import workload
 from tilewright.errors import InputError
 
 FASTER = Planted("faster", delay_s=-DELAY_S)
@@ -71,7 +74,7 @@ def test_a_faster_inaccurate_change_is_rejected_before_it_is_timed():
 
 def test_a_change_without_effect_is_not_kept():
     opt = run(slow_llama(), [Planted("nothing")])
-    assert opt.accepted == [] or opt.accepted[0].measured.decisive.gain_low > opt.report.control.decisive.gain_high
+    assert opt.accepted == [] or opt.accepted[0].measured.decisive.gain_low > opt.report.control.decisive.gain
 
 
 def test_later_changes_build_on_kept_ones():
@@ -128,6 +131,30 @@ def test_when_the_budget_is_used_up_changes_are_not_tried():
     assert "budget" in record.reason
     assert opt.model.delay_s == DELAY_S
     assert "No change was tried" in opt.report.headline
+
+
+def test_a_compilation_is_not_begun_without_the_time_for_it():
+    opt = run(slow_llama(), [FASTER, Planted("compiles", stage=1, preparation_s=1000.0)], budget_s=60.0)
+    faster, compiles = opt.report.changes
+    assert faster.decision == "kept"
+    assert compiles.decision == "not tried"
+    assert "about 1000 s" in compiles.reason
+
+
+def test_a_machine_that_slows_down_ends_a_comparison_by_the_clock():
+    model = tiny_llama()
+    work = workload(model, prompts=prompts(), new_tokens=2)
+    calls = []
+
+    def slower_every_time(*_):
+        calls.append(None)
+        time.sleep(0.001 * len(calls))
+
+    slow = copy.deepcopy(model)
+    slow.register_forward_pre_hook(slower_every_time)
+    found = compare(Side(model), Side(slow), work, seconds=1.0)
+    assert FEWEST_ROUNDS <= found.rounds < 30
+    assert found.seconds < 4.0
 
 
 def test_analyze_changes_nothing():

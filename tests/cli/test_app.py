@@ -19,7 +19,8 @@ COMMANDS = ("doctor", "calibrate", "ops", "explain", "check", "bench", "analyze"
 
 def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python -m tilewright ...` as a user starts it."""
-    env = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **environment}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TILEWRIGHT_")}
+    env = {**kept, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", "tilewright", *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 

@@ -29,7 +29,7 @@ WRONG = [
     ("case_negative", "explain rms_norm --case M=-4", "--case M=-4: it has to be a whole number"),
     ("case_float", "explain rms_norm --case offset=x", "--case offset=x: it has to be a number"),
     ("case_bool", "explain rms_norm --case fp32_weight=7", "allowed are true and false"),
-    ("case_impossible", "explain apply_rope --case R=7", "apply_rope"),
+    ("case_too_large", "explain rms_norm --case M=100000000000000000000", "rms_norm has no such inputs"),
     # devices
     ("device", "explain rms_norm --device nope", "--device nope: allowed are cuda, cuda:N and cpu"),
     ("device_kind", "check rms_norm --device meta", "--device meta: allowed are"),
@@ -68,6 +68,7 @@ WRONG = [
     ("budget", "optimize notes.py:linear --budget 0", "--budget"),
     # where results go
     ("json_folder", "ops --json folder", "folder is a folder"),
+    ("json_folder_to_be", "ops --json new/", "new/ is a folder"),
     ("json_below_a_file", "explain rms_norm --json notes.txt/x/y.json", "notes.txt is not a folder"),
     ("json_doctor", "doctor --json folder", "folder is a folder"),
     ("json_check", "check rms_norm --json folder", "folder is a folder"),
@@ -125,7 +126,7 @@ def test_no_folder_is_made_for_a_result_that_never_comes(tilewright, place, comm
 @pytest.mark.parametrize(
     ("variable", "value", "command", "said"),
     [
-        ("TILEWRIGHT_LOG", "loud", "ops", "TILEWRIGHT_LOG='loud' is not a log level. Allowed: debug"),
+        ("TILEWRIGHT_LOG", "loud", "ops", "TILEWRIGHT_LOG: 'loud' is not a log level; allowed: debug"),
         ("TILEWRIGHT_DISABLE_FALLBACK", "perhaps", "ops", "TILEWRIGHT_DISABLE_FALLBACK: 'perhaps' is not a switch"),
         ("DISABLE_FALLBACK", "perhaps", "ops", "DISABLE_FALLBACK: 'perhaps' is not a switch"),
         ("TILEWRIGHT_BACKEND", "nope", "explain rms_norm", "no backend named 'nope'"),

@@ -27,7 +27,7 @@ def test_strict_runs_or_says_why_not_and_what_would(double, fast_backend):
     assert double.plan((X,), "cpu!", "default").backend == "cpu"
     with pytest.raises(BackendError, match=r"test_double\[cpu\] needs N <= 100, got N=200.*Supported here: torch"):
         double.plan((WIDE,), "cpu!", "default")
-    with pytest.raises(BackendError, match="runs on cuda tensors, got cpu|not a registered backend"):
+    with pytest.raises(BackendError, match="runs on cuda tensors, got cpu"):
         double.plan((X,), "triton!", "default")
 
 

@@ -91,6 +91,22 @@ def test_a_decoder_attends_through_it(family):
     assert torch.equal(decoder.generate(ids, mask, max_new_tokens=24), expected)
 
 
+@pytest.mark.interp
+def test_what_an_earlier_call_left_is_not_read():
+    """Which is why the decoder does not clear its cache for it."""
+    from tilewright.generate import StaticDecoder
+
+    model = build("llama", num_hidden_layers=2)
+    ids, mask = prompts(1, 30)
+    decoder = StaticDecoder(model, max_length=64, attention="split_kv")
+    expected = decoder.generate(ids[:, :10], max_new_tokens=8)
+    decoder.generate(ids, max_new_tokens=8)
+    for layer in decoder._cache.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    assert torch.equal(decoder.generate(ids[:, :10], max_new_tokens=8), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

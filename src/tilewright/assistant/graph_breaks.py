@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from tilewright.assistant.wording import first_line, without_folders
 from tilewright.log import logger
 
 
@@ -46,13 +47,7 @@ def graph_breaks(model: nn.Module, run: Callable[[nn.Module], object]) -> GraphB
     )
 
 
-def first_line(error: BaseException) -> str:
-    """Type and first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 def _in_words(reason: object) -> str:
-    text = str(getattr(reason, "reason", reason)).strip().splitlines()[0]
+    text = without_folders(str(getattr(reason, "reason", reason)).strip().splitlines()[0])
     stack = getattr(reason, "user_stack", None)
     return f"{text} ({stack[-1].filename.rsplit('/', 1)[-1]}:{stack[-1].lineno})" if stack else text

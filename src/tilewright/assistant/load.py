@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.assistant.graph_breaks import first_line
+from tilewright.assistant.wording import first_line
 from tilewright.errors import UsageError
 
 

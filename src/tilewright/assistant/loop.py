@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from tilewright.assistant.changes import Change, Scene, Verdict, chosen
 from tilewright.assistant.condense import condense
-from tilewright.assistant.graph_breaks import first_line
 from tilewright.assistant.observe import Observation, observe
 from tilewright.assistant.predict import Prediction, Roof, roofline, summary
 from tilewright.assistant.report import ChangeRecord, Kind, Report
 from tilewright.assistant.stack import Stack
 from tilewright.assistant.trial import Trials
+from tilewright.assistant.wording import first_line
 from tilewright.assistant.workload import Goal, Workload, workload
 from tilewright.bench.calibrate import calibrate
 from tilewright.bench.machine import clocks, describe
@@ -37,7 +37,7 @@ from tilewright.log import logger
 
 Progress = Callable[[str], None]
 
-BUDGET_S = 120.0
+BUDGET_S = 100.0
 
 
 class Optimization:
@@ -93,8 +93,8 @@ def optimize(
     prompts: strings (with `tokenizer`) or token ids: accuracy and perplexity are judged on them, else on `inputs`.
     allow: names of changes to try; None tries all. changes: Change objects to try instead of the catalogue.
     accept_dtype: a format whose accuracy is good enough: errors are held against the unchanged model cast to it.
-    budget_s: wall time to aim at, 120 s by default, divided among the changes as they come. A compilation is not cut
-    short.
+    budget_s: wall time to aim at, 100 s by default, divided among the changes as they come. A compilation is not
+    begun with too little left, and not cut short.
     ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set first.
     progress: called with one line at each step.
 
@@ -108,17 +108,17 @@ def optimize(
         work = workload(
             model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
         )
-        journal.clocks = clocks(work.device)
-        scene = _scene(model, work, ceilings, say)
-    records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
+        scene = _scene(model, work, ceilings, journal, say)
+    records, proposals = _propose(scene, chosen(allow) if changes is None else changes)
     stack = Stack(model, work)
     try:
         with journal.stage("reference and control"):
             trials = Trials(scene, stack, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
-            trials.take_control(shares=len(proposals) + 2)
+            trials.take_control([item.change for item in proposals])
         for place, item in enumerate(proposals):
             with journal.stage(item.change.name):
-                records.append(trials.attempt(item.change, item.predicted, shares=len(proposals) - place + 1))
+                planned = [later.change for later in proposals[place + 1 :]]
+                records.append(trials.attempt(item.change, item.predicted, planned=planned))
         with journal.stage("final measurement"):
             totals, accuracy = trials.finish()
             after = observe(model, work, say, count_costs=False) if totals is not None else None
@@ -153,9 +153,8 @@ def analyze(
         work = workload(
             model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
         )
-        journal.clocks = clocks(work.device)
-        scene = _scene(model, work, ceilings, say)
-    records, proposals = _propose(scene, tuple(changes) if changes is not None else chosen(allow))
+        scene = _scene(model, work, ceilings, journal, say)
+    records, proposals = _propose(scene, chosen(allow) if changes is None else changes)
     records += [ChangeRecord.of(item.change, "proposed", item.reason, item.predicted) for item in proposals]
     return _report("analyze", scene, records, journal)
 
@@ -169,7 +168,8 @@ class Proposal:
     predicted: Prediction
 
 
-def _scene(model: nn.Module, work: Workload, ceilings: Ceilings | None, say: Progress) -> Scene:
+def _scene(model: nn.Module, work: Workload, ceilings: Ceilings | None, journal: _Journal, say: Progress) -> Scene:
+    journal.clocks = clocks(work.device)
     if ceilings is None:
         ceilings = stored.load(work.device)
     if ceilings is None:

@@ -1,7 +1,8 @@
 """Measure: two models, the same calls, in turn, in one process.
 
-The number of rounds follows from a pilot round and the time allowed, before the first sample is looked at: choosing
-when to stop by the result would make the interval a lie. Where only one copy of the model fits the device, blocks of
+The number of rounds follows from a pilot round and the time allowed, before the first sample is looked at, and is cut
+short only by the clock, where the machine slows down meanwhile: choosing when to stop by the result would make the
+interval a lie. Where only one copy of the model fits the device, blocks of
 rounds with and without the change alternate instead of single calls.
 """
 
@@ -73,10 +74,11 @@ def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Com
             old, new = calls(before.model, work), calls(after.model, work)
             # Both sides of one quantity stand next to each other, so that a disturbance longer than a call hits both.
             fns = {f"{side}:{name}": fns[name] for name in old for side, fns in (("before", old), ("after", new))}
-            samples = interleave(fns, device=work.device, rounds=rounds, warmup=0, measure="wall")
+            samples = _in_turn(fns, work, rounds, until=began + seconds)
         else:
-            samples = _in_blocks(sides, work, rounds)
-    return Comparison(_metrics(samples, work), rounds, time.perf_counter() - began)
+            samples = _in_blocks(sides, work, rounds, until=began + seconds)
+    taken = min(len(found.us) for found in samples.values())
+    return Comparison(_metrics(samples, work), taken, time.perf_counter() - began)
 
 
 def calls(model: nn.Module, work: Workload) -> dict[str, Callable[[], object]]:
@@ -106,10 +108,23 @@ def _pilot(side: Side, work: Workload) -> float:
     return time.perf_counter() - began
 
 
-def _in_blocks(sides: dict[str, Side], work: Workload, rounds: int) -> dict[str, Samples]:
+def _in_turn(fns: dict[str, Callable[[], object]], work: Workload, rounds: int, *, until: float) -> dict[str, Samples]:
+    taken: dict[str, list[float]] = {name: [] for name in fns}
+    while rounds > 0 and (not all(taken.values()) or time.perf_counter() < until):
+        now = min(rounds, FEWEST_ROUNDS)
+        found = interleave(fns, device=work.device, rounds=now, warmup=0, measure="wall")
+        for name, samples in found.items():
+            taken[name].extend(samples.us)
+        rounds -= now
+    return {name: Samples(us) for name, us in taken.items()}
+
+
+def _in_blocks(sides: dict[str, Side], work: Workload, rounds: int, *, until: float) -> dict[str, Samples]:
     taken: dict[str, list[float]] = {}
     per_block = -(-rounds // _BLOCKS)
     for block in range(_BLOCKS):
+        if block in range(2, _BLOCKS, 2) and time.perf_counter() > until:
+            break  # each side has gone first as often as the other
         order = list(sides) if block % 2 == 0 else list(reversed(sides))
         for name in order:
             side = sides[name]

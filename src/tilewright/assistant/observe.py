@@ -19,6 +19,7 @@ from tilewright.assistant.cost import ModuleCost, count
 from tilewright.assistant.graph_breaks import GraphBreaks, graph_breaks
 from tilewright.assistant.profile import ModuleTime, profile_modules
 from tilewright.assistant.workload import Workload
+from tilewright.models.wide import dominant_dtype
 
 Say = Callable[[str], None]
 
@@ -118,15 +119,6 @@ def wall_us(run: Callable[[], object], device: torch.device, calls: int = 5) -> 
             _drain(device)
             taken.append((time.perf_counter_ns() - start) / 1e3)
     return statistics.median(taken[1:])
-
-
-def dominant_dtype(model: nn.Module) -> torch.dtype:
-    """The floating dtype that holds the most parameters."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.get_default_dtype()
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -40,11 +40,6 @@ class Roof:
     flops: int
     bytes: int
 
-    @property
-    def headroom_us(self) -> float:
-        """Time above the floor."""
-        return max(0.0, self.us - self.floor_us)
-
 
 def predict(seen: Observation, saving: Saving, because: str) -> Prediction:
     """Turn savings per phase call, (low, high) in us, into a range for the request."""

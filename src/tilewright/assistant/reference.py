@@ -1,21 +1,16 @@
-"""The yardstick of accuracy: a copy of the original in a wider format, and what any model's outputs are worth beside
-it.
-"""
+"""What accuracy is judged on: which prompts and positions, and the outputs of one model there."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.assistant.observe import dominant_dtype
-from tilewright.assistant.workload import Workload, cast_on_entry, greedy, logits_of
+from tilewright.assistant.workload import Workload, greedy
+from tilewright.models.agreement import logits_of
 
 _KEPT_BYTES = 1 << 30  # logits kept for comparison, at most
 _CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
@@ -43,45 +38,6 @@ class Sample:
 
     prompts: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
-
-
-def wide_dtype(model: nn.Module) -> torch.dtype:
-    """float32 for a half-precision model, float64 for a float32 one."""
-    return torch.float64 if dominant_dtype(model) in (torch.float32, torch.float64) else torch.float32
-
-
-def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy whose floating parameters and buffers are at least `dtype`, made without a narrow one first.
-
-    Ties are kept. Hugging Face norms and rotary tables compute in float32 whatever they are given, so a float64 copy is
-    as accurate as those islands allow: about 1e-7, which the accuracy rule's floor covers.
-    """
-
-    def wide(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.element_size() >= dtype.itemsize:
-            return tensor.detach().to(device, copy=True)
-        return tensor.detach().to(device, dtype)
-
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(wide(parameter), requires_grad=False)
-    for buffer in model.buffers():
-        memo.setdefault(id(buffer), wide(buffer))
-    found = copy.deepcopy(model, memo)
-    narrower = tuple(d for d in (torch.float16, torch.bfloat16, torch.float32) if d.itemsize < dtype.itemsize)
-    cast_on_entry(found, narrower, dtype, device)
-    return found
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 in float32 products while open."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:

@@ -1,7 +1,8 @@
 """One change at a time: apply on a copy, run it, verify, time, decide.
 
-The rule: a change is kept if the accuracy gate passes and the whole 95 % interval of its gain lies above what two
-identical models differ by here (the control) and above 1. Everything else is undone, and the record says why.
+The rule: a change is kept if the accuracy gate passes and the whole 95 % interval of its gain lies above 1 and above
+what two identical models were measured to differ by here (the control). Everything else is undone, and the record says
+why.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +21,17 @@ from torch import nn
 
 from tilewright.assistant.changes.cast import InDtype
 from tilewright.assistant.changes.protocol import Change, Scene
-from tilewright.assistant.graph_breaks import first_line
 from tilewright.assistant.measure import Comparison, Metric, Side, calls, compare
-from tilewright.assistant.observe import dominant_dtype, wall_us, weight_bytes
+from tilewright.assistant.observe import wall_us, weight_bytes
 from tilewright.assistant.predict import Prediction
-from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate, full_precision, wide_copy, wide_dtype
+from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate
 from tilewright.assistant.report import ChangeRecord
 from tilewright.assistant.stack import Stack
 from tilewright.assistant.verify import Accuracy, judge
+from tilewright.assistant.wording import first_line
 from tilewright.errors import VerificationError
 from tilewright.log import logger
+from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wide_dtype
 
 _EVALUATION_SHARE = 0.02  # of the budget, for one evaluation of one model
 _TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
@@ -66,24 +68,25 @@ class Trials:
         """Whether there was no room for a copy."""
         return self.trial is self.main
 
-    def take_control(self, *, shares: int) -> None:
-        """Time two unchanged models against each other."""
+    def take_control(self, planned: Sequence[Change]) -> None:
+        """Time two unchanged models against each other, before the `planned` changes."""
         self._say("timing two unchanged models against each other")
         self._warm_up(self.trial.model)
         self.control = compare(
-            Side(self.main.model), Side(self.trial.model), self._work, seconds=self._timing_s(shares)
+            Side(self.main.model), Side(self.trial.model), self._work, seconds=self._timing_s(planned)
         )
 
-    def attempt(self, change: Change, predicted: Prediction, *, shares: int) -> ChangeRecord:
-        """Try one change; keep it or undo it. `shares`: into how many parts the remaining time is divided."""
+    def attempt(self, change: Change, predicted: Prediction, *, planned: Sequence[Change]) -> ChangeRecord:
+        """Try one change; keep it or undo it. planned: what comes after it and shares the time that is left."""
         record = ChangeRecord.of(change, "rejected", "", predicted)
         began = time.perf_counter()
-        if began >= self._deadline:
-            record.decision, record.reason = "not tried", "the time budget was used up; raise budget_s to try it."
+        left = self._deadline - began
+        if left <= change.preparation_s:
+            record.decision, record.reason = "not tried", _too_late(change.preparation_s, left)
             return record
         kept = len(self.trial)
         try:
-            self._run(change, record, self._timing_s(shares))
+            self._run(change, record, self._timing_s([change, *planned]))
         except Exception as error:  # noqa: BLE001  the change, the compiler behind it and the model are not ours to trust
             logger.info("change %s failed", change.name, exc_info=True)
             record.reason = f"it failed: {first_line(error)}"
@@ -112,7 +115,7 @@ class Trials:
         else:
             self.trial.at(0)
             before, after = Side(self.trial.model), Side(self.main.model)
-        totals = compare(before, after, self._work, seconds=self._timing_s(1))
+        totals = compare(before, after, self._work, seconds=self._timing_s([]))
         self.main.at(count)
         accuracy = self._judge(self.main.model)
         if not accuracy.passed:
@@ -141,8 +144,8 @@ class Trials:
             before, after = Side(self.main.model), Side(self.trial.model)
         record.measured = compare(before, after, self._work, seconds=seconds)
         self.trial.at(count)
-        noise = self.control.decisive.gain_high if self.control is not None else 1.0
-        faster, record.reason = decide(record.measured.decisive, noise)
+        control = self.control.decisive.gain if self.control is not None else 1.0
+        faster, record.reason = decide(record.measured.decisive, max(control, 1 / control))
         if faster:
             record.decision = "kept"
 
@@ -158,9 +161,12 @@ class Trials:
     def _judge(self, model: nn.Module) -> Accuracy:
         return judge(evaluate(model, self._work, self._sample, decode=True), self._own, self._reference)
 
-    def _timing_s(self, shares: int) -> float:
+    def _timing_s(self, planned: Sequence[Change]) -> float:
+        """Seconds for one comparison: an equal part for each planned change and the final measurement."""
         left = max(0.0, self._deadline - time.perf_counter())
-        return min(_LONGEST_TIMING_S, _TIMING_SHARE * left / shares)
+        reserved = sum(change.preparation_s for change in planned)
+        free = left - reserved if reserved < left else left  # what cannot be kept free would be kept for nothing
+        return min(_LONGEST_TIMING_S, _TIMING_SHARE * free / (len(planned) + 1))
 
     def _draw(self, model: nn.Module, seed: int) -> Sample | None:
         if not self._work.prompts:
@@ -211,16 +217,22 @@ class Trials:
 
 
 def decide(gain: Metric, noise: float) -> tuple[bool, str]:
-    """Whether `gain` excludes "no gain", and the sentence that says so. noise: upper end of the control's interval."""
-    limit = max(1.0, noise)
+    """Whether `gain` excludes "no gain", and the sentence that says so. noise: the control's ratio, at least 1."""
     measured = f"{gain.name} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
-    if gain.gain_low > limit:
+    if gain.gain_low > noise:
         return True, f"{measured}: faster beyond its interval."
     if gain.gain_high < 1.0:
         return False, f"{measured}: slower."
     if gain.gain_low > 1.0:
-        return False, f"{measured}: no more than two unchanged models differ here (up to {noise:.3f}x)."
+        return False, f"{measured}: no more than two unchanged models differ by here ({noise:.3f}x)."
     return False, f"{measured}: the interval does not exclude no gain."
+
+
+def _too_late(needed: float, left: float) -> str:
+    if needed:
+        rest = f"{max(0.0, left):.0f} s of the budget were left"
+        return f"its preparation takes about {needed:.0f} s, and {rest}; raise budget_s to try it."
+    return "the time budget was used up; raise budget_s to try it."
 
 
 def _room(device: torch.device) -> float:

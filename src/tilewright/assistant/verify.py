@@ -18,14 +18,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import torch
-
 from tilewright.assistant.reference import Evaluation, perplexity
+from tilewright.models.agreement import Z95, Agreement, relative_error
 
 OWN_ERROR_FACTOR = 1.1
 ERROR_FLOOR = 16 * 2.0**-24
 PERPLEXITY_RISE = 0.001
-_Z = 1.96
 
 
 @dataclass
@@ -64,19 +62,19 @@ class Accuracy:
 
 def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> Accuracy:
     """Apply the four rules."""
-    positions = reference.logits.shape[0]
-    own_error = relative_error(unpatched, reference)
-    error = relative_error(changed, reference)
+    own_error = relative_error([unpatched.logits], [reference.logits])
+    error = relative_error([changed.logits], [reference.logits])
     limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR)
-    agreed, own_agreed = _agreements(changed, reference), _agreements(unpatched, reference)
+    top1 = Agreement.of(changed.logits, reference.logits)
+    own_top1 = Agreement.of(unpatched.logits, reference.logits)
     found = Accuracy(
-        positions=positions,
+        positions=own_top1.total,
         error=error,
         own_error=own_error,
         error_limit=limit,
-        top1=agreed / positions,
-        own_top1=own_agreed / positions,
-        top1_limit=wilson(own_agreed, positions)[0],
+        top1=top1.rate,
+        own_top1=own_top1.rate,
+        top1_limit=own_top1.interval[0],
     )
     if not error <= limit:  # a NaN fails
         found.failures.append(
@@ -91,41 +89,13 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
     return found
 
 
-def relative_error(model: Evaluation, reference: Evaluation) -> float:
-    """||a - ref|| / ||ref|| in float64, row block by row block; inf where the model has a non-finite logit."""
-    error = norm = 0.0
-    for ours, theirs in zip(model.logits.split(256), reference.logits.split(256), strict=True):
-        wide = theirs.double()
-        difference = ours.to(wide.device).double() - wide
-        if not bool(torch.isfinite(difference).all()):
-            return math.inf
-        error += float(difference.square().sum())
-        norm += float(wide.square().sum())
-    return math.sqrt(error / norm) if norm else math.sqrt(error)
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a binomial share; sensible at 0 and 1, unlike the normal one."""
-    if trials == 0:
-        return 0.0, 1.0
-    share = successes / trials
-    centre = share + _Z**2 / (2 * trials)
-    half = _Z * math.sqrt(share * (1 - share) / trials + _Z**2 / (4 * trials**2))
-    scale = 1 + _Z**2 / trials
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
-
-
-def _agreements(model: Evaluation, reference: Evaluation) -> int:
-    return int((model.logits.argmax(-1).cpu() == reference.logits.argmax(-1).cpu()).sum())
-
-
 def _judge_decoding(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
     if not changed.generated or not unpatched.generated:
         return
+    own = Agreement(unpatched.agreed, unpatched.generated)
     found.decoded = changed.generated
-    found.decode_agreement = changed.agreed / changed.generated
-    found.own_decode_agreement = unpatched.agreed / unpatched.generated
-    found.decode_limit = wilson(unpatched.agreed, unpatched.generated)[0]
+    found.decode_agreement = Agreement(changed.agreed, changed.generated).rate
+    found.own_decode_agreement, found.decode_limit = own.rate, own.interval[0]
     if found.decode_agreement < found.decode_limit:
         found.failures.append(
             f"generate() and forward agree on {found.decode_agreement:.2%} of {changed.generated} tokens, "
@@ -138,7 +108,7 @@ def _judge_perplexity(found: Accuracy, changed: Evaluation, unpatched: Evaluatio
         return
     difference = changed.nll - unpatched.nll
     mean = float(difference.mean())
-    half = _Z * float(difference.std(correction=0)) / math.sqrt(difference.numel())
+    half = Z95 * float(difference.std(correction=0)) / math.sqrt(difference.numel())
     found.perplexity, found.own_perplexity = perplexity(changed.nll), perplexity(unpatched.nll)
     found.perplexity_rise, found.perplexity_rise_low, found.perplexity_rise_high = (
         math.expm1(mean + d) for d in (0.0, -half, half)

@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from tilewright.errors import InputError
 
@@ -154,40 +152,12 @@ def greedy(model: nn.Module, input_ids: Tensor, new_tokens: int, attention_mask:
     )
 
 
-def logits_of(output: Any) -> Tensor:
-    """The tensor that a forward call is judged by: `.logits`, or the first tensor of what it returned."""
-    if isinstance(output, Tensor):
-        return output
-    found = getattr(output, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    values = output.values() if isinstance(output, Mapping) else output
-    for value in values if isinstance(values, (tuple, list)) or isinstance(output, Mapping) else ():
-        if isinstance(value, Tensor):
-            return value
-    raise InputError(f"the model returned {type(output).__name__}, in which there is no tensor to compare.")
-
-
 def device_of(model: nn.Module) -> torch.device:
     """Device of the first parameter; raises InputError for a model spread over several."""
     devices = {p.device for p in model.parameters()} or {b.device for b in model.buffers()}
     if len(devices) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(map(str, devices)))}; it has to lie on one device.")
     return next(iter(devices), torch.device("cpu"))
-
-
-def cast_on_entry(
-    model: nn.Module, sources: tuple[torch.dtype, ...], target: torch.dtype, device: torch.device
-) -> RemovableHandle:
-    """From now on `model` gets tensors on `device`, and those of `sources` in `target`; `.remove()` undoes."""
-
-    def convert(x: Any) -> Any:
-        return x.to(device, target if x.dtype in sources else x.dtype) if isinstance(x, Tensor) else x
-
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(convert, (args, kwargs))
-
-    return model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def takes(model: nn.Module, name: str) -> bool:

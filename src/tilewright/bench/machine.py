@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewright import __version__
 from tilewright.hardware import device_info
 from tilewright.hardware.ceilings import driver_version
 
@@ -37,7 +38,7 @@ class Machine:
     cuda: str | None
     torch: str
     triton: str | None
-    tilewright: str | None
+    tilewright: str
     python: str
     os: str
     cpu: str
@@ -71,7 +72,7 @@ def describe(
         cuda=torch.version.hip or torch.version.cuda,
         torch=torch.__version__,
         triton=_version("triton"),
-        tilewright=_version("tilewright"),
+        tilewright=__version__,
         python=platform.python_version(),
         os=f"{platform.system()} {platform.release()}",
         cpu=cpu.name,

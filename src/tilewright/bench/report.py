@@ -56,7 +56,10 @@ def report(results_dir: Path, out_md: Path) -> Path:
 def _load(folder: Path) -> dict[Path, Results]:
     found = {}
     for path in sorted(folder.rglob("*.json")):
-        data = json.loads(path.read_text())
+        try:
+            data = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}: not JSON ({error}).") from None
         if isinstance(data, dict) and data.get("kind") == KIND:
             found[path] = schema.load(path)
     return found

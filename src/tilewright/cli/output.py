@@ -15,7 +15,7 @@ def check_writable(*files: str | Path | None) -> None:
         if file is None or str(file) == "-":
             continue
         path = Path(file).absolute()
-        if path.is_dir():
+        if path.is_dir() or str(file).endswith(os.sep):
             raise UsageError(f"{file} is a folder; give a file name.")
         existing = path if path.exists() else next(folder for folder in path.parents if folder.exists())
         if existing != path and not existing.is_dir():

@@ -52,7 +52,7 @@ def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Pl
 
     wanted = backend.rstrip("!")
     if wanted != "auto":
-        reason = refused.get(wanted, "is not a registered backend of this op")
+        reason = refused.get(wanted, missing(wanted, device.type) or "is not a registered backend of this op")
         if reason is None:
             return plan(wanted, "asked for in the call" if backend.endswith("!") else "preferred here")
         usable = [name for name, no in refused.items() if no is None]

@@ -48,6 +48,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
         data = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise TableError(f"{path}: not JSON ({error}).") from None
+    if not isinstance(data, dict):
+        raise TableError(f"{path}: holds a {type(data).__name__}, not a table.")
     if data.get("schema") != SCHEMA:
         raise TableError(f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Measure it again.")
     rows = []

@@ -214,7 +214,8 @@ class StaticDecoder:
         if dtype != self._dtype:
             self._cache.release()
             self._dtype = dtype
-        self._cache.clear()
+        if self.attention != "split_kv":  # which never touches a slot outside its interval
+            self._cache.clear()
         self._cache.cursor.prefilling = True
         with prefer_fast_sdpa(self.device, padded=mask is not None):
             return self._forward(input_ids, mask, position_ids)

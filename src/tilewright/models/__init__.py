@@ -1,7 +1,8 @@
 """Patching models: `patch(model)` replaces what our ops compute, verifies it, and can undo it."""
 
+from tilewright.models.agreement import Agreement
 from tilewright.models.patching import Patch, patch
 from tilewright.models.report import Report, Row
-from tilewright.models.verification import Agreement, Comparison, Verification
+from tilewright.models.verification import Comparison, Verification
 
 __all__ = ["Agreement", "Comparison", "Patch", "Report", "Row", "Verification", "patch"]

@@ -5,7 +5,6 @@ Comparing the two with each other would only say that they differ, as any two or
 with float32 (float64 for a float32 model) says whether the patch made the model worse, which is the question.
 """
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,36 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError
-from tilewright.models import experts
+from tilewright.models.agreement import Agreement, logits_of, relative_error
+from tilewright.models.wide import full_precision, wide_copy, wide_dtype
 
 LIMIT = 1.1  # error of the patched model / error of the unpatched one, logits
 GRADIENT_LIMIT = 3.0  # the same for gradients, which pass through every rounding twice
 FLOOR = 1e-6  # relative errors below this are float32 noise: the wider copy still norms and rotates in float32
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """`count` of `total` tokens have the reference's most likely next token."""
-
-    count: int
-    total: int
-
-    @property
-    def rate(self) -> float:
-        """count / total."""
-        return self.count / self.total
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's score interval at 95 %: stays inside [0, 1] and has width even at 100 % (Wilson 1927)."""
-        z, n, p = 1.959964, self.total, self.rate
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return max(0.0, centre - half), min(1.0, centre + half)
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.rate:.2%} [{low:.2%}, {high:.2%}]"
 
 
 @dataclass(frozen=True)
@@ -117,21 +92,21 @@ def compare(
         got, got_grads = _run(model, kwargs, gradients)
         with unpatched:
             base, base_grads = _run(model, kwargs, gradients)
-            wide = torch.float64 if _dtype(model) is torch.float32 else torch.float32
-            reference = copy.deepcopy(model)
-        experts.run_plainly(reference)
-        reference = reference.to(wide)
-        exact, exact_grads = _run(reference, _cast(kwargs, wide), gradients)
+            wide = wide_dtype(model)
+            reference = wide_copy(model, wide, next(model.parameters()).device)
+        with full_precision():
+            exact, exact_grads = _run(reference, kwargs, gradients)
     keep = _counted_positions(kwargs, exact)
     got, base, exact = got[keep], base[keep], exact[keep]
-    best = exact.argmax(-1)
     return Verification(
         reference=f"the unpatched model in {str(wide).removeprefix('torch.')}",
-        tokens=best.numel(),
-        logits=Comparison(_relative([got], [exact]), _relative([base], [exact]), LIMIT),
-        top1=Agreement(int((got.argmax(-1) == best).sum()), best.numel()),
-        unpatched_top1=Agreement(int((base.argmax(-1) == best).sum()), best.numel()),
-        gradients=Comparison(_relative(got_grads, exact_grads), _relative(base_grads, exact_grads), GRADIENT_LIMIT)
+        tokens=exact.shape[0],
+        logits=Comparison(relative_error([got], [exact]), relative_error([base], [exact]), LIMIT),
+        top1=Agreement.of(got, exact),
+        unpatched_top1=Agreement.of(base, exact),
+        gradients=Comparison(
+            relative_error(got_grads, exact_grads), relative_error(base_grads, exact_grads), GRADIENT_LIMIT
+        )
         if gradients
         else None,
     )
@@ -167,7 +142,7 @@ def _run(model: nn.Module, kwargs: dict[str, Any], gradients: bool) -> tuple[Ten
     """Logits, and the gradients of their sum under fixed random weights; the model's own `.grad` is not written."""
     trainable = [p for p in model.parameters() if p.requires_grad] if gradients else []
     with torch.set_grad_enabled(bool(trainable)):
-        logits = _logits(model(**kwargs))
+        logits = logits_of(model(**kwargs))
         if not trainable:
             return logits.detach(), []
         generator = torch.Generator().manual_seed(1)
@@ -176,44 +151,11 @@ def _run(model: nn.Module, kwargs: dict[str, Any], gradients: bool) -> tuple[Ten
     return logits.detach(), list(grads)
 
 
-def _logits(output: Any) -> Tensor:
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
-            return found
-    first = output[0] if isinstance(output, tuple | list) else output
-    if not isinstance(first, Tensor):
-        raise InputError(
-            f"the model returned a {type(output).__name__}; needs a tensor, a tuple, or an output with logits."
-        )
-    return first
-
-
-def _relative(got: list[Any], exact: list[Any]) -> float:
-    """Frobenius norm of the difference over that of `exact`, all tensors taken as one."""
-    difference = norm = 0.0
-    for g, e in zip(got, exact, strict=True):
-        if e is None:
-            continue
-        for g_rows, e_rows in zip(torch.atleast_1d(g).split(1024), torch.atleast_1d(e).split(1024), strict=True):
-            wide = e_rows.double()  # a piece at a time: logits of a long prompt are gigabytes
-            difference += float((g_rows.double() - wide).square().sum())
-            norm += float(wide.square().sum())
-    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
-
-
 def _counted_positions(kwargs: dict[str, Any], logits: Tensor) -> Tensor:
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
         return mask.bool()
     return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _cast(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in kwargs.items()}
 
 
 @contextmanager

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
-from tilewright.assistant.observe import Phase, dominant_dtype
+from tilewright.assistant.observe import Phase
 from tilewright.assistant.predict import Prediction, leaves, matmul_us, predict, self_us
-from tilewright.assistant.workload import Workload, cast_on_entry, device_of
+from tilewright.assistant.workload import Workload, device_of
 from tilewright.errors import PatchError
+from tilewright.models.wide import cast_on_entry, dominant_dtype
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Cast:
     target: torch.dtype
     devices: tuple[str, ...]
     stage: int = 1
+    preparation_s: float = 0.0
 
     def applies(self, scene: Scene) -> Verdict:
         now = dominant_dtype(scene.model)

@@ -39,6 +39,7 @@ class MergedLinear:
     members: range
     risk: Risk = "rounding"
     stage: int = 3
+    preparation_s: float = 0.0
 
     def applies(self, scene: Scene) -> Verdict:
         groups = self._groups(scene.model, scene.work)

@@ -29,6 +29,7 @@ class OpReplacement:
     source: str = "tilewright.patch; Hsu et al., 'Liger Kernel', 2024"
     risk: Risk = "rounding"
     stage: int = 2
+    preparation_s: float = 0.0
 
     def applies(self, scene: Scene) -> Verdict:
         try:

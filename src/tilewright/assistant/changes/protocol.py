@@ -51,7 +51,8 @@ class Change(Protocol):
 
     name: short and stable (`allow=`, JSON). why: the mechanism in one sentence. source: where that is shown.
     stage: order of trial; within a stage the larger predicted gain goes first. A later stage builds on what the earlier
-    ones left.
+    ones left. preparation_s: seconds that its first calls are known to take, kept free in the budget while others are
+    tried; it is not tried with less.
     """
 
     @property
@@ -68,6 +69,9 @@ class Change(Protocol):
 
     @property
     def stage(self) -> int: ...
+
+    @property
+    def preparation_s(self) -> float: ...
 
     def applies(self, scene: Scene) -> Verdict:
         """Look, change nothing."""

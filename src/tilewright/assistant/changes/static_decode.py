@@ -28,6 +28,7 @@ class StaticDecode:
     )
     risk: Risk = "rounding"
     stage: int = 0
+    preparation_s: float = 0.0
 
     def applies(self, scene: Scene) -> Verdict:
         if not scene.work.generates:

@@ -57,10 +57,17 @@ def _act(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> ac
         if ACT == "gelu_tanh":
             u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
             du = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        inverse = 1.0 + exp(-u, PRECISE)
-        s = 1.0 / inverse
-        act = g / inverse
-        slope = s + g * s * (1.0 - s) * du
+        # of e^-|u|: no overflow, and no cancellation in 1 - s, which du would magnify
+        e = exp(-tl.abs(u), PRECISE)
+        if PRECISE:
+            large = tl.div_rn(1.0 + tl.zeros_like(e), 1.0 + e)
+        else:
+            large = 1.0 / (1.0 + e)
+        small = e * large
+        s = tl.where(u >= 0, large, small)
+        rest = tl.where(u >= 0, small, large)  # 1 - s
+        act = g * s
+        slope = s + g * s * rest * du
     return act, slope
 
 

@@ -24,8 +24,8 @@ class Liger:
         from liger_kernel.ops.rope import LigerRopeFunction
 
         q, k, cos, sin = sample.args
-        if sample.kwargs or q.dim() != 4:
-            return None
+        if sample.kwargs or q.dim() != 4 or cos.shape[-1] != q.shape[-1]:
+            return None  # in place, partial rotation leaves the rest where it is: less work than the op's
         if q.requires_grad or k.requires_grad:
             return lambda: LigerRopeFunction.apply(q.clone(), k.clone(), cos, sin)
         return lambda: LigerRopeFunction.apply(q, k, cos, sin)

@@ -1,0 +1,77 @@
+"""How close the outputs of two models are: relative error of logits, and how often they prefer the same token."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+
+Z95 = 1.959964  # standard deviations on either side that hold 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """`count` of `total` tokens have the reference's most likely next token."""
+
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, logits: Tensor, reference: Tensor) -> "Agreement":
+        """Top-1 agreement of logits (N, V) with the reference's (N, V); they may lie on two devices."""
+        same = logits.argmax(-1).cpu() == reference.argmax(-1).cpu()
+        return cls(int(same.sum()), same.numel())
+
+    @property
+    def rate(self) -> float:
+        """count / total."""
+        return self.count / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's score interval at 95 %: stays inside [0, 1] and has width even at 100 % (Wilson 1927)."""
+        z, n, p = Z95, self.total, self.rate
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return max(0.0, centre - half), min(1.0, centre + half)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.rate:.2%} [{low:.2%}, {high:.2%}]"
+
+
+def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
+    """Frobenius norm of the difference over that of the reference, all tensors taken as one, in float64.
+
+    None stands for zeros (a parameter without a gradient). inf where `got` holds a NaN or an infinity.
+    """
+    difference = norm = 0.0
+    for ours, theirs in zip(got, reference, strict=True):
+        if theirs is None:
+            continue
+        if ours is None:
+            ours = torch.zeros_like(theirs)
+        rows = zip(torch.atleast_1d(ours).split(1024), torch.atleast_1d(theirs).split(1024), strict=True)
+        for our_rows, their_rows in rows:  # a piece at a time: logits of a long prompt are gigabytes
+            wide = their_rows.double()
+            difference += float((our_rows.to(wide.device).double() - wide).square().sum())
+            norm += float(wide.square().sum())
+    if not math.isfinite(difference):
+        return math.inf
+    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor that a forward call is judged by: `.logits`, or the first tensor of what it returned."""
+    found = getattr(output, "logits", output)
+    if isinstance(found, Tensor):
+        return found
+    values = output.values() if isinstance(output, Mapping) else output
+    for value in values if isinstance(output, (tuple, list, Mapping)) else ():
+        if isinstance(value, Tensor):
+            return value
+    raise InputError(f"the model returned {type(output).__name__}, in which there is no tensor to compare.")
