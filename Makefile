@@ -9,6 +9,7 @@ BIN := .venv/bin
 SETUP := pyproject.toml constraints.txt scripts/setup_env.py
 SUITES := norm activation rope softmax
 WORKERS ?= 2
+GPU_WORKERS ?= 8
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 # On a GPU machine: the system's python, from the checkout, nothing installed.
@@ -42,8 +43,10 @@ test-interp: .venv/.ready-test ## every Triton kernel, forward and backward, in 
 test-compile: .venv/.ready-test ## every Triton kernel compiled for sm_80, sm_90, sm_100, gfx942, gfx950
 	$(PYTEST) -m compile
 
+# In parallel where pytest-xdist is installed: most of the time goes into compiling kernels.
 test-gpu: ## the tests that need a GPU, with the system's python
-	$(SYSTEM_PYTHON) -m pytest -m gpu
+	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(SYSTEM_PYTHON) -m pytest -m gpu \
+	    $$($(PYTHON) -c 'import xdist' 2> /dev/null && echo "-n $(GPU_WORKERS) --dist worksteal -p no:benchmark")
 
 bench-gpu: ## measure every suite on this GPU and render docs/performance.md
 	for suite in $(SUITES); do \

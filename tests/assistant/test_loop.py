@@ -88,11 +88,11 @@ def test_later_changes_build_on_kept_ones():
 def test_a_change_that_raises_is_rejected_in_words():
     class Broken(Planted):
         def apply(self, model, work):
-            raise RuntimeError("there is no compiler\nand this line is not shown")
+            raise RuntimeError("there is no '/usr/bin/g++' or /opt/a-b/c\nand this line is not shown")
 
     opt = run(slow_llama(), [Broken("broken")])
     [record] = opt.rejected
-    assert record.reason == "it failed: RuntimeError: there is no compiler"
+    assert record.reason == "it failed: RuntimeError: there is no 'g++' or c"  # a report names no folder
 
 
 def test_a_change_that_fails_in_its_first_calls_is_undone():

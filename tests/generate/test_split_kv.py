@@ -97,13 +97,14 @@ def test_what_an_earlier_call_left_is_not_read():
     from tilewright.generate import StaticDecoder
 
     model = build("llama", num_hidden_layers=2)
-    ids, mask = prompts(1, 30)
+    ids, _ = prompts(1, 30)
     decoder = StaticDecoder(model, max_length=64, attention="split_kv")
     expected = decoder.generate(ids[:, :10], max_new_tokens=8)
     decoder.generate(ids, max_new_tokens=8)
-    for layer in decoder._cache.layers:
-        layer.keys.fill_(float("nan"))
-        layer.values.fill_(float("nan"))
+    with torch.inference_mode():
+        for layer in decoder._cache.layers:
+            layer.keys.fill_(float("nan"))
+            layer.values.fill_(float("nan"))
     assert torch.equal(decoder.generate(ids[:, :10], max_new_tokens=8), expected)
 
 

@@ -97,7 +97,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self.is_initialized = False
 
     def clear(self) -> None:
-        """Forget the last sequence: attention over masked slots would let a non-finite value in it leak into this one."""
+        """Forget the last sequence: attention that reads masked slots would let a NaN in it leak into the next one."""
         if self.is_initialized:
             self.keys.zero_()
             self.values.zero_()
