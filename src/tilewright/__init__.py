@@ -11,6 +11,8 @@ Everything is imported on first use: `import tilewright` itself loads no compile
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tilewright.version import __version__
+
 if TYPE_CHECKING:
     from tilewright import ops, settings
     from tilewright.assistant import analyze, optimize
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
         use_backend,
     )
     from tilewright.models import patch
-
-__version__ = "0.1.0"
 
 _HOME = {
     "analyze": "tilewright.assistant",

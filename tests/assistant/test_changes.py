@@ -14,7 +14,7 @@ from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QK
 from tilewright.assistant.changes.op_replacement import OpReplacement
 from tilewright.assistant.changes.regional_compile import LayerView, RegionalCompile, blocks
 from tilewright.assistant.changes.static_decode import StaticDecode
-from tilewright.assistant.observe import Observation, weight_bytes
+from tilewright.assistant.observation.observe import Observation, weight_bytes
 from tilewright.assistant.workload import greedy, workload
 from tilewright.errors import InputError, PatchError
 

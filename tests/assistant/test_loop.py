@@ -9,8 +9,8 @@ from tests.assistant.planted import DELAY_S, Planted, ceilings, prompts, slow_ll
 from torch import nn
 
 from tilewright.assistant import Report, analyze, optimize
-from tilewright.assistant.graph_breaks import GraphBreaks
 from tilewright.assistant.measure import FEWEST_ROUNDS, Side, compare
+from tilewright.assistant.observation.graph_breaks import GraphBreaks
 from tilewright.assistant.trial import Trials
 from tilewright.assistant.workload import workload
 from tilewright.errors import InputError
@@ -25,7 +25,7 @@ SETTINGS = {"new_tokens": 3, "budget_s": 300.0}
 def _quick(monkeypatch):
     """One thread, few rounds, and no graph-break count (it takes seconds and has its own test)."""
     monkeypatch.setattr("tilewright.assistant.measure.MOST_ROUNDS", 7)
-    monkeypatch.setattr("tilewright.assistant.observe.graph_breaks", lambda model, run: GraphBreaks(1, 0))
+    monkeypatch.setattr("tilewright.assistant.observation.observe.graph_breaks", lambda model, run: GraphBreaks(1, 0))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -9,14 +9,14 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilewright.assistant.attribution import around_modules
-from tilewright.assistant.condense import condense, pattern
-from tilewright.assistant.cost import count
-from tilewright.assistant.graph_breaks import graph_breaks
 from tilewright.assistant.loop import _doubts
-from tilewright.assistant.observe import observe
+from tilewright.assistant.observation.attribution import around_modules
+from tilewright.assistant.observation.condense import condense, pattern
+from tilewright.assistant.observation.cost import count
+from tilewright.assistant.observation.graph_breaks import graph_breaks
+from tilewright.assistant.observation.observe import observe
+from tilewright.assistant.observation.profile import _LABEL, _on_gpu, profile_modules, union_us
 from tilewright.assistant.predict import Roof, matmul_us, predict, roofline
-from tilewright.assistant.profile import _LABEL, _on_gpu, profile_modules, union_us
 from tilewright.assistant.workload import workload
 
 

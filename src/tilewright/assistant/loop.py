@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.assistant.changes import Change, Scene, Verdict, chosen
-from tilewright.assistant.condense import condense
-from tilewright.assistant.observe import Observation, observe
+from tilewright.assistant.observation.condense import condense
+from tilewright.assistant.observation.observe import Observation, observe
 from tilewright.assistant.predict import Prediction, Roof, roofline, summary
 from tilewright.assistant.report import ChangeRecord, Kind, Report
 from tilewright.assistant.stack import Stack

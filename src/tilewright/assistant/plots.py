@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tilewright.assistant.observe import Phase
+from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.report import ChangeRecord, Report
 
 BEFORE, AFTER, GOOD, BAD, NEUTRAL = "#4878cf", "#e0883a", "#2f9e6e", "#d1495b", "#9aa3ad"

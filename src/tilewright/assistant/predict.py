@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
-from tilewright.assistant.cost import ModuleCost
-from tilewright.assistant.observe import Observation, Phase
+from tilewright.assistant.observation.cost import ModuleCost
+from tilewright.assistant.observation.observe import Observation, Phase
 from tilewright.hardware.ceilings import Ceilings, dtype_bytes
 
 Saving = Callable[[Phase], tuple[float, float]]

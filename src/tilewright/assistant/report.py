@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tilewright.assistant.changes.protocol import Change
 from tilewright.assistant.measure import Comparison
-from tilewright.assistant.observe import Observation
+from tilewright.assistant.observation.observe import Observation
 from tilewright.assistant.predict import Prediction, Roof
 from tilewright.assistant.verify import Accuracy
 from tilewright.errors import InputError

@@ -22,7 +22,7 @@ from torch import nn
 from tilewright.assistant.changes.cast import InDtype
 from tilewright.assistant.changes.protocol import Change, Scene
 from tilewright.assistant.measure import Comparison, Metric, Side, calls, compare
-from tilewright.assistant.observe import wall_us, weight_bytes
+from tilewright.assistant.observation.observe import wall_us, weight_bytes
 from tilewright.assistant.predict import Prediction
 from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate
 from tilewright.assistant.report import ChangeRecord

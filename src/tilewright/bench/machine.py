@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tilewright import __version__
 from tilewright.hardware import device_info
 from tilewright.hardware.ceilings import driver_version
+from tilewright.version import __version__
 
 _QUERY = {
     "sm_mhz": "clocks.sm",

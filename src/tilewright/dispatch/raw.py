@@ -159,9 +159,10 @@ class RawOp:
 
     def plain(self, *raw: Any) -> Any:
         """The reference, in the dtypes of its arguments: autocast is no part of an op's numerics."""
-        if not torch.is_autocast_enabled(raw[0].device.type):
+        device = raw[0].device.type
+        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
             return self.reference(*raw)
-        with torch.autocast(raw[0].device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             return self.reference(*raw)
 
     def _reference(self, raw: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
-from tilewright.assistant.observe import Phase
+from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, leaves, matmul_us, predict, self_us
 from tilewright.assistant.workload import Workload, device_of
 from tilewright.errors import PatchError

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
-from tilewright.assistant.observe import Phase
+from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, matmul_us, per_op_us, predict
 from tilewright.assistant.workload import Workload
 from tilewright.errors import PatchError

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
-from tilewright.assistant.cost import ModuleCost
-from tilewright.assistant.observe import Phase
+from tilewright.assistant.observation.cost import ModuleCost
+from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, floor_us, leaves, per_op_us, predict, self_us
 from tilewright.assistant.workload import Workload
 from tilewright.errors import PatchError

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from tilewright.assistant.observe import Observation
+from tilewright.assistant.observation.observe import Observation
 from tilewright.assistant.predict import Prediction
 from tilewright.assistant.workload import Workload
 from tilewright.hardware.ceilings import Ceilings

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from tilewright.assistant.attribution import is_compiled
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
-from tilewright.assistant.observe import Phase
+from tilewright.assistant.observation.attribution import is_compiled
+from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, floor_us, per_op_us, predict, self_us
 from tilewright.assistant.workload import Workload
 from tilewright.errors import PatchError

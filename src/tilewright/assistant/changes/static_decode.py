@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
-from tilewright.assistant.observe import Phase
+from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, predict
 from tilewright.assistant.workload import Workload
 from tilewright.errors import InputError

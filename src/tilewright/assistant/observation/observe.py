@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.assistant.cost import ModuleCost, count
-from tilewright.assistant.graph_breaks import GraphBreaks, graph_breaks
-from tilewright.assistant.profile import ModuleTime, profile_modules
+from tilewright.assistant.observation.cost import ModuleCost, count
+from tilewright.assistant.observation.graph_breaks import GraphBreaks, graph_breaks
+from tilewright.assistant.observation.profile import ModuleTime, profile_modules
 from tilewright.assistant.workload import Workload
 from tilewright.models.wide import dominant_dtype
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from tilewright.assistant.attribution import around_modules
+from tilewright.assistant.observation.attribution import around_modules
 
 aten = torch.ops.aten
 

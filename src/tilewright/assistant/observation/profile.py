@@ -18,7 +18,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tilewright.assistant.attribution import around_modules, visible_modules
+from tilewright.assistant.observation.attribution import around_modules, visible_modules
 
 _LABEL = "tilewright module "  # not "tilewright::", the namespace of our own ops
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import fields, replace
 
-from tilewright.assistant.cost import ModuleCost
-from tilewright.assistant.observe import Observation, Phase
-from tilewright.assistant.profile import ModuleTime
+from tilewright.assistant.observation.cost import ModuleCost
+from tilewright.assistant.observation.observe import Observation, Phase
+from tilewright.assistant.observation.profile import ModuleTime
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
