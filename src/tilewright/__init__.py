@@ -11,7 +11,7 @@ Everything is imported on first use: `import tilewright` itself loads no compile
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tilewright.version import __version__
+from tilewright.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tilewright import ops, settings

@@ -73,6 +73,7 @@ def test_scratch_from_the_library_is_allocated_anew_at_each_replay():
     [
         (lambda: A.view(2, 4)[1:], True),
         (lambda: torch.empty_like(A), True),
+        (lambda: torch.promote_types(torch.float16, torch.float32), True),
         (lambda: torch.empty(3).zero_(), False),
         (lambda: A.clone(), False),
         (lambda: A + B, False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -283,7 +283,7 @@ class _Case:
             return None
         best = min(eligible, key=lambda name: ours[name].median)
         plan = found.plans[best]
-        config = asdict(plan.config) if is_dataclass(plan.config) and not isinstance(plan.config, type) else plan.config
+        config = None if plan.config is None else plan.config._asdict()  # a NamedTuple, by the order of kernel files
         torch_us = ours["torch"].median if "torch" in ours else None
         return TableChoice(
             op=found.raw.op,

@@ -124,10 +124,12 @@ class _Watch(TorchDispatchMode):
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        makes_no_value = func.is_view or func.name().split("::")[1].startswith(("empty", "new_empty", "detach"))
-        if not makes_no_value:
+        result = func(*args, **(kwargs or {}))
+        memory_only = func.is_view or func.name().split("::")[1].startswith(("empty", "new_empty", "detach"))
+        computes = func._schema.is_mutable or not isinstance(result, (torch.dtype, bool, int, float))
+        if computes and not memory_only:
             self._tape.spoil()
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""The fast road, on CPU tensors: stand-ins for device, stream and kernel make every Triton launch tapeable."""
+
+import importlib
+
+import pytest
+import torch
+
+import tilewright.ops
+from tilewright.dispatch import contract, contracts, fast, implementations, register_impl, unregister_impl
+from tilewright.jit import tape
+from tilewright.jit.tape import Step, taping
+from tilewright.jit.triton_launch import TritonKernel
+
+SIMPLE = [name for name in contracts() if not name.startswith("test_")]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernel launches that were made the ordinary way, and those from a tape."""
+    made = {"ordinary": 0, "replayed": 0}
+
+    def call(self, grid, args, constants, *, num_warps, num_stages=1):
+        made["ordinary"] += 1
+        listening = taping()
+        if listening is not None:
+            step = lambda *replayed: made.__setitem__("replayed", made["replayed"] + 1)  # noqa: E731
+            listening.add(Step(step, (1, 1, 1), None, (), (*args, *constants)))
+
+    monkeypatch.setattr(TritonKernel, "__call__", call)
+    monkeypatch.setattr(fast, "_current_device", lambda: -1)
+    monkeypatch.setattr(tape, "_current_stream", lambda device: 0)
+    return made
+
+
+@pytest.fixture
+def on_cpu():
+    """Lets an op's Triton launch run on CPU tensors, as backend "cpu"."""
+    registered = []
+
+    def register(name):
+        subject = contract(name)
+        found = implementations(name, "fwd", subject.forward.package)["triton"]
+        register_impl(name, backend="cpu", configure=found.configure, supports=found.supports)(found.launch)
+        registered.append(subject)
+        return subject
+
+    yield register
+    for subject in registered:
+        unregister_impl(subject.name, backend="cpu")
+        subject.forward.forget_plans()
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_the_second_call_of_a_signature_is_replayed(name, launches, on_cpu):
+    subject = on_cpu(name)
+    importlib.import_module(f"{subject.forward.package}.triton")
+    sample = subject.inputs(subject.cpu_workloads[0].params, torch.bfloat16, torch.device("cpu"), 0)
+    with torch.no_grad():
+        subject.function(*sample.args, **sample.kwargs)
+        first = dict(launches)
+        assert first["ordinary"] >= 1 and first["replayed"] == 0
+        subject.function(*sample.args, **sample.kwargs)
+    assert launches == {"ordinary": first["ordinary"], "replayed": first["ordinary"]}
+
+
+def test_another_signature_is_not_replayed(launches, on_cpu):
+    on_cpu("rms_norm")
+    x, w = torch.randn(4, 64), torch.randn(64)
+    with torch.no_grad():
+        for args in ((x, w), (x[:3], w), (x.double().float().bfloat16(), w.bfloat16()), (x[:, ::2], w[::2])):
+            before = launches["ordinary"]
+            tilewright.ops.rms_norm(*args)
+            assert launches["ordinary"] == before + 1
+        assert launches["replayed"] == 0
+
+
+@pytest.mark.parametrize("closed_by", ["profiler", "recording", "subclass", "transform"])
+def test_the_road_is_closed_for_whoever_must_see_the_op(closed_by, launches, on_cpu):
+    on_cpu("rms_norm")
+    x, w = torch.randn(4, 64), torch.randn(64)
+    with torch.no_grad():
+        for _ in range(2):
+            tilewright.ops.rms_norm(x, w)
+        assert launches["replayed"] == 1
+        if closed_by == "profiler":
+            with torch.profiler.profile(acc_events=True):
+                tilewright.ops.rms_norm(x, w)
+        elif closed_by == "recording":
+            with tilewright.dispatch.record():
+                tilewright.ops.rms_norm(x, w)
+        elif closed_by == "subclass":
+            tilewright.ops.rms_norm(x.as_subclass(Subclass), w)
+        else:
+            torch.func.vjp(lambda t: t * tilewright.ops.rms_norm(x, w).sum(), x)
+    assert launches["replayed"] == 1
+
+
+class Subclass(torch.Tensor):
+    pass

@@ -1,0 +1,25 @@
+"""Tables in the package: readable, and every row names an implementation and a configuration that exist."""
+
+import pytest
+
+import tilewright.ops
+from tilewright.dispatch import contract, implementations, table
+
+TABLES = sorted(table.folders()[0].glob("*.json"))
+ROWS = [(path.name, row) for path in TABLES for row in table.read(path)[1]]
+
+
+def test_there_is_a_table_for_the_h200():
+    assert "nvidia-h200.json" in {path.name for path in TABLES}
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda v: v if isinstance(v, str) else f"{v.op}-{v.bucket}")
+def test_a_row_can_be_followed(name, row):
+    subject = contract(row.op)
+    raw = {op.direction: op for op in subject.raw_ops}[row.direction]
+    assert row.us > 0 and row.numerics == "default"
+    assert row.bucket.split(",")[0].split("=")[0] == raw.bucket_names[0]
+    if row.backend != "torch":
+        implementation = implementations(raw.op, raw.direction, raw.package)[row.backend]
+        assert implementation.config_type(**row.config) is not None
+        assert hasattr(tilewright.ops, row.op)
