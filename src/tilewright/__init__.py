@@ -67,6 +67,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
+        import_module("tilewright.ops")  # most of these speak of ops by name
         value = getattr(import_module(_HOME[name]), name)
     elif name in _MODULES:
         value = import_module(f"tilewright.{name}")

@@ -95,5 +95,15 @@ def test_the_road_is_closed_for_whoever_must_see_the_op(closed_by, launches, on_
     assert launches["replayed"] == 1
 
 
+def test_a_gradient_that_nobody_computes_is_refused_after_a_tape_too(launches, on_cpu):
+    on_cpu("apply_rope")
+    q, cos, sin = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 4, 8)
+    for _ in range(2):
+        tilewright.ops.apply_rope(q, q.clone(), cos, sin)
+    assert launches["replayed"] == 1
+    with pytest.raises(tilewright.errors.InputError, match="cos or sin requires a gradient"):
+        tilewright.ops.apply_rope(q, q.clone(), cos.requires_grad_(), sin)
+
+
 class Subclass(torch.Tensor):
     pass

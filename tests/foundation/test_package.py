@@ -83,3 +83,8 @@ def test_errors_are_also_what_python_calls_them():
     assert issubclass(errors.InputError, ValueError)
     assert issubclass(errors.TableError, ValueError)
     assert issubclass(errors.BackendError, RuntimeError)
+
+
+def test_explain_needs_no_import_of_the_ops():
+    program = "import torch, tilewright; print(tilewright.explain('rms_norm', torch.ones(2, 4), torch.ones(4)).backend)"
+    assert fresh(program) == ["torch"]

@@ -21,6 +21,7 @@ from tilewright.jit.tape import Tape, listen
 _MAX_ENTRIES = 2048
 _PLAIN = frozenset((Tensor, Parameter))
 _modes = torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -68,6 +69,8 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found 
             pointers.append(0)
         else:
             return None
+    if _grad_enabled():  # checks may depend on who wants a gradient
+        parts += [t is not None and t.requires_grad for t in args[:count]]
     key = tuple(parts)
     return raw.tapes.get(key), key, pointers
 
