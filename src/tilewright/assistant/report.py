@@ -94,7 +94,7 @@ class Report:
             return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
         gain = self.totals.decisive
         return (
-            f"{self.model['class']}: {gain.name} {gain.before:.4g} -> {gain.after:.4g} {gain.unit}, "
+            f"{self.model['class']}: {gain.name} {gain.before:.4g} to {gain.after:.4g} {gain.unit}, "
             f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f})."
         )
 
