@@ -229,7 +229,7 @@ def launch_backward(
     if block > MAX_BLOCK:
         means, rstds = scratch((m,), torch.float32, x.device), scratch((m,), torch.float32, x.device)
         args = (dx, means, rstds, grads, rows, weight, n, grads.stride(0), rows.stride(0), eps)
-        _backward_long((m,), args, (4096,), num_warps=8)
+        _backward_long((m,), args, (2048,), num_warps=8)
         if affine:
             # one kernel makes both; the one nobody wants goes to scratch
             dw, db = (t if t.numel() else x.new_empty(n) for t in (dweight, dbias))
