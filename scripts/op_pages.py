@@ -84,9 +84,7 @@ def _line(row: schema.Row) -> str:
 def main() -> int:
     """Write or check every page."""
     check = "--check" in sys.argv[1:]
-    pages = {
-        PAGES / f"{name}.md": page(contract) for name, contract in contracts().items() if not name.startswith("test_")
-    }
+    pages = {PAGES / f"{name}.md": page(contract) for name, contract in contracts().items()}
     index = "# Ops\n\n" + "\n".join(f"- [{path.stem}]({path.name})" for path in pages) + "\n"
     pages[PAGES / "README.md"] = index
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]

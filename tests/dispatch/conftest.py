@@ -8,7 +8,6 @@ import torch
 
 from tilewright import settings
 from tilewright.dispatch import RawOp, preference, register_impl, table, unregister_impl
-from tilewright.dispatch.raw import RawOp as _RawOp
 from tilewright.log import forget_logged
 
 DOUBLE = RawOp(
@@ -43,7 +42,7 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def double() -> _RawOp:
+def double() -> RawOp:
     """The raw op; backend "torch" only."""
     return DOUBLE
 

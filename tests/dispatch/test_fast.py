@@ -63,6 +63,16 @@ def test_the_second_call_of_a_signature_is_replayed(name, launches, on_cpu):
     assert launches == {"ordinary": first["ordinary"], "replayed": first["ordinary"]}
 
 
+def test_a_replay_has_the_shape_of_the_first_call(launches, on_cpu):
+    """A packed vector: input and output differ in shape and agree in dtype and stride."""
+    on_cpu("silu_and_mul")
+    x = torch.randn(2 * 24)
+    with torch.no_grad():
+        made = [tilewright.ops.silu_and_mul(x) for _ in range(2)]
+    assert launches["replayed"] == 1
+    assert [m.shape for m in made] == [(24,), (24,)]
+
+
 def test_another_signature_is_not_replayed(launches, on_cpu):
     on_cpu("rms_norm")
     x, w = torch.randn(4, 64), torch.randn(64)

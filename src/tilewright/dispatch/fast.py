@@ -1,9 +1,9 @@
 """The fast road of an eager call: one dictionary lookup from arguments to a taped launch.
 
 A call whose signature was seen before needs no checks, no selection and no torch dispatcher: the first one passed them
-all. The road is closed, and `run` returns None, wherever somebody has to see the op or may change what it means: tensor
-subclasses, dispatch modes (FakeTensor, tracing), functorch transforms, the profiler, a recording, a device other than
-the current one.
+all. The road is closed, and `find` returns None, wherever somebody has to see the op or may change what it means:
+tensor subclasses, dispatch modes (FakeTensor, tracing), functorch transforms, the profiler, a recording, a device other
+than the current one.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,12 @@ class Entry:
     def __init__(self, tape: Tape, first: Tensor, outs: Sequence[Tensor]) -> None:
         self.launch = tape.replay
         # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
-        self.like = len(outs) == 1 and outs[0].dtype == first.dtype and outs[0].stride() == first.stride()
+        self.like = len(outs) == 1 and _layout(outs[0]) == _layout(first)
         self.specs = [(tuple(o.shape), o.stride(), o.dtype, o.device) for o in outs]
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
 
 
 Found = tuple[Entry | None, tuple[Any, ...], list[int]]
