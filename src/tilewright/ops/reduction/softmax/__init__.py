@@ -85,7 +85,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
         hidden = params["hidden"](dtype)
         x[1::2, ::3] = hidden
         if hidden > -torch.inf:
-            x[0] = hidden
+            x[:1] = hidden
     return Sample((x,), {"dim": 1} if "inner" in params else {})
 
 
