@@ -63,6 +63,15 @@ def test_decoding_is_held_against_the_forward_pass(reference):
     assert not judge(shifted(reference, 1e-3, generated=100, agreed=90), own, reference).passed
 
 
+def test_two_samples_of_tokens_may_differ_by_chance(reference):
+    """172 and 177 of 200, 30 and 26 of 32: what two equally good decoders show on near-ties."""
+    for (own, ours), n in (((177, 172), 200), ((30, 26), 32)):
+        before = shifted(reference, 1e-3, generated=n, agreed=own)
+        assert judge(shifted(reference, 1e-3, generated=n, agreed=ours), before, reference).passed
+    before = shifted(reference, 1e-3, generated=200, agreed=177)
+    assert not judge(shifted(reference, 1e-3, generated=200, agreed=150), before, reference).passed
+
+
 def test_perplexity_may_not_rise_beyond_its_interval(reference):
     nll = torch.rand(1000, dtype=torch.float64)
     own = shifted(reference, 1e-3, nll=nll)

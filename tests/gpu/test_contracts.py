@@ -4,6 +4,8 @@ bf16 runs in every mode but the heavy ones; the other dtypes in those that can t
 and stride of a dtype makes Triton compile its kernels again.  Heavy modes run on one edge case of each op.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,17 +52,18 @@ def test_registration_and_compilation(name, backend):
 
 @pytest.mark.parametrize("name", OPS)
 def test_auto_is_right_whatever_it_picks(name):
-    for dtype in contract(name).dtypes:
-        check(name, modes=["eager", "backward"], dtype=dtype, device="cuda").require()
+    subject = contract(name)
+    for dtype in subject.dtypes:
+        check(name, subject.edge_cases[0], modes=["eager", "backward"], dtype=dtype, device="cuda").require()
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_model_sizes(name):
-    """The first workload of the bench, thousands of programs instead of a few."""
+    """The first workload of the bench, its batch cut to what 14 processes can check at once."""
     workload = contract(name).workloads[0]
-    check(
-        name, workload, modes=["eager", "backward", "determinism", "cuda_graph"], backend="triton", device="cuda"
-    ).require()
+    params = {k: min(v, 1024) if k in ("M", "S") else v for k, v in workload.params.items()}
+    modes = ["eager", "backward", "determinism", "cuda_graph"]
+    check(name, replace(workload, params=params), modes=modes, backend="triton", device="cuda").require()
 
 
 @pytest.mark.parametrize("name", OPS)

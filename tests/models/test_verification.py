@@ -22,6 +22,11 @@ def test_wilson_interval_against_published_values() -> None:
     assert (round(low, 4), round(high, 4)) == (0.0, 0.1611)
 
 
+def test_the_change_between_two_samples() -> None:
+    """Newcombe 1998 (interval estimation for the difference), table II: 56 of 70 less 48 of 80: 0.0524 to 0.3339."""
+    assert Agreement(56, 70).change_from(Agreement(48, 80)) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
 def test_comparison_rule() -> None:
     assert Comparison(1.09e-2, 1e-2, 1.1).passed
     assert not Comparison(1.11e-2, 1e-2, 1.1).passed

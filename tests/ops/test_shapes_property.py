@@ -64,7 +64,7 @@ def test_any_shape_on_a_cpu(name, data):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPS)
-@searching(40)
+@searching(15)
 @given(data=st.data())
 def test_any_shape_on_a_gpu(name, data):
     examine(name, data, "triton", "cuda")

@@ -8,8 +8,9 @@ ref the wide copy of the unpatched model. A changed model passes when all of the
    sums moves that by as much.
 2. top-1: the share of positions where its first choice is the reference's is not below the Wilson 95 % interval of the
    unpatched model's share.
-3. decoding: of the tokens that `generate` chose, the share that its own full forward ranks first is not below the same
-   interval.
+3. decoding: of the tokens that `generate` chose, the share that its own full forward ranks first has not fallen: the
+   95 % interval of the difference of the two shares reaches 0. Both are samples here: the models go on from different
+   tokens.
 4. perplexity on held-out prompts has not risen by more than 0.1 %, beyond the 95 % interval of the paired difference.
 """
 
@@ -30,8 +31,8 @@ PERPLEXITY_RISE = 0.001
 class Accuracy:
     """One model beside the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
 
-    error, own_error, error_limit: relative Frobenius error of the logits. top1_limit, decode_limit: lower ends of the
-    Wilson intervals.
+    error, own_error, error_limit: relative Frobenius error of the logits. top1_limit: lower end of the Wilson interval.
+    decode_change_high: upper end of the 95 % interval of the change in agreement.
     perplexity_rise: relative, with its 95 % interval; None without held-out prompts. failures: one sentence for each
     rule broken.
     """
@@ -46,7 +47,7 @@ class Accuracy:
     decoded: int = 0
     decode_agreement: float | None = None
     own_decode_agreement: float | None = None
-    decode_limit: float | None = None
+    decode_change_high: float | None = None
     perplexity: float | None = None
     own_perplexity: float | None = None
     perplexity_rise: float | None = None
@@ -92,14 +93,13 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
 def _judge_decoding(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
     if not changed.generated or not unpatched.generated:
         return
-    own = Agreement(unpatched.agreed, unpatched.generated)
-    found.decoded = changed.generated
-    found.decode_agreement = Agreement(changed.agreed, changed.generated).rate
-    found.own_decode_agreement, found.decode_limit = own.rate, own.interval[0]
-    if found.decode_agreement < found.decode_limit:
+    ours, own = Agreement(changed.agreed, changed.generated), Agreement(unpatched.agreed, unpatched.generated)
+    found.decoded, found.decode_agreement, found.own_decode_agreement = ours.total, ours.rate, own.rate
+    found.decode_change_high = ours.change_from(own)[1]
+    if found.decode_change_high < 0:
         found.failures.append(
-            f"generate() and forward agree on {found.decode_agreement:.2%} of {changed.generated} tokens, "
-            f"below {found.decode_limit:.2%}"
+            f"generate() and forward agree on {ours.rate:.2%} of {ours.total} tokens, the unchanged model's on "
+            f"{own.rate:.2%}"
         )
 
 

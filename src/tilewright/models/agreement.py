@@ -39,6 +39,15 @@ class Agreement:
         half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
         return max(0.0, centre - half), min(1.0, centre + half)
 
+    def change_from(self, before: "Agreement") -> tuple[float, float]:
+        """95 % interval of this rate less `before`'s, two independent samples (Newcombe 1998, method 10)."""
+        (low, high), (before_low, before_high) = self.interval, before.interval
+        change = self.rate - before.rate
+        return (
+            change - math.hypot(self.rate - low, before_high - before.rate),
+            change + math.hypot(high - self.rate, before.rate - before_low),
+        )
+
     def __str__(self) -> str:
         low, high = self.interval
         return f"{self.rate:.2%} [{low:.2%}, {high:.2%}]"
