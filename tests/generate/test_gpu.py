@@ -50,6 +50,16 @@ def test_captured_equals_eager_equals_transformers(family, attention):
     assert torch.equal(eager.generate(ids, mask, max_new_tokens=130), expected)
 
 
+def test_compiled_layers_are_captured():
+    """Inductor takes the attention kernel into its graph, and passes its scale as float64."""
+    model = on_gpu("llama")
+    ids, _ = gpu_prompts(1, 40)
+    expected = StaticDecoder(model, max_length=64).generate(ids, max_new_tokens=16)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True)
+    assert torch.equal(StaticDecoder(model, max_length=64).generate(ids, max_new_tokens=16), expected)
+
+
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_bf16_captured_equals_eager(attention):
     """The same kernels on the same inputs: bit for bit. Room for one bucket only, so that both read the same slots."""
