@@ -83,7 +83,8 @@ def _part_kernel(
         v_tile = tl.load(  # (BLOCK_N, BLOCK_DV)
             v + slot[:, None] * v_slot + offs_dv[None, :], mask=inside[:, None] & (offs_dv[None, :] < D_V), other=0.0
         )
-        s = tl.dot(q_tile, k_tile, input_precision="ieee") * tl.cast(scale, tl.float32)  # Inductor hands it over as fp64
+        # Inductor hands scale over as fp64
+        s = tl.dot(q_tile, k_tile, input_precision="ieee") * tl.cast(scale, tl.float32)
         s = tl.where(inside[None, :], s, float("-inf"))  # (BLOCK_G, BLOCK_N)
         m_new = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
