@@ -3,6 +3,7 @@
 TilewrightError
 ├── InputError (ValueError)         a tensor or option an op cannot take: shape, dtype, device, layout
 ├── BackendError (RuntimeError)     the backend asked for cannot run this call; says why and what would
+│   └── KernelMissingError          its kernel is in no cache, and the compiler is not installed
 ├── VerificationError               a result or a patched model failed its accuracy rule
 ├── PatchError                      a model could not be patched, or nothing in it was replaceable
 ├── TableError (ValueError)         a tuning table that must not be used: schema, architecture, contents
@@ -20,6 +21,10 @@ class InputError(TilewrightError, ValueError):
 
 class BackendError(TilewrightError, RuntimeError):
     """The backend asked for cannot run this call."""
+
+
+class KernelMissingError(BackendError):
+    """A kernel that would have to be compiled where its compiler is not installed.  Nothing was launched."""
 
 
 class VerificationError(TilewrightError):

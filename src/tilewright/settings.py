@@ -14,6 +14,8 @@ from tilewright.errors import InputError
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _LEVELS = ("debug", "info", "warning", "error", "critical")
+_COMPILERS = ("nvrtc", "nvcc")
+_MEMORY_OF_A_COMPILER = 2 << 30  # bytes; nvcc and ptxas on a large kernel stay below
 
 
 def _flag(text: str) -> bool:
@@ -32,6 +34,24 @@ def _architecture(text: str) -> str:
     if re.fullmatch(r"sm_\d+[af]?|gfx[0-9a-f]+", text):
         return text
     raise ValueError(f"{text!r} is not a GPU architecture; examples: sm_90, gfx942")
+
+
+def _compiler(text: str) -> str:
+    if text.lower() in _COMPILERS:
+        return text.lower()
+    raise ValueError(f"{text!r} is not a CUDA C++ compiler; allowed: {', '.join(_COMPILERS)}")
+
+
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise ValueError(f"{text!r} is not a count; allowed: a whole number from 1")
+
+
+def _jobs() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(cores, memory // _MEMORY_OF_A_COMPILER))
 
 
 def _path(text: str) -> Path:
@@ -76,6 +96,63 @@ class Settings:
     )
     arch: str | None = _variable(
         "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH", parse=_architecture
+    )
+    print_configs: bool = _variable(
+        "log the configuration of every kernel when it is first used",
+        "TILEWRIGHT_PRINT_CONFIGS",
+        parse=_flag,
+        default=False,
+    )
+    max_jobs: int = _variable(
+        "compilations at once; default: one a core, and 2 GiB of memory for each",
+        "TILEWRIGHT_MAX_JOBS",
+        parse=_count,
+        factory=_jobs,
+    )
+    cache_limit_mb: int = _variable(
+        "size in MiB at which the oldest compiled kernels leave the cache",
+        "TILEWRIGHT_CACHE_LIMIT_MB",
+        parse=_count,
+        default=2048,
+    )
+    jit_compiler: str = _variable(
+        "compiler of CUDA C++ kernels: nvrtc (in process, no toolkit needed) or nvcc",
+        "TILEWRIGHT_JIT_COMPILER",
+        parse=_compiler,
+        default="nvrtc",
+    )
+    jit_debug: bool = _variable(
+        "log each compilation: key, flags, seconds, registers, spills",
+        "TILEWRIGHT_JIT_DEBUG",
+        parse=_flag,
+        default=False,
+    )
+    jit_print_command: bool = _variable(
+        "log each compiler command line", "TILEWRIGHT_JIT_PRINT_COMMAND", parse=_flag, default=False
+    )
+    jit_dump_ptx: bool = _variable(
+        "keep kernel.ptx beside each CUDA binary", "TILEWRIGHT_JIT_DUMP_PTX", parse=_flag, default=False
+    )
+    jit_dump_sass: bool = _variable(
+        "keep kernel.sass beside each CUDA binary; needs cuobjdump or nvdisasm",
+        "TILEWRIGHT_JIT_DUMP_SASS",
+        parse=_flag,
+        default=False,
+    )
+    jit_ptxas_verbose: bool = _variable(
+        "log what ptxas reports: registers, stack, spills, shared memory",
+        "TILEWRIGHT_JIT_PTXAS_VERBOSE",
+        parse=_flag,
+        default=False,
+    )
+    jit_lineinfo: bool = _variable(
+        "keep source lines in CUDA binaries, for profilers", "TILEWRIGHT_JIT_LINEINFO", parse=_flag, default=False
+    )
+    jit_rebuild: bool = _variable(
+        "compile again once in each process, whatever the cache holds",
+        "TILEWRIGHT_JIT_REBUILD",
+        parse=_flag,
+        default=False,
     )
 
     @classmethod

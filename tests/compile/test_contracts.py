@@ -2,12 +2,15 @@
 
 What is compiled is what would be launched: the implementation's own `launch`, given the arguments that the public
 function makes of each workload and edge case, with the configurations `configure` picks there, all that are listed as
-shipped, and those of the committed tuning tables.  A spill, or a `tl.dot` that lost the matrix units, is an error.
+shipped, and those of the committed tuning tables.  A spill, or a `tl.dot` that lost the matrix units, is an error, and
+so is a difference from the committed ledger of what each kernel costs.
 """
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tests.harness import ledger
 from tests.harness.cases import RawCall, call_that_selects, declared_calls, triton_implementations
 
 import tilewright
@@ -29,6 +32,7 @@ class Compiler:
         self.implementation, self.arch, self._target = implementation, arch, target
         self.launched = 0
         self.faults = []
+        self.usages = []
 
     def __enter__(self):
         self._block = self._target(self.arch)
@@ -52,7 +56,10 @@ class Compiler:
             error.add_note(f"while compiling {case} for {self.arch}")
             raise
         self.launched += 1
-        self.faults += [f"{case}: {fault}" for kernel in self.compiled[seen:] for fault in resources(kernel).faults()]
+        for found in map(resources, self.compiled[seen:]):
+            self.faults += [f"{case}: {fault}" for fault in found.faults()]
+            numbers = (found.registers, found.spilled, found.shared_bytes)
+            self.usages.append(ledger.Usage(found.name, *numbers, found.matrix_instructions))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -82,6 +89,7 @@ def test_every_workload_and_shipped_configuration(key, arch):
     assert compiler.launched > 0
     assert compiler.compiled
     assert compiler.faults == []
+    ledger.check("triton", f"triton {version('triton')}", key, arch, compiler.usages)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

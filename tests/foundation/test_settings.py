@@ -18,6 +18,8 @@ def test_defaults():
     assert (found.backend, found.log, found.tuning_table, found.arch) == (None, None, None, None)
     assert found.disable_fallback is False
     assert found.cache_dir.name == "tilewright"
+    assert found.jit_compiler == "nvrtc"
+    assert found.max_jobs >= 1
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,10 @@ def test_defaults():
         ("TILEWRIGHT_TUNING_TABLE", "mine.json", "tuning_table", Path("mine.json")),
         ("TILEWRIGHT_ARCH", "sm_100a", "arch", "sm_100a"),
         ("TILEWRIGHT_ARCH", "gfx942", "arch", "gfx942"),
+        ("TILEWRIGHT_JIT_COMPILER", "NVCC", "jit_compiler", "nvcc"),
+        ("TILEWRIGHT_JIT_DUMP_PTX", "1", "jit_dump_ptx", True),
+        ("TILEWRIGHT_MAX_JOBS", "3", "max_jobs", 3),
+        ("TILEWRIGHT_CACHE_LIMIT_MB", "64", "cache_limit_mb", 64),
     ],
 )
 def test_a_variable_becomes_a_typed_value(variable, text, field, value):
@@ -50,6 +56,10 @@ def test_a_variable_becomes_a_typed_value(variable, text, field, value):
         ("TILEWRIGHT_LOG", "loud", "debug, info, warning, error, critical"),
         ("TILEWRIGHT_ARCH", "hopper", "sm_90, gfx942"),
         ("TILEWRIGHT_ARCH", "sm_90; rm", "sm_90, gfx942"),
+        ("TILEWRIGHT_JIT_COMPILER", "clang", "nvrtc, nvcc"),
+        ("TILEWRIGHT_MAX_JOBS", "0", "a whole number from 1"),
+        ("TILEWRIGHT_MAX_JOBS", "-2", "a whole number from 1"),
+        ("TILEWRIGHT_CACHE_LIMIT_MB", "1.5", "a whole number from 1"),
     ],
 )
 def test_a_malformed_value_is_refused_by_name_with_what_is_allowed(variable, text, allowed):

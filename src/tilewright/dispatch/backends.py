@@ -1,13 +1,15 @@
 """The five backends: what each needs from the machine, told without importing any of them."""
 
+import logging
 import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
 from tilewright.errors import BackendError
+from tilewright.log import log_once
 
-BACKENDS = ("cuda", "cutile", "triton", "cpu", "torch")
+BACKENDS = ("cuda", "triton", "cutile", "cpu", "torch")
 """Names in the order `auto` prefers them where nothing is measured."""
 
 CHOICES = ("auto", *BACKENDS)
@@ -15,17 +17,21 @@ CHOICES = ("auto", *BACKENDS)
 
 @dataclass(frozen=True)
 class _Needs:
+    """modules: to import its files.  compiler, kind: who compiles its kernels, and what the cache calls them."""
+
     module: str | None
     devices: tuple[str, ...]
-    install: str
+    install: str = ""
+    compiler: str | None = None
+    kind: str | None = None
 
 
 _NEEDS = {
     "cuda": _Needs("cuda.core", ("cuda",), "pip install tilewright[cuda]"),
-    "cutile": _Needs("cuda.tile", ("cuda",), "pip install tilewright[cutile]"),
     "triton": _Needs("triton", ("cuda",), "pip install triton"),
-    "cpu": _Needs(None, ("cpu",), ""),
-    "torch": _Needs(None, (), ""),
+    "cutile": _Needs("cuda.core", ("cuda",), "pip install tilewright[cuda,cutile]", "tileiras", "cutile"),
+    "cpu": _Needs(None, ("cpu",), compiler="host", kind="host"),
+    "torch": _Needs(None, ()),
 }
 
 
@@ -60,6 +66,25 @@ def missing(backend: str, device_type: str) -> str | None:
         return f"runs on {', '.join(needs.devices)} tensors, got {device_type}"
     if needs.module and not module_exists(needs.module):
         return f"needs the module {needs.module} ({needs.install})"
+    return _uncompilable(backend, needs)
+
+
+_compilable: set[str] = set()  # compilers found, or not needed because a bundle brought kernels
+
+
+def _uncompilable(backend: str, needs: _Needs) -> str | None:
+    """Why there are no kernels to run, in words: no compiler here, and none that a bundle brought."""
+    if needs.compiler is None or needs.compiler in _compilable:
+        return None
+    from tilewright.jit import cache
+    from tilewright.jit.compilers import get_compiler
+
+    compiler = get_compiler(needs.compiler)
+    if compiler.version() is None and not any(entry.kind == needs.kind for entry in cache.entries()):
+        reason = f"has no compiler here: {compiler.install()}"
+        log_once(("compiler", needs.compiler), f"the {backend} backend {reason}", logging.INFO)
+        return reason
+    _compilable.add(needs.compiler)
     return None
 
 

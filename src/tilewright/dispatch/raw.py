@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION
 from tilewright.dispatch.select import Plan, choose, invariant
-from tilewright.errors import InputError
+from tilewright.errors import InputError, KernelMissingError
 
 OutputSpec = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, Sequence[int]]
 """(shape, dtype), contiguous, or (shape, dtype, strides)."""
@@ -100,8 +100,7 @@ class RawOp:
 
     def plan(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
         """The cached plan for this call."""
-        first = args[0]
-        key = (backend, numerics, first.dtype, first.device, self.bucket(*args))
+        key = self._plan_key(args, backend, numerics)
         plan = self._plans.get(key)
         if plan is None or self._plans_generation != GENERATION[0]:
             if self._plans_generation != GENERATION[0] or len(self._plans) > 4096:
@@ -109,6 +108,9 @@ class RawOp:
             plan = self._plans[key] = choose(self, args, backend, numerics)
             self._plans_generation = GENERATION[0]
         return plan
+
+    def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
+        return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
 
     def note(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
         """The plan of a call that is being made: recordings hear of it."""
@@ -139,8 +141,17 @@ class RawOp:
             made = self._reference(raw)
             return (made,) if self.count == 1 else tuple(made)
         outs = self.allocate(raw, raw[0].device)
-        plan.launch(outs, *raw, config=plan.config)
+        try:
+            plan.launch(outs, *raw, config=plan.config)
+        except KernelMissingError as error:
+            return self.launch(raw, self._plan_without(raw, plan, error))
         return outs
+
+    def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
+        """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
+        other = choose(self, args, plan.wish, plan.numerics, without={plan.backend: str(error)})
+        self._plans[self._plan_key(args, plan.wish, plan.numerics)] = other
+        return other
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]
@@ -150,8 +161,12 @@ class RawOp:
             made = self._reference(raw)
             for to, value in zip(given, (made,) if self.count == 1 else made, strict=True):
                 to.copy_(value)
-        else:
+            return
+        try:
             plan.launch(given, *raw, config=plan.config)
+        except KernelMissingError as error:
+            self._plan_without(raw, plan, error)
+            self._run_out(*args, **outs)
 
     def allocate(self, raw: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""

@@ -19,6 +19,8 @@ class Implementation:
 
     launch      (outputs, *raw_args, config=...) -> None: writes every element of `outputs`, allocated by the caller.
     configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.
+    candidates  (bucket, dtype) -> configs: the search space, what the tuner times beside `configure`'s result.
+    configs     every config that `configure` can return, so that each can be compiled without a GPU.
     config_type builds a config from a table row's dict.
     supports    (*raw_args) -> None or the reason it cannot run, in words; may look only at what the bucket and dtypes
     tell.
@@ -34,11 +36,21 @@ class Implementation:
     deterministic: bool = True
     batch_invariant: bool = True
     configs: tuple[Any, ...] = ()
+    candidates: Callable[[tuple[int, ...], Any], tuple[Any, ...]] | None = None
+
+    def space(self, bucket: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+        """Every config worth timing, that of `configure` first; (None,) where there is nothing to choose."""
+        default = self.configure(bucket, dtype) if self.configure else None
+        found = [default]
+        for config in self.candidates(bucket, dtype) if self.candidates else ():
+            if config not in found:
+                found.append(config)
+        return tuple(found)
 
 
 _implementations: dict[tuple[str, str], dict[str, Implementation]] = {}
 GENERATION = [0]
-"""Grows with every registration, so that cached plans know they are old."""
+"""Grows with every registration and every table that is written, so that cached plans and tapes know they are old."""
 
 
 def register_impl(
@@ -49,22 +61,21 @@ def register_impl(
     configure: Callable[..., Any] | None = None,
     config_type: Callable[..., Any] | None = None,
     configs: tuple[Any, ...] = (),
+    candidates: Callable[[tuple[int, ...], Any], tuple[Any, ...]] | None = None,
     supports: Callable[..., str | None] | None = None,
     deterministic: bool = True,
     batch_invariant: bool = True,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`.
-
-    `configs` lists every configuration `configure` can return, so that each can be compiled without a GPU.
-    """
+    """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`."""
     if direction not in ("fwd", "bwd"):
         raise InputError(f"register_impl({op!r}): direction {direction!r}; allowed are 'fwd' and 'bwd'.")
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
         GENERATION[0] += 1
         _implementations.setdefault((op, direction), {})[backend] = Implementation(
-            op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs
-        )
+            op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs,
+            candidates,
+        )  # fmt: skip
         return launch
 
     return register

@@ -1,13 +1,14 @@
 """Which implementation runs: a pure function of names, dtypes and buckets, usable at trace time as well as per call."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewright.dispatch import table
 from tilewright.dispatch.backends import BACKENDS, importable, missing
 from tilewright.dispatch.bucket import INVARIANT_ROWS
+from tilewright.dispatch.configs import from_row
 from tilewright.dispatch.registry import Implementation, implementations
 from tilewright.errors import BackendError, TableError
 from tilewright.hardware import device_info
@@ -34,21 +35,32 @@ class Plan:
     launch: Callable[..., None] | None
     why: str
     row: table.Row | None
+    wish: str  # the `backend` that was asked for
 
 
-def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Plan:
-    """The plan for one call.  `backend` as in `dispatch.preference`.  Raises BackendError when a strict wish cannot be
-    met.
+def choose(
+    raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, without: Mapping[str, str] | None = None
+) -> Plan:
+    """The plan for one call.  `backend` as in `dispatch.preference`.  without: backends found unable to run it, and why.
+
+    Raises BackendError when a strict wish cannot be met.
     """
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
     found = implementations(raw.op, raw.direction, raw.package, device.type)
-    refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)}
+    refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)} | dict(without or {})
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
+    row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
+    tuned, misfits = _tuned(row, found, bucket, dtype) if row is not None else ({}, {})
+
     def plan(name: str, why: str, row: table.Row | None = None) -> Plan:
-        made = _plan(raw, found.get(name), name, bucket, text, dtype, dtype_name, numerics, why, row)
+        implementation = found.get(name)
+        config = tuned.get(name)
+        if config is None and implementation is not None and implementation.configure is not None:
+            config = implementation.configure(bucket, dtype)
         logger.debug("%s %s %s -> %s (%s)", raw.key, text, dtype_name, name, why)
-        return made
+        launch = None if implementation is None else implementation.launch
+        return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend)
 
     wanted = backend.rstrip("!")
     if wanted != "auto":
@@ -64,23 +76,44 @@ def choose(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str) -> Pl
             raise BackendError(message)
         log_once(("fallback", raw.key, wanted, reason), f"falling back: {message}")
 
-    row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
+    why = "unmeasured here"
     if row is not None:
-        if refused.get(row.backend, "gone") is None:
-            log_once(
-                ("row", raw.key, text, dtype_name, numerics),
-                f"{raw.key} {text} {dtype_name}: {row.backend} {row.config or ''} by {row.source} ({row.us} us)",
-                logging.INFO,
-            )
-            return plan(row.backend, f"measured fastest: {row.us:g} us on {row.gpu}, {row.date} ({row.source})", row)
-        why = refused.get(row.backend, "is not registered")
-        log_once(
-            ("row-refused", raw.key, text, dtype_name),
-            f"{raw.key} {text}: table {row.source} wants {row.backend}, which {why}",
-            logging.INFO,
-        )
+        what = f"{raw.key} {text} {dtype_name}"
+        for choice in row.choices:
+            gone = refused.get(choice.backend, "is not registered")
+            if gone is None and choice.backend not in misfits:
+                by = f"{choice.backend} {choice.config or ''} by {row.source} ({choice.us} us)"
+                log_once(("row", what, numerics), f"{what}: {by}", logging.INFO)
+                return plan(choice.backend, _cited(row, choice), row)
+            why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {gone}'}"
+            level = logging.WARNING if gone is None else logging.INFO
+            log_once(("row-refused", what, choice.backend), f"{what}: {why}", level)
     first = next(name for name in known(found) if refused[name] is None)
-    return plan(first, "unmeasured here; first of the static order that can run")
+    return plan(first, f"{why}; first of the static order that can run")
+
+
+def _tuned(
+    row: table.Row, found: dict[str, Implementation], bucket: tuple[int, ...], dtype: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a row says of backends: (measured configs, reasons why one does not fit)."""
+    configs: dict[str, Any] = {}
+    misfits: dict[str, str] = {}
+    for choice in row.choices:
+        if choice.config is not None and choice.backend in found:
+            try:
+                configs[choice.backend] = from_row(found[choice.backend], choice.config, bucket, dtype)
+            except TableError as error:
+                misfits[choice.backend] = f"{row.source}: {error}"
+    return configs, misfits
+
+
+def _cited(row: table.Row, choice: table.Row | table.Other) -> str:
+    """Where a choice comes from, and what it was measured against."""
+    beside = f", {row.runner_up.backend} {row.runner_up.us:g} us" if row.runner_up else ""
+    where = f"on {row.gpu}, {row.date} ({row.source})"
+    if choice is row:
+        return f"measured fastest: {row.us:g} us {where}{beside}"
+    return f"measured next to {row.backend}, which cannot run here: {choice.us:g} us {where}"
 
 
 def known(found: dict[str, Implementation]) -> list[str]:
@@ -109,29 +142,6 @@ def refusal(
     if numerics == "batch_invariant" and not implementation.batch_invariant:
         return "is not batch invariant"
     return implementation.supports(*args) if implementation.supports else None
-
-
-def _plan(
-    raw: "RawOp",
-    implementation: Implementation | None,
-    name: str,
-    bucket: tuple[int, ...],
-    text: str,
-    dtype: Any,
-    dtype_name: str,
-    numerics: str,
-    why: str,
-    row: table.Row | None,
-) -> Plan:
-    if implementation is None:
-        return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, None, None, why, row)
-    config = implementation.configure(bucket, dtype) if implementation.configure else None
-    if row is not None and row.config is not None and implementation.config_type is not None:
-        try:
-            config = implementation.config_type(**row.config)
-        except TypeError as error:
-            raise TableError(f"{row.source}: config {row.config} does not fit {raw.key}[{name}]: {error}.") from None
-    return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, implementation.launch, why, row)
 
 
 def invariant(bucket: tuple[int, ...], batch_fields: Sequence[int]) -> tuple[int, ...]:

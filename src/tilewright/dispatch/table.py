@@ -1,9 +1,10 @@
-"""Measured tables: which backend and configuration was fastest, on which GPU.  This module reads; `bench` and `tuning`
-write.
+"""Measured tables: which backend and configuration was fastest, on which GPU.  `bench` and `tuning` fill them.
 
 A table is JSON: `{"schema": 1, "gpu", "arch", "sm_count", "versions", "date", "rows": [...]}`, one row
-`{"op", "direction", "bucket", "dtype", "numerics", "backend", "config", "us", "noise", "torch_us"}`.
-Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`; later ones win.
+`{"op", "direction", "bucket", "dtype", "numerics", "backend", "config", "us", "noise", "torch_us"}`, and where known
+`"runner_up": {"backend", "config", "us"}`, the best of the other backends, and `"date"` where it is not the table's.
+Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`; later ones win.  A file
+that must not be used is left out with one log line, which says why; only the variable's own file raises.
 """
 
 import json
@@ -14,13 +15,36 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tilewright.dispatch.registry import GENERATION
 from tilewright.errors import TableError
 from tilewright.hardware import DeviceInfo
 from tilewright.log import log_once
 from tilewright.settings import current
 
 SCHEMA = 1
-_ROW_FIELDS = {"op", "direction", "bucket", "dtype", "numerics", "backend", "config", "us", "noise", "torch_us"}
+KEY = ("op", "direction", "bucket", "dtype", "numerics")
+"""What identifies a row."""
+
+_HEADER = {"gpu": str, "arch": str, "sm_count": int, "versions": dict, "date": str}
+_NUMBER = (int, float)
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys((*KEY, "backend"), str),
+    "config": (dict, type(None)),
+    "us": _NUMBER,
+    "noise": _NUMBER,
+    "torch_us": (*_NUMBER, type(None)),
+}
+_OPTIONAL: dict[str, Any] = {"runner_up": (dict, type(None)), "date": str}
+_RUNNER_UP = {name: _FIELDS[name] for name in ("backend", "config", "us")}
+
+
+@dataclass(frozen=True)
+class Other:
+    """The best of the backends that did not win a row: what runs where the winner cannot."""
+
+    backend: str
+    config: Mapping[str, Any] | None
+    us: float
 
 
 @dataclass(frozen=True)
@@ -40,24 +64,56 @@ class Row:
     gpu: str
     date: str
     source: str
+    runner_up: Other | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """(op, direction, bucket, dtype, numerics)."""
+        return self.op, self.direction, self.bucket, self.dtype, self.numerics
+
+    @property
+    def choices(self) -> "tuple[Row | Other, ...]":
+        """What was measured, best first."""
+        return (self,) if self.runner_up is None else (self, self.runner_up)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """(header, rows) of one table file.  Raises TableError for another schema or a malformed row."""
+    """(file as it is, rows) of one table.  Raises TableError for an unreadable file, another schema, a malformed
+    row.
+    """
     try:
         data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise TableError(f"{path}: not JSON ({error}).") from None
+    except OSError as error:
+        raise TableError(f"{path}: cannot be read ({error.strerror}).") from None
     if not isinstance(data, dict):
         raise TableError(f"{path}: holds a {type(data).__name__}, not a table.")
     if data.get("schema") != SCHEMA:
-        raise TableError(f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Measure it again.")
+        raise TableError(
+            f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Measure it again: tilewright tune."
+        )
+    _check(f"{path}: the table", data, _HEADER, {"schema": int, "rows": list})
     rows = []
     for i, row in enumerate(data.get("rows", [])):
-        if set(row) != _ROW_FIELDS:
-            raise TableError(f"{path}: row {i} has fields {sorted(row)}, expected {sorted(_ROW_FIELDS)}.")
-        rows.append(Row(**row, gpu=data["gpu"], date=data["date"], source=path.name))
+        _check(f"{path}: row {i}", row, _FIELDS, _OPTIONAL)
+        given = {"date": data["date"], **row, "gpu": data["gpu"], "source": path.name}
+        if row.get("runner_up") is not None:
+            _check(f"{path}: runner_up of row {i}", row["runner_up"], _RUNNER_UP, {})
+            given["runner_up"] = Other(**row["runner_up"])
+        rows.append(Row(**given))
     return data, rows
+
+
+def _check(what: str, found: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Raise TableError unless `found` has the needed fields, no others but the optional ones, and their types."""
+    if not isinstance(found, dict) or not set(needed) <= set(found) <= {*needed, *optional}:
+        fields = sorted(found) if isinstance(found, dict) else type(found).__name__
+        raise TableError(f"{what} has fields {fields}, expected {sorted(needed)}.")
+    for name, value in found.items():
+        expected = needed.get(name, optional.get(name))
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise TableError(f"{what} has {name} = {value!r}, a {type(value).__name__}.")
 
 
 def folders() -> list[Path]:
@@ -65,31 +121,43 @@ def folders() -> list[Path]:
     return [Path(__file__).parent.parent / "tables", current().cache_dir / "tables"]
 
 
-def _paths() -> list[Path]:
-    found = [path for folder in folders() for path in sorted(folder.glob("*.json"))]
+def _readable() -> list[tuple[Path, dict[str, Any], list[Row]]]:
+    """Every table there is, least important first, the unusable ones left out."""
+    tables = []
+    for path in [path for folder in folders() for path in sorted(folder.glob("*.json"))]:
+        try:
+            tables.append((path, *read(path)))
+        except TableError as error:
+            log_once(("table-refused", path), f"this tuning table is not used: {error}")
     extra = current().tuning_table
     if extra is not None:
         if not extra.is_file():
             raise TableError(f"TILEWRIGHT_TUNING_TABLE={extra}: no such file.")
-        found.append(extra)
-    return found
+        tables.append((extra, *read(extra)))
+    return tables
 
 
 @cache
 def _rows_for(device: DeviceInfo) -> dict[tuple[str, ...], Row]:
     """Rows of every table measured on this architecture; the GPU nearest in SM count wins among equals."""
     tables = []
-    for rank, path in enumerate(_paths()):
-        header, rows = read(path)
+    for rank, (path, header, rows) in enumerate(_readable()):
         if header["arch"] == device.arch:
             tables.append(
                 (header["gpu"] == device.name, -abs(header["sm_count"] - device.sm_count), rank, header["gpu"], rows)
             )
+            continue
+        measured, here = f"{header['gpu']} ({header['arch']})", f"{device.name} ({device.arch})"
+        log_once(
+            ("table-elsewhere", path, device),
+            f"tuning table {path} was measured on {measured} and is not used on {here}",
+            logging.WARNING if path == current().tuning_table else logging.INFO,
+        )
     merged: dict[tuple[str, ...], Row] = {}
     for same, _, _, gpu, rows in sorted(tables, key=lambda t: t[:3]):
         if not same and rows:
             log_once(("table", gpu), f"no tuning table for {device.name}; using the one of {gpu}", logging.INFO)
-        merged.update({(r.op, r.direction, r.bucket, r.dtype, r.numerics): r for r in rows})
+        merged.update({r.key: r for r in rows})
     return merged
 
 
@@ -99,5 +167,6 @@ def lookup(op: str, direction: str, bucket: str, dtype: str, numerics: str, devi
 
 
 def forget() -> None:
-    """Read the tables again on next use."""
+    """Read the tables again on next use; plans and tapes made with the old ones are made again."""
     _rows_for.cache_clear()
+    GENERATION[0] += 1

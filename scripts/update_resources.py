@@ -1,0 +1,41 @@
+"""Write tests/compile/resources/*.json anew: compile every kernel for every target and note what it costs.
+
+    python scripts/update_resources.py [-n WORKERS]
+
+Run it after a kernel or a configuration changed, and read the difference before committing it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER, DRAFTS = ROOT / "tests" / "compile" / "resources", ROOT / "build" / "resources"
+
+
+def main() -> None:
+    """Compile with the test that compares, in the mode that writes; then put one file a backend together."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", dest="workers", default="2", help="processes at once (default 2)")
+    workers = parser.parse_args().workers
+    shutil.rmtree(DRAFTS, ignore_errors=True)
+    environment = os.environ | {"TILEWRIGHT_UPDATE_RESOURCES": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "compile", "tests/compile", "-n", workers]
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    if done.returncode:
+        sys.exit("the compile tests failed; nothing was written")
+    drafts = [json.loads(path.read_text()) for path in sorted(DRAFTS.glob("*.json"))]
+    for backend in sorted({draft["backend"] for draft in drafts}):
+        mine = [draft for draft in drafts if draft["backend"] == backend]
+        (compiler,) = {draft["compiler"] for draft in mine}
+        lines = [f'  "{d["key"]} {d["arch"]}": {json.dumps(d["kernels"])}' for d in mine]
+        head = f'{{"backend": "{backend}", "compiler": "{compiler}", "kernels": {{\n'
+        (FOLDER / f"{backend}.json").write_text(head + ",\n".join(lines) + "\n}}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Merge measured rows into a table file: the one writer, for `bench` and `tuning`.
+
+The file is replaced in one step under a lock of the machine, so that a reader sees the old table or the new one, and
+two writers lose nothing of each other.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from tilewright.dispatch import table
+from tilewright.errors import TableError
+from tilewright.settings import current
+
+
+def update(path: Path, header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Put `rows` into the table at `path`, in place of those with the same key; plans of this process are renewed.
+
+    header: "gpu", "arch", "sm_count", "versions" and "date" of the measurement.
+    Rows that are there already stay if the file is of the same GPU and no library in both headers' versions differs.
+    Raises TableError for a file that is no table: it is not overwritten.
+    """
+    with _locked(path):
+        merged = {tuple(row[name] for name in table.KEY): dict(row) for row in _kept(path, header)}
+        for row in rows:
+            merged[tuple(row[name] for name in table.KEY)] = dict(row)
+        _replace(path, _text({"schema": table.SCHEMA, **header}, [merged[key] for key in sorted(merged)]))
+    table.forget()
+    return path
+
+
+def _kept(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    old, _ = table.read(path)
+    shared = old["versions"].keys() & header["versions"].keys()
+    if old["gpu"] != header["gpu"] or any(old["versions"][name] != header["versions"][name] for name in shared):
+        return []
+    # A row keeps the day it was measured on, which is no longer that of the file
+    return [row if old["date"] == header["date"] else {"date": old["date"], **row} for row in old["rows"]]
+
+
+def _text(header: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
+    """One row a line: small to commit, readable in a diff."""
+    for row in rows:
+        if row.get("date") == header["date"]:
+            del row["date"]
+    head = json.dumps(header, indent=1).removesuffix("\n}")
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise TableError(f"{path} cannot be written: {error.strerror}.") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time.  The lock lies in the cache folder: a table's own folder may be a checkout."""
+    locks = current().cache_dir / "locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TableError(f"{path} cannot be locked: {locks}: {error.strerror}.") from None
+    with FileLock(locks / f"table-{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}.lock"):
+        yield

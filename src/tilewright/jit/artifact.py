@@ -1,0 +1,90 @@
+"""What the kernel cache takes and gives: the key of a build, what a compiler hands back, and the cached result."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tilewright.errors import InputError
+
+_NAME = re.compile(r"[A-Za-z0-9_]+")
+_SUFFIX = re.compile(r"[a-z0-9]+")
+
+
+@dataclass(frozen=True)
+class BuildKey:
+    """Everything that decides the bytes of a binary, and nothing else: two machines with equal keys may share it.
+
+    Paths of an installation must not appear in `flags`; the headers' contents stand in `headers`.
+    """
+
+    name: str  # of the kernel, for people
+    kind: str  # "cuda", "cutile", "triton" or "host": the family of compilers that can make it
+    arch: str  # "sm_90a", "gfx942", "x86-64-v4"
+    flags: tuple[str, ...]
+    source: str = field(repr=False)  # the text compiled
+    headers: str = ""  # headers.header_hash(source, include_dirs)
+    compiler: str = ""  # "nvrtc 13.0.88"; "" where no such compiler is installed
+    suffix: str = "cubin"  # of the binary: "cubin", "so", "hsaco"
+    source_suffix: str = "cu"  # of the source: "cu", "cpp", "py"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InputError(f"kernel name {self.name!r}: allowed are letters, digits and underscores.")
+        for suffix in (self.suffix, self.source_suffix):
+            if not _SUFFIX.fullmatch(suffix):
+                raise InputError(f"{self.name}: suffix {suffix!r}: allowed are lower-case letters and digits.")
+
+    @cached_property
+    def request(self) -> str:
+        """Digest of everything but `compiler`: what is wanted, whoever compiles it."""
+        hashed = hashlib.sha256()
+        for part in (
+            *(self.name, self.kind, self.arch, self.suffix, self.source_suffix, self.headers, self.source),
+            *self.flags,
+        ):
+            encoded = part.encode()
+            hashed.update(b"%d:" % len(encoded))  # lengths, so that no two lists of parts read the same
+            hashed.update(encoded)
+        return hashed.hexdigest()
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of everything."""
+        return hashlib.sha256(f"{self.request} {self.compiler}".encode()).hexdigest()
+
+    @property
+    def folder(self) -> str:
+        """Name of this key's folder on disk."""
+        return self.family + hashlib.sha256(self.compiler.encode()).hexdigest()[:8]
+
+    @property
+    def family(self) -> str:
+        """What the folders of this request begin with, whichever compiler filled them."""
+        return f"{self.name}-{self.request[:16]}-"
+
+
+class Built(NamedTuple):
+    """What a compiler hands over."""
+
+    binary: bytes
+    info: dict[str, Any]  # JSON: symbol, registers, spills, what a launch must know
+    files: Mapping[str, bytes] = MappingProxyType({})  # to be kept beside the binary, by suffix: {"ptx": ...}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A binary and what is known of it.
+
+    path: the binary's file; None where the disk cannot be used.  Another process may remove it later: a loader that
+    needs a file opens it at once, or writes `binary` to one of its own.
+    """
+
+    key: BuildKey
+    binary: bytes = field(repr=False)
+    info: Mapping[str, Any]
+    path: Path | None

@@ -1,0 +1,185 @@
+"""Load and launch kernels of any language: cubins in, launches of about four microseconds out.
+
+cuda-core does both.  Of those four microseconds the driver's own `cuLaunchKernelEx` takes 3.4 to 4.2 on the machine of
+docs/jit-costs.md; the same call through ctypes costs one more, Triton's C launcher as much.  What is prepared once per
+kernel (the launch shape, the stream object, which parameters are float32) is looked up here, not made again.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.errors import BackendError
+
+LETTERS = "PiqfdT?"
+_INSTALL = "launching needs cuda-core: pip install tilewright[cuda]"
+_DEFAULT_SHARED_LIMIT = 48 << 10
+_LARGEST_PORTABLE_CLUSTER = 8
+_INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
+_ADVICE = {
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "It was made for another GPU: compile it for this one, `tilewright warmup`.",
+    "CUDA_ERROR_JIT_COMPILER_NOT_FOUND": "The driver misses a helper library beside libcuda: install the whole driver "
+    "package; `tilewright doctor` lists them.",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "It is newer than the driver: update the driver, or compile with an older "
+    "toolchain.",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel on one device.  kernel: cuda-core's.  shared_bytes: static.  local_bytes: spills and stack, a thread."""
+
+    kernel: Any
+    name: str
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    device: int
+
+
+@cache
+def _core() -> Any:
+    try:
+        import cuda.core
+    except ImportError as error:
+        raise BackendError(f"{_INSTALL} ({error}).") from None
+    return cuda.core
+
+
+def load(binary: bytes, device: int, symbol: str) -> Loaded:
+    """Load the kernel `symbol` (its mangled name) of a cubin on `device`, a CUDA ordinal.
+
+    Raises BackendError in the driver's words, e.g. for a cubin of another architecture.
+    """
+    core = _core()
+    with torch.cuda.device(device):
+        core.Device(device).set_current()  # the primary context, torch's too
+        try:
+            kernel = core.ObjectCode.from_cubin(binary).get_kernel(symbol)
+            facts = kernel.attributes[device]
+            resources = facts.num_regs, facts.local_size_bytes, facts.shared_size_bytes
+        except Exception as error:
+            raise _translated(error, f"loading {symbol} on cuda:{device}") from error
+    return Loaded(kernel, symbol, *resources, device)
+
+
+class Launch:
+    """A kernel with its launch shape: `launch(x, y, z, stream, function, *params)`, the order of Triton's C launcher.
+
+    signature: one letter a parameter, P pointer, i int32, q int64, f float32, d float64, ? bool, T tensor map (what
+    `tensor_map` returns).  block: threads.  shared_bytes: dynamic.  cluster: blocks; x, y, z count blocks and are its
+    multiples.  `function` is ignored: the kernel is this object's.  A grid of no blocks launches nothing.
+    The kernel's device must be the current one.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        signature: str,
+        *,
+        block: tuple[int, int, int],
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> None:
+        unknown = sorted(set(signature) - set(LETTERS))
+        if unknown:
+            raise BackendError(f"{loaded.name}: parameter kinds {unknown}; allowed are {', '.join(LETTERS)}.")
+        core = _core()
+        self.loaded, self.signature = loaded, signature
+        self._launch, self._make, self._kernel = core.launch, core.LaunchConfig, loaded.kernel
+        self._floats = [i for i, letter in enumerate(signature) if letter == "f"]
+        self._block, self._shared_bytes, self._cluster = block, shared_bytes, cluster
+        self._shapes: dict[tuple[int, int, int], Any] = {}
+        self._prepare()
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *params: Any) -> None:
+        grid = (x, y, z)
+        shape = self._shapes.get(grid)
+        if shape is None:
+            if not (x and y and z):
+                return
+            shape = self._shape(grid)
+        if self._floats:  # cuda-core passes a Python float as a double
+            values = list(params)
+            for i in self._floats:
+                values[i] = ctypes.c_float(values[i])
+            params = tuple(values)
+        try:
+            self._launch(_stream(self.loaded.device, stream), shape, self._kernel, *params)
+        except Exception as error:  # noqa: BLE001  cuda-core's error class is private; nothing is swallowed
+            self._again(error, grid, shape, stream, params)
+
+    def _shape(self, grid: tuple[int, int, int]) -> Any:
+        if len(self._shapes) >= 4096:
+            self._shapes.clear()
+        if self._cluster is None:
+            made = self._make(grid=grid, block=self._block, shmem_size=self._shared_bytes)
+        else:
+            if any(g % c for g, c in zip(grid, self._cluster, strict=True)):
+                raise BackendError(f"{self.loaded.name}: a grid of {grid} blocks is no multiple of {self._cluster}.")
+            clusters = tuple(g // c for g, c in zip(grid, self._cluster, strict=True))
+            made = self._make(grid=clusters, cluster=self._cluster, block=self._block, shmem_size=self._shared_bytes)
+        self._shapes[grid] = made
+        return made
+
+    def _again(
+        self, error: Exception, grid: tuple[int, int, int], shape: Any, stream: int, params: Sequence[Any]
+    ) -> None:
+        """Once more in a thread that has not used the device before; any other error is raised in words."""
+        doing = f"launching {self.loaded.name} on a grid of {grid} blocks of {self._block} threads"
+        if _INVALID_CONTEXT not in str(error):
+            raise _translated(error, doing) from error
+        _core().Device(self.loaded.device).set_current()
+        try:
+            self._launch(_stream(self.loaded.device, stream), shape, self._kernel, *params)
+        except Exception as second:
+            raise _translated(second, doing) from second
+
+    def _prepare(self) -> None:
+        """What the driver grants only when asked: much shared memory, large clusters."""
+        from cuda.bindings import driver
+
+        which = driver.CUfunction_attribute
+        wanted = []
+        if self._shared_bytes + self.loaded.shared_bytes > _DEFAULT_SHARED_LIMIT:
+            wanted.append((which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes))
+        if self._cluster is not None and _product(self._cluster) > _LARGEST_PORTABLE_CLUSTER:
+            wanted.append((which.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for attribute, value in wanted:
+            (status,) = driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self.loaded.device)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise BackendError(
+                    f"{self.loaded.name}: {status.name} on asking for {self._shared_bytes} bytes of dynamic shared "
+                    f"memory beside {self.loaded.shared_bytes} static ones, in clusters of {self._cluster}."
+                )
+
+
+def _product(sizes: Sequence[int]) -> int:
+    x, y, z = sizes
+    return x * y * z
+
+
+class _Handle:
+    """A raw stream in the form that cuda-core takes."""
+
+    def __init__(self, raw: int) -> None:
+        self._raw = raw
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._raw
+
+
+@cache
+def _stream(device: int, raw: int) -> Any:
+    """cuda-core's face of a stream that belongs to somebody else."""
+    return _core().Device(device).create_stream(_Handle(raw))
+
+
+def _translated(error: Exception, doing: str) -> BackendError:
+    words = str(error).split("\n", 1)[0]
+    advice = next((advice for name, advice in _ADVICE.items() if name in words), "")
+    return BackendError(f"{doing}: {words} {advice}".rstrip())
