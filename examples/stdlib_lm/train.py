@@ -223,6 +223,7 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     trained.model.to(torch.bfloat16).save_pretrained(out)
     bpe.for_transformers(tokenizer, recipe.context).save_pretrained(out)
+    compact(out / "tokenizer.json")
     saved = AutoModelForCausalLM.from_pretrained(out, dtype="auto").to(device)
     rounded = measure(saved, "held_out")
     held_out_text = "".join(file.text for file in parts["held_out"]).encode()
@@ -252,6 +253,11 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     (out / "prompts.jsonl").write_text("".join(json.dumps(excerpt) + "\n" for excerpt in excerpts))
     print(f"held-out perplexity {exact.perplexity:.3f} in fp32, {rounded.perplexity:.3f} in bf16; wrote {out}")
     return summary
+
+
+def compact(path: Path) -> None:
+    """The same JSON without white space: 107 KB instead of 263."""
+    path.write_text(json.dumps(json.loads(path.read_text()), ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tilewright.hardware.known import GPUS, machine
 from tilewright.settings import current
 
 
@@ -26,6 +27,8 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = torch.device(device)
+    if found.type == "meta":  # a tensor without memory is planned for the GPU, present or not
+        found = torch.device("cuda")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return found
@@ -46,11 +49,18 @@ def _info(device: torch.device) -> DeviceInfo:
     if device.type != "cuda":
         return _cpu()
     if not torch.cuda.is_available():
-        # A fake or meta-planned CUDA tensor on a machine without a GPU: plan for the architecture the user named.
-        return DeviceInfo("none", current().arch or "sm_90", 0, 0, 0)
+        return _planned(machine(current().arch or "sm_90"))
     p = torch.cuda.get_device_properties(device)
     name = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
     return DeviceInfo(p.name, name, p.multi_processor_count, p.L2_cache_size, p.total_memory)
+
+
+def _planned(arch: str) -> DeviceInfo:
+    """A fake or meta tensor on a machine without a GPU is planned for the architecture that the user named."""
+    gpu = GPUS.get(arch)
+    if gpu is None:
+        return DeviceInfo("none", arch, 0, 0, 0)
+    return DeviceInfo(gpu.name, arch, gpu.processors, gpu.l2_bytes, gpu.memory_bytes)
 
 
 def _cpu() -> DeviceInfo:

@@ -20,10 +20,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
-from tilewright.hardware.known import machine as machine
+from tilewright.hardware.known import machine
 
 if TYPE_CHECKING:
     from tilewright.jit.cache import Artifact
+
+__all__ = ["Collector", "Job", "collect", "collecting", "machine"]
 
 
 class Job(NamedTuple):

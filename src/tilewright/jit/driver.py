@@ -5,10 +5,10 @@ docs/jit-costs.md; the same call through ctypes costs one more, Triton's C launc
 kernel (the launch shape, the stream object, which parameters are float32) is looked up here, not made again.
 """
 
-import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class Launch:
         self._floats = [i for i, letter in enumerate(signature) if letter == "f"]
         self._block, self._shared_bytes, self._cluster = block, shared_bytes, cluster
         self._shapes: dict[tuple[int, int, int], Any] = {}
+        self._streams: dict[int, Any] = {}
         self._prepare()
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *params: Any) -> None:
@@ -103,13 +104,16 @@ class Launch:
             if not (x and y and z):
                 return
             shape = self._shape(grid)
-        if self._floats:  # cuda-core passes a Python float as a double
+        if self._floats:
             values = list(params)
             for i in self._floats:
-                values[i] = ctypes.c_float(values[i])
+                values[i] = _bits(values[i])
             params = tuple(values)
+        where = self._streams.get(stream)
+        if where is None:
+            where = self._streams[stream] = _stream(self.loaded.device, stream)
         try:
-            self._launch(_stream(self.loaded.device, stream), shape, self._kernel, *params)
+            self._launch(where, shape, self._kernel, *params)
         except Exception as error:  # noqa: BLE001  cuda-core's error class is private; nothing is swallowed
             self._again(error, grid, shape, stream, params)
 
@@ -161,6 +165,13 @@ class Launch:
 def _product(sizes: Sequence[int]) -> int:
     x, y, z = sizes
     return x * y * z
+
+
+@lru_cache(maxsize=4096)
+def _bits(value: float) -> int:
+    """A float32 as the integer of the same bits: cuda-core passes a Python float as a double, and integers fastest."""
+    (bits,) = struct.unpack("@I", struct.pack("@f", value))
+    return int(bits)
 
 
 class _Handle:

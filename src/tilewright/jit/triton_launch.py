@@ -1,24 +1,55 @@
 """Launch Triton kernels with a host path of a few microseconds.
 
 `kernel[grid](...)` binds the signature, specialises every argument and hashes the options on each call.
-`TritonKernel` does that once per specialisation, keeps the `CompiledKernel`, and afterwards hands the arguments
-straight to its launcher.
+`TritonKernel` does that once per specialisation, and afterwards hands the arguments straight to a C launcher.
 
 The key repeats what Triton 3.6 specialises on for NVIDIA: a pointer's dtype and 16-byte alignment; an integer being 1,
-a multiple of 16, or wider than 32 bits.  Everything else (the interpreter, a driver that only compiles, AMD with its
-pointer ranges, profiler launch hooks) takes Triton's own path.
+a multiple of 16, or wider than 32 bits.  Everything else (the interpreter, AMD with its pointer ranges, profiler
+launch hooks) takes Triton's own path.
+
+A specialisation that `tilewright warmup` left in the kernel cache, here or in an imported bundle, is launched through
+cuda-core, and neither Triton's compiler nor the C compiler that its launcher needs is ever called.  Others are compiled
+by Triton.
 """
 
-from typing import Any
+import functools
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from tilewright.hardware import arch
+from tilewright.jit import cache, driver, triton_compile
+from tilewright.jit.artifact import Artifact
+from tilewright.jit.collect import Collector, collecting
 from tilewright.jit.tape import Step, taping
+from tilewright.settings import current
+
+OWN_LAUNCHER = False
+"""True: every kernel is compiled through our cache and launched through libcuda, as those of a bundle are."""
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _INT32_MAX = 2**31 - 1
+
+
+class _Ready(NamedTuple):
+    """A specialisation on one device, ready to launch.
+
+    Called as `launch(x, y, z, stream, function, *head, *parameters)`.  positions: of the parameters among arguments
+    and constants, None for all.  lasting: can a tape repeat it?
+    """
+
+    launch: Any
+    function: Any
+    head: tuple[Any, ...]
+    positions: tuple[int, ...] | None = None
+    lasting: bool = True
+
+    def parameters(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the launcher takes of `args`, tensors as they are; Triton's two scratch pointers are null."""
+        return args if self.positions is None else (*[args[i] for i in self.positions], 0, 0)
 
 
 class TritonKernel:
@@ -31,7 +62,7 @@ class TritonKernel:
 
     def __init__(self, fn: Any, **options: Any) -> None:
         self.fn, self._options = fn, options
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._ready: dict[tuple[Any, ...], _Ready] = {}
         self._direct = isinstance(fn, JITFunction) and torch.version.hip is None
 
     def __call__(
@@ -43,12 +74,16 @@ class TritonKernel:
         num_warps: int,
         num_stages: int = 1,
     ) -> None:
+        collector = collecting()
+        if collector is not None:
+            self._collect(collector, args, constants, num_warps, num_stages)
+            return
         device = args[0].device
         tape = taping()
         if not (self._direct and device.type == "cuda") or _hooked():
             if tape is not None:
                 tape.spoil()
-            self._through_triton(grid, args, constants, num_warps, num_stages)
+            self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)
             return
         index = device.index
         if index != torch.cuda.current_device():
@@ -56,23 +91,77 @@ class TritonKernel:
                 self(grid, args, constants, num_warps=num_warps, num_stages=num_stages)
             return
         key = (index, num_warps, num_stages, constants, *map(_specialise, args))
-        compiled = self._compiled.get(key)
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._ready[key] = self._prepare(index, grid, args, constants, num_warps, num_stages)
         x, y, z = (*grid, 1, 1)[:3]
-        if compiled is None:
-            compiled = self._compiled[key] = self._through_triton(grid, args, constants, num_warps, num_stages)
+        parameters = ready.parameters((*args, *constants))
+        stream = _current_stream(index)  # type: ignore[misc]
+        if ready.positions is None:
+            ready.launch(x, y, z, stream, ready.function, *ready.head, *parameters)
         else:
-            stream = _current_stream(index)  # type: ignore[misc]
-            compiled.run(
-                x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants
-            )
+            pointers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in parameters]
+            ready.launch(x, y, z, stream, ready.function, *ready.head, *pointers)
         if tape is not None:
-            launch, head = _bare_launch(compiled)
-            tape.add(Step(launch, (x, y, z), compiled.function, head, (*args, *constants)) if launch else None)
+            tape.add(Step(ready.launch, (x, y, z), ready.function, ready.head, parameters) if ready.lasting else None)
 
-    def _through_triton(
-        self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, num_stages: int
-    ) -> Any:
-        return self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)
+    def compile(
+        self, arch: str, args: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int, num_stages: int = 1
+    ) -> Artifact:
+        """The binary that a call with these arguments launches on `arch`, from the cache or compiled, on any machine.
+
+        Tensors may be fake; their pointers count as multiples of 16.
+        """
+        return cache.get(*self._request(arch, triton_compile.aligned(args), constants, num_warps, num_stages))
+
+    def _request(
+        self, arch: str, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, num_stages: int
+    ) -> triton_compile.Request:
+        options = {"num_warps": num_warps, "num_stages": num_stages, **self._options}
+        return triton_compile.request(self.fn, arch, args, constants, **options)
+
+    def _collect(
+        self, collector: Collector, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, num_stages: int
+    ) -> None:
+        found = self._request(collector.arch, triton_compile.aligned(args), constants, num_warps, num_stages)
+        collector.add(self.fn.__name__, functools.partial(cache.get, found.key, found.build), found.key)
+
+    def _prepare(
+        self,
+        index: int,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
+    ) -> _Ready:
+        """From our cache; else from Triton's compiler."""
+        if _launchable() and triton_compile.stock() and (OWN_LAUNCHER or not current().jit_rebuild):
+            key, build = self._request(arch(index), args, constants, num_warps, num_stages)
+            artifact = cache.get(key, build) if OWN_LAUNCHER else cache.find(key)
+            if artifact is not None:
+                return self._bind(artifact, index)
+        options = {"num_warps": num_warps, "num_stages": num_stages, **self._options}
+        return _of_triton(self.fn.run(*args, *constants, grid=grid, warmup=True, **options))
+
+    def _bind(self, artifact: Artifact, index: int) -> _Ready:
+        info = artifact.info
+        launch = driver.Launch(
+            driver.load(artifact.binary, index, info["symbol"]),
+            info["signature"],
+            block=(32 * info["num_warps"], 1, 1),
+            shared_bytes=info["shared_bytes"],
+        )
+        return _Ready(launch, None, (), tuple(self.fn.arg_names.index(name) for name in info["parameters"]))
+
+
+@functools.cache
+def _launchable() -> bool:
+    """Can cached kernels be launched here?  They need cuda-core, and Triton's ABI as we know it."""
+    try:
+        return triton_compile.SUPPORTED and find_spec("cuda.core") is not None
+    except ModuleNotFoundError:  # there is no package `cuda` at all
+        return False
 
 
 def _specialise(a: Any) -> Any:
@@ -89,14 +178,15 @@ def _hooked() -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _bare_launch(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Triton's C launcher without its Python shell, and the arguments between function and kernel parameters.
+def _of_triton(compiled: Any) -> _Ready:
+    """Triton's C launcher without its Python shell.
 
-    (None, ()) where this Triton keeps it elsewhere, or the kernel needs scratch memory that the shell would allocate.
+    With the shell, and not for tapes, where this Triton keeps the launcher elsewhere, or the kernel needs scratch
+    memory that the shell allocates.
     """
-    run = compiled.run
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     fields = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
     if not all(hasattr(run, f) for f in fields) or run.global_scratch_size or run.profile_scratch_size:
-        return None, ()
+        return _Ready(run, function, (packed, None, None, None), lasting=False)
     flags = (run.launch_cooperative_grid, run.launch_pdl)
-    return run.launch, (*flags, None, None, compiled.packed_metadata, None, None, None)
+    return _Ready(run.launch, function, (*flags, None, None, packed, None, None, None))

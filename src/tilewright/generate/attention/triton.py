@@ -43,6 +43,12 @@ def choose(batch: int, kv_heads: int, head_dim: int, capacity: int, sm_count: in
     return Config(splits=min(1 << (min(wanted, useful).bit_length() - 1), 64), block_n=block_n)
 
 
+@torch.compiler.assume_constant_result
+def _processors(index: int) -> int:
+    """SMs of a CUDA device; under torch.compile a constant, not something to trace."""
+    return device_info(torch.device("cuda", index)).sm_count
+
+
 @triton.jit
 def _part_kernel(
     q, k, v, bounds, acc_out, stat_out,  # q: (B, H, 1, D_K)  k, v: (B, H_kv, capacity, D)  bounds: (B, 2)
@@ -143,7 +149,7 @@ def split_kv(
     if query.stride(-1) != 1:
         query = query.contiguous()
     group = heads // kv_heads
-    splits, block_n = choose(batch, kv_heads, max(d_k, d_v), capacity, device_info(query.device).sm_count)
+    splits, block_n = choose(batch, kv_heads, max(d_k, d_v), capacity, _processors(query.device.index or 0))
     acc = query.new_empty((batch * heads, splits, d_v), dtype=torch.float32)
     stat = query.new_empty((batch * heads, splits, 2), dtype=torch.float32)
     out = query.new_empty((batch, 1, heads, d_v))

@@ -1,0 +1,300 @@
+"""What compilers and driver libraries a machine has, which of them fit together, and what to install for the rest.
+
+Everything is found by looking at files and asking programs for their version; nothing is imported, no GPU is touched.
+tileiras, ptxas and libnvvm have to be of one release (major.minor): tileiras runs the one and opens the other.
+"""
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.machinery import PathFinder
+from importlib.metadata import distributions
+from pathlib import Path
+
+_CUTILE = "pip install 'tilewright[cutile]'"
+_CUDA = "pip install 'tilewright[cuda]'"
+_CUTILE_DRIVER = (13, 0)  # the oldest that runs cuTile's binaries
+_TILE_DRIVER = (13, 1)  # the first that brings libnvidia-tileiras
+_HELPERS = {  # libraries that libcuda opens when it needs them, and which minimal containers lack
+    "libnvidia-ptxjitcompiler": "the driver cannot compile PTX without it",
+    "libnvidia-gpucomp": "the driver cannot finish binaries that it has to compile without it",
+    "libnvidia-tileiras": "the driver cannot compile Tile IR without it",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part.  problem: what is wrong with it, None where nothing is.  advice: what to do, or what it is good for."""
+
+    name: str
+    found: bool
+    version: str | None = None
+    path: str | None = None
+    problem: str | None = None
+    advice: str | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver: the file libcuda is, and the newest CUDA version that it runs."""
+
+    path: Path
+    cuda: tuple[int, int]
+
+    @property
+    def release(self) -> str | None:
+        """Of the whole package: "580.159.03"."""
+        return _first(r"\.so\.(\d+\.[\d.]+)$", self.path.name)
+
+
+def find_driver() -> Driver | None:
+    """NVIDIA's driver, if libcuda can be loaded; asks for its version, which starts no GPU."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)):
+        return None
+    mapped = _first(r"(/\S*/libcuda\.so\S*)$", Path("/proc/self/maps").read_text())
+    return Driver(Path(mapped or "libcuda.so.1").resolve(), (version.value // 1000, version.value % 1000 // 10))
+
+
+def _packages(name: str) -> Iterator[Path]:
+    """Folders of a Python package, found without importing it."""
+    spec = PathFinder.find_spec(name)
+    yield from map(Path, (spec.submodule_search_locations or ()) if spec else ())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where to look.  wheels: folders `nvidia` of Python's packages; toolkit: where one is installed by default."""
+
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    wheels: Sequence[Path] = field(default_factory=lambda: tuple(_packages("nvidia")))
+    triton: Sequence[Path] = field(default_factory=lambda: tuple(_packages("triton")))
+    toolkit: Path = Path("/usr/local/cuda")
+    driver: Driver | None = field(default_factory=find_driver)
+
+    @property
+    def homes(self) -> dict[str, Path]:
+        """Toolkits that the environment names, by variable."""
+        return {name: Path(self.env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if self.env.get(name)}
+
+    def on_path(self, name: str) -> Path | None:
+        """A program that the shell would find."""
+        found = shutil.which(name, path=self.env.get("PATH", ""))
+        return None if found is None else Path(found)
+
+    @cached_property
+    def tileiras(self) -> Path | None:
+        """The tileiras that would be used, as `jit/compilers/tileiras.py` looks for it."""
+        pip = [wheel / "cu13" / "bin" / "tileiras" for wheel in self.wheels]
+        own = [home / "bin" / "tileiras" for home in (*self.homes.values(), self.toolkit)]
+        on_path = self.on_path("tileiras")
+        places = [*pip, *([on_path.resolve()] if on_path else []), *own]
+        return next((place for place in places if _runs(place)), None)
+
+
+def examine(machine: Machine | None = None) -> list[Finding]:
+    """Every part, present or not, with advice."""
+    here = machine or Machine()
+    return [
+        *_driver(here),
+        *_tile(here),
+        *_homes(here),
+        _nvrtc(here),
+        *_toolkit(here),
+        *_ptxas_of_triton(here),
+        _host(here),
+    ]
+
+
+def _driver(here: Machine) -> Iterator[Finding]:
+    driver = here.driver
+    if driver is None:
+        yield Finding("driver", False, advice="kernels can be compiled here, and run where NVIDIA's driver is")
+        return
+    problem: str | None = None
+    advice: str | None = None
+    if driver.cuda < _CUTILE_DRIVER:
+        problem = f"runs CUDA {_text(driver.cuda)}, and cuTile's kernels need {_text(_CUTILE_DRIVER)}"
+        advice = "update the driver to 580 or newer"
+    version = f"CUDA {_text(driver.cuda)}" + (f", release {driver.release}" if driver.release else "")
+    yield Finding("driver", True, version, str(driver.path), problem, advice)
+    for name, without in _HELPERS.items():
+        path = next(iter(sorted(driver.path.parent.glob(f"{name}.so*"))), None)
+        if path is not None:
+            yield Finding(name, True, driver.release, str(path))
+        elif name == "libnvidia-tileiras" and driver.cuda < _TILE_DRIVER:
+            yield Finding(
+                name, False, advice=f"comes with drivers of CUDA {_text(_TILE_DRIVER)}; nothing needs it here"
+            )
+        else:
+            advice = (
+                f"install the driver's whole package; in a container, mount {name}.so beside {driver.path.name} "
+                "(NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+            )
+            yield Finding(name, False, problem=f"not beside libcuda: {without}", advice=advice)
+
+
+def _tile(here: Machine) -> Iterator[Finding]:
+    """tileiras and its two neighbours."""
+    tileiras = here.tileiras
+    if tileiras is None:
+        advice = f"{_CUTILE} compiles cuTile kernels; those of an imported bundle run without it"
+        yield Finding("tileiras", False, advice=advice)
+        return
+    version = _version(tileiras)
+    yield Finding("tileiras", True, version, str(tileiras))
+    root = tileiras.parent.parent
+    ptxas, nvvm = root / "bin" / "ptxas", [root / "lib" / "libnvvm.so.4", root / "nvvm" / "lib64" / "libnvvm.so.4"]
+    libnvvm = next((path for path in nvvm if path.exists()), None)
+    for name, path, package, release in (
+        ("ptxas of tileiras", ptxas if _runs(ptxas) else None, "nvidia-cuda-nvcc", _version(ptxas)),
+        ("libnvvm of tileiras", libnvvm, "nvidia-nvvm", _library_version(libnvvm, "nvidia-nvvm")),
+    ):
+        same = f"pip install '{package}=={_release(version)}.*'"
+        if path is None:
+            yield Finding(name, False, problem=f"tileiras {version} finds none in {root}", advice=same)
+        elif release and version and _release(release) != _release(version):
+            yield Finding(name, True, release, str(path), f"tileiras is {version}; both must be of one release", same)
+        else:
+            yield Finding(name, True, release, str(path))
+
+
+def _homes(here: Machine) -> Iterator[Finding]:
+    """CUDA_HOME and CUDA_PATH, which tileiras believes before it looks beside itself.
+
+    cuda.tile hides them from pip's tileiras only; our own compilations hide them from any.
+    """
+    version = _version(here.tileiras) if here.tileiras else None
+    pips = here.tileiras is not None and any(here.tileiras.is_relative_to(wheel) for wheel in here.wheels)
+    for name, home in here.homes.items():
+        other = _version(home / "bin" / "ptxas")
+        problem: str | None = None
+        advice: str | None = None
+        if not home.is_dir():
+            problem, advice = "there is no such folder", f"unset {name}"
+        elif version and other and _release(version) != _release(other):
+            advice = f"unset {name}, or point it to CUDA {_release(version)}, before tileiras is started by hand"
+            if not pips:
+                problem = f"tileiras {version} takes the ptxas {other} there: «failed to compile Tile IR program»"
+                advice = f"unset {name}, or point it to CUDA {_release(version)}; tilewright's own calls are spared"
+        yield Finding(name, home.is_dir(), other, str(home), problem, advice)
+
+
+def _nvrtc(here: Machine) -> Finding:
+    places = [
+        *(path for wheel in here.wheels for path in sorted(wheel.glob("c*/lib/libnvrtc.so.*"))),
+        *(root / lib / "libnvrtc.so" for root in (*here.homes.values(), here.toolkit) for lib in ("lib64", "lib")),
+    ]
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        needed = f"{_CUDA} compiles CUDA C++ kernels; those of an imported bundle run without it"
+        return Finding("NVRTC", False, advice=needed)
+    version = _library_version(path, "nvidia-cuda-nvrtc") or _ask_nvrtc(path)
+    problem: str | None = None
+    advice: str | None = None
+    if here.driver is not None and version is not None:
+        major, minor = (int(part) for part in version.split(".")[:2])
+        if major > here.driver.cuda[0]:
+            problem = f"is newer than the driver, which runs CUDA {_text(here.driver.cuda)} and refuses its binaries"
+            advice = f"pip install 'nvidia-cuda-nvrtc=={_text(here.driver.cuda)}.*', or update the driver"
+        elif (major, minor) > here.driver.cuda:
+            advice = f"newer than the driver (CUDA {_text(here.driver.cuda)}): its binaries run there, its PTX does not"
+    return Finding("NVRTC", True, version, str(path), problem, advice)
+
+
+def _toolkit(here: Machine) -> Iterator[Finding]:
+    """nvcc and ptxas of an installed CUDA toolkit."""
+    needs = "only TILEWRIGHT_JIT_COMPILER=nvcc needs it: install a CUDA toolkit"
+    for name, title, advice in (("nvcc", "nvcc", needs), ("ptxas", "ptxas of the toolkit", None)):
+        places = [here.on_path(name), *(root / "bin" / name for root in (*here.homes.values(), here.toolkit))]
+        path = next((place for place in places if place is not None and _runs(place)), None)
+        if path is not None:
+            yield Finding(title, True, _version(path), str(path))
+        elif advice:
+            yield Finding(title, False, advice=advice)
+
+
+def _ptxas_of_triton(here: Machine) -> Iterator[Finding]:
+    """Triton brings its own assemblers; TRITON_PTXAS_PATH replaces them."""
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        if named := here.env.get(variable):
+            runs = _runs(Path(named))
+            problem = None if runs else f"{variable} names no program"
+            advice = None if runs else f"unset {variable}"
+            yield Finding(variable, runs, _version(Path(named)), named, problem, advice)
+    for name in ("ptxas", "ptxas-blackwell"):
+        paths = (package / "backends" / "nvidia" / "bin" / name for package in here.triton)
+        if path := next((path for path in paths if _runs(path)), None):
+            yield Finding(f"{name} of Triton", True, _version(path), str(path))
+
+
+def _host(here: Machine) -> Finding:
+    command = (here.env.get("CXX") or "g++").split()[0]
+    path = here.on_path(command)
+    if path is None:
+        problem = f"CXX names {command}, which is not there" if here.env.get("CXX") else None
+        advice = "apt install g++: the cpu backend, torch.compile on a CPU and Triton's own launcher need it"
+        return Finding("g++", False, problem=problem, advice=advice)
+    return Finding("g++", True, _version(path), str(path))
+
+
+def _runs(program: Path) -> bool:
+    return program.is_file() and os.access(program, os.X_OK)
+
+
+def _version(program: Path) -> str | None:
+    """What `--version` says: NVIDIA's programs "V13.0.88", others their first line's last number."""
+    if not _runs(program):
+        return None
+    try:
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return _first(r"\bV(\d+\.\d+\.\d+)", said) or _first(r"(\d+\.\d[\d.]*)\s*$", said.partition("\n")[0])
+
+
+def _library_version(library: Path | None, package: str) -> str | None:
+    """Of the pip package that `library` belongs to, or of the toolkit."""
+    if library is None:
+        return None
+    for folder in library.parents:
+        if folder.name == "nvidia":
+            found = distributions(name=package, path=[str(folder.parent)])
+            return next((each.version for each in found), None)
+        if (folder / "version.json").is_file():
+            listed = json.loads((folder / "version.json").read_text())
+            return str(listed["cuda"]["version"]) if "cuda" in listed else None
+    return None
+
+
+def _ask_nvrtc(path: Path) -> str | None:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def _first(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _release(version: str | None) -> str:
+    return ".".join((version or "").split(".")[:2])
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,126 @@
+"""What a cubin says about its kernel, read from the file itself: no cuobjdump, no driver, no GPU.
+
+A cubin is an ELF file.  `.text.<kernel>` holds the instructions, `.nv.shared.<kernel>` has the size of its static
+shared memory, and `.nv.info` (of all functions) and `.nv.info.<kernel>` hold attributes: one byte of format, one of
+name, two of size, then the value.  Only cuobjdump documents their names, by printing them; the tests compare.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tilewright.errors import BackendError
+
+_SIZED = 4  # attribute formats: 4 is followed by `size` bytes, the others keep their value in those two bytes
+_REQUIRED_THREADS, _FRAME_SIZE, _PARAMETER, _REGISTERS = 0x10, 0x11, 0x17, 0x2F  # EIATTR_*
+_NO_BITS = 8  # section type: occupies no space in the file
+_RESERVED_SHARED = 1024  # bytes of each block that the system keeps, from sm_90 on; marked by a section
+_INSTRUCTION_BYTES = 16  # since Volta
+
+# The low nine bits of an instruction name it; the three above tell registers from constants.  Those that tell whether a
+# kernel is on the road it was meant for: matrix units (the warpgroup's, then the warp's), the copy engine (load, store,
+# add), and local memory, where spills go.
+_OPCODES = {
+    0x1F0: "HGMMA",
+    0x1F3: "QGMMA",
+    0x1F1: "IGMMA",
+    0x03C: "HMMA",
+    0x037: "IMMA",
+    0x1B4: "UTMALDG",
+    0x1B5: "UTMASTG",
+    0x1B6: "UTMAREDG",
+    0x183: "LDL",
+    0x187: "STL",
+}
+
+
+class Facts(NamedTuple):
+    """registers and stack_bytes: of a thread; shared_bytes (static) and threads: of a block, 0 threads if a launch may
+    choose; parameters: bytes of each; instructions: how often in the code.
+    """
+
+    symbol: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    threads: int
+    parameters: tuple[int, ...]
+    instructions: dict[str, int]
+
+
+class _Section(NamedTuple):
+    data: bytes
+    size: int  # differs from len(data) where nothing lies in the file, as for shared memory
+
+
+_ABSENT = _Section(b"", 0)
+
+
+def facts(cubin: bytes) -> Facts:
+    """Facts about the only kernel of `cubin`.  Raises BackendError for anything but an ELF file with one kernel."""
+    sections = dict(_sections(cubin))
+    kernels = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+    if len(kernels) != 1:
+        raise BackendError(f"a cubin holds {len(kernels)} kernels ({', '.join(kernels)}), must hold exactly one.")
+    (symbol,) = kernels
+    own = list(_attributes(sections.get(f".nv.info.{symbol}", _ABSENT).data))
+    everyone = list(_attributes(sections.get(".nv.info", _ABSENT).data))
+    parameters = dict(_parameter(value) for name, value in own if name == _PARAMETER)
+    required = [struct.unpack("<3I", value) for name, value in own if name == _REQUIRED_THREADS]
+    x, y, z = required[0] if required else (0, 0, 0)
+    shared = sections.get(f".nv.shared.{symbol}", _ABSENT).size
+    return Facts(
+        symbol=symbol,
+        registers=_largest(everyone, _REGISTERS),
+        stack_bytes=_largest(everyone, _FRAME_SIZE),
+        shared_bytes=max(0, shared - _RESERVED_SHARED * (".nv.shared.reserved.0" in sections)),
+        threads=x * y * z,
+        parameters=tuple(parameters[i] for i in sorted(parameters)),
+        instructions=_instructions(sections[f".text.{symbol}"].data),
+    )
+
+
+def resources(cubin: bytes) -> dict[str, Any]:
+    """The numbers among `facts`: registers, stack_bytes, shared_bytes, threads."""
+    found = facts(cubin)._asdict()
+    return {name: found[name] for name in ("registers", "stack_bytes", "shared_bytes", "threads")}
+
+
+def _instructions(code: bytes) -> dict[str, int]:
+    words = struct.unpack_from(f"<{len(code) // 8}Q", code)[:: _INSTRUCTION_BYTES // 8]
+    counted = Counter(_OPCODES.get(word & 0x1FF) for word in words)
+    return {name: counted[name] for name in _OPCODES.values() if counted[name]}
+
+
+def _parameter(value: bytes) -> tuple[int, int]:
+    """(position, bytes) of a kernel parameter."""
+    _, position, _, packed = struct.unpack("<IHHI", value)
+    return position, packed >> 18
+
+
+def _largest(attributes: list[tuple[int, bytes]], wanted: int) -> int:
+    """The largest value any function has, in values (symbol, number)."""
+    return max((struct.unpack("<2I", value)[1] for name, value in attributes if name == wanted), default=0)
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + 4 <= len(info):
+        form, name, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == _SIZED:
+            yield name, info[at : at + size]
+            at += size
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, _Section]]:
+    if elf[:5] != b"\x7fELF\x02":
+        raise BackendError("not a cubin: a 64-bit ELF file is expected.")
+    table, size, count, names = struct.unpack_from("<40xQ10xHHH", elf)
+    headers = [struct.unpack_from("<II16xQQ", elf, table + i * size) for i in range(count)]
+    strings = headers[names][2]
+    for name, kind, offset, length in headers:
+        start = strings + name
+        text = elf[start : elf.index(b"\0", start)].decode()
+        yield text, _Section(b"" if kind == _NO_BITS else elf[offset : offset + length], length)

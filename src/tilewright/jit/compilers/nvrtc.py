@@ -1,0 +1,145 @@
+"""NVRTC: CUDA C++ compiled inside this process, from the library that torch already brings along.
+
+It is driven through cuda-core's lower layer, cuda.bindings: `cuda.core.Program` takes a fixed list of options instead
+of the flags that nvcc knows, needs libcuda where PTX is asked for, and costs twice the time to import.  The library
+ships no CUDA headers, so ours stand alone: `jit/include/tilewright` includes nothing but itself.  A kernel with TMA and
+WGMMA then takes 0.1 s.  Precompiled headers would save a third of that, only in the process that made them, for 20 MB
+of disk: benchmarks/jit_costs.py measures them, we do not use them.  The GIL is free while it compiles.
+"""
+
+import time
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tilewright.jit.cache import Built
+from tilewright.jit.compilers import CompileError, Source
+from tilewright.jit.compilers.cuda_build import REPORT, finish, show_command
+
+_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+_PTX_VERSION = b"Cuda compilation tools, release "
+
+
+class Nvrtc:
+    """The compiler object: see `Compiler`."""
+
+    name = "nvrtc"
+
+    def version(self) -> str | None:
+        """Of the library that would compile: "13.0.88"."""
+        return _version()
+
+    def install(self) -> str:
+        """What to install."""
+        return "pip install 'tilewright[cuda]' (cuda-core and nvidia-cuda-nvrtc), or set TILEWRIGHT_JIT_COMPILER=nvcc"
+
+    def compile(self, source: Source) -> Built:
+        """The cubin of `source`.  Raises CompileError with the first lines that say what is wrong."""
+        options = [
+            f"-arch={source.arch}",
+            *source.flags,
+            REPORT,
+            *(f"-I{folder}" for folder in source.include_dirs),
+        ]
+        show_command(f"nvrtc {' '.join(options)} {source.name}.cu")
+        start = time.perf_counter()
+        with _Program(source, options) as program:
+            return finish("nvrtc", source, program.get("CUBIN"), program.get("PTX"), program.log, _since(start))
+
+
+class _Program:
+    """One nvrtcProgram, compiled on entry and destroyed on exit."""
+
+    def __init__(self, source: Source, options: list[str]) -> None:
+        self._nvrtc, self._source = _bindings(), source
+        self._options = [option.encode() for option in options]
+        self.log = ""
+
+    def __enter__(self) -> "_Program":
+        nvrtc, name = self._nvrtc, f"{self._source.name}.cu"
+        status, self._handle = nvrtc.nvrtcCreateProgram(self._source.text.encode(), name.encode(), 0, [], [])
+        self._check(status)
+        (status,) = nvrtc.nvrtcCompileProgram(self._handle, len(self._options), self._options)
+        self.log = self.get("ProgramLog").rstrip(b"\0").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            self.__exit__()
+            raise CompileError("nvrtc", self._source, self.log or status.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._nvrtc.nvrtcDestroyProgram(self._handle)
+
+    def get(self, what: str) -> bytes:
+        """A result of the compilation: CUBIN, PTX or ProgramLog."""
+        status, size = getattr(self._nvrtc, f"nvrtcGet{what}Size")(self._handle)
+        self._check(status)
+        text = bytes(size)
+        self._check(getattr(self._nvrtc, f"nvrtcGet{what}")(self._handle, text)[0])
+        return text
+
+    def _check(self, status: Any) -> None:
+        if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError("nvrtc", self._source, status.name)
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
+
+
+@cache
+def _bindings() -> ModuleType:
+    from cuda.bindings import nvrtc
+
+    return nvrtc
+
+
+@cache
+def _version() -> str | None:
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return None
+    library = _loaded()
+    if library is None and (version := _wheel_version(None)) is not None:
+        return version  # the search begins with the wheels; done without loading anything, as a cache hit needs no more
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        library = library or Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+    except DynamicLibNotFoundError:
+        return None
+    return _wheel_version(library) or _version_from_output()
+
+
+def _loaded() -> Path | None:
+    """The libnvrtc that this process already has, torch's for instance."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split(maxsplit=5)[5] for line in lines if "/libnvrtc.so" in line)
+    return next((Path(path) for path in found), None)
+
+
+def _wheel_version(library: Path | None) -> str | None:
+    """The version of the wheel that holds `library`; None for `library`: of the wheel that is there."""
+    for wheel in _WHEELS:
+        try:
+            distribution = metadata.distribution(wheel)
+        except metadata.PackageNotFoundError:
+            continue
+        folder = Path(str(distribution.locate_file("nvidia")))
+        if (library is None and folder.is_dir()) or (library is not None and library.is_relative_to(folder)):
+            return distribution.version
+    return None
+
+
+def _version_from_output() -> str:
+    """What the library writes at the head of its PTX; the API alone does not know the last number."""
+    with _Program(Source("", "version", "compute_90"), ["-arch=compute_90"]) as program:
+        line = next(line for line in program.get("PTX").splitlines() if _PTX_VERSION in line)
+        return line.split(b", V")[-1].decode()
+
+
+compiler = Nvrtc()

@@ -1,0 +1,231 @@
+"""Compile CUDA C++ kernels on first use, and launch them with a host path of a few microseconds.
+
+    class Params(NamedTuple):
+        kRows: int
+        Element: torch.dtype
+
+    _copy = CudaKernel(Path(__file__).with_name("copy.cuh"), "copy", "TTii", archs=("sm_90a",))
+    _copy((132,), (tensor_map(x, box), tensor_map(y, box), m, n), Params(64, x.dtype), block=32, shared_bytes=32768)
+
+The header holds `template <typename Config> __global__ void copy(...)`.  The source that is compiled, and kept beside
+the binary, writes the fields of `Params` by name into a `struct Config`: nothing is positional, and a name that the
+kernel misses is an error of the C++ compiler.  docs/cuda-kernels.md is the guide.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from tilewright import settings
+from tilewright.errors import BackendError, InputError
+from tilewright.hardware.device import device_info
+from tilewright.jit import cache as kernel_cache
+from tilewright.jit.artifact import Artifact, BuildKey
+from tilewright.jit.collect import collecting, machine
+from tilewright.jit.compilers import Source, get_compiler
+from tilewright.jit.driver import Launch, Loaded, load
+from tilewright.jit.headers import header_hash
+from tilewright.jit.tape import Step, taping
+from tilewright.jit.tensor_map import TensorMap
+from tilewright.log import logger
+
+INCLUDE = Path(__file__).parent / "include"
+FLAGS = ("-std=c++17",)
+
+_BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8, "?": 1, "T": 128}
+_TYPES = {
+    torch.bfloat16: "tilewright::bfloat16",
+    torch.float16: "tilewright::float16",
+    torch.float32: "float",
+    torch.float8_e4m3fn: "tilewright::float8_e4m3",
+    torch.int32: "int",
+    torch.int64: "long long",
+    torch.uint8: "unsigned char",
+}
+_CONSTANT, _TYPE = re.compile(r"k[A-Z]\w*", re.ASCII), re.compile(r"[A-Z]\w*", re.ASCII)
+_TYPE_NAME = re.compile(r"[A-Za-z_][\w:<>, ]*", re.ASCII)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+class CudaKernel:
+    """A kernel template `tilewright::<entry>` in `file`.
+
+    signature: one letter a parameter, as `jit.driver.Launch` reads it.  archs: what the code is written for ("sm_90a":
+    only that GPU; "sm_90": that and later ones of its generation).  flags: added to the compiler's.
+
+    `kernel(grid, args, params, block=)`: args are tensors, tensor maps and numbers, the first of them a tensor or
+    tensor map; its device and that device's current stream are used.  params is a NamedTuple with annotated fields:
+    `kName: int | bool | float` becomes a constant, `Name: torch.dtype | str` a type.
+    """
+
+    def __init__(
+        self, file: Path, entry: str, signature: str, *, archs: tuple[str, ...], flags: tuple[str, ...] = ()
+    ) -> None:
+        self.file, self.entry, self.signature, self.archs = file, entry, signature, archs
+        self._flags = (*FLAGS, *flags)
+        self._plans: dict[Any, Launch] = {}
+        self._loaded: dict[Any, Loaded] = {}
+        self._repeatable = "T" not in signature  # a tensor map holds an address that a tape cannot replace
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        params: Any,
+        *,
+        block: int,
+        shared_bytes: int = 0,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> None:
+        collector = collecting()
+        if collector is not None:
+            collector.add(self.entry, lambda: self.compile(params, collector.arch), (self.file, self.entry, params))
+            return
+        index = _device_index(args[0])
+        if index != _current_device():  # type: ignore[misc]
+            with torch.cuda.device(index):
+                self(grid, args, params, block=block, shared_bytes=shared_bytes, cluster=cluster)
+            return
+        launch = self._plans.get((index, params, block, shared_bytes, cluster))
+        if launch is None:
+            launch = self._plan(index, params, block, shared_bytes, cluster)
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        values = [a.data_ptr() if isinstance(a, Tensor) else a.descriptor if type(a) is TensorMap else a for a in args]
+        launch(x, y, z, _current_stream(index), None, *values)  # type: ignore[misc]
+        tape = taping()
+        if tape is not None:
+            tape.add(Step(launch, (x, y, z), None, (), tuple(args)) if self._repeatable else None)
+
+    def source(self, params: Any) -> str:
+        """The text compiled for `params`."""
+        members = "\n".join(f"    {line}" for line in _members(params))
+        return (
+            f'#include "{self.file.name}"\n\n'
+            f"struct Config {{\n{members}\n}};\n\n"
+            "// Naming the instance makes it\n"
+            f"static_assert(&tilewright::{self.entry}<Config> != nullptr);\n"
+        )
+
+    def compile(self, params: Any, arch: str | None = None) -> Artifact:
+        """The cubin for `params`, from the cache where it is there; launches nothing.
+
+        arch: "sm_90", or one of `archs`; default, the current GPU.  Raises BackendError if the kernel is not written
+        for it, if no compiler is here, or (CompileError) if the compiler refuses the source.
+        """
+        text, arch = self.source(params), self._arch(arch or device_info().arch)
+        switches = settings.current()
+        compiler = get_compiler(switches.jit_compiler)
+        version = compiler.version()
+        flags = (*self._flags, *(("-lineinfo",) if switches.jit_lineinfo else ()))
+        source = Source(text, self.entry, arch, flags, (self.file.parent, INCLUDE))
+        dumped = [name for name in ("ptx", "sass") if getattr(switches, f"jit_dump_{name}")]
+        key = BuildKey(
+            name=self.entry,
+            kind="cuda",
+            arch=arch,
+            flags=(*flags, *(f"dump={name}" for name in dumped)),  # an entry with dumps is an entry of its own
+            source=text,
+            headers=header_hash(text, source.include_dirs),
+            compiler=f"{compiler.name} {version}" if version else "",
+        )
+        return kernel_cache.get(key, (lambda: compiler.compile(source)) if version else None)
+
+    def _plan(
+        self, index: int, params: Any, block: int, shared_bytes: int, cluster: tuple[int, int, int] | None
+    ) -> Launch:
+        loaded = self._loaded.get((index, params))
+        if loaded is None:
+            artifact = self.compile(params, device_info(torch.device("cuda", index)).arch)
+            self._check_signature(artifact.info["parameters"])
+            loaded = self._loaded[index, params] = load(artifact.binary, index, artifact.info["symbol"])
+        if settings.current().print_configs:
+            chosen = ", ".join(f"{name}={value}" for name, value in params._asdict().items())
+            logger.warning(
+                "%s on cuda:%d: %s; block %d, shared %d bytes", self.entry, index, chosen, block, shared_bytes
+            )
+        launch = Launch(loaded, self.signature, block=(block, 1, 1), shared_bytes=shared_bytes, cluster=cluster)
+        self._plans[index, params, block, shared_bytes, cluster] = launch
+        return launch
+
+    def _arch(self, wanted: str) -> str:
+        """Which of `archs` a machine runs: code for its number, or plain code for an earlier one of its generation."""
+        runs = [arch for arch in self.archs if _runs(arch, machine(wanted))]
+        if not runs:
+            raise BackendError(
+                f"{self.entry} is written for {', '.join(self.archs)}, and {wanted} cannot run that. "
+                'Another backend can: backend="auto".'
+            )
+        return max(runs, key=_number)
+
+    def _check_signature(self, sizes: Sequence[int]) -> None:
+        declared = [_BYTES[letter] for letter in self.signature]
+        if declared != list(sizes):
+            raise BackendError(
+                f"{self.entry}: signature {self.signature!r} says parameters of {declared} bytes, the compiled kernel "
+                f"takes {list(sizes)}."
+            )
+
+
+def _device_index(first: Any) -> int:
+    """The CUDA ordinal that a tensor or a tensor map belongs to."""
+    if type(first) is TensorMap:
+        return first.device
+    if not (isinstance(first, Tensor) and first.is_cuda):
+        where = first.device if isinstance(first, Tensor) else type(first).__name__
+        raise BackendError(f"a CUDA kernel's first argument is a CUDA tensor or a tensor map; got {where}.")
+    return first.get_device()
+
+
+def _number(arch: str) -> int:
+    return int(re.sub(r"\D", "", arch))
+
+
+def _runs(arch: str, machine: str) -> bool:
+    """Does a cubin for `arch` run on `machine`, "sm_90"?"""
+    if not machine.startswith("sm_"):
+        return False
+    has, needs = _number(machine), _number(arch)
+    if arch.endswith("a"):
+        return has == needs
+    return has >= needs and has // 10 == needs // 10
+
+
+@cache
+def _annotations(params: type[Any]) -> dict[str, Any]:
+    return get_type_hints(params)
+
+
+def _members(params: Any) -> list[str]:
+    """The members of Config.  The field's annotation decides the C++ type, so that 1, 1.0 and True cannot be mixed."""
+    if not hasattr(params, "_asdict"):
+        raise InputError(f"kernel parameters are a NamedTuple with named, annotated fields; got {params!r}.")
+    kinds = _annotations(type(params))  # type: ignore[arg-type]
+    return [_member(name, kinds[name], value) for name, value in params._asdict().items()]
+
+
+def _member(name: str, kind: Any, value: Any) -> str:
+    pattern, example = (_TYPE, "Element") if kind in (torch.dtype, str) else (_CONSTANT, "kBlockM")
+    if not pattern.fullmatch(name):
+        raise InputError(f"kernel parameter {name!r}: a {getattr(kind, '__name__', kind)} is named like {example}.")
+    if kind is torch.dtype and value in _TYPES:
+        return f"using {name} = {_TYPES[value]};"
+    if kind is str and isinstance(value, str) and _TYPE_NAME.fullmatch(value):
+        return f"using {name} = {value};"
+    if kind is bool and isinstance(value, bool):
+        return f"static constexpr bool {name} = {str(value).lower()};"
+    if kind is int and type(value) is int and -(2**63) < value < 2**63:
+        wide = not -(2**31) < value < 2**31
+        return f"static constexpr {'long long' if wide else 'int'} {name} = {value}{'ll' if wide else ''};"
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return f"static constexpr float {name} = {float(value).hex()}f;  // {float(value)}"
+    raise InputError(
+        f"kernel parameter {name}: {value!r} does not fit its annotation {kind}; allowed are int, bool, finite float, "
+        f"str (a C++ type) and torch.dtype (of {', '.join(str(d).removeprefix('torch.') for d in _TYPES)})."
+    )

@@ -1,0 +1,292 @@
+"""Launch cuTile kernels: compiled once a specialisation, ahead of time or at first use, then started through libcuda.
+
+`ct.launch` is not used: it compiles what it is given on the machine that it runs on.  Here cuda.tile turns the Python
+function into Tile IR, tileiras turns that into a cubin, the kernel cache keeps it, and `driver.Launch` starts it.  So a
+machine with neither cuda.tile nor tileiras runs the kernels of a bundle.
+
+The launch ABI is convention v2 of cuda.tile, which is documented: an array is a pointer, its shape and its strides, all
+int32; scalars by value; constants are gone; a block of (1, 1, 1), whatever number of threads the kernel has.
+"""
+
+import inspect
+import io
+import struct
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import BackendError
+from tilewright.hardware import arch as arch_of
+from tilewright.jit import cache as kernels
+from tilewright.jit import cutile_language, driver
+from tilewright.jit.artifact import Artifact, BuildKey, Built
+from tilewright.jit.collect import collecting
+from tilewright.jit.compilers import CompileError, Source, tileiras
+from tilewright.jit.cutile_language import ct
+from tilewright.jit.tape import Step, taping
+from tilewright.settings import current
+
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_VECTOR = 16  # bytes: the widest access, and what torch's allocators align to
+_BYTES = {"P": 8, "i": 4, "f": 4}
+
+
+class Hints(NamedTuple):
+    """What a configuration tells tileiras; None leaves the choice to it.
+
+    num_worker_warps  4 or 8 (tileiras 13.3 and later): warps that compute, TMA producers not counted
+    occupancy         blocks that shall share an SM, 1 to 32: bounds the registers
+    num_ctas          blocks of a cluster, a power of two to 16
+    """
+
+    num_worker_warps: int | None = None
+    occupancy: int | None = None
+    num_ctas: int | None = None
+    opt_level: int = 3
+
+
+class Array(NamedTuple):
+    """What a binary assumes of a tensor: a flag is True for what is a multiple of 16 bytes."""
+
+    dtype: torch.dtype
+    unit: bool  # the last stride is 1
+    strides: tuple[bool, ...]  # all but the last
+    length: bool  # of the last dimension
+    pointer: bool
+
+
+Assumed = Array | type[int] | type[float]
+
+
+class Form(NamedTuple):
+    """One specialisation of a kernel: what is assumed of each argument, the constants, the hints."""
+
+    assumed: tuple[Assumed, ...]
+    constants: tuple[Any, ...]
+    hints: Hints
+
+    @property
+    def signature(self) -> str:
+        """The kernel's parameters as `driver.Launch` wants them, a letter each."""
+        letters: dict[Any, str] = {int: "i", float: "f"}
+        return "".join("P" + "ii" * (len(a.strides) + 1) if isinstance(a, Array) else letters[a] for a in self.assumed)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For tileiras.  Without line numbers a binary is a third of the size and names no path of this machine."""
+        return (f"-O{self.hints.opt_level}", *(("--lineinfo",) if current().jit_lineinfo else ()))
+
+
+class CutileKernel:
+    """A function in the cuTile language, `ct.kernel` without the decorator, whose constants all come last.
+
+    `kernel(grid, args, constants, hints)`: `args` are tensors, ints (int32) and floats (float32) in order, `constants`
+    the values of the `ct.Constant` parameters in order.  A tensor that is written must not overlap another.  The first
+    tensor decides the device; its current stream is used.
+    """
+
+    def __init__(self, fn: FunctionType) -> None:
+        self.fn, self.name = fn, fn.__name__.strip("_")
+        self._launches: dict[tuple[int, Form], driver.Launch] = {}
+
+    def __call__(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], hints: Hints) -> None:
+        collector = collecting()
+        if collector is not None:
+            form = Form(_assume(args, _aligned_when_allocated), constants, hints)
+            key = self._key(collector.arch, form)
+            collector.add(self.name, lambda: kernels.get(key, lambda: _build(self.fn, key, form)), key)
+            return
+        index = args[0].device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(grid, args, constants, hints)
+            return
+        x, y, z = (*grid, 1, 1)[:3]
+        if not (x and y and z):
+            return
+        known = (index, Form(_assume(args, _aligned), constants, hints))
+        launch = self._launches.get(known)
+        if launch is None:
+            launch = self._launches[known] = self._load(*known)
+        parameters = _flatten(args)
+        pointers = [p.data_ptr() if isinstance(p, Tensor) else p for p in parameters]
+        try:
+            launch(x, y, z, _current_stream(index), None, *pointers)  # type: ignore[misc]
+        except struct.error:
+            large = [p for p in parameters if isinstance(p, int) and p >= 1 << 31]
+            raise BackendError(
+                f'{self.name}: sizes and strides of cuTile have 32 bits, given {large}. Try backend="triton".'
+            ) from None
+        tape = taping()
+        if tape is not None:
+            tape.add(Step(launch, (x, y, z), None, (), parameters))
+
+    def compile(self, arch: str, args: tuple[Any, ...], constants: tuple[Any, ...], hints: Hints) -> Artifact:
+        """The binary that a call with these arguments launches on `arch`, from the cache or compiled, on any machine.
+
+        Tensors may be fake; their storages count as aligned to 16 bytes.
+        """
+        return self._artifact(arch, Form(_assume(args, _aligned_when_allocated), constants, hints))
+
+    def _load(self, index: int, form: Form) -> driver.Launch:
+        artifact = self._artifact(arch_of(index), form)
+        loaded = driver.load(artifact.binary, index, artifact.info["symbol"])
+        return driver.Launch(loaded, form.signature, block=(1, 1, 1))
+
+    def _artifact(self, arch: str, form: Form) -> Artifact:
+        key = self._key(arch, form)
+        return kernels.get(key, lambda: _build(self.fn, key, form))
+
+    def _key(self, arch: str, form: Form) -> BuildKey:
+        names = list(inspect.signature(self.fn).parameters)
+        given = len(form.assumed)
+        if not arch.startswith("sm_") or len(names) != given + len(form.constants):
+            raise BackendError(
+                f"{self.name} on {arch} with {given} arguments and {len(form.constants)} constants; needs an NVIDIA "
+                f"GPU from sm_80 on, and values for {', '.join(names)}."
+            )
+        return BuildKey(
+            name=self.name,
+            kind="cutile",
+            arch=arch,
+            flags=(
+                *(f"{name}: {_words(what)}" for name, what in zip(names[:given], form.assumed, strict=True)),
+                *(f"{name} = {value!r}" for name, value in zip(names[given:], form.constants, strict=True)),
+                *(f"{name}={value}" for name, value in form.hints._asdict().items() if value is not None),
+                *form.options,
+            ),
+            source=source(self.fn),
+            compiler=_compiler(),
+            source_suffix="py",
+        )
+
+
+@cache
+def source(fn: FunctionType) -> str:
+    """The text that decides what `fn` computes: global constants and functions that it uses, then itself."""
+    found: dict[str, str] = {}
+    _gather(fn, found)
+    return "\n\n".join(found.values())
+
+
+def _gather(fn: FunctionType, found: dict[str, str]) -> None:
+    """Add the texts under `fn` to `found`, what is called before what calls it."""
+    path = f"{fn.__module__}.{fn.__qualname__}"
+    if path in found:
+        return
+    found[path] = ""  # a function may call itself
+    for name in fn.__code__.co_names:
+        value = fn.__globals__.get(name)
+        if isinstance(value, FunctionType):
+            _gather(value, found)
+        elif isinstance(value, bool | int | float | str):
+            found[f"{fn.__module__} {name}"] = f"{name} = {value!r}"
+    del found[path]
+    found[path] = inspect.getsource(fn).rstrip()
+
+
+def _assume(args: tuple[Any, ...], aligned: Any) -> tuple[Assumed, ...]:
+    return tuple([_array(a, aligned(a)) if isinstance(a, Tensor) else type(a) for a in args])
+
+
+def _array(t: Tensor, aligned: bool) -> Array:
+    strides, per_vector = t.stride(), _VECTOR // t.element_size()
+    return Array(
+        t.dtype,
+        strides[-1] == 1,
+        tuple([s % per_vector == 0 for s in strides[:-1]]),
+        t.shape[-1] % per_vector == 0,
+        aligned,
+    )
+
+
+def _aligned(t: Tensor) -> bool:
+    return t.data_ptr() % _VECTOR == 0
+
+
+def _aligned_when_allocated(t: Tensor) -> bool:
+    """Will it be?  Of a tensor without memory, whose storage will begin at a multiple of 16."""
+    return int(t.storage_offset()) * t.element_size() % _VECTOR == 0
+
+
+def _flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Kernel parameters: for a tensor itself, in place of its pointer, its shape and its strides."""
+    parameters: list[Any] = []
+    for a in args:
+        parameters.append(a)
+        if isinstance(a, Tensor):
+            parameters += a.shape
+            parameters += a.stride()
+    return tuple(parameters)
+
+
+def _words(what: Assumed) -> str:
+    if not isinstance(what, Array):
+        return "int32" if what is int else "float32"
+    strides = [*("16B" if known else "any" for known in what.strides), "1" if what.unit else "any"]
+    length, pointer = ("16B" if known else "any" for known in (what.length, what.pointer))
+    return f"{what.dtype} strides {' '.join(strides)}, length {length}, pointer {pointer}"
+
+
+@cache
+def _compiler() -> str:
+    """ "tileiras 13.4.92, cuda.tile 1.7.0", or "" where one of them is missing."""
+    version = tileiras.compiler.version()
+    return "" if version is None else f"tileiras {version}, cuda.tile {cutile_language.version()}"
+
+
+def _build(fn: FunctionType, key: BuildKey, form: Form) -> Built:
+    plain = Source(key.source, key.name, key.arch, form.options)
+    made = tileiras.compiler.compile(tileiras.TileSource(**vars(plain), bytecode=_bytecode(fn, plain, form)))
+    expected = [_BYTES[letter] for letter in form.signature]
+    if made.info["parameters"][: len(expected)] != expected:  # tensor maps that the driver fills may follow
+        raise BackendError(
+            f"{key.name} takes parameters of {made.info['parameters']} bytes, where {expected} were expected: "
+            "this version of cuda.tile has another calling convention."
+        )
+    return made
+
+
+def _bytecode(fn: FunctionType, plain: Source, form: Form) -> bytes:
+    """Tile IR of `fn`.  cuda.tile's own road to a cubin is not taken: it inherits the CUDA_HOME of the shell, keeps a
+    second cache and leaves its temporary files.
+    """
+    from cuda.tile import compilation
+
+    convention = compilation.CallingConvention.cutile_python_v2()
+    written = io.BytesIO()
+    try:
+        compilation.export_kernel(
+            ct.kernel(fn, **form.hints._asdict()),
+            [compilation.KernelSignature([*map(_constraint, form.assumed), *form.constants], convention, plain.name)],
+            written,
+            gpu_code=plain.arch,
+            output_format="tileir_bytecode",
+            bytecode_version=tileiras.compiler.bytecode_version(),
+        )
+    except ct.TileError as error:
+        raise CompileError("cuda.tile", plain, str(error)) from error
+    return written.getvalue()
+
+
+def _constraint(what: Assumed) -> Any:
+    from cuda.tile import compilation
+
+    if not isinstance(what, Array):
+        return compilation.ScalarConstraint(ct.int32 if what is int else ct.float32)
+    vector = _VECTOR // what.dtype.itemsize
+    return compilation.ArrayConstraint(
+        getattr(ct, str(what.dtype).removeprefix("torch.")),
+        len(what.strides) + 1,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        stride_constant=[*(None for _ in what.strides), 1 if what.unit else None],
+        stride_divisible_by=[*(vector if known else 1 for known in what.strides), 1],
+        shape_divisible_by=[*(1 for _ in what.strides), vector if what.length else 1],
+        base_addr_divisible_by=_VECTOR if what.pointer else what.dtype.itemsize,
+        alias_groups=(),
+        may_alias_internally=False,
+    )

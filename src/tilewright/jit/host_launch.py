@@ -1,0 +1,148 @@
+"""Compile C++ kernels for the CPU on first use, and call them with a host path of a few microseconds.
+
+    _kernel = HostKernel(Path(__file__).with_name("rms_norm.cpp"), "rms_norm", "PPPPPqqqqff")
+    _kernel((y, total, x, ...), Params(T=torch.bfloat16, W=torch.float32, kAdd=False))
+
+The file holds a function template; the source that is compiled, and kept beside the binary, is the file's text and
+below it the instance that was asked for, with the fields of `Params` written by name into a `struct Config`.
+"""
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import BackendError
+from tilewright.jit import cache as kernel_cache
+from tilewright.jit.artifact import Artifact, BuildKey
+from tilewright.jit.collect import collecting
+from tilewright.jit.compilers import Source, get_compiler
+from tilewright.jit.compilers.host import FLAGS, architecture
+from tilewright.jit.headers import header_hash
+from tilewright.jit.tape import taping
+from tilewright.log import logger
+
+INCLUDE = Path(__file__).parent / "include"
+
+_C_TYPES = {
+    "P": ("Pointer", ctypes.c_void_p),
+    "q": ("int64_t", ctypes.c_int64),
+    "i": ("int32_t", ctypes.c_int32),
+    "f": ("float", ctypes.c_float),
+}
+_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "half",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+}
+_serial = False  # in a child of fork: the OpenMP runtime's threads stayed with the parent
+
+
+class HostKernel:
+    """A function template of `file`: `template <class Config> void entry(..., int threads)`.
+
+    signature: one letter an argument, P pointer, q int64, i int32, f float32; `threads` comes last by itself.
+    `kernel(args, params)`: args are tensors (None: a null pointer) and numbers, params a NamedTuple whose fields become
+    the members of Config: a dtype or a string names a type, a bool is a constant.  flags: added to the compiler's.
+    """
+
+    def __init__(self, file: Path, entry: str, signature: str, flags: tuple[str, ...] = ()) -> None:
+        self.file, self.entry, self.signature, self.flags = file, entry, signature, (*FLAGS, *flags)
+        self._functions: dict[Any, Callable[..., None]] = {}
+
+    def __call__(self, args: tuple[Any, ...], params: NamedTuple) -> None:
+        collector = collecting()
+        if collector is not None:
+            collector.add(self.entry, lambda: self.compile(params), (self.file, self.entry, params))
+            return
+        tape = taping()
+        if tape is not None:
+            tape.spoil()
+        function = self._functions.get(params)
+        if function is None:
+            function = self._functions[params] = self._load(self.compile(params))
+        threads = 1 if _serial else torch.get_num_threads()
+        function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in args], threads)
+
+    def source(self, params: NamedTuple) -> str:
+        """The text compiled for `params`."""
+        values = params._asdict()
+        members = "\n".join(
+            f"    static constexpr bool {name} = {_spelled(value)};"
+            if isinstance(value, bool)
+            else f"    using {name} = {_spelled(value)};"
+            for name, value in values.items()
+        )
+        arguments = [f"{_C_TYPES[letter][0]} a{i}" for i, letter in enumerate(self.signature)]
+        call = ", ".join([*(f"a{i}" for i in range(len(arguments))), "threads"])
+        half = "#include <tilewright/host/half.h>\n" if torch.float16 in values.values() else ""
+        return (
+            f"{half}{self.file.read_text()}\n"
+            f"// The instance\n"
+            f"using namespace tilewright;\n"
+            f"struct Config {{\n{members}\n}};\n"
+            f"struct Pointer {{\n    void* address;\n    template <class T>\n"
+            f"    operator T*() const {{ return static_cast<T*>(address); }}\n}};\n"
+            f'extern "C" void entry({", ".join([*arguments, "int threads"])}) {{\n'
+            f"    auto* kernel = &{self.entry}<Config>;\n    kernel({call});\n}}\n"
+        )
+
+    def compile(self, params: NamedTuple, arch: str | None = None) -> Artifact:
+        """The library for `params`, from the cache where it is there.  arch: default, this machine's."""
+        compiler = get_compiler("host")
+        text, version = self.source(params), compiler.version() or ""
+        name, arch = self.entry, arch or architecture()
+        source = Source(text, name, arch, self.flags, (INCLUDE,))
+        headers = header_hash(text, source.include_dirs)
+        key = BuildKey(name, "host", arch, self.flags, text, headers, version, suffix="so", source_suffix="cpp")
+
+        def build() -> Any:
+            chosen = ", ".join(f"{field}={_spelled(value)}" for field, value in params._asdict().items())
+            logger.info("compiling %s<%s> with %s for %s", name, chosen, version, arch)
+            return compiler.compile(source)
+
+        return kernel_cache.get(key, build if version else None)
+
+    def _load(self, artifact: Artifact) -> Callable[..., None]:
+        prototype = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter][1] for letter in self.signature), ctypes.c_int)
+        return prototype(("entry", _open(artifact)))
+
+
+def _spelled(value: bool | str | torch.dtype) -> str:
+    """`value` in C++."""
+    if isinstance(value, torch.dtype):
+        return _DTYPES[value]
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _open(artifact: Artifact) -> ctypes.CDLL:
+    if artifact.path is not None:
+        try:
+            return ctypes.CDLL(str(artifact.path))
+        except OSError as error:
+            logger.debug("%s is loaded from a file of its own: %s", artifact.key.name, error)
+    # Nothing on disk, or no longer, or where nothing may be executed.  The name must be new: the loader takes one that
+    # it knows for the library it already has.
+    with tempfile.NamedTemporaryFile(prefix="tilewright-", suffix=".so") as file:
+        file.write(artifact.binary)
+        file.flush()
+        try:
+            return ctypes.CDLL(file.name)
+        except OSError as error:
+            raise BackendError(f"{artifact.key.name}: the compiled library cannot be loaded: {error}.") from None
+
+
+def _after_fork() -> None:
+    global _serial
+    _serial = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,52 @@
+// From a warpgroup's accumulators to memory: straight to global, or through shared memory for tma_store.
+//
+// Thread t of the 128 holds d[4 j + 2 h + e] = D(row + 8 h, 8 j + column + e), j < N / 8, h and e in {0, 1}, with
+// row = 16 (t / 32) + (t % 32) / 4 and column = 2 (t % 4).  [PTX ISA: wgmma, register fragment of D]
+#pragma once
+
+#include <tilewright/ptx.cuh>
+#include <tilewright/swizzle.cuh>
+
+namespace tilewright {
+
+__device__ inline u32 fragment_row() { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4; }
+__device__ inline u32 fragment_column() { return threadIdx.x % 4 * 2; }
+
+// 64 x N accumulators to rows `row` .. of `out`, of which `rows` x `columns` exist; consecutive rows are `pitch` elements
+// apart.  Writes of a warp cover 32 bytes (float) of 8 rows: good enough for small outputs, else stage_tile.
+template <typename Out, u32 kCount>
+__device__ inline void write_tile(const float (&d)[kCount], Out* out, i64 pitch, u32 row, u32 column, u32 rows, u32 columns) {
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+        const u32 r = row + fragment_row() + i % 4 / 2 * 8;
+        const u32 c = column + i / 4 * 8 + fragment_column() + i % 2;
+        if (r < rows && c < columns) out[r * pitch + c] = from_float<Out>(d[i]);
+    }
+}
+
+// 64 x N accumulators, rounded to a 16-bit type, to shared memory as tma_store wants them: strips of kSpan bytes of
+// columns, each kRows rows high and swizzled by kSpan; this warpgroup's rows begin at `row`, a multiple of 64.  A box of
+// the tensor map is [kRows, kSpan / 2]; strip i goes to column i * kSpan / 2.  Follow it by fence_shared_for_async() and
+// a barrier of the writing threads.
+template <typename Out, u32 kSpan, u32 kRows = 64, u32 kCount>
+__device__ inline void stage_tile(const float (&d)[kCount], void* strips, u32 row = 0) {
+    constexpr u32 kColumns = 2 * kCount;
+    static_assert(sizeof(Out) == 2, "stmatrix stores 16-bit elements");
+    static_assert(kCount % 8 == 0 && kColumns * 2 % kSpan == 0, "the columns must fill whole strips, 16 at a time");
+    // Lane l addresses row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower eight rows of eight columns,
+    // 2 and 3 those of the next eight columns.
+    const u32 lane = threadIdx.x % 32;
+    const u32 to_row = row + threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    const u32 base = shared_address(strips);
+#pragma unroll
+    for (u32 j = 0; j < kCount / 4; j += 2) {
+        const u32 byte = (j + lane / 16) * 16;
+        const u32 strip = byte / kSpan * kSpan * kRows;
+        const u32 offset = swizzle<kSpan>(to_row * kSpan + byte % kSpan);
+        const float* f = d + 4 * j;
+        store_matrices(base + strip + offset, pack<Out>(f[0], f[1]), pack<Out>(f[2], f[3]), pack<Out>(f[4], f[5]),
+                       pack<Out>(f[6], f[7]));
+    }
+}
+
+}  // namespace tilewright

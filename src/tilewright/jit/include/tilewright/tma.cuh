@@ -1,0 +1,83 @@
+// The copy engine: boxes of tensors between global and shared memory, one thread a copy.  [PTX ISA: cp.async.bulk.tensor]
+//
+// A tensor map (made by tilewright.jit.tensor_map, passed as `const __grid_constant__ TensorMap`) says shape, strides,
+// box and swizzle.  Coordinates count elements of the box's first corner, innermost dimension first; what lies outside
+// the tensor is read as zero and not written.  Shared addresses are 128-byte aligned, 1024 under the 128-byte swizzle.
+#pragma once
+
+#include <tilewright/mbarrier.cuh>
+
+namespace tilewright {
+
+struct alignas(64) TensorMap { u8 opaque[128]; };
+
+// What the L2 shall do with the lines of a copy: encoded policies, as createpolicy would make them.
+enum class Keep : u64 { Normal = 0x1000000000000000, NotAtAll = 0x12F0000000000000, Longest = 0x14F0000000000000 };
+
+// Fetches the descriptor itself, early in the kernel.
+__device__ inline void tma_prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// For each rank, 1 to 5:
+//   tma_load       box -> shared memory; its bytes are counted by `full`, which must have been told with expect().
+//   tma_multicast  the same box to the same offset in every block of the cluster whose bit is set in `blocks`, counted
+//                  by the barrier at the offset of `full` there.
+//   tma_store      shared memory -> box.
+//   tma_add        the same, added to what is there, in the tensor's type.
+// Operands: %0 shared address, %1 map, %2 policy, then a store's coordinates; or %3 barrier, %4 mask, coordinates.
+#define TILEWRIGHT_LIST(...) __VA_ARGS__
+#define TILEWRIGHT_TMA(RANK, COORDINATES, STORE_AT, LOAD_AT, MULTICAST_AT, ...)                                        \
+    __device__ inline void tma_load(                                                                                   \
+        void* to, const TensorMap& map, Barrier& full, COORDINATES, Keep keep = Keep::Normal) {                        \
+        asm volatile("cp.async.bulk.tensor." RANK                                                                      \
+                     ".shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"                             \
+                     " [%0], [%1, " LOAD_AT "], [%3], %2;" ::"r"(shared_address(to)),                                  \
+                     "l"(&map), "l"(u64(keep)), "r"(full.address()), __VA_ARGS__                                       \
+                     : "memory");                                                                                      \
+    }                                                                                                                  \
+    __device__ inline void tma_multicast(                                                                              \
+        void* to, const TensorMap& map, Barrier& full, u16 blocks, COORDINATES, Keep keep = Keep::Normal) {            \
+        asm volatile("cp.async.bulk.tensor." RANK                                                                      \
+                     ".shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"          \
+                     " [%0], [%1, " MULTICAST_AT "], [%3], %4, %2;" ::"r"(shared_address(to)),                         \
+                     "l"(&map), "l"(u64(keep)), "r"(full.address()), "h"(blocks), __VA_ARGS__                          \
+                     : "memory");                                                                                      \
+    }                                                                                                                  \
+    __device__ inline void tma_store(                                                                                  \
+        const TensorMap& map, const void* from, COORDINATES, Keep keep = Keep::Normal) {                               \
+        asm volatile("cp.async.bulk.tensor." RANK ".global.shared::cta.bulk_group.L2::cache_hint"                      \
+                     " [%1, " STORE_AT "], [%0], %2;" ::"r"(shared_address(from)),                                     \
+                     "l"(&map), "l"(u64(keep)), __VA_ARGS__                                                            \
+                     : "memory");                                                                                      \
+    }                                                                                                                  \
+    __device__ inline void tma_add(                                                                                    \
+        const TensorMap& map, const void* from, COORDINATES, Keep keep = Keep::Normal) {                               \
+        asm volatile("cp.reduce.async.bulk.tensor." RANK ".global.shared::cta.add.bulk_group.L2::cache_hint"           \
+                     " [%1, " STORE_AT "], [%0], %2;" ::"r"(shared_address(from)),                                     \
+                     "l"(&map), "l"(u64(keep)), __VA_ARGS__                                                            \
+                     : "memory");                                                                                      \
+    }
+
+TILEWRIGHT_TMA("1d", TILEWRIGHT_LIST(int x), "{%3}", "{%4}", "{%5}", "r"(x))
+TILEWRIGHT_TMA("2d", TILEWRIGHT_LIST(int x, int y), "{%3, %4}", "{%4, %5}", "{%5, %6}", "r"(x), "r"(y))
+TILEWRIGHT_TMA("3d", TILEWRIGHT_LIST(int x, int y, int z), "{%3, %4, %5}", "{%4, %5, %6}", "{%5, %6, %7}", "r"(x), "r"(y), "r"(z))
+TILEWRIGHT_TMA("4d", TILEWRIGHT_LIST(int x, int y, int z, int u), "{%3, %4, %5, %6}", "{%4, %5, %6, %7}", "{%5, %6, %7, %8}", "r"(x), "r"(y), "r"(z), "r"(u))
+TILEWRIGHT_TMA("5d", TILEWRIGHT_LIST(int x, int y, int z, int u, int v), "{%3, %4, %5, %6, %7}", "{%4, %5, %6, %7, %8}", "{%5, %6, %7, %8, %9}", "r"(x), "r"(y), "r"(z), "r"(u), "r"(v))
+#undef TILEWRIGHT_TMA
+#undef TILEWRIGHT_LIST
+
+// Stores of one thread form groups that complete in order.  [cp.async.bulk.commit_group, wait_group]
+__device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most kLeft of this thread's groups have not yet read their shared memory, which may then be overwritten.
+template <u32 kLeft> __device__ inline void tma_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+}
+
+// Until at most kLeft have not yet written global memory.  The end of a kernel waits for all by itself.
+template <u32 kLeft> __device__ inline void tma_wait_written() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+}  // namespace tilewright

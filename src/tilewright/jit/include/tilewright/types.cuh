@@ -1,0 +1,51 @@
+// Storage types and their conversions.
+//
+// NVRTC ships no headers (neither <cstdint> nor cuda_bf16.h), so nothing here includes any: what the types can do is
+// written in PTX.  A storage type holds bits and computes nothing; arithmetic happens in float.
+#pragma once
+
+namespace tilewright {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct bfloat16 { u16 bits; };
+struct float16 { u16 bits; };
+struct float8_e4m3 { u8 bits; };  // OCP e4m3: 448 is the largest, no infinity
+
+template <typename A, typename B> struct Same { static constexpr bool value = false; };
+template <typename A> struct Same<A, A> { static constexpr bool value = true; };
+template <typename T> struct Always { static constexpr bool no = false; };  // for a static_assert that needs a T
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
+__device__ inline float to_float(float16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// Two floats as two neighbouring elements of a row, `low` at the lower address.  Rounds to nearest, ties to even.
+template <typename T> __device__ inline u32 pack(float low, float high) {
+    u32 packed;
+    if constexpr (Same<T, bfloat16>::value) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+        static_assert(Same<T, float16>::value, "two elements fill 32 bits: bfloat16 or float16");
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+}
+
+template <typename T> __device__ inline T from_float(float x) {
+    if constexpr (Same<T, float>::value) {
+        return x;
+    } else {
+        return T{u16(pack<T>(x, 0.0f))};
+    }
+}
+
+}  // namespace tilewright
