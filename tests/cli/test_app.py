@@ -14,7 +14,7 @@ import tilewright as package
 from tilewright.errors import VerificationError
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-COMMANDS = ("doctor", "calibrate", "ops", "explain", "check", "bench", "analyze", "optimize")
+COMMANDS = ("doctor", "calibrate", "ops", "explain", "check", "bench", "tune", "warmup", "analyze", "optimize")
 
 
 def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -29,3 +29,28 @@ def test_settings_in_force_are_shown(tilewright, monkeypatch):
 
 def test_it_says_whether_the_machine_was_calibrated(tilewright, calibrated):
     assert json.loads(tilewright("doctor", "--json", "-").stdout)["devices"]["cpu"]["calibrated"] is True
+
+
+def test_parts_of_the_toolchain_come_with_advice(tilewright, monkeypatch, place):
+    monkeypatch.setenv("CUDA_HOME", str(place / "gone"))
+    done = tilewright("doctor", "--json", "doctor.json")
+    parts = {part["name"]: part for part in json.loads((place / "doctor.json").read_text())["toolchain"]}
+    assert {"driver", "tileiras", "NVRTC", "nvcc", "g++"} <= set(parts)
+    assert parts["CUDA_HOME"]["problem"] == "there is no such folder"
+    assert "! there is no such folder" in done.stdout
+    assert "-> unset CUDA_HOME" in done.stdout
+
+
+def test_a_selftest_without_a_gpu_is_refused(tilewright, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = tilewright("doctor", "--selftest")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--selftest needs an NVIDIA GPU" in done.stderr
+
+
+def test_a_failed_proof_exits_with_1(tilewright, monkeypatch):
+    proofs = [{"device": "cuda:0", "name": "wgmma", "error": "3 of 9 elements differ", "seconds": 0.5}]
+    monkeypatch.setattr("tilewright.cli.doctor.prove", lambda devices: proofs)
+    done = tilewright("doctor", "--selftest")
+    assert done.exit_code == 1
+    assert "cuda:0 wgmma: 3 of 9 elements differ (0.50 s)" in done.stdout

@@ -40,7 +40,7 @@ def test_without_a_gpu_a_cuda_tensor_is_planned_for_the_named_architecture(monke
     device._info.cache_clear()
     monkeypatch.setenv("TILEWRIGHT_ARCH", "gfx942")
     settings.reload()
-    assert device_info("cuda") == DeviceInfo("none", "gfx942", 0, 0, 0)
+    assert device_info("cuda") == DeviceInfo("AMD Instinct MI300X", "gfx942", 304, 4 << 20, 192 << 30)
 
 
 def test_the_cache_size_is_the_largest_that_is_listed(monkeypatch, tmp_path):

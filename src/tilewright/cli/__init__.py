@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from tilewright import __version__
-from tilewright.cli import bench, doctor, model, op
+from tilewright.cli import bench, cache, doctor, model, op, tune, warmup
 from tilewright.errors import TilewrightError, VerificationError
 
 # What the parser raises.  Newer versions of typer carry a click of their own, so the class is found by descent.
@@ -53,15 +53,19 @@ app = typer.Typer(
 )
 for _name, _command, _example in (
     ("doctor", doctor.show_machine, "--json machine.json"),
+    ("warmup", warmup.warm_up, "--suite norm --arch sm_90a --out kernels.zip"),
     ("calibrate", bench.calibrate_device, "--quick"),
     ("ops", op.list_ops, "--json -"),
     ("explain", op.explain_op, "rms_norm --case M=8,N=4096 --device cuda"),
     ("check", op.check_op, "rms_norm --case odd_n --backend triton"),
     ("bench", bench.bench_suite, "norm rms_norm --case M=8192,N=4096"),
+    ("tune", tune.tune_ops, "softmax --budget 5m"),
     ("analyze", model.analyze_model, "path/to/model --prompts prompts.txt"),
     ("optimize", model.optimize_model, "model.py:factory --html report.html"),
 ):
     app.command(_name, epilog=f"Example: tilewright {_name} {_example}")(_command)
+
+app.add_typer(cache.app, name="cache", epilog="Example: tilewright cache export kernels.zip --arch sm_90a")
 
 
 @app.callback(invoke_without_command=True)

@@ -2,12 +2,15 @@
 
 import importlib.metadata
 import platform
-import shutil
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
 
 from tilewright import __version__
 from tilewright.cli.options import JsonOption
 from tilewright.cli.output import check_writable, emit
+from tilewright.errors import UsageError
 
 _PACKAGES = (
     "torch",
@@ -22,11 +25,33 @@ _PACKAGES = (
 )
 
 
-def show_machine(json_file: JsonOption = None) -> None:
-    """Say what this machine has, which backends can run here, and which settings are in force."""
+def show_machine(
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Also compile and run proof kernels on every GPU; needs one.")
+    ] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Say what this machine has, which backends can run here, and which settings are in force.
+
+    Compilers and driver libraries come with what is wrong with them and what to install.
+    The exit code is 1 if a proof kernel of --selftest fails.
+    """
     check_writable(json_file)
     found = examine()
+    if selftest:
+        found["selftest"] = prove([name for name in found["devices"] if name != "cpu"])
     emit(found, _text(found), json_file)
+    if any(proof["error"] for proof in found.get("selftest", [])):
+        raise typer.Exit(1)
+
+
+def prove(devices: list[str]) -> list[dict[str, Any]]:
+    """Compile and run the proof kernels; one row a device and proof."""
+    if not devices:
+        raise UsageError("--selftest needs an NVIDIA GPU, and torch sees none here.")
+    from tilewright.jit import selftest
+
+    return [{"device": device, **proof._asdict()} for device in devices for proof in selftest.run(device)]
 
 
 def examine() -> dict[str, Any]:
@@ -35,7 +60,7 @@ def examine() -> dict[str, Any]:
 
     from tilewright.dispatch import table
     from tilewright.dispatch.backends import BACKENDS, missing
-    from tilewright.hardware import ceilings, device_info
+    from tilewright.hardware import ceilings, device_info, toolchain
     from tilewright.settings import describe
 
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
@@ -52,7 +77,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
-        "g++": shutil.which("g++"),
+        "toolchain": [asdict(finding) for finding in toolchain.examine()],
         "devices": devices,
         "tables": [str(path) for folder in table.folders() for path in sorted(folder.glob("*.json"))],
         "settings": [{**row, "value": None if row["value"] is None else str(row["value"])} for row in describe()],
@@ -69,7 +94,11 @@ def _version(package: str) -> str | None:
 def _text(found: dict[str, Any]) -> str:
     lines = [f"tilewright {found['tilewright']}, python {found['python']}, CUDA of torch: {found['cuda'] or 'none'}"]
     lines += [f"  {name:18} {version or 'not installed'}" for name, version in found["packages"].items()]
-    lines.append(f"  {'g++':18} {found['g++'] or 'not found: torch.compile on a CPU needs it'}")
+    lines.append("compilers and driver:")
+    for part in found["toolchain"]:
+        what = " ".join(filter(None, (part["version"], part["path"])))
+        lines.append(f"  {part['name']:28} {what or 'not found'}")
+        lines += [f"    {sign} {part[key]}" for key, sign in (("problem", "!"), ("advice", "->")) if part[key]]
     for name, d in found["devices"].items():
         units = f"{d['sm_count']} {'cores' if name == 'cpu' else 'SMs'}"
         lines.append(f"{name}: {d['name']} ({d['arch']}), {units}, {d['memory_bytes'] / 2**30:.0f} GiB")
@@ -77,4 +106,6 @@ def _text(found: dict[str, Any]) -> str:
         lines.append(f"  {'ceilings':18} {'measured' if d['calibrated'] else 'not measured: run tilewright calibrate'}")
     lines.append("tuning tables: " + (", ".join(found["tables"]) or "none"))
     lines += [f"  {row['names'][0]:28} {row['value'] or '-':24} {row['doc']}" for row in found["settings"]]
+    for proof in found.get("selftest", []):
+        lines.append(f"{proof['device']} {proof['name']}: {proof['error'] or 'exact'} ({proof['seconds']:.2f} s)")
     return "\n".join(lines)

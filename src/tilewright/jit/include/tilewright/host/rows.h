@@ -6,15 +6,22 @@
 
 namespace tilewright {
 
-// body(i, Whole{} or Part{count}) for i = 0, kWidth, 2 kWidth ... below n.
+// body(i, Whole{}) for i = 0, kWidth, 2 kWidth ... and last for n - kWidth, so that the tail is whole as well and meets
+// some elements twice: body may write, but only what depends on nothing that it wrote.  body(0, Part{n}) for a row
+// shorter than an F32.
 template <class Body>
 inline void sweep(int64_t n, Body body) {
+    if (n < kWidth) return body(0, Part{int(n)});
     int64_t i = 0;
     for (; i + kWidth <= n; i += kWidth) body(i, Whole{});
-    if (i < n) body(i, Part{int(n - i)});
+    if (i < n) body(n - kWidth, Whole{});
 }
 
-// combine(...(identity, body(0, ...)), ...): four chains, two in each F32, hide the latency of an addition.
+// Number of the F32 that `sweep` reaches at i.
+inline int64_t slot(int64_t i) { return (i + kWidth - 1) / kWidth; }
+
+// combine(...(identity, body(0, ...)), ...): four chains, two in each F32, hide the latency of an addition.  body is
+// called as in `sweep`.
 template <class Row, class Combine, class Body>
 inline float reduce(int64_t n, float identity, Combine combine, Body body) {
     F32 x{splat(identity), splat(identity)}, y = x;
@@ -27,11 +34,17 @@ inline float reduce(int64_t n, float identity, Combine combine, Body body) {
         x = map(combine, x, body(i, Whole{}));
         i += kWidth;
     }
-    if (i < n) y = map(combine, y, Row::pad(body(i, Part{int(n - i)}), Part{int(n - i)}, identity));
-    const Float all = combine(combine(x.a, x.b), combine(y.a, y.b));
-    float result = all[0];
-    for (int lane = 1; lane < kLanes; ++lane) result = combine(result, float(all[lane]));
-    return result;
+    if (n < kWidth)
+        y = Row::only(body(0, Part{int(n)}), 0, n, identity);
+    else if (i < n)
+        y = map(combine, y, Row::only(body(n - kWidth, Whole{}), kWidth - (n - i), kWidth, identity));
+    Float all = combine(combine(x.a, x.b), combine(y.a, y.b));
+    for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+        Int other;
+        for (int lane = 0; lane < kLanes; ++lane) other[lane] = lane ^ apart;
+        all = combine(all, __builtin_shuffle(all, other));
+    }
+    return all[0];
 }
 
 // Sum of body(i, extent) over a row.

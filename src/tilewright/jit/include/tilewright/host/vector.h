@@ -41,7 +41,7 @@ inline F32 map(Function f, Arguments... x) {
     return {f(x.a...), f(x.b...)};
 }
 
-// A whole F32 of a row, or the `count` elements that are left: then the rest reads as zero, and is not written.
+// A whole F32 of a row, or the `count` elements of a short one: then the rest reads as zero, and is not written.
 struct Whole {};
 struct Part {
     int count;
@@ -136,12 +136,11 @@ struct Order {
         __builtin_memcpy(to, values, part.count * sizeof(T));
     }
 
-    // `v` with `other` in place of the elements that are not there.
-    static F32 pad(F32 v, Part part, float other) {
-        float values[kWidth];
-        store(values, v, Whole{});
-        for (int i = part.count; i < kWidth; ++i) values[i] = other;
-        return load(values, Whole{});
+    // `v` with `other` in place of all elements but those from `begin` to `end`.
+    static F32 only(F32 v, int begin, int end, float other) {
+        Int a, b;
+        for (int i = 0; i < kLanes; ++i) a[i] = kEvenOdd ? 2 * i : i, b[i] = kEvenOdd ? 2 * i + 1 : kLanes + i;
+        return {a >= begin & a < end ? v.a : splat(other), b >= begin & b < end ? v.b : splat(other)};
     }
 
    private:

@@ -1,0 +1,136 @@
+"""`tilewright tune`: find the fastest backend and configuration of ops on this machine, and remember them."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tilewright.cli.options import BackendOption, DeviceOption, DtypeOption, JsonOption, device
+from tilewright.cli.output import check_writable, emit, say
+from tilewright.errors import UsageError
+
+if TYPE_CHECKING:
+    from tilewright.bench.cases import Case
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Direction(StrEnum):
+    """Which half of an op."""
+
+    fwd = "fwd"
+    bwd = "bwd"
+
+
+class Search(StrEnum):
+    """In which order candidates are tried."""
+
+    exhaustive = "exhaustive"
+    random = "random"
+
+
+def tune_ops(
+    suite: Annotated[str, typer.Argument(metavar="SUITE|OP", help="norm, activation, ..., all, or one op.")],
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="For all of it: 90s, 5m, 1h; default: no end.")
+    ] = None,
+    min_gain: Annotated[
+        str, typer.Option("--min-gain", metavar="SHARE", help="What a new choice has to gain to replace one.")
+    ] = "3%",
+    case: Annotated[
+        str | None, typer.Option("--case", metavar="SIZES", help="Only cases with these sizes: M=8192,N=4096.")
+    ] = None,
+    dtype: DtypeOption = None,
+    direction: Annotated[Direction | None, typer.Option("--direction", help="Default: both.")] = None,
+    backend: BackendOption = None,
+    search: Annotated[
+        Search, typer.Option("--search", help="The declared order, or a random one for a short budget.")
+    ] = Search.exhaustive,
+    device_name: DeviceOption = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of the random inputs; default: fresh.")] = None,
+    table: Annotated[
+        Path | None, typer.Option("--table", metavar="FILE", help="The table to write; default: yours.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Compile, check and time every candidate of each case, and write what is faster into the tuning table.
+
+    Candidates run in processes of their own: one that is wrong, hangs or crashes is recorded and skipped.  The exit
+    code is 1 if a case has no right candidate.
+    """
+    check_writable(json_file, table)
+    place = device(device_name)
+    within, gain = None if budget is None else _seconds(budget), _share(min_gain)
+    import tilewright.ops  # noqa: F401  (binds the contracts)
+    from tilewright.cli.case import sizes
+    from tilewright.dispatch import contracts
+    from tilewright.tuning import tune
+
+    wanted = [c for c in contracts().values() if suite in ("all", c.family, c.name)]
+    with _progress() as progress:
+        report = tune(
+            suite,
+            case=sizes(case, wanted) if case else None,
+            dtype=dtype and dtype.value,
+            direction=None if direction is None else direction.value,
+            backend=backend,
+            device=place,
+            search=search.value,
+            budget=within,
+            min_gain=gain,
+            path=table,
+            seed=seed,
+            progress=progress,
+        )
+    emit(report.to_dict(), str(report), json_file)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _seconds(text: str) -> float:
+    """90.0 from "90", "90s" or "1.5m"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise UsageError(f"--budget {text}: write it as 90s, 5m or 1h.")
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
+def _share(text: str) -> float:
+    """0.03 from "3%" or "0.03"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    share = float("inf") if found is None else float(found[1]) / (100 if found[2] else 1)
+    if share >= 1:
+        raise UsageError(f"--min-gain {text}: write it as 3% or 0.03, below 100%.")
+    return share
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[int, int, Case, str, int, int], None]]":
+    """A bar on a terminal; elsewhere one line a case."""
+    if not sys.stderr.isatty():
+        said = set()
+
+        def line(number: int, cases: int, case: "Case", what: str, done: int, of: int) -> None:
+            if number not in said:
+                said.add(number)
+                say(f"[{number + 1}/{cases}] {' '.join(case.key)}")
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        whole, part = bars.add_task("cases", total=None), bars.add_task("", total=None)
+
+        def bar(number: int, cases: int, case: "Case", what: str, done: int, of: int) -> None:
+            bars.update(whole, description="cases", completed=number, total=cases)
+            bars.update(part, description=f"{' '.join(case.key)}: {what}", completed=done, total=of)
+
+        yield bar

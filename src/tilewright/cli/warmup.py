@@ -1,0 +1,127 @@
+"""`tilewright warmup`: compile everything a suite or a model needs, now, here, and without a GPU."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilewright.cli.options import Dtype, JsonOption, names
+from tilewright.cli.output import check_writable, emit, say
+from tilewright.errors import UsageError
+
+if TYPE_CHECKING:
+    from tilewright.models.warmup import Event, Outcome
+
+
+def warm_up(
+    suite: Annotated[
+        str | None, typer.Option("--suite", metavar="NAME", help="Every workload of an op family, or of all.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="CONFIG", help="A model folder, its config.json, or e.g. tiny-llama."),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option("--arch", metavar="NAMES", help="sm_90a,sm_100,cpu,...; default: this machine's."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", metavar="NAMES", help="All of these; default: those the dispatcher chooses."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Element type; default: the suite's, or the model's own.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in a model's calls.")] = 1,
+    tokens: Annotated[
+        str, typer.Option("--tokens", metavar="LENGTHS", help="Lengths of a model's prefills.")
+    ] = "1024,1000",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="BUNDLE", help="Write the kernels to this bundle as well.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Compilations at once; default: what memory and cores allow.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Compile everything a suite or a model will need, into the kernel cache and, with --out, into a bundle.
+
+    No GPU is needed. `tilewright cache import BUNDLE` brings the kernels to a machine that has no compiler.
+    The exit code is 1 if something does not compile; then no bundle is written.
+    """
+    if (suite is None) == (model is None):
+        raise UsageError("warmup needs one of --suite NAME (e.g. norm, or all) and --model CONFIG.")
+    check_writable(out, json_file)
+    from tilewright.jit import bundle
+    from tilewright.models.warmup import Wanted, warm
+
+    wanted = Wanted(suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens))
+    began = time.monotonic()
+    with _progress() as show:
+        outcome = warm(wanted, names(arch) or (), jobs=jobs, progress=show)
+    for failure in outcome.failures:
+        say(f"FAILED {failure.what} for {failure.arch}: {failure.reason}")
+    written = None
+    if out is not None and not outcome.failures and outcome.kernels:
+        bundle.export(out, outcome.entries())
+        written = str(out)
+    found = _data(outcome, time.monotonic() - began, written)
+    emit(found, _text(outcome, found), json_file)
+    if outcome.failures:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar on stderr; yields what takes the events."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tilewright.models.warmup import Found, Kernel
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def show(event: "Event") -> None:
+            if isinstance(event, Found):
+                bar.update(task, description=event.arch, total=event.kernels, completed=0)
+                return
+            name = event.name if isinstance(event, Kernel) else event.what
+            bar.update(task, description=f"{event.arch} {name.strip('_')}", advance=1)
+
+        yield show
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = names(text) or []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--tokens {text}: write lengths as 1024,1000.")
+    return tuple(map(int, parts))
+
+
+def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, Any]:
+    return {
+        "seconds": round(seconds, 2),
+        "bundle": bundle,
+        "machines": [found._asdict() for found in outcome.found],
+        "kernels": [kernel._asdict() for kernel in outcome.kernels],
+        "failed": [vars(failure) for failure in outcome.failures],
+    }
+
+
+def _text(outcome: "Outcome", data: dict[str, Any]) -> str:
+    lines = []
+    for found in outcome.found:
+        made = [kernel for kernel in outcome.kernels if kernel.arch == found.arch]
+        spilling = sum(bool(kernel.info.get("spills")) for kernel in made)
+        lines.append(
+            f"{found.arch}: {len(made)} kernels for {found.calls} calls"
+            + (f", of which torch computes {found.by_torch}" if found.by_torch else "")
+            + (f"; {spilling} spill registers" if spilling else "")
+        )
+    lines.append(f"{data['seconds']:.1f} s" + (f"; wrote {data['bundle']}" if data["bundle"] else ""))
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Compile everything a suite or a model will need, before it is needed and on a machine that need not have a GPU.
+
+    outcome = warm(Wanted(model="path/to/model"), ["sm_90"])
+    bundle.export(Path("kernels.zip"), outcome.entries())
+
+Three steps: the raw calls (`needed`), the kernels that their launch code would launch on each architecture
+(`planning`), and their compilation, many at once (`processes`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tilewright.errors import UsageError
+from tilewright.hardware import arch as this_machine
+from tilewright.hardware.known import GPUS, machine
+from tilewright.jit import cache
+from tilewright.jit.cache import Entry
+from tilewright.models.warmup.planning import Failure
+from tilewright.models.warmup.processes import Event, Found, Kernel, events
+from tilewright.models.warmup.wanted import Wanted
+from tilewright.settings import current
+
+__all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architectures", "warm"]
+
+
+@dataclass
+class Outcome:
+    """What a warm-up did."""
+
+    found: list[Found] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        """The kernels' entries in the cache, to export."""
+        folders = {kernel.folder for kernel in self.kernels}
+        return [entry for entry in cache.entries() if entry.folder.name in folders]
+
+
+def warm(
+    wanted: Wanted,
+    archs: Sequence[str] = (),
+    *,
+    jobs: int | None = None,
+    progress: Callable[[Event], None] = lambda event: None,
+) -> Outcome:
+    """Compile into the kernel cache what `wanted` needs on each of `archs` (none: on this machine).
+
+    jobs: compilations at once; None is `TILEWRIGHT_MAX_JOBS`, by default what memory and cores allow.
+    What cannot be compiled is in the outcome's failures.  Raises UsageError for a wrong wish.
+    """
+    outcome = Outcome()
+    here = this_machine()
+    for arch in architectures(archs or [here]):
+        for event in events(wanted, arch, jobs or current().max_jobs, hide_gpus=arch != here):
+            if isinstance(event, Found):
+                outcome.found.append(event)
+            elif isinstance(event, Kernel):
+                outcome.kernels.append(event)
+            else:
+                outcome.failures.append(event)
+            progress(event)
+    if not any(found.calls for found in outcome.found):
+        raise UsageError("nothing to prepare: no call of the suite or model has such a backend on these architectures.")
+    return outcome
+
+
+def architectures(names: Sequence[str]) -> list[str]:
+    """Machines by name, each once: "sm_90a" and "sm_90" are one.  Raises UsageError for an unknown one."""
+    found = list(dict.fromkeys(machine(name) for name in names))
+    if unknown := [name for name in found if name not in (*GPUS, "cpu")]:
+        raise UsageError(f"--arch {', '.join(unknown)}: known are {', '.join(GPUS)} and cpu.")
+    return found

@@ -1,0 +1,74 @@
+"""From raw calls to compile jobs: plan each call for a GPU that need not be here, and let its launch code say which
+kernels it would launch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilewright.dispatch import Plan, implementations
+from tilewright.dispatch.backends import check_name
+from tilewright.dispatch.select import refusal
+from tilewright.jit.collect import Job, collect
+from tilewright.models.warmup.needed import RawCall
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that is needed and could not be prepared; `what` names a kernel or a call."""
+
+    arch: str
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one machine needs.  calls: those that a backend runs.  by_torch: those that need no kernel of ours."""
+
+    arch: str
+    jobs: list[Job]
+    failures: list[Failure]
+    calls: int
+    by_torch: int
+
+
+def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str]) -> Planned:
+    """The distinct kernels behind `calls` on `arch`.
+
+    backends: every one of these that can run a call; none: the one that the dispatcher would choose.
+    Raises BackendError for a backend that does not exist.
+    """
+    for name in backends:
+        check_name(name)
+    device = "cpu" if arch == "cpu" else "cuda"
+    failures, seen, planned, by_torch = [], set(), 0, 0
+    with collect(arch) as collector:
+        for call in calls:
+            if call.signature in seen or not call.args[0].numel():
+                continue
+            seen.add(call.signature)
+            plans = _plans(call, device, backends)
+            planned += bool(plans)
+            for chosen in plans:
+                if chosen.launch is None:
+                    by_torch += 1
+                    continue
+                args = call.on("meta")
+                try:
+                    chosen.launch(call.op.allocate(args, "meta"), *args, config=chosen.config)
+                except Exception as error:  # noqa: BLE001 - whatever launch code raises is this call's result
+                    what = f"{call.op.key}[{chosen.backend}] {chosen.bucket} {chosen.dtype}"
+                    failures.append(Failure(arch, what, f"{type(error).__name__}: {error}"))
+    return Planned(arch, collector.jobs, failures, planned, by_torch)
+
+
+def _plans(call: RawCall, device: str, backends: Sequence[str]) -> list[Plan]:
+    with FakeTensorMode():
+        args = call.on(device)
+        if not backends:
+            return [call.op.plan(args, "auto", "default")]
+        found = implementations(call.op.op, call.op.direction, call.op.package, device)
+        able = [name for name in backends if refusal(call.op, found, name, args, "default") is None]
+        return [call.op.plan(args, f"{name}!", "default") for name in able]

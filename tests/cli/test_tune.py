@@ -1,0 +1,83 @@
+"""`tune`: what the command line adds to the tuner: times and shares as text, progress, the report, JSON."""
+
+import json
+
+import pytest
+
+from tilewright.cli.tune import _seconds, _share
+from tilewright.dispatch import table
+from tilewright.dispatch.contract import _contracts
+from tilewright.errors import UsageError
+
+
+@pytest.fixture
+def fake_op(place, monkeypatch):
+    from tests.tuning import fake_op
+
+    _contracts.pop(fake_op.NAME, None)  # as importing it registers it
+    monkeypatch.setitem(_contracts, fake_op.NAME, fake_op.CONTRACT)
+    monkeypatch.setenv("TILEWRIGHT_MAX_JOBS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return fake_op
+
+
+def test_an_op_is_tuned_into_the_table_that_is_named(tilewright, place, fake_op):
+    words = ("--direction", "bwd", "--device", "cpu", "--budget", "1h", "--min-gain", "5%", "--search", "random")
+    done = tilewright("tune", fake_op.NAME, *words, "--table", "tables/mine.json", "--json", "tune.json")
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.splitlines() == [f"[1/1] {fake_op.NAME} only float32 bwd"]
+    header, line, *_ = done.stdout.splitlines()
+    assert header.split() == ["op", "bucket", "dtype", "direction", "before", "us", "after", "us", "gain", "choice"]
+    assert line.endswith("cpu kind=right passes=1")
+    _, (row,) = table.read(place / "tables/mine.json")
+    found = json.loads((place / "tune.json").read_text())
+    assert found["kind"] == "tune"
+    assert found["tuned"][0]["after"]["config"] == row.config == {"kind": "right", "passes": 1}
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2 h", 7200)])
+def test_a_budget_is_a_time(text, seconds):
+    assert _seconds(text) == seconds
+
+
+@pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.03", 0.03), ("0", 0.0)])
+def test_a_gain_is_a_share(text, share):
+    assert _share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["soon", "5 weeks", "-1m", "0s", ""])
+def test_other_budgets_are_refused(text):
+    with pytest.raises(UsageError, match="write it as 90s, 5m or 1h"):
+        _seconds(text)
+
+
+@pytest.mark.parametrize("text", ["much", "100%", "3", "-1%"])
+def test_other_gains_are_refused(text):
+    with pytest.raises(UsageError, match="write it as 3% or 0.03"):
+        _share(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("tune", "Missing argument 'SUITE|OP'"),
+        ("tune nope", "no op or suite named 'nope'. Ops: add_rms_norm"),
+        ("tune rms_norm --budget soon", "--budget soon: write it as 90s, 5m or 1h"),
+        ("tune rms_norm --min-gain 200%", "--min-gain 200%: write it as 3% or 0.03"),
+        ("tune rms_norm --search clever", "'clever' is not one of 'exhaustive', 'random'"),
+        ("tune rms_norm --direction up", "'up' is not one of 'fwd', 'bwd'"),
+        ("tune rms_norm --case Q=8", "rms_norm has no 'Q'"),
+        ("tune rms_norm --backend nope", "no backend named 'nope'"),
+        ("tune rms_norm --backend triton --device cpu", "backend triton runs on cuda tensors, got cpu"),
+        ("tune rms_norm --table notes.json --device cpu", "notes.json: not JSON"),
+        ("tune rms_norm --json .", ". is a folder"),
+    ],
+)
+def test_wrong_input_is_one_line(tilewright, place, command, said):
+    (place / "notes.json").write_text("my notes")
+    done = tilewright(*command.split())
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert said in line
+    assert (place / "notes.json").read_text() == "my notes"

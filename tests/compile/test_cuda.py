@@ -1,0 +1,30 @@
+"""Every CUDA kernel compiles for every architecture it declares, without spills, onto the units it is written for."""
+
+import pytest
+from tests.harness import ledger
+from tests.jit.cuda_parts import INSTANCES, instance_name
+
+from tilewright.jit.compilers import nvrtc
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install()),
+]
+
+TARGETS = [
+    pytest.param(arch, kernel, params, needs, id=f"{instance_name(kernel)}-{instance_name(params)}-{arch}")
+    for kernel, params, needs in INSTANCES
+    for arch in kernel.archs
+]
+
+
+@pytest.mark.parametrize(("arch", "kernel", "params", "needs"), TARGETS)
+def test_every_instance(arch, kernel, params, needs):
+    info = kernel.compile(params, arch).info
+    instructions = info["instructions"]
+    assert all(instructions.get(name, 0) >= count for name, count in needs.items()), instructions
+    assert info["stack_bytes"] == 0
+    assert not instructions.keys() & {"LDL", "STL"}
+    usage = ledger.Usage(kernel.entry, info["registers"], 0, info["shared_bytes"], tuple(sorted(instructions)))
+    key = f"{kernel.entry}-{instance_name(params)}".replace("torch.", "")
+    ledger.check("cuda", f"nvrtc {nvrtc.compiler.version()}", key, arch, [usage])

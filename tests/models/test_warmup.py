@@ -1,0 +1,174 @@
+"""What a suite or a model needs is found without a GPU, without weights, and compiled in processes of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.dispatch import register_impl, unregister_impl
+from tilewright.errors import BackendError, UsageError
+from tilewright.models.warmup import architectures
+from tilewright.models.warmup.needed import of_model, of_suite
+from tilewright.models.warmup.planning import plan
+
+SOURCE = Path(__file__).resolve().parents[2]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def by_op(calls):
+    found = {}
+    for call in calls:
+        found.setdefault(call.op.key, []).append(call)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- what is needed
+
+
+def test_a_suite_needs_its_workloads_forward_and_backward():
+    found = by_op(of_suite("norm", None, "cuda"))
+    assert {"rms_norm", "rms_norm_bwd", "add_rms_norm", "add_rms_norm_bwd", "layer_norm"} <= set(found)
+    shapes = [tuple(call.args[0].shape) for call in found["rms_norm"]]
+    assert (8192, 4096) in shapes
+    assert (1, 4096) in shapes
+    assert (1, 4096) not in [tuple(call.args[0].shape) for call in found["rms_norm_bwd"]]  # decoding needs none
+
+
+def test_a_suite_in_another_dtype():
+    assert {call.args[0].dtype for call in of_suite("norm", "fp16", "cuda")} == {torch.float16}
+
+
+def test_the_workloads_of_a_cpu_are_its_own():
+    assert {call.args[0].shape[0] for call in of_suite("norm", None, "cpu")} == {512}
+
+
+def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    before = resident_bytes()
+    found = by_op(of_model(str(tmp_path), None, 2, (64, 7)))
+    assert set(found) == {"rms_norm", "add_rms_norm", "swiglu", "apply_rope"}
+    for calls in (found["rms_norm"], found["add_rms_norm"]):
+        assert sorted(tuple(call.args[0].shape) for call in calls) == [(2, 1, 4096), (2, 7, 4096), (2, 64, 4096)]
+    assert {call.args[0].dtype for calls in found.values() for call in calls} == {torch.bfloat16}
+    assert resident_bytes() - before < 1 << 30  # its weights would be 3.9 GB
+
+
+def test_a_model_in_another_dtype_and_by_its_file(tmp_path):
+    (tmp_path / "small.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "vocab_size": 64}))
+    calls = of_model(str(tmp_path / "small.json"), "fp16", 1, (16,))
+    assert {call.args[0].dtype for call in calls} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("absent", None, "Give a model folder, its config.json, or one of: tiny-llama"),
+        ("broken.json", "{", "cannot be read as JSON"),
+        ("list.json", "[]", "model_type None"),
+        ("other.json", '{"model_type": "abacus"}', "model_type 'abacus', which this transformers does not know"),
+        ("vision.json", '{"model_type": "vit"}', "Unrecognized configuration class"),
+    ],
+)
+def test_what_is_no_model_is_told(tmp_path, name, text, says):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=says):
+        of_model(str(tmp_path / name), None, 1, (16,))
+
+
+# --------------------------------------------------------------------------------------------------- what is compiled
+
+
+def test_repeated_calls_and_equal_kernels_are_planned_once():
+    calls = list(of_suite("norm", None, "cuda"))
+    once, twice = plan(calls, "sm_90", ()), plan(calls * 2, "sm_90a", ())
+    assert once.failures == []
+    assert once.calls == twice.calls == len(calls)
+    assert [job.key for job in once.jobs] == [job.key for job in twice.jobs]
+    assert len({job.key for job in once.jobs}) == len(once.jobs) < len(calls)
+    assert {job.key.arch for job in once.jobs if job.key.kind == "triton"} <= {"sm_90"}
+
+
+def test_only_the_backends_that_were_named():
+    calls = [call for call in of_suite("norm", None, "cuda") if call.op.key == "rms_norm"]
+    assert plan(calls, "sm_90", ("torch",)).by_torch == len(calls)
+    both = plan(calls, "sm_90", ("triton", "torch"))
+    assert both.by_torch == len(calls)
+    assert {job.key.kind for job in both.jobs} == {"triton"}
+    assert plan(calls, "sm_90", ("cpu",)).calls == 0
+    with pytest.raises(BackendError, match="no backend named 'abacus'"):
+        plan(calls, "sm_90", ("abacus",))
+
+
+def test_launch_code_that_fails_is_reported_and_the_rest_goes_on():
+    @register_impl("rms_norm", backend="faulty")
+    def launch(outs, *args, config):
+        raise ZeroDivisionError("on purpose")
+
+    try:
+        planned = plan(of_suite("norm", "fp32", "cuda"), "sm_90", ())  # unmeasured: other packages' come first
+    finally:
+        unregister_impl("rms_norm", backend="faulty")
+    assert {failure.reason for failure in planned.failures} == {"ZeroDivisionError: on purpose"}
+    assert planned.failures[0].what.startswith("rms_norm[faulty] M=8192,N=4096")
+    assert planned.jobs
+
+
+def test_one_kernel_that_kills_its_compiler_is_one_failure():
+    """In a process of its own, because the compiling ones are forked."""
+    script = """
+import os, time
+from pathlib import Path
+from tilewright.jit.artifact import Artifact, BuildKey
+from tilewright.jit.collect import Job
+from tilewright.models.warmup.planning import Planned
+from tilewright.models.warmup.processes import _compile_all
+
+def compiled(name, path=Path("kernel.cubin")):
+    return Artifact(BuildKey(name, "cuda", "sm_90a", (), ""), b"", {"registers": 7}, path)
+
+jobs = [
+    Job("slow", lambda: time.sleep(0.5) or compiled("slow")),
+    Job("killed", lambda: os.kill(os.getpid(), 9)),
+    Job("left", lambda: os._exit(3)),
+    Job("raises", lambda: 1 / 0),
+    Job("unkept", lambda: compiled("unkept", None)),
+    Job("quick", lambda: compiled("quick")),
+]
+for event in _compile_all(Planned("sm_90", jobs, [], 6, 0), 2):
+    print(type(event).__name__, getattr(event, "name", None) or event.what, getattr(event, "reason", ""), sep="|")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=SOURCE / "src", check=True
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        "Failure|killed|its compiler's process died (signal 9, perhaps for want of memory)",
+        "Failure|left|its compiler's process died (exit code 3)",
+        "Failure|raises|ZeroDivisionError: division by zero",
+        "Failure|unkept|compiled, but the kernel cache cannot be written; see TILEWRIGHT_CACHE_DIR",
+        "Kernel|quick|",
+        "Kernel|slow|",
+    ]
+    assert done.stdout.splitlines()[0] != "Kernel|slow|"  # the others did not wait for it
+
+
+def test_architectures_are_machines_each_once():
+    assert architectures(["sm_90a", "sm_90", "gfx942", "cpu"]) == ["sm_90", "gfx942", "cpu"]
+    with pytest.raises(UsageError, match="sm_75: known are sm_80"):
+        architectures(["sm_75"])
