@@ -78,12 +78,22 @@ def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, ou
 def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, found: fast.Found | None = None) -> Any:
     """A checked call that has no tape: the first of its signature, or one under tracing, transforms or the profiler."""
     wants_grad = torch.is_grad_enabled() and _any_requires_grad(args)
-    if contract.forward.plan(args, wish, numerics).launch is None or (wants_grad and contract.gradient is None):
+    plan = contract.forward.plan(args, wish, numerics)
+    if plan.launch is None or (wants_grad and not _has_backward(contract, plan.backend, wish, args[0].device.type)):
         contract.forward.note(args, wish, numerics)
         return contract.forward.plain(*args)
     if wants_grad:
         return _OpFunction.apply(contract, found, wish, numerics, *args)
     return _launch(contract.forward, found, args, wish, numerics)
+
+
+def _has_backward(contract: Contract, backend: str, wish: str, device_type: str) -> bool:
+    """Is a kernel's forward worth its backward?  Where no backend has a backward kernel, the reference's own autograd
+    is faster than a backward that computes the forward again; only a strict wish insists on the kernel.
+    """
+    if contract.gradient is None:
+        return False
+    return wish == f"{backend}!" or contract.gradient.op.has_kernels(device_type)
 
 
 def _launch(raw: RawOp, found: fast.Found | None, args: tuple[Any, ...], wish: str, numerics: str) -> Any:

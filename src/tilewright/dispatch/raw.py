@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.backends import missing
 from tilewright.dispatch.recording import recordings
-from tilewright.dispatch.registry import GENERATION
+from tilewright.dispatch.registry import GENERATION, implementations
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError, KernelMissingError
 
@@ -59,6 +60,7 @@ class RawOp:
         self.tensor_count = schema.count("Tensor")
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._plans_generation = 0
+        self._kernels: dict[tuple[str, int], bool] = {}
         self.tapes: dict[Any, Any] = {}  # of `dispatch.fast`
         name = f"_{op}_{direction}"
         returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -118,6 +120,14 @@ class RawOp:
         for recording in recordings():
             recording.add(self, tuple(args), backend, numerics, plan)
         return plan
+
+    def has_kernels(self, device_type: str) -> bool:
+        """Can anything but the reference run on such a device?"""
+        key = device_type, GENERATION[0]
+        if key not in self._kernels:
+            found = implementations(self.op, self.direction, self.package, device_type)
+            self._kernels[key] = any(missing(name, device_type) is None for name in found)
+        return self._kernels[key]
 
     def forget_plans(self) -> None:
         """Decide again on the next call (tables or settings changed)."""

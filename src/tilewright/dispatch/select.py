@@ -41,7 +41,7 @@ class Plan:
 def choose(
     raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, without: Mapping[str, str] | None = None
 ) -> Plan:
-    """The plan for one call.  `backend` as in `dispatch.preference`.  without: backends found unable to run it, and why.
+    """The plan for one call.  `backend` as in `dispatch.preference`.  without: backends that cannot run it, and why.
 
     Raises BackendError when a strict wish cannot be met.
     """
@@ -63,6 +63,8 @@ def choose(
         return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend)
 
     wanted = backend.rstrip("!")
+    if raw.direction == "bwd" and wanted not in (*found, "torch"):
+        wanted = "auto"  # a wish for a backend that has no backward kernel is one for its forward
     if wanted != "auto":
         reason = refused.get(wanted, missing(wanted, device.type) or "is not a registered backend of this op")
         if reason is None:

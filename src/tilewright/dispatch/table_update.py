@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from tilewright.dispatch import table
 from tilewright.errors import TableError
+from tilewright.log import logger
 from tilewright.settings import current
 
 
@@ -40,7 +41,9 @@ def _kept(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     old, _ = table.read(path)
     shared = old["versions"].keys() & header["versions"].keys()
-    if old["gpu"] != header["gpu"] or any(old["versions"][name] != header["versions"][name] for name in shared):
+    was, now = ({"gpu": each["gpu"], **{name: each["versions"][name] for name in shared}} for each in (old, header))
+    if was != now:
+        logger.warning("%s: its %d rows are of %s, not of %s, and are dropped", path, len(old["rows"]), was, now)
         return []
     # A row keeps the day it was measured on, which is no longer that of the file
     return [row if old["date"] == header["date"] else {"date": old["date"], **row} for row in old["rows"]]
