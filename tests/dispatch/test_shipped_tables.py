@@ -1,9 +1,11 @@
 """Tables in the package: readable, and every row names an implementation and a configuration that exist."""
 
 import pytest
+import torch
 
 import tilewright.ops
 from tilewright.dispatch import contract, implementations, table
+from tilewright.dispatch.configs import from_row, to_row
 
 TABLES = sorted(table.folders()[0].glob("*.json"))
 ROWS = [(path.name, row) for path in TABLES for row in table.read(path)[1]]
@@ -19,7 +21,12 @@ def test_a_row_can_be_followed(name, row):
     raw = {op.direction: op for op in subject.raw_ops}[row.direction]
     assert row.us > 0 and row.numerics == "default"
     assert row.bucket.split(",")[0].split("=")[0] == raw.bucket_names[0]
-    if row.backend != "torch":
-        implementation = implementations(raw.op, raw.direction, raw.package)[row.backend]
-        assert implementation.config_type(**row.config) is not None
-        assert hasattr(tilewright.ops, row.op)
+    bucket = tuple(int(size.split("=")[1]) for size in row.bucket.split(","))
+    dtype = getattr(torch, row.dtype)
+    for choice in row.choices:
+        if choice.backend != "torch":
+            implementation = implementations(raw.op, raw.direction, raw.package)[choice.backend]
+            assert hasattr(tilewright.ops, row.op)
+            if choice.config is not None:
+                fitted = to_row(from_row(implementation, choice.config, bucket, dtype))
+                assert choice.config.items() <= fitted.items()

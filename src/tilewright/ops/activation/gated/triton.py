@@ -45,6 +45,15 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 CONFIGS = (*_tiles(torch.bfloat16), *_tiles(torch.float32))
 
 
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """From one element to four vectors a thread: few rows want many threads, many want long accesses."""
+    m, n = bucket
+    vector = 16 // dtype.itemsize
+    each = (1, 2, 4, vector) if m * n < FILL * 2048 else (4, vector, 2 * vector, 4 * vector)
+    tiles = (Config(32 * warps * elements, warps) for elements in dict.fromkeys(each) for warps in (1, 2, 4, 8))
+    return tuple(c for c in tiles if c.block >= 128)
+
+
 @triton.jit
 def _act(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> act(g), act'(g)
     if ACT == "gelu":

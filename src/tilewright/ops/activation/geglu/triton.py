@@ -4,15 +4,25 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.ops.activation.gated import triton as gated
-from tilewright.ops.activation.gated.triton import CONFIGS, Config, configure
+from tilewright.ops.activation.gated.triton import CONFIGS, Config, candidates, configure
 
 
-@register_impl("geglu", backend="triton", configure=configure, config_type=Config, configs=CONFIGS)
+@register_impl(
+    "geglu", backend="triton", configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates
+)
 def launch(outs: tuple[Tensor], gate: Tensor, up: Tensor, approximate: str, *, config: Config) -> None:
     gated.split(outs[0], gate, up, gated.GELU[approximate], config)
 
 
-@register_impl("geglu", backend="triton", direction="bwd", configure=configure, config_type=Config, configs=CONFIGS)
+@register_impl(
+    "geglu",
+    backend="triton",
+    direction="bwd",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+)
 def launch_backward(
     outs: tuple[Tensor, Tensor], dout: Tensor, gate: Tensor, up: Tensor, approximate: str, *, config: Config
 ) -> None:

@@ -4,16 +4,24 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.ops.activation.gated import triton as gated
-from tilewright.ops.activation.gated.triton import CONFIGS, Config, configure
+from tilewright.ops.activation.gated.triton import CONFIGS, Config, candidates, configure
 
 
-@register_impl("silu_and_mul", backend="triton", configure=configure, config_type=Config, configs=CONFIGS)
+@register_impl(
+    "silu_and_mul", backend="triton", configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates
+)
 def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
     gated.packed(outs[0], x, "silu", config)
 
 
 @register_impl(
-    "silu_and_mul", backend="triton", direction="bwd", configure=configure, config_type=Config, configs=CONFIGS
+    "silu_and_mul",
+    backend="triton",
+    direction="bwd",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
 )
 def launch_backward(outs: tuple[Tensor], dout: Tensor, x: Tensor, *, config: Config) -> None:
     gated.packed_backward(outs[0], dout, x, "silu", config)

@@ -13,6 +13,8 @@ from tilewright.dispatch import register_impl
 from tilewright.ops.norm.rms_norm.triton import (
     Config,
     WalkConfig,
+    candidates,
+    candidates_backward,
     configure_backward,
     every,
     run_backward,
@@ -31,7 +33,14 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return configure_plain(bucket, dtype)
 
 
-@register_impl("add_rms_norm", backend="triton", configure=configure, config_type=Config, configs=every(configure))
+@register_impl(
+    "add_rms_norm",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=every(configure),
+    candidates=candidates,
+)
 def launch(
     outs: tuple[Tensor, Tensor],
     x: Tensor,
@@ -53,6 +62,7 @@ def launch(
     configure=configure_backward,
     config_type=WalkConfig,
     configs=every(configure_backward),
+    candidates=candidates_backward,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],

@@ -19,6 +19,8 @@ from tilewright.ops.norm.rms_norm.triton import (
     MAX_BLOCK,
     Config,
     WalkConfig,
+    candidates,
+    candidates_backward,
     configure_backward,
     every,
     programs,
@@ -185,7 +187,14 @@ _backward_long = TritonKernel(_layer_norm_backward_long_kernel)
 _affine_long = TritonKernel(_layer_norm_affine_long_kernel)
 
 
-@register_impl("layer_norm", backend="triton", configure=configure, config_type=Config, configs=every(configure))
+@register_impl(
+    "layer_norm",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=every(configure),
+    candidates=candidates,
+)
 def launch(
     outs: tuple[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, config: Config
 ) -> None:
@@ -208,6 +217,7 @@ def launch(
     configure=configure_backward,
     config_type=WalkConfig,
     configs=every(configure_backward),
+    candidates=candidates_backward,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor, Tensor],

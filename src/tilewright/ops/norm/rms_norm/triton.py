@@ -67,6 +67,39 @@ def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> WalkConfi
     return WalkConfig(rows, num_warps=min(16, rows * block // 1024), num_stages=3, waves=1)
 
 
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """4 to 64 elements of a row in each thread."""
+    m, n = bucket
+    block = triton.next_power_of_2(n)
+    if block > MAX_BLOCK:
+        return ()
+    return tuple(
+        Config(rows, warps)
+        for rows in (1, 2, 4, 8, 16, 32)
+        for warps in (1, 2, 4, 8, 16, 32)
+        if rows <= m and 4 <= rows * block // (32 * warps) <= 64 and rows * block <= 2 * MAX_BLOCK
+    )
+
+
+def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[WalkConfig, ...]:
+    """8 to 64 elements of dy and of x in each thread; the rows on the way fit the shared memory of an H200."""
+    m, n = bucket
+    block = triton.next_power_of_2(n)
+    if block > MAX_BLOCK:
+        return ()
+    return tuple(
+        WalkConfig(rows, warps, stages, waves)
+        for rows in (1, 2, 4, 8)
+        for warps in (4, 8, 16)
+        for stages in (2, 3, 4)
+        for waves in (1, 2, 4)
+        if rows <= m
+        and 8 <= rows * block // (32 * warps) <= 64
+        and waves * stages * 2 * rows * block * dtype.itemsize <= 200 << 10
+        and 8 <= waves * warps <= 32
+    )
+
+
 def every(choose: Callable[[tuple[int, ...], torch.dtype], Any]) -> tuple[Any, ...]:
     """All that `choose` can return."""
     sizes = [(m, 1 << k) for m in (1, 1 << 13, 1 << 20) for k in range(15)]
@@ -294,7 +327,14 @@ def run_backward(
         column_sums(dweight, partial)
 
 
-@register_impl("rms_norm", backend="triton", configure=configure, config_type=Config, configs=every(configure))
+@register_impl(
+    "rms_norm",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=every(configure),
+    candidates=candidates,
+)
 def launch(
     outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, *, config: Config
 ) -> None:
@@ -308,6 +348,7 @@ def launch(
     configure=configure_backward,
     config_type=WalkConfig,
     configs=every(configure_backward),
+    candidates=candidates_backward,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],

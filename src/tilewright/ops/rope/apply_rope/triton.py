@@ -49,6 +49,20 @@ def _between(low: int, n: int, high: int) -> int:
     return min(max(n, low), high)
 
 
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """One to four vectors of either half of a row in each thread, with few heads or many beside each other."""
+    t, h, h_kv, d, _ = bucket
+    row = triton.next_power_of_2(d) * dtype.itemsize
+    most = 8 if t * (h + h_kv) >= 8 * FILL * HEADS else 4  # warps: small problems want small programs
+    return tuple(
+        Config(tokens, heads, warps)
+        for warps in (1, 2, 4, 8)
+        for heads in (1, 2, 4, 8)
+        for tokens in (1, 2, 4, 8, 16, 32)
+        if warps <= most and tokens <= t and heads <= h and 32 <= tokens * heads * row // (32 * warps) <= 128
+    )
+
+
 CONFIGS = tuple(
     dict.fromkeys(
         configure((t, 32, 8, d, r), torch.bfloat16)
@@ -209,7 +223,13 @@ def supports(q: Tensor, *_: object) -> str | None:
 
 
 @register_impl(
-    "apply_rope", backend="triton", configure=configure, config_type=Config, configs=CONFIGS, supports=supports
+    "apply_rope",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+    supports=supports,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -233,6 +253,7 @@ def launch(
     configure=configure,
     config_type=Config,
     configs=CONFIGS,
+    candidates=candidates,
     supports=supports,
 )
 def launch_backward(

@@ -1,0 +1,86 @@
+"""Compile candidates in parallel, before any of them is launched: what spills or does not compile never runs."""
+
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from tilewright.dispatch import implementations
+from tilewright.hardware import arch
+from tilewright.jit.collect import Collector, collect
+from tilewright.log import logger
+from tilewright.tuning.problem import Problem, without_memory
+from tilewright.tuning.space import Trial
+from tilewright.tuning.watched import Watched, WorkerFailed
+
+
+class Compilers:
+    """A pool of watched workers without a GPU.  `seconds`: what one candidate may take."""
+
+    def __init__(self, jobs: int, architecture: str, seconds: float) -> None:
+        environment = {"CUDA_VISIBLE_DEVICES": "", "TILEWRIGHT_ARCH": architecture, "OMP_NUM_THREADS": "1"}
+        if architecture == "cpu":
+            del environment["TILEWRIGHT_ARCH"]
+        self._workers = [Watched(environment) for _ in range(jobs)]
+        self._seconds = seconds
+
+    @property
+    def jobs(self) -> int:
+        """Compilations at once."""
+        return len(self._workers)
+
+    def compile(self, problem: Problem, trials: Sequence[Trial], done: Callable[[], None]) -> None:
+        """Compile all; those that may not run get their reason.  `done` is called after each."""
+        waiting, busy = list(trials), dict[Watched, Trial]()
+        while waiting or busy:
+            for worker in self._workers:
+                if waiting and worker not in busy:
+                    trial = waiting.pop(0)
+                    worker.send("compile", problem, *trial.choice, trial.default, timeout=self._seconds)
+                    busy[worker] = trial
+            soonest = min(worker.deadline for worker in busy)
+            wait([worker.connection for worker in busy], max(0.0, soonest - time.monotonic()))
+            for worker in [worker for worker in busy if worker.settled()]:
+                trial = busy.pop(worker)
+                try:
+                    trial.reason = worker.answer()
+                except WorkerFailed as error:
+                    trial.reason = f"{error} (while it was compiled)"
+                done()
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            worker.close()
+
+
+def compile_candidate(problem: Problem, backend: str, config: Any, default: bool) -> str | None:
+    """In a worker: compile every kernel the candidate would launch.  Why it may not run, or None.
+
+    A default may spill: it is what runs where nothing is tuned, and has to be timed.
+    What cannot be compiled without being launched is left to the check.
+    """
+    with without_memory(problem) as call:
+        raw, args = call
+        implementation = implementations(raw.op, raw.direction, raw.package).get(backend)
+        if implementation is None:  # torch
+            return None
+        with collect(arch(problem.device)) as collector:
+            try:
+                implementation.launch(raw.allocate(args, problem.device), *args, config=config)
+            except Exception as error:  # noqa: BLE001 - fake tensors have no data: a launch that wants it is no fault
+                logger.debug("%s %s: not compiled ahead: %s", backend, config, error)
+                return None
+    return _compiled(collector, default)
+
+
+def _compiled(collector: Collector, may_spill: bool) -> str | None:
+    for job in collector.jobs:
+        try:
+            spilled = job.compile().info.get("spills")
+        except Exception as error:  # noqa: BLE001 - compilers raise whatever they like, and it is the result
+            lines = str(error).strip().splitlines() or [""]
+            return f"does not compile: {job.name}: {type(error).__name__}: {lines[0]}"[:300]
+        if spilled and not may_spill:
+            return f"spills: {job.name}, {spilled}"
+    return None

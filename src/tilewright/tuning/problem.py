@@ -1,0 +1,127 @@
+"""What is tuned: one raw op on one workload, small enough to be sent to a process that rebuilds the rest from it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from tilewright.dispatch import Contract, RawOp, Sample, contract, implementations, record
+from tilewright.dispatch.contract import Direction
+
+SMALL = 37  # rows of the problem that is judged tile by tile: odd, so that the last block of every tiling is masked
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`params`, `dtype`: of the workload.  `modules`: to import, so that the op and its backends are registered."""
+
+    op: str
+    direction: Direction
+    params: Mapping[str, Any]
+    dtype: torch.dtype
+    device: str
+    seed: int
+    modules: tuple[str, ...]
+
+    @property
+    def contract(self) -> Contract:
+        """The op's contract."""
+        for module in self.modules:
+            import_module(module)
+        return contract(self.op)
+
+    @property
+    def raw(self) -> RawOp:
+        """The raw op: forward or backward."""
+        (found,) = [raw for raw in self.contract.raw_ops if raw.direction == self.direction]
+        return found
+
+    def sample(self) -> Sample:
+        """Arguments of the public function: fresh random tensors on the device."""
+        return self.contract.inputs(self.params, self.dtype, torch.device(self.device), self.seed)
+
+
+class Call(NamedTuple):
+    """A raw op with its arguments."""
+
+    raw: RawOp
+    args: tuple[Any, ...]
+
+
+def modules_of(subject: Contract, device_type: str) -> tuple[str, ...]:
+    """Every module that an op and its implementations were registered from."""
+    names = ["tilewright.ops", subject.function.__module__]
+    for raw in subject.raw_ops:
+        found = implementations(raw.op, raw.direction, raw.package, device_type)
+        names += [implementation.launch.__module__ for implementation in found.values()]
+    return tuple(dict.fromkeys(names))
+
+
+def raw_call(problem: Problem, sample: Sample) -> Call:
+    """The raw op as the public function calls it; nothing but torch runs.  A backward gets random cotangents."""
+    with torch.no_grad(), record() as notes:
+        problem.contract.function(*sample.args, **sample.kwargs, backend="torch")
+        raw, args, _, _ = notes.calls[0]
+        if problem.direction == "fwd":
+            return Call(raw, args)
+        made = raw.plain(*args)
+    gradient = problem.contract.gradient
+    assert gradient is not None, "a case has a backward only where the contract has one"
+    outputs = (made,) if isinstance(made, Tensor) else tuple(made)
+    cotangents = tuple(torch.randn_like(output) for output in outputs)
+    plain = tuple(None if isinstance(a, Tensor) else a for a in args)
+    needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
+    return Call(gradient.op, gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs))
+
+
+@contextmanager
+def without_memory(problem: Problem) -> Iterator[Call]:
+    """The call on fake tensors of the device: sizes, strides and types.  The device need not be there."""
+    with FakeTensorMode():
+        sample = problem.contract.inputs(problem.params, problem.dtype, torch.device("cpu"), problem.seed)
+    # The reference is traced on meta tensors: slicing a fake GPU tensor wants a GPU
+    raw, raw_args = raw_call(problem, Sample(_like(sample.args, "meta"), _like(dict(sample.kwargs), "meta")))
+    with FakeTensorMode():
+        yield Call(raw, _like(raw_args, problem.device))
+
+
+def _like(values: Any, device: str) -> Any:
+    """`values` with each tensor replaced by an empty one on `device`, of the same strides."""
+
+    def empty(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+    return tree_map(empty, values)
+
+
+def bucket_of(problem: Problem, numerics: str = "default") -> tuple[int, ...]:
+    """The sizes that a choice for this problem depends on."""
+    with without_memory(problem) as call:
+        return call.raw.bucket_of(call.args, numerics)
+
+
+def shrunk(problem: Problem) -> Problem:
+    """The same problem with fewer rows, for checks that cost much: sizes that no choice but the batch's depends on."""
+    fixed = bucket_of(problem, "batch_invariant")
+    for name, size in problem.params.items():
+        if type(size) is int and size > SMALL:
+            trial = replace(problem, params={**problem.params, name: SMALL})
+            if _bucket_without_batch(trial) == fixed:
+                problem = trial
+    return problem
+
+
+def _bucket_without_batch(problem: Problem) -> tuple[int, ...] | None:
+    """None for sizes that do not go together, say more heads than there are groups of them."""
+    try:
+        return bucket_of(problem, "batch_invariant")
+    except (ValueError, RuntimeError):
+        return None

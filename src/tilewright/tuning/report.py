@@ -1,0 +1,99 @@
+"""What a tuning run did, row by row: before, after, and what became of every candidate."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilewright.tuning.space import Trial
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One (op, direction, bucket, dtype).
+
+    before   what ran until now, and why; `gain` is its time over that of `after`, round by round, less one
+    after    what the table says now
+    changed  whether that is another choice than before
+    note     why it was not changed, or was
+    """
+
+    op: str
+    case: str
+    direction: str
+    bucket: str
+    dtype: str
+    before: Trial
+    why: str
+    after: Trial
+    gain: float | None
+    changed: bool
+    note: str
+    row: dict[str, Any]
+    trials: tuple[Trial, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data; trials in the order they were tried."""
+        plain = {name: getattr(self, name) for name in ("op", "case", "direction", "bucket", "dtype")}
+        plain |= {"before": self.before.to_dict(), "why": self.why, "after": self.after.to_dict()}
+        plain |= {"gain": self.gain, "changed": self.changed, "note": self.note, "row": self.row}
+        return {**plain, "seconds": self.seconds, "trials": [trial.to_dict() for trial in self.trials]}
+
+
+@dataclass(frozen=True)
+class Untuned:
+    """One that could not be tuned, and why; `failed`: that is an error, not a lack of time or of choice."""
+
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    reason: str
+    failed: bool
+
+
+@dataclass
+class Report:
+    """A run.  `seed` draws the same inputs, and in a random search the same order, again."""
+
+    device: str
+    seed: int
+    table: Path
+    tuned: list[Tuned] = field(default_factory=list)
+    untuned: list[Untuned] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Did every case find a right candidate?"""
+        return not any(case.failed for case in self.untuned)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "kind": "tune",
+            "device": self.device,
+            "seed": self.seed,
+            "table": str(self.table),
+            "tuned": [each.to_dict() for each in self.tuned],
+            "untuned": [vars(each) for each in self.untuned],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{'op bucket dtype direction':<52} {'before us':>10} {'after us':>10} {'gain':>7}  choice"]
+        for each in self.tuned:
+            name = f"{each.op} {each.bucket} {each.dtype} {each.direction}"
+            gain = "-" if each.gain is None else f"{100 * each.gain:+.1f}%"
+            before = "-" if each.before.us is None else f"{each.before.us:.2f}"
+            mark = "" if each.changed else f"  ({each.note})"
+            lines.append(f"{name:<52} {before:>10} {each.after.us or 0.0:>10.2f} {gain:>7}  {each.after}{mark}")
+        lines += [f"not tuned: {u.op} {u.case} {u.dtype} {u.direction}: {u.reason}" for u in self.untuned]
+        changed = sum(each.changed for each in self.tuned)
+        lines.append(f"{len(self.tuned)} tuned, {changed} changed; table {self.table}")
+        return "\n".join([*lines, *self.losers()])
+
+    def losers(self) -> list[str]:
+        """One line for each reason why candidates were dropped, the most frequent first."""
+        found = (trial.reason for each in self.tuned for trial in each.trials)
+        reasons = Counter(reason.split(":", maxsplit=1)[0] for reason in found if reason is not None)
+        return [f"dropped {count}: {reason}" for reason, count in reasons.most_common()]

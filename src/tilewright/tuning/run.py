@@ -1,0 +1,200 @@
+"""`tune`: every case of a suite or op, one after the other, into one table."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from tilewright.bench import machine
+from tilewright.bench.cases import Case, known_contracts, select, suites
+from tilewright.bench.tables import header, slug, users_table
+from tilewright.dispatch import table, table_update
+from tilewright.dispatch.backends import check_name, missing
+from tilewright.dispatch.contract import Direction
+from tilewright.errors import BackendError, InputError, UsageError
+from tilewright.hardware import arch
+from tilewright.settings import current
+from tilewright.tuning.compiling import Compilers
+from tilewright.tuning.decide import decide
+from tilewright.tuning.problem import Problem, bucket_of, modules_of
+from tilewright.tuning.report import Report, Untuned
+from tilewright.tuning.search import Effort, Track
+from tilewright.tuning.space import Search, space
+from tilewright.tuning.watched import Watched, WorkerFailed
+
+FOREVER = 1e9  # seconds: no budget
+
+Progress = Callable[[int, int, Case, str, int, int], None]
+"""(number of the case, cases, the case, what is under way, done, in all)."""
+
+
+def tune(
+    suite: str,
+    *,
+    case: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    direction: Direction | None = None,
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    search: Search = "exhaustive",
+    budget: float | None = None,
+    min_gain: float = 0.03,
+    path: Path | None = None,
+    seconds: float = 60.0,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Find the fastest choice for every declared workload of `suite`, and write what is new into a table.
+
+    suite      an op, an op family ("norm", "softmax", ...) or "all"
+    case       only workloads with these sizes, or these sizes themselves;  dtype, direction, backend: only these
+    search     "exhaustive", or "random": the space in random order, for a budget that does not reach its end
+    budget     seconds for the whole run; each case gets its share, and the present choice is timed in any case
+    min_gain   a row is changed only for a choice faster than the present one by more than this, and by more than noise
+    path       the table to write; default: the user's own for this device
+    seconds    what one candidate may take to compile, to be checked or to be timed, before it is given up
+    seed       of the random inputs; default: fresh
+
+    Everything runs in processes and on tensors of the tuner's own.  A second tuner of the same op on such a device
+    waits.  Raises InputError inside a CUDA graph capture, UsageError for names that do not exist, BackendError for a
+    backend that cannot run on the device.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise InputError("tune: a CUDA graph is being captured. Tune before, or after.")
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if backend is not None and (reason := missing(check_name(backend), where.type)):
+        raise BackendError(f"tune: backend {backend} {reason}.")
+    cases = _cases(suite, case, dtype, direction, where)
+    run = _Run(where, search, backend, min_gain, path, seconds, seed)
+    end = time.monotonic() + (FOREVER if budget is None else budget)
+    try:
+        for i, each in enumerate(cases):
+            now = time.monotonic()
+            if i and now >= end:
+                run.leave(each, "the budget was used up")
+                continue
+
+            def say(what: str, done: int, of: int, number: int = i, running: Case = each) -> None:
+                if progress is not None:
+                    progress(number, len(cases), running, what, done, of)
+
+            run.tune(each, now + (end - now) / (len(cases) - i), say)
+    finally:
+        run.close()
+    return run.report
+
+
+class _Run:
+    """What the cases of one run share: workers, the table, the report."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        search: Search,
+        backend: str | None,
+        min_gain: float,
+        path: Path | None,
+        seconds: float,
+        seed: int | None,
+    ) -> None:
+        self._device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
+        self._machine = machine.describe(device).to_dict()
+        target = path or users_table(self._machine["device"])
+        if target.exists():
+            table.read(target)  # rows are merged into it: a file that is no table is refused before the work
+        seed = secrets.randbelow(2**31) if seed is None else seed
+        self.report = Report(self._machine["device"], seed, target)
+        gpu = device.type == "cuda"
+        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds)
+        self._compilers, self._bench = Compilers(current().max_jobs, arch(device), seconds), Watched()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._compilers.close()
+        self._bench.close()
+
+    def leave(self, case: Case, reason: str, *, failed: bool = False) -> None:
+        """Note a case that was not tuned."""
+        self.report.untuned.append(Untuned(*case.key, reason, failed))
+
+    def tune(self, case: Case, until: float, say: Callable[[str, int, int], None]) -> None:
+        """Tune one case, alone on machines that share this cache folder."""
+        subject, problem = case.contract, _problem(case, self._device, self.report.seed)
+        found = space(problem, self._search, self._backend)
+        key = (subject.name, case.direction, found.bucket, found.dtype, "default")
+        before = self._rows().get(key)
+        say("waiting for another tuner", 0, 1)
+        with _alone(f"{self._machine['device']} {subject.name}") as waited:
+            if waited:
+                table.forget()
+                found = space(problem, self._search, self._backend)
+                if self._rows().get(key) != before:
+                    self.leave(case, "another process has just tuned it")
+                    return
+            if all(trial.backend == "torch" for trial in found.trials):
+                self.leave(case, "torch alone can run it")
+                return
+            began = time.monotonic()
+            track = Track(problem, self._compilers, self._bench, self._effort)
+            try:
+                race = track.race(found, until, say)
+                torchs = next((s for t, s in race.samples.items() if t.backend == "torch"), None) or track.torch()
+            except (BackendError, WorkerFailed) as error:
+                self.leave(case, str(error), failed=True)
+                return
+            tuned = decide(case, found, race, torchs, self._min_gain, time.monotonic() - began)
+            if tuned.changed or before is None:
+                table_update.update(self.report.table, header(self._machine), [tuned.row])
+            self.report.tuned.append(tuned)
+
+    def _rows(self) -> dict[tuple[str, ...], table.Row]:
+        """Rows of the table that is written."""
+        return {row.key: row for row in table.read(self.report.table)[1]} if self.report.table.exists() else {}
+
+
+def _cases(
+    suite: str, case: Mapping[str, Any] | None, dtype: str | None, direction: Direction | None, device: torch.device
+) -> list[Case]:
+    """Cases of an op, a family or all, without those whose row an earlier one already decides."""
+    known = known_contracts()
+    if suite not in known and suite not in suites():
+        raise UsageError(f"no op or suite named {suite!r}. Ops: {', '.join(known)}. Suites: {', '.join(suites())}.")
+    family, ops = (known[suite].family, [suite]) if suite in known and suite not in suites() else (suite, None)
+    found: dict[tuple[Any, ...], Case] = {}
+    for each in select(family, ops=ops, dtype=dtype, case=case, device=device):
+        if direction in (None, each.direction):
+            found.setdefault(
+                (each.contract.name, each.direction, each.dtype, bucket_of(_problem(each, device, 0))), each
+            )
+    return list(found.values())
+
+
+def _problem(case: Case, device: torch.device, seed: int) -> Problem:
+    modules = modules_of(case.contract, device.type)
+    return Problem(case.contract.name, case.direction, case.workload.params, case.dtype, str(device), seed, modules)
+
+
+@contextmanager
+def _alone(what: str) -> Iterator[bool]:
+    """Nobody else on machines that share this cache folder tunes `what` in the block; True if we had to wait."""
+    locks = current().cache_dir / "locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
+    lock = FileLock(locks / f"tune-{slug(what)}.lock")
+    try:
+        lock.acquire(timeout=0)
+        waited = False
+    except Timeout:
+        lock.acquire()
+        waited = True
+    try:
+        yield waited
+    finally:
+        lock.release()

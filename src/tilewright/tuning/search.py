@@ -1,0 +1,203 @@
+"""The race for one problem: compile and check candidates while the budget lasts, then time those that are right.
+
+Timing is interleaved in one process, in groups that hold the present choice, so that ratios to it can be compared
+across groups.  A short first look leaves the few that come near the best; these are timed once more, longer.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.bench.statistics import Ratio, Samples, paired_ratio
+from tilewright.errors import BackendError
+from tilewright.tuning.compiling import Compilers
+from tilewright.tuning.problem import Problem
+from tilewright.tuning.space import Space, Trial
+from tilewright.tuning.watched import Watched, WorkerFailed
+
+PREPARE_S = 300.0  # inputs and oracle of the largest workloads, on a busy machine
+GROUP = 8  # candidates timed in one go: each holds outputs of its own
+FINALISTS = 6
+NEAR = 1.08  # a first look errs by a few percent
+TRYING = 0.75  # share of a budget for compiling and checking
+NO_TIME = "not tried: the budget was used up"
+
+Progress = Callable[[str, int, int], None]
+"""(what is under way, done, in all)."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds of the first look and of the last, and seconds that one candidate may take for any step."""
+
+    look: int
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Race:
+    """What a race found.  best: the fastest.  ratio: present / best, round by round, None where present is out.
+
+    samples: of the last look, the present choice's, each backend's best and torch's among them.
+    """
+
+    best: Trial
+    ratio: Ratio | None
+    samples: dict[Trial, Samples]
+
+
+class Track:
+    """One problem in the hands of workers: `compilers` for all candidates, one `bench` worker that has the device."""
+
+    def __init__(self, problem: Problem, compilers: Compilers, bench: Watched, effort: Effort) -> None:
+        self._problem, self._compilers, self._bench, self._effort = problem, compilers, bench, effort
+        self._prepared: int | None = None
+
+    def race(self, space: Space, until: float, progress: Progress) -> Race:
+        """Find the fastest right candidate before `until` (of time.monotonic).
+
+        Raises BackendError where none is right.
+        """
+        trials = space.trials
+        trying_until = time.monotonic() + TRYING * (until - time.monotonic())
+        self._try(trials, len(space.first), trying_until, progress)
+        if space.present.backend == "torch" and self._problem.direction == "bwd":
+            space.present.reason = "torch's backward is autograd's: no row can ask for it"
+        progress("timing", 0, 2)
+        right = self._in_race(trials)
+        self._look(right, self._effort.look, space.present)
+        progress("timing", 1, 2)
+        finalists = _finalists(self._in_race(right), space.present)
+        samples = self._timed(finalists, self._effort.rounds)
+        progress("timing", 2, 2)
+        best = min(self._in_race(finalists), key=lambda trial: samples[trial].median)
+        ratio = paired_ratio(samples[space.present], samples[best]) if space.present in samples else None
+        return Race(best, ratio, samples)
+
+    def torch(self) -> Samples | None:
+        """Times of torch's own forward or backward on this problem; None where it cannot be timed."""
+        try:
+            (times,) = self._ask("time", [("torch", None)], self._effort.rounds)
+        except WorkerFailed as error:
+            times = str(error)
+        return None if isinstance(times, str) else Samples(times)
+
+    def _try(self, trials: Sequence[Trial], always: int, until: float, progress: Progress) -> None:
+        """Compile and check, in batches as large as the pool; the first `always` whatever the time."""
+        done = 0
+        for batch in _batches(trials, max(always, 2 * self._compilers.jobs), 2 * self._compilers.jobs):
+            compiled = 0
+
+            def advance() -> None:
+                nonlocal compiled
+                compiled += 1
+                progress("compiling", done + compiled, len(trials))  # noqa: B023 - called before the next batch
+
+            if done and time.monotonic() > until:
+                for trial in batch:
+                    trial.reason = NO_TIME
+                continue
+            self._compilers.compile(self._problem, batch, advance)
+            for trial in batch:
+                done += 1
+                if trial.reason is None and done > always and time.monotonic() > until:
+                    trial.reason = NO_TIME
+                if trial.reason is None:
+                    trial.reason = self._checked(trial)
+                progress("checking", done, len(trials))
+
+    def _checked(self, trial: Trial) -> str | None:
+        try:
+            reason: str | None = self._ask("check", *trial.choice)
+        except WorkerFailed as error:
+            return str(error)
+        return reason
+
+    def _look(self, trials: Sequence[Trial], rounds: int, present: Trial) -> None:
+        """A rough time of each, comparable across groups through the present choice."""
+        others = [trial for trial in trials if trial is not present]
+        reference: float | None = None
+        for group in _batches(others, GROUP, GROUP):
+            shared = [present, *group] if present.reason is None else group
+            samples = self._timed(shared, rounds)
+            base = samples[present].median if present in samples else None
+            reference = reference or base
+            scale = reference / base if reference and base else 1.0
+            for trial, found in samples.items():
+                trial.us = found.median * scale
+        if not others:
+            for trial, found in self._timed(list(trials), rounds).items():
+                trial.us = found.median
+
+    def _timed(self, trials: Sequence[Trial], rounds: int) -> dict[Trial, Samples]:
+        """Interleaved samples; who cannot be timed gets a reason and is missing."""
+        racing = [trial for trial in trials if trial.reason is None]
+        while racing:
+            try:
+                answers = self._ask("time", [trial.choice for trial in racing], rounds)
+            except WorkerFailed:
+                culprit, reason = self._culprit(racing)
+                culprit.reason = f"{reason} (while it was timed)"
+                racing.remove(culprit)
+                continue
+            timed = {}
+            for trial, answer in zip(racing, answers, strict=True):
+                if isinstance(answer, str):
+                    trial.reason = answer
+                else:
+                    timed[trial] = Samples(answer)
+                    trial.us = timed[trial].median
+            return timed
+        return {}
+
+    def _culprit(self, trials: Sequence[Trial]) -> tuple[Trial, str]:
+        """Which of these takes the worker down, and how: the half that does so alone holds it."""
+        while len(trials) > 1:
+            half = trials[: len(trials) // 2]
+            try:
+                self._ask("time", [trial.choice for trial in half], 1)
+            except WorkerFailed:
+                trials = half
+            else:
+                trials = trials[len(half) :]
+        try:
+            self._ask("time", [trials[0].choice], self._effort.rounds)
+        except WorkerFailed as error:
+            return trials[0], str(error)
+        return trials[0], "crashed: only beside others"
+
+    def _in_race(self, trials: Sequence[Trial]) -> list[Trial]:
+        found = [trial for trial in trials if trial.reason is None]
+        if not found:
+            reasons = "; ".join(f"{trial}: {trial.reason}" for trial in trials[:3])
+            raise BackendError(f"{self._problem.op}: no candidate is right here ({reasons})")
+        return found
+
+    def _ask(self, request: str, *arguments: Any) -> Any:
+        """Ask the worker that has the device; a new one is first given the problem."""
+        if not self._bench.alive or self._prepared != self._bench.generation:
+            try:
+                self._bench.ask("prepare", self._problem, timeout=PREPARE_S)
+            except WorkerFailed as error:
+                raise BackendError(f"{self._problem.op}: its inputs cannot be made: {error}") from None
+            self._prepared = self._bench.generation
+        seconds = self._effort.seconds * (len(arguments[0]) if isinstance(arguments[0], list) else 1)
+        return self._bench.ask(request, *arguments, timeout=seconds)
+
+
+def _batches(trials: Sequence[Trial], first: int, size: int) -> Iterator[list[Trial]]:
+    """The first batch of one size, the others of another."""
+    yield list(trials[:first])
+    for start in range(first, len(trials), size):
+        yield list(trials[start : start + size])
+
+
+def _finalists(trials: Sequence[Trial], present: Trial) -> list[Trial]:
+    """The present choice, the best of each backend, and those that come near the best of all."""
+    ranked = sorted(trials, key=lambda trial: trial.us or 0.0)
+    near = [trial for trial in ranked if (trial.us or 0.0) <= NEAR * (ranked[0].us or 0.0)]
+    leaders = {trial.backend: trial for trial in reversed(ranked)}
+    chosen = [*leaders.values(), *near[:FINALISTS], *([present] if present in trials else [])]
+    return list(dict.fromkeys(chosen))

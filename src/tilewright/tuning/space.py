@@ -1,0 +1,84 @@
+"""What there is to try for one problem: every backend that can run it, in every configuration of its search space."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tilewright.dispatch import implementations
+from tilewright.dispatch.configs import to_row
+from tilewright.dispatch.select import known, refusal
+from tilewright.tuning.problem import Problem, without_memory
+
+Search = Literal["exhaustive", "random"]
+
+
+@dataclass(eq=False)
+class Trial:
+    """One candidate and what became of it.
+
+    default  the present choice, or what a backend takes where nothing is tuned
+    reason   why it is out of the race; None while it is in it
+    us       its median time, microseconds
+    """
+
+    backend: str
+    config: Any
+    default: bool = False
+    reason: str | None = None
+    us: float | None = None
+
+    @property
+    def choice(self) -> tuple[str, Any]:
+        """(backend, config), as it is sent to a worker."""
+        return self.backend, self.config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"backend": self.backend, "config": to_row(self.config), "us": self.us, "reason": self.reason}
+
+    def __str__(self) -> str:
+        fields = to_row(self.config)
+        return self.backend if not fields else f"{self.backend} " + " ".join(f"{k}={v}" for k, v in fields.items())
+
+
+@dataclass(frozen=True)
+class Space:
+    """present: what runs today.  first: the present choice, then each backend's own default; rest: all others."""
+
+    bucket: str
+    dtype: str
+    present: Trial
+    why: str
+    first: tuple[Trial, ...]
+    rest: tuple[Trial, ...]
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All of them, in the order they are tried."""
+        return self.first + self.rest
+
+
+def space(problem: Problem, search: Search, backend: str | None = None) -> Space:
+    """The candidates of `problem`, in the order they are tried; with `backend` only of that one.
+
+    The present choice is always among them.  torch counts in the forward only: its backward is autograd's, which a
+    table cannot ask for.
+    """
+    with without_memory(problem) as call:
+        raw, args = call
+        plan = raw.plan(args, "auto", "default")
+        bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
+        found = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
+        able = [name for name in known(found) if refusal(raw, found, name, args, "default") is None]
+    present = Trial(plan.backend, plan.config, default=True)
+    first, rest = [present], list[Trial]()
+    for name in able:
+        if (backend is not None and name != backend) or (name == "torch" and problem.direction == "bwd"):
+            continue
+        configs = found[name].space(bucket, dtype) if name in found else (None,)
+        for i, config in enumerate(configs):
+            if (name, config) != present.choice:
+                (rest if i else first).append(Trial(name, config, default=not i))
+    if search == "random":
+        random.Random(problem.seed).shuffle(rest)
+    return Space(plan.bucket, plan.dtype, present, plan.why, tuple(first), tuple(rest))

@@ -1,0 +1,199 @@
+"""A problem made real, in a worker: its tensors, what its results are judged by, and the clock."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.bench.accuracy import Judge, tensors
+from tilewright.bench.cases import Case as BenchCase
+from tilewright.bench.contestants import Contestant, prepare, random_cotangents, reference_outputs
+from tilewright.bench.graph import capture, interleave_replays
+from tilewright.bench.measure import launch_sized
+from tilewright.bench.peers import bound
+from tilewright.bench.rotation import rotate, sets_for
+from tilewright.bench.timing import interleave
+from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl
+from tilewright.dispatch.select import refusal
+from tilewright.tuning.problem import Problem, raw_call, shrunk, without_memory
+from tilewright.validate.bits import memory, replicas
+from tilewright.validate.case import Case, Findings
+from tilewright.validate.modes import MODES
+from tilewright.validate.modes.memory import GUARD, guarded, poisoned
+
+LAUNCHES = 64  # of one captured graph
+_CHECKS = {"fwd": ("eager", "poison", "inputs_unchanged"), "bwd": ("backward", "poison", "inputs_unchanged")}
+
+Call = Callable[[], object]
+
+
+class Subject:
+    """The problem's own tensors: no candidate ever sees those of a user."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.contract, self.device = problem, problem.contract, torch.device(problem.device)
+        self.sample = problem.sample()
+        self.raw, self.args = raw_call(problem, self.sample)
+        cost = self.contract.cost(self.sample, problem.direction)
+        self.bytes = cost.bytes_read + cost.bytes_written
+        self._shrunk = shrunk(problem)
+        self._small, self._rule = self._small_case(), self._two_times_rule()
+
+    def implementation(self, backend: str) -> Implementation:
+        """The registered implementation of a backend."""
+        return implementations(self.raw.op, self.raw.direction, self.raw.package, self.device.type)[backend]
+
+    # Being right.
+
+    def check(self, backend: str, config: Any) -> str | None:
+        """Why a candidate is wrong, or None: first a small problem, tile by tile, then the one that is timed."""
+        if backend == "torch":
+            return None
+        chosen = self.implementation(backend)
+        with _installed(chosen, config):
+            fault = self._validate(backend)
+        return fault or self._judge_guarded(chosen, config)
+
+    def _validate(self, backend: str) -> str | None:
+        """`validate`'s own modes on few rows: the float64 oracle, fresh inputs, poisoned memory, untouched inputs."""
+        if not self._takes_few_rows(backend):
+            return None
+        self._small.backend = backend
+        for name in _CHECKS[self.problem.direction]:
+            found = Findings(self._small)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, about the deterministic algorithms that poisoning asks for
+                MODES[name].run(self._small, found)
+            if found.faults:
+                return f"wrong ({name}): {found.faults[0]}"
+        return None
+
+    def _takes_few_rows(self, backend: str) -> bool:
+        """Can the public function run the small problem on `backend`, there and back?"""
+        for problem in (replace(self._shrunk, direction="fwd"), self._shrunk):
+            with without_memory(problem) as (raw, args):
+                found = implementations(raw.op, raw.direction, raw.package, self.device.type)
+                if refusal(raw, found, backend, args, "default") is not None:
+                    return False
+        return True
+
+    def _small_case(self) -> Case:
+        def make(seed: int) -> Sample:
+            return replace(self._shrunk, seed=seed).sample()
+
+        case = Case(self.contract, "tuning", make, backend=None, seed=self.problem.seed)
+        if self.problem.direction == "fwd":
+            case.positions = ()  # the modes then leave the backward alone
+        return case
+
+    def _judge_guarded(self, chosen: Implementation, config: Any) -> str | None:
+        """Launch into NaN-filled outputs with noise on both sides: all of them is written, and nothing around them."""
+        outs = tuple(
+            guarded(tuple(t.shape), t.dtype, self.device, GUARD, 0, t.stride())
+            for t in self.raw.allocate(self.args, "meta")
+        )
+        edges = [(edge, edge.clone()) for t in outs for edge in _edges(t)]
+        with poisoned(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chosen.launch(outs, *self.args, config=config)
+        if any(not torch.equal(edge, before) for edge, before in edges):
+            return "wrong: wrote outside its outputs"
+        return self._judge(outs)
+
+    def _judge(self, outs: object) -> str | None:
+        right, error = self._rule([t for t in tensors(outs) if t.numel()])
+        return None if right else f"wrong: relative error {error:.3g}, torch's {self._rule.torch_error:.3g}"
+
+    def _two_times_rule(self) -> Judge:
+        """For the whole problem: the reference on float64, and what torch makes of it in the same dtype."""
+        wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in self.args]
+        exact, torchs = self.raw.reference(*wide), self.raw.plain(*self.args)
+        factor = self.contract.tolerance if self.problem.direction == "fwd" else self.contract.gradient_tolerance
+        return Judge([t for t in tensors(exact) if t.numel()], [t for t in tensors(torchs) if t.numel()], factor)
+
+    # Being fast.
+
+    def time(self, choices: Sequence[tuple[str, Any]], rounds: int) -> list[list[float] | str]:
+        """Interleaved device times in microseconds, one a round and choice; a reason for one that cannot be timed."""
+        made: dict[str, Call] = {}
+        reasons: dict[str, str] = {}
+        graphs = launch_sized(self.bytes, self.device)
+        with torch.inference_mode(self.problem.direction == "fwd"):
+            for i, (backend, config) in enumerate(choices):
+                try:
+                    call = rotate(self._calls(backend, config))
+                    made[str(i)] = capture(call, launches=LAUNCHES, device=self.device) if graphs else call
+                except RuntimeError as error:
+                    reasons[str(i)] = f"cannot be captured: {error}".splitlines()[0][:200]
+            if graphs:
+                timed = interleave_replays(made, device=self.device, launches=LAUNCHES, rounds=rounds, evict=True)
+            else:
+                timed = interleave(made, device=self.device, rounds=rounds)
+            for name in timed:
+                backend, config = choices[int(name)]
+                fault = None if backend == "torch" else self._judge(self._call(backend, config, self._sets[0])())
+                if fault is not None:
+                    reasons[name] = f"after timing: {fault}"
+        del made
+        gc.collect()  # graphs hold their memory
+        return [reasons.get(str(i)) or timed[str(i)].us for i in range(len(choices))]
+
+    @cached_property
+    def _sets(self) -> list[tuple[Any, ...]]:
+        """Copies of the arguments, enough to find the L2 cold at every call."""
+        count = sets_for(self.bytes, self.device, at_most=LAUNCHES)
+        return [self.args, *(replicas(self.args) for _ in range(count - 1))]
+
+    def _calls(self, backend: str, config: Any) -> list[Call]:
+        if backend == "torch" and self.problem.direction == "bwd":
+            return self._autograd()
+        return [self._call(backend, config, args) for args in self._sets]
+
+    def _call(self, backend: str, config: Any, args: tuple[Any, ...]) -> Call:
+        if backend == "torch":
+            return lambda: self.raw.plain(*args)
+        launch = self.implementation(backend).launch
+
+        def call() -> tuple[Tensor, ...]:
+            outs = self.raw.allocate(args, self.device)
+            launch(outs, *args, config=config)
+            return outs
+
+        return call
+
+    def _autograd(self) -> list[Call]:
+        """torch's own backward, as a model without this library runs it: what `torch_us` means."""
+        contract, seed = self.contract, self.problem.seed
+        workload = Workload("tuning", self.problem.params, (self.problem.dtype,))
+        case = BenchCase(contract, workload, self.problem.dtype, "bwd")
+        torchs = Contestant("torch", True, partial(bound, partial(contract.function, backend="torch")))
+        cotangents = random_cotangents(reference_outputs(contract, self.sample, "fwd", ()), seed)
+        calls = (prepare(torchs, self.sample, case, cotangents) for _ in self._sets)
+        return [call for call in calls if call is not None]
+
+
+@contextmanager
+def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
+    """Let the public function run `chosen` with this config, whatever a plan says; this process is nobody else's."""
+
+    def launch(outs: tuple[Tensor, ...], *args: Any, **planned: Any) -> None:
+        chosen.launch(outs, *args, config=config)
+
+    options = {f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name not in ("op", "launch")}
+    register_impl(chosen.op, **options)(launch)
+    try:
+        yield
+    finally:
+        register_impl(chosen.op, **options)(chosen.launch)
+
+
+def _edges(t: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes before and after a guarded output; they share its memory."""
+    everything, width = memory(t), GUARD * t.element_size()
+    return everything[:width], everything[-width:]

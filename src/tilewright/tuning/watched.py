@@ -1,0 +1,130 @@
+"""A worker process under watch: it answers in time, or it is killed and the reason is known.
+
+The worker is a plain `python -m`, not a fork: it shares no CUDA context with its parent, and a script that tunes needs
+no `if __name__ == "__main__"`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+START_S = 120.0  # Python, torch and the ops are imported: seconds, and more on a busy machine
+
+
+class WorkerFailed(Exception):
+    """The request raised in the worker, which lives on.  The text is the reason."""
+
+
+class WorkerLost(WorkerFailed):
+    """The worker hung, crashed or lost its device, and is gone.  The text is the reason."""
+
+
+class Watched:
+    """One worker: `ask`, or `send` and later `answer`.  It starts with the first request, anew after a loss."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = False  # has it said that it is there?
+        self._limit = self.deadline = 0.0
+        self.generation = 0
+        """How many processes there have been."""
+
+    @property
+    def alive(self) -> bool:
+        """Is there a process that has not been lost?"""
+        return self._process is not None
+
+    @property
+    def connection(self) -> Connection:
+        """Readable when there is something to hear; see `settled`."""
+        return self._connection
+
+    def ask(self, request: str, *arguments: Any, timeout: float) -> Any:
+        """What the worker returns.  Raises WorkerFailed, and WorkerLost after `timeout` seconds."""
+        self.send(request, *arguments, timeout=timeout)
+        return self.answer()
+
+    def send(self, request: str, *arguments: Any, timeout: float) -> None:
+        """Begin a request, and a process where there is none; the time it takes to start does not count."""
+        if self._process is not None and self._process.poll() is not None:  # it died idle
+            self.close()
+        if self._process is None:
+            self._start()
+        self._limit = timeout
+        self.deadline = time.monotonic() + (timeout if self._started else START_S)
+        with suppress(OSError):  # it has just died: the answer will say so
+            self._connection.send((request, *arguments))
+
+    def settled(self) -> bool:
+        """Would `answer` return at once?  Hears that a process has started, from when on its time counts."""
+        if not self._started and self._connection.poll(0):
+            try:
+                self._connection.recv()
+            except (EOFError, OSError):
+                return True
+            self._started = True
+            self.deadline = time.monotonic() + self._limit
+        return self._connection.poll(0) or time.monotonic() >= self.deadline
+
+    def answer(self) -> Any:
+        """Wait for the answer to the request under way."""
+        assert self._process is not None, "nothing was asked"
+        try:
+            while not self.settled():
+                self._connection.poll(max(0.0, self.deadline - time.monotonic()))
+            if not self._connection.poll(0):
+                late = f"no answer in {self._limit:g} s" if self._started else f"not started in {START_S:g} s"
+                self.close()
+                raise WorkerLost(f"hung: {late}")
+            kind, value = self._connection.recv()
+        except (EOFError, OSError):
+            reason = self._last_words(self._process.wait())
+            self.close()
+            raise WorkerLost(reason) from None
+        if kind == "lost":
+            self.close()
+            raise WorkerLost(value)
+        if kind == "failed":
+            raise WorkerFailed(value)
+        return value
+
+    def close(self) -> None:
+        """End the process, whatever it is doing, and the compilers it has started."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+            self._started = False
+            self._connection.close()
+            self._errors.close()
+
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tilewright.tuning.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": path, **self._environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.generation += 1
+
+    def _last_words(self, status: int) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        how = f"crashed: {signal.Signals(-status).name}" if status < 0 else f"crashed: exit status {status}"
+        return f"{how}, {lines[-1][:200]}" if lines else how

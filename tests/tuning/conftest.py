@@ -1,0 +1,38 @@
+"""An op of our own, an empty cache folder, and nothing left behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tilewright import settings
+from tilewright.dispatch import table
+from tilewright.dispatch.contract import _contracts
+from tilewright.log import forget_logged
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """TILEWRIGHT_CACHE_DIR, for this process and its workers."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TILEWRIGHT_MAX_JOBS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("TILEWRIGHT_TUNING_TABLE", raising=False)
+    settings.reload()
+    table.forget()
+    forget_logged()
+    yield tmp_path / "cache"
+    monkeypatch.undo()
+    settings.reload()
+    table.forget()
+
+
+@pytest.fixture
+def fake_op(cache_folder: Path) -> Iterator[ModuleType]:
+    """tests/tuning/fake_op.py; its contract is known during the test only, because other tests go through all."""
+    from tests.tuning import fake_op
+
+    _contracts[fake_op.NAME] = fake_op.CONTRACT
+    yield fake_op
+    del _contracts[fake_op.NAME]

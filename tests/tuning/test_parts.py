@@ -1,0 +1,146 @@
+"""The tuner's parts alone: search spaces, small problems, decisions, watched workers."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewright.bench.statistics import Samples, paired_ratio
+from tilewright.dispatch import contracts, implementations
+from tilewright.dispatch.configs import from_row, to_row
+from tilewright.tuning.decide import decide
+from tilewright.tuning.problem import Problem, bucket_of, shrunk, without_memory
+from tilewright.tuning.search import Race
+from tilewright.tuning.space import Space, Trial, space
+from tilewright.tuning.watched import Watched, WorkerFailed, WorkerLost
+
+
+def problem(op: str, direction: str = "fwd", name: str | None = None) -> Problem:
+    """A declared GPU workload, planned for a GPU that need not be here."""
+    import tilewright.ops  # noqa: F401 - binds every contract
+
+    workloads = contracts()[op].workloads
+    params = next(w for w in workloads if name in (None, w.name)).params
+    return Problem(op, direction, params, torch.bfloat16, "cuda", 0, ("tilewright.ops",))
+
+
+def every_space():
+    """(raw op, implementation, bucket, dtype) of every workload."""
+    import tilewright.ops  # noqa: F401 - binds every contract
+
+    for contract in contracts().values():
+        for raw in contract.raw_ops:
+            found = implementations(raw.op, raw.direction, raw.package)
+            for workload in contract.workloads:
+                if raw.direction in workload.directions:
+                    made = problem(contract.name, raw.direction, workload.name)
+                    with without_memory(made) as call:
+                        bucket = raw.bucket_of(call.args, "default")
+                    yield from ((raw, each, bucket) for each in found.values() if each.candidates)
+
+
+def test_every_declared_space_holds_the_default_and_survives_json():
+    seen = set()
+    for raw, implementation, bucket in every_space():
+        for dtype in (torch.bfloat16, torch.float32):
+            configs = implementation.space(bucket, dtype)
+            assert configs[0] == implementation.configure(bucket, dtype)
+            assert len(set(configs)) == len(configs)
+            assert len(configs) <= 64, f"{raw.key} {bucket}: {len(configs)} candidates take too long"
+            for config in configs:
+                row = json.loads(json.dumps(to_row(config)))
+                assert from_row(implementation, row, bucket, dtype) == config
+        seen.add((raw.key, implementation.backend))
+    triton_ops = {contract.name for contract in contracts().values()}
+    assert {key for key, backend in seen if backend == "triton"} >= triton_ops
+
+
+def test_the_present_choice_is_tried_first_and_a_random_order_is_repeatable(cache_folder):
+    subject = problem("softmax", "bwd")
+    plain = space(subject, "exhaustive", "triton")
+    shuffled = [space(subject, "random", "triton") for _ in range(2)]
+    assert plain.present is plain.first[0]
+    assert plain.present.default
+    order = [[trial.config for trial in each.rest] for each in (plain, *shuffled)]
+    assert order[1] == order[2] != order[0]
+    assert set(order[0]) == set(order[1])
+    assert "torch" not in {trial.backend for trial in plain.trials}, "a table cannot ask for autograd"
+
+
+@pytest.mark.parametrize(
+    ("op", "workload", "changed"),
+    [
+        ("rms_norm", "llama8b_train", {"M": 37}),
+        ("softmax", "decode_1", {}),
+        ("silu_and_mul", "llama70b_train", {"M": 37}),
+        ("apply_rope", "llama8b_1x8k", {"S": 37}),
+        ("apply_rope", "llama8b_packed", {"T": 37}),
+    ],
+)
+def test_a_small_problem_has_few_rows_and_the_same_width(op, workload, changed):
+    whole = problem(op, name=workload)
+    small = shrunk(whole)
+    assert {k: v for k, v in small.params.items() if whole.params[k] != v and k != "positions"} == changed
+    assert bucket_of(small, "batch_invariant") == bucket_of(whole, "batch_invariant")
+
+
+def decided(present_us, best_us, min_gain=0.03):
+    present, best, torchs = Trial("triton", None), Trial("cutile", None), Trial("torch", None)
+    samples = {present: Samples(present_us), best: Samples(best_us), torchs: Samples([900.0] * len(best_us))}
+    race = Race(best, paired_ratio(samples[present], samples[best]), samples)
+    case = SimpleNamespace(contract=SimpleNamespace(name="op"), direction="fwd", workload=SimpleNamespace(name="w"))
+    return decide(
+        case, Space("M=1", "bfloat16", present, "", (present,), (best,)), race, samples[torchs], min_gain, 1.0
+    )
+
+
+def test_a_gain_beyond_threshold_and_noise_changes_the_choice():
+    tuned = decided([100.0] * 9, [90.0] * 9)
+    assert tuned.changed
+    assert tuned.row["backend"] == "cutile"
+    assert tuned.row["runner_up"] == {"backend": "triton", "config": None, "us": 100.0}
+    assert tuned.row["torch_us"] == 900.0
+
+
+@pytest.mark.parametrize(
+    ("best", "note"),
+    [
+        ([98.0] * 9, "gains less than 3%"),
+        ([60.0, 140.0, 61.0, 139.0, 62.0, 141.0, 63.0, 142.0, 64.0], "not faster beyond the noise"),
+    ],
+)
+def test_a_small_or_doubtful_gain_does_not(best, note):
+    tuned = decided([100.0] * 9, best)
+    assert not tuned.changed
+    assert tuned.row["backend"] == "triton"
+    assert note in tuned.note
+
+
+def test_a_present_choice_that_is_out_is_replaced_whatever_the_gain():
+    present, best = Trial("triton", None, reason="wrong: relative error 1"), Trial("cutile", None)
+    race = Race(best, None, {best: Samples([100.0] * 9)})
+    case = SimpleNamespace(contract=SimpleNamespace(name="op"), direction="bwd", workload=SimpleNamespace(name="w"))
+    tuned = decide(case, Space("M=1", "bfloat16", present, "", (present,), (best,)), race, None, 0.03, 1.0)
+    assert tuned.changed
+    assert tuned.note == "the present choice is out: wrong: relative error 1"
+
+
+def test_a_worker_is_replaced_when_it_is_lost(fake_op, cache_folder):
+    subject = Problem(
+        fake_op.NAME, "fwd", {"M": 4, "N": 8}, torch.float32, "cpu", 0, ("tilewright.ops", "tests.tuning.fake_op")
+    )
+    worker = Watched()
+    try:
+        with pytest.raises(WorkerFailed, match="AttributeError"):
+            worker.ask("no_such_request", timeout=30)
+        assert worker.alive
+        worker.ask("prepare", subject, timeout=30)
+        assert worker.ask("check", "cpu", fake_op.FAST, timeout=30) is None
+        with pytest.raises(WorkerLost, match="crashed: SIGSEGV"):
+            worker.ask("check", "cpu", fake_op.Config("crashes"), timeout=30)
+        assert not worker.alive
+        worker.ask("prepare", subject, timeout=30)
+        assert worker.generation == 2
+    finally:
+        worker.close()
