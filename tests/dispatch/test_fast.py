@@ -28,6 +28,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(TritonKernel, "__call__", call)
     monkeypatch.setattr(fast, "_current_device", lambda: -1)
+    monkeypatch.setattr(fast, "_HOST", None)
     monkeypatch.setattr(tape, "_current_stream", lambda device: 0)
     return made
 
@@ -117,3 +118,13 @@ def test_a_gradient_that_nobody_computes_is_refused_after_a_tape_too(launches, o
 
 class Subclass(torch.Tensor):
     pass
+
+
+def test_a_cpu_call_asks_for_no_cuda_device(monkeypatch):
+    """A CUDA build of torch without a GPU raises when it is asked for the current device."""
+
+    def no_gpu():
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr(fast, "_current_device", no_gpu)
+    tilewright.ops.softmax(torch.randn(2, 3))

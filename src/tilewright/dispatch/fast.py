@@ -24,6 +24,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_HOST = -1  # what `get_device` says of a CPU's tensor
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _recordings = recordings()
 
@@ -55,7 +56,9 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found 
     first = args[0]
     if _current_device is None or type(first) not in _PLAIN:
         return None
-    device = first.get_device()  # -1 on a CPU
+    device = first.get_device()
+    if device == _HOST:  # and there may be no CUDA device to ask for the current one
+        return None
     if device != _current_device() or _modes() or _recordings or _profiling() or _transforms() is not None:
         return None
     count = raw.tensor_count

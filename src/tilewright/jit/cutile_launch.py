@@ -1,4 +1,4 @@
-"""Launch cuTile kernels: compiled once a specialisation, ahead of time or at first use, then started through libcuda.
+"""Launch cuTile kernels: compiled once a specialisation, ahead of time or at first use, then started by `jit.driver`.
 
 `ct.launch` is not used: it compiles what it is given on the machine that it runs on.  Here cuda.tile turns the Python
 function into Tile IR, tileiras turns that into a cubin, the kernel cache keeps it, and `driver.Launch` starts it.  So a
@@ -10,7 +10,6 @@ int32; scalars by value; constants are gone; a block of (1, 1, 1), whatever numb
 
 import inspect
 import io
-import struct
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from tilewright.jit.tape import Step, taping
 from tilewright.settings import current
 
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_INT32_MAX = 2**31 - 1
 _VECTOR = 16  # bytes: the widest access, and what torch's allocators align to
 _BYTES = {"P": 8, "i": 4, "f": 4}
 
@@ -96,8 +96,7 @@ class CutileKernel:
         collector = collecting()
         if collector is not None:
             form = Form(_assume(args, _aligned_when_allocated), constants, hints)
-            key = self._key(collector.arch, form)
-            collector.add(self.name, lambda: kernels.get(key, lambda: _build(self.fn, key, form)), key)
+            collector.add(self.name, lambda: self._artifact(collector.arch, form), self._key(collector.arch, form))
             return
         index = args[0].device.index
         if index != torch.cuda.current_device():
@@ -113,13 +112,7 @@ class CutileKernel:
             launch = self._launches[known] = self._load(*known)
         parameters = _flatten(args)
         pointers = [p.data_ptr() if isinstance(p, Tensor) else p for p in parameters]
-        try:
-            launch(x, y, z, _current_stream(index), None, *pointers)  # type: ignore[misc]
-        except struct.error:
-            large = [p for p in parameters if isinstance(p, int) and p >= 1 << 31]
-            raise BackendError(
-                f'{self.name}: sizes and strides of cuTile have 32 bits, given {large}. Try backend="triton".'
-            ) from None
+        launch(x, y, z, _current_stream(index), None, *pointers)  # type: ignore[misc]
         tape = taping()
         if tape is not None:
             tape.add(Step(launch, (x, y, z), None, (), parameters))
@@ -193,12 +186,17 @@ def _assume(args: tuple[Any, ...], aligned: Any) -> tuple[Assumed, ...]:
 
 
 def _array(t: Tensor, aligned: bool) -> Array:
-    strides, per_vector = t.stride(), _VECTOR // t.element_size()
+    shape, strides, per_vector = t.shape, t.stride(), _VECTOR // t.element_size()
+    if max(*shape, *strides) > _INT32_MAX:
+        raise BackendError(
+            f"sizes and strides of cuTile have 32 bits, given {tuple(shape)} with strides {strides}. "
+            'Try backend="triton".'
+        )
     return Array(
         t.dtype,
         strides[-1] == 1,
         tuple([s % per_vector == 0 for s in strides[:-1]]),
-        t.shape[-1] % per_vector == 0,
+        shape[-1] % per_vector == 0,
         aligned,
     )
 

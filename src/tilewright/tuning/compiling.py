@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+import torch
+
 from tilewright.dispatch import implementations
 from tilewright.hardware import arch
 from tilewright.jit.collect import Collector, collect
@@ -60,15 +62,16 @@ def compile_candidate(problem: Problem, backend: str, config: Any, default: bool
     A default may spill: it is what runs where nothing is tuned, and has to be timed.
     What cannot be compiled without being launched is left to the check.
     """
-    with without_memory(problem) as call:
+    gpu = torch.device(problem.device).type == "cuda"
+    with without_memory(problem, meta=gpu) as call:
         raw, args = call
         implementation = implementations(raw.op, raw.direction, raw.package).get(backend)
         if implementation is None:  # torch
             return None
         with collect(arch(problem.device)) as collector:
             try:
-                implementation.launch(raw.allocate(args, problem.device), *args, config=config)
-            except Exception as error:  # noqa: BLE001 - fake tensors have no data: a launch that wants it is no fault
+                implementation.launch(raw.allocate(args, args[0].device), *args, config=config)
+            except Exception as error:  # noqa: BLE001 - these tensors have no data: a launch that wants it is no fault
                 logger.debug("%s %s: not compiled ahead: %s", backend, config, error)
                 return None
     return _compiled(collector, default)

@@ -81,12 +81,17 @@ def raw_call(problem: Problem, sample: Sample) -> Call:
 
 
 @contextmanager
-def without_memory(problem: Problem) -> Iterator[Call]:
-    """The call on fake tensors of the device: sizes, strides and types.  The device need not be there."""
+def without_memory(problem: Problem, *, meta: bool = False) -> Iterator[Call]:
+    """The call on fake tensors of the device, or on meta tensors: sizes, strides and types.  The device need not be
+    there.
+    """
     with FakeTensorMode():
         sample = problem.contract.inputs(problem.params, problem.dtype, torch.device("cpu"), problem.seed)
     # The reference is traced on meta tensors: slicing a fake GPU tensor wants a GPU
     raw, raw_args = raw_call(problem, Sample(_like(sample.args, "meta"), _like(dict(sample.kwargs), "meta")))
+    if meta:
+        yield Call(raw, _like(raw_args, "meta"))
+        return
     with FakeTensorMode():
         yield Call(raw, _like(raw_args, problem.device))
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
+from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
 from tilewright.ops.rows import as_rows
@@ -290,7 +291,7 @@ def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
         _short_forward(grid, (outs[0], x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
     elif config.split:
         parts = -(-n // config.split)
-        tops, totals = torch.empty(2, m, parts, dtype=torch.float32, device=x.device)
+        tops, totals = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
         _part((m * parts,), (tops, totals, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
         args = (outs[0], tops, totals, x, n, parts, x.stride(0))
         constants = (triton.next_power_of_2(parts), config.split)

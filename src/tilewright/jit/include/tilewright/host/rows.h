@@ -17,6 +17,16 @@ inline void sweep(int64_t n, Body body) {
     if (i < n) body(n - kWidth, Whole{});
 }
 
+enum Use { kRead, kWrite };
+
+// Asks memory for the F32 at `from`, which need not exist.
+template <Use kUse = kRead, class T>
+inline void prefetch(const T* from) {
+    constexpr int kLine = 64;
+    for (unsigned at = 0; at < kWidth * sizeof(T); at += kLine)
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + at, kUse);
+}
+
 // Number of the F32 that `sweep` reaches at i.
 inline int64_t slot(int64_t i) { return (i + kWidth - 1) / kWidth; }
 

@@ -1,0 +1,251 @@
+"""Rotary embedding in cuTile.  A block turns some heads of some neighbouring tokens: both halves of a row lie in
+registers, so every element of q and k is read once and written once, and one launch serves both.
+
+Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
+Every tensor is seen as (batch, head, token, element) or (batch, token, column) by its strides.  Blocks that share
+tokens are neighbours in the grid and find the tables in the L2.  The backward is the rotation by the opposite angle.
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.cutile_language import ct
+from tilewright.jit.cutile_launch import CutileKernel, Hints
+
+FILL = 512  # blocks wanted before tiles grow: about four for each SM of an H200
+NAN = float("nan")
+
+
+class Config(NamedTuple):
+    tokens: int
+    heads: int
+    num_warps: int = 4  # 4 or 8
+    occupancy: int = 0  # blocks that shall share an SM; 0: as tileiras chooses
+
+
+HEADS = 4  # one warp's vectors at D = 128 in bf16: its rows share a token, and so a row of the tables
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _tile(vectors: int, bucket: tuple[int, ...], dtype: torch.dtype, heads: int = HEADS) -> Config:
+    """128 threads with `vectors` 16-byte vectors of either half, and not over 8 of a whole row."""
+    *_, d, r = bucket
+    half, row = (next_power_of_2(n) * dtype.itemsize for n in (r // 2, d))
+    rows = max(1, min(vectors * 2048 // max(32, half), 8 * 2048 // row))
+    heads = min(heads, rows)
+    return Config(rows // heads, heads)
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The largest tile that still gives every SM work."""
+    t, h, h_kv, *_ = bucket
+    one = _tile(1, bucket, dtype)
+    tiles = (_tile(2, bucket, dtype), one, Config(min(2, one.tokens), one.heads), Config(1, one.heads))
+    return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
+
+
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure((t, 32, 8, d, r), dtype)
+        for d, r in ((64, 32), (64, 64), (128, 128), (256, 256))
+        for t in (1, 128, 512, 8192)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """One, two or four vectors of either half in a thread, or as much work in twice the threads."""
+    found = []
+    for vectors, heads in product((1, 2, 4), (1, 4, 8)):
+        tile = _tile(vectors, bucket, dtype, heads)
+        found += [tile, tile._replace(num_warps=8), tile._replace(tokens=max(1, tile.tokens // 2))]
+        if vectors == 1:
+            found.append(tile._replace(occupancy=8))
+    return tuple(dict.fromkeys(found))
+
+
+def _rope_kernel(
+    yq, yk, q, k, cos, sin, positions,  # q, yq: (B, H, S, D)   k, yk: (B, H_KV, S, D)   positions: (B, S)
+    R: ct.Constant[int], POSITIONS: ct.Constant[bool], INTERLEAVED: ct.Constant[bool], INVERSE: ct.Constant[bool],
+    TOKENS: ct.Constant[int], HEADS: ct.Constant[int], BLOCK_HALF: ct.Constant[int], BLOCK_REST: ct.Constant[int],
+):  # fmt: skip  # cos, sin: (B, S, W), or with POSITIONS (1, P, W)
+    groups_q = ct.cdiv(q.shape[1], HEADS)
+    groups = groups_q + ct.cdiv(k.shape[1], HEADS)
+    blocks = ct.cdiv(q.shape[2], TOKENS)
+    group = ct.bid(0) % groups
+    block = ct.bid(0) // groups
+    b = block // blocks
+    token = block % blocks * TOKENS + ct.arange(TOKENS, dtype=ct.int32)
+    # A position outside the table shows as NaN, the padding of its angles.
+    if POSITIONS:
+        at = (0, ct.gather(positions, (b, token))[:, None, None])
+    else:
+        at = (b, token[:, None, None])
+    if group < groups_q:
+        _turn(yq, q, cos, sin, b, group, token, at,
+              R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+    else:
+        _turn(yk, k, cos, sin, b, group - groups_q, token, at,
+              R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+
+
+def _turn(y, x, cos, sin, b, group, token, at, R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST):
+    """Turn HEADS heads of each token; every tile is (TOKENS, HEADS, elements)."""
+    h = (group * HEADS + ct.arange(HEADS, dtype=ct.int32))[None, :, None]
+    t = token[:, None, None]
+    tile = (token.shape[0], HEADS, BLOCK_HALF)
+    offs = ct.arange(BLOCK_HALF, dtype=ct.int32)[None, None, :]
+    pairs = None
+    if 2 * BLOCK_HALF > R:
+        pairs = offs < R // 2
+    if INTERLEAVED:
+        offs_angle = offs
+        offs_both = ct.arange(2 * BLOCK_HALF, dtype=ct.int32)[None, None, :]
+        both = ct.gather(x, (b, h, t, offs_both), mask=offs_both < R).reshape((*tile, 2))
+        x1 = both.extract((0, 0, 0, 0), (*tile, 1)).reshape(tile)
+        x2 = both.extract((0, 0, 0, 1), (*tile, 1)).reshape(tile)
+    else:
+        # Each head loads its token's angles anew, after the first one from the L1: without that, a token's angles
+        # reach the threads of its heads through 64 KB of shared memory.
+        offs_angle = ct.broadcast_to(offs, tile)
+        x1 = ct.gather(x, (b, h, t, offs), mask=pairs)
+        x2 = ct.gather(x, (b, h, t, offs + R // 2), mask=pairs)
+    c = ct.gather(cos, (*at, offs_angle), mask=pairs, padding_value=NAN)
+    s = ct.gather(sin, (*at, offs_angle), mask=pairs, padding_value=NAN)
+    if INVERSE:
+        y1 = _product(x1, c) + _product(x2, s)
+        y2 = _product(x2, c) - _product(x1, s)
+    else:
+        y1 = _product(x1, c) - _product(x2, s)
+        y2 = _product(x2, c) + _product(x1, s)
+    y1, y2 = y1.astype(y.dtype), y2.astype(y.dtype)
+    if INTERLEAVED:
+        turned = ct.cat((y1.reshape((*tile, 1)), y2.reshape((*tile, 1))), 3)
+        turned = turned.reshape((token.shape[0], HEADS, 2 * BLOCK_HALF))
+        ct.scatter(y, (b, h, t, offs_both), turned, mask=offs_both < R)
+    else:
+        ct.scatter(y, (b, h, t, offs), y1, mask=pairs)
+        ct.scatter(y, (b, h, t, offs + R // 2), y2, mask=pairs)
+    if BLOCK_REST > 0:
+        offs_rest = R + ct.arange(BLOCK_REST, dtype=ct.int32)[None, None, :]
+        ct.scatter(y, (b, h, t, offs_rest), ct.gather(x, (b, h, t, offs_rest)))
+
+
+def _product(x, angle):
+    """x * angle in float32, rounded where the model rounds it: if both have one dtype, to that."""
+    product = x.astype(ct.float32) * angle.astype(ct.float32)
+    if x.dtype == angle.dtype:
+        product = product.astype(x.dtype).astype(ct.float32)
+    return product
+
+
+_kernel = CutileKernel(_rope_kernel)
+
+
+def rotate(
+    outs: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    inverse: bool,
+    config: Config,
+) -> None:
+    """Forward, or with `inverse` backward."""
+    packed = q.dim() == 3
+    r, d = rotary_dim or cos.shape[-1], q.shape[-1]
+    tensors = tuple(_by_head(x) for x in (*outs, q, k))
+    batch, h, s = tensors[2].shape[:3]
+    if positions is None:
+        cos, sin = (_by_batch(t, packed, batch, s) for t in (cos, sin))
+        rows = cos  # not read
+    else:
+        cos, sin, rows = cos[None], sin[None], _by_batch(positions, packed, batch, s)
+    tokens = min(config.tokens, next_power_of_2(s))
+    groups = -(-h // config.heads) + -(-tensors[3].shape[1] // config.heads)
+    rest = next_power_of_2(d - r) if r < d else 0
+    constants = (r, positions is not None, interleaved, inverse, tokens, config.heads, next_power_of_2(r // 2), rest)
+    grid = (batch * -(-s // tokens) * groups,)
+    _kernel(grid, (*tensors, cos, sin, rows), constants, Hints(config.num_warps, config.occupancy or None))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(B, H, S, D); packed tokens, and sequences of one token each, are one sequence."""
+    if x.dim() == 3:
+        return x.transpose(0, 1)[None]
+    return x.transpose(0, 2) if x.shape[2] == 1 else x
+
+
+def _by_batch(rows: Tensor, packed: bool, batch: int, s: int) -> Tensor:
+    """(B, S, ...) of something with an entry for each token: (B or 1, S, ...), or packed (T, ...)."""
+    if packed:
+        return rows[None]
+    if rows.shape[1] == 1:
+        rows = rows.transpose(0, 1)
+    return rows.expand(batch, s, *rows.shape[2:])
+
+
+def supports(*args: object) -> str | None:
+    if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
+        return "has no float64"
+    return None
+
+
+@register_impl(
+    "apply_rope",
+    backend="cutile",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+    supports=supports,
+)
+def launch(
+    outs: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    *,
+    config: Config,
+) -> None:
+    rotate(outs, q, k, cos, sin, positions, interleaved, rotary_dim, False, config)
+
+
+@register_impl(
+    "apply_rope",
+    backend="cutile",
+    direction="bwd",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+    supports=supports,
+)
+def launch_backward(
+    outs: tuple[Tensor, Tensor],
+    dq: Tensor,
+    dk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    *,
+    config: Config,
+) -> None:
+    rotate(outs, dq, dk, cos, sin, positions, interleaved, rotary_dim, True, config)
