@@ -46,7 +46,19 @@ _HOME = {
         "tilewright.dispatch",
     ),
 }
-_MODULES = ("bench", "dispatch", "errors", "generate", "hardware", "models", "nn", "ops", "settings", "validate")
+_MODULES = (
+    "bench",
+    "dispatch",
+    "errors",
+    "generate",
+    "hardware",
+    "models",
+    "nn",
+    "ops",
+    "settings",
+    "tuning",
+    "validate",
+)
 
 __all__ = [
     "analyze",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.registry import own_registry
 
 from tilewright.bench import cases, measure, peers, suite
 from tilewright.bench.cases import select
@@ -16,7 +17,7 @@ from tilewright.bench.statistics import Samples
 from tilewright.bench.suite import run
 from tilewright.bench.tables import write_table
 from tilewright.bench.timing import interleave
-from tilewright.dispatch import Cost, Sample, contract, register_impl, table, unregister_impl
+from tilewright.dispatch import Cost, Sample, contract, register_impl, table
 from tilewright.errors import InputError, UsageError
 
 CPU = torch.device("cpu")
@@ -38,8 +39,8 @@ def planted() -> Iterator[Callable[..., None]]:
     def plant(launch: Callable[..., None]) -> None:
         register_impl("rms_norm", backend="cpu")(launch)
 
-    yield plant
-    unregister_impl("rms_norm", backend="cpu")
+    with own_registry():
+        yield plant
 
 
 def right(outputs: tuple[torch.Tensor, ...], x: torch.Tensor, weight: torch.Tensor, *options: Any, config: Any) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.assistant.planted import ceilings as planted_ceilings
+from tests.harness.registry import own_registry
 from typer.testing import CliRunner
 
 from tilewright import settings
 from tilewright.cli import app
-from tilewright.dispatch import register_impl, table, unregister_impl
+from tilewright.dispatch import register_impl, table
 from tilewright.hardware import ceilings, device_info
 
 
@@ -62,13 +63,14 @@ def calibrated(place: Path) -> None:
 def broken_kernel() -> Iterator[str]:
     """A backend of rms_norm whose result is all zeros."""
 
-    @register_impl("rms_norm", backend="cpu")
-    def launch(outs: tuple[torch.Tensor, ...], *args: Any, config: Any) -> None:
-        for out in outs:
-            out.zero_()
+    with own_registry():
 
-    yield "cpu"
-    unregister_impl("rms_norm", backend="cpu")
+        @register_impl("rms_norm", backend="cpu")
+        def launch(outs: tuple[torch.Tensor, ...], *args: Any, config: Any) -> None:
+            for out in outs:
+                out.zero_()
+
+        yield "cpu"
 
 
 @pytest.fixture

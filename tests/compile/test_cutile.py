@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.harness import ledger
 from tests.harness.cases import call_that_selects, declared_calls
 
 import tilewright.ops  # noqa: F401 - binds every contract
@@ -67,6 +68,13 @@ def test_every_shipped_configuration(key, arch):
         if info["threads"] != 32 * (8 if "num_worker_warps=8" in artifact.key.flags else 4):
             faults.append(f"{what}: {info['threads']} threads; tileiras added warps that move data")
     assert not faults, "\n".join(faults)
+    ledger.check("cutile", f"tileiras {tileiras.compiler.version()}", key, arch, map(usage, made))
+
+
+def usage(artifact):
+    info = artifact.info
+    names = tuple(sorted(info["instructions"].keys() - {"LDL", "STL"}))
+    return ledger.Usage(artifact.key.name, info["registers"], info["spills"], info["shared_bytes"], names)
 
 
 def test_there_is_something_to_compile():

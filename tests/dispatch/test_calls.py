@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from tests.harness.registry import own_registry
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright import ops
-from tilewright.dispatch import contract, explain, record, register_impl, unregister_impl
+from tilewright.dispatch import contract, explain, record, register_impl
 from tilewright.errors import BackendError, InputError
 
 X, W = torch.randn(6, 16), torch.randn(16)
@@ -53,16 +54,15 @@ def planted(outs: tuple[torch.Tensor], x: torch.Tensor, w: torch.Tensor, *rest: 
 @pytest.fixture
 def opaque_rms_norm():
     """An implementation that is visible in graphs and results; its backward returns ones."""
-    register_impl("rms_norm", backend="cpu")(planted)
+    with own_registry():
+        register_impl("rms_norm", backend="cpu")(planted)
 
-    @register_impl("rms_norm", backend="cpu", direction="bwd")
-    def backward(outs, dy, x, w, eps, offset, fp32_weight, need_dweight, *, config):
-        for out in outs:
-            out.fill_(1.0)
+        @register_impl("rms_norm", backend="cpu", direction="bwd")
+        def backward(outs, dy, x, w, eps, offset, fp32_weight, need_dweight, *, config):
+            for out in outs:
+                out.fill_(1.0)
 
-    yield
-    unregister_impl("rms_norm", backend="cpu")
-    unregister_impl("rms_norm", backend="cpu", direction="bwd")
+        yield
 
 
 def graph_of(function, *args):
@@ -130,9 +130,9 @@ def test_recording_lists_plans_without_running_under_fake_tensors(opaque_rms_nor
 
 
 def test_explain_says_what_is_chosen_and_why_the_rest_is_not():
-    text = str(explain("rms_norm", X, W))
+    text = str(explain("layer_norm", X, W, W))
     assert "-> torch: unmeasured here" in text and "triton: runs on cuda tensors, got cpu" in text
-    data = explain("rms_norm", X, W).to_dict()
+    data = explain("layer_norm", X, W, W).to_dict()
     assert data["backend"] == "torch" and data["bucket"] == "M=8,N=16"
     with pytest.raises(BackendError, match="runs on cuda"):
         explain("rms_norm", X, W, backend="triton")

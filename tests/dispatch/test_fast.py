@@ -4,9 +4,10 @@ import importlib
 
 import pytest
 import torch
+from tests.harness.registry import own_registry
 
 import tilewright.ops
-from tilewright.dispatch import contract, contracts, fast, implementations, register_impl, unregister_impl
+from tilewright.dispatch import contract, contracts, fast, implementations, register_impl
 from tilewright.jit import tape
 from tilewright.jit.tape import Step, taping
 from tilewright.jit.triton_launch import TritonKernel
@@ -45,9 +46,9 @@ def on_cpu():
         registered.append(subject)
         return subject
 
-    yield register
+    with own_registry():
+        yield register
     for subject in registered:
-        unregister_impl(subject.name, backend="cpu")
         subject.forward.forget_plans()
 
 

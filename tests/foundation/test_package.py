@@ -87,4 +87,4 @@ def test_errors_are_also_what_python_calls_them():
 
 def test_explain_needs_no_import_of_the_ops():
     program = "import torch, tilewright; print(tilewright.explain('rms_norm', torch.ones(2, 4), torch.ones(4)).backend)"
-    assert fresh(program) == ["torch"]
+    assert fresh(program) in (["cpu"], ["torch"])  # where there is a C++ compiler, and where there is none

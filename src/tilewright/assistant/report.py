@@ -104,7 +104,7 @@ class Report:
 
     def to_json(self) -> str:
         """This report as JSON text. A number that is not finite becomes null."""
-        return json.dumps(_finite(asdict(self)), indent=1) + "\n"
+        return json.dumps(_finite(asdict(self)), separators=(",", ":")) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Report:
