@@ -131,8 +131,9 @@ class Report:
 
 
 def _finite(value: Any) -> Any:
+    """JSON knows no infinity; and no measurement here has more than six digits."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

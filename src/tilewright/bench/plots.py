@@ -53,7 +53,7 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
         axes.set_title(title, fontsize=9)
         axes.legend(loc="best", fontsize=7)
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=95, metadata={"Software": None})
+        figure.savefig(buffer, format="png", dpi=80, metadata={"Software": None})
     # Sixteen colours are enough, and a file is half of its SVG
     Image.open(buffer).convert("RGB").quantize(16, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
