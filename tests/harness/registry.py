@@ -13,10 +13,10 @@ def own_registry() -> Iterator[None]:
     try:
         yield
     finally:
-        # Modules that the block imported registered themselves, and will not do so again
+        # Modules that the block imported (`triton.py` of some op) registered themselves, and will not do so again
         for key, found in registry._implementations.items():
             for name, implementation in found.items():
-                if implementation.launch.__module__.startswith("tilewright."):
+                if implementation.launch.__module__.endswith(f".{name}"):
                     before.setdefault(key, {}).setdefault(name, implementation)
         registry._implementations.clear()
         registry._implementations.update(before)
