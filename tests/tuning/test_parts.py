@@ -11,7 +11,7 @@ from tilewright.dispatch import contracts, implementations
 from tilewright.dispatch.configs import from_row, to_row
 from tilewright.tuning.decide import decide
 from tilewright.tuning.problem import Problem, bucket_of, shrunk, without_memory
-from tilewright.tuning.search import Race
+from tilewright.tuning.search import Effort, Race, Track
 from tilewright.tuning.space import Space, Trial, space
 from tilewright.tuning.watched import Watched, WorkerFailed, WorkerLost
 
@@ -144,3 +144,29 @@ def test_a_worker_is_replaced_when_it_is_lost(fake_op, cache_folder):
         assert worker.generation == 2
     finally:
         worker.close()
+
+
+class Mined:
+    """A bench worker that a candidate before has damaged: it dies of the next request, and starts anew."""
+
+    def __init__(self, deaths):
+        self.alive, self.generation, self.deaths, self.checks = True, 1, deaths, 0
+
+    def ask(self, request, *arguments, timeout):
+        if not self.alive:
+            self.alive, self.generation = True, self.generation + 1
+        if request == "prepare":
+            return None
+        self.checks += 1
+        if self.checks <= self.deaths:
+            self.alive = False
+            raise WorkerLost("crashed: SIGSEGV")
+        return None
+
+
+@pytest.mark.parametrize(("deaths", "reason", "checks"), [(0, None, 1), (1, None, 2), (2, "crashed: SIGSEGV", 2)])
+def test_a_crash_counts_in_a_new_worker_only(deaths, reason, checks):
+    bench = Mined(deaths)
+    track = Track(None, None, bench, Effort(1, 1, 1.0))
+    assert track._checked(Trial("cpu", None)) == reason
+    assert bench.checks == checks

@@ -14,7 +14,7 @@ from tilewright.errors import BackendError
 from tilewright.tuning.compiling import Compilers
 from tilewright.tuning.problem import Problem
 from tilewright.tuning.space import Space, Trial
-from tilewright.tuning.watched import Watched, WorkerFailed
+from tilewright.tuning.watched import Watched, WorkerFailed, WorkerLost
 
 PREPARE_S = 300.0  # inputs and oracle of the largest workloads, on a busy machine
 GROUP = 8  # candidates timed in one go: each holds outputs of its own
@@ -109,9 +109,13 @@ class Track:
                 progress("checking", done, len(trials))
 
     def _checked(self, trial: Trial) -> str | None:
+        """Why a candidate is out, or None.  A crash counts in a new worker only: an old one may carry another's damage."""
+        used = self._bench.generation if self._bench.alive else None
         try:
             reason: str | None = self._ask("check", *trial.choice)
         except WorkerFailed as error:
+            if isinstance(error, WorkerLost) and not error.hung and self._prepared == used:
+                return self._checked(trial)
             return str(error)
         return reason
 

@@ -25,6 +25,10 @@ class WorkerFailed(Exception):
 class WorkerLost(WorkerFailed):
     """The worker hung, crashed or lost its device, and is gone.  The text is the reason."""
 
+    def __init__(self, reason: str, *, hung: bool = False) -> None:
+        super().__init__(reason)
+        self.hung = hung
+
 
 class Watched:
     """One worker: `ask`, or `send` and later `answer`.  It starts with the first request, anew after a loss."""
@@ -83,7 +87,7 @@ class Watched:
             if not self._connection.poll(0):
                 late = f"no answer in {self._limit:g} s" if self._started else f"not started in {START_S:g} s"
                 self.close()
-                raise WorkerLost(f"hung: {late}")
+                raise WorkerLost(f"hung: {late}", hung=True)
             kind, value = self._connection.recv()
         except (EOFError, OSError):
             reason = self._last_words(self._process.wait())
