@@ -156,12 +156,12 @@ class Mined:
         if not self.alive:
             self.alive, self.generation = True, self.generation + 1
         if request == "prepare":
-            return None
+            return
         self.checks += 1
         if self.checks <= self.deaths:
             self.alive = False
             raise WorkerLost("crashed: SIGSEGV")
-        return None
+        return
 
 
 @pytest.mark.parametrize(("deaths", "reason", "checks"), [(0, None, 1), (1, None, 2), (2, "crashed: SIGSEGV", 2)])
