@@ -109,7 +109,7 @@ class Track:
                 progress("checking", done, len(trials))
 
     def _checked(self, trial: Trial) -> str | None:
-        """Why a candidate is out, or None.  A crash counts in a new worker only: an old one may carry others' damage."""
+        """Why a candidate is out, or None.  A crash counts in a new worker only: an old one may hold others' damage."""
         used = self._bench.generation if self._bench.alive else None
         try:
             reason: str | None = self._ask("check", *trial.choice)
