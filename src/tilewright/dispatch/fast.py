@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from tilewright.dispatch.raw import RawOp
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION as _generation
+from tilewright.hardware.device import raw_device as _current_device
 from tilewright.jit.tape import Tape, listen
 
 _MAX_ENTRIES = 2048
@@ -25,7 +26,6 @@ _grad_enabled = torch.is_grad_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _HOST = -1  # what `get_device` says of a CPU's tensor
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
 _recordings = recordings()
 
 

@@ -2,14 +2,22 @@
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilewright.hardware.known import GPUS, machine
 from tilewright.settings import current
+
+# torch.cuda's functions of these names cost microseconds.  None in a CPU build of torch, where nobody calls them.
+_torch: Any = torch._C
+_absent: Any = None
+raw_stream: Callable[[int], int] = getattr(_torch, "_cuda_getCurrentRawStream", _absent)
+raw_device: Callable[[], int] = getattr(_torch, "_cuda_getDevice", _absent)
 
 
 @dataclass(frozen=True)

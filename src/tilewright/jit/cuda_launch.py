@@ -12,30 +12,30 @@ the binary, writes the fields of `Params` by name into a `struct Config`: nothin
 kernel misses is an error of the C++ compiler.  docs/cuda-kernels.md is the guide.
 """
 
-import math
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright import settings
-from tilewright.errors import BackendError, InputError
+from tilewright.errors import BackendError
 from tilewright.hardware.device import device_info
+from tilewright.hardware.device import raw_device as _current_device
+from tilewright.hardware.device import raw_stream as _current_stream
 from tilewright.jit import cache as kernel_cache
 from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.collect import collecting, machine
-from tilewright.jit.compilers import Source, get_compiler
+from tilewright.jit.compilers import INCLUDE, Source, get_compiler
+from tilewright.jit.compilers.config_struct import config_struct
 from tilewright.jit.driver import Launch, Loaded, load
 from tilewright.jit.headers import header_hash
 from tilewright.jit.tape import Step, taping
 from tilewright.jit.tensor_map import TensorMap
 from tilewright.log import logger
 
-INCLUDE = Path(__file__).parent / "include"
 FLAGS = ("-std=c++17",)
 
 _BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8, "?": 1, "T": 128}
@@ -48,10 +48,6 @@ _TYPES = {
     torch.int64: "long long",
     torch.uint8: "unsigned char",
 }
-_CONSTANT, _TYPE = re.compile(r"k[A-Z]\w*", re.ASCII), re.compile(r"[A-Z]\w*", re.ASCII)
-_TYPE_NAME = re.compile(r"[A-Za-z_][\w:<>, ]*", re.ASCII)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 class CudaKernel:
@@ -89,7 +85,7 @@ class CudaKernel:
             collector.add(self.entry, lambda: self.compile(params, collector.arch), (self.file, self.entry, params))
             return
         index = _device_index(args[0])
-        if index != _current_device():  # type: ignore[misc]
+        if index != _current_device():
             with torch.cuda.device(index):
                 self(grid, args, params, block=block, shared_bytes=shared_bytes, cluster=cluster)
             return
@@ -98,17 +94,16 @@ class CudaKernel:
             launch = self._plan(index, params, block, shared_bytes, cluster)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         values = [a.data_ptr() if isinstance(a, Tensor) else a.descriptor if type(a) is TensorMap else a for a in args]
-        launch(x, y, z, _current_stream(index), None, *values)  # type: ignore[misc]
+        launch(x, y, z, _current_stream(index), None, *values)
         tape = taping()
         if tape is not None:
             tape.add(Step(launch, (x, y, z), None, (), tuple(args)) if self._repeatable else None)
 
     def source(self, params: Any) -> str:
         """The text compiled for `params`."""
-        members = "\n".join(f"    {line}" for line in _members(params))
         return (
             f'#include "{self.file.name}"\n\n'
-            f"struct Config {{\n{members}\n}};\n\n"
+            f"{config_struct(params, _TYPES)}\n"
             "// Naming the instance makes it\n"
             f"static_assert(&tilewright::{self.entry}<Config> != nullptr);\n"
         )
@@ -195,37 +190,3 @@ def _runs(arch: str, machine: str) -> bool:
     if arch.endswith("a"):
         return has == needs
     return has >= needs and has // 10 == needs // 10
-
-
-@cache
-def _annotations(params: type[Any]) -> dict[str, Any]:
-    return get_type_hints(params)
-
-
-def _members(params: Any) -> list[str]:
-    """The members of Config.  The field's annotation decides the C++ type, so that 1, 1.0 and True cannot be mixed."""
-    if not hasattr(params, "_asdict"):
-        raise InputError(f"kernel parameters are a NamedTuple with named, annotated fields; got {params!r}.")
-    kinds = _annotations(type(params))  # type: ignore[arg-type]
-    return [_member(name, kinds[name], value) for name, value in params._asdict().items()]
-
-
-def _member(name: str, kind: Any, value: Any) -> str:
-    pattern, example = (_TYPE, "Element") if kind in (torch.dtype, str) else (_CONSTANT, "kBlockM")
-    if not pattern.fullmatch(name):
-        raise InputError(f"kernel parameter {name!r}: a {getattr(kind, '__name__', kind)} is named like {example}.")
-    if kind is torch.dtype and value in _TYPES:
-        return f"using {name} = {_TYPES[value]};"
-    if kind is str and isinstance(value, str) and _TYPE_NAME.fullmatch(value):
-        return f"using {name} = {value};"
-    if kind is bool and isinstance(value, bool):
-        return f"static constexpr bool {name} = {str(value).lower()};"
-    if kind is int and type(value) is int and -(2**63) < value < 2**63:
-        wide = not -(2**31) < value < 2**31
-        return f"static constexpr {'long long' if wide else 'int'} {name} = {value}{'ll' if wide else ''};"
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return f"static constexpr float {name} = {float(value).hex()}f;  // {float(value)}"
-    raise InputError(
-        f"kernel parameter {name}: {value!r} does not fit its annotation {kind}; allowed are int, bool, finite float, "
-        f"str (a C++ type) and torch.dtype (of {', '.join(str(d).removeprefix('torch.') for d in _TYPES)})."
-    )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewright.errors import BackendError
 from tilewright.hardware import arch as arch_of
+from tilewright.hardware.device import raw_stream as _current_stream
 from tilewright.jit import cache as kernels
 from tilewright.jit import cutile_language, driver
 from tilewright.jit.artifact import Artifact, BuildKey, Built
@@ -28,7 +29,6 @@ from tilewright.jit.cutile_language import ct
 from tilewright.jit.tape import Step, taping
 from tilewright.settings import current
 
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _INT32_MAX = 2**31 - 1
 _VECTOR = 16  # bytes: the widest access, and what torch's allocators align to
 _BYTES = {"P": 8, "i": 4, "f": 4}
@@ -112,7 +112,7 @@ class CutileKernel:
             launch = self._launches[known] = self._load(*known)
         parameters = _flatten(args)
         pointers = [p.data_ptr() if isinstance(p, Tensor) else p for p in parameters]
-        launch(x, y, z, _current_stream(index), None, *pointers)  # type: ignore[misc]
+        launch(x, y, z, _current_stream(index), None, *pointers)
         tape = taping()
         if tape is not None:
             tape.add(Step(launch, (x, y, z), None, (), parameters))

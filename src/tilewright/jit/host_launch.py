@@ -21,13 +21,12 @@ from tilewright.errors import BackendError
 from tilewright.jit import cache as kernel_cache
 from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.collect import collecting
-from tilewright.jit.compilers import Source, get_compiler
+from tilewright.jit.compilers import INCLUDE, Source, get_compiler
+from tilewright.jit.compilers.config_struct import config_struct
 from tilewright.jit.compilers.host import FLAGS, architecture
 from tilewright.jit.headers import header_hash
 from tilewright.jit.tape import taping
 from tilewright.log import logger
-
-INCLUDE = Path(__file__).parent / "include"
 
 _C_TYPES = {
     "P": ("Pointer", ctypes.c_void_p),
@@ -50,8 +49,8 @@ class HostKernel:
     """A function template of `file`: `template <class Config> void entry(..., int threads)`.
 
     signature: one letter an argument, P pointer, q int64, i int32, f float32; `threads` comes last by itself.
-    `kernel(args, params)`: args are tensors (None: a null pointer) and numbers, params a NamedTuple whose fields become
-    the members of Config: a dtype or a string names a type, a bool is a constant.  flags: added to the compiler's.
+    `kernel(args, params)`: args are tensors (None: a null pointer) and numbers, params a NamedTuple with annotated
+    fields, as `CudaKernel` takes it.  flags: added to the compiler's.
     """
 
     def __init__(self, file: Path, entry: str, signature: str, flags: tuple[str, ...] = ()) -> None:
@@ -74,21 +73,14 @@ class HostKernel:
 
     def source(self, params: NamedTuple) -> str:
         """The text compiled for `params`."""
-        values = params._asdict()
-        members = "\n".join(
-            f"    static constexpr bool {name} = {_spelled(value)};"
-            if isinstance(value, bool)
-            else f"    using {name} = {_spelled(value)};"
-            for name, value in values.items()
-        )
         arguments = [f"{_C_TYPES[letter][0]} a{i}" for i, letter in enumerate(self.signature)]
         call = ", ".join([*(f"a{i}" for i in range(len(arguments))), "threads"])
-        half = "#include <tilewright/host/half.h>\n" if torch.float16 in values.values() else ""
+        half = "#include <tilewright/host/half.h>\n" if torch.float16 in params else ""
         return (
             f"{half}{self.file.read_text()}\n"
             f"// The instance\n"
             f"using namespace tilewright;\n"
-            f"struct Config {{\n{members}\n}};\n"
+            f"{config_struct(params, _DTYPES)}"
             f"struct Pointer {{\n    void* address;\n    template <class T>\n"
             f"    operator T*() const {{ return static_cast<T*>(address); }}\n}};\n"
             f'extern "C" void entry({", ".join([*arguments, "int threads"])}) {{\n'
@@ -116,11 +108,9 @@ class HostKernel:
         return prototype(("entry", _open(artifact)))
 
 
-def _spelled(value: bool | str | torch.dtype) -> str:
-    """`value` in C++."""
-    if isinstance(value, torch.dtype):
-        return _DTYPES[value]
-    return str(value).lower() if isinstance(value, bool) else value
+def _spelled(value: Any) -> str:
+    """`value` as the source names it."""
+    return str(value).lower() if isinstance(value, bool) else str(_DTYPES.get(value, value))
 
 
 def _open(artifact: Artifact) -> ctypes.CDLL:

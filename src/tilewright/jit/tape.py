@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewright.hardware.device import raw_stream as _current_stream
+
 _active: ContextVar["Taping | None"] = ContextVar("tilewright_taping", default=None)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Step(NamedTuple):
@@ -53,7 +54,7 @@ class Tape:
 
     def replay(self, device: int, pointers: Sequence[int]) -> None:
         """Launch on the current stream of `device`, which must be the current device."""
-        stream = _current_stream(device)  # type: ignore[misc]
+        stream = _current_stream(device)
         if self._scratch:
             # Freed on return, while the kernels may still run: the allocator hands it out again on this stream only
             held = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in self._scratch]

@@ -182,13 +182,12 @@ def _nvidia_launch(compiled: Any) -> dict[str, Any]:
         raise BackendError(
             f"{name} takes parameters of {found.parameters} bytes, where Triton 3.6 was expected to make {signature}."
         )
-    spills = sum(found.instructions.get(access, 0) for access in ("LDL", "STL"))
     return {
         "signature": signature,
         "parameters": list(kept),
         "registers": found.registers,
         "stack_bytes": found.stack_bytes,
-        "spills": spills,
+        "spills": found.spills,
     }
 
 

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from tilewright.hardware import arch
+from tilewright.hardware.device import raw_stream as _current_stream
 from tilewright.jit import cache, driver, triton_compile
 from tilewright.jit.artifact import Artifact
 from tilewright.jit.collect import Collector, collecting
@@ -30,7 +31,6 @@ from tilewright.settings import current
 OWN_LAUNCHER = False
 """True: every kernel is compiled through our cache and launched through libcuda, as those of a bundle are."""
 
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _INT32_MAX = 2**31 - 1
 
 
@@ -96,7 +96,7 @@ class TritonKernel:
             ready = self._ready[key] = self._prepare(index, grid, args, constants, num_warps, num_stages)
         x, y, z = (*grid, 1, 1)[:3]
         parameters = ready.parameters((*args, *constants))
-        stream = _current_stream(index)  # type: ignore[misc]
+        stream = _current_stream(index)
         if ready.positions is None:
             ready.launch(x, y, z, stream, ready.function, *ready.head, *parameters)
         else:

@@ -28,6 +28,12 @@ def rows_bucket(x: Tensor) -> tuple[int, int]:
 ROW_BUCKET = ("M", "N")
 
 
+def no_float64(*args: object) -> str | None:
+    """`supports` of an implementation that computes in float32: why it cannot run, if any argument is wider."""
+    wide = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+    return "has no float64" if wide else None
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Where a reference computes: float32 for half types, the type itself from float32 up (so float64 is an oracle)."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

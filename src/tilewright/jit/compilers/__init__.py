@@ -14,6 +14,9 @@ from typing import Protocol
 from tilewright.errors import BackendError
 from tilewright.jit.cache import Built
 
+INCLUDE = Path(__file__).parents[1] / "include"
+"""The device headers, and below `tilewright/host` those of the CPU kernels."""
+
 COMPILERS = ("nvrtc", "nvcc", "host", "tileiras")
 _ERROR_LINE = re.compile(r"\berror\b|\bundefined reference\b", re.IGNORECASE)
 _COUNT_LINE = re.compile(r"^\d+ (?:catastrophic )?errors? detected")

@@ -48,6 +48,11 @@ class Facts(NamedTuple):
     parameters: tuple[int, ...]
     instructions: dict[str, int]
 
+    @property
+    def spills(self) -> int:
+        """Instructions that touch local memory, where registers that did not fit lie, and arrays."""
+        return self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
+
 
 class _Section(NamedTuple):
     data: bytes

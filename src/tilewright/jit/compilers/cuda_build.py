@@ -23,12 +23,12 @@ _DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ()}
 
 
 def finish(compiler: str, source: Source, cubin: bytes, ptx: bytes, log: str, seconds: float) -> Built:
-    """The build with all that is known about it.  info: the fields of `cubin.Facts`; spill_stores and spill_loads
-    (bytes); warnings; seconds.
+    """The build with all that is known about it.  info: the fields of `cubin.Facts`; spills (instructions);
+    spill_stores and spill_loads (bytes); warnings; seconds.
     """
     switches = settings.current()
     found = facts(cubin)
-    info: dict[str, Any] = {**found._asdict(), "parameters": list(found.parameters)}
+    info: dict[str, Any] = {**found._asdict(), "parameters": list(found.parameters), "spills": found.spills}
     info["spill_stores"], info["spill_loads"] = (_sum(_SPILLS, log, group) for group in (1, 2))
     info["warnings"] = _LOST.findall(log)
     info["seconds"] = round(seconds, 3)

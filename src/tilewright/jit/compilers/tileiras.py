@@ -141,11 +141,10 @@ def _advice(toolkit: Toolkit, log: str) -> str:
 
 def _built(binary: bytes, source: TileSource, seconds: float) -> Built:
     found = facts(binary)
-    spills = sum(found.instructions.get(access, 0) for access in ("LDL", "STL"))
     info = {
         **found._asdict(),
         "parameters": list(found.parameters),
-        "spills": spills,
+        "spills": found.spills,
         "seconds": round(seconds, 3),
     }
     if settings.current().jit_debug:

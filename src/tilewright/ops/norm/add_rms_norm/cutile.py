@@ -18,8 +18,8 @@ from tilewright.ops.norm.rms_norm.cutile import (
     configure_backward,
     run_backward,
     run_forward,
-    supports,
 )
+from tilewright.ops.rows import no_float64
 
 
 @register_impl(
@@ -29,7 +29,7 @@ from tilewright.ops.norm.rms_norm.cutile import (
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=no_float64,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -53,7 +53,7 @@ def launch(
     config_type=WalkConfig,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
-    supports=supports,
+    supports=no_float64,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],

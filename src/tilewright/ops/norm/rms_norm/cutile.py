@@ -17,7 +17,7 @@ from tilewright.hardware import device_info
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.jit.tape import scratch
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import as_rows, no_float64
 
 MAX_BLOCK = 16384  # 64 float32 a thread at 8 warps, the most there are; longer rows are walked in blocks of WALK
 MAX_BLOCK_BACKWARD = 8192  # x, dy, weight and its gradient
@@ -305,12 +305,6 @@ def run_backward(
         _column_sums((-(-n // 32),), (dweight, partial), (64, 32), Hints(num_worker_warps=4))
 
 
-def supports(*args: object) -> str | None:
-    if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
-        return "has no float64"
-    return None
-
-
 @register_impl(
     "rms_norm",
     backend="cutile",
@@ -318,7 +312,7 @@ def supports(*args: object) -> str | None:
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=no_float64,
 )
 def launch(
     outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, *, config: Config
@@ -334,7 +328,7 @@ def launch(
     config_type=WalkConfig,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
-    supports=supports,
+    supports=no_float64,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
+from tilewright.ops.rows import no_float64
 
 FILL = 512  # blocks wanted before tiles grow: about four for each SM of an H200
 NAN = float("nan")
@@ -196,12 +197,6 @@ def _by_batch(rows: Tensor, packed: bool, batch: int, s: int) -> Tensor:
     return rows.expand(batch, s, *rows.shape[2:])
 
 
-def supports(*args: object) -> str | None:
-    if any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args):
-        return "has no float64"
-    return None
-
-
 @register_impl(
     "apply_rope",
     backend="cutile",
@@ -209,7 +204,7 @@ def supports(*args: object) -> str | None:
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=no_float64,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -234,7 +229,7 @@ def launch(
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=no_float64,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],
