@@ -187,3 +187,18 @@ def test_the_driver_of_a_machine_with_a_gpu_is_found():
     found = toolchain.find_driver()
     assert found.path.is_file()
     assert found.cuda >= (12, 0)
+
+
+def test_the_doctor_names_the_nvcc_that_the_compiler_uses(monkeypatch, tmp_path):
+    """One in CUDA_HOME and another on PATH: both go by CUDA_HOME."""
+    from tilewright.jit.compilers.cuda_build import find_tool
+
+    for place, version in (("home/bin", "13.1.11"), ("path", "12.9.22")):
+        program = tmp_path / place / "nvcc"
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\necho 'release, V{version}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    (found,) = [finding for finding in toolchain.examine() if finding.name == "nvcc"]
+    assert (found.path, found.version) == (str(find_tool("nvcc")), "13.1.11")

@@ -1,6 +1,7 @@
 """What compilers and driver libraries a machine has, which of them fit together, and what to install for the rest.
 
 Everything is found by looking at files and asking programs for their version; nothing is imported, no GPU is touched.
+`Machine` is also what the compilers of `jit` look with, so that the doctor speaks of what they use.
 tileiras, ptxas and libnvvm have to be of one release (major.minor): tileiras runs the one and opens the other.
 """
 
@@ -92,14 +93,26 @@ class Machine:
         found = shutil.which(name, path=self.env.get("PATH", ""))
         return None if found is None else Path(found)
 
+    def program(self, name: str) -> Path | None:
+        """One of a CUDA toolkit: under CUDA_HOME or CUDA_PATH, on PATH, in the default place."""
+        on_path = self.on_path(name)
+        places = [home / "bin" / name for home in self.homes.values()]
+        places += [*([on_path] if on_path else []), self.toolkit / "bin" / name]
+        return next((place for place in places if runs(place)), None)
+
+    def of_triton(self, name: str) -> Path | None:
+        """One that Triton's package brings."""
+        places = (package / "backends" / "nvidia" / "bin" / name for package in self.triton)
+        return next((place for place in places if runs(place)), None)
+
     @cached_property
     def tileiras(self) -> Path | None:
-        """The tileiras that would be used, as `jit/compilers/tileiras.py` looks for it."""
+        """pip's, on PATH, under CUDA_HOME or CUDA_PATH, in the default place."""
         pip = [wheel / "cu13" / "bin" / "tileiras" for wheel in self.wheels]
         own = [home / "bin" / "tileiras" for home in (*self.homes.values(), self.toolkit)]
         on_path = self.on_path("tileiras")
         places = [*pip, *([on_path.resolve()] if on_path else []), *own]
-        return next((place for place in places if _runs(place)), None)
+        return next((place for place in places if runs(place)), None)
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
@@ -151,22 +164,27 @@ def _tile(here: Machine) -> Iterator[Finding]:
         advice = f"{_CUTILE} compiles cuTile kernels; those of an imported bundle run without it"
         yield Finding("tileiras", False, advice=advice)
         return
-    version = _version(tileiras)
+    version = version_of(tileiras)
     yield Finding("tileiras", True, version, str(tileiras))
     root = tileiras.parent.parent
-    ptxas, nvvm = root / "bin" / "ptxas", [root / "lib" / "libnvvm.so.4", root / "nvvm" / "lib64" / "libnvvm.so.4"]
-    libnvvm = next((path for path in nvvm if path.exists()), None)
-    for name, path, package, release in (
-        ("ptxas of tileiras", ptxas if _runs(ptxas) else None, "nvidia-cuda-nvcc", _version(ptxas)),
-        ("libnvvm of tileiras", libnvvm, "nvidia-nvvm", _library_version(libnvvm, "nvidia-nvvm")),
+    ptxas, nvvm = root / "bin" / "ptxas", libnvvm(root)
+    for name, path, package, found in (
+        ("ptxas of tileiras", ptxas if runs(ptxas) else None, "nvidia-cuda-nvcc", version_of(ptxas)),
+        ("libnvvm of tileiras", nvvm, "nvidia-nvvm", _library_version(nvvm, "nvidia-nvvm")),
     ):
-        same = f"pip install '{package}=={_release(version)}.*'"
+        same = f"pip install '{package}=={release(version)}.*'"
         if path is None:
             yield Finding(name, False, problem=f"tileiras {version} finds none in {root}", advice=same)
-        elif release and version and _release(release) != _release(version):
-            yield Finding(name, True, release, str(path), f"tileiras is {version}; both must be of one release", same)
+        elif found and version and release(found) != release(version):
+            yield Finding(name, True, found, str(path), f"tileiras is {version}; both must be of one release", same)
         else:
-            yield Finding(name, True, release, str(path))
+            yield Finding(name, True, found, str(path))
+
+
+def libnvvm(root: Path) -> Path | None:
+    """The library that a tileiras in `root` opens, as pip's packages and as toolkits lay it."""
+    places = (root / "lib" / "libnvvm.so.4", root / "nvvm" / "lib64" / "libnvvm.so.4")
+    return next((path for path in places if path.exists()), None)
 
 
 def _homes(here: Machine) -> Iterator[Finding]:
@@ -174,19 +192,19 @@ def _homes(here: Machine) -> Iterator[Finding]:
 
     cuda.tile hides them from pip's tileiras only; our own compilations hide them from any.
     """
-    version = _version(here.tileiras) if here.tileiras else None
+    version = version_of(here.tileiras) if here.tileiras else None
     pips = here.tileiras is not None and any(here.tileiras.is_relative_to(wheel) for wheel in here.wheels)
     for name, home in here.homes.items():
-        other = _version(home / "bin" / "ptxas")
+        other = version_of(home / "bin" / "ptxas")
         problem: str | None = None
         advice: str | None = None
         if not home.is_dir():
             problem, advice = "there is no such folder", f"unset {name}"
-        elif version and other and _release(version) != _release(other):
-            advice = f"unset {name}, or point it to CUDA {_release(version)}, before tileiras is started by hand"
+        elif version and other and release(version) != release(other):
+            advice = f"unset {name}, or point it to CUDA {release(version)}, before tileiras is started by hand"
             if not pips:
                 problem = f"tileiras {version} takes the ptxas {other} there: «failed to compile Tile IR program»"
-                advice = f"unset {name}, or point it to CUDA {_release(version)}; tilewright's own calls are spared"
+                advice = f"unset {name}, or point it to CUDA {release(version)}; tilewright's own calls are spared"
         yield Finding(name, home.is_dir(), other, str(home), problem, advice)
 
 
@@ -216,10 +234,9 @@ def _toolkit(here: Machine) -> Iterator[Finding]:
     """nvcc and ptxas of an installed CUDA toolkit."""
     needs = "only TILEWRIGHT_JIT_COMPILER=nvcc needs it: install a CUDA toolkit"
     for name, title, advice in (("nvcc", "nvcc", needs), ("ptxas", "ptxas of the toolkit", None)):
-        places = [here.on_path(name), *(root / "bin" / name for root in (*here.homes.values(), here.toolkit))]
-        path = next((place for place in places if place is not None and _runs(place)), None)
+        path = here.program(name)
         if path is not None:
-            yield Finding(title, True, _version(path), str(path))
+            yield Finding(title, True, version_of(path), str(path))
         elif advice:
             yield Finding(title, False, advice=advice)
 
@@ -228,14 +245,13 @@ def _ptxas_of_triton(here: Machine) -> Iterator[Finding]:
     """Triton brings its own assemblers; TRITON_PTXAS_PATH replaces them."""
     for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         if named := here.env.get(variable):
-            runs = _runs(Path(named))
-            problem = None if runs else f"{variable} names no program"
-            advice = None if runs else f"unset {variable}"
-            yield Finding(variable, runs, _version(Path(named)), named, problem, advice)
+            there = runs(Path(named))
+            problem = None if there else f"{variable} names no program"
+            advice = None if there else f"unset {variable}"
+            yield Finding(variable, there, version_of(Path(named)), named, problem, advice)
     for name in ("ptxas", "ptxas-blackwell"):
-        paths = (package / "backends" / "nvidia" / "bin" / name for package in here.triton)
-        if path := next((path for path in paths if _runs(path)), None):
-            yield Finding(f"{name} of Triton", True, _version(path), str(path))
+        if path := here.of_triton(name):
+            yield Finding(f"{name} of Triton", True, version_of(path), str(path))
 
 
 def _host(here: Machine) -> Finding:
@@ -245,16 +261,17 @@ def _host(here: Machine) -> Finding:
         problem = f"CXX names {command}, which is not there" if here.env.get("CXX") else None
         advice = "apt install g++: the cpu backend, torch.compile on a CPU and Triton's own launcher need it"
         return Finding("g++", False, problem=problem, advice=advice)
-    return Finding("g++", True, _version(path), str(path))
+    return Finding("g++", True, version_of(path), str(path))
 
 
-def _runs(program: Path) -> bool:
+def runs(program: Path) -> bool:
+    """Is it a file that may be executed?"""
     return program.is_file() and os.access(program, os.X_OK)
 
 
-def _version(program: Path) -> str | None:
+def version_of(program: Path) -> str | None:
     """What `--version` says: NVIDIA's programs "V13.0.88", others their first line's last number."""
-    if not _runs(program):
+    if not runs(program):
         return None
     try:
         said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
@@ -292,7 +309,8 @@ def _first(pattern: str, text: str) -> str | None:
     return found[1] if found else None
 
 
-def _release(version: str | None) -> str:
+def release(version: str | None) -> str:
+    """major.minor: "13.4" of "13.4.92"."""
     return ".".join((version or "").split(".")[:2])
 
 

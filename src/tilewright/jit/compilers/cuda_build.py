@@ -1,15 +1,13 @@
 """What NVRTC and nvcc have in common: the report about a finished CUDA kernel, and the debug switches."""
 
-import os
 import re
-import shutil
 import subprocess
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tilewright import settings
+from tilewright.hardware.toolchain import Machine
 from tilewright.jit.cache import Built
 from tilewright.jit.compilers import Source
 from tilewright.jit.compilers.cubin import facts
@@ -80,13 +78,5 @@ def _sass(cubin: bytes) -> dict[str, bytes]:
 
 def find_tool(name: str) -> Path | None:
     """A program of the CUDA toolkit: under CUDA_HOME or CUDA_PATH, on PATH, in /usr/local/cuda, in Triton's package."""
-    roots = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
-    on_path = shutil.which(name)
-    triton = find_spec("triton")
-    candidates = [
-        *(Path(root, "bin", name) for root in roots if root),
-        *([Path(on_path)] if on_path else []),
-        Path("/usr/local/cuda/bin", name),
-        *([Path(triton.origin).parent / "backends/nvidia/bin" / name] if triton and triton.origin else []),
-    ]
-    return next((path for path in candidates if os.access(path, os.X_OK)), None)
+    here = Machine(driver=None)
+    return here.program(name) or here.of_triton(name)

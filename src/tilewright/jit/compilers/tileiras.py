@@ -6,21 +6,18 @@ the folder that tileiras lies in, whatever toolkit the user's shell points to; t
 """
 
 import os
-import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from tilewright import settings
 from tilewright.errors import BackendError
+from tilewright.hardware.toolchain import Machine, libnvvm, release, runs, version_of
 from tilewright.jit import cutile_language
 from tilewright.jit.cache import Built
 from tilewright.jit.compilers import CompileError, Source
@@ -29,7 +26,6 @@ from tilewright.jit.cutile_language import INSTALL
 from tilewright.log import logger
 
 _TIMEOUT = 600.0  # seconds; kernels without spills take under two, the worst of those with them about ten
-_LIBNVVM = ("lib/libnvvm.so.4", "nvvm/lib64/libnvvm.so.4")  # as pip's packages and as toolkits lay it
 _READS = ("13.4", "13.3", "13.2", "13.1")  # versions of Tile IR bytecode that cuda.tile 1.7 writes, newest first
 
 
@@ -130,8 +126,8 @@ def _advice(toolkit: Toolkit, log: str) -> str:
     """What a failure that names no line of the kernel may mean."""
     if "loc(" in log:
         return ""
-    ptxas = _version_of(toolkit.root / "bin" / "ptxas")
-    if ptxas is not None and _release(ptxas) != _release(toolkit.version):
+    ptxas = version_of(toolkit.root / "bin" / "ptxas")
+    if ptxas is not None and release(ptxas) != release(toolkit.version):
         return f"tileiras is {toolkit.version} but the ptxas beside it {ptxas}; install both of one release: {INSTALL}."
     return (
         "Without a line of the kernel this means tiles that tileiras cannot lower (try smaller ones), or a libnvvm of "
@@ -156,51 +152,21 @@ def _built(binary: bytes, source: TileSource, seconds: float) -> Built:
 
 @cache
 def toolkit() -> Toolkit | None:
-    """The first tileiras there is: pip's, on PATH, under CUDA_HOME or CUDA_PATH, in /usr/local/cuda."""
-    for root in _roots():
-        version = _version_of(root / "bin" / "tileiras")
-        if version is not None:
-            return Toolkit(root, version)
-    return None
+    """The tileiras that `hardware.toolchain` finds."""
+    program = Machine(driver=None).tileiras
+    version = None if program is None else version_of(program)
+    return None if program is None or version is None else Toolkit(program.parent.parent, version)
 
 
 def missing(toolkit: Toolkit) -> str | None:
     """What tileiras needs and does not have beside it, in words."""
-    if not os.access(toolkit.root / "bin" / "ptxas", os.X_OK):
-        what = f"bin/ptxas (pip install 'nvidia-cuda-nvcc=={_release(toolkit.version)}.*')"
-    elif not any((toolkit.root / path).exists() for path in _LIBNVVM):
-        what = f"libnvvm.so.4 (pip install 'nvidia-nvvm=={_release(toolkit.version)}.*')"
+    if not runs(toolkit.root / "bin" / "ptxas"):
+        what = f"bin/ptxas (pip install 'nvidia-cuda-nvcc=={release(toolkit.version)}.*')"
+    elif libnvvm(toolkit.root) is None:
+        what = f"libnvvm.so.4 (pip install 'nvidia-nvvm=={release(toolkit.version)}.*')"
     else:
         return None
     return f"tileiras {toolkit.version} in {toolkit.root} lacks {what}."
-
-
-def _roots() -> Iterator[Path]:
-    try:
-        package = find_spec("nvidia.cu13")
-    except ModuleNotFoundError:  # no package of NVIDIA's at all
-        package = None
-    if package is not None:
-        yield from map(Path, package.submodule_search_locations or ())
-    on_path = shutil.which("tileiras")
-    if on_path is not None:
-        yield Path(on_path).resolve().parent.parent
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if os.environ.get(variable):
-            yield Path(os.environ[variable])
-    yield Path("/usr/local/cuda")
-
-
-def _version_of(program: Path) -> str | None:
-    if not os.access(program, os.X_OK):
-        return None
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    found = re.search(r"\bV(\d+\.\d+\.\d+)", said)
-    return found[1] if found else None
-
-
-def _release(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 compiler = Tileiras()
