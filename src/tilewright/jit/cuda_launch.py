@@ -54,7 +54,8 @@ class CudaKernel:
     """A kernel template `tilewright::<entry>` in `file`.
 
     signature: one letter a parameter, as `jit.driver.Launch` reads it.  archs: what the code is written for ("sm_90a":
-    only that GPU; "sm_90": that and later ones of its generation).  flags: added to the compiler's.
+    only that GPU; "sm_90": that and later ones of its generation).  flags: added to the compiler's.  dependent: see
+    `driver.Launch`.
 
     `kernel(grid, args, params, block=)`: args are tensors, tensor maps and numbers, the first of them a tensor or
     tensor map; its device and that device's current stream are used.  params is a NamedTuple with annotated fields:
@@ -62,9 +63,17 @@ class CudaKernel:
     """
 
     def __init__(
-        self, file: Path, entry: str, signature: str, *, archs: tuple[str, ...], flags: tuple[str, ...] = ()
+        self,
+        file: Path,
+        entry: str,
+        signature: str,
+        *,
+        archs: tuple[str, ...],
+        flags: tuple[str, ...] = (),
+        dependent: bool = False,
     ) -> None:
         self.file, self.entry, self.signature, self.archs = file, entry, signature, archs
+        self._dependent = dependent
         self._flags = (*FLAGS, *flags)
         self._plans: dict[Any, Launch] = {}
         self._loaded: dict[Any, Loaded] = {}
@@ -145,7 +154,14 @@ class CudaKernel:
             logger.warning(
                 "%s on cuda:%d: %s; block %d, shared %d bytes", self.entry, index, chosen, block, shared_bytes
             )
-        launch = Launch(loaded, self.signature, block=(block, 1, 1), shared_bytes=shared_bytes, cluster=cluster)
+        launch = Launch(
+            loaded,
+            self.signature,
+            block=(block, 1, 1),
+            shared_bytes=shared_bytes,
+            cluster=cluster,
+            dependent=self._dependent,
+        )
         self._plans[index, params, block, shared_bytes, cluster] = launch
         return launch
 

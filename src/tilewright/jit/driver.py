@@ -73,6 +73,8 @@ class Launch:
     signature: one letter a parameter, P pointer, i int32, q int64, f float32, d float64, ? bool, T tensor map (what
     `tensor_map` returns).  block: threads.  shared_bytes: dynamic.  cluster: blocks; x, y, z count blocks and are its
     multiples.  `function` is ignored: the kernel is this object's.  A grid of no blocks launches nothing.
+    dependent: the grid may start while the one before it on the stream still runs, and waits for its results where the
+    kernel says so (programmatic dependent launch): only for kernels that call `wait_for_previous_kernel`.
     The kernel's device must be the current one.
     """
 
@@ -84,6 +86,7 @@ class Launch:
         block: tuple[int, int, int],
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] | None = None,
+        dependent: bool = False,
     ) -> None:
         unknown = sorted(set(signature) - set(LETTERS))
         if unknown:
@@ -92,7 +95,8 @@ class Launch:
         self.loaded, self.signature = loaded, signature
         self._launch, self._make, self._kernel = core.launch, core.LaunchConfig, loaded.kernel
         self._floats = [i for i, letter in enumerate(signature) if letter == "f"]
-        self._block, self._shared_bytes, self._cluster = block, shared_bytes, cluster
+        self._shared_bytes, self._cluster = shared_bytes, cluster
+        self._options = {"block": block, "shmem_size": shared_bytes, "programmatic_stream_serialization": dependent}
         self._shapes: dict[tuple[int, int, int], Any] = {}
         self._streams: dict[int, Any] = {}
         self._prepare()
@@ -121,12 +125,12 @@ class Launch:
         if len(self._shapes) >= 4096:
             self._shapes.clear()
         if self._cluster is None:
-            made = self._make(grid=grid, block=self._block, shmem_size=self._shared_bytes)
+            made = self._make(grid=grid, **self._options)
         else:
             if any(g % c for g, c in zip(grid, self._cluster, strict=True)):
                 raise BackendError(f"{self.loaded.name}: a grid of {grid} blocks is no multiple of {self._cluster}.")
             clusters = tuple(g // c for g, c in zip(grid, self._cluster, strict=True))
-            made = self._make(grid=clusters, cluster=self._cluster, block=self._block, shmem_size=self._shared_bytes)
+            made = self._make(grid=clusters, cluster=self._cluster, **self._options)
         self._shapes[grid] = made
         return made
 
@@ -134,7 +138,7 @@ class Launch:
         self, error: Exception, grid: tuple[int, int, int], shape: Any, stream: int, params: Sequence[Any]
     ) -> None:
         """Once more in a thread that has not used the device before; any other error is raised in words."""
-        doing = f"launching {self.loaded.name} on a grid of {grid} blocks of {self._block} threads"
+        doing = f"launching {self.loaded.name} on a grid of {grid} blocks of {self._options['block']} threads"
         if _INVALID_CONTEXT not in str(error):
             raise _translated(error, doing) from error
         _core().Device(self.loaded.device).set_current()
