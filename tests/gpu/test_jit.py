@@ -76,14 +76,17 @@ def test_a_tape_replays_for_other_tensors():
     assert torch.equal(out, 2 * other + 1)
 
 
-def test_a_call_with_a_tensor_map_leaves_no_tape(hopper):
-    x = whole_numbers((64, 64), torch.bfloat16, hopper)
+def test_a_tape_replays_tensor_maps(hopper):
+    x, params = whole_numbers((64, 64), torch.bfloat16, hopper), Copy(64, 64, 2, torch.bfloat16)
     y = torch.empty_like(x)
     maps = tensor_map(x, (64, 64)), tensor_map(y, (64, 64))
     with tape.listen() as listening:
-        selftest.tma_copy((1,), (*maps, 64, 64), Copy(64, 64, 2, x.dtype), block=32, shared_bytes=16384)
-    assert torch.equal(x, y)
-    assert listening.finish([x, y]) is None
+        selftest.tma_copy((1,), (*maps, 64, 64), params, block=32, shared_bytes=16384)
+    recorded = listening.finish([x, y])
+    for i in range(3):
+        other, out = x + i, torch.empty_like(x)
+        recorded.replay(x.get_device(), [other.data_ptr(), out.data_ptr()])
+        assert torch.equal(out, other)
 
 
 def test_blocks_of_a_cluster_share_a_tile(hopper):

@@ -169,7 +169,8 @@ def test_which_machine_runs_which_code(archs, machine, chosen):
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
-HERE = TensorMap("map", 0)
+HERE = TensorMap("map", 0, 4096, ())
+_MAKE = "tilewright.jit.tensor_map._make"
 
 
 class Launches:
@@ -207,7 +208,8 @@ def test_a_plan_is_made_once(driver):
     for n in (1, 2, 3):
         kernel((n,), (pointer, pointer, 5, 6), COPY, block=32, shared_bytes=64)
     assert len(driver.loaded) == 1
-    assert driver.prepared == [("TTii", {"block": (32, 1, 1), "shared_bytes": 64, "cluster": None})]
+    shape = {"block": (32, 1, 1), "shared_bytes": 64, "cluster": None, "dependent": False}
+    assert driver.prepared == [("TTii", shape)]
     assert driver.launched == [(n, 1, 1, 1000, None, "map", "map", 5, 6) for n in (1, 2, 3)]
 
 
@@ -222,7 +224,7 @@ def test_another_shape_of_launch_loads_nothing_again(driver):
 
 @needs_nvrtc
 def test_each_device_loads_its_own(driver, monkeypatch):
-    kernel, here, there = fresh(), HERE, TensorMap("other", 1)
+    kernel, here, there = fresh(), HERE, TensorMap("other", 1, 8192, ())
     current = [0]
 
     class Device(nullcontext):
@@ -250,17 +252,16 @@ def test_a_signature_that_lies_is_caught_before_the_launch(driver):
 
 
 @needs_nvrtc
-def test_a_tape_takes_a_launch_of_pointers_and_not_one_of_maps(driver, monkeypatch):
-    pointer, kernel = HERE, fresh()
-    with tape.listen() as spoilt:
-        kernel((1,), (pointer, pointer, 5, 6), COPY, block=32)
-    assert spoilt.finish([]) is None
-    kernel._repeatable = True
-    with tape.listen() as whole:
-        kernel((1,), (pointer, pointer, 5, 6), COPY, block=32)
+def test_a_launch_with_tensor_maps_is_taped(driver, monkeypatch):
+    monkeypatch.setattr(_MAKE, lambda pointer, *form: TensorMap((pointer, form), 0, pointer, form))
+    x, kernel = torch.zeros(64), fresh()
+    here = TensorMap("map", 0, x.data_ptr(), ("form",))
+    with tape.listen() as listening:
+        kernel((1,), (here, here, 5, 6), COPY, block=32)
+    assert driver.launched[-1][5] == "map"
     monkeypatch.setattr(tape, "_current_stream", lambda index: 7)
-    whole.finish([]).replay(0, [])
-    assert driver.launched[-1] == (1, 1, 1, 7, None, pointer, pointer, 5, 6)
+    listening.finish([x]).replay(0, [4096])
+    assert driver.launched[-1] == (1, 1, 1, 7, None, (4096, ("form",)), (4096, ("form",)), 5, 6)
 
 
 @needs_nvrtc

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tilewright.jit import tape as module
+from tilewright.jit import tensor_map
 from tilewright.jit.tape import Step, Taping
+from tilewright.jit.tensor_map import TensorMap
 
 A, B = torch.zeros(8), torch.zeros(8)
 
@@ -31,6 +33,20 @@ def test_an_offset_into_a_base_is_kept():
     tape, launches = recorded((A[2:], B), (A, B))
     tape.replay(0, [1000, 2000])
     assert launches[0][-2:] == (1008, 2000)
+
+
+def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
+    made = []
+    monkeypatch.setattr(tensor_map, "_make", lambda pointer, form: made.append(pointer) or TensorMap(form, 0, 0, ()))
+    tape, launches = recorded((TensorMap("of A", 0, A[2:].data_ptr(), ("moved",)), B), (A, B))
+    for pointer in (1000, 5000, 1000):
+        tape.replay(0, [pointer, 2000])
+    assert made == [1008, 5008]
+    assert launches[0][-2:] == ("moved", 2000)
+
+
+def test_a_tensor_map_of_unknown_memory_leaves_no_tape():
+    assert recorded((TensorMap("map", 0, torch.zeros(8).data_ptr(), ()), B), (A, B))[0] is None
 
 
 def test_two_inputs_at_one_address_leave_no_tape():

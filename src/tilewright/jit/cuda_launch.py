@@ -77,7 +77,6 @@ class CudaKernel:
         self._flags = (*FLAGS, *flags)
         self._plans: dict[Any, Launch] = {}
         self._loaded: dict[Any, Loaded] = {}
-        self._repeatable = "T" not in signature  # a tensor map holds an address that a tape cannot replace
 
     def __call__(
         self,
@@ -106,7 +105,7 @@ class CudaKernel:
         launch(x, y, z, _current_stream(index), None, *values)
         tape = taping()
         if tape is not None:
-            tape.add(Step(launch, (x, y, z), None, (), tuple(args)) if self._repeatable else None)
+            tape.add(Step(launch, (x, y, z), None, (), tuple(args)))
 
     def source(self, params: Any) -> str:
         """The text compiled for `params`."""

@@ -1,10 +1,10 @@
 """A tape: the kernel launches one call made, ready to be made again for other tensors of the same signature.
 
 The first call of a signature (shapes, strides, dtypes, alignments, options) runs the ordinary way while a tape
-listens.  Each pointer a launch received must be found again among the call's inputs and outputs; then later calls skip
-checks, selection and argument binding, and cost one dictionary lookup, the allocation of the outputs and the bare
-launch. Scratch memory must come from `scratch`, so that a replay can allocate it too.  A call that copies an input or
-launches through another road leaves no tape and keeps running the ordinary way.
+listens.  Each pointer a launch received, bare or in a tensor map, must be found again among the call's inputs and
+outputs; then later calls skip checks, selection and argument binding, and cost one dictionary lookup, the allocation of
+the outputs and the bare launch.  Scratch memory must come from `scratch`, so that a replay can allocate it too.  A call
+that copies an input or launches through another road leaves no tape and keeps running the ordinary way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.hardware.device import raw_stream as _current_stream
+from tilewright.jit.tensor_map import Moved, TensorMap
 
+_MOVING = (Tensor, TensorMap)
 _active: ContextVar["Taping | None"] = ContextVar("tilewright_taping", default=None)
 
 
@@ -35,6 +37,7 @@ class _Slot(NamedTuple):
     position: int
     base: int
     offset: int
+    moved: Moved | None  # where the kernel takes not a pointer, but a tensor map of what lies there
 
 
 class Tape:
@@ -46,8 +49,8 @@ class Tape:
         self._launches = [
             (
                 s.launch,
-                [*s.grid, None, s.function, *s.head, *(None if isinstance(p, Tensor) else p for p in s.params)],
-                [(slot.position + 5 + len(s.head), slot.base, slot.offset) for slot in found],
+                [*s.grid, None, s.function, *s.head, *(None if isinstance(p, _MOVING) else p for p in s.params)],
+                [(slot.position + 5 + len(s.head), *slot[1:]) for slot in found],
             )
             for s, found in zip(steps, slots, strict=True)
         ]
@@ -62,8 +65,9 @@ class Tape:
         for launch, template, slots in self._launches:
             args = template.copy()
             args[3] = stream
-            for position, base, offset in slots:
-                args[position] = pointers[base] + offset
+            for position, base, offset, moved in slots:
+                pointer = pointers[base] + offset
+                args[position] = pointer if moved is None else moved(pointer)
             launch(*args)
 
 
@@ -97,24 +101,28 @@ class Taping:
         slots: list[list[_Slot]] = []
         bases = (*bases, *self._scratch)
         for step in self._steps:
-            found = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, Tensor)]
+            found = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, _MOVING)]
             if any(slot is None for slot in found):
                 return None
             slots.append([slot for slot in found if slot is not None])
         return Tape(self._steps, slots, self._scratch)
 
 
-def _find(position: int, tensor: Tensor, bases: Sequence[Tensor | None]) -> _Slot | None:
-    """Where `tensor` lies: exactly at one base, or inside the storage of exactly one."""
-    pointer, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+def _find(position: int, what: Tensor | TensorMap, bases: Sequence[Tensor | None]) -> _Slot | None:
+    """Where `what` lies: exactly at one base, or inside the storage of exactly one."""
+    pointer, moved = (what.pointer, what.moved()) if isinstance(what, TensorMap) else (what.data_ptr(), None)
     exact = [i for i, b in enumerate(bases) if b is not None and b.data_ptr() == pointer]
     if len(exact) == 1:
-        return _Slot(position, exact[0], 0)
-    inside = [(i, b) for i, b in enumerate(bases) if b is not None and b.untyped_storage().data_ptr() == storage]
+        return _Slot(position, exact[0], 0, moved)
+    inside = [(i, b) for i, b in enumerate(bases) if b is not None and _holds(b.untyped_storage(), pointer)]
     if exact or len(inside) != 1:
         return None
     index, base = inside[0]
-    return _Slot(position, index, pointer - base.data_ptr())
+    return _Slot(position, index, pointer - base.data_ptr(), moved)
+
+
+def _holds(storage: torch.UntypedStorage, pointer: int) -> bool:
+    return 0 <= pointer - storage.data_ptr() < storage.nbytes()
 
 
 class _Watch(TorchDispatchMode):

@@ -41,10 +41,35 @@ _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 
 
 class TensorMap(NamedTuple):
-    """What the copy engine knows of a tensor.  descriptor: cuda-core's, for a launch; device: the CUDA ordinal."""
+    """What the copy engine knows of a tensor.
+
+    descriptor: cuda-core's, for a launch.  device: the CUDA ordinal.  pointer: the tensor's address.  form: all else.
+    """
 
     descriptor: Any
     device: int
+    pointer: int
+    form: tuple[Any, ...]
+
+    def moved(self) -> "Moved":
+        """The same map for tensors at other addresses."""
+        return Moved(self.form)
+
+
+class Moved:
+    """`moved(pointer)`: the descriptor of one form of tensor at any address; a dictionary lookup for one seen before."""
+
+    def __init__(self, form: tuple[Any, ...]) -> None:
+        self._form = form
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, pointer: int) -> Any:
+        found = self._known.get(pointer)
+        if found is None:
+            if len(self._known) >= _CACHED:
+                self._known.clear()
+            found = self._known[pointer] = _make(pointer, *self._form).descriptor
+        return found
 
 
 class _Memory:
@@ -115,7 +140,7 @@ def _make(
             )
         except ValueError as error:
             raise InputError(f"{what}, strides {strides}, box {box}, swizzle {swizzle}: {error}") from None
-    return TensorMap(descriptor, device.index)
+    return TensorMap(descriptor, device.index, pointer, (shape, strides, dtype, device, box, swizzle, promotion))
 
 
 def _pitches(what: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
