@@ -57,7 +57,7 @@ class TensorMap(NamedTuple):
 
 
 class Moved:
-    """`moved(pointer)`: the descriptor of one form of tensor at any address; a dictionary lookup for one seen before."""
+    """`moved(pointer)`: the descriptor of one form of tensor, at any address; a dictionary lookup for a known one."""
 
     def __init__(self, form: tuple[Any, ...]) -> None:
         self._form = form
