@@ -22,6 +22,7 @@ help: ## this list
 
 demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded language model
 	@mkdir -p build
+	$(BIN)/python examples/stdlib_lm/weights.py
 	$(BIN)/tilewright optimize examples/stdlib_lm/model --prompts examples/stdlib_lm/model/prompts.jsonl \
 	    --html build/stdlib_lm.html --json build/stdlib_lm.json
 

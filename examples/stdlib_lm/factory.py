@@ -1,12 +1,13 @@
 """The committed model as `tilewright optimize examples/stdlib_lm/factory.py:factory` takes it."""
 
 import json
+import runpy
 from pathlib import Path
 
 import torch
 from torch import nn
 
-MODEL = Path(__file__).parent / "model"
+HERE = Path(__file__).parent
 
 
 def factory() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -16,11 +17,9 @@ def factory() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not MODEL.is_dir():
-        raise FileNotFoundError(
-            f"no trained model at {MODEL}. Train it: python {MODEL.parent / 'train.py'} --out {MODEL}"
-        )
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    with (MODEL / "prompts.jsonl").open(encoding="utf-8") as lines:
+    unpack = runpy.run_path(str(HERE / "weights.py"))["unpack"]  # this folder is on no path when a factory is loaded
+    folder = unpack(HERE / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with (folder / "prompts.jsonl").open(encoding="utf-8") as lines:
         prompt = json.loads(next(lines))["text"]
-    return model, {"input_ids": AutoTokenizer.from_pretrained(MODEL)(prompt, return_tensors="pt").input_ids}
+    return model, {"input_ids": AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids}

@@ -29,6 +29,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one order of sums
 import data
 import tokenizer as bpe
 import torch
+import weights
 from measure import Perplexity, perplexity
 from torch import nn
 from torch.nn import functional as F
@@ -222,6 +223,7 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     exact = measure(trained.model, "held_out")
     out.mkdir(parents=True, exist_ok=True)
     trained.model.to(torch.bfloat16).save_pretrained(out)
+    weights.pack(out)
     bpe.for_transformers(tokenizer, recipe.context).save_pretrained(out)
     compact(out / "tokenizer.json")
     saved = AutoModelForCausalLM.from_pretrained(out, dtype="auto").to(device)

@@ -23,21 +23,22 @@ measure = importlib.import_module("measure")
 bpe = importlib.import_module("tokenizer")
 results = importlib.import_module("results")
 training = importlib.import_module("train")
+weights = importlib.import_module("weights")
 sys.path.remove(str(EXAMPLE))
 
-MAX_WEIGHT_BYTES = 6_000_000
-MAX_FOLDER_BYTES = 7_000_000
+MAX_WEIGHT_BYTES = 4_000_000
+MAX_FOLDER_BYTES = 4_500_000
 MAX_PROMPT_BYTES = 100_000
 MODEL_FILES = [
     "config.json",
     "generation_config.json",
-    "model.safetensors",
     "prompts.jsonl",
     "tokenizer.json",
     "tokenizer_config.json",
     "train_files.sha256",
     "training.json",
     "training_log.jsonl",
+    "weights.packed",
 ]
 
 
@@ -257,7 +258,7 @@ def trained(library, tmp_path_factory):
 
 def test_run_learns_and_writes_everything(trained):
     out, summary = trained
-    assert sorted(path.name for path in out.iterdir()) == MODEL_FILES
+    assert sorted(path.name for path in out.iterdir()) == sorted([*MODEL_FILES, "model.safetensors"])
     assert json.loads((out / "training.json").read_text()) == summary
     assert summary["held_out_fp32"]["perplexity"] < 20  # of a vocabulary of several hundred
     assert summary["held_out_bf16"]["perplexity"] == pytest.approx(summary["held_out_fp32"]["perplexity"], rel=0.05)
@@ -298,12 +299,16 @@ def _check_generates(folder: Path) -> None:
     assert new.shape == (1, prompt.shape[1] + 8)
 
 
+def _committed(folder: Path) -> list[Path]:
+    """The files of a folder without what is unpacked into it."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(weights.UNPACKED))
+
+
 def test_committed_files_are_complete_and_small():
-    assert sorted(path.name for path in MODEL.iterdir()) == MODEL_FILES
-    assert (MODEL / "model.safetensors").stat().st_size <= MAX_WEIGHT_BYTES
+    assert [path.name for path in _committed(MODEL)] == MODEL_FILES
+    assert (MODEL / "weights.packed").stat().st_size <= MAX_WEIGHT_BYTES
     assert (MODEL / "prompts.jsonl").stat().st_size <= MAX_PROMPT_BYTES
-    tracked = [path for folder in (EXAMPLE, MODEL) for path in folder.iterdir() if path.is_file()]
-    assert sum(path.stat().st_size for path in tracked) < MAX_FOLDER_BYTES
+    assert sum(path.stat().st_size for path in _committed(EXAMPLE) + _committed(MODEL)) < MAX_FOLDER_BYTES
 
 
 def test_committed_prompts_come_from_held_out_files_only():
@@ -317,7 +322,7 @@ def test_committed_summary_fits_the_committed_files():
     config = json.loads((MODEL / "config.json").read_text())
     assert summary["data"]["train"]["files"] == len((MODEL / "train_files.sha256").read_text().splitlines())
     assert config["max_position_embeddings"] == summary["recipe"]["context"]
-    assert (MODEL / "model.safetensors").stat().st_size == pytest.approx(2 * summary["parameters"], rel=0.01)
+    assert (weights.unpack() / "model.safetensors").stat().st_size == pytest.approx(2 * summary["parameters"], rel=0.01)
     assert summary["held_out_fp32"]["perplexity"] < 40
     assert summary["held_out_bf16"]["perplexity"] == pytest.approx(summary["held_out_fp32"]["perplexity"], rel=0.01)
     readme = (EXAMPLE / "README.md").read_text()
@@ -325,7 +330,7 @@ def test_committed_summary_fits_the_committed_files():
 
 
 def test_committed_model_generates():
-    _check_generates(MODEL)
+    _check_generates(weights.unpack())
 
 
 def test_factory_gives_a_model_and_an_input_it_accepts():

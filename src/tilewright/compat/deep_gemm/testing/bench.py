@@ -1,0 +1,159 @@
+"""Times of a call in seconds, as DeepGEMM's tests take them.
+
+For a comparison use `tilewright bench`: it interleaves the contestants and gives intervals. Without a GPU the same code
+times the CPU.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from tilewright.errors import InputError
+from tilewright.hardware import device_info
+from tilewright.log import logger
+
+_LEAD_SIZE = 8192  # a float32 product of this size takes the GPU ten milliseconds and more
+_SHOWN = 8  # kernels that a message names
+_DEEP_GEMM_KERNELS = ("bf16_gemm",)  # what programs written for it look for; no kernel of ours is called so
+_FLUSH = "bitwise_not"  # in the name of the kernel that flushes, and hardly in that of one to be timed
+
+
+def bench(fn: Callable[[], object], num_warmups: int = 5, num_tests: int = 10, high_precision: bool = False) -> float:
+    """Seconds a call, from events around `num_tests` calls in a row; the L2 is flushed before the first only.
+
+    high_precision: enqueue a long product first, so that launches are not waited for.
+    """
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.synchronize()
+        _flush_buffer().zero_()
+    for _ in range(num_warmups):
+        fn()
+    if not gpu:
+        start = time.perf_counter()
+        for _ in range(num_tests):
+            fn()
+        return (time.perf_counter() - start) / num_tests
+    if high_precision:
+        lead = torch.randn(_LEAD_SIZE, _LEAD_SIZE, device="cuda")
+        lead @ lead
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(num_tests):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3 / num_tests
+
+
+def bench_kineto(
+    fn: Callable[[], object],
+    kernel_names: str | tuple[str, ...],
+    num_tests: int = 30,
+    suppress_kineto_output: bool = False,
+    trace_path: str | None = None,
+    flush_l2: bool = True,
+    with_multiple_kernels: bool = False,
+) -> float | tuple[float, ...]:
+    """Mean seconds of the kernels whose names contain `kernel_names`, from torch's profiler; a tuple for a tuple.
+
+    "bf16_gemm", the name of DeepGEMM's kernel, stands for all that a call launches here, whichever backend runs it. A
+    name that no kernel contains gives 0, and a warning that lists the kernels seen. On a CPU the names are those of
+    torch's operators ("aten::mm"), their times without the operators they call.
+
+    suppress_kineto_output: send what the process writes meanwhile to nowhere. trace_path: write a Chrome trace there.
+    flush_l2: overwrite four times the L2 before each call. with_multiple_kernels: a name may fit several kernels, and
+    the mean is then over all their launches; otherwise that raises InputError.
+    """
+    names = kernel_names if isinstance(kernel_names, tuple) else (kernel_names,)
+    buffer = _flush_buffer() if flush_l2 else None
+    fn()
+    with _silence() if suppress_kineto_output else nullcontext():
+        profiler = _profiled(fn, num_tests, buffer)
+    if trace_path is not None:
+        profiler.export_chrome_trace(trace_path)
+    kernels = _kernels(profiler)
+    times = tuple(
+        sum(seconds for seconds, _ in kernels.values()) / num_tests
+        if name in _DEEP_GEMM_KERNELS
+        else _mean_seconds(name, kernels, with_multiple_kernels)
+        for name in names
+    )
+    return times if isinstance(kernel_names, tuple) else times[0]
+
+
+def _profiled(fn: Callable[[], object], num_tests: int, buffer: torch.Tensor | None) -> Any:
+    """A profile of `num_tests` calls, after as many that the profiler warms up on."""
+    gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU
+    plan = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=[activity], schedule=plan, acc_events=True) as profiler:
+        for _ in range(2):
+            for _ in range(num_tests):
+                if buffer is not None:
+                    buffer.bitwise_not_()
+                fn()
+            if gpu:
+                torch.cuda.synchronize()
+            profiler.step()
+    return profiler
+
+
+def _kernels(profiler: Any) -> dict[str, tuple[float, int]]:
+    """Total seconds and launches by kernel name, or by operator on a CPU, without the flushing."""
+    gpu = torch.cuda.is_available()
+    found: dict[str, tuple[float, int]] = {}
+    for event in profiler.events():
+        here = event.device_type == (DeviceType.CUDA if gpu else DeviceType.CPU)
+        if here and not event.is_user_annotation and _FLUSH not in event.name:
+            us = event.time_range.elapsed_us() if gpu else event.self_cpu_time_total
+            seconds, launches = found.get(event.name, (0.0, 0))
+            found[event.name] = seconds + us / 1e6, launches + 1
+    return found
+
+
+def _mean_seconds(name: str, kernels: dict[str, tuple[float, int]], several: bool) -> float:
+    found = [kernel for kernel in kernels if name in kernel]
+    if not found:
+        seen = sorted(kernels, key=lambda kernel: -kernels[kernel][0])[:_SHOWN]
+        logger.warning("bench_kineto: no kernel's name contains %r; seen: %s", name, ", ".join(seen) or "none")
+        return 0.0
+    if len(found) > 1 and not several:
+        raise InputError(
+            f"bench_kineto: {name!r} is in the names of {len(found)} kernels: {', '.join(found[:_SHOWN])}. "
+            "Give a longer part of one name, or with_multiple_kernels=True."
+        )
+    return sum(kernels[kernel][0] for kernel in found) / sum(kernels[kernel][1] for kernel in found)
+
+
+def _flush_buffer() -> torch.Tensor:
+    """Four times the L2, to be overwritten: nothing of the operands stays in it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.empty(4 * device_info(device).l2_bytes, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The process's standard output and error into nothing, those of C++ libraries too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for descriptor in (nothing, *kept):
+            os.close(descriptor)

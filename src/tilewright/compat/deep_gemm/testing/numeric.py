@@ -1,0 +1,34 @@
+"""How far two tensors are apart, and how many bytes they hold."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+
+
+def calc_diff(x: Tensor, y: Tensor) -> Tensor:
+    """1 - 2 <x, y> / (<x, x> + <y, y>) in float64: 0 for equal tensors, about half the squared relative error for close
+    ones.
+
+    Returns a tensor without dimensions; NaN where either holds NaN or infinity, so that `< tolerance` fails. One number
+    for all elements: a wrong corner of a large result hardly moves it. Raises InputError for different shapes.
+    """
+    if x.shape != y.shape:
+        raise InputError(f"calc_diff: x is {tuple(x.shape)}, y is {tuple(y.shape)}; needs one shape.")
+    x, y = x.double(), y.double()
+    total = (x * x + y * y).sum()
+    return torch.where(total == 0, 0.0, 1 - 2 * (x * y).sum() / total)
+
+
+def count_bytes(*tensors: Tensor | Sequence[Any] | None) -> int:
+    """Bytes of all elements of the tensors given, in lists and tuples too; None counts nothing."""
+    total = 0
+    for t in tensors:
+        if isinstance(t, Tensor):
+            total += t.numel() * t.element_size()
+        elif t is not None:
+            total += count_bytes(*t)
+    return total

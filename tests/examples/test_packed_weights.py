@@ -1,0 +1,118 @@
+"""The packed weights of the example: every bit comes back, damage is found, and many processes may unpack at once."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "stdlib_lm" / "weights.py"
+spec = importlib.util.spec_from_file_location("stdlib_lm_weights", SCRIPT)
+weights = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(weights)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the packed form alone of 3000 trained-looking numbers and every special one; and the original."""
+    generator = torch.Generator().manual_seed(0)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40], dtype=torch.bfloat16)
+    tensors = {"w": (0.02 * torch.randn(60, 50, generator=generator)).bfloat16(), "special": special}
+    save_file(tensors, tmp_path / weights.UNPACKED)
+    original = (tmp_path / weights.UNPACKED).read_bytes()
+    weights.pack(tmp_path)
+    (tmp_path / weights.UNPACKED).unlink()
+    return tmp_path, original
+
+
+def test_every_bit_pattern_survives():
+    patterns = np.arange(1 << 16, dtype="<u2")
+    exponents, rest = weights.split(patterns)
+    assert len(exponents) == len(rest) == 1 << 16
+    assert np.array_equal(weights.join(exponents, rest), patterns)
+    assert exponents[0x3F80] == 127  # 1.0
+
+
+def test_unpacking_gives_the_very_file(folder):
+    where, original = folder
+    assert weights.unpack(where) == where
+    assert (where / weights.UNPACKED).read_bytes() == original
+    assert set(load_file(where / weights.UNPACKED)) == {"w", "special"}
+    assert sorted(path.name for path in where.iterdir()) == ["model.safetensors", "weights.packed"]
+
+
+def test_a_file_that_is_right_is_not_written_again(folder):
+    where, _ = folder
+    before = (weights.unpack(where) / weights.UNPACKED).stat()
+    assert (weights.unpack(where) / weights.UNPACKED).stat().st_ino == before.st_ino
+
+
+def test_a_file_of_other_weights_is_replaced(folder):
+    where, original = folder
+    (where / weights.UNPACKED).write_bytes(original[:-1] + b"?")
+    weights.unpack(where)
+    assert (where / weights.UNPACKED).read_bytes() == original
+
+
+def _at(packed: bytes, part: str) -> int:
+    """An offset in the middle of a part of the packed file."""
+    line, _, _ = packed.partition(b"\n")
+    sizes = json.loads(line)
+    starts = {"head": 0, "exponents": sizes["head"], "rest": sizes["head"] + sizes["exponents"]}
+    return len(line) + 1 + starts[part] + sizes[part] // 2
+
+
+@pytest.mark.parametrize("part", ["head", "exponents", "rest"])
+def test_a_changed_byte_is_found(folder, part):
+    where, _ = folder
+    packed = bytearray((where / weights.PACKED).read_bytes())
+    packed[_at(packed, part)] ^= 0x10
+    (where / weights.PACKED).write_bytes(packed)
+    with pytest.raises(ValueError, match="weights.packed is damaged"):
+        weights.unpack(where)
+    assert not (where / weights.UNPACKED).exists()
+
+
+@pytest.mark.parametrize("part", ["exponents", "rest"])
+def test_a_file_cut_short_is_found(folder, part):
+    where, _ = folder
+    packed = (where / weights.PACKED).read_bytes()
+    (where / weights.PACKED).write_bytes(packed[: _at(packed, part)])
+    with pytest.raises(ValueError, match="weights.packed is damaged"):
+        weights.unpack(where)
+
+
+def test_a_folder_without_weights_says_how_to_train(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train.py --out"):
+        weights.unpack(tmp_path)
+
+
+def test_other_dtypes_are_refused(tmp_path):
+    save_file({"w": torch.zeros(4), "b": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / weights.UNPACKED)
+    with pytest.raises(ValueError, match="has F32 tensors; only BF16"):
+        weights.pack(tmp_path)
+
+
+def test_processes_may_unpack_at_once(folder):
+    """Each reads the file as soon as it has it: a part of one would have another checksum."""
+    where, original = folder
+    program = (
+        "import hashlib, pathlib, runpy, sys\n"
+        "folder = runpy.run_path(sys.argv[1])['unpack'](pathlib.Path(sys.argv[2]))\n"
+        "print(hashlib.sha256((folder / 'model.safetensors').read_bytes()).hexdigest())\n"
+    )
+    command = [sys.executable, "-c", program, str(SCRIPT), str(where)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    seen = {process.communicate(timeout=60)[0].strip() for process in running}
+    assert seen == {weights._sha256(original)}
+    assert sorted(path.name for path in where.iterdir()) == ["model.safetensors", "weights.packed"]
+
+
+def test_the_committed_weights_take_two_thirds():
+    folder = weights.unpack()
+    assert (folder / weights.PACKED).stat().st_size < 0.67 * (folder / weights.UNPACKED).stat().st_size
