@@ -48,6 +48,7 @@ _HOME = {
 }
 _MODULES = (
     "bench",
+    "compat",
     "dispatch",
     "errors",
     "generate",

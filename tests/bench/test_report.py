@@ -60,9 +60,7 @@ def test_results_survive_the_disk(tmp_path: Path) -> None:
 def test_the_file_has_one_line_a_row(tmp_path: Path) -> None:
     path = tmp_path / "norm.json"
     results().save(path)
-    assert (
-        sum('"op": "rms_norm", "case"' in line and '"floor_us"' in line for line in path.read_text().splitlines()) == 2
-    )
+    assert sum('"op":"rms_norm","case"' in line and '"floor_us"' in line for line in path.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("change", [{"schema": 99}, {"kind": "optimize"}])

@@ -10,8 +10,10 @@ import pytest
 import torch
 from tests.harness.registry import own_registry
 
-from tilewright.bench import cases, measure, peers, suite
+from tilewright.bench import cases, peers, suite
 from tilewright.bench.cases import select
+from tilewright.bench.measure import Effort
+from tilewright.bench.measure import case as measure
 from tilewright.bench.schema import missing
 from tilewright.bench.statistics import Samples
 from tilewright.bench.suite import run
@@ -28,7 +30,7 @@ SMALL = {"M": 16, "N": 64}
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rounds, no ceilings for the machine block: the tests judge structure, not speed."""
-    monkeypatch.setattr(suite, "_CPU", measure.Effort(rounds=3, graph_rounds=0, host_rounds=2))
+    monkeypatch.setattr(suite, "_CPU", Effort(rounds=3, graph_rounds=0, host_rounds=2))
     monkeypatch.setattr(suite, "headline", lambda device: {"read_gb_s": 1.0})
     monkeypatch.setattr(measure, "sets_for", lambda *args, **kwargs: 2)
 
@@ -151,7 +153,7 @@ def test_launch_sized_cases_are_timed_as_graphs_and_a_peer_that_cannot_be_captur
         return {name: Samples([us / launches for us in samples.us]) for name, samples in timed.items()}
 
     taken: list[object] = []
-    monkeypatch.setattr(measure, "launch_sized", lambda total, device: True)
+    monkeypatch.setattr(measure, "graph_launches", lambda *args, **kwargs: 32)
     monkeypatch.setattr(measure, "capture", capture)
     monkeypatch.setattr(measure, "interleave_replays", replays)
     results = small()

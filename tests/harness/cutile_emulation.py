@@ -78,6 +78,7 @@ class Language:
 
     float32, float16, bfloat16, int32 = torch.float32, torch.float16, torch.bfloat16, torch.int32
     RoundingMode = Enum("RoundingMode", ["APPROX"])
+    PaddingMode = Enum("PaddingMode", ["ZERO"])
 
     @staticmethod
     def bid(axis: int) -> int:
@@ -125,8 +126,28 @@ class Language:
         return Tile(torch.fmax(x.values, y.values if isinstance(y, Tile) else torch.tensor(y, dtype=x.dtype)))
 
     @staticmethod
-    def where(condition: Tile, x: Tile, y: Tile) -> Tile:
-        return Tile(torch.where(condition.values, x.values, y.values))
+    def where(condition: Tile, x: Any, y: Any) -> Tile:
+        return Tile(torch.where(condition.values, *(v.values if isinstance(v, Tile) else v for v in (x, y))))
+
+    @staticmethod
+    def extract(x: Tile, index: tuple[int, ...], shape: tuple[int, ...]) -> Tile:
+        return x.extract(index, shape)
+
+    @staticmethod
+    def transpose(x: Tile) -> Tile:
+        return Tile(x.values.mT)
+
+    @staticmethod
+    def mma(x: Tile, y: Tile, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
+        if x.dtype != y.dtype or acc.dtype != torch.float32:
+            raise TypeError(f"mma of {x.dtype} and {y.dtype} into {acc.dtype}: ours add up in float32")
+        if use_fast_acc and x.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"mma with use_fast_acc of {x.dtype}: only float8 has it")
+        return Tile(acc.values + x.values.float() @ y.values.float())
+
+    @staticmethod
+    def static_iter(items: Any) -> Any:
+        return items
 
     @staticmethod
     def rsqrt(x: Tile) -> Tile:
@@ -145,6 +166,35 @@ class Language:
         return Tile(x / y.values)
 
     @staticmethod
+    def load(
+        array: Tensor,
+        index: tuple[int, ...],
+        shape: tuple[int, ...],
+        *,
+        order: tuple[int, ...] | None = None,
+        padding_mode: Any = None,
+    ) -> Tile:
+        """The array's axes are permuted by `order` before it is cut into tiles; outside is what `padding_mode` says."""
+        if shape == ():
+            return Tile(array[index])
+        view = array if order is None else array.permute(order)
+        corner = _corner(view, index, shape)
+        part = view[tuple(slice(c, c + n) for c, n in zip(corner, shape, strict=True))]
+        if padding_mode is None and part.shape != torch.Size(shape):
+            raise IndexError(f"tile {index} of {tuple(view.shape)} is ragged, and no padding is asked for")
+        full = torch.zeros(shape, dtype=array.dtype)
+        full[tuple(map(slice, part.shape))] = part
+        return Tile(full)
+
+    @staticmethod
+    def store(array: Tensor, index: tuple[int, ...], tile: Tile, *, allow_tma: bool = True) -> None:
+        if tile.dtype != array.dtype:
+            raise TypeError(f"a {tile.dtype} tile is written to a {array.dtype} array: our kernels convert first")
+        corner = _corner(array, index, tile.shape)
+        part = array[tuple(slice(c, c + n) for c, n in zip(corner, tile.shape, strict=True))]
+        part.copy_(tile.values[tuple(map(slice, part.shape))])
+
+    @staticmethod
     def gather(
         array: Tensor, indices: Any, *, mask: Tile | None = None, padding_value: float = 0, check_bounds: bool = True
     ) -> Tile:
@@ -161,6 +211,14 @@ class Language:
         places, inside = _places(array, indices, mask, check_bounds)
         where = tuple(p[inside] for p in places)
         array[where] = value.values.broadcast_to(inside.shape)[inside]
+
+
+def _corner(array: Tensor, index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """First element of a tile.  One that lies outside altogether is an error, as it is undefined on a GPU."""
+    corner = tuple(i * _power_of_two(n) for i, n in zip(index, shape, strict=True))
+    if any(not 0 <= c < size for c, size in zip(corner, array.shape, strict=True)):
+        raise IndexError(f"tile {index} of {shape} begins outside an array of {tuple(array.shape)}")
+    return corner
 
 
 def _places(array: Tensor, indices: Any, mask: Tile | None, check_bounds: bool) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
 
@@ -56,12 +57,14 @@ def select(
     ops: Sequence[str] | None = None,
     dtype: str | None = None,
     case: Mapping[str, Any] | None = None,
+    rows: Sequence[str] | None = None,
     device: torch.device,
 ) -> list[Case]:
     """The cases of `suite`; raises UsageError, naming what exists, when there are none.
 
     ops: only these. dtype: every workload in this dtype instead of its declared ones. case: only workloads with these
-    parameters; when no workload has them, these parameters are measured as the case "custom".
+    parameters; when no workload has them, these parameters are measured as the case "custom". rows: only workloads
+    whose name matches one of these shell patterns ("*_m64").
     """
     family = [c for c in known_contracts().values() if suite in ("all", c.family)]
     if not family:
@@ -72,7 +75,12 @@ def select(
             f"suite {suite!r} has no op {', '.join(sorted(unknown))}. Ops: {', '.join(c.name for c in family)}."
         )
     chosen = [c for c in family if not ops or c.name in ops]
-    return [found for c in chosen for found in _cases_of(c, dtype, case or {}, device)]
+    found = [each for c in chosen for each in _cases_of(c, dtype, case or {}, device)]
+    matching = [each for each in found if rows is None or any(fnmatchcase(each.workload.name, row) for row in rows)]
+    if rows is not None and not matching:
+        names = ", ".join(dict.fromkeys(each.workload.name for each in found))
+        raise UsageError(f"no row of suite {suite!r} is called {' or '.join(rows)}. Rows: {names}.")
+    return matching
 
 
 def _cases_of(contract: Contract, dtype: str | None, params: Mapping[str, Any], device: torch.device) -> list[Case]:

@@ -71,7 +71,8 @@ def contestants(case: Case, found: Choice, device: torch.device, against: Sequen
     function = case.contract.function
     names = found.names if found.chosen in found.names else (*found.names, found.chosen)
     ours = [Contestant(name, True, partial(_ours, function, name)) for name in names]
-    return ours + [Contestant(peer.name, False, peer.make) for peer in available_peers(case.contract, device, against)]
+    peers = available_peers(case.contract, device, against, case=case.workload.name)
+    return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
 
 
 def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor]) -> Call | None:

@@ -2,6 +2,9 @@
 an op names.
 
 Such a file holds `PEERS`, a sequence of objects with the members of `Peer`; it imports its library only inside them.
+A peer may have `cases`, names of workloads, or `devices`, types of devices: then it takes part in no others. And where
+one stands for the two general peers, `REPLACES` of the file maps a type of device to their names.
+
 `make` gets a sample whose tensors may require gradients, and returns the call that computes the op's outputs in the
 order of the public function, or None where the library has no such option.
 """
@@ -9,7 +12,7 @@ order of the public function, or None where the library has no such option.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,14 +83,18 @@ def bound(function: Callable[..., object], sample: Sample) -> Call:
 
 
 def declared_peers(contract: Contract, device: torch.device) -> list[Peer]:
-    """Everyone who might compete in this op, installed here or not."""
-    return [Eager(contract), Compiled(contract, device), *_beside(contract)]
+    """Everyone who might compete in this op on this device, installed here or not."""
+    replaced = _replaced(contract).get(device.type, ())
+    general = [peer for peer in (Eager(contract), Compiled(contract, device)) if peer.name not in replaced]
+    return [*general, *(peer for peer in _beside(contract) if device.type in getattr(peer, "devices", (device.type,)))]
 
 
-def available_peers(contract: Contract, device: torch.device, against: Sequence[str] | None = None) -> list[Peer]:
-    """Peers that can run here; with `against`, only those of these names."""
+def available_peers(
+    contract: Contract, device: torch.device, against: Sequence[str] | None = None, *, case: str
+) -> list[Peer]:
+    """Peers that can run here and take part in the workload called `case`; with `against`, those of these names."""
     wanted = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
-    return [peer for peer in wanted if peer.available()]
+    return [peer for peer in wanted if case in getattr(peer, "cases", (case,)) and peer.available()]
 
 
 def check_names(contracts: Iterable[Contract], device: torch.device, against: Sequence[str]) -> None:
@@ -99,5 +106,14 @@ def check_names(contracts: Iterable[Contract], device: torch.device, against: Se
 
 
 def _beside(contract: Contract) -> Sequence[Peer]:
+    found = _module(contract)
+    return found.PEERS if found is not None else ()
+
+
+def _replaced(contract: Contract) -> Mapping[str, Sequence[str]]:
+    return getattr(_module(contract), "REPLACES", {})
+
+
+def _module(contract: Contract) -> Any:
     name = f"{contract.forward.package}.peers"
-    return import_module(name).PEERS if find_spec(name) is not None else ()
+    return import_module(name) if find_spec(name) is not None else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tilewright.errors import InputError
 
-SCHEMA = 1
+SCHEMA = 2
+_READABLE = (1, SCHEMA)  # 1 has no paused times
 KIND = "bench"
 
 
@@ -30,6 +31,8 @@ class Row:
     eager_us    host time to enqueue one call of `chosen`; graph_us: its device time in a CUDA graph, None on a CPU
     err         relative Frobenius error of `chosen` against float64; err_peer: of the fastest peer
     spread      half the 95 % interval of `chosen`'s median, over the median
+    paused      compute-bound rows: times of impls and peers with an idle gap before each call; ratio_own_paused: best
+                peer / best of ours among them.  Empty and None where not taken, and then not in the file.
     """
 
     op: str
@@ -50,11 +53,16 @@ class Row:
     err: float
     err_peer: float | None
     spread: float
+    paused: dict[str, float] = field(default_factory=dict)
+    ratio_own_paused: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         """(op, case, dtype, direction)."""
         return self.op, self.case, self.dtype, self.direction
+
+
+_OPTIONAL = {f.name for f in fields(Row) if f.default is not MISSING or f.default_factory is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Results:
             "schema": SCHEMA,
             "suite": self.suite,
             "machine": self.machine,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [_written(row) for row in self.rows],
             "failures": [asdict(note) for note in self.failures],
             "left_out": [asdict(note) for note in self.left_out],
         }
@@ -115,7 +123,7 @@ class Results:
     def to_json(self) -> str:
         """JSON text, one row a line: small to commit, readable in a diff."""
         data = self.to_dict()
-        rows = ",\n  ".join(json.dumps(row) for row in data.pop("rows"))
+        rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop("rows"))
         head = json.dumps(data, indent=1).removesuffix("\n}")
         return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
 
@@ -126,18 +134,18 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a result file; raises InputError naming the file when it is of another kind or schema, or a row has other
-    fields.
+    """Read a result file of this schema or the one before; raises InputError naming the file when it is of another kind
+    or schema, or a row has other fields.
     """
     data = json.loads(path.read_text())
-    if data.get("kind") != KIND or data.get("schema") != SCHEMA:
+    if data.get("kind") != KIND or data.get("schema") not in _READABLE:
         raise InputError(
             f"{path}: kind {data.get('kind')!r}, schema {data.get('schema')!r}; "
             f"this version reads {KIND!r}, {SCHEMA}. Measure it again."
         )
     wanted = {f.name for f in fields(Row)}
     for i, row in enumerate(data["rows"]):
-        if set(row) != wanted:
+        if not wanted - _OPTIONAL <= set(row) <= wanted:
             raise InputError(f"{path}: row {i} has fields {sorted(row)}, expected {sorted(wanted)}.")
     return Results(
         suite=data["suite"],
@@ -148,7 +156,45 @@ def load(path: Path) -> Results:
     )
 
 
+_SAME_MACHINE = ("device", "arch", "driver", "cuda", "torch", "triton")
+
+
+def check_same_machine(old: Results, machine: Mapping[str, Any], path: Path) -> None:
+    """Raises InputError if rows measured on `machine` may not stand beside those of `old`, read from `path`."""
+    other = [
+        f"{name} {old.machine.get(name)!r}, here {machine.get(name)!r}"
+        for name in _SAME_MACHINE
+        if old.machine.get(name) != machine.get(name)
+    ]
+    if other:
+        raise InputError(f"{path}: rows of another machine cannot be added to: {'; '.join(other)}.")
+
+
+def appended(old: Results, new: Results) -> Results:
+    """One result of two runs on one machine: what `new` measured takes the place of the same cases in `old`.
+
+    The machine block is that of `new`; every row brings its own floor.
+    """
+    measured = {row.key for row in new.rows} | {_case_of(note) for note in (*new.failures, *new.left_out)}
+    return Results(
+        suite=new.suite if new.suite == old.suite else "all",
+        machine=new.machine,
+        rows=[row for row in old.rows if row.key not in measured] + new.rows,
+        failures=[note for note in old.failures if _case_of(note) not in measured] + new.failures,
+        left_out=[note for note in old.left_out if _case_of(note) not in measured] + new.left_out,
+        choices=new.choices,
+    )
+
+
 def missing(declared: Iterable[tuple[str, str, str, str]], results: Results) -> list[Note]:
     """A failure for every declared (op, case, dtype, direction) that has neither a row nor a failure yet."""
-    present = {row.key for row in results.rows} | {(n.op, n.case, n.dtype, n.direction) for n in results.failures}
+    present = {row.key for row in results.rows} | {_case_of(note) for note in results.failures}
     return [Note(*key, name="", reason="declared workload was not measured") for key in declared if key not in present]
+
+
+def _written(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name not in _OPTIONAL or value}
+
+
+def _case_of(note: Note) -> tuple[str, str, str, str]:
+    return note.op, note.case, note.dtype, note.direction

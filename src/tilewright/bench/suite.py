@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tilewright.bench import machine
 from tilewright.bench.calibrate import headline
 from tilewright.bench.cases import Case, select
-from tilewright.bench.measure import Bench, Effort, Measured
+from tilewright.bench.measure import Effort, Shared, measure
 from tilewright.bench.peers import check_names
 from tilewright.bench.schema import Note, Results, Row, missing
 from tilewright.bench.timing import Timing
@@ -20,7 +21,7 @@ from tilewright.hardware import device_info
 
 Progress = Callable[[str], None]
 
-_GPU = Effort(rounds=25, graph_rounds=7, host_rounds=10)
+_GPU = Effort(rounds=25, graph_rounds=7, host_rounds=10, paused_rounds=7)
 _CPU = Effort(rounds=9, graph_rounds=0, host_rounds=5)
 
 
@@ -31,33 +32,37 @@ def run(
     case: Mapping[str, Any] | None = None,
     against: Sequence[str] | None = None,
     *,
+    rows: Sequence[str] | None = None,
     device: torch.device | str | None = None,
     timing: Timing = "sustained",
     progress: Progress | None = None,
 ) -> Results:
     """Measure every implementation of ours and every available peer on the cases of `suite`.
 
-    suite: an op family ("norm", "activation", "rope", "softmax") or "all". ops, dtype, case: see `cases.select`.
+    suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
     against: names of the peers to run; None runs all. timing: "sustained" or "paused". progress: gets one line of
     text a row. Raises UsageError for names that do not exist. A case that fails is recorded in `Results.failures`,
     and the run goes on.
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
-    chosen = select(suite, ops=ops, dtype=dtype, case=case, device=where)
+    chosen = select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=where)
     if against is not None:
         check_names({item.contract.name: item.contract for item in chosen}.values(), where, against)
     with _side_stream(where), _repeatable_backward():
         before = machine.clocks(where)
         ceilings = headline(where)
-        bench = Bench(where, timing, _GPU if where.type == "cuda" else _CPU, against)
+        effort = _GPU if where.type == "cuda" else _CPU
+        shared = Shared(where, timing, effort, against, read_gb_s=ceilings["read_gb_s"])
         results = Results(suite, machine={})
         say(
             f"{len(chosen)} cases on {device_info(where).name}; " + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
         )
         say(HEADER)
+        began = time.monotonic()
         for item in chosen:
-            _one(bench, item, results, say)
+            _one(shared, item, results, say)
+        say(f"{len(results.rows)} rows in {time.monotonic() - began:.0f} s")
     results.failures += missing([item.key for item in chosen], results)
     results.machine = machine.describe(where, before=before, after=machine.clocks(where), ceilings=ceilings).to_dict()
     return results
@@ -65,36 +70,38 @@ def run(
 
 HEADER = (
     f"{'op case dtype direction':<48} {'chosen':>8} {'us':>9} {'floor':>9} {'of it':>6}  {'best peer':<14}{'us':>9} "
-    f"{'own':>6} {'auto':>6} {'host':>6}"
+    f"{'own':>6} {'auto':>6} {'host':>6} {'took':>5}"
 )
 
 
-def line(row: Row) -> str:
-    """One row of the table that is printed while a suite runs."""
+def line(row: Row, seconds: float) -> str:
+    """One row of the table that is printed while a suite runs; `seconds` it took to measure."""
     name = f"{row.op} {row.case} {row.dtype} {row.direction}"
     us = row.impls[row.chosen]
     peer = min(row.peers, key=lambda each: row.peers[each], default="")
     peer_us = f"{row.peers[peer]:>9.2f}" if peer else f"{'-':>9}"
     return (
         f"{name:<48} {row.chosen:>8} {us:>9.2f} {row.floor_us:>9.2f} {100 * row.floor_us / us:>5.0f}%  "
-        f"{peer:<14}{peer_us} {_number(row.ratio_own)} {_number(row.ratio_auto)} {row.eager_us:>6.1f}"
+        f"{peer:<14}{peer_us} {_number(row.ratio_own)} {_number(row.ratio_auto)} {row.eager_us:>6.1f} "
+        f"{seconds:>4.1f}s"
     )
 
 
-def _one(bench: Bench, item: Case, results: Results, say: Progress) -> None:
+def _one(shared: Shared, item: Case, results: Results, say: Progress) -> None:
+    began = time.monotonic()
     try:
-        measured: Measured = bench.measure(item)
+        measured = measure(shared, item)
     except Exception as error:  # noqa: BLE001  one broken case must not cost the others; it fails the run by name
         results.failures.append(Note(*item.key, "", f"{type(error).__name__}: {error}".splitlines()[0][:300]))
         say(f"{' '.join(item.key)}: FAILED, {results.failures[-1].reason}")
         return
     finally:
         gc.collect()
-        if bench.device.type == "cuda":
+        if shared.device.type == "cuda":
             torch.cuda.empty_cache()
     if measured.row is not None:
         results.rows.append(measured.row)
-        say(line(measured.row))
+        say(line(measured.row, time.monotonic() - began))
     if measured.table is not None:
         results.choices.append(measured.table)
     results.failures += measured.failures

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,6 +32,7 @@ Timing = Literal["sustained", "paused"]
 
 PAUSE_S = 0.01  # long enough for the power controller to give the clocks back
 _MAX_CALLS = 1000
+_FEWEST_ROUNDS = 5  # a median with an interval needs some
 _PROBE_BELOW_US = 5000.0  # a call longer than this needs no second look: one call is a sample
 
 
@@ -39,13 +40,14 @@ _PROBE_BELOW_US = 5000.0  # a call longer than this needs no second look: one ca
 class Plan:
     """How one callable is sampled: `calls` calls after a lead of `lead_us`.
 
-    Each call stands for `units` units of work.
+    Each call stands for `units` units of work. us: about how long the calls take.
     """
 
     fn: Call
     calls: int
     lead_us: float
     units: int = 1
+    us: float = 0.0
 
 
 def interleave(
@@ -57,13 +59,14 @@ def interleave(
     warmup: int = 3,
     measure: Measure = "device",
     sample_us: float = 400.0,
+    limit_s: float | None = None,
 ) -> dict[str, Samples]:
     """Time every callable in alternating round-robin order.
 
     timing: "sustained" enqueues samples back to back (a GPU may hit its power limit), "paused" idles 10 ms before
     each sample. rounds: samples per callable. warmup: untimed calls of each, first. sample_us: shortest batch; calls
-    per batch follow from it. Callables choose their own inputs: wrap them in `rotation.rotate` for a cold L2, pass
-    them as they are for a warm one.
+    per batch follow from it. limit_s: rounds that would take longer in all are cut, to no fewer than five. Callables
+    choose their own inputs: wrap them in `rotation.rotate` for a cold L2, pass them as they are for a warm one.
     """
     if not fns:
         raise InputError("interleave: no callables given")
@@ -74,6 +77,8 @@ def interleave(
     clock = clock_for(torch.device(device), measure)
     with _no_collector():
         plans = {name: _plan(fn, clock, warmup, sample_us) for name, fn in fns.items()}
+        if limit_s is not None:
+            rounds = _affordable(plans.values(), rounds, limit_s, pause_s=PAUSE_S if timing == "paused" else 0.0)
         return run_rounds(plans, clock, rounds=rounds, timing=timing)
 
 
@@ -139,7 +144,13 @@ def _plan(fn: Call, clock: Clock, warmup: int, sample_us: float) -> Plan:
     if device_us < _PROBE_BELOW_US:
         device_us, host = _probe(fn, clock, calls=max(3, min(50, int(2000 / device_us))))
     calls = min(_MAX_CALLS, math.ceil(sample_us / device_us))
-    return Plan(fn, calls, lead_us=lead_for(host, device_us, calls))
+    return Plan(fn, calls, lead_us=lead_for(host, device_us, calls), us=calls * device_us)
+
+
+def _affordable(plans: Collection[Plan], rounds: int, limit_s: float, pause_s: float) -> int:
+    """As many of `rounds` as `limit_s` allows."""
+    round_s = sum(plan.lead_us + plan.us for plan in plans) / 1e6 + pause_s * len(plans)
+    return min(rounds, max(_FEWEST_ROUNDS, int(limit_s / round_s)))
 
 
 def lead_for(host: float, device_us: float, calls: int) -> float:

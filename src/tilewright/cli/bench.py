@@ -2,13 +2,16 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tilewright.cli.options import DeviceOption, DtypeOption, JsonOption, device, names, need
 from tilewright.cli.output import check_writable, emit, say, write_json
 from tilewright.errors import UsageError
+
+if TYPE_CHECKING:
+    from tilewright.bench.schema import Results
 
 
 class Timing(StrEnum):
@@ -20,12 +23,15 @@ class Timing(StrEnum):
 
 def bench_suite(
     suite: Annotated[
-        str | None, typer.Argument(metavar="[SUITE]", help="norm, activation, rope, softmax or all.")
+        str | None, typer.Argument(metavar="[SUITE]", help="norm, activation, rope, softmax, gemm or all.")
     ] = None,
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,
     dtype: DtypeOption = None,
     case: Annotated[
         str | None, typer.Option("--case", metavar="SIZES", help="Only cases with these sizes: M=8192,N=4096.")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option("--rows", metavar="PATTERNS", help="Only cases of these names: llama8b_*,*_m64.")
     ] = None,
     against: Annotated[
         str | None, typer.Option("--against", metavar="NAMES", help="Peers, separated by commas; default: all.")
@@ -45,6 +51,9 @@ def bench_suite(
     output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Page that --report writes.")] = Path(
         "docs/performance.md"
     ),
+    append: Annotated[
+        bool, typer.Option("--append", help="Keep the rows of the --json FILE that this run does not measure.")
+    ] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Time our implementations and every available peer, interleaved in one process, checked before and after.
@@ -57,6 +66,7 @@ def bench_suite(
         return
     import tilewright.ops  # noqa: F401  (binds the contracts)
     from tilewright.bench.cases import suites
+    from tilewright.bench.schema import appended
     from tilewright.bench.suite import run
     from tilewright.bench.tables import write_table as store
     from tilewright.cli.case import sizes
@@ -69,6 +79,8 @@ def bench_suite(
         raise UsageError("--table names the file for --write-table; give both.")
     if table is not None and table.exists():
         read(table)  # rows are merged into it at the end; a file that is no table is refused now
+    place = device(device_name)
+    earlier = _earlier(json_file, place) if append else None
     wanted = [c for c in contracts().values() if suite in ("all", c.family) and (not ops or c.name in ops)]
     found = run(
         suite,
@@ -76,17 +88,33 @@ def bench_suite(
         dtype and dtype.value,
         sizes(case, wanted) if case else None,
         names(against),
-        device=device(device_name),
+        rows=names(rows),
+        device=place,
         timing=timing.value,
         progress=say if json_file == "-" else print,
     )
-    write_json(found.to_json(), json_file)
+    write_json((found if earlier is None else appended(earlier, found)).to_json(), json_file)
     for note in found.failures:
         say(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
     if not found.ok:
         raise typer.Exit(1)
     if write_table:
         say(f"wrote {store(found, table)}")
+
+
+def _earlier(json_file: str | None, place: str) -> "Results | None":
+    """What lies in the file that --append adds to; None where there is none yet.  Refused before anything is timed."""
+    if json_file in (None, "-"):
+        raise UsageError("--append adds to the file of --json; give both.")
+    from tilewright.bench.machine import describe
+    from tilewright.bench.schema import check_same_machine, load
+
+    path = Path(str(json_file))
+    if not path.exists():
+        return None
+    found = load(path)
+    check_same_machine(found, describe(place).to_dict(), path)
+    return found
 
 
 def _render(suite: str | None, results: Path, output: Path, json_file: str | None) -> None:

@@ -69,9 +69,22 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
 
 
 def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor) -> Tensor:
-    contract.check(*args)
-    _check_out(contract, args, out)
-    contract.forward.torch_out(*args, *resolve(backend), out0=out)  # type: ignore[misc]
+    raw, (wish, numerics) = contract.forward, resolve(backend)
+    if torch.compiler.is_compiling():
+        contract.check(*args)
+        _check_out(contract, args, out)
+        raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
+        return out
+    found = fast.find(raw, args, wish, numerics, out)
+    if found is None or found[0] is None or not fast.replay_into(found):
+        contract.check(*args)
+        _check_out(contract, args, out)
+        if found is None:
+            raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
+        else:
+            fast.run_into(raw, found, args, wish, numerics, out)
+    if not out.is_inference():  # autograd learns that what it may have saved is overwritten
+        torch.autograd.graph.increment_version(out)
     return out
 
 
@@ -93,7 +106,8 @@ def _has_backward(contract: Contract, backend: str, wish: str, device_type: str)
     """
     if contract.gradient is None:
         return False
-    return wish == f"{backend}!" or contract.gradient.op.has_kernels(device_type)
+    op = contract.gradient.op
+    return op.compose is not None or wish == f"{backend}!" or op.has_kernels(device_type)
 
 
 def _launch(raw: RawOp, found: fast.Found | None, args: tuple[Any, ...], wish: str, numerics: str) -> Any:
@@ -122,20 +136,29 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
     if contract.forward.torch_out is None:
         raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
     ((shape, dtype, *_),) = contract.forward.outputs(*args)
+    dense = contract.forward.refuses_out is None
     if (
         tuple(out.shape) != tuple(shape)
         or out.dtype != dtype
         or out.device != args[0].device
-        or not out.is_contiguous()
+        or (dense and not out.is_contiguous())
     ):
         raise InputError(
             f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "
-            f"needs contiguous {tuple(shape)} {dtype} on {args[0].device}."
+            f"needs {'contiguous ' if dense else ''}{tuple(shape)} {dtype} on {args[0].device}."
         )
-    if not torch.compiler.is_compiling() and any(_overlap(out, a) for a in args if isinstance(a, Tensor)):
+    if torch.compiler.is_compiling():  # the rest concerns addresses: `RawOp` looks at them before it launches
+        return
+    read = [a for i, a in enumerate(args) if isinstance(a, Tensor) and not (i in contract.in_place and _same(out, a))]
+    if any(_overlap(out, a) for a in read):
         raise InputError(
             f"{name}(out=...) shares memory with an input, which the kernel still reads. Give it its own memory."
         )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Are these the same elements in memory?"""
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -147,8 +170,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    span = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-    return t.data_ptr(), t.data_ptr() + span * t.element_size()
+    return t.data_ptr(), t.data_ptr() + fast.span(t)
 
 
 class _OpFunction(torch.autograd.Function):
@@ -181,10 +203,14 @@ class _OpFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         gradient, backend, numerics, plain = ctx.call
         needs = ctx.needs_input_grad[4:]
-        args = gradient.raw_args(grads, ctx.saved_tensors, plain, needs)
-        made = _launch(gradient.op, fast.find(gradient.op, args, backend, numerics), args, backend, numerics)
-        outputs = (made,) if gradient.op.count == 1 else tuple(made)
         result: list[Any] = [None] * len(plain)
-        for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
-            result[i] = grad if needs[i] else None
+        if any(needs[i] for i in gradient.inputs):
+            args = gradient.raw_args(grads, ctx.saved_tensors, plain, needs)
+            made = _launch(gradient.op, fast.find(gradient.op, args, backend, numerics), args, backend, numerics)
+            outputs = (made,) if gradient.op.count == 1 else tuple(made)
+            for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
+                result[i] = grad if needs[i] else None
+        if gradient.others is not None:
+            for i, grad in gradient.others(grads, ctx.saved_tensors, plain, needs).items():
+                result[i] = grad
         return (None, None, None, None, *result)

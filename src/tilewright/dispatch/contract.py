@@ -14,6 +14,7 @@ from tilewright.dispatch.raw import RawOp
 from tilewright.errors import InputError
 
 Direction = Literal["fwd", "bwd"]
+_Others = Callable[[tuple[Any, ...], tuple[Any, ...], Sequence[Any], Sequence[bool]], Mapping[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class Gradient:
     `save(args, outputs)` picks the tensors the backward needs; `raw_args(grads, saved, args, needs)` builds its
     arguments (`args` with tensors replaced by None, `needs[i]`: does argument i want a gradient; an unused output's
     gradient is None). The raw op's outputs are the gradients of the arguments at `inputs`, in order; where one output
-    serves two arguments, `expand` maps outputs to gradients.
+    serves two arguments, `expand` maps outputs to gradients.  `others(grads, saved, args, needs)` gives, by position,
+    the gradients of further arguments, which plain torch computes.  `covers(args)` is False for raw arguments that have
+    no gradient as one op, because the public function takes them apart when one is wanted.
     """
 
     op: RawOp
@@ -76,6 +79,8 @@ class Gradient:
     save: Callable[[Sequence[Any], tuple[Tensor, ...]], tuple[Tensor | None, ...]]
     raw_args: Callable[[tuple[Any, ...], tuple[Any, ...], Sequence[Any], Sequence[bool]], tuple[Any, ...]]
     expand: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
+    others: _Others | None = None
+    covers: Callable[[Sequence[Any]], bool] = lambda args: True
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class Contract:
     cost        (sample, direction) -> Cost.
     workloads   what the bench measures on a GPU; `cpu_workloads` on a CPU; `edge_cases` are for `validate.check`.
     batch_dim   dimension of `args[0]` along which rows are independent; None where there is none.
+    in_place    positions of raw arguments that `out` may be: an element is read before it is written, by one thread.
     """
 
     name: str
@@ -107,6 +113,7 @@ class Contract:
     gradient: Gradient | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     batch_dim: int | None = 0
+    in_place: tuple[int, ...] = ()
     promises: Promises = Promises()
     tolerance: float = 2.0
     gradient_tolerance: float = 3.0
@@ -118,8 +125,9 @@ class Contract:
 
     @property
     def raw_ops(self) -> tuple[RawOp, ...]:
-        """Forward, and backward where there is one."""
-        return (self.forward,) if self.gradient is None else (self.forward, self.gradient.op)
+        """Those that backends implement: the forward, and the backward where it is not made of other ops."""
+        own = self.gradient is not None and self.gradient.op.compose is None
+        return (self.forward, self.gradient.op) if own and self.gradient is not None else (self.forward,)
 
 
 _contracts: dict[str, Contract] = {}

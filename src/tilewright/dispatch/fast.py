@@ -32,13 +32,23 @@ _recordings = recordings()
 class Entry:
     """What one signature needs at its next call."""
 
-    __slots__ = ("launch", "like", "specs")
+    __slots__ = ("launch", "like", "spans", "specs")
 
-    def __init__(self, tape: Tape, first: Tensor, outs: Sequence[Tensor]) -> None:
+    def __init__(self, tape: Tape, args: Sequence[Tensor | None], outs: Sequence[Tensor]) -> None:
         self.launch = tape.replay
+        first = args[0]
+        assert first is not None
+        self.spans = [0 if t is None else span(t) for t in (*args, *outs)]
         # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
         self.like = len(outs) == 1 and _layout(outs[0]) == _layout(first)
         self.specs = [(tuple(o.shape), o.stride(), o.dtype, o.device) for o in outs]
+
+
+def span(t: Tensor) -> int:
+    """Bytes from the first element of a strided tensor to the end of the last."""
+    if not t.numel():
+        return 0
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
 
 
 def _layout(t: Tensor) -> tuple[Any, ...]:
@@ -49,9 +59,9 @@ Found = tuple[Entry | None, tuple[Any, ...], list[int]]
 """The entry of a signature (None: not seen, or it left no tape), its key, and the pointers of the call's tensors."""
 
 
-def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found | None:
+def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None) -> Found | None:
     """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends
-    on.
+    on; with `out`, also which input it is, if it is one.
     """
     first = args[0]
     if _current_device is None or type(first) not in _PLAIN:
@@ -78,6 +88,13 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str) -> Found 
             return None
     if _grad_enabled():  # checks may depend on who wants a gradient
         parts += [t is not None and t.requires_grad for t in args[:count]]
+    if out is not None:
+        if type(out) not in _PLAIN or out.get_device() != device:
+            return None
+        pointer = out.data_ptr()
+        same = pointers.index(pointer) if pointer in pointers else None
+        parts += ("out", out.dtype, out.shape, out.stride(), pointer & 15, same, out.requires_grad)
+        pointers.append(pointer)
     key = tuple(parts)
     return raw.tapes.get(key), key, pointers
 
@@ -97,6 +114,33 @@ def replay(found: Found, first: Tensor) -> Any:
     return outs if len(outs) > 1 else outs[0]
 
 
+def replay_into(found: Found) -> bool:
+    """Make the call again, into the `out` it was found with; False, and nothing done, if that lies across an input."""
+    entry, key, pointers = found
+    assert entry is not None
+    *inputs, pointer = pointers
+    end = pointer + entry.spans[-1]
+    for start, size in zip(inputs, entry.spans, strict=False):
+        if start != pointer and start < end and pointer < start + size:  # at the very pointer: the key knows of it
+            return False
+    entry.launch(key[2], pointers)
+    return True
+
+
+def run_into(raw: RawOp, found: Found, args: Sequence[Any], backend: str, numerics: str, out: Tensor) -> None:
+    """Run the ordinary way into `out`, and keep a tape of it if one can be made.  The caller has checked both."""
+    key, pointers = found[1], found[2]
+    if key in raw.tapes:
+        raw.write(out, args, backend, numerics)
+        return
+    with listen() as taping:
+        raw.write(out, args, backend, numerics)
+    inputs = args[: raw.tensor_count]
+    # An input that is `out` moves with it
+    others = [None if p == pointers[-1] else t for t, p in zip(inputs, pointers, strict=False)]
+    _keep(raw, key, taping.finish((*others, out)), inputs, (out,))
+
+
 def run_and_tape(raw: RawOp, found: Found, args: Sequence[Any], backend: str, numerics: str) -> Any:
     """Run the ordinary way, and keep a tape of it if one can be made.  The caller has checked the arguments."""
     key = found[1]
@@ -106,8 +150,15 @@ def run_and_tape(raw: RawOp, found: Found, args: Sequence[Any], backend: str, nu
     else:
         with listen() as taping:
             outs = raw.launch(args, plan)
-        if len(raw.tapes) >= _MAX_ENTRIES:
-            raw.tapes.clear()
-        tape = None if plan.launch is None else taping.finish((*args[: raw.tensor_count], *outs))
-        raw.tapes[key] = None if tape is None else Entry(tape, args[0], outs)
+        inputs = args[: raw.tensor_count]
+        tape = None if plan.launch is None else taping.finish((*inputs, *outs))
+        _keep(raw, key, tape, inputs, outs)
     return outs if len(outs) > 1 else outs[0]
+
+
+def _keep(
+    raw: RawOp, key: tuple[Any, ...], tape: Tape | None, inputs: Sequence[Tensor | None], outs: Sequence[Tensor]
+) -> None:
+    if len(raw.tapes) >= _MAX_ENTRIES:
+        raw.tapes.clear()
+    raw.tapes[key] = None if tape is None else Entry(tape, inputs, outs)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.recording import recordings
@@ -34,6 +35,12 @@ class RawOp:
     batch_fields  positions in the bucket that `numerics("batch_invariant")` ignores
     dtypes        of the first tensor, that implementations take; the reference takes others too
     out           also register the overload `.out`, which writes into given tensors
+    refuses_out   (out, *args) -> None, or what an `out` of the right shape and dtype lacks; by default it must be
+                  contiguous
+    direct        (out, *args) -> can implementations write this `out`?  Others get a copy of the result; all by default
+    reference_writes  the reference takes `out=` too
+    compose       (run, outs, *args) -> None, of an op that no backend implements, because it is made of others:
+                  `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
 
     def __init__(
@@ -51,11 +58,16 @@ class RawOp:
         count: int = 1,
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
         out: bool = False,
+        refuses_out: Callable[..., str | None] | None = None,
+        direct: Callable[..., bool] | None = None,
+        reference_writes: bool = False,
+        compose: Callable[..., None] | None = None,
     ) -> None:
         self.op, self.direction, self.package = op, direction, package
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
-        self.dtypes = dtypes
+        self.dtypes, self.compose = dtypes, compose
+        self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -151,6 +163,8 @@ class RawOp:
             made = self._reference(raw)
             return (made,) if self.count == 1 else tuple(made)
         outs = self.allocate(raw, raw[0].device)
+        if not any(out.numel() for out in outs):
+            return outs
         try:
             plan.launch(outs, *raw, config=plan.config)
         except KernelMissingError as error:
@@ -165,9 +179,15 @@ class RawOp:
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]
-        plan = self.note(raw, args[-2], args[-1])
         given = tuple(outs.values())
+        self._require_writable(raw, given)
+        plan = self.note(raw, args[-2], args[-1])
+        if not any(out.numel() for out in given):
+            return
         if plan.launch is None or raw[0].numel() == 0:
+            if self.reference_writes:
+                self.plain(*raw, *given)
+                return
             made = self._reference(raw)
             for to, value in zip(given, (made,) if self.count == 1 else made, strict=True):
                 to.copy_(value)
@@ -177,6 +197,16 @@ class RawOp:
         except KernelMissingError as error:
             self._plan_without(raw, plan, error)
             self._run_out(*args, **outs)
+
+    def _require_writable(self, raw: Sequence[Any], given: Sequence[Tensor]) -> None:
+        for out in given if self.refuses_out is not None else ():
+            lacking = self.refuses_out(out, *raw)  # type: ignore[misc]
+            if lacking is not None:
+                raise InputError(f"{self.op}(out=...) has strides {out.stride()}; needs {lacking}.")
+
+    def write(self, out: Tensor, args: Sequence[Any], backend: str, numerics: str) -> None:
+        """The one output, written into `out` without a way through torch: how a composed op runs its parts."""
+        (self._fake_out if is_fake(out) else self._run_out)(*args, backend, numerics, out0=out)
 
     def allocate(self, raw: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
@@ -202,9 +232,11 @@ class RawOp:
 
     def _fake(self, *args: Any) -> Any:
         raw = args[:-2]
-        if recordings():
-            self.note(raw, args[-2], args[-1])
         outs = self.allocate(raw, raw[0].device)
+        if recordings():
+            plan = self.note(raw, args[-2], args[-1])
+            if self.compose is not None and plan.launch is not None:
+                plan.launch(outs, *raw, config=plan.config)  # its parts are noted too
         return outs[0] if self.count == 1 else outs
 
     def _fake_out(self, *args: Any, **outs: Tensor) -> None:

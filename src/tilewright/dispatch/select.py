@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilewright.dispatch import table
@@ -46,6 +47,8 @@ def choose(
     Raises BackendError when a strict wish cannot be met.
     """
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
+    if raw.compose is not None:
+        return _composed(raw, bucket, dtype, backend, numerics)
     found = implementations(raw.op, raw.direction, raw.package, device.type)
     refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)} | dict(without or {})
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
@@ -60,6 +63,8 @@ def choose(
             config = implementation.configure(bucket, dtype)
         logger.debug("%s %s %s -> %s (%s)", raw.key, text, dtype_name, name, why)
         launch = None if implementation is None else implementation.launch
+        if launch is not None and raw.direct is not None:
+            launch = partial(_write, raw, launch)
         return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend)
 
     wanted = backend.rstrip("!")
@@ -92,6 +97,37 @@ def choose(
             log_once(("row-refused", what, choice.backend), f"{what}: {why}", level)
     first = next(name for name in known(found) if refused[name] is None)
     return plan(first, f"{why}; first of the static order that can run")
+
+
+def _write(raw: "RawOp", launch: Callable[..., None], outs: tuple[Any, ...], *args: Any, config: Any) -> None:
+    """Launch into `outs`, or where an implementation cannot write there, into memory of its own that is then copied."""
+    assert raw.direct is not None
+    if all(raw.direct(out, *args) for out in outs):
+        launch(outs, *args, config=config)
+        return
+    made = raw.allocate(args, outs[0].device)
+    launch(made, *args, config=config)
+    for out, value in zip(outs, made, strict=True):
+        out.copy_(value)
+
+
+def _composed(raw: "RawOp", bucket: tuple[int, ...], dtype: Any, backend: str, numerics: str) -> Plan:
+    """The plan of an op made of others.  A demand for a backend is a preference for its parts: it was one for a
+    forward, and a product of its gradient may have sizes or strides that this backend does not take.
+    """
+    wish = backend.rstrip("!")
+
+    def launch(outs: tuple[Any, ...], *args: Any, config: Any) -> None:
+        assert raw.compose is not None
+        raw.compose(run, outs, *args)
+
+    def run(op: "RawOp", out: Any, *args: Any) -> None:
+        op.write(out, args, wish, numerics)
+
+    text, name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
+    why = "made of other ops, each of which chooses for itself"
+    chosen = None if wish == "torch" else launch
+    return Plan(raw.op, raw.direction, wish, text, name, numerics, None, chosen, why, None, backend)
 
 
 def _tuned(

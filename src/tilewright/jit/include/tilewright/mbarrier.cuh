@@ -43,6 +43,16 @@ struct Barrier {
             : "memory");
     }
 
+    // The same without a fence of the whole GPU (MEMBAR.ALL.GPU) for ordinary writes: for one who has only read, with
+    // instructions that are over (wgmma_wait), and says that the stage may be overwritten.
+    __device__ void free_in_cluster(u32 rank) {
+        asm volatile(
+            "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+            "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(address()),
+            "r"(rank)
+            : "memory");
+    }
+
     __device__ void wait(u32 parity) {
         while (!try_wait(parity)) {
         }

@@ -32,6 +32,11 @@ __device__ inline void sync_threads(u32 barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Counts this thread for those who wait at `barrier`, and goes on.  [bar.arrive]
+__device__ inline void arrive_at(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Between ordinary writes to shared memory and a read of them by the copy engine or the tensor cores: in each writing
 // thread, before the barrier.  [fence.proxy.async]
 __device__ inline void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -10,6 +10,16 @@
 
 namespace tilewright {
 
+// The place of tile `index` among `rows` x `columns` tiles walked in bands of `band` rows.
+__device__ inline void tile_in_bands(u32 index, u32 rows, u32 columns, u32 band, u32& row, u32& column) {
+    const u32 which = index / (band * columns);
+    const u32 within = index - which * band * columns;
+    const u32 first = which * band;
+    const u32 height = min(band, rows - first);  // the last band may be lower
+    row = first + within % height;
+    column = within / height;
+}
+
 template <u32 kBand> class TileScheduler {
     static_assert(kBand >= 1, "a band has at least one row of tiles");
 
@@ -19,12 +29,7 @@ template <u32 kBand> class TileScheduler {
     // The next tile of this block; false when there is none.
     __device__ bool next(u32& row, u32& column) {
         if (next_ >= rows_ * columns_) return false;
-        const u32 band = next_ / (kBand * columns_);
-        const u32 within = next_ - band * kBand * columns_;
-        const u32 first = band * kBand;
-        const u32 height = min(kBand, rows_ - first);  // the last band may be lower
-        row = first + within % height;
-        column = within / height;
+        tile_in_bands(next_, rows_, columns_, kBand, row, column);
         next_ += gridDim.x;
         return true;
     }

@@ -40,10 +40,14 @@ __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" 
 
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most kLeft committed groups run.  `d` are the accumulators of those that are over: naming them keeps the
-// compiler from reading them earlier.
-template <u32 kLeft, u32 kCount> __device__ inline void wgmma_wait(float (&d)[kCount]) {
+// Until at most kLeft committed groups run: what the groups before them read in shared memory may be overwritten.
+template <u32 kLeft> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// The same, and `d` are the accumulators of groups that are over: naming them keeps the compiler from reading them earlier.
+template <u32 kLeft, u32 kCount> __device__ inline void wgmma_wait(float (&d)[kCount]) {
+    wgmma_wait<kLeft>();
 #pragma unroll
     for (u32 i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

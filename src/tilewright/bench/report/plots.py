@@ -1,4 +1,4 @@
-"""The one plot of the performance page: ratios as horizontal bars around 1, small PNG files."""
+"""The plots of the performance page, ratios around 1, as small PNG files: a bar a row, or a dot a row over M."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +18,48 @@ class Bar:
     auto: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """Ratios of a matrix product of `m` rows."""
+
+    m: int
+    own: float | None
+    auto: float | None
+
+
+def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
+    """Write a PNG: ratios over M, one column for each M, our best kernel left and what `auto` picks right in it."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"font.size": 8}):
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        columns = {m: x for x, m in enumerate(sorted({dot.m for dot in dots}))}
+        for aside, colour, label, points in (
+            (-0.15, "#2a7f62", "our best kernel", [(d.m, d.own) for d in dots if d.own is not None]),
+            (0.15, "#777777", "what auto picks", [(d.m, d.auto) for d in dots if d.auto is not None]),
+        ):
+            axes.scatter([columns[m] + aside for m, _ in points], [y for _, y in points], c=colour, s=12, label=label)
+        axes.axhline(1, color="#888", linewidth=0.8)
+        axes.set_yscale("log")
+        ticks = _ticks([y for dot in dots for y in (dot.own, dot.auto) if y is not None])
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xticks(list(columns.values()), [str(m) for m in columns])
+        axes.set_xlabel("M")
+        axes.set_title(title, fontsize=9)
+        axes.legend(loc="best", fontsize=7)
+        _save(figure, path)
+
+
 def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
     """Write a PNG: one line a case on a log axis; a filled dot is what `auto` picks, a ring our best
     kernel where that is another.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from PIL import Image
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.size": 8}):
         figure = Figure(figsize=(8, 1.2 + 0.18 * len(bars)), layout="constrained")
         axes = figure.add_subplot()
@@ -52,9 +86,16 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_title(title, fontsize=9)
         axes.legend(loc="best", fontsize=7)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=80, metadata={"Software": None})
-    # Sixteen colours are enough, and a file is half of its SVG
+        _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Sixteen colours are enough, and a file is half of its SVG."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=80, metadata={"Software": None})
     Image.open(buffer).convert("RGB").quantize(16, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 

@@ -1,0 +1,7 @@
+"""One case: check everybody, time everybody and the floor in the same rounds, check again, make the row."""
+
+from tilewright.bench.measure.case import Measured, measure
+from tilewright.bench.measure.shared import Effort, Shared
+from tilewright.bench.pacing import launch_sized
+
+__all__ = ["Effort", "Measured", "Shared", "launch_sized", "measure"]

@@ -1,0 +1,246 @@
+"""One case from its inputs to its row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.bench import accuracy
+from tilewright.bench.bandwidth import floor_calls, floor_us
+from tilewright.bench.cases import Case
+from tilewright.bench.contestants import (
+    Choice,
+    Contestant,
+    choice,
+    contestants,
+    prepare,
+    random_cotangents,
+    reference_outputs,
+)
+from tilewright.bench.graph import MIN_LAUNCHES, capture, interleave_graphs, interleave_replays
+from tilewright.bench.matrix import SHARE as MATRIX_SHARE
+from tilewright.bench.measure.row import Times, row, table_choice
+from tilewright.bench.measure.shared import Shared
+from tilewright.bench.pacing import MAX_LAUNCHES, graph_launches
+from tilewright.bench.peers import Call
+from tilewright.bench.rotation import rotate, sets_for
+from tilewright.bench.schema import Choice as TableChoice
+from tilewright.bench.schema import Note, Row
+from tilewright.bench.statistics import Samples
+from tilewright.bench.timing import host_us, interleave
+from tilewright.dispatch import Cost
+from tilewright.hardware import device_info
+
+# torch's and Triton's streams come within a few percent of each other; a tenth is no scheduling luck
+_FLOOR_SHARE = 0.9
+_FLOOR_SLACK_US = 0.3  # resolution of an event pair, spread over a sample
+_MATRIX_INTENSITY = 8  # flops a byte; below the ridge point of every processor with matrix units, traffic alone decides
+# When flops take this many times as long as reading all the bytes would, no mix of traffic is the floor
+_CLEARLY_COMPUTE = 2
+_GRAPH_TELLS_US = 1000.0  # of a longer call a graph says nothing new, and twenty of them take a while
+_PREFIX = "floor:"
+
+
+@dataclass
+class Measured:
+    """A case's row, and notes. There is no row when what `auto` picks is wrong; `failures` says so."""
+
+    row: Row | None
+    table: TableChoice | None
+    left_out: list[Note]
+    failures: list[Note]
+
+
+def measure(shared: Shared, case: Case, seed: int = 0) -> Measured:
+    """Check, time and check again; contestants that may not be timed become notes."""
+    return _Case(shared, case, seed).run()
+
+
+class _Case:
+    def __init__(self, shared: Shared, case: Case, seed: int) -> None:
+        self.shared, self.case, self.device = shared, case, shared.device
+        contract = case.contract
+        self.sample = shared.sample(case, seed)
+        self.cost: Cost = contract.cost(self.sample, case.direction)
+        self.total = self.cost.bytes_read + self.cost.bytes_written
+        self.traffic_us = self.total / shared.bytes_per_us
+        matrix = self.cost.flops > _MATRIX_INTENSITY * self.total
+        self.matrix_us = self.cost.flops / shared.flops_per_us(case.dtype) if matrix else 0.0
+        predicted, inference = max(self.traffic_us, self.matrix_us), "bwd" not in case.workload.directions
+        self.launches = graph_launches(self.total, predicted, self.device, inference=inference)
+        self.sets = sets_for(self.total, self.device, at_most=self.launches or MAX_LAUNCHES)
+        evicted = self.launches is not None or self.sets * self.total >= 2 * device_info(self.device).l2_bytes
+        self.l2 = "cold" if evicted else "warm"
+        self.peer_names: set[str] = set()
+        self.left_out: list[Note] = []
+        self.failures: list[Note] = []
+        self.cotangents: list[Tensor] = []
+        if case.direction == "bwd":
+            self.cotangents = random_cotangents(reference_outputs(contract, self.sample, "fwd", ()), seed)
+        self.judge = self._judge()
+
+    def run(self) -> Measured:
+        found = choice(self.case, self.sample, self.cotangents)
+        field = contestants(self.case, found, self.device, self.shared.against)
+        err = {c.name: e for c in field if (e := self._checked(c)) is not None}
+        field = [c for c in field if c.name in err]
+        self.peer_names = {c.name for c in field if not c.ours}
+        if found.chosen not in err:
+            return Measured(None, None, self.left_out, self.failures)
+        prepared = [(c, self._sets(c)) for c in field]
+        calls = {c.name: rotate(sets) for c, sets in prepared}
+        timed, floor = self._time(calls)
+        paused = self._paused(calls, floor)
+        for contestant, sets in prepared:
+            self._recheck(contestant, sets[0])
+        self._not_faster_than(floor, timed)
+        ours = {c.name: timed[c.name] for c in field if c.ours}
+        peers = {c.name: timed[c.name] for c in field if c.name in timed and not c.ours}
+        return self._result(found, Times(ours, peers, floor, paused), calls[found.chosen], err)
+
+    # Being right.
+
+    def _judge(self) -> accuracy.Judge:
+        contract, direction = self.case.contract, self.case.direction
+        wide = [g.double() for g in self.cotangents]
+        oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, wide)]
+        torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
+        return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)
+
+    def _checked(self, contestant: Contestant) -> float | None:
+        """Error of a first, untimed run; None, with a note, for one that may not be timed."""
+        try:
+            call = prepare(contestant, self.sample, self.case, self.cotangents)
+            if call is None:
+                self._note(contestant, "does not offer these options")
+                return None
+            right, err = self.judge(self._run(call))
+        except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes; the run goes on and says so
+            self._note(contestant, f"{type(error).__name__}: {error}".splitlines()[0][:200])
+            return None
+        if not right:
+            self._note(contestant, f"wrong before timing: relative error {err:.3g}, torch {self.judge.torch_error:.3g}")
+            return None
+        return err
+
+    def _recheck(self, contestant: Contestant, call: Call) -> None:
+        """After timing: ours must still be right on the very buffers that were timed.
+
+        A peer that consumes its inputs, on fresh ones.
+        """
+        right, err = self.judge(self._run(call))
+        if not right and not contestant.ours:
+            fresh = prepare(contestant, self.sample, self.case, self.cotangents)
+            assert fresh is not None, "it was prepared before"
+            right, err = self.judge(self._run(fresh))
+        if not right:
+            self._note(contestant, f"wrong after timing: relative error {err:.3g}")
+
+    def _note(self, contestant: Contestant, reason: str) -> None:
+        note = Note(*self.case.key, contestant.name, reason)
+        (self.failures if contestant.ours else self.left_out).append(note)
+
+    # Being fast.
+
+    def _run(self, call: Call) -> object:
+        with self._mode():
+            return call()
+
+    def _mode(self) -> torch.inference_mode:
+        """Forward as inference runs it, backward with gradients on."""
+        return torch.inference_mode(self.case.direction == "fwd")
+
+    def _sets(self, contestant: Contestant) -> list[Call]:
+        made = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
+        return [call for call in made if call is not None]
+
+    def _time(self, calls: dict[str, Call]) -> tuple[dict[str, Samples], float]:
+        """(samples by name, floor in us), all from the same rounds."""
+        read, written = self.cost.bytes_read, self.cost.bytes_written
+        streams: dict[str, Call] = {}
+        if self.matrix_us < _CLEARLY_COMPUTE * self.traffic_us:
+            streams = {_PREFIX + k: call for k, call in floor_calls(read, written, self.device, sets=self.sets).items()}
+        effort, everyone = self.shared.effort, {**calls, **streams}
+        with self._mode():
+            if self.launches is not None:
+                timed = interleave_replays(
+                    self._captured(everyone, self.launches),
+                    device=self.device,
+                    launches=self.launches,
+                    rounds=effort.rounds,
+                    evict=True,
+                )
+            else:
+                timed = interleave(
+                    everyone, device=self.device, timing=self.shared.timing, rounds=effort.rounds, limit_s=effort.row_s
+                )
+        moved = {name.removeprefix(_PREFIX): timed.pop(name) for name in streams}
+        floor = floor_us(moved, read, written, shared=self.device.type == "cpu") if moved else 0.0
+        return timed, max(floor, self.matrix_us)
+
+    def _paused(self, calls: dict[str, Call], floor: float) -> dict[str, Samples]:
+        """Compute-bound cases once more, one call a sample, each after an idle gap: at the clocks of a burst, not of a
+        hot chip at its power limit.
+        """
+        effort = self.shared.effort
+        sustained = self.launches is None and self.shared.timing == "sustained"
+        if not (sustained and effort.paused_rounds and floor == self.matrix_us):
+            return {}
+        with self._mode():
+            return interleave(
+                calls,
+                device=self.device,
+                timing="paused",
+                rounds=effort.paused_rounds,
+                warmup=1,
+                sample_us=1.0,
+                limit_s=effort.row_s,
+            )
+
+    def _captured(self, calls: dict[str, Call], launches: int) -> dict[str, Call]:
+        """Graphs of everyone; a peer that cannot be captured is left out, and the reason noted."""
+        replays: dict[str, Call] = {}
+        for name, call in calls.items():
+            try:
+                replays[name] = capture(call, launches=launches, device=self.device)
+            except RuntimeError as error:
+                if name not in self.peer_names:
+                    raise
+                self.left_out.append(Note(*self.case.key, name, f"cannot be captured: {error}".splitlines()[0][:200]))
+        return replays
+
+    def _not_faster_than(self, floor: float, timed: dict[str, Samples]) -> None:
+        share = MATRIX_SHARE if floor == self.matrix_us else _FLOOR_SHARE
+        for name, samples in timed.items():
+            if samples.interval().high < share * floor - _FLOOR_SLACK_US:
+                beside = f"{samples.median:.2f} us, floor {floor:.2f} us"
+                reason = f"faster than its floor: {beside}; the bytes or the timing are miscounted"
+                self.failures.append(Note(*self.case.key, name, reason))
+
+    def _graph_us(self, call: Call, already: Samples) -> float | None:
+        if self.launches is not None:
+            return already.median
+        if self.device.type != "cuda" or already.median > _GRAPH_TELLS_US:
+            return None
+        with self._mode():
+            timed = interleave_graphs(
+                {"chosen": call}, device=self.device, launches=MIN_LAUNCHES, rounds=self.shared.effort.graph_rounds
+            )
+        return timed["chosen"].median
+
+    def _result(self, found: Choice, times: Times, chosen: Call, err: dict[str, float]) -> Measured:
+        with self._mode():
+            host = host_us(chosen, device=self.device, rounds=self.shared.effort.host_rounds, calls=5).median
+        made = row(
+            self.case,
+            times,
+            chosen=found.chosen,
+            timing="sustained" if self.launches is not None else self.shared.timing,
+            l2=self.l2,
+            host_us=host,
+            graph_us=self._graph_us(chosen, times.ours[found.chosen]),
+            err=err,
+        )
+        return Measured(made, table_choice(self.case, found, times.ours), self.left_out, self.failures)

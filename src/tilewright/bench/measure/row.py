@@ -1,0 +1,138 @@
+"""What was measured of one case, written down: the row of the result file, and the row of a tuning table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tilewright.bench.cases import Case
+from tilewright.bench.contestants import Choice
+from tilewright.bench.schema import Choice as TableChoice
+from tilewright.bench.schema import Row
+from tilewright.bench.statistics import Samples, paired_ratio
+from tilewright.hardware.ceilings import dtype_name
+
+
+@dataclass
+class Times:
+    """Samples by name, of our backends (torch is one) and of the peers; `paused` are those with a pause before each,
+    and empty where none were taken.
+    """
+
+    ours: dict[str, Samples]
+    peers: dict[str, Samples]
+    floor: float
+    paused: dict[str, Samples] = field(default_factory=dict)
+
+    @property
+    def own(self) -> str | None:
+        """The fastest kernel of ours; torch under our name is none."""
+        return _fastest(self.ours, _kernels(self.ours))
+
+    @property
+    def peer(self) -> str | None:
+        """The fastest peer."""
+        return _fastest(self.peers, self.peers)
+
+    def ratio(self, name: str | None) -> float | None:
+        """Best peer / ours called `name`, round by round: above 1 we are the faster one."""
+        return _ratio({**self.peers, **self.ours}, self.peer, name)
+
+    def ratio_own_paused(self) -> float | None:
+        """Best peer / best kernel of ours, both chosen by their paused times."""
+        own = _fastest(self.paused, _kernels(self.ours))
+        return _ratio(self.paused, _fastest(self.paused, self.peers), own)
+
+
+def row(
+    case: Case,
+    times: Times,
+    *,
+    chosen: str,
+    timing: str,
+    l2: str,
+    host_us: float,
+    graph_us: float | None,
+    err: Mapping[str, float],
+) -> Row:
+    """The case's row of the result file; `err` holds everybody's error."""
+    peer = times.peer
+    return Row(
+        *case.key[:2],
+        params={k: _plain(v) for k, v in case.workload.params.items()},
+        dtype=dtype_name(case.dtype),
+        direction=case.direction,
+        timing=timing,
+        l2=l2,
+        impls=_medians(times.ours),
+        chosen=chosen,
+        peers=_medians(times.peers),
+        floor_us=rounded(times.floor),
+        ratio_own=times.ratio(times.own),
+        ratio_auto=times.ratio(chosen),
+        eager_us=rounded(host_us),
+        graph_us=None if graph_us is None else rounded(graph_us),
+        err=rounded(err[chosen], digits=4),
+        err_peer=None if peer is None else rounded(err[peer], digits=4),
+        spread=rounded(times.ours[chosen].spread, digits=3),
+        paused=_medians(times.paused),
+        ratio_own_paused=times.ratio_own_paused(),
+    )
+
+
+def table_choice(case: Case, found: Choice, ours: Mapping[str, Samples]) -> TableChoice | None:
+    """Fastest of ours that a table can ask for.
+
+    Not torch in the backward: it is timed as torch's autograd, and under our forward it would recompute instead.
+    """
+    eligible = [n for n in found.names if n in ours and (case.direction == "fwd" or n != "torch")]
+    if not eligible:
+        return None
+    best = min(eligible, key=lambda name: ours[name].median)
+    plan = found.plans[best]
+    config = None if plan.config is None else plan.config._asdict()  # a NamedTuple, by the order of kernel files
+    torch_us = ours["torch"].median if "torch" in ours else None
+    return TableChoice(
+        op=found.raw.op,
+        direction=case.direction,
+        bucket=plan.bucket,
+        dtype=plan.dtype,
+        backend=best,
+        config=config,
+        us=rounded(ours[best].median),
+        noise=rounded(ours[best].spread, digits=3),
+        torch_us=None if torch_us is None else rounded(torch_us),
+    )
+
+
+def rounded(value: float, digits: int = 5) -> float:
+    """To significant digits: more than five of a time are noise, and make result files large."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+
+
+def _medians(samples: Mapping[str, Samples]) -> dict[str, float]:
+    return {name: rounded(each.median) for name, each in samples.items()}
+
+
+def _kernels(ours: Iterable[str]) -> list[str]:
+    return [name for name in ours if name != "torch"]
+
+
+def _fastest(samples: Mapping[str, Samples], among: Iterable[str]) -> str | None:
+    return min((name for name in among if name in samples), key=lambda name: samples[name].median, default=None)
+
+
+def _ratio(samples: Mapping[str, Samples], peer: str | None, ours: str | None) -> float | None:
+    if peer is None or ours is None:
+        return None
+    return rounded(paired_ratio(samples[peer], samples[ours]).value)
+
+
+def _plain(value: Any) -> Any:
+    return dtype_name(value) if isinstance(value, torch.dtype) else value

@@ -1,0 +1,153 @@
+"""Matrix products on the page: a table for each M, one column a contestant, and means of the classes that behave alike.
+
+A row is a product if its sizes are M, N and K. Small M is a question of memory traffic, and weights that fill the L2
+are another one than weights beyond it; large M is a question of matrix rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from tilewright.bench.report.cells import mean, number, ratio, share
+from tilewright.bench.schema import Row
+from tilewright.bench.statistics import geometric_mean
+
+MB = 10**6
+_PLAIN = {"B", "M", "N", "K", "out_dtype"}  # parameters of a product without epilogue, both operands along K
+_FEWEST = 3  # rows that make a table of their own
+
+_CLASSES: tuple[tuple[str, Callable[[Row], bool]], ...] = (
+    ("M >= 1024", lambda row: _m(row) >= 1024),
+    ("64 < M < 1024", lambda row: 64 < _m(row) < 1024),
+    ("M <= 64, weights of 64 MB and more", lambda row: _m(row) <= 64 and _weight_bytes(row) >= 64 * MB),
+    ("M <= 64, weights under 64 MB", lambda row: _m(row) <= 64 and _weight_bytes(row) < 64 * MB),
+    ("... of them 30 to 64 MB", lambda row: _m(row) <= 64 and 30 * MB <= _weight_bytes(row) < 64 * MB),
+)
+
+
+def is_product(row: Row) -> bool:
+    """Is this a matrix product?"""
+    return {"M", "N", "K"} <= set(row.params)
+
+
+def class_means(rows: Sequence[Row]) -> str:
+    """Geometric means of each class, and its lowest ratio; "of the floor" is floor / our best kernel, "TFLOP/s" the
+    fastest row of ours and of any peer.
+    """
+    lines = [
+        "| geometric means | rows | own | lowest | own, paused | auto | lowest | of the floor | lowest | TFLOP/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for op in dict.fromkeys(row.op for row in rows):
+        mine = [row for row in rows if row.op == op]
+        plain = [row for row in mine if _is_plain(row)]
+        groups = [(name, [row for row in plain if belongs(row)]) for name, belongs in _CLASSES]
+        groups.append(("other layouts, epilogues and dtypes", [row for row in mine if not _is_plain(row)]))
+        lines += [_means_line(f"{op}, {name}", group) for name, group in groups if group]
+    return "\n".join(lines) + "\n"
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """A table for each M with several rows, and one for all others."""
+    parts = []
+    for op in dict.fromkeys(row.op for row in rows):
+        mine = [row for row in rows if row.op == op]
+        by_m: dict[int, list[Row]] = {}
+        for row in sorted(mine, key=_m):
+            by_m.setdefault(_m(row), []).append(row)
+        parts += [_table(f"{op}, M = {m}", group) for m, group in by_m.items() if len(group) >= _FEWEST]
+        others = [row for group in by_m.values() if len(group) < _FEWEST for row in group]
+        if others:
+            parts.append(_table(f"{op}, other M", others))
+    return "\n".join(parts)
+
+
+def _table(title: str, rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in (*row.impls, *row.peers)))
+    paused = any(row.paused for row in rows)
+    head = [
+        "case",
+        "M x N x K",
+        "floor",
+        "of it",
+        *names,
+        "own",
+        *(["paused"] if paused else []),
+        "auto",
+        "host us",
+        "err",
+    ]
+    lines = [f"### {title}\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [
+            row.case if row.dtype == "bfloat16" else f"{row.case} {row.dtype}",
+            f"{_m(row)} x {row.params['N']} x {row.params['K']}",
+            number(row.floor_us),
+            share(row.floor_us / _best(row)),
+            *(_time(row, name) for name in names),
+            ratio(row.ratio_own),
+            *([ratio(row.ratio_own_paused)] if paused else []),
+            ratio(row.ratio_auto),
+            f"{row.eager_us:.1f}",
+            f"{row.err:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _means_line(name: str, rows: Sequence[Row]) -> str:
+    shares = [row.floor_us / _best(row) for row in rows]
+    cells = [
+        name,
+        str(len(rows)),
+        mean(row.ratio_own for row in rows),
+        _lowest(row.ratio_own for row in rows),
+        mean(row.ratio_own_paused for row in rows),
+        mean(row.ratio_auto for row in rows),
+        _lowest(row.ratio_auto for row in rows),
+        share(geometric_mean(shares)),
+        share(min(shares)),
+        f"{max(_tflops(row, _best(row)) for row in rows):.0f}, {_fastest_peer(rows)}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _lowest(ratios: Iterable[float | None]) -> str:
+    return ratio(min((each for each in ratios if each is not None), default=None))
+
+
+def _time(row: Row, name: str) -> str:
+    us = row.impls.get(name, row.peers.get(name))
+    if us is None:
+        return "-"
+    return f"**{number(us)}**" if name == row.chosen else number(us)
+
+
+def _best(row: Row) -> float:
+    """Our best kernel's time; torch's where there is none."""
+    return min((us for name, us in row.impls.items() if name != "torch"), default=row.impls[row.chosen])
+
+
+def _fastest_peer(rows: Iterable[Row]) -> str:
+    rates = [_tflops(row, us) for row in rows for us in row.peers.values()]
+    return f"peer {max(rates):.0f}" if rates else "no peer"
+
+
+def _tflops(row: Row, us: float) -> float:
+    sizes = row.params
+    return float(2 * sizes.get("B", 1) * sizes["M"] * sizes["N"] * sizes["K"] / us / 1e6)
+
+
+def _is_plain(row: Row) -> bool:
+    return set(row.params) <= _PLAIN and row.dtype in ("bfloat16", "float16")
+
+
+def _m(row: Row) -> int:
+    return int(row.params["M"])
+
+
+def _weight_bytes(row: Row) -> int:
+    size: int = getattr(torch, row.dtype).itemsize
+    return int(row.params.get("B", 1) * row.params["N"] * row.params["K"] * size)

@@ -1,0 +1,125 @@
+"""A linear layer on `ops.matmul`: epilogues in the forward, weight gradients summed in float32."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tilewright import ops
+from tilewright.dispatch import numerics, use_backend
+from tilewright.dispatch.preference import resolve
+from tilewright.errors import InputError
+from tilewright.ops.gemm.activation import activated
+
+_HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.10: a `.grad` of another dtype than its tensor
+
+
+class Linear(nn.Linear):
+    """act(x @ weight.T + bias); takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
+
+    activation: as in `ops.matmul`, in the same kernel where no gradient is wanted; with "swiglu" rows of `weight` are
+    pairs (gate_0, up_0, gate_1, ...) and the result has out_features / 2 columns.
+    backend: run on exactly this backend or raise BackendError.
+    grad_dtype=torch.float32: gradients of bf16 or fp16 parameters are float32 sums over the micro-batches of a step.
+    That of `weight` is accumulated by the product itself (its `c` and `out` are the gradient so far) and never rounded.
+    It lands in `weight.grad`, which torch lets be float32 from 2.10 on; before, in `weight.main_grad`, where Megatron's
+    optimizers look, and `weight.grad` stays None.
+
+    Of backward() alone: torch.autograd.grad and hooks on `weight` (those of DDP and FSDP) see no such gradient.
+    torch.compile takes no parameter whose `.grad` has another dtype, and leaves the training of such a layer as it is:
+    a graph break, an error with fullgraph=True.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        backend: str | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        if grad_dtype not in (None, torch.float32):
+            raise InputError(f"Linear: grad_dtype is {grad_dtype}; allowed are None and torch.float32.")
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation, self.backend, self.grad_dtype = activation, backend, grad_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features)."""
+        if self.grad_dtype is not None and torch.is_grad_enabled():
+            return _uncompiled(self, x)
+        x, weight = _autocast(x, self.weight)
+        return ops.matmul(x, weight, bias=self.bias, activation=self.activation, trans_b=True, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, as `print(model)` shows them."""
+        options = {"activation": self.activation, "backend": self.backend, "grad_dtype": self.grad_dtype}
+        return super().extra_repr() + "".join(f", {k}={v}" for k, v in options.items() if v is not None)
+
+
+def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x, weight
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype)
+
+
+def _trained(layer: Linear, x: Tensor) -> Tensor:
+    """The forward of a layer with gradients of their own dtype."""
+    if _HAS_GRAD_DTYPE:
+        for parameter in layer.parameters():
+            if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
+                parameter.grad_dtype = layer.grad_dtype
+    x, weight = _autocast(x, layer.weight)
+    if not weight.requires_grad:
+        return ops.matmul(x, weight, bias=layer.bias, activation=layer.activation, trans_b=True, backend=layer.backend)
+    z: Tensor = _WideGradient.apply(x, weight, layer.bias, layer.weight, layer.backend)
+    return z if layer.activation is None else activated(z, None, layer.activation)
+
+
+def _uncompiled(layer: Linear, x: Tensor) -> Tensor:
+    """`_trained`, left as it is by torch.compile, and Dynamo, a second to import, left out where nobody compiles."""
+    dynamo = sys.modules.get("torch._dynamo")
+    made: Tensor = (_trained if dynamo is None else dynamo.disable(_trained))(layer, x)
+    return made
+
+
+class _WideGradient(torch.autograd.Function):
+    """x @ weight.T + bias, whose backward adds the weight's gradient to that of `parameter` in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: nn.Parameter, backend: str | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.wish = parameter, resolve(backend)
+        return ops.matmul(x, weight, bias=bias, trans_b=True, backend=backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        backend, mode = ctx.wish
+        with use_backend(backend.rstrip("!")), numerics(mode):  # a preference: dx and dw have layouts of their own
+            dx = ops.matmul(dz, weight) if ctx.needs_input_grad[0] else None
+            _accumulate(ctx.parameter, dz.flatten(0, -2), x.flatten(0, -2))
+        dbias = dz.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        return dx, None, dbias, None, None
+
+
+def _accumulate(parameter: nn.Parameter, dz: Tensor, x: Tensor) -> None:
+    """parameter's gradient += dz.T @ x, in float32 from the first product to the last."""
+    where = "grad" if _HAS_GRAD_DTYPE or parameter.dtype == torch.float32 else "main_grad"
+    total = getattr(parameter, where, None)
+    if total is None:
+        setattr(parameter, where, ops.matmul(dz, x, trans_a=True, out_dtype=torch.float32))
+    elif total.dtype != torch.float32:
+        raise InputError(f"Linear: weight.{where} is {total.dtype}, and grad_dtype is float32. Set it to None first.")
+    else:
+        ops.matmul(dz, x, trans_a=True, c=total, out=total, out_dtype=torch.float32)

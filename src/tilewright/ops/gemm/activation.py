@@ -1,0 +1,54 @@
+"""The epilogue as a step of its own, with a gradient.
+
+A fused epilogue leaves no z = alpha * A @ B + bias behind, and its gradient needs z.  Where a gradient is wanted the
+product writes z, in the dtype of the result, and this step follows: nothing is computed twice, and between the passes
+lie the bytes of z and nothing in float32.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.ops.gemm.operands import apply_epilogue
+from tilewright.ops.rows import accumulate_dtype
+
+_aten = torch.ops.aten
+
+
+def activated(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
+    """act(z) + c in float32, rounded once to z's dtype; differentiable in z and c."""
+    made: Tensor = _Activated.apply(z, c, activation)
+    return made
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
+        return apply_epilogue(z.to(accumulate_dtype(z.dtype)), None, c, activation, z.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        z, _, ctx.activation = inputs
+        ctx.save_for_backward(z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (z,) = ctx.saved_tensors
+        wide = accumulate_dtype(z.dtype)
+        dz = _gradient(dy.to(wide), z.to(wide), ctx.activation).to(z.dtype) if ctx.needs_input_grad[0] else None
+        return dz, dy if ctx.needs_input_grad[1] else None, None
+
+
+def _gradient(dy: Tensor, z: Tensor, activation: str) -> Tensor:
+    if activation == "relu":
+        return _aten.threshold_backward(dy, z, 0)
+    if activation == "gelu":
+        return _aten.gelu_backward(dy, z, approximate="tanh")
+    if activation == "silu":
+        return _aten.silu_backward(dy, z)
+    gate, up = z[..., 0::2], z[..., 1::2]
+    return torch.stack((_aten.silu_backward(dy * up, gate), dy * F.silu(gate)), -1).flatten(-2)

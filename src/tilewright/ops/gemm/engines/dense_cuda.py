@@ -1,0 +1,262 @@
+"""Dense GEMM in CUDA C++ for Hopper: tiles of 64 to 256 rows, the tensor cores busy from the first tile to the last.
+
+A tile of 128x256 multiplies 128 * 256 * 64 * 2 flops for each 48 KB that reach its SM; loads, epilogue and stores run
+beside the multiplications.  So 8192x8192x8192 cannot beat 1.4 ms at 790 TFLOP/s, what the tensor cores do under the
+power limit, and what is left to choose is the tile: how full the last wave is.  `cost_model.py` chooses.
+
+Rows of A that do not exist are multiplied too: below 64 rows `few_rows_cuda.py` is the engine.
+"""
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright import settings
+from tilewright.hardware.device import device_info
+from tilewright.jit.collect import collecting
+from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.jit.tensor_map import TensorMap, tensor_map
+from tilewright.log import log_once
+from tilewright.ops.gemm.engines import cost_model
+from tilewright.ops.gemm.engines.cost_model import Problem, Tile
+from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_out, major_a, major_b
+
+_INPUTS = (torch.bfloat16, torch.float16)
+_OUTPUTS = (*_INPUTS, torch.float32)
+_SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
+_SHARED = 232448 - 1024  # bytes of a block, without its barriers
+_STAGED = 2 * 64 * _SPAN  # of D, a warpgroup
+_MAX_STAGES = 10
+
+
+class Config(NamedTuple):
+    """block_m x block_n of D a block; stages of the ring; blocks of a cluster, at most two, along M or along N; band:
+    rows of tiles walked together; lag: stages that the second warpgroup starts behind the first.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    cluster_m: int
+    cluster_n: int
+    band: int
+    lag: int
+
+
+class Params(NamedTuple):
+    """What sm90_gemm is compiled for."""
+
+    kBlockM: int
+    kBlockN: int
+    kStages: int
+    kClusterM: int
+    kClusterN: int
+    kLag: int
+    kMajorA: int
+    kMajorB: int
+    kActivation: int
+    kBias: bool
+    kAddend: int
+    Element: torch.dtype
+    Out: torch.dtype
+    Bias: torch.dtype
+    Addend: torch.dtype
+
+
+KERNEL = CudaKernel(
+    Path(__file__).with_name("sm90_bf16_gemm.cuh"),
+    "sm90_gemm",
+    "TTTPPPfqqiiiii",
+    archs=("sm_90a",),
+    dependent=True,
+)
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why this engine cannot run these arguments; None if it can."""
+    if a.dtype not in _INPUTS or b.dtype != a.dtype:
+        return f"multiplies bf16 or fp16 operands of one dtype, got {a.dtype} and {b.dtype}"
+    if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
+        return "takes a bias, an addend and a result of bf16, fp16 or fp32"
+    if major_a(a) is None or major_b(b) is None:
+        return "needs a and b contiguous along one of their last two dimensions"
+    if not aligned(a, b, columns_out(b.shape[-1], activation), out_dtype):
+        return "needs addresses, strides and rows of the result that are multiples of 16 bytes"
+    return None
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+) -> None:
+    """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`."""
+    batches, m, k = a.shape
+    n = b.shape[-1]
+    along_m, along_n = major_a(a) is Major.MN, major_b(b) is Major.MN
+    strip = _strip(config.block_n * d.itemsize // (2 if activation == "swiglu" else 1))
+    maps = (
+        _operand(a.mT if along_m else a, along_m, config.block_m, config.cluster_n),
+        _operand(b if along_n else b.mT, along_n, config.block_n, config.cluster_m),
+        tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
+    )
+    params = Params(
+        kBlockM=config.block_m,
+        kBlockN=config.block_n,
+        kStages=config.stages,
+        kClusterM=config.cluster_m,
+        kClusterN=config.cluster_n,
+        kLag=config.lag,
+        kMajorA=int(along_m),
+        kMajorB=int(along_n),
+        kActivation=ACTIVATIONS.index(activation),
+        kBias=bias is not None,
+        kAddend=0 if c is None else 2 if _in_pairs(c) else 1,
+        Element=a.dtype,
+        Out=d.dtype,
+        Bias=d.dtype if bias is None else bias.dtype,
+        Addend=d.dtype if c is None else c.dtype,
+    )
+    args = (
+        *maps,
+        0 if bias is None else bias,
+        0 if c is None else c,
+        0 if scale is None else scale,
+        alpha,
+        *((0, 0) if c is None else (c.stride(1), c.stride(0))),
+        *(m, n, k, batches, config.band),
+    )
+    cluster = config.cluster_m * config.cluster_n
+    units = -(-m // (config.block_m * config.cluster_m)) * -(-n // (config.block_n * config.cluster_n)) * batches
+    blocks = min(units, device_info(d.device).sm_count // cluster) * cluster
+    KERNEL(
+        (blocks,),
+        args,
+        params,
+        block=128 * (1 + _groups(config.block_m)),
+        shared_bytes=config.stages * stage_bytes(config.block_m, config.block_n, along_n)
+        + _groups(config.block_m) * _STAGED,
+        cluster=(cluster, 1, 1) if cluster > 1 else None,
+    )
+
+
+def _operand(rows: Tensor, across: bool, block: int, shared: int) -> TensorMap | None:
+    """Map of an operand whose last dimension is contiguous, for one of `shared` blocks that load a tile together.
+
+    rows: (B, M or N, K); across: (B, K, M or N), which comes in boxes of 64 columns.
+    """
+    return tensor_map(rows, (1, (_BLOCK_K if across else block) // shared, 64), swizzle=_SPAN)
+
+
+def _strip(row_bytes: int) -> int:
+    """Bytes of a row that one store takes: the widest swizzle that divides it."""
+    return next(width for width in (128, 64, 32) if row_bytes % width == 0)
+
+
+def _in_pairs(c: Tensor) -> bool:
+    """May two neighbouring elements of c be read at once, wherever a row begins?"""
+    # Kernels are collected for tensors without memory, as if it began at a multiple of 16 bytes
+    start = c.storage_offset() * c.itemsize if collecting() is not None else c.data_ptr()
+    return start % (2 * c.itemsize) == 0 and all(stride % 2 == 0 for stride in c.stride()[:2])
+
+
+# ------------------------------------------------------------------------------------------------------- what to choose
+
+_BLOCKS = {64: (32, 64, 96, 128, 192, 256), 128: tuple(range(64, 257, 16)), 256: (64, 96, 128)}
+_CLUSTERS = ((1, 1), (2, 1), (1, 2))
+TILES = tuple(Tile(m, n, *cluster) for m, columns in _BLOCKS.items() for n in columns for cluster in _CLUSTERS)
+"""What there is to choose from.  256 rows need two tiles of accumulators a warpgroup: at most 128 columns."""
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
+    """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, gated."""
+    sms = device_info("cuda").sm_count or 132
+    chosen = _configure(tuple(bucket), batch, sms)
+    if settings.current().print_configs:
+        tile = Tile(chosen.block_m, chosen.block_n, chosen.cluster_m, chosen.cluster_n)
+        words = cost_model.predict(_problem(bucket, batch, sms), tile)
+        log_once(
+            ("dense", bucket, batch), f"dense GEMM {tuple(bucket)} on {sms} SMs: {chosen}, {words}", logging.WARNING
+        )
+    return chosen
+
+
+@cache
+def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
+    problem = _problem(bucket, batch, sms)
+    return _config(cost_model.rank(problem, _legal(problem))[0][0], problem)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
+    """The eight tiles of the least predicted time, each with other bands and without a lag."""
+    problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
+    found = []
+    for tile, _ in cost_model.rank(problem, _legal(problem))[:8]:
+        config = _config(tile, problem)
+        found += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
+        if config.lag:
+            found.append(config._replace(lag=0))
+    return tuple(found)
+
+
+def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
+    m, n, k, layout, _, out_bits, gated = bucket
+    return Problem(
+        m, n, k, out_bytes=out_bits // 8, gated=bool(gated), mn_major_b=layout in (1, 2), batch=batch, sms=sms
+    )
+
+
+def _legal(problem: Problem) -> tuple[Tile, ...]:
+    """A gated tile leaves whole strips of 32 bytes; a cluster shares an operand if there are two tiles to share it."""
+    return tuple(
+        tile
+        for tile in TILES
+        if not problem.gated or tile.block_n % 32 == 0
+        if tile.cluster_m == 1 or problem.m > tile.block_m
+        if tile.cluster_n == 1 or problem.n > tile.block_n
+    )
+
+
+def _config(tile: Tile, problem: Problem) -> Config:
+    free = _SHARED - _groups(tile.block_m) * _STAGED
+    stages = min(_MAX_STAGES, free // stage_bytes(tile.block_m, tile.block_n, problem.mn_major_b))
+    band = cost_model.band(tile, problem.sms)
+    lag = 2 if _groups(tile.block_m) == 2 else 0
+    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, band, lag)
+
+
+def _groups(block_m: int) -> int:
+    """Warpgroups that multiply."""
+    return 1 if block_m == 64 else 2
+
+
+def stage_bytes(block_m: int, block_n: int, mn_major_b: bool) -> int:
+    """Of A and B in one stage; a B that is contiguous along N fills boxes of 64 columns."""
+    return (block_m + (-(-block_n // 64) * 64 if mn_major_b else block_n)) * _SPAN
+
+
+CONFIGS: tuple[Config, ...] = tuple(
+    dict.fromkeys(
+        _config(tile, Problem(1, 1, 1, mn_major_b=along_n, sms=132)) for along_n in (False, True) for tile in TILES
+    )
+)
+"""Every config that `configure` can return on a GPU of 132 multiprocessors."""

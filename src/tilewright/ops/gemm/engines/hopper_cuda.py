@@ -1,0 +1,92 @@
+"""The two CUDA C++ engines as one backend: few rows of A stream the weights, more of them fill the tensor cores."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.hardware.device import device_info
+from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda
+
+_ENGINES = {"dense": dense_cuda, "few_rows": few_rows_cuda}
+_A_ALONG_K = (0, 1)  # the layouts nt and nn
+
+
+class Config(NamedTuple):
+    """The engine and its configuration; fields that belong to the other one keep their defaults."""
+
+    kernel: str  # "dense" or "few_rows"
+    block_n: int
+    stages: int
+    block_m: int = 0
+    cluster_m: int = 0
+    cluster_n: int = 0
+    band: int = 0
+    lag: int = 0
+    block_k: int = 0
+    tokens: int = 0
+    split: int = 0
+    ctas: int = 0
+    persistent: bool = False
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
+    """bucket: M, N, K, layout, aligned, out_bits, gated.  Batch-invariant calls say M = 4096 for every M."""
+    if _few(bucket):
+        return _named("few_rows", few_rows_cuda.configure(bucket, dtype))
+    return _named("dense", dense_cuda.configure(bucket, dtype, batch))
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
+    """What the tuner may try: of both engines where both can run."""
+    few = few_rows_cuda.candidates(bucket, dtype) if _few(bucket) else ()
+    dense = dense_cuda.candidates(bucket, dtype, batch)
+    return (*(_named("few_rows", config) for config in few), *(_named("dense", config) for config in dense))
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why neither engine can run these arguments; None if one can."""
+    arch = device_info(a.device).arch
+    if arch != "sm_90":
+        return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    return dense_cuda.refusal(a, b, bias, c, scale, alpha, activation, out_dtype)
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+) -> None:
+    """d = act(alpha * scale * a @ b + bias) + c by the engine that `config` names."""
+    engine: Any = _ENGINES[config.kernel]
+    own = engine.Config(*(getattr(config, field) for field in engine.Config._fields))
+    engine.gemm(d, a, b, bias, c, scale, alpha, activation, own)
+
+
+def _few(bucket: tuple[int, ...]) -> bool:
+    return bucket[0] <= few_rows_cuda.MAX_ROWS and bucket[3] in _A_ALONG_K
+
+
+def _named(kernel: str, config: Any) -> Config:
+    return Config(kernel=kernel, **config._asdict())
+
+
+CONFIGS: tuple[Config, ...] = tuple(
+    _named(kernel, config) for kernel, engine in _ENGINES.items() for config in engine.CONFIGS
+)
+"""Every config that `configure` can return."""

@@ -1,0 +1,213 @@
+"""Persistent GEMM in cuTile for bf16, fp16 and float8_e4m3: choice of tiles, and the launch.
+
+Blocks of tileiras' warp-specialised pipeline, one for each SM, walk over the output tiles.  The kernel and its epilogue
+are in `tile_cutile_kernel.py`.  float8 operands accumulate as torch._scaled_mm's do with use_fast_accum, in the
+matrix unit, which keeps 14 bits; without `fast_acc` each step along K is added up in float32.
+
+Traffic of a perfect kernel: (M*K + K*N) * itemsize + M*N*itemsize_out; 2*M*N*K flops: 8192^3 in bf16 cannot beat
+1.1 ms at 989 TFLOP/s.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.hardware import device_info
+from tilewright.jit.cutile_launch import Hints
+from tilewright.ops.gemm.engines.tile_cutile_kernel import kernel
+from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, Major, major_a, major_b
+
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+
+FP8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, FP8)
+SMS = 132  # of the GPU that the rule below was measured on; the launch asks the real one
+FEW_ROWS = 64
+BYTES_K = 128  # of a tile along K: what one swizzled row of shared memory holds
+
+
+class Config(NamedTuple):
+    """A tile of the result, and how its blocks walk and store."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int  # that multiply, 4 or 8; 4 more load
+    band: int = 8  # rows of tiles that are walked together
+    swap: bool = False  # multiply the transposed operands: for tiles of less than 64 rows
+    slice_n: int = 0  # columns stored at once from registers; 0: the whole tile, through the copy engine
+    occupancy: int = 1  # blocks that share an SM
+    fast_acc: bool = False  # float8: sums stay in the matrix unit
+
+
+class Tile(NamedTuple):
+    """A tile for 2-byte operands, and the share of the best tile's speed that it reaches when every SM has one."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    speed: float
+
+
+# H200, persistent, bf16, B K-major, 8192^3: 707, 683 and 663 TFLOP/s of one run.  128x256 with 4 warps spills 1.8 KB;
+# 128x128 with 8 loses 30 %.  The smaller ones are set by the bytes that they read for each flop.
+TILES = (
+    Tile(128, 256, 8, 1.0),
+    Tile(256, 128, 8, 0.96),
+    Tile(128, 128, 4, 0.94),
+    Tile(64, 256, 4, 0.80),
+    Tile(128, 64, 4, 0.72),
+    Tile(64, 64, 4, 0.55),
+)
+# (block_m, block_n, num_warps, occupancy, bytes of a tile along K) of the search, without what spills on sm_90
+SPACE = (
+    (128, 256, 8, 1, (64, 128)),
+    (256, 128, 8, 1, (64, 128)),
+    (128, 128, 4, 1, (128, 256)),
+    (128, 128, 8, 1, (64, 128, 256)),
+    (64, 256, 4, 1, (128,)),
+    (64, 256, 8, 1, (128, 256)),
+    (256, 64, 8, 1, (128,)),
+    (128, 64, 4, 1, (128, 256)),
+    (128, 64, 4, 2, (128,)),
+    (64, 128, 4, 1, (128, 256)),
+    (64, 64, 4, 1, (128, 256)),
+    (64, 64, 4, 2, (128,)),
+)
+# float8 operands that are not K-major pass through registers on their way to the matrix unit: larger tiles spill
+FP8_TILES = {"nn": Tile(128, 128, 8, 1.0), "tn": Tile(64, 64, 4, 1.0), "tt": Tile(128, 128, 8, 1.0)}
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The tile that finishes first if each wave of tiles costs its area over its speed."""
+    m, n, _, layout, aligned, out_bits, _ = bucket
+    fp8 = dtype == FP8
+    block_k = BYTES_K // dtype.itemsize
+    if not aligned:  # element by element through registers; larger tiles spill
+        size, warps = (64, 4) if fp8 else (128, 8)
+        return Config(size, size, block_k, warps, fast_acc=fp8)
+    fixed = FP8_TILES.get(LAYOUTS[layout]) if fp8 else None
+    if fixed is None and m <= FEW_ROWS:  # what counts is how many bytes of b are on their way at one time
+        wide = 128 if -(-n // 128) >= SMS else 64
+        return Config(max(16, m), wide, 2 * block_k, 4, swap=True, fast_acc=fp8)
+    tile = fixed or min(TILES, key=lambda t: _waves(t, m, n) * _area(t) / t.speed)
+    return Config(tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, out_bits), fast_acc=fp8)
+
+
+def _waves(tile: Tile, m: int, n: int) -> int:
+    return -(-(-(-m // tile.block_m) * -(-n // tile.block_n)) // SMS)
+
+
+def _area(tile: Tile | Config) -> int:
+    return tile.block_m * tile.block_n
+
+
+def _slice(tile: Tile, out_bits: int) -> int:
+    """The staging of a float32 tile of 128x256 would take the shared memory of two stages out of four."""
+    return 64 if _area(tile) * out_bits >= 128 * 256 * 32 else 0
+
+
+def _every_config() -> tuple[Config, ...]:
+    """What `configure` returns, found by asking it."""
+    shapes = [(m, n) for m in (16, 32, 64, 128, 256, 1024, 4096) for n in (64, 576, 2112, 4096, 7168, 24576)]
+    return tuple(
+        dict.fromkeys(
+            configure((m, n, 4096, layout, aligned, bits, 0), dtype)
+            for dtype in (torch.bfloat16, FP8)
+            for layout in range(len(LAYOUTS))
+            for aligned in (1, 0)
+            for bits in (16, 32)
+            for m, n in shapes
+        )
+    )
+
+
+CONFIGS = _every_config()
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """`SPACE` with its bands; for few rows every width and depth, swapped or not."""
+    m, n, _, layout, aligned, _, _ = bucket
+    fp8 = dtype == FP8
+    step = BYTES_K // dtype.itemsize
+    if not aligned or (fp8 and LAYOUTS[layout] != "nt"):
+        return ()
+    if m <= FEW_ROWS:
+        return tuple(
+            Config(max(16, m), columns, block_k, warps, swap=swap, fast_acc=fp8)
+            for columns, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
+            for block_k in (step, 2 * step)
+            for swap in (True, False)
+            if columns <= 128 or (swap and block_k == step)
+        )
+    found = [
+        Config(block_m, block_n, bytes_k // dtype.itemsize, warps, band, occupancy=occupancy, fast_acc=fp8)
+        for block_m, block_n, warps, occupancy, depths in SPACE
+        for bytes_k in depths
+        for band in (8, 16)
+    ]
+    best = found[2:4]  # 128x256, a whole swizzled row deep
+    found += [c._replace(slice_n=64) for c in best] + [best[0]._replace(band=4), best[0]._replace(band=32)]
+    return tuple(c for c in found if c.block_n <= 2 * n)
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Only the dtype: strides, alignment and sizes are all served."""
+    if a.dtype in DTYPES:
+        return None
+    return f"multiplies bfloat16, float16 and float8_e4m3fn, given {a.dtype}"
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+) -> None:
+    """d (B, M, N_out) = act(alpha * scale * a (B, M, K) @ b (B, K, N) + bias) + c; see the package's docstring."""
+    batch, m, _ = a.shape
+    n = b.shape[2]
+    a_turned, b_turned = major_a(a) is Major.MN, major_b(b) is Major.K
+    whole = c is not None or not config.slice_n  # c would be read without the copy engine too, which spills
+    tiles = batch * -(-m // config.block_m) * -(-n // config.block_n)
+    kernel(
+        (min(tiles, config.occupancy * max(1, device_info(d.device).sm_count)),),
+        (
+            _plain(d),
+            _plain(a.mT if a_turned else a),
+            _plain(b.mT if b_turned else b),
+            d if bias is None else bias,
+            d if c is None else _plain(c),
+            d if scale is None else scale.reshape(1),
+            float(alpha),
+            config.band,
+        ),
+        (
+            a_turned, b_turned, bias is not None, c is not None, scale is not None, ACTIVATIONS.index(activation),
+            config.fast_acc, config.swap, *config[:3], config.block_n if whole else config.slice_n,
+        ),
+        Hints(config.num_warps, config.occupancy if config.occupancy > 1 else None),
+    )  # fmt: skip
+
+
+def _plain(t: Tensor) -> Tensor:
+    """`t` with strides that suit the copy engine where they mean nothing: those of dimensions of one element."""
+    batch, rows, columns = t.shape
+    pitch = t.stride(1) if rows > 1 else -(-columns // 16) * 16
+    strides = (t.stride(0) if batch > 1 else pitch, pitch, t.stride(2) if columns > 1 else 1)
+    return t if strides == t.stride() else t.as_strided(t.shape, strides)

@@ -1,0 +1,124 @@
+"""Matrix product with an epilogue.  The contract; backends are the files beside it."""
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import BadInput, Contract, Sample, call, dispatch, register
+from tilewright.ops.gemm import checks, samples
+from tilewright.ops.gemm.calls import arguments, differentiated, wants_activation_gradient
+from tilewright.ops.gemm.matmul.workloads import CPU_WORKLOADS, WORKLOADS
+from tilewright.ops.gemm.operands import fold, folded_out
+from tilewright.ops.gemm.raw import forward_op, gradient_of
+from tilewright.ops.gemm.reference import product
+
+
+@dispatch("matmul")
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    c: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """D = act(alpha * op(A) @ op(B) + bias) + c, accumulated and finished in float32, rounded once.
+
+    a: (..., M, K), or (..., K, M) with trans_a      b: (K, N), or (N, K) with trans_b      Returns (..., M, N_out).
+    dtypes: bf16|fp16|fp32|float8_e4m3fn, the same for a and b.  A transpose costs nothing; an operand without a unit
+    stride, or leading dimensions that no stride folds into M, cost one copy.
+
+    bias: (N,).   activation: None, "relu", "gelu" (by tanh), "silu", or "swiglu", for which columns of op(B) are pairs
+    (gate_0, up_0, gate_1, up_1, ...) and N_out = N / 2: silu(z[:, 0::2]) * z[:, 1::2].   N_out = N otherwise.
+    c: (..., M, N_out), bf16|fp16|fp32, a residual or what is accumulated into; may be `out` itself.
+    alpha: a number, or one float32 on the device (the product of two per-tensor float8 scales), which has no gradient.
+    out_dtype: bf16|fp16|fp32; by default that of a, and bf16 for float8.
+    out: tensor to write, its rows contiguous, instead of allocating; no gradient then.
+    backend: run on exactly this backend ("cuda", "cutile", "triton", "torch") or raise BackendError.
+
+    Gradients of a, b, bias and c; those of a and b are products of this op in their dtype.  Where one is wanted an
+    activation is a step of its own, after z in the dtype of the result: one more rounding, nothing computed twice.
+    Raises InputError for shapes that do not fit, mixed dtypes, and every option outside of the above.
+    """
+    checks.check_operands("matmul", a, b)
+    left, right = (a.mT if trans_a else a), (b.mT if trans_b else b)
+    rows = left.shape[:-1]
+    c_rows = fold("matmul", "c", c, rows)
+    args = arguments(fold("matmul", "a", left, rows), right, bias, activation, c_rows, alpha, out_dtype)
+    if out is not None:
+        CONTRACT.check(*args)  # what is wrong with the operands comes before what is wrong with `out`
+        call(CONTRACT, args, backend, folded_out("matmul", out, rows))
+        return out
+    if wants_activation_gradient(args):
+        made = differentiated(CONTRACT, args, backend)
+    else:
+        made = call(CONTRACT, args, backend)
+    return made if a.dim() == 2 else made.view(*rows, made.shape[-1])
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    c: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same in plain torch; on float64 the result is float64, whatever `out_dtype` says."""
+    left, right = (a.mT if trans_a else a), (b.mT if trans_b else b)
+    rows = left.shape[:-1]
+    c_rows = None if c is None else c.flatten(0, -2)
+    made = product(*arguments(left.flatten(0, -2), right, bias, activation, c_rows, alpha, out_dtype))
+    return made.reshape(*rows, made.shape[-1])
+
+
+FORWARD = forward_op("matmul", __name__, batched=False)
+
+
+def check(*args: object) -> None:
+    """Raises InputError for what the docstring of `matmul` excludes."""
+    checks.check_raw("matmul", 2, *args)  # type: ignore[arg-type]
+
+
+BAD_INPUTS = (
+    *samples.bad_inputs(()),
+    BadInput("vector", lambda d: Sample((torch.ones(8, device=d), torch.ones(8, 6, device=d))), "Add a dimension"),
+    BadInput(
+        "a batch of b", lambda d: Sample((torch.ones(2, 4, 8, device=d), torch.ones(2, 8, 6, device=d))), r"\(K, N\)"
+    ),
+    BadInput(
+        "c of other leading dimensions",
+        lambda d: Sample(
+            (torch.ones(2, 3, 8, device=d), torch.ones(8, 6, device=d)), {"c": torch.ones(3, 2, 6, device=d)}
+        ),
+        r"c is \(3, 2, 6\); its leading dimensions are \(2, 3\)",
+    ),
+)
+
+CONTRACT = register(
+    Contract(
+        name="matmul",
+        family="gemm",
+        summary="matrix product with bias, activation, scale and accumulation",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=samples.inputs,
+        cost=samples.cost,
+        gradient=gradient_of(FORWARD),
+        workloads=WORKLOADS,
+        cpu_workloads=CPU_WORKLOADS,
+        edge_cases=samples.EDGE_CASES,
+        bad_inputs=BAD_INPUTS,
+        in_place=(3,),
+    )
+)

@@ -1,0 +1,104 @@
+"""The product in plain torch: the oracle on float64, and on a GPU what cuBLAS makes of it, which `auto` may choose."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.ops.gemm.operands import apply_epilogue
+from tilewright.ops.rows import accumulate_dtype
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    scale: Tensor | None,
+    alpha: float,
+    activation: str,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """act(alpha * scale * a @ b + bias) + c, rounded once; float64 operands give float64, whatever `out_dtype` says.
+
+    a: (M, K) or (B, M, K), b alike; arguments as the raw ops take them.  `out`: written and returned; may be `c`.
+    """
+    if a.dtype == torch.float8_e4m3fn:  # every e4m3 number is a bfloat16 number
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if a.dtype == torch.float64:
+        out_dtype = torch.float64
+    if activation == "" and scale is None and a.dtype == out_dtype:
+        addend = c if bias is None else bias
+        if addend is None and alpha == 1.0:
+            return _multiply(a, b, None, 1.0, out_dtype, out)
+        if addend is not None and addend.dtype == out_dtype and (bias is None or c is None):
+            return _multiply(a, b, addend, alpha, out_dtype, out)
+    z = _multiply(a, b, None, 1.0, accumulate_dtype(a.dtype))
+    if alpha != 1.0:
+        z = z * alpha
+    if scale is not None:
+        z = z * scale.to(z.dtype)
+    if activation and z.requires_grad:  # as in `activation.py`: the gradient needs a z, and gets a rounded one
+        z, bias = (z if bias is None else z + bias.to(z.dtype)).to(out_dtype).to(z.dtype), None
+    made = apply_epilogue(z, bias, c, activation, out_dtype)
+    return made if out is None else out.copy_(made)
+
+
+def _multiply(
+    a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """alpha * a @ b + addend, rounded once to `dtype`: that of a, or the wider one it is accumulated in."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, addend)):
+        made: Tensor = _Multiply.apply(a, b, addend, alpha, dtype)
+        return made
+    return _blas(a, b, addend, alpha, dtype, out)
+
+
+def _blas(
+    a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    matrices = a.dim() == 2
+    if dtype != a.dtype:
+        if a.device.type == "cuda":  # where torch multiplies halves into float32 without rounding in between
+            wide: Tensor = (torch.mm if matrices else torch.bmm)(a, b, out_dtype=dtype)
+            return wide
+        a, b = a.to(dtype), b.to(dtype)
+    if addend is None:
+        return torch.matmul(a, b, out=out)
+    # BLAS adds in its accumulator, before the one rounding
+    add = torch.addmm if matrices else torch.baddbmm
+    return add(addend, a, b, alpha=alpha) if out is None else add(addend, a, b, alpha=alpha, out=out)
+
+
+class _Multiply(torch.autograd.Function):
+    """torch's own gradients would be products under the autocast of whoever calls backward, and torch has none of a
+    product of halves into float32.
+    """
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype) -> Tensor:
+        return _blas(a, b, addend, alpha, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, addend, ctx.alpha, _ = inputs
+        ctx.addend_dims = 0 if addend is None else addend.dim()
+        ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        with torch.autocast(dy.device.type, enabled=False):
+            da = None if b is None else _scaled(dy.to(b.dtype) @ b.mT, ctx.alpha)
+            db = None if a is None else _scaled(a.mT @ dy.to(a.dtype), ctx.alpha)
+        dc = dy if ctx.needs_input_grad[2] else None
+        if dc is not None and ctx.addend_dims == 1:
+            dc = dy.sum(tuple(range(dy.dim() - 1)), dtype=accumulate_dtype(dy.dtype))
+        return da, db, dc, None, None
+
+
+def _scaled(t: Tensor, alpha: float) -> Tensor:
+    return t if alpha == 1.0 else t * alpha

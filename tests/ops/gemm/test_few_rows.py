@@ -1,0 +1,295 @@
+"""The engine for few rows: what it chooses, refuses, launches and compiles; on a Hopper GPU, what it computes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tilewright.jit.collect import collect
+from tilewright.jit.compilers import CompileError, nvrtc
+from tilewright.ops.gemm.engines import few_rows_cuda as engine
+from tilewright.ops.gemm.engines.few_rows_cuda import Config, Params
+from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+SHAPES = [  # (N, K): DeepGEMM's list, the projections of Llama 3.1 8B, two heads
+    (2112, 7168),
+    (576, 7168),
+    (24576, 1536),
+    (32768, 512),
+    (7168, 16384),
+    (4096, 7168),
+    (7168, 2048),
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (129280, 7168),
+    (128256, 4096),
+]
+ROWS = (1, 2, 8, 16, 32, 64)
+
+
+def bucket(rows, columns, depth):
+    return rows, columns, depth, 0, 1, 2, 0
+
+
+def deepest(block_n, ctas, tokens, split):
+    """The config with the deepest ring that shared memory has room for."""
+    config = engine._config(block_n, ctas, tokens, split)
+    assert config is not None
+    return config
+
+
+def operands(rows, columns, depth, dtype=bf16, layout="nt", batch=1, device="cpu", seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def make(*shape):
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    a = make(batch, rows, depth)
+    return a, make(batch, columns, depth).mT if layout == "nt" else make(batch, depth, columns)
+
+
+# ----------------------------------------------------------------------------------------------- what it chooses
+
+
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_candidates_are_legal_and_few(rows, columns, depth):
+    found = engine.candidates(bucket(rows, columns, depth), bf16)
+    assert 4 <= len(found) <= 40
+    assert len(set(found)) == len(found)
+    for config in found:
+        assert config.tokens >= rows
+        assert config.stages >= 2
+        assert engine.shared_bytes(config) <= engine._SHARED[config.ctas]
+        assert config.split <= -(-depth // config.block_k), "every block of a cluster has some of K"
+
+
+@pytest.mark.parametrize(("columns", "depth"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_default_is_a_listed_config_and_keeps_the_memory_busy(rows, columns, depth):
+    config = engine.configure(bucket(rows, columns, depth), bf16)
+    assert config in engine.CONFIGS
+    in_flight = config.ctas * config.stages * config.block_n * config.block_k * 2
+    assert in_flight >= 64 << 10
+    blocks = config.split * -(-columns // config.block_n)
+    assert blocks >= 66, "half the multiprocessors at least, else their intake is the limit"
+
+
+def test_few_tiles_are_split_and_many_are_not():
+    assert engine.configure(bucket(1, 576, 7168), bf16).split == 8
+    assert engine.configure(bucket(1, 2112, 7168), bf16).split == 4
+    assert engine.configure(bucket(1, 24576, 1536), bf16).split == 1
+    assert engine.configure(bucket(1, 129280, 7168), bf16).split == 1
+
+
+def test_many_tokens_take_wide_tiles():
+    assert engine.configure(bucket(1, 28672, 4096), bf16).block_n < 256
+    assert engine.configure(bucket(64, 28672, 4096), bf16).block_n == 256
+
+
+def test_a_prediction_is_never_under_the_time_to_read_the_weights():
+    for columns, depth in SHAPES:
+        for config in engine.candidates(bucket(1, columns, depth), bf16):
+            assert engine.predicted_us(config, 1, columns, depth) >= columns * depth * 2 / engine._READ * 0.999
+
+
+def test_resident_clusters_stay_inside_a_gpc():
+    assert engine._resident(1, 1, 132) == 132
+    assert engine._resident(2, 2, 132) == 132
+    assert engine._resident(4, 1, 132) == 32, "two multiprocessors of an 18 are left over"
+    assert engine._resident(4, 2, 132) == 66
+    assert engine._resident(8, 1, 132) == 16
+    assert engine._resident(8, 1, 4) == 1, "a small machine still gets one"
+
+
+# ----------------------------------------------------------------------------------------------- what it refuses
+
+REFUSED = {
+    "rows": ("at most 64", lambda a, b: (torch.zeros(65, 64, dtype=bf16), b, None)),
+    "fp32 operands": ("bf16 or fp16", lambda a, b: (a.float(), b.float(), None)),
+    "mixed operands": ("one dtype", lambda a, b: (a, b.half(), None)),
+    "tokens along M": ("contiguous along K", lambda a, b: (torch.zeros(64, 8, dtype=bf16).T, b, None)),
+    "weights strided both ways": ("along K or N", lambda a, b: (a, torch.zeros(128, 256, dtype=bf16)[::2, ::2], None)),
+    "odd K": ("16 bytes", lambda a, b: (a[:, :63].contiguous(), b[:63].T.contiguous().T, None)),
+    "fp64 bias": ("bf16, fp16 and fp32", lambda a, b: (a, b, torch.zeros(128, dtype=torch.float64))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_is_said(case):
+    words, change = REFUSED[case]
+    a, b = torch.zeros(8, 64, dtype=bf16), torch.zeros(128, 64, dtype=bf16).T
+    assert engine.refusal(a, b, None, None, None, 1.0, "", bf16) is None
+    a, b, bias = change(a, b)
+    reason = engine.refusal(a, b, bias, None, None, 1.0, "", bf16)
+    assert reason is not None
+    assert words in reason.replace("bf16, fp16 or fp32", "bf16, fp16 and fp32")
+
+
+def test_gated_columns_count_half_for_the_alignment_of_the_result():
+    a, b = torch.zeros(8, 64, dtype=bf16), torch.zeros(120, 64, dtype=bf16).T
+    assert engine.refusal(a, b, None, None, None, 1.0, "", bf16) is None
+    assert "16 bytes" in str(engine.refusal(a, b, None, None, None, 1.0, "swiglu", bf16))
+
+
+# ----------------------------------------------------------------------------------------------- what it launches
+
+
+class Launches:
+    """Stands where the kernel and the maps are, and notes what they are given."""
+
+    def __init__(self, monkeypatch):
+        self.maps, self.calls = [], []
+        monkeypatch.setattr(engine, "tensor_map", lambda t, box, **_: self.maps.append((tuple(t.shape), box)))
+        monkeypatch.setattr(engine, "device_info", lambda _: SimpleNamespace(sm_count=132))
+        monkeypatch.setattr(engine, "KERNEL", lambda *args, **options: self.calls.append((*args, options)))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    return Launches(monkeypatch)
+
+
+def run(config, a, b, activation="", out_dtype=bf16, **tensors):
+    d = torch.empty(a.shape[0], a.shape[1], columns_out(b.shape[-1], activation), dtype=out_dtype, device=a.device)
+    given = {"bias": None, "c": None, "scale": None, **tensors}
+    engine.gemm(d, a, b, given["bias"], given["c"], given["scale"], 1.0, activation, config)
+    return d
+
+
+def test_boxes_hold_the_rows_that_exist(launches):
+    a, b = operands(3, 200, 96)
+    run(Config(128, 64, 8, 4, 2, 1, True), a, b)
+    assert launches.maps == [((1, 200, 96), (1, 128, 64)), ((1, 3, 96), (1, 3, 64))]
+    (grid, args, params, options) = launches.calls[0]
+    assert grid == (2 * 2,)
+    assert options == {
+        "block": 288,
+        "shared_bytes": engine.shared_bytes(Config(128, 64, 8, 4, 2, 1, True)),
+        "cluster": (2, 1, 1),
+    }
+    assert args[-6:] == (3, 200, 96, 1, 3, True)
+    assert not params.kMnMajor
+
+
+def test_weights_along_n_come_in_boxes_of_64_by_64(launches):
+    a, b = operands(8, 256, 128, layout="nn")
+    run(Config(256, 64, 8, 4, 1, 1, True), a, b)
+    assert launches.maps[0] == ((1, 128, 256), (1, 64, 64))
+    assert launches.calls[0][2].kMnMajor
+    assert launches.calls[0][3]["cluster"] is None
+
+
+@pytest.mark.parametrize(("persistent", "clusters"), [(True, 66), (False, 500)])
+def test_persistent_clusters_are_as_many_as_fit(launches, persistent, clusters):
+    a, b = operands(1, 32000, 16)
+    run(Config(64, 128, 8, 6, 4, 2, persistent), a, b)
+    assert launches.calls[0][0] == (4 * clusters,)
+
+
+def test_more_rows_than_tokens_are_more_tiles(launches):
+    a, b = operands(20, 64, 64, batch=3)
+    run(Config(64, 128, 8, 6, 1, 2, False), a, b)
+    assert launches.calls[0][0] == (3 * 3,)
+    assert launches.maps[1] == ((3, 20, 64), (1, 8, 64))
+
+
+def test_results_that_begin_anywhere_are_stored_one_by_one(launches):
+    a, b = operands(4, 64, 64)
+    config = Config(64, 128, 8, 6, 1, 2, True)
+    for pitch, vectors in [(64, True), (68, True), (66, False)]:
+        d = torch.empty(1, 4, pitch, dtype=bf16)[..., :64]
+        engine.gemm(d, a, b, None, None, None, 1.0, "", config)
+        assert launches.calls[-1][1][-1] is vectors
+
+
+# ----------------------------------------------------------------------------------------------- what it compiles
+
+INSTANCES = [  # config, N-major weights, activation, Element, Out, Bias, Addend
+    (config, n % 2 == 1, ACTIVATIONS[n % 5], (bf16, fp16)[n % 2], (bf16, fp32, fp16)[n % 3], (bf16, fp32)[n % 2], fp32)
+    for n, config in enumerate((*engine.CONFIGS[::3], deepest(64, 1, 8, 16), deepest(64, 1, 64, 7)))
+]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize(("config", "along_n", "activation", "element", "out", "bias", "addend"), INSTANCES)
+def test_instances_use_the_matrix_units_and_spill_nothing(config, along_n, activation, element, out, bias, addend):
+    a, b = operands(min(8, config.tokens), 512, 1024, element, "nn" if along_n else "nt")
+    with collect("sm_90") as collector:
+        run(config, a, b, activation, out, bias=torch.zeros(512, dtype=bias), c=torch.zeros(1, 1, 1, dtype=addend))
+    (job,) = collector.jobs
+    info = job.compile().info
+    assert info["stack_bytes"] == info["spill_stores"] == 0
+    assert not info["instructions"].keys() & {"LDL", "STL"}
+    assert info["instructions"]["HGMMA"] == 4 * config.block_k // 64, "four steps of 16 for each 64 of K"
+    threads = 2 * config.block_n + 32
+    assert info["registers"] * threads * config.ctas <= 65536
+    assert info["shared_bytes"] == 0, "barriers lie in dynamic shared memory, so that the ring begins at its start"
+    assert info["warnings"] == []
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize("config", [engine.CONFIGS[0], engine.CONFIGS[-1], Config(128, 128, 24, 2, 2, 1, True)])
+def test_host_and_kernel_agree_on_shared_memory(config, monkeypatch):
+    params = Params(*config[:6], False, 0, bf16, bf16, bf16, bf16)
+    text = engine.KERNEL.source(params)
+    barriers = 16 * (config.block_n // 64 + config.stages)
+
+    def compile_claiming(size):
+        claim = f"static_assert(tilewright::Layout<Config>::kBarriers + {barriers} == {size});\n"
+        monkeypatch.setattr(engine.KERNEL, "source", lambda _: text + claim)
+        engine.KERNEL.compile(params, "sm_90")
+
+    compile_claiming(engine.shared_bytes(config))
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_claiming(engine.shared_bytes(config) + 8)
+
+
+# ----------------------------------------------------------------------------------------------- what it computes
+
+
+def worst_tile(found, exact):
+    """The largest relative error, in the Frobenius norm, of a tile of 64 x 64."""
+    worst = 0.0
+    for batch in range(found.shape[0]):
+        for f, e in zip(found[batch].double().split(64, -1), exact[batch].split(64, -1), strict=True):
+            worst = max(worst, ((f - e).norm() / e.norm()).nan_to_num(torch.inf).item())
+    return worst
+
+
+COMPUTED = {  # rows, columns, depth, layout, batch, config, activation, element, out
+    "one token, four blocks": (1, 2112, 7168, "nt", 1, deepest(64, 2, 8, 4), "", bf16, bf16),
+    "ragged everything": (13, 200, 328, "nt", 1, deepest(64, 2, 16, 3), "gelu", bf16, fp32),
+    "weights along N": (64, 1000, 520, "nn", 1, deepest(128, 1, 64, 2), "silu", fp16, fp16),
+    "gated, eight blocks": (33, 1024, 4096, "nt", 1, deepest(64, 1, 64, 8), "swiglu", bf16, bf16),
+    "many tiles a cluster": (5, 40000, 512, "nt", 1, deepest(128, 2, 8, 1), "relu", bf16, bf16),
+    "many tiles a cluster of two": (40, 60000, 256, "nn", 1, deepest(256, 1, 64, 2), "", bf16, bf16),
+    "less K than blocks": (8, 128, 64, "nt", 1, deepest(64, 2, 8, 8), "", bf16, fp32),
+    "a batch": (7, 192, 640, "nt", 5, deepest(64, 2, 8, 2), "", bf16, bf16),
+    "more rows than tokens": (61, 320, 512, "nt", 2, deepest(64, 2, 16, 2), "", bf16, bf16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", COMPUTED)
+def test_results(case):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    rows, columns, depth, layout, batch, config, activation, element, out = COMPUTED[case]
+    a, b = operands(rows, columns, depth, element, layout, batch, "cuda")
+    d = torch.full((batch, rows, columns_out(columns, activation)), torch.nan, dtype=out, device="cuda")
+    bias, c = torch.randn(columns, device="cuda"), torch.randn(d.shape, device="cuda").to(bf16)
+    scale = torch.tensor([0.5], device="cuda")
+    engine.gemm(d, a, b, bias, c, scale, depth**-0.5, activation, config)
+    exact = apply_epilogue(0.5 * depth**-0.5 * (a.double() @ b.double()), bias, c, activation, torch.float64)
+    assert worst_tile(d, exact) < {bf16: 4e-3, fp16: 1e-3, fp32: 2e-4}[out]
+    first = d.clone()
+    for _ in range(20):
+        engine.gemm(d.fill_(torch.nan), a, b, bias, c, scale, depth**-0.5, activation, config)
+        assert torch.equal(d, first), "the same bits every time"
