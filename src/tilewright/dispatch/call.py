@@ -204,6 +204,8 @@ class _OpFunction(torch.autograd.Function):
         gradient, backend, numerics, plain = ctx.call
         needs = ctx.needs_input_grad[4:]
         result: list[Any] = [None] * len(plain)
+        if all(grad is None for grad in grads):
+            return (None, None, None, None, *result)
         if any(needs[i] for i in gradient.inputs):
             args = gradient.raw_args(grads, ctx.saved_tensors, plain, needs)
             made = _launch(gradient.op, fast.find(gradient.op, args, backend, numerics), args, backend, numerics)

@@ -1,4 +1,4 @@
-"""Replace norms, gated MLPs, rotary embeddings and residual adds of one model; verified, undoable."""
+"""Replace norms, gated MLPs, rotary embeddings, residual adds and linears of one model; verified, undoable."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError, VerificationError
-from tilewright.models import attention, decoder_layers, mlps, norms, rotary, rotary_tables
+from tilewright.models import attention, decoder_layers, linears, mlps, norms, rotary, rotary_tables
 from tilewright.models.experts import holds_experts
 from tilewright.models.report import Report, Row
 from tilewright.models.specialise import patched_modules, restore, specialise
@@ -18,8 +18,10 @@ from tilewright.models.stand_in import Left, Proposal
 from tilewright.models.verification import Verification, compare
 
 Mode = Literal["inference", "train"]
-_OPS = ("rms_norm", "layer_norm", "swiglu", "geglu", "silu_and_mul", "gelu_and_mul", "apply_rope", "add_rms_norm")
-_KINDS = ("norm", "mlp", "rotary", "add_norm", "attention")
+_OPS = (
+    "rms_norm", "layer_norm", "swiglu", "geglu", "silu_and_mul", "gelu_and_mul", "apply_rope", "add_rms_norm", "matmul",
+)  # fmt: skip
+_KINDS = ("norm", "mlp", "rotary", "add_norm", "linear", "attention")
 
 
 def patch(
@@ -40,11 +42,13 @@ def patch(
     A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names is
     involved. Only instances change; no class, module or registry of transformers is touched, and other models are not
     affected. Attention stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are left.
+    Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
+    before for all others and wherever a gradient is wanted.
 
     mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
     inputs   for that: token ids (B, S) or keyword arguments of the model; None draws random tokens
-    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "attention") or of ops ("rms_norm", ...)
+    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention") or ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
 
     `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
@@ -99,6 +103,7 @@ class Patch:
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
+        self._require_own_classes()
         result = compare(self.model, inputs, self._suspended(), gradients=self.mode == "train")
         if not result.passed:
             raise VerificationError(f"the patched model lost accuracy.\n{result}")
@@ -108,9 +113,7 @@ class Patch:
         """Give every module its class back.  Bit-identical: nothing was written into the modules."""
         if not self._active:
             raise PatchError("this patch was already undone.")
-        changed = [type(module).__name__ for module, generated in self._swaps.items() if type(module) is not generated]
-        if changed:
-            raise PatchError(f"the class of {changed[0]} was changed again after patching (FSDP?). Undo that first.")
+        self._require_own_classes()
         self._restore()
 
     def __enter__(self) -> Self:
@@ -154,6 +157,8 @@ class Patch:
             return str(proposal)
         if not allowed.issuperset(proposal.ops):
             return f"ops.{proposal.ops[0]} is not in ops="
+        if self.mode == "train" and proposal.kind == "linear":
+            return "F.linear computes whatever a gradient is wanted of"
         if self.mode == "train" and (fixed := [op for op in proposal.ops if contract(op).gradient is None]):
             return f"ops.{fixed[0]} has no gradient"
         return None
@@ -164,6 +169,13 @@ class Patch:
         for rebinding in self._rebindings:
             rebinding.apply()
         self._active = True
+
+    def _require_own_classes(self) -> None:
+        changed = [type(module).__name__ for module, generated in self._swaps.items() if type(module) is not generated]
+        if changed:
+            raise PatchError(
+                f"the class of {changed[0]} was changed again after patching (FSDP? merged linears?). Undo that first."
+            )
 
     def _restore(self) -> None:
         for module in self._swaps:
@@ -188,6 +200,7 @@ def _allowed(names: Iterable[str] | None) -> frozenset[str]:
         "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
         "rotary": ("apply_rope",),
         "add_norm": ("add_rms_norm",),
+        "linear": ("matmul",),
         "attention": ("attention",),
     }
     given = frozenset(of_kind) if names is None else frozenset(names)
@@ -199,7 +212,7 @@ def _allowed(names: Iterable[str] | None) -> frozenset[str]:
 
 
 def _proposals(module: nn.Module, tables: rotary_tables.Tables, backend: str | None) -> Iterator[Proposal | Left]:
-    for find in (norms.find, mlps.find, functools.partial(rotary.find, tables=tables)):
+    for find in (norms.find, mlps.find, linears.find, functools.partial(rotary.find, tables=tables)):
         yield from _ask(functools.partial(find, backend=backend), module)
 
 

@@ -62,6 +62,11 @@ def _generate(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
     return cast(type[nn.Module], metaclass(cls.__name__, (Patched, cls), body))
 
 
+def origin(cls: type[nn.Module]) -> tuple[type[nn.Module], Recipe | None]:
+    """The class and the recipe that `cls` was generated from; `cls` itself and None where it was not."""
+    return (cls.tilewright_original, cls.tilewright_recipe) if issubclass(cls, Patched) else (cls, None)
+
+
 def restore(module: nn.Module) -> None:
     """Give one replaced module its own class back."""
     module.__class__ = cast(Patched, module).tilewright_original

@@ -53,8 +53,8 @@ class Linear(nn.Linear):
         """x: (..., in_features) -> (..., out_features)."""
         if self.grad_dtype is not None and torch.is_grad_enabled():
             return _uncompiled(self, x)
-        x, weight = _autocast(x, self.weight)
-        return ops.matmul(x, weight, bias=self.bias, activation=self.activation, trans_b=True, backend=self.backend)
+        x, weight, bias = _autocast(x, self.weight, self.bias)
+        return ops.matmul(x, weight, bias=bias, activation=self.activation, trans_b=True, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Sizes and options, as `print(model)` shows them."""
@@ -62,12 +62,12 @@ class Linear(nn.Linear):
         return super().extra_repr() + "".join(f", {k}={v}" for k, v in options.items() if v is not None)
 
 
-def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     device = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x, weight
+        return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _trained(layer: Linear, x: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ def _trained(layer: Linear, x: Tensor) -> Tensor:
         for parameter in layer.parameters():
             if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
                 parameter.grad_dtype = layer.grad_dtype
-    x, weight = _autocast(x, layer.weight)
+    x, weight, bias = _autocast(x, layer.weight, layer.bias)
     if not weight.requires_grad:
-        return ops.matmul(x, weight, bias=layer.bias, activation=layer.activation, trans_b=True, backend=layer.backend)
-    z: Tensor = _WideGradient.apply(x, weight, layer.bias, layer.weight, layer.backend)
+        return ops.matmul(x, weight, bias=bias, activation=layer.activation, trans_b=True, backend=layer.backend)
+    z: Tensor = _WideGradient.apply(x, weight, bias, layer.weight, layer.backend)
     return z if layer.activation is None else activated(z, None, layer.activation)
 
 

@@ -36,7 +36,7 @@ def agree(d, a, b, bias, c, scale, alpha, activation, config):
     wide_bias, wide_c = (None if t is None else t.double() for t in (bias, c))
     z = factor * (a.double() @ b.double())
     expected = apply_epilogue(z, wide_bias, wide_c, activation, torch.float64)
-    size = factor * (a.double().abs() @ b.double().abs()) + (0 if bias is None else wide_bias.abs())
+    size = abs(factor) * (a.double().abs() @ b.double().abs()) + (0 if bias is None else wide_bias.abs())
     if activation == "swiglu":
         size = size[..., 0::2] * size[..., 1::2].clamp(min=1)
     size = size + (0 if c is None else wide_c.abs())

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tilewright.assistant.changes.cast import BF16, FP32_ON_CPU
+from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
 from tilewright.assistant.changes.op_replacement import OpReplacement
 from tilewright.assistant.changes.protocol import Applied, Change, Scene, Verdict
@@ -15,7 +16,16 @@ __all__ = ["Applied", "Change", "Scene", "Verdict", "catalogue", "chosen"]
 
 def catalogue() -> tuple[Change, ...]:
     """Every change this version knows."""
-    return (StaticDecode(), BF16, FP32_ON_CPU, OpReplacement(), MERGED_QKV, MERGED_GATE_UP, RegionalCompile())
+    return (
+        StaticDecode(),
+        BF16,
+        FP32_ON_CPU,
+        OpReplacement(),
+        MERGED_QKV,
+        MERGED_GATE_UP,
+        GATED_GATE_UP,
+        RegionalCompile(),
+    )
 
 
 def chosen(allow: Sequence[str] | None) -> tuple[Change, ...]:

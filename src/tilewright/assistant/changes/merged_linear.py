@@ -1,9 +1,8 @@
 """One matrix product instead of several that read the same input: Q, K and V; gate and up.
 
-The merged weight owns the storage, (N_1 + N_2 + .., K), and each old weight becomes a view of its rows. So nothing is
-stored twice, state_dict has the same keys and values, in-place updates and load_state_dict reach the merged weight, and
-undo gives each weight its own storage back. The first projection to be called computes all outputs and leaves the
-others' columns for them; they take them if they are asked about that very input.
+Their weights move into one storage (`groups`). The first projection to be called computes all outputs and leaves the
+others' columns for them; they take them if they are asked about that very input. The product is `ops.matmul` where that
+was measured faster for the merged size, else cuBLAS (`models.linears`).
 
 Groups are found by behaviour: linear layers of one parent that were handed the same tensor, unchanged, in one forward.
 With gradients enabled the projections run one by one: views of one weight would give autograd nothing to attach to.
@@ -14,17 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tilewright.assistant.changes.groups import Group, Member, below_each_other, refusal
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
 from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, matmul_us, per_op_us, predict
 from tilewright.assistant.workload import Workload
 from tilewright.errors import PatchError
+from tilewright.models.linears import linear
 
 Paths = tuple[str, ...]
 
@@ -87,80 +88,25 @@ class MergedLinear:
             raise PatchError(
                 f"{self.name}: {type(model).__name__} has no group of linear layers that read the same tensor."
             )
-        return Merged([Group(group) for group in groups])
+        return Merged(groups)
 
     def _groups(self, model: nn.Module, work: Workload) -> list[Paths]:
         return [group for group in shared_inputs(model, lambda: work.prefill(model)) if len(group) in self.members]
 
 
-class Group:
-    """Linear layers that compute together. `weight` is None while their devices or dtypes differ, as during `.to`."""
-
-    def __init__(self, members: Sequence[nn.Module]) -> None:
-        self.members = [cast(_Member, member) for member in members]
-        self.sizes = [member.out_features for member in self.members]
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.input: Tensor | None = None
-        self.parts: tuple[Tensor, ...] = ()
-        for at, member in enumerate(self.members):
-            member.__class__ = First if at == 0 else Other
-            member.tilewright_group = self
-            member.tilewright_at = at
-        self.join()
-
-    def join(self) -> None:
-        """Make one storage of the members' weights, and one of their biases, and the old ones views of it."""
-        if self.weight is not None and all(_shares(member.weight, self.weight) for member in self.members):
-            return
-        self.weight = self.bias = None
-        kinds = {(member.weight.dtype, member.weight.device) for member in self.members}
-        if len(kinds) > 1:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self.weight = _join([member.weight for member in self.members])
-            if self.members[0].bias is not None:
-                self.bias = _join([member.bias for member in self.members])
-
-    def separate(self) -> None:
-        """Each member is an nn.Linear with its own storage again."""
-        with torch.inference_mode(False), torch.no_grad():
-            for member in self.members:
-                for parameter in member.parameters(recurse=False):
-                    parameter.data = parameter.data.clone()
-                del member.tilewright_group, member.tilewright_at
-                cast(nn.Module, member).__class__ = nn.Linear
-
-
-class _Member(nn.Linear):
-    """A linear layer in a group; joins again whenever its parameters may have been replaced."""
-
-    tilewright_group: Group
-    tilewright_at: int
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        moved = super()._apply(fn, recurse)
-        self.tilewright_group.join()
-        return moved
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self.tilewright_group.join()
-
-
-class First(_Member):
+class First(Member):
     """Computes the whole group."""
 
     def forward(self, input: Tensor) -> Tensor:
         group = self.tilewright_group
         if group.weight is None or torch.is_grad_enabled():
             return F.linear(input, self.weight, self.bias)
-        parts = F.linear(input, group.weight, group.bias).split(group.sizes, dim=-1)
+        parts = linear(input, group.weight, group.bias).split(group.sizes, dim=-1)
         group.input, group.parts = input, parts
         return parts[0]
 
 
-class Other(_Member):
+class Other(Member):
     """Takes its columns if they belong to this input, else computes them. The last one to take clears the table."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -176,8 +122,15 @@ class Other(_Member):
 class Merged:
     """Groups in force."""
 
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
+    def __init__(self, layers: Sequence[Sequence[nn.Module]]) -> None:
+        self._groups: list[Group] = []
+        try:
+            for members in layers:
+                classes = [First, *[Other] * (len(members) - 1)]
+                self._groups.append(Group(members, classes, below_each_other))
+        except BaseException:  # no memory for another group: the ones before it go back
+            self.undo()
+            raise
 
     @property
     def detail(self) -> str:
@@ -215,34 +168,6 @@ def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
         for handle in handles:
             handle.remove()
     return [tuple(paths) for paths in seen.values() if len(paths) > 1 and all(calls[path] == 1 for path in paths)]
-
-
-def refusal(group: Sequence[nn.Module], model: nn.Module) -> str | None:
-    """Why these layers cannot be merged; None when they can."""
-    for member in group:
-        if type(member) is not nn.Linear:
-            return f"a projection is a {type(member).__name__}, not a plain nn.Linear: its weight is its own affair."
-        if type(member.weight.data) is not Tensor or not member.weight.is_floating_point():
-            return (
-                f"a projection's weight is a {type(member.weight.data).__name__}, {member.weight.dtype}: no plain rows."
-            )
-    if len({(member.weight.dtype, member.weight.device, member.bias is None) for member in group}) > 1:
-        return "the projections of a group differ in dtype, device or in having a bias."
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    if any(owners[id(p)] > 1 for member in group for p in member.parameters(recurse=False)):
-        return "a projection's weight is tied to another module; moving its storage would break the tie."
-    return None
-
-
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _join(parameters: Sequence[Any]) -> Tensor:
-    merged = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, merged.split([p.shape[0] for p in parameters]), strict=True):
-        parameter.data = part
-    return merged
 
 
 MERGED_QKV = MergedLinear(

@@ -48,7 +48,7 @@ class RegionalCompile:
     why: str = "Inductor fuses a block's element-wise chains into few kernels, and one compilation serves all layers."
     source: str = "pytorch.org tutorial 'Reducing torch.compile cold start compilation time with regional compilation'"
     risk: Risk = "rounding"
-    stage: int = 4
+    stage: int = 5
     preparation_s: float = 30.0  # two CPU cores, 5 blocks, empty cache: 19 s and, for new lengths, 9 s in verification
 
     def applies(self, scene: Scene) -> Verdict:

@@ -49,6 +49,11 @@ def check_raw(
     _check_gradient(op, a, b, bias, c, scale, activation)
 
 
+def are_matrices(a: Tensor, b: Tensor) -> bool:
+    """Can `a` and `b` be transposed and folded?  What else may be wrong with them is found before a launch."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() > 1 and b.dim() > 1
+
+
 def check_operands(op: str, a: Tensor, b: Tensor) -> None:
     """Two matrices, of one dtype, on one device."""
     for name, t in (("a", a), ("b", b)):

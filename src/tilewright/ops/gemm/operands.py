@@ -54,8 +54,11 @@ def _major(t: Tensor, k: int, mn: int) -> Major | None:
 
 def unit_stride(t: Tensor) -> Tensor:
     """`t` itself if one of its last two strides is 1, else a contiguous copy."""
+    strides = t.stride()
+    if strides[-1] == 1 or strides[-2] == 1:
+        return t
     # not t.contiguous(), which gives back a tensor of one element whatever its strides
-    return t if major_a(t) is not None else t.clone(memory_format=torch.contiguous_format)
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def layout_code(a: Tensor, b: Tensor) -> int:
@@ -80,11 +83,16 @@ def copyable(t: Tensor) -> bool:
     """Can the copy engine read or write `t` as it lies in memory?"""
     if _address(t) % _VECTOR:
         return False
-    # Strides of dimensions of one element mean nothing; the copy engine repeats no row, so zero is none of its strides
-    strides = sorted(hint(s) for n, s in zip(t.shape, t.stride(), strict=True) if hint(n) > 1)
-    if strides and strides[0] == 1:
-        strides.pop(0)
-    return all(s > 0 and s * t.element_size() % _VECTOR == 0 for s in strides)
+    size, found = t.element_size(), False
+    for n, stride in zip(t.shape, t.stride(), strict=True):
+        if hint(n) == 1:  # one element steps nowhere
+            continue
+        step = hint(stride)
+        if step == 1 and not found:
+            found = True
+        elif step * size % _VECTOR or not step:  # the copy engine repeats no row
+            return False
+    return True
 
 
 def _address(t: Tensor) -> int:

@@ -58,10 +58,10 @@ def _refuses_out(out: Tensor, *args: Any) -> str | None:
     if out.stride(-1) != 1:
         return "contiguous rows"
     end = 1
-    for size, stride in zip(reversed(out.shape), reversed(out.stride()), strict=True):
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and stride < end:
             return "rows that do not overlap"
-        end = max(end, size * stride)
+        end = max(end, (size - 1) * stride + end)
     return None
 
 

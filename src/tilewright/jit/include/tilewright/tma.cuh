@@ -25,6 +25,7 @@ __device__ inline void tma_prefetch(const TensorMap& map) {
 //                  by the barrier at the offset of `full` there.
 //   tma_store      shared memory -> box.
 //   tma_add        the same, added to what is there, in the tensor's type.
+//   tma_fetch      box -> L2, no further.  Even of memory that another kernel still writes: all see the same L2.
 // Operands: %0 shared address, %1 map, %2 policy, then a store's coordinates; or %3 barrier, %4 mask, coordinates.
 #define TILEWRIGHT_LIST(...) __VA_ARGS__
 #define TILEWRIGHT_TMA(RANK, COORDINATES, STORE_AT, LOAD_AT, MULTICAST_AT, ...)                                        \
@@ -55,6 +56,11 @@ __device__ inline void tma_prefetch(const TensorMap& map) {
         const TensorMap& map, const void* from, COORDINATES, Keep keep = Keep::Normal) {                               \
         asm volatile("cp.reduce.async.bulk.tensor." RANK ".global.shared::cta.add.bulk_group.L2::cache_hint"           \
                      " [%1, " STORE_AT "], [%0], %2;" ::"r"(shared_address(from)),                                     \
+                     "l"(&map), "l"(u64(keep)), __VA_ARGS__                                                            \
+                     : "memory");                                                                                      \
+    }                                                                                                                  \
+    __device__ inline void tma_fetch(const TensorMap& map, COORDINATES, Keep keep = Keep::Normal) {                    \
+        asm volatile("cp.async.bulk.prefetch.tensor." RANK ".L2.global.L2::cache_hint [%1, " STORE_AT "], %2;" ::"r"(0),\
                      "l"(&map), "l"(u64(keep)), __VA_ARGS__                                                            \
                      : "memory");                                                                                      \
     }

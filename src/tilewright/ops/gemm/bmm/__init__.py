@@ -31,7 +31,8 @@ def bmm(
     a: (B, M, K), or (B, K, M) with trans_a      b: (B, K, N), or (B, N, K) with trans_b      Returns (B, M, N_out).
     bias: (N,), one for the whole batch.      c: (B, M, N_out).      Everything else as in `matmul`, gradients included.
     """
-    checks.check_operands("bmm", a, b)
+    if not checks.are_matrices(a, b):
+        checks.check_operands("bmm", a, b)
     args = arguments(a.mT if trans_a else a, b.mT if trans_b else b, bias, activation, c, alpha, out_dtype)
     if out is None and wants_activation_gradient(args):
         return differentiated(CONTRACT, args, backend)

@@ -55,6 +55,8 @@ class Params(NamedTuple):
     kStages: int
     kSplit: int
     kCtas: int
+    kAhead: int
+    kOverlap: bool
     kMnMajor: bool
     kActivation: int
     Element: torch.dtype
@@ -124,6 +126,8 @@ def gemm(
         kStages=config.stages,
         kSplit=config.split,
         kCtas=config.ctas,
+        kAhead=2 if config.ctas == 1 else 1,
+        kOverlap=config.ctas == 1,
         kMnMajor=along_n,
         kActivation=ACTIVATIONS.index(activation),
         Element=a.dtype,

@@ -184,6 +184,24 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
     __syncwarp();
     if constexpr (kSplit > 1) arrive_at_cluster();
     let_next_kernel_start();
+    if (producer && elect_one()) {
+        // The first weights come to the L2 while the kernel before this one ends.
+        const u32 tile = blockIdx.x / kSplit;
+        const u32 column = tile / row_tiles % column_tiles * Config::kBlockN, batch = tile / row_tiles / column_tiles;
+        for (u32 step = begin; step < min(end, begin + Config::kAhead); ++step) {
+#pragma unroll
+            for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+                const u32 k = step * Config::kBlockK + chunk * kChunk;
+                if constexpr (Config::kMnMajor) {
+#pragma unroll
+                    for (u32 g = 0; g < kGroups; ++g) tma_fetch(weights, column + g * kGroupRows, k, batch);
+                } else {
+                    tma_fetch(weights, k, column, batch);
+                }
+            }
+        }
+    }
+    __syncwarp();
     wait_for_previous_kernel();
 
     if (producer) {
@@ -256,6 +274,7 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
 #pragma unroll
             for (u32 i = 0; i < kTokens / 2; ++i) sums[i] = 0;
         }
+        u32 last = 0;
         for (u32 step = begin; step < end; ++step, ring.advance()) {
             const u8* const stage = shared + ring.stage * Shape::kStage;
             full[ring.stage].wait(ring.parity);
@@ -274,8 +293,18 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
                 }
             }
             wgmma_commit();
+            if constexpr (Config::kOverlap) {
+                wgmma_wait<1>();  // the step before this one has read its stage
+                if (step > begin && lane_index() == 0) empty[last].arrive();
+                last = ring.stage;
+            } else {
+                wgmma_wait<0>(sums);
+                if (lane_index() == 0) empty[ring.stage].arrive();
+            }
+        }
+        if (Config::kOverlap && begin < end) {
             wgmma_wait<0>(sums);
-            if (lane_index() == 0) empty[ring.stage].arrive();
+            if (lane_index() == 0) empty[last].arrive();
         }
 
         // Sums of all of K, for this block's tokens: own[4 p + 2 h + e] as in epilogue.cuh, with weights for its rows.

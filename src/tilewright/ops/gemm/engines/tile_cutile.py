@@ -35,7 +35,7 @@ class Config(NamedTuple):
     block_k: int
     num_warps: int  # that multiply, 4 or 8; 4 more load
     band: int = 8  # rows of tiles that are walked together
-    swap: bool = False  # multiply the transposed operands: for tiles of less than 64 rows
+    swap: bool = False  # multiply the transposed operands: the matrix unit takes 64 rows, and columns by the eight
     slice_n: int = 0  # columns stored at once from registers; 0: the whole tile, through the copy engine
     occupancy: int = 1  # blocks that share an SM
     fast_acc: bool = False  # float8: sums stay in the matrix unit
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 
 # H200, persistent, bf16, B K-major, 8192^3: 707, 683 and 663 TFLOP/s of one run.  128x256 with 4 warps spills 1.8 KB;
-# 128x128 with 8 loses 30 %.  The smaller ones are set by the bytes that they read for each flop.
+# 128x128 with 8 loses 30 %.  The smaller ones are estimates, from the bytes that they read for each flop.
 TILES = (
     Tile(128, 256, 8, 1.0),
     Tile(256, 128, 8, 0.96),
@@ -84,13 +84,12 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     m, n, _, layout, aligned, out_bits, _ = bucket
     fp8 = dtype == FP8
     block_k = BYTES_K // dtype.itemsize
-    if not aligned:  # element by element through registers; larger tiles spill
-        size, warps = (64, 4) if fp8 else (128, 8)
-        return Config(size, size, block_k, warps, fast_acc=fp8)
+    if not aligned:  # element by element through registers: larger tiles spill
+        return Config(64, 64, 32, 4, fast_acc=True) if fp8 else Config(128, 64, 64, 8)
     fixed = FP8_TILES.get(LAYOUTS[layout]) if fp8 else None
     if fixed is None and m <= FEW_ROWS:  # what counts is how many bytes of b are on their way at one time
         wide = 128 if -(-n // 128) >= SMS else 64
-        return Config(max(16, m), wide, 2 * block_k, 4, swap=True, fast_acc=fp8)
+        return Config(max(16, m), wide, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fp8)
     tile = fixed or min(TILES, key=lambda t: _waves(t, m, n) * _area(t) / t.speed)
     return Config(tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, out_bits), fast_acc=fp8)
 

@@ -16,7 +16,7 @@ GELU_CUBIC = 0.044715
 
 
 def _gemm_kernel(
-    d, a, b, bias, c, scale, alpha, band,  # d, c: (B, M, N_out)   a: (B, M, K)   b: (B, K, N)   bias: (N,)   scale: (1,)
+    d, a, b, bias, c, scale, alpha, band,  # d, c: (B, M, N_out)   a: (B, M, K)   b: (B, K, N)   bias: (N,)
     A_TURNED: ct.Constant[bool], B_TURNED: ct.Constant[bool], BIAS: ct.Constant[bool], ADD: ct.Constant[bool],
     SCALED: ct.Constant[bool], ACTIVATION: ct.Constant[int], FAST_ACC: ct.Constant[bool], SWAP: ct.Constant[bool],
     BLOCK_M: ct.Constant[int], BLOCK_N: ct.Constant[int], BLOCK_K: ct.Constant[int], SLICE_N: ct.Constant[int],

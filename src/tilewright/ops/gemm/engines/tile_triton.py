@@ -59,11 +59,10 @@ class Config(NamedTuple):
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """The largest tile that still gives FILL tiles; for up to 64 rows narrow tiles, and K split until there are FILL.
 
+    Operands that are not aligned are read element by element, which takes an address a register pair: smaller tiles.
     float32 has no matrix instruction on NVIDIA that keeps its precision: products of scalars, in tiles of 64x64.
     """
     m, n, k, _, is_aligned, _, _ = bucket
-    descriptors = bool(is_aligned) and dtype.itemsize <= 2
-    deep = 128 // dtype.itemsize  # one row of the copy engine's swizzle
     if dtype.itemsize == 4:
         return Config(16 if m <= 16 else 64, 64, 32, 4, 3, 8, False, 1)
     if m <= 64:
@@ -71,25 +70,30 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
         rows, tiles, splits = 16 if m <= 16 else 64, -(-n // 64), 1
         while splits < 8 and 2 * splits * tiles <= FILL + 4 and k >= 1024 * splits:
             splits *= 2
-        return Config(rows, 64, 128, 4, 4, 8, descriptors, splits)
+        return (
+            Config(rows, 64, 128, 4, 4, 8, True, splits) if is_aligned else Config(rows, 64, 64, 4, 3, 8, False, splits)
+        )
+    deep = 128 // dtype.itemsize  # one row of the copy engine's swizzle
     tiles = -(-m // 128) * -(-n // 128)
+    if not is_aligned:
+        return Config(64, 64, 32, 4, 3, 8, False, 1) if tiles < FILL else Config(128, 128, 32, 8, 3, 8, False, 1)
     if tiles < FILL:
-        return Config(64, 128, deep, 4, 4, 8, descriptors, 1)
+        return Config(64, 128, deep, 4, 4, 8, True, 1)
     if tiles < 3 * FILL or dtype.itemsize == 1:
         # Partial sums of float8 need registers of their own: no room for 256 columns
-        return Config(128, 128, deep, 8, 4, 8, descriptors, 1)
-    return Config(128, 256, deep, 8, 4, 8, descriptors, 1)
+        return Config(128, 128, deep, 8, 4, 8, True, 1)
+    return Config(128, 256, deep, 8, 4, 8, True, 1)
 
 
-def _configured() -> tuple[Config, ...]:
+def configured(*dtypes: torch.dtype) -> tuple[Config, ...]:
+    """All that `configure` can return for operands of `dtypes`."""
     powers = [1 << i for i in range(6, 15)]
     sizes = product((1, 64, 128, 1024, 4096), powers, powers, (0, 1))
     buckets = [(m, n, k, 0, is_aligned, 16, 0) for m, n, k, is_aligned in sizes]
-    dtypes = (torch.bfloat16, torch.float32, torch.float8_e4m3fn)
     return tuple(dict.fromkeys(configure(bucket, dtype) for bucket in buckets for dtype in dtypes))
 
 
-CONFIGS = _configured()
+CONFIGS = configured(torch.bfloat16, torch.float32)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
@@ -97,8 +101,8 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     m, _, k, _, is_aligned, _, _ = bucket
     deep = 128 // dtype.itemsize
     if dtype.itemsize == 4:
-        tiles = ((16, 64, 32, 4), (32, 64, 32, 4), (64, 32, 32, 4), (64, 64, 16, 4), (64, 64, 32, 4), (64, 64, 32, 8))
-        return tuple(Config(*tile, stages, 8, False, 1) for tile in tiles for stages in (2, 3))
+        exact = ((16, 64, 32, 4), (32, 64, 32, 4), (64, 32, 32, 4), (64, 64, 16, 4), (64, 64, 32, 4), (64, 64, 32, 8))
+        return tuple(Config(*tile, stages, 8, False, 1) for tile in exact for stages in (2, 3))
     forms = (True, False) if is_aligned else (False,)
     if m <= 64:
         space = product((32, 64, 128), (deep, 2 * deep), (4, 6), forms, (1, 2, 4, 8))
@@ -183,20 +187,22 @@ def _multiply(
     batch, m, k = a.shape
     n = b.shape[2]
     arch = _target(a)
-    majors = major_a(a), major_b(b)
-    descriptors = config.descriptors and _has_descriptors(arch) and None not in majors and _describable(d, a, b)
-    strides = (*d.stride()[:2], *a.stride(), *b.stride())
-    if descriptors:
-        a_pitch, b_pitch = _pitches(a, 1 + majors[0]), _pitches(b, 2 - majors[1])
-        strides = (*_pitches(d, 1), *a_pitch, a_pitch[1], *b_pitch, b_pitch[1])
+    a_major, b_major = major_a(a), major_b(b)
+    strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
+    # The bucket speaks of a and b; d may be strided by its caller, or hold partial products of odd rows
+    expressible = a_major is not None and b_major is not None and all(map(copyable, (d, a, b)))
+    if config.descriptors and expressible and _has_descriptors(arch):
+        a_pitch, b_pitch = _pitches(a, 1 if a_major is Major.K else 2), _pitches(b, 2 if b_major is Major.K else 1)
+        strides, descriptors = (*_pitches(d, 1), *a_pitch, a_pitch[1], *b_pitch, b_pitch[1]), True
     fit = _fit(config, arch, a.element_size(), d.element_size(), finish[1], activation)
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid = (max(1, min(tiles, fit.programs * device_info(a.device).sm_count)),)
     args = (d, a, b, *finish, batch, m, n, k, splits, *strides, *finish_strides)
     constants = (
-        activation, descriptors, majors[0] is Major.K, majors[1] is Major.K, splits > 1, k % config.block_k == 0,
-        _wide(d, a, b, finish[1]), config.band, fit.parts, *config[:3],
+        activation, descriptors, a_major is Major.K, b_major is Major.K,
+        _vector(a, k if a_major is Major.K else m), _vector(b, k if b_major is Major.K else n), _vector(d, d.shape[2]),
+        splits > 1, k % config.block_k == 0, _wide(d, a, b, finish[1]), config.band, fit.parts, *config[:3],
     )  # fmt: skip
     # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
     context = copy_context()
@@ -227,16 +233,17 @@ def _has_descriptors(arch: str) -> bool:
     return arch == "cpu" or (arch.startswith("sm_") and int(arch[3:]) >= 90)
 
 
-def _describable(d: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Can descriptors express these very tensors?  `d` may be strided by its caller, or hold odd partial products."""
-    return all(map(copyable, (d, a, b)))
-
-
 def _pitches(t: Tensor, rows: int) -> tuple[int, int]:
     """Strides of the batch and of dimension `rows`; a dimension of one element has none: made up."""
     columns, unit = t.shape[3 - rows], 16 // t.element_size()
     pitch = t.stride(rows) if t.shape[rows] > 1 else triton.cdiv(columns, unit) * unit
     return (t.stride(0) if t.shape[0] > 1 else t.shape[rows] * pitch), pitch
+
+
+def _vector(t: Tensor, size: int) -> int:
+    """Elements of 16 bytes if `t`, whose contiguous dimension is of `size`, is made of such; else 1."""
+    elements = 16 // t.element_size()
+    return elements if size % elements == 0 and copyable(t) else 1
 
 
 def _wide(*tensors: Tensor | None) -> bool:
@@ -258,19 +265,20 @@ def _fit(config: Config, arch: str, itemsize: int, out_itemsize: int, c: Tensor 
     """`config` within the shared memory of `arch`, next to what the epilogue needs of it.
 
     On NVIDIA 64 columns are finished at a time: a whole tile needs more registers than there are, and a staging in
-    shared memory that costs a stage.  AMD stores straight from the accumulator, unless there is c to add or a gate.
+    shared memory that costs a stage.  AMD stores straight from the accumulator, unless there is more to do than a bias.
     """
     shared = SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
     amd = arch.startswith("gfx")
-    direct = amd and c is None and activation != "swiglu"
+    direct = amd and c is None and not activation
     staged = 4 if amd else out_itemsize + (0 if c is None else c.element_size())
     staging = 0 if direct else config.block_m * 64 * staged
     # Before sm_90, and on AMD, a warp multiplies from registers, which hold the oldest stage
     in_registers = 0 if _has_descriptors(arch) else 1
+    most = min(config.num_stages, 3) if amd else config.num_stages  # its scalar registers hold three
     block_n = config.block_n
     while True:
         stage = (config.block_m + block_n) * config.block_k * itemsize
-        stages = min(config.num_stages, (shared - staging) // stage + in_registers)
+        stages = min(most, (shared - staging) // stage + in_registers)
         if stages >= 2 or block_n <= 64:
             break
         block_n //= 2

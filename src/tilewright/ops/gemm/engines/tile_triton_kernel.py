@@ -4,6 +4,8 @@ The epilogue is one function for both kernels and both ways of loading.  Inside 
 WIDE; whatever leads to a tile (batch, rows, columns, the place along K) is 64 bits wide.
 """
 
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -24,9 +26,37 @@ def _tile_at(
 
 
 @triton.jit
+def _multiple(n, of: tl.constexpr):
+    """`n`, which is a multiple of `of`, in a form that says so: Triton itself sees no other multiples than of 16."""
+    return n // of * of if of > 1 else n
+
+
+@triton.jit
 def _offsets(BLOCK: tl.constexpr, WIDE: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     return offs.to(tl.int64) if WIDE else offs
+
+
+@triton.jit
+def _load(at, offs, offs_k, rows, k, stride, stride_k, CLAMP: tl.constexpr, EVEN_K: tl.constexpr):
+    """The tile of an operand at `at`: a's, offs[:, None] and offs_k[None, :], or b's, the other way round.
+
+    `rows` and `k` are left from there; zeros where K ends.  What lies beyond `rows` is never stored: CLAMP reads the
+    last row instead, which spares a predicate for each element, but hides from the compiler that rows are neighbours.
+    So it is not for operands that vectors are read from along rows.
+    """
+    if CLAMP:
+        places = at + (tl.minimum(offs, rows - 1) * stride + offs_k * stride_k)
+        if EVEN_K:
+            x = tl.load(places)
+        else:
+            x = tl.load(places, mask=offs_k < k, other=0.0)
+    else:
+        inside = offs < rows
+        if not EVEN_K:
+            inside = inside & (offs_k < k)
+        x = tl.load(at + (offs * stride + offs_k * stride_k), mask=inside, other=0.0)
+    return x
 
 
 @triton.jit
@@ -56,13 +86,15 @@ def _halves(x):  # (BLOCK_M, BLOCK_N) -> its left and its right half; registers 
 
 
 @triton.jit
+def _factor(scale, alpha):
+    return alpha if scale is None else alpha * tl.load(scale)
+
+
+@triton.jit
 def _finish(
-    acc, bias, c, scale, alpha, batch, row, col, M, N, stride_bias, stride_cb, stride_cm, stride_cn,
+    acc, factor, bias, c, batch, row, col, M, N, N_out, stride_bias, stride_cb, stride_cm, stride_cn,
     ACT: tl.constexpr, PRECISE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip  # acc: (BLOCK_M, BLOCK_N) fp32 at (row, col)   bias: (N,)   c: (B, M, N_out) -> (BLOCK_M, BLOCK_N_out)
-    factor = alpha
-    if scale is not None:
-        factor *= tl.load(scale)
     z = acc * factor
     if bias is not None:
         offs_n = col + tl.arange(0, z.shape[1])
@@ -71,11 +103,10 @@ def _finish(
     if c is not None:
         if ACT == "swiglu":
             col = col // 2
-            N = N // 2
         offs_m = _offsets(z.shape[0], WIDE)[:, None]
         offs_n = _offsets(z.shape[1], WIDE)[None, :]
         at = c + (batch.to(tl.int64) * stride_cb + row.to(tl.int64) * stride_cm + col.to(tl.int64) * stride_cn)
-        inside = (offs_m < M - row) & (offs_n < N - col)
+        inside = (offs_m < M - row) & (offs_n < N_out - col)
         z += tl.load(at + (offs_m * stride_cm + offs_n * stride_cn), mask=inside, other=0.0).to(tl.float32)
     return z
 
@@ -94,14 +125,34 @@ def gemm_kernel(
     B, M, N, K, splits, stride_db, stride_dm, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     stride_bias, stride_cb, stride_cm, stride_cn,
     ACT: tl.constexpr, DESCRIPTORS: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
-    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, BAND: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    VECTOR_A: tl.constexpr, VECTOR_B: tl.constexpr, VECTOR_D: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """d = act(alpha * scale * a @ b + bias) + c, tile by tile; with SPLIT one product a part of K."""
+    GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
+    N_out = _multiple(N // GATED, VECTOR_D)
+    stride_dm = _multiple(stride_dm, VECTOR_D)
+    if A_K_MAJOR:
+        K = _multiple(K, VECTOR_A)
+        stride_am = _multiple(stride_am, VECTOR_A)
+    else:
+        M = _multiple(M, VECTOR_A)
+        stride_ak = _multiple(stride_ak, VECTOR_A)
+    if B_K_MAJOR:
+        K = _multiple(K, VECTOR_B)
+        stride_bn = _multiple(stride_bn, VECTOR_B)
+    else:
+        N = _multiple(N, VECTOR_B)
+        stride_bk = _multiple(stride_bk, VECTOR_B)
+    stride_ab = _multiple(stride_ab, VECTOR_A)
+    stride_bb = _multiple(stride_bb, VECTOR_B)
+    stride_db = _multiple(stride_db, VECTOR_D)
+    CLAMP_A: tl.constexpr = A_K_MAJOR or VECTOR_A == 1
+    CLAMP_B: tl.constexpr = B_K_MAJOR or VECTOR_B == 1
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     blocks = tl.cdiv(K, BLOCK_K)
-    GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
     WIDTH: tl.constexpr = BLOCK_N // PARTS // GATED
     PRECISE: tl.constexpr = d.dtype.element_ty == tl.float32
     # Hopper adds float8 products up in 14 bits; after this many along K they go into a float32 accumulator
@@ -115,9 +166,8 @@ def gemm_kernel(
             b_desc = tl.make_tensor_descriptor(b, [B, N, K], [stride_bb, stride_bn, 1], [1, BLOCK_N, BLOCK_K])
         else:
             b_desc = tl.make_tensor_descriptor(b, [B, K, N], [stride_bb, stride_bk, 1], [1, BLOCK_K, BLOCK_N])
-        d_desc = tl.make_tensor_descriptor(
-            d, [splits * B, M, N // GATED], [stride_db, stride_dm, 1], [1, BLOCK_M, WIDTH]
-        )
+        d_desc = tl.make_tensor_descriptor(d, [splits * B, M, N_out], [stride_db, stride_dm, 1], [1, BLOCK_M, WIDTH])
+    factor = _factor(scale, alpha)
     for tile in tl.range(tl.program_id(0), splits * B * tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         split, batch, tile_m, tile_n = _tile_at(tile, B, tiles_m, tiles_n, splits, BAND)
         row = tile_m * BLOCK_M
@@ -141,19 +191,15 @@ def gemm_kernel(
                 else:
                     y = b_desc.load([batch, start, col]).reshape(BLOCK_K, BLOCK_N)
             else:
+                at_k = start.to(tl.int64)
+                at_a = a + (batch.to(tl.int64) * stride_ab + row.to(tl.int64) * stride_am + at_k * stride_ak)
+                at_b = b + (batch.to(tl.int64) * stride_bb + col.to(tl.int64) * stride_bn + at_k * stride_bk)
                 offs_m = _offsets(BLOCK_M, WIDE)[:, None]
                 offs_n = _offsets(BLOCK_N, WIDE)[None, :]
                 offs_k = _offsets(BLOCK_K, WIDE)
-                at_k = start.to(tl.int64)
-                at_a = a + (batch.to(tl.int64) * stride_ab + row.to(tl.int64) * stride_am + at_k * stride_ak)
-                at_b = b + (batch.to(tl.int64) * stride_bb + at_k * stride_bk + col.to(tl.int64) * stride_bn)
-                mask_a = offs_m < M - row
-                mask_b = offs_n < N - col
-                if not EVEN_K:
-                    mask_a = mask_a & (offs_k < K - start)[None, :]
-                    mask_b = mask_b & (offs_k < K - start)[:, None]
-                x = tl.load(at_a + (offs_m * stride_am + offs_k[None, :] * stride_ak), mask=mask_a, other=0.0)
-                y = tl.load(at_b + (offs_k[:, None] * stride_bk + offs_n * stride_bn), mask=mask_b, other=0.0)
+                k_left = K - start
+                x = _load(at_a, offs_m, offs_k[None, :], M - row, k_left, stride_am, stride_ak, CLAMP_A, EVEN_K)
+                y = _load(at_b, offs_n, offs_k[:, None], N - col, k_left, stride_bn, stride_bk, CLAMP_B, EVEN_K)
             acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
         at = split * B + batch
         parts = (acc,)
@@ -165,13 +211,13 @@ def gemm_kernel(
         for i in tl.static_range(PARTS):
             here = col + i * (BLOCK_N // PARTS)
             value = _finish(
-                parts[i], bias, c, scale, alpha, batch, row, here, M, N, stride_bias, stride_cb, stride_cm, stride_cn,
-                ACT, PRECISE, WIDE,
+                parts[i], factor, bias, c, batch, row, here, M, N, N_out,
+                stride_bias, stride_cb, stride_cm, stride_cn, ACT, PRECISE, WIDE,
             ).to(d.dtype.element_ty)  # fmt: skip
             if DESCRIPTORS:
                 d_desc.store([at, row, here // GATED], value.reshape(1, BLOCK_M, WIDTH))
             else:
-                _store(d, value, at, row, here // GATED, M, N // GATED, stride_db, stride_dm, WIDE)
+                _store(d, value, at, row, here // GATED, M, N_out, stride_db, stride_dm, WIDE)
 
 
 @triton.jit
@@ -193,8 +239,8 @@ def reduce_kernel(
         line = (split * B + batch).to(tl.int64) * M + row
         acc += tl.load(partials + line * N + col + (offs_m * N + offs_n), mask=inside, other=0.0)
     value = _finish(
-        acc, bias, c, scale, alpha, batch, row, col, M, N, stride_bias, stride_cb, stride_cm, stride_cn,
-        ACT, d.dtype.element_ty == tl.float32, WIDE,
+        acc, _factor(scale, alpha), bias, c, batch, row, col, M, N, N // GATED,
+        stride_bias, stride_cb, stride_cm, stride_cn, ACT, d.dtype.element_ty == tl.float32, WIDE,
     )  # fmt: skip
     value = value.to(d.dtype.element_ty)
     _store(d, value, batch, row, col // GATED, M, N // GATED, stride_db, stride_dm, WIDE)

@@ -1,0 +1,58 @@
+"""splitk_reduce: in order, bit for bit, and the epilogue of matmul."""
+
+import pytest
+import torch
+from tests.ops.gemm.bounds import Place, operands
+
+from tilewright import ops
+from tilewright.ops.gemm.operands import apply_epilogue
+
+PLACES = [
+    pytest.param(Place("cpu", "torch"), id="cpu-torch"),
+    *(pytest.param(Place("cuda", b), id=b, marks=pytest.mark.gpu) for b in ("triton", "torch")),
+]
+on_every_place = pytest.mark.parametrize("place", PLACES)
+
+
+@on_every_place
+@pytest.mark.parametrize("parts", [1, 2, 3, 17])
+def test_the_order_of_the_sum_is_that_of_the_parts(parts, place):
+    """Magnitudes over 40 octaves: any other order, or a tree, rounds differently."""
+    partials = torch.randn(parts, 5, 1100) * torch.exp2(40 * torch.rand(parts, 5, 1100) - 20)
+    wanted = partials[0].clone()
+    for part in partials[1:]:
+        wanted += part
+    made = ops.splitk_reduce(partials.to(place.device), backend=place.backend)
+    assert torch.equal(made.cpu(), wanted)
+    assert parts < 3 or not torch.equal(partials.flip(0).sum(0), wanted)
+
+
+@on_every_place
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu", "swiglu"])
+def test_the_epilogue_is_that_of_matmul(activation, place):
+    a, b = operands(36, 80, 64, "nt", torch.bfloat16, place.device)
+    bias = torch.randn(80, device=place.device)
+    c = torch.randn(36, 40 if activation == "swiglu" else 80, device=place.device)
+    options = {"bias": bias, "activation": activation, "c": c, "out_dtype": torch.float32}
+    partials = torch.stack([a[:, k : k + 16].float() @ b[k : k + 16].float() for k in range(0, 64, 16)])
+    made = ops.splitk_reduce(partials, backend=place.backend, **options)
+    torch.testing.assert_close(made, ops.matmul(a, b, backend="torch", **options), rtol=1e-5, atol=1e-5)
+    wanted = apply_epilogue(partials.double().sum(0), bias, c, activation or "", torch.float32)
+    torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
+
+
+@on_every_place
+def test_c_may_be_out(place):
+    partials, total = torch.randn(4, 6, 40, device=place.device), torch.randn(6, 40, device=place.device)
+    wanted = ops.splitk_reduce(partials, c=total.clone(), backend=place.backend)
+    assert ops.splitk_reduce(partials, c=total, out=total, backend=place.backend) is total
+    assert torch.equal(total, wanted)
+
+
+@on_every_place
+def test_special_values(place):
+    partials = torch.zeros(3, 2, 40, device=place.device)
+    partials[0, 0, 3], partials[1, 0, 3] = torch.inf, -torch.inf
+    partials[2, 1, 39] = torch.nan
+    made = ops.splitk_reduce(partials, activation="relu", backend=place.backend)
+    assert made.isnan().nonzero().tolist() == [[0, 3], [1, 39]]
