@@ -10,7 +10,6 @@ int32; scalars by value; constants are gone; a block of (1, 1, 1), whatever numb
 
 import inspect
 import io
-import struct
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from tilewright.jit import cache as kernels
 from tilewright.jit import cutile_language, driver
 from tilewright.jit.artifact import Artifact, BuildKey, Built
 from tilewright.jit.collect import collecting
-from tilewright.jit.compilers import CompileError, Source, cubin, tileiras
+from tilewright.jit.compilers import CompileError, Source, tileiras
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.tape import Step, taping
 from tilewright.settings import current
@@ -33,7 +32,6 @@ from tilewright.settings import current
 _INT32_MAX = 2**31 - 1
 _VECTOR = 16  # bytes: the widest access, and what torch's allocators align to
 _BYTES = {"P": 8, "i": 4, "f": 4}
-_PARAMETER_2 = 0x45  # EIATTR_KPARAM_INFO_V2
 
 
 class Hints(NamedTuple):
@@ -242,26 +240,13 @@ def _build(fn: FunctionType, key: BuildKey, form: Form) -> Built:
     plain = Source(key.source, key.name, key.arch, form.options)
     made = tileiras.compiler.compile(tileiras.TileSource(**vars(plain), bytecode=_bytecode(fn, plain, form)))
     expected = [_BYTES[letter] for letter in form.signature]
-    found = made.info["parameters"] or _parameters(made.binary)
+    found = made.info["parameters"]
     if found[: len(expected)] != expected:  # tensor maps that the driver fills may follow
         raise BackendError(
             f"{key.name} takes parameters of {found} bytes, where {expected} were expected: "
             "this version of cuda.tile has another calling convention."
         )
     return made
-
-
-def _parameters(binary: bytes) -> list[int]:
-    """Bytes of each parameter of a kernel that uses the copy engine: such a cubin describes them in a second form, with
-    the size in the low bits.
-    """
-    sections = dict(cubin._sections(binary))
-    symbol = next(name.removeprefix(".text.") for name in sections if name.startswith(".text."))
-    described = [
-        value for name, value in cubin._attributes(sections[f".nv.info.{symbol}"].data) if name == _PARAMETER_2
-    ]
-    fields = [struct.unpack("<IHHI", value) for value in described]  # index, position, offset, bytes and flags
-    return [packed & 0xFFFF for _, _, _, packed in sorted(fields, key=lambda f: f[1])]
 
 
 def _bytecode(fn: FunctionType, plain: Source, form: Form) -> bytes:

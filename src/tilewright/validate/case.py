@@ -97,7 +97,7 @@ class Case:
         op, args, *wish = notes.calls[0]
         forward = RawCall(op, args, (wish[0], wish[1]))
         gradient = self.contract.gradient
-        if gradient is None:
+        if gradient is None or not gradient.covers(args):
             return [forward]
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))

@@ -132,7 +132,6 @@ def check_legal(config, layout, gated):
     assert config.block_m // (64 * groups) * config.block_n <= 256
     assert not gated or config.block_n % 32 == 0
     assert config.cluster_m * config.cluster_n in (1, 2)
-    assert config.lag < config.stages
     assert config.stages >= 4
     columns = config.block_n if layout in (NT, TT) else -(-config.block_n // 64) * 64
     shared = config.stages * (config.block_m + columns) * 128 + groups * 2 * 64 * 128

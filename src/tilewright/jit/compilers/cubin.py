@@ -14,6 +14,7 @@ from tilewright.errors import BackendError
 
 _SIZED = 4  # attribute formats: 4 is followed by `size` bytes, the others keep their value in those two bytes
 _REQUIRED_THREADS, _FRAME_SIZE, _PARAMETER, _REGISTERS = 0x10, 0x11, 0x17, 0x2F  # EIATTR_*
+_PARAMETER_2 = 0x45  # how a kernel with tensor maps among its parameters describes them
 _NO_BITS = 8  # section type: occupies no space in the file
 _RESERVED_SHARED = 1024  # bytes of each block that the system keeps, from sm_90 on; marked by a section
 _INSTRUCTION_BYTES = 16  # since Volta
@@ -71,7 +72,7 @@ def facts(cubin: bytes) -> Facts:
     (symbol,) = kernels
     own = list(_attributes(sections.get(f".nv.info.{symbol}", _ABSENT).data))
     everyone = list(_attributes(sections.get(".nv.info", _ABSENT).data))
-    parameters = dict(_parameter(value) for name, value in own if name == _PARAMETER)
+    parameters = dict(_parameter(name, value) for name, value in own if name in (_PARAMETER, _PARAMETER_2))
     required = [struct.unpack("<3I", value) for name, value in own if name == _REQUIRED_THREADS]
     x, y, z = required[0] if required else (0, 0, 0)
     shared = sections.get(f".nv.shared.{symbol}", _ABSENT).size
@@ -98,10 +99,10 @@ def _instructions(code: bytes) -> dict[str, int]:
     return {name: counted[name] for name in _OPCODES.values() if counted[name]}
 
 
-def _parameter(value: bytes) -> tuple[int, int]:
+def _parameter(form: int, value: bytes) -> tuple[int, int]:
     """(position, bytes) of a kernel parameter."""
     _, position, _, packed = struct.unpack("<IHHI", value)
-    return position, packed >> 18
+    return position, packed & 0xFFFF if form == _PARAMETER_2 else packed >> 18
 
 
 def _largest(attributes: list[tuple[int, bytes]], wanted: int) -> int:

@@ -35,7 +35,7 @@ _MAX_STAGES = 10
 
 class Config(NamedTuple):
     """block_m x block_n of D a block; stages of the ring; blocks of a cluster, at most two, along M or along N; band:
-    rows of tiles walked together; lag: stages that the second warpgroup starts behind the first.
+    rows of tiles walked together.
     """
 
     block_m: int
@@ -44,7 +44,6 @@ class Config(NamedTuple):
     cluster_m: int
     cluster_n: int
     band: int
-    lag: int
 
 
 class Params(NamedTuple):
@@ -55,7 +54,6 @@ class Params(NamedTuple):
     kStages: int
     kClusterM: int
     kClusterN: int
-    kLag: int
     kMajorA: int
     kMajorB: int
     kActivation: int
@@ -125,7 +123,6 @@ def gemm(
         kStages=config.stages,
         kClusterM=config.cluster_m,
         kClusterN=config.cluster_n,
-        kLag=config.lag,
         kMajorA=int(along_m),
         kMajorB=int(along_n),
         kActivation=ACTIVATIONS.index(activation),
@@ -207,14 +204,12 @@ def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """The eight tiles of the least predicted time, each with other bands and without a lag."""
+    """The eight tiles of the least predicted time, each with other bands."""
     problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
     found = []
     for tile, _ in cost_model.rank(problem, _legal(problem))[:8]:
         config = _config(tile, problem)
         found += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
-        if config.lag:
-            found.append(config._replace(lag=0))
     return tuple(found)
 
 
@@ -240,8 +235,7 @@ def _config(tile: Tile, problem: Problem) -> Config:
     free = _SHARED - _groups(tile.block_m) * _STAGED
     stages = min(_MAX_STAGES, free // stage_bytes(tile.block_m, tile.block_n, problem.mn_major_b))
     band = cost_model.band(tile, problem.sms)
-    lag = 2 if _groups(tile.block_m) == 2 else 0
-    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, band, lag)
+    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, band)
 
 
 def _groups(block_m: int) -> int:

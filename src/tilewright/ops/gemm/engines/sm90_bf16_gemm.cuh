@@ -4,14 +4,14 @@
 // One block a multiprocessor walks over tiles of kBlockM x kBlockN.  One thread of the last warpgroup, the producer, keeps
 // a ring of kStages stages (128 bytes of K each) filled; one or two warpgroups multiply, each its own rows, and write
 // their rows of D through shared memory that the ring never touches, so that loads of the next tile and stores of the
-// last one go on meanwhile.  The two share nothing but the ring: the second starts kLag steps late, so that one keeps
-// the tensor cores busy while the other is in its epilogue.
+// last one go on meanwhile.  The two share nothing but the ring, and drift apart: while one is in its epilogue, the other
+// keeps the tensor cores busy.
 //
 // Two blocks of a cluster share a tile of B (kClusterM = 2: rows side by side) or of A (kClusterN = 2): each loads half and
 // multicasts it to both.  A stage is free when the warpgroups of both have read it.  A cluster walks over pairs of tiles, so
 // both blocks take the same number of steps; one whose tile lies outside multiplies zeros and writes nothing.
 //
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kLag; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
 // kAddend (elements of C a load takes: 0 no C, 1, 2); Element, Out, Bias, Addend (types of A and B, D, bias, C).
 #pragma once
 
@@ -90,7 +90,6 @@ template <typename Config> struct GemmShape {
     static_assert(kM == 64 || kM == 128 || kM == 256, "one or two warpgroups of 64 or 128 rows");
     static_assert(kN % 16 == 0 && kN <= 256 && kTall * kN <= 256, "128 accumulators a thread");
     static_assert(kCluster == 1 || kCluster == 2, "pairs of blocks share one operand");
-    static_assert(Config::kLag < kStages, "the first warpgroup runs ahead of the second by less than the ring");
 };
 
 // What one warpgroup does with its accumulators.
@@ -295,10 +294,6 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                           c_pitch, c_batch, u32(m), u32(n), u32(Epilogue::kGated ? n / 2 : n),
                           buffers + group * Shape::kBuffers * kBoxBytes, 1 + group};
 
-        constexpr u32 kLag = kGroups == 2 ? Config::kLag : 0, kLagBarrier = 3;
-        u32 head_start = kLag > 0 && group == 0 ? min(kLag, steps) : 0;  // steps until the second group may begin
-        if (kLag > 0 && group == 1 && blockIdx.x / kCluster < units) sync_threads(kLagBarrier, 256);
-
         for (u32 unit = blockIdx.x / kCluster; unit < units; unit += gridDim.x / kCluster) {
             const Place tile = place(unit);
             float sums[kTall][Shape::kN / 2];
@@ -321,7 +316,6 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 wgmma_wait<1>();  // the step before this one has read its stage
                 if (step > 0) release(last);
                 last = ring.stage;
-                if (kLag > 0 && head_start > 0 && --head_start == 0) arrive_at(kLagBarrier, 256);
             }
 #pragma unroll
             for (u32 tall = 0; tall < kTall; ++tall) wgmma_wait<0>(sums[tall]);

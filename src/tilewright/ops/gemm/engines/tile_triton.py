@@ -276,6 +276,8 @@ def _fit(config: Config, arch: str, itemsize: int, out_itemsize: int, c: Tensor 
     in_registers = 0 if _has_descriptors(arch) else 1
     most = min(config.num_stages, 3) if amd else config.num_stages  # its scalar registers hold three
     block_n = config.block_n
+    if in_registers and staged == 8:
+        block_n = min(block_n, 128)  # with a float32 c for a float32 result the registers are too few for 256 columns
     while True:
         stage = (config.block_m + block_n) * config.block_k * itemsize
         stages = min(most, (shared - staging) // stage + in_registers)
