@@ -23,6 +23,15 @@ def test_auto_takes_the_first_of_the_static_order_that_can_run(double, fast_back
     assert double.plan((WIDE,), "auto", "default").backend == "torch"
 
 
+def test_an_op_may_say_where_torch_is_the_better_guess(double, fast_backend, monkeypatch):
+    monkeypatch.setattr(double, "torch_first", lambda bucket, dtype: bucket[-1] == 8)
+    plan = double.plan((X,), "auto", "default")
+    assert plan.backend == "torch" and "unmeasured here; torch's kernel is the better guess" in plan.why
+    assert double.plan((X[:, :4],), "auto", "default").backend == "cpu"
+    assert double.plan((X,), "auto", "deterministic").backend == "cpu", "torch promises nothing there"
+    assert double.plan((X,), "cpu", "default").backend == "cpu"
+
+
 def test_strict_runs_or_says_why_not_and_what_would(double, fast_backend):
     assert double.plan((X,), "cpu!", "default").backend == "cpu"
     with pytest.raises(BackendError, match=r"test_double\[cpu\] needs N <= 100, got N=200.*Supported here: torch"):

@@ -39,6 +39,7 @@ class RawOp:
                   contiguous
     direct        (out, *args) -> can implementations write this `out`?  Others get a copy of the result; all by default
     reference_writes  the reference takes `out=` too
+    torch_first   (bucket, dtype) -> is the reference the better guess where nothing is measured?  Never, by default
     compose       (run, outs, *args) -> None, of an op that no backend implements, because it is made of others:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
@@ -61,12 +62,13 @@ class RawOp:
         refuses_out: Callable[..., str | None] | None = None,
         direct: Callable[..., bool] | None = None,
         reference_writes: bool = False,
+        torch_first: Callable[[tuple[int, ...], torch.dtype], bool] | None = None,
         compose: Callable[..., None] | None = None,
     ) -> None:
         self.op, self.direction, self.package = op, direction, package
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
-        self.dtypes, self.compose = dtypes, compose
+        self.dtypes, self.torch_first, self.compose = dtypes, torch_first, compose
         self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")

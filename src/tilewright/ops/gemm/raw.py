@@ -70,6 +70,12 @@ def _direct(out: Tensor, *args: Any) -> bool:
     return copyable(out) or not bucket(*args)[4]
 
 
+def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Many rows, and no activation that torch would compute apart: what is unmeasured goes to the vendor's library."""
+    m, gated = bucket[-len(BUCKET)], bucket[-1]
+    return dtype == torch.float32 or (dtype != FP8 and m > 64 and not gated)
+
+
 def forward_op(op: str, package: str, *, batched: bool) -> RawOp:
     """`_<op>_fwd`: a (M, K) and b (K, N) of any strides with a unit one; with `batched`, (B, M, K) and (B, K, N)."""
 
@@ -92,6 +98,7 @@ def forward_op(op: str, package: str, *, batched: bool) -> RawOp:
         reference_writes=True,
         refuses_out=_refuses_out,
         direct=_direct,
+        torch_first=_torch_first,
     )
 
 
