@@ -1,7 +1,7 @@
 """Every cuTile implementation, in every dtype and shipped configuration, compiles well for every target.
 
-What is compiled is what would be launched: the implementation's own `launch` inside `collect`.  A spill, a TMA load of
-a row, or narrow accesses where 16 bytes are possible, is an error.
+What is compiled is what would be launched: the implementation's own `launch` inside `collect`.  A spill, a row that is
+loaded through the TMA, or a product that is not, is an error.
 """
 
 from functools import cache
@@ -24,6 +24,22 @@ pytestmark = [
 ARCHITECTURES = ("sm_90", "sm_100", "sm_120")
 # Bytes of stack a thread.  At N=8192 the backward of add_rms_norm holds four rows; ptxas for sm_120 misses by a little.
 ALLOWED = {("rms_norm_backward_kernel", "sm_120"): 16}
+# One engine multiplies for several ops, and tests/ops/gemm compiles its configurations: here are the forms of a call,
+# by the first words of their cases: layouts, few rows, epilogues, results of float32, operands that are not aligned.
+PRODUCTS = {
+    "matmul": (
+        "llama8b_qkv_m4096",
+        "llama8b_qkv_m8",
+        "llama8b_qkv_dgrad",
+        "llama8b_qkv_wgrad",
+        "llama8b_gate_up_swiglu_m4096",
+        "gpt_up_bias_gelu_m4096",
+        "odd_sizes",
+        "tt",
+        "scale",
+    ),
+    "bmm": ("mla_absorb_m64", "experts_m4096"),
+}
 IMPLEMENTATIONS = {
     op.key: (contract, op, implementation)
     for contract in contracts().values()
@@ -34,8 +50,14 @@ IMPLEMENTATIONS = {
 
 @cache
 def calls(key):
-    """(call, config): every shipped configuration, the first workload in each dtype, what needs masks in float32."""
+    """(call, config): every shipped configuration, the first workload in each dtype, what needs masks in float32; of a
+    product, what `PRODUCTS` says.
+    """
     contract, op, implementation = IMPLEMENTATIONS[key]
+    if key in PRODUCTS:
+        declared = {c.purpose.partition(":")[0]: c for c in declared_calls(contract, op, torch.bfloat16)}
+        chosen = [declared[name] for name in PRODUCTS[key]]
+        return [(c, implementation.configure(op.bucket_of(c.args, "default"), torch.bfloat16)) for c in chosen]
     found = [(call_that_selects(contract, op, c, implementation), c) for c in implementation.configs]
     for dtype in contract.dtypes:
         declared = declared_calls(contract, op, dtype)
@@ -63,12 +85,24 @@ def test_every_shipped_configuration(key, arch):
         info, what = artifact.info, f"{artifact.key.name} {' '.join(artifact.key.flags)}"
         if max(info["spills"], info["stack_bytes"]) > ALLOWED.get((artifact.key.name, arch), 0):
             faults.append(f"{what}: {info['spills']} spills, {info['stack_bytes']} bytes of stack")
+        workers = 32 * (8 if "num_worker_warps=8" in artifact.key.flags else 4)
+        if key in PRODUCTS:
+            faults += [f"{what}: {fault}" for fault in product_faults(info, arch, workers)]
+            continue
         if info["instructions"].keys() & {"UTMALDG", "UTMASTG"}:
             faults.append(f"{what}: rows go through the TMA, which reads them at a third of the speed")
-        if info["threads"] != 32 * (8 if "num_worker_warps=8" in artifact.key.flags else 4):
+        if info["threads"] != workers:
             faults.append(f"{what}: {info['threads']} threads; tileiras added warps that move data")
     assert not faults, "\n".join(faults)
     ledger.check("cutile", f"tileiras {tileiras.compiler.version()}", key, arch, map(usage, made))
+
+
+def product_faults(info, arch, workers):
+    """A product is multiplied by matrix units; on sm_90 a group of warps of its own loads, unless registers must."""
+    if arch == "sm_90" and not info["instructions"].keys() & {"HGMMA", "QGMMA"}:
+        yield f"no warpgroup multiplies: {info['instructions']}"
+    if info["threads"] not in (workers, workers + 128):
+        yield f"{info['threads']} threads for {workers} that multiply"
 
 
 def usage(artifact):

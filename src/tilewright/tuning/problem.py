@@ -19,7 +19,9 @@ SMALL = 37  # rows of the problem that is judged tile by tile: odd, so that the 
 
 @dataclass(frozen=True)
 class Problem:
-    """`params`, `dtype`: of the workload.  `modules`: to import, so that the op and its backends are registered."""
+    """`params`, `dtype`: of the workload.  `modules`: to import, so that the op and its backends are registered.
+    `inference`: it has no backward.
+    """
 
     op: str
     direction: Direction
@@ -28,6 +30,7 @@ class Problem:
     device: str
     seed: int
     modules: tuple[str, ...]
+    inference: bool = False
 
     @property
     def contract(self) -> Contract:

@@ -175,8 +175,11 @@ def _cases(
 
 
 def _problem(case: Case, device: torch.device, seed: int) -> Problem:
-    modules = modules_of(case.contract, device.type)
-    return Problem(case.contract.name, case.direction, case.workload.params, case.dtype, str(device), seed, modules)
+    workload, modules = case.workload, modules_of(case.contract, device.type)
+    inference = "bwd" not in workload.directions
+    return Problem(
+        case.contract.name, case.direction, workload.params, case.dtype, str(device), seed, modules, inference
+    )
 
 
 @contextmanager

@@ -15,19 +15,19 @@ from tilewright.bench.accuracy import Judge, tensors
 from tilewright.bench.cases import Case as BenchCase
 from tilewright.bench.contestants import Contestant, prepare, random_cotangents, reference_outputs
 from tilewright.bench.graph import capture, interleave_replays
-from tilewright.bench.measure import launch_sized
+from tilewright.bench.pacing import MAX_LAUNCHES
 from tilewright.bench.peers import bound
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
 from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl
 from tilewright.dispatch.select import refusal
+from tilewright.tuning.pace import launches
 from tilewright.tuning.problem import Problem, raw_call, shrunk, without_memory
 from tilewright.validate.bits import memory, replicas
 from tilewright.validate.case import Case, Findings
 from tilewright.validate.modes import MODES
 from tilewright.validate.modes.memory import GUARD, guarded, poisoned
 
-LAUNCHES = 64  # of one captured graph
 _CHECKS = {"fwd": ("eager", "poison", "inputs_unchanged"), "bwd": ("backward", "poison", "inputs_unchanged")}
 
 Call = Callable[[], object]
@@ -40,8 +40,7 @@ class Subject:
         self.problem, self.contract, self.device = problem, problem.contract, torch.device(problem.device)
         self.sample = problem.sample()
         self.raw, self.args = raw_call(problem, self.sample)
-        cost = self.contract.cost(self.sample, problem.direction)
-        self.bytes = cost.bytes_read + cost.bytes_written
+        self.cost = self.contract.cost(self.sample, problem.direction)
         self._shrunk = shrunk(problem)
         self._small, self._rule = self._small_case(), self._two_times_rule()
 
@@ -123,16 +122,16 @@ class Subject:
         """Interleaved device times in microseconds, one a round and choice; a reason for one that cannot be timed."""
         made: dict[str, Call] = {}
         reasons: dict[str, str] = {}
-        graphs = launch_sized(self.bytes, self.device)
+        graph = self._launches
         with torch.inference_mode(self.problem.direction == "fwd"):
             for i, (backend, config) in enumerate(choices):
                 try:
                     call = rotate(self._calls(backend, config))
-                    made[str(i)] = capture(call, launches=LAUNCHES, device=self.device) if graphs else call
+                    made[str(i)] = capture(call, launches=graph, device=self.device) if graph else call
                 except RuntimeError as error:
                     reasons[str(i)] = f"cannot be captured: {error}".splitlines()[0][:200]
-            if graphs:
-                timed = interleave_replays(made, device=self.device, launches=LAUNCHES, rounds=rounds, evict=True)
+            if graph:
+                timed = interleave_replays(made, device=self.device, launches=graph, rounds=rounds, evict=True)
             else:
                 timed = interleave(made, device=self.device, rounds=rounds)
             for name in timed:
@@ -145,9 +144,14 @@ class Subject:
         return [reasons.get(str(i)) or timed[str(i)].us for i in range(len(choices))]
 
     @cached_property
+    def _launches(self) -> int | None:
+        return launches(self.cost, self.problem.dtype, self.device, inference=self.problem.inference)
+
+    @cached_property
     def _sets(self) -> list[tuple[Any, ...]]:
         """Copies of the arguments, enough to find the L2 cold at every call."""
-        count = sets_for(self.bytes, self.device, at_most=LAUNCHES)
+        touched = self.cost.bytes_read + self.cost.bytes_written
+        count = sets_for(touched, self.device, at_most=self._launches or MAX_LAUNCHES)
         return [self.args, *(replicas(self.args) for _ in range(count - 1))]
 
     def _calls(self, backend: str, config: Any) -> list[Call]:

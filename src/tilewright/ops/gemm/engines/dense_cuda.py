@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewright import settings
 from tilewright.hardware.device import device_info
+from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import TensorMap, tensor_map
@@ -144,7 +145,7 @@ def gemm(
     )
     cluster = config.cluster_m * config.cluster_n
     units = -(-m // (config.block_m * config.cluster_m)) * -(-n // (config.block_n * config.cluster_n)) * batches
-    blocks = min(units, device_info(d.device).sm_count // cluster) * cluster
+    blocks = max(1, min(units, usable_sms(d.device) // cluster)) * cluster
     KERNEL(
         (blocks,),
         args,

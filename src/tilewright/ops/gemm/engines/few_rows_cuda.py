@@ -1,23 +1,25 @@
 """Few rows of A, at most 64, against weights that are read once: CUDA C++ for Hopper.
 
-The time is that of reading B: N * K * 2 bytes at 4.4 TB/s, 6.9 us for 2112 x 7168.  The matrix units idle; what counts
-is that every multiprocessor has 64 KB or more on their way at any time, from the first microsecond to the last.  Hence
-small tiles of weights, K split over the blocks of a cluster where there are too few tiles, rings that run on from tile
-to tile, and a start that overlaps the end of the kernel before (programmatic dependent launch).
+Traffic: N * K * 2 bytes of weights, 7.5 us for 4096 x 4096 at 4.4 TB/s; all else is small.  The matrix units idle; what
+counts is that every multiprocessor keeps 64 KB or more on their way, from the first microsecond to the last.  Hence tiles
+of 64 weight rows, K split over the blocks of a cluster where there are too few of them, rings that run on from tile to
+tile, and a start that overlaps the end of the kernel before (programmatic dependent launch: a launch in a chain costs
+2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again for every tile: tokens / 64
+bytes for each byte of weights, so that 64 of them double what the L2 delivers.
 
-Rows of A ("tokens") come from the L2 once for every tile of weights: tokens / block_n bytes for each byte of weights.
-At 64 tokens that doubles what the L2 delivers if block_n is 64, and adds a quarter if it is 256: the model below knows.
+Measured on an H200, 2026-11: 4096 x 4096 at M = 1 takes 9.7 us, cuBLAS 13.4.  Tiles of 128 and 256 weight rows, stages of
+64 of K and clusters that end after one tile gained at most 0.2 % (geometric mean of 11 shapes for each M): there are none.
 """
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewright.hardware.device import device_info
+from tilewright.errors import InputError
+from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
@@ -26,37 +28,30 @@ from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_ou
 MAX_ROWS = 64
 _INPUTS = (torch.bfloat16, torch.float16)
 _OUTPUTS = (*_INPUTS, torch.float32)
-_CHUNK, _SPAN = 64, 128  # as in the header: elements and bytes of a box's row
+_BLOCK_N, _BLOCK_K, _THREADS = 64, 128, 160  # as in the header: weight rows of a tile, K of a stage, threads of a block
+_CHUNK, _SPAN = 64, 128  # elements and bytes of a box's row
 _PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 sums
 _WIDTH = 4  # results that a thread stores at once
 
 
 class Config(NamedTuple):
-    """block_n: weight rows of a block, 64 for each math warpgroup.  block_k: of K in a stage, 64 or 128.
-    tokens: rows of A in a tile.  stages: of the ring.  split: blocks of a cluster that share K.
-    ctas: blocks that fit a multiprocessor.  persistent: clusters stay and take several tiles, else each takes one.
+    """tokens: rows of A in a tile.  stages: of the ring.  split: blocks of a cluster that share K.  ctas: blocks that
+    fit a multiprocessor.
     """
 
-    block_n: int
-    block_k: int
     tokens: int
     stages: int
     split: int
     ctas: int
-    persistent: bool
 
 
 class Params(NamedTuple):
     """What few_rows_gemm is compiled for."""
 
-    kBlockN: int
-    kBlockK: int
     kTokens: int
     kStages: int
     kSplit: int
     kCtas: int
-    kAhead: int
-    kOverlap: bool
     kMnMajor: bool
     kActivation: int
     Element: torch.dtype
@@ -112,22 +107,18 @@ def gemm(
     """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; any number of rows is computed right."""
     batches, rows, depth = a.shape
     columns = b.shape[-1]
+    if config.split > _steps(depth):
+        raise InputError(
+            f"few_rows_cuda: split={config.split} leaves blocks without work, K={depth} has {_steps(depth)} steps of "
+            f"{_BLOCK_K}; take a split of at most that, as `candidates` does"
+        )
     along_n = major_b(b) is Major.MN
     token_rows = min(rows, config.tokens)  # rows that do not exist are not read: their sums are never stored
-    if along_n:
-        weights = tensor_map(b, (1, _CHUNK, _CHUNK), swizzle=_SPAN)
-    else:
-        weights = tensor_map(b.mT, (1, config.block_n, _CHUNK), swizzle=_SPAN)
-    tokens = tensor_map(a, (1, token_rows, _CHUNK), swizzle=_SPAN)
     params = Params(
-        kBlockN=config.block_n,
-        kBlockK=config.block_k,
         kTokens=config.tokens,
         kStages=config.stages,
         kSplit=config.split,
         kCtas=config.ctas,
-        kAhead=2 if config.ctas == 1 else 1,
-        kOverlap=config.ctas == 1,
         kMnMajor=along_n,
         kActivation=ACTIVATIONS.index(activation),
         Element=a.dtype,
@@ -136,8 +127,8 @@ def gemm(
         Addend=d.dtype if c is None else c.dtype,
     )
     args = (
-        weights,
-        tokens,
+        tensor_map(b if along_n else b.mT, (1, _BLOCK_N, _CHUNK), swizzle=_SPAN),
+        tensor_map(a, (1, token_rows, _CHUNK), swizzle=_SPAN),
         d,
         0 if bias is None else bias,
         0 if c is None else c,
@@ -152,14 +143,12 @@ def gemm(
         token_rows,
         collecting() is None and _stores_vectors(d),
     )
-    clusters = batches * _tiles(config, rows, columns)
-    if config.persistent:
-        clusters = min(clusters, _resident(config.split, config.ctas, device_info(d.device).sm_count))
+    clusters = min(batches * _tiles(config, rows, columns), _resident(config.split, config.ctas, usable_sms(d.device)))
     KERNEL(
         (clusters * config.split,),
         args,
         params,
-        block=2 * config.block_n + 32,
+        block=_THREADS,
         shared_bytes=shared_bytes(config),
         cluster=(config.split, 1, 1) if config.split > 1 else None,
     )
@@ -176,68 +165,86 @@ def _stores_vectors(d: Tensor) -> bool:
 _SHARED = {1: 232448, 2: 115712, 3: 76800}
 """Bytes a block may have so that 1, 2, 3 fit into the 228 KB of a multiprocessor, 1 KB of each for the system."""
 
-_PROCESSORS = (18, 18, 16, 16, 16, 16, 16, 16)
-"""Multiprocessors of each GPC of an H200.  A cluster stays in one, so that some of them may find no work."""
+_H200 = 132
+_CLUSTERS = {  # ctas: {split: clusters}
+    1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7},
+    2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30, 16: 14},
+}
+"""Clusters that run at one time on the 132 multiprocessors of an H200: cuOccupancyMaxActiveClusters, 2026-11.  They lie in
+one GPC each and leave some multiprocessors over, which ones no model of 18 or 16 a GPC says."""
+
+_USABLE = 0.85
+"""Of other machines, clusters of more than two can use about so much: 119 of 132 at the median of the table, 102 at the
+least.  A grid that does not fit is computed right, only later."""
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: the ring with its barriers, and what its warpgroups have."""
-    return config.stages * _stage_bytes(config) + _fixed_bytes(config) + 16 * config.stages
+    """Dynamic shared memory of a block: the ring with its barriers, and what its warpgroup has."""
+    return config.stages * (_stage_bytes(config.tokens) + 16) + _fixed_bytes(config.tokens, config.split)
 
 
-def _stage_bytes(config: Config) -> int:
-    return (config.block_n + config.tokens) * config.block_k * 2
+def _stage_bytes(tokens: int) -> int:
+    return (_BLOCK_N + tokens) * _BLOCK_K * 2
 
 
-def _fixed_bytes(config: Config) -> int:
-    """What each math warpgroup has beside the ring: parcels received from its cluster, the result, two barriers."""
-    share = -(-config.tokens // 8 // config.split)  # parcels of eight tokens that a block of a cluster owns
-    received = config.split * share * _PARCEL if config.split > 1 else 0
-    return config.block_n // 64 * (received + share * 8 * _PITCH * 4 + 16)
+def _fixed_bytes(tokens: int, split: int) -> int:
+    """What lies beside the ring: parcels received from the cluster, the result, two barriers."""
+    share = -(-tokens // 8 // split)  # parcels of eight tokens that a block of a cluster owns
+    received = split * share * _PARCEL if split > 1 else 0
+    return received + share * 8 * _PITCH * 4 + 16
 
 
-@cache
 def _resident(split: int, ctas: int, processors: int) -> int:
     """Clusters that run at one time."""
-    gpcs = _PROCESSORS if processors == sum(_PROCESSORS) else (processors,)
-    return max(1, sum(size * ctas // split for size in gpcs))
+    if split == 1:
+        return processors * ctas
+    if processors != _H200 or split not in _CLUSTERS[1]:
+        return max(1, int(processors * ctas * (1 if split == 2 else _USABLE)) // split)
+    return _CLUSTERS[ctas][split] if ctas in _CLUSTERS else _CLUSTERS[2][split] * ctas // 2
 
 
 def _tiles(config: Config, rows: int, columns: int) -> int:
-    return -(-rows // config.tokens) * -(-columns // config.block_n)
+    return -(-rows // config.tokens) * -(-columns // _BLOCK_N)
+
+
+def _steps(depth: int) -> int:
+    return -(-depth // _BLOCK_K)
 
 
 # ---------------------------------------------------------------------------------------------------- what to choose
 
-_READ = 4.4e6  # bytes a microsecond: the memory
-_L2 = 6.0e6  # the L2
-_PROCESSOR = 50e3  # one multiprocessor at most; more of them must take part to keep the memory busy
-_LATENCY = 1.0  # microseconds from asking for bytes to having them, under load
-_GATHER = 0.3  # microseconds to meet the other blocks of a cluster and add their sums, and 0.03 for each of them
-_PLANNED = sum(_PROCESSORS)
+_READ = 4.1e6  # bytes a microsecond: the memory, as these kernels read it
+_L2 = 8e6  # the L2
+_PROCESSOR = 100e3  # one multiprocessor
+_IDLE = 0.05  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
+_STEP = 0.1  # microseconds of a warpgroup for a stage that has landed
+_EPILOGUE = 1.0 / MAX_ROWS  # and for each token of a tile
+_AHEAD = 0.25  # of the ring holds bytes of the next tile as a round ends
 
 
 def predicted_us(config: Config, rows: int, columns: int, depth: int) -> float:
     """Microseconds from the first byte asked for to the last sum written, without what all configs have in common.
 
-    Clusters that run at one time share the memory; those that are left for a last, thinner round share it too, each up
-    to what its multiprocessors can take in and its rings keep on the way.
+    Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round has
+    fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
+    their bytes came while the round before ended.  The constants are fitted to 52 pairs of shape and M on an H200, where
+    what `configure` chooses is 1.4 % from the best of all configs on average and 12 % at worst.
     """
-    tiles = _tiles(config, rows, columns)
-    weights = columns * depth * 2 / -(-columns // config.block_n)
-    both = weights + min(rows, config.tokens) * depth * 2
+    weights, both = _BLOCK_N * _BLOCK_K * 2, (_BLOCK_N + min(rows, config.tokens)) * _BLOCK_K * 2
+    steps = -(-_steps(depth) // config.split)
 
-    def stream(clusters: int) -> float:
-        if clusters == 0:
-            return 0
-        crowd = -(-clusters * config.split // _PLANNED)  # blocks on the fullest multiprocessor
-        rate = min(_PROCESSOR / crowd, config.stages * _stage_bytes(config) / _LATENCY)
-        return max(clusters * weights / _READ, clusters * both / _L2, both / config.split / rate)
+    def step(clusters: int) -> float:
+        """One stage for each block of so many clusters."""
+        share = clusters * config.split / _H200  # blocks a multiprocessor
+        memory = share * _H200 * weights / _READ / min(1, share) ** _IDLE
+        return max(memory, share * _H200 * both / _L2, max(1, share) * both / _PROCESSOR)
 
-    resident = _resident(config.split, config.ctas, _PLANNED)
-    rounds, rest = divmod(tiles, resident)
-    meeting = 0 if config.split == 1 else _GATHER + 0.03 * config.split
-    return rounds * stream(resident) + stream(rest) + meeting
+    resident = _resident(config.split, config.ctas, _H200)
+    rounds, rest = divmod(_tiles(config, rows, columns), resident)
+    epilogue = _EPILOGUE * config.tokens
+    full = rounds * max(steps * step(resident), steps * _STEP + epilogue)
+    landed = _AHEAD * min(steps, config.stages) if rounds else 0
+    return full + ((steps - landed) * step(rest) if rest else 0) + epilogue
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -247,17 +254,15 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 30 of least predicted time; and of those with more tiles than fit at one time, eight that do not persist."""
+    """The 24 of least predicted time."""
     rows, columns, depth = bucket[:3]
-    space = (_config(*blocks, _tokens(rows), split) for blocks in _BLOCKS for split in _SPLITS)
-    best = _ranked((c for c in space if c is not None), rows, columns, depth)[:30]
-    several = [c for c in best if _tiles(c, rows, columns) > _resident(c.split, c.ctas, _PLANNED)]
-    return (*best, *(c._replace(persistent=False) for c in several[:8]))
+    space = (_config(_tokens(rows), split, ctas) for ctas in _SHARED for split in (1, *_CLUSTERS[1]))
+    return tuple(_ranked((c for c in space if c is not None), rows, columns, depth)[:24])
 
 
 def _ranked(configs: Iterable[Config], rows: int, columns: int, depth: int) -> list[Config]:
     """Best first: those whose tokens fit `rows`, with K for every block of a cluster."""
-    fitting = [c for c in configs if c.tokens == _tokens(rows) and c.split <= -(-depth // c.block_k)]
+    fitting = [c for c in configs if c.tokens == _tokens(rows) and c.split <= _steps(depth)]
     return sorted(fitting, key=lambda c: predicted_us(c, rows, columns, depth))
 
 
@@ -265,29 +270,21 @@ def _tokens(rows: int) -> int:
     return next((t for t in _TOKENS if t >= rows), _TOKENS[-1])
 
 
-def _config(block_n: int, ctas: int, tokens: int, split: int) -> Config | None:
+def _config(tokens: int, split: int, ctas: int) -> Config | None:
     """The config with the deepest ring; None if it keeps too little of the weights on their way."""
-    block_k = 128 if block_n == 64 and tokens <= 16 else 64  # stages of 16 KB of weights, 8 where tokens are many
-    made = Config(block_n, block_k, tokens, 1, split, ctas, True)
-    stages = (_SHARED[ctas] - _fixed_bytes(made)) // (_stage_bytes(made) + 16)
-    in_flight = ctas * stages * block_n * block_k * 2
-    return made._replace(stages=stages) if in_flight >= _IN_FLIGHT else None
+    stages = (_SHARED[ctas] - _fixed_bytes(tokens, split)) // (_stage_bytes(tokens) + 16)
+    in_flight = ctas * stages * _BLOCK_N * _BLOCK_K * 2
+    return Config(tokens, stages, split, ctas) if stages >= 2 and in_flight >= _IN_FLIGHT else None
 
 
 _TOKENS = (8, 16, 32, 64)
-_BLOCKS = ((64, 1), (64, 2), (64, 3), (128, 1), (128, 2), (256, 1))  # block_n, ctas
-_SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 _IN_FLIGHT = 64 << 10  # bytes of weights a multiprocessor waits for, at least
 
-# What `configure` chooses from: block_n, ctas and splits.  Up to 16 tokens cost little, and small tiles balance best.
-_FEW = ((64, 1, (1, 2, 4, 8)), (64, 2, (1, 4)), (64, 3, (1,)), (128, 2, (1,)))
-_MANY = ((64, 1, (8,)), (64, 2, (4,)), (128, 1, (1, 2, 4, 8)), (256, 1, (1, 2, 4, 8)))
+# split, ctas: what measured best somewhere, or is needed between.  The model is 6 % off on average, which among more of
+# them would choose worse; the tuner tries all.
+_DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
 
 CONFIGS: tuple[Config, ...] = tuple(
-    made
-    for tokens in _TOKENS
-    for block_n, ctas, splits in (_FEW if tokens <= 16 else _MANY)
-    for split in splits
-    if (made := _config(block_n, ctas, tokens, split)) is not None
+    made for tokens in _TOKENS for split, ctas in _DEFAULTS if (made := _config(tokens, split, ctas)) is not None
 )
 """Every config that `configure` can return."""

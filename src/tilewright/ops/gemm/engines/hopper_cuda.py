@@ -16,18 +16,16 @@ class Config(NamedTuple):
     """The engine and its configuration; fields that belong to the other one keep their defaults."""
 
     kernel: str  # "dense" or "few_rows"
-    block_n: int
     stages: int
     block_m: int = 0
+    block_n: int = 0
     cluster_m: int = 0
     cluster_n: int = 0
     band: int = 0
     lag: int = 0
-    block_k: int = 0
     tokens: int = 0
     split: int = 0
     ctas: int = 0
-    persistent: bool = False
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:

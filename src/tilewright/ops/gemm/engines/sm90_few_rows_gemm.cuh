@@ -9,13 +9,11 @@
 // block 0, 1, ... in this order, and writes the result: one launch, no workspace, no fence, the same bits every time.
 //
 // Bytes in flight.  One thread keeps a ring of kStages stages of weights and tokens full, across the tiles of its block:
-// the next tile streams in during the epilogue of this one.  Stage: kBlockK of K; weights kBlockN x 128 bytes for each
-// 64 of K, tokens (as many rows as there are) x 128 bytes, which come from the L2 again for every tile of weights.
+// the next tile streams in during the epilogue of this one.  A stage is 128 of K of 64 weight rows, 16 KB, and of the
+// tokens, as many rows as there are, which come from the L2 again for every tile of weights.  One warpgroup multiplies.
 //
-// Each math warpgroup owns 64 of the kBlockN weight rows and works alone: its own sums, its own barriers.
-//
-// Config: kBlockN, kBlockK, kTokens, kStages, kSplit, kCtas (blocks a multiprocessor), kMnMajor (weights run along N),
-// kActivation (index of ACTIVATIONS in operands.py), Element, Out, Bias, Addend.
+// Config: kTokens, kStages, kSplit (at most the steps of K), kCtas (blocks a multiprocessor), kMnMajor (weights run along
+// N), kActivation (index of ACTIVATIONS in operands.py), Element, Out, Bias, Addend.
 #pragma once
 
 #include <tilewright/activation.cuh>
@@ -26,12 +24,15 @@
 
 namespace tilewright {
 
-constexpr u32 kSpan = 128;                 // bytes of a row of a box, and the swizzle
-constexpr u32 kChunk = kSpan / 2;          // elements of 16 bits in it
-constexpr u32 kGroupRows = 64;             // weight rows of a warpgroup
-constexpr u32 kBox = kGroupRows * kSpan;   // their bytes for one chunk of K
-constexpr u32 kPitch = kGroupRows + 4;     // floats from token to token of the result: writes fall into 32 banks
-constexpr u32 kParcel = 128 * 16;          // bytes of the sums of 64 weight rows and eight tokens
+constexpr u32 kBlockN = 64, kBlockK = 128;      // weight rows of a tile, K of a stage
+constexpr u32 kSpan = 128;                      // bytes of a row of a box, and the swizzle
+constexpr u32 kChunk = kSpan / 2;               // elements of 16 bits in it
+constexpr u32 kChunks = kBlockK / kChunk;       // boxes of a stage, for weights and for tokens
+constexpr u32 kBox = kBlockN * kSpan;           // bytes of one of weights
+constexpr u32 kPitch = kBlockN + 4;             // floats from token to token of the result: writes fall into 32 banks
+constexpr u32 kMath = 128, kThreads = kMath + 32;  // the warpgroup that multiplies, and the producer's warp
+constexpr u32 kParcel = kMath * 16;             // bytes of the sums of 64 weight rows and eight tokens
+constexpr u32 kAllThreads = 1, kMathThreads = 2;  // named barriers
 
 // What the epilogue needs beside the sums; c may be d.  A null pointer: not there.  Strides in elements.
 template <typename Config> struct Output {
@@ -45,18 +46,29 @@ template <typename Config> struct Output {
 
 // Where things lie in shared memory.
 template <typename Config> struct Layout {
-    static constexpr u32 kGroups = Config::kBlockN / kGroupRows, kChunks = Config::kBlockK / kChunk;
-    static constexpr u32 kWeights = kChunks * kGroups * kBox, kTokenBox = Config::kTokens * kSpan;
+    static constexpr u32 kWeights = kChunks * kBox, kTokenBox = Config::kTokens * kSpan;
     static constexpr u32 kStage = kWeights + kChunks * kTokenBox;
     static constexpr u32 kParcels = Config::kTokens / 8, kShare = (kParcels + Config::kSplit - 1) / Config::kSplit;
-    static constexpr u32 kReceived = Config::kStages * kStage;  // of each warpgroup [kSplit][kShare] parcels
-    static constexpr u32 kGroupReceived = Config::kSplit > 1 ? Config::kSplit * kShare * kParcel : 0;
-    static constexpr u32 kResult = kReceived + kGroups * kGroupReceived;  // and [8 kShare][kPitch] floats
-    static constexpr u32 kGroupResult = kShare * 8 * kPitch * sizeof(float);
-    static constexpr u32 kBarriers = kResult + kGroups * kGroupResult;
-    static_assert(Config::kBlockN % kGroupRows == 0 && Config::kBlockK % kChunk == 0, "whole boxes of weights");
+    static constexpr u32 kReceived = Config::kStages * kStage;  // [kSplit][kShare] parcels
+    static constexpr u32 kResult = kReceived + (Config::kSplit > 1 ? Config::kSplit * kShare * kParcel : 0);
+    static constexpr u32 kBarriers = kResult + kShare * 8 * kPitch * sizeof(float);  // after [8 kShare][kPitch] floats
     static_assert(Config::kTokens % 8 == 0 && Config::kTokens <= 64, "tokens are the N of a WGMMA, and fit the registers");
     static_assert(Config::kSplit >= 1 && Config::kSplit <= 16, "a cluster has at most 16 blocks");
+    static_assert(Config::kStages >= 2, "a stage may still be multiplied while the next one is");
+};
+
+// A cluster takes tiles index, index + clusters, ...; tiles of the same weights follow each other.
+template <typename Config> struct Tiles {
+    u32 rows, columns, all;  // counts
+    struct Corner { u32 row, column, batch; };
+
+    __device__ Tiles(u32 m, u32 n, u32 batches)
+        : rows((m + Config::kTokens - 1) / Config::kTokens), columns((n + kBlockN - 1) / kBlockN),
+          all(rows * columns * batches) {}
+
+    __device__ Corner corner(u32 tile) const {
+        return {tile % rows * Config::kTokens, tile / rows % columns * kBlockN, tile / rows / columns};
+    }
 };
 
 __device__ inline void load_shared(float (&value)[4], u32 address) {
@@ -70,7 +82,7 @@ __device__ inline void load_shared(float (&value)[4], u32 address) {
 template <typename Config, u32 kCount>
 __device__ inline void send(const float (&sums)[kCount], u32 received, const Barrier& landed, u32 rank, u32 height) {
     using Shape = Layout<Config>;
-    const u32 mine = received + rank * Shape::kShare * kParcel + threadIdx.x % 128 * 16;
+    const u32 mine = received + rank * Shape::kShare * kParcel + threadIdx.x * 16;
 #pragma unroll
     for (u32 p = 0; p < Shape::kParcels; ++p) {
         if (8 * p >= height) break;
@@ -87,7 +99,7 @@ template <typename Config> __device__ inline void add_up(float (&sum)[4], u32 re
     float part[kSplit][4];
 #pragma unroll
     for (u32 s = 0; s < kSplit; ++s) {
-        load_shared(part[s], received + (s * Layout<Config>::kShare + slot) * kParcel + threadIdx.x % 128 * 16);
+        load_shared(part[s], received + (s * Layout<Config>::kShare + slot) * kParcel + threadIdx.x * 16);
     }
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
@@ -141,43 +153,40 @@ __device__ inline void finish(
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_rows_gemm(
+__global__ void __launch_bounds__(kThreads, Config::kCtas) few_rows_gemm(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens, typename Config::Out* d,
     const typename Config::Bias* bias, const typename Config::Addend* c, const float* scale, i64 d_batch, i64 d_row,
     i64 c_batch, i64 c_row, float alpha, int rows, int columns, int depth, int batches, int token_rows, bool vectors) {
     using Shape = Layout<Config>;
     using Element = typename Config::Element;
     constexpr u32 kStages = Config::kStages, kSplit = Config::kSplit, kTokens = Config::kTokens;
-    constexpr u32 kGroups = Shape::kGroups, kChunks = Shape::kChunks;
-    constexpr u32 kThreads = 2 * Config::kBlockN + 32, kStarted = 15;  // a named barrier; 1 + g is that of warpgroup g
+    // A block alone on its multiprocessor: one group of WGMMA stays in flight while the next stage is waited for, and two
+    // stages are fetched ahead.  With others beside it they fill the pauses, and their rings are too short to give away.
+    constexpr bool kAlone = Config::kCtas == 1;
+    constexpr u32 kAhead = kAlone ? 2 : 1;
     static_assert(sizeof(Element) == 2, "boxes hold 64 elements of K");
 
     extern __shared__ __align__(1024) u8 shared[];
     Barrier* const full = reinterpret_cast<Barrier*>(shared + Shape::kBarriers);  // [kStages]
     Barrier* const empty = full + kStages;                                       // [kStages]
-    Barrier* const received = empty + kStages;  // [kGroups] parcels of all blocks of the cluster lie in ours
-    Barrier* const taken = received + kGroups;  // [kGroups] and all blocks have read theirs
+    Barrier& received = empty[kStages];  // parcels of all blocks of the cluster lie in ours
+    Barrier& taken = empty[kStages + 1];  // and all blocks have read theirs
 
-    // A cluster takes tiles index, index + clusters, ...; tiles of the same weights follow each other.
-    const u32 rank = cluster_rank(), clusters = gridDim.x / kSplit;
-    const u32 row_tiles = (rows + kTokens - 1) / kTokens;
-    const u32 column_tiles = (columns + Config::kBlockN - 1) / Config::kBlockN;
-    const u32 tiles = row_tiles * column_tiles * batches;
-    const u32 steps = (depth + Config::kBlockK - 1) / Config::kBlockK;  // beyond K the copy engine reads zeros
-    const u32 begin = steps * rank / kSplit, end = steps * (rank + 1) / kSplit;
+    const Tiles<Config> tiles(rows, columns, batches);
+    const u32 rank = cluster_rank(), first = blockIdx.x / kSplit, clusters = gridDim.x / kSplit;
+    const u32 steps = (depth + kBlockK - 1) / kBlockK;  // beyond K the copy engine reads zeros
+    const u32 begin = steps * rank / kSplit, end = steps * (rank + 1) / kSplit;  // one step at least: kSplit <= steps
 
-    const bool producer = warp_index() == 4 * kGroups;
+    const bool producer = warp_index() == kMath / 32;
     if (producer && elect_one()) {
         tma_prefetch(weights);
         tma_prefetch(tokens);
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
-            empty[i].init(4 * kGroups);  // one arrival a warp
+            empty[i].init(kMath / 32);  // one arrival a warp
         }
-        for (u32 g = 0; g < kGroups; ++g) {
-            received[g].init(1);
-            taken[g].init(kSplit);
-        }
+        received.init(1);
+        taken.init(kSplit);
         fence_barrier_init();
     }
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
@@ -185,19 +194,14 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
     if constexpr (kSplit > 1) arrive_at_cluster();
     let_next_kernel_start();
     if (producer && elect_one()) {
-        // The first weights come to the L2 while the kernel before this one ends.
-        const u32 tile = blockIdx.x / kSplit;
-        const u32 column = tile / row_tiles % column_tiles * Config::kBlockN, batch = tile / row_tiles / column_tiles;
-        for (u32 step = begin; step < min(end, begin + Config::kAhead); ++step) {
+        // The first weights come to the L2 while the kernel before this one ends.  Not more of them: 25 % slower.
+        const auto at = tiles.corner(first);
+        for (u32 step = begin; step < min(end, begin + kAhead); ++step) {
 #pragma unroll
             for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-                const u32 k = step * Config::kBlockK + chunk * kChunk;
-                if constexpr (Config::kMnMajor) {
-#pragma unroll
-                    for (u32 g = 0; g < kGroups; ++g) tma_fetch(weights, column + g * kGroupRows, k, batch);
-                } else {
-                    tma_fetch(weights, k, column, batch);
-                }
+                const u32 k = step * kBlockK + chunk * kChunk;
+                if constexpr (Config::kMnMajor) tma_fetch(weights, at.column, k, at.batch);
+                else tma_fetch(weights, k, at.column, at.batch);
             }
         }
     }
@@ -205,13 +209,11 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
     wait_for_previous_kernel();
 
     if (producer) {
-        if constexpr (kSplit == 1) arrive_at(kStarted, kThreads);
+        if constexpr (kSplit == 1) arrive_at(kAllThreads, kThreads);
         if (elect_one()) {
             Ring<kStages> ring;
-            for (u32 tile = blockIdx.x / kSplit; tile < tiles; tile += clusters) {
-                const u32 row = tile % row_tiles * kTokens;
-                const u32 column = tile / row_tiles % column_tiles * Config::kBlockN;
-                const u32 batch = tile / row_tiles / column_tiles;
+            for (u32 tile = first; tile < tiles.all; tile += clusters) {
+                const auto at = tiles.corner(tile);
                 for (u32 step = begin; step < end; ++step, ring.advance()) {
                     u8* const stage = shared + ring.stage * Shape::kStage;
                     Barrier& landed = full[ring.stage];
@@ -219,17 +221,14 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
                     landed.expect(Shape::kWeights + kChunks * token_rows * kSpan);  // a box at an edge counts in full
 #pragma unroll
                     for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-                        const u32 k = step * Config::kBlockK + chunk * kChunk;
-                        u8* const to = stage + chunk * kGroups * kBox;
+                        const u32 k = step * kBlockK + chunk * kChunk;
+                        u8* const to = stage + chunk * kBox;
                         if constexpr (Config::kMnMajor) {
-#pragma unroll
-                            for (u32 g = 0; g < kGroups; ++g) {
-                                tma_load(to + g * kBox, weights, landed, column + g * kGroupRows, k, batch, Keep::NotAtAll);
-                            }
+                            tma_load(to, weights, landed, at.column, k, at.batch, Keep::NotAtAll);
                         } else {
-                            tma_load(to, weights, landed, k, column, batch, Keep::NotAtAll);
+                            tma_load(to, weights, landed, k, at.column, at.batch, Keep::NotAtAll);
                         }
-                        tma_load(stage + Shape::kWeights + chunk * Shape::kTokenBox, tokens, landed, k, row, batch,
+                        tma_load(stage + Shape::kWeights + chunk * Shape::kTokenBox, tokens, landed, k, at.row, at.batch,
                                  Keep::Longest);
                     }
                 }
@@ -240,48 +239,42 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
         return;
     }
     if constexpr (kSplit == 1) {
-        sync_threads(kStarted, kThreads);
+        sync_threads(kAllThreads, kThreads);
     } else {
         wait_for_cluster();
     }
 
-    const u32 group = warp_index() / 4, thread = threadIdx.x % 128;
-    const u32 parcels = shared_address(shared + Shape::kReceived + group * Shape::kGroupReceived);
-    float* const result = reinterpret_cast<float*>(shared + Shape::kResult + group * Shape::kGroupResult);
+    const u32 parcels = shared_address(shared + Shape::kReceived);
+    float* const result = reinterpret_cast<float*>(shared + Shape::kResult);
     const u32 first_token = rank * Shape::kShare * 8;  // of those that this block owns
-    const u32 row_of_thread = thread / 16, column_of_thread = thread % 16 * 4;  // in the epilogue
+    const u32 row_of_thread = threadIdx.x / 16, column_of_thread = threadIdx.x % 16 * 4;  // in the epilogue
     const float factor = scale == nullptr ? alpha : alpha * *scale;
     const Output<Config> out{d, bias, c, d_batch, d_row, c_batch, c_row, columns, vectors};
 
     Ring<kStages> ring;
     u32 parity = 0;  // of `received` and `taken`, which go through one phase a tile
-    for (u32 tile = blockIdx.x / kSplit; tile < tiles; tile += clusters, parity ^= 1) {
-        const u32 row = tile % row_tiles * kTokens;
-        const u32 column = tile / row_tiles % column_tiles * Config::kBlockN + group * kGroupRows + column_of_thread;
-        const u32 batch = tile / row_tiles / column_tiles;
+    for (u32 tile = first; tile < tiles.all; tile += clusters, parity ^= 1) {
+        const auto at = tiles.corner(tile);
+        const u32 column = at.column + column_of_thread;
         float shift[4];  // the bias, asked for long before it is needed
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             shift[i] = bias != nullptr && column + i < u32(columns) ? to_float(bias[column + i]) : 0;
         }
 
-        const u32 height = min(kTokens, u32(rows) - row);
+        const u32 height = min(kTokens, u32(rows) - at.row);
         const u32 own_tokens = height > first_token ? min(height - first_token, Shape::kShare * 8) : 0;
-        if (kSplit > 1 && thread == 0) received[group].expect((own_tokens + 7) / 8 * kSplit * kParcel);
+        if (kSplit > 1 && threadIdx.x == 0) received.expect((own_tokens + 7) / 8 * kSplit * kParcel);
 
         float sums[kTokens / 2];
-        if (begin == end) {
-#pragma unroll
-            for (u32 i = 0; i < kTokens / 2; ++i) sums[i] = 0;
-        }
-        u32 last = 0;
+        u32 last = 0;  // the stage of the step before
         for (u32 step = begin; step < end; ++step, ring.advance()) {
             const u8* const stage = shared + ring.stage * Shape::kStage;
             full[ring.stage].wait(ring.parity);
             wgmma_fence();
 #pragma unroll
             for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-                const u64 a = wgmma_descriptor<kSpan>(stage + (chunk * kGroups + group) * kBox, 8 * kSpan, kBox);
+                const u64 a = wgmma_descriptor<kSpan>(stage + chunk * kBox, 8 * kSpan, kBox);
                 const u64 b = wgmma_descriptor<kSpan>(stage + Shape::kWeights + chunk * Shape::kTokenBox);
 #pragma unroll
                 for (u32 k = 0; k < kChunk / kWgmmaK<Element>; ++k) {
@@ -293,7 +286,7 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
                 }
             }
             wgmma_commit();
-            if constexpr (Config::kOverlap) {
+            if constexpr (kAlone) {
                 wgmma_wait<1>();  // the step before this one has read its stage
                 if (step > begin && lane_index() == 0) empty[last].arrive();
                 last = ring.stage;
@@ -302,7 +295,7 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
                 if (lane_index() == 0) empty[ring.stage].arrive();
             }
         }
-        if (Config::kOverlap && begin < end) {
+        if constexpr (kAlone) {
             wgmma_wait<0>(sums);
             if (lane_index() == 0) empty[last].arrive();
         }
@@ -313,9 +306,9 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
 #pragma unroll
             for (u32 i = 0; i < kTokens / 2; ++i) own[i] = sums[i];
         } else {
-            wait_in_cluster(taken[group], parity ^ 1);  // parcels of the tile before
-            send<Config>(sums, parcels, received[group], rank, height);
-            wait_in_cluster(received[group], parity);
+            wait_in_cluster(taken, parity ^ 1);  // parcels of the tile before
+            send<Config>(sums, parcels, received, rank, height);
+            wait_in_cluster(received, parity);
 #pragma unroll
             for (u32 p = 0; p < Shape::kShare; ++p) {
                 if (8 * p >= own_tokens) break;
@@ -327,19 +320,19 @@ __global__ void __launch_bounds__(2 * Config::kBlockN + 32, Config::kCtas) few_r
         }
 
         // Transposed, so that threads write neighbouring columns of a row of D.
-        sync_threads(1 + group, 128);  // the tile before has been written
+        sync_threads(kMathThreads, kMath);  // the tile before has been written
 #pragma unroll
         for (u32 i = 0; i < 4 * Shape::kShare; ++i) {
             const u32 token = i / 4 * 8 + fragment_column() + i % 2, weight = fragment_row() + i % 4 / 2 * 8;
             if (token < own_tokens) result[token * kPitch + weight] = own[i];
         }
-        sync_threads(1 + group, 128);
+        sync_threads(kMathThreads, kMath);
         // Parcels have been read.  Nobody waits for the last word of this, and a block that has ended could not hear it.
-        if (kSplit > 1 && tile + clusters < tiles && thread < kSplit) taken[group].free_in_cluster(thread);
+        if (kSplit > 1 && tile + clusters < tiles.all && threadIdx.x < kSplit) taken.free_in_cluster(threadIdx.x);
         for (u32 token = row_of_thread; token < own_tokens; token += 8) {
             float sum[4];
             load_shared(sum, shared_address(result + token * kPitch + column_of_thread));
-            if (column < u32(columns)) finish(sum, shift, factor, out, batch, row + first_token + token, column);
+            if (column < u32(columns)) finish(sum, shift, factor, out, at.batch, at.row + first_token + token, column);
         }
     }
 }

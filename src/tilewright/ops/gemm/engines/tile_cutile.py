@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.hardware import device_info
+from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.cutile_launch import Hints
 from tilewright.ops.gemm.engines.tile_cutile_kernel import kernel
 from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, Major, major_a, major_b
@@ -126,7 +126,7 @@ CONFIGS = _every_config()
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """`SPACE` with its bands; for few rows every width and depth, swapped or not."""
+    """`SPACE`, the widest tile also with other bands; for few rows every width and depth, swapped or not."""
     m, n, _, layout, aligned, _, _ = bucket
     fp8 = dtype == FP8
     step = BYTES_K // dtype.itemsize
@@ -141,13 +141,12 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
             if columns <= 128 or (swap and block_k == step)
         )
     found = [
-        Config(block_m, block_n, bytes_k // dtype.itemsize, warps, band, occupancy=occupancy, fast_acc=fp8)
+        Config(block_m, block_n, bytes_k // dtype.itemsize, warps, occupancy=occupancy, fast_acc=fp8)
         for block_m, block_n, warps, occupancy, depths in SPACE
         for bytes_k in depths
-        for band in (8, 16)
     ]
-    best = found[2:4]  # 128x256, a whole swizzled row deep
-    found += [c._replace(slice_n=64) for c in best] + [best[0]._replace(band=4), best[0]._replace(band=32)]
+    best = found[1]  # 128x256, a whole swizzled row deep
+    found += [best._replace(slice_n=64), *(best._replace(band=band) for band in (4, 16, 32))]
     return tuple(c for c in found if c.block_n <= 2 * n)
 
 
@@ -185,7 +184,7 @@ def gemm(
     whole = c is not None or not config.slice_n  # c would be read without the copy engine too, which spills
     tiles = batch * -(-m // config.block_m) * -(-n // config.block_n)
     kernel(
-        (min(tiles, config.occupancy * max(1, device_info(d.device).sm_count)),),
+        (min(tiles, config.occupancy * max(1, usable_sms(d.device))),),
         (
             _plain(d),
             _plain(a.mT if a_turned else a),

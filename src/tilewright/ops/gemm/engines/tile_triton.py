@@ -185,7 +185,7 @@ def _multiply(
 ) -> None:
     """One launch of the GEMM; `d` has a batch for each part of K."""
     batch, m, k = a.shape
-    n = b.shape[2]
+    n, c = b.shape[2], finish[1]
     arch = _target(a)
     a_major, b_major = major_a(a), major_b(b)
     strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
@@ -194,15 +194,16 @@ def _multiply(
     if config.descriptors and expressible and _has_descriptors(arch):
         a_pitch, b_pitch = _pitches(a, 1 if a_major is Major.K else 2), _pitches(b, 2 if b_major is Major.K else 1)
         strides, descriptors = (*_pitches(d, 1), *a_pitch, a_pitch[1], *b_pitch, b_pitch[1]), True
-    fit = _fit(config, arch, a.element_size(), d.element_size(), finish[1], activation)
+    fit = _fit(config, arch, a.element_size(), d.element_size(), c, activation)
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid = (max(1, min(tiles, fit.programs * device_info(a.device).sm_count)),)
     args = (d, a, b, *finish, batch, m, n, k, splits, *strides, *finish_strides)
     constants = (
         activation, descriptors, a_major is Major.K, b_major is Major.K,
-        _vector(a, k if a_major is Major.K else m), _vector(b, k if b_major is Major.K else n), _vector(d, d.shape[2]),
-        splits > 1, k % config.block_k == 0, _wide(d, a, b, finish[1]), config.band, fit.parts, *config[:3],
+        _vector(a, k if a_major is Major.K else m), _vector(b, k if b_major is Major.K else n),
+        1 if c is None else _vector(c, c.shape[2]), _vector(d, d.shape[2]),
+        splits > 1, k % config.block_k == 0, _wide(d, a, b, c), config.band, fit.parts, *config[:3],
     )  # fmt: skip
     # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
     context = copy_context()
@@ -270,8 +271,8 @@ def _fit(config: Config, arch: str, itemsize: int, out_itemsize: int, c: Tensor 
     shared = SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
     amd = arch.startswith("gfx")
     direct = amd and c is None and not activation
-    staged = 4 if amd else out_itemsize + (0 if c is None else c.element_size())
-    staging = 0 if direct else config.block_m * 64 * staged
+    odd_c = c is not None and _vector(c, c.shape[2]) == 1  # then it is the accumulator that changes its layout
+    staged = 4 if amd else out_itemsize + (4 if odd_c else 0 if c is None else c.element_size())
     # Before sm_90, and on AMD, a warp multiplies from registers, which hold the oldest stage
     in_registers = 0 if _has_descriptors(arch) else 1
     most = min(config.num_stages, 3) if amd else config.num_stages  # its scalar registers hold three
@@ -280,11 +281,13 @@ def _fit(config: Config, arch: str, itemsize: int, out_itemsize: int, c: Tensor 
         block_n = min(block_n, 128)  # with a float32 c for a float32 result the registers are too few for 256 columns
     while True:
         stage = (config.block_m + block_n) * config.block_k * itemsize
+        columns = block_n if amd and odd_c else min(block_n, 64)
+        staging = 0 if direct else config.block_m * columns * staged
         stages = min(most, (shared - staging) // stage + in_registers)
         if stages >= 2 or block_n <= 64:
             break
         block_n //= 2
     stages = max(stages, 1)
-    needed = (stages - in_registers) * stage + staging
+    needed = max((stages - in_registers) * stage + staging, stage)
     parts = 1 if direct else -(-block_n // 64)
-    return _Fit(config._replace(num_stages=stages, block_n=block_n), parts, max(1, shared // max(needed, stage)))
+    return _Fit(config._replace(num_stages=stages, block_n=block_n), parts, max(1, shared // needed))

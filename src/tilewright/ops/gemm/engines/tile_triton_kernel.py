@@ -93,7 +93,7 @@ def _factor(scale, alpha):
 @triton.jit
 def _finish(
     acc, factor, bias, c, batch, row, col, M, N, N_out, stride_bias, stride_cb, stride_cm, stride_cn,
-    ACT: tl.constexpr, PRECISE: tl.constexpr, WIDE: tl.constexpr,
+    VECTOR_C: tl.constexpr, ACT: tl.constexpr, PRECISE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip  # acc: (BLOCK_M, BLOCK_N) fp32 at (row, col)   bias: (N,)   c: (B, M, N_out) -> (BLOCK_M, BLOCK_N_out)
     z = acc * factor
     if bias is not None:
@@ -105,8 +105,10 @@ def _finish(
             col = col // 2
         offs_m = _offsets(z.shape[0], WIDE)[:, None]
         offs_n = _offsets(z.shape[1], WIDE)[None, :]
+        stride_cb = _multiple(stride_cb, VECTOR_C)
+        stride_cm = _multiple(stride_cm, VECTOR_C)
         at = c + (batch.to(tl.int64) * stride_cb + row.to(tl.int64) * stride_cm + col.to(tl.int64) * stride_cn)
-        inside = (offs_m < M - row) & (offs_n < N_out - col)
+        inside = (offs_m < M - row) & (offs_n < _multiple(N_out, VECTOR_C) - col)
         z += tl.load(at + (offs_m * stride_cm + offs_n * stride_cn), mask=inside, other=0.0).to(tl.float32)
     return z
 
@@ -125,7 +127,7 @@ def gemm_kernel(
     B, M, N, K, splits, stride_db, stride_dm, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
     stride_bias, stride_cb, stride_cm, stride_cn,
     ACT: tl.constexpr, DESCRIPTORS: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
-    VECTOR_A: tl.constexpr, VECTOR_B: tl.constexpr, VECTOR_D: tl.constexpr,
+    VECTOR_A: tl.constexpr, VECTOR_B: tl.constexpr, VECTOR_C: tl.constexpr, VECTOR_D: tl.constexpr,
     SPLIT: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +214,7 @@ def gemm_kernel(
             here = col + i * (BLOCK_N // PARTS)
             value = _finish(
                 parts[i], factor, bias, c, batch, row, here, M, N, N_out,
-                stride_bias, stride_cb, stride_cm, stride_cn, ACT, PRECISE, WIDE,
+                stride_bias, stride_cb, stride_cm, stride_cn, VECTOR_C, ACT, PRECISE, WIDE,
             ).to(d.dtype.element_ty)  # fmt: skip
             if DESCRIPTORS:
                 d_desc.store([at, row, here // GATED], value.reshape(1, BLOCK_M, WIDTH))
@@ -240,7 +242,7 @@ def reduce_kernel(
         acc += tl.load(partials + line * N + col + (offs_m * N + offs_n), mask=inside, other=0.0)
     value = _finish(
         acc, _factor(scale, alpha), bias, c, batch, row, col, M, N, N // GATED,
-        stride_bias, stride_cb, stride_cm, stride_cn, ACT, d.dtype.element_ty == tl.float32, WIDE,
+        stride_bias, stride_cb, stride_cm, stride_cn, 1, ACT, d.dtype.element_ty == tl.float32, WIDE,
     )  # fmt: skip
     value = value.to(d.dtype.element_ty)
     _store(d, value, batch, row, col // GATED, M, N // GATED, stride_db, stride_dm, WIDE)
