@@ -23,7 +23,9 @@ pytestmark = [
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_120")
 # Bytes of stack a thread.  At N=8192 the backward of add_rms_norm holds four rows; ptxas for sm_120 misses by a little.
-ALLOWED = {("rms_norm_backward_kernel", "sm_120"): 16}
+# Operands that are not aligned come element by element through registers, which sm_120 needs for the accumulator: its
+# matrix unit reads nothing else.  Aligned products spill nowhere, says tests/ops/gemm.
+ALLOWED = {("rms_norm_backward_kernel", "sm_120"): 16, ("gemm_kernel", "sm_120"): 1136}
 # One engine multiplies for several ops, and tests/ops/gemm compiles its configurations: here are the forms of a call,
 # by the first words of their cases: layouts, few rows, epilogues, results of float32, operands that are not aligned.
 PRODUCTS = {

@@ -193,6 +193,8 @@ def test_two_devices(place):
 @on_every_kernel
 @pytest.mark.parametrize("m", [1, 64, 256])
 def test_a_second_call_is_a_replay(m, place):
+    if place.backend == "triton":
+        pytest.skip("its descriptors lie in memory that Triton allocates at each launch: no tape")
     raw = contract("matmul").forward
     raw.forget_plans()
     for _ in range(3):

@@ -132,10 +132,11 @@ def test_c_may_be_the_output(engine, splits):
 
 
 def test_strided_bias_and_c(engine):
-    problem = whole(20, 48, 64)
+    problem = whole(24, 48, 64)
     bias = torch.randn(96).bfloat16()[::2]
-    wide_rows, columns = torch.randn(1, 20, 64).bfloat16()[..., 3:51], torch.randn(1, 48, 20).bfloat16().mT
-    for c in (wide_rows, columns):
+    odd_rows, even_rows = (torch.randn(1, 24, width).bfloat16()[..., -48:] for width in (51, 56))
+    columns = torch.randn(1, 48, 24).bfloat16().mT
+    for c in (odd_rows, even_rows, columns, columns[:, :1].expand(1, 24, 48)):
         strided = problem._replace(bias=bias, c=c)
         check(run(engine, strided, engine.Config(16, 32, 32, 4, 3, 2, True, 1)), strided)
 

@@ -1,10 +1,9 @@
 """The engine for few rows: what it chooses, refuses, launches and compiles; on a Hopper GPU, what it computes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
 from tilewright.ops.gemm.engines import few_rows_cuda as engine
@@ -35,9 +34,9 @@ def bucket(rows, columns, depth):
     return rows, columns, depth, 0, 1, 2, 0
 
 
-def deepest(block_n, ctas, tokens, split):
+def deepest(tokens, split, ctas):
     """The config with the deepest ring that shared memory has room for."""
-    config = engine._config(block_n, ctas, tokens, split)
+    config = engine._config(tokens, split, ctas)
     assert config is not None
     return config
 
@@ -59,13 +58,13 @@ def operands(rows, columns, depth, dtype=bf16, layout="nt", batch=1, device="cpu
 @pytest.mark.parametrize("rows", ROWS)
 def test_candidates_are_legal_and_few(rows, columns, depth):
     found = engine.candidates(bucket(rows, columns, depth), bf16)
-    assert 4 <= len(found) <= 40
+    assert 4 <= len(found) <= 24
     assert len(set(found)) == len(found)
     for config in found:
         assert config.tokens >= rows
         assert config.stages >= 2
         assert engine.shared_bytes(config) <= engine._SHARED[config.ctas]
-        assert config.split <= -(-depth // config.block_k), "every block of a cluster has some of K"
+        assert config.split <= -(-depth // 128), "every block of a cluster has some of K"
 
 
 @pytest.mark.parametrize(("columns", "depth"), SHAPES)
@@ -73,37 +72,49 @@ def test_candidates_are_legal_and_few(rows, columns, depth):
 def test_the_default_is_a_listed_config_and_keeps_the_memory_busy(rows, columns, depth):
     config = engine.configure(bucket(rows, columns, depth), bf16)
     assert config in engine.CONFIGS
-    in_flight = config.ctas * config.stages * config.block_n * config.block_k * 2
-    assert in_flight >= 64 << 10
-    blocks = config.split * -(-columns // config.block_n)
+    assert config.ctas * config.stages * 64 * 128 * 2 >= 64 << 10
+    blocks = config.split * -(-columns // 64)
     assert blocks >= 66, "half the multiprocessors at least, else their intake is the limit"
 
 
-def test_few_tiles_are_split_and_many_are_not():
-    assert engine.configure(bucket(1, 576, 7168), bf16).split == 8
-    assert engine.configure(bucket(1, 2112, 7168), bf16).split == 4
-    assert engine.configure(bucket(1, 24576, 1536), bf16).split == 1
-    assert engine.configure(bucket(1, 129280, 7168), bf16).split == 1
-
-
-def test_many_tokens_take_wide_tiles():
-    assert engine.configure(bucket(1, 28672, 4096), bf16).block_n < 256
-    assert engine.configure(bucket(64, 28672, 4096), bf16).block_n == 256
+def test_few_tiles_are_split_and_short_k_is_not():
+    assert engine.configure(bucket(1, 576, 7168), bf16).split == 8, "9 tiles"
+    assert engine.configure(bucket(1, 1536, 7168), bf16).split == 4, "24 tiles"
+    assert engine.configure(bucket(1, 4096, 4096), bf16).split == 2, "64 tiles"
+    assert engine.configure(bucket(1, 32768, 512), bf16).split == 1, "512 tiles of four steps: meeting costs more"
+    assert engine.configure(bucket(1, 576, 256), bf16).split <= 2, "two steps"
 
 
 def test_a_prediction_is_never_under_the_time_to_read_the_weights():
     for columns, depth in SHAPES:
         for config in engine.candidates(bucket(1, columns, depth), bf16):
-            assert engine.predicted_us(config, 1, columns, depth) >= columns * depth * 2 / engine._READ * 0.999
+            bytes_of_weights = columns * depth * 2
+            assert engine.predicted_us(config, 1, columns, depth) >= 0.8 * bytes_of_weights / engine._READ
 
 
-def test_resident_clusters_stay_inside_a_gpc():
+def test_more_work_is_predicted_to_take_longer():
+    config = deepest(64, 2, 1)
+    times = [engine.predicted_us(config, 1, columns, 4096) for columns in (64, 1024, 4096, 28672, 128256)]
+    assert times == sorted(times)
+    assert engine.predicted_us(config, 64, 4096, 4096) > engine.predicted_us(config, 1, 4096, 4096)
+    assert engine.predicted_us(config, 1, 4096, 8192) > 1.9 * engine.predicted_us(config, 1, 4096, 4096) - 1
+
+
+def test_clusters_that_run_at_one_time_are_those_the_driver_counted():
     assert engine._resident(1, 1, 132) == 132
-    assert engine._resident(2, 2, 132) == 132
-    assert engine._resident(4, 1, 132) == 32, "two multiprocessors of an 18 are left over"
-    assert engine._resident(4, 2, 132) == 66
-    assert engine._resident(8, 1, 132) == 16
-    assert engine._resident(8, 1, 4) == 1, "a small machine still gets one"
+    assert engine._resident(2, 1, 132) == 66
+    assert engine._resident(4, 1, 132) == 30, "120 of 132 multiprocessors"
+    assert engine._resident(4, 2, 132) == 62
+    assert engine._resident(4, 3, 132) == 93
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("ctas", [1, 2, 3])
+def test_clusters_never_need_more_than_there_is(split, ctas):
+    for processors in (1, 4, 78, 114, 131, 132, 144):
+        clusters = engine._resident(split, ctas, processors)
+        assert clusters == 1 or clusters * split <= processors * ctas
+        assert engine._resident(split, ctas, 2 * processors) >= clusters >= 1
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -143,9 +154,9 @@ class Launches:
     """Stands where the kernel and the maps are, and notes what they are given."""
 
     def __init__(self, monkeypatch):
-        self.maps, self.calls = [], []
+        self.maps, self.calls, self.processors = [], [], 132
         monkeypatch.setattr(engine, "tensor_map", lambda t, box, **_: self.maps.append((tuple(t.shape), box)))
-        monkeypatch.setattr(engine, "device_info", lambda _: SimpleNamespace(sm_count=132))
+        monkeypatch.setattr(engine, "usable_sms", lambda _: self.processors)
         monkeypatch.setattr(engine, "KERNEL", lambda *args, **options: self.calls.append((*args, options)))
 
 
@@ -162,45 +173,50 @@ def run(config, a, b, activation="", out_dtype=bf16, **tensors):
 
 
 def test_boxes_hold_the_rows_that_exist(launches):
-    a, b = operands(3, 200, 96)
-    run(Config(128, 64, 8, 4, 2, 1, True), a, b)
-    assert launches.maps == [((1, 200, 96), (1, 128, 64)), ((1, 3, 96), (1, 3, 64))]
+    a, b = operands(3, 200, 320)
+    run(Config(8, 4, 2, 1), a, b)
+    assert launches.maps == [((1, 200, 320), (1, 64, 64)), ((1, 3, 320), (1, 3, 64))]
     (grid, args, params, options) = launches.calls[0]
-    assert grid == (2 * 2,)
-    assert options == {
-        "block": 288,
-        "shared_bytes": engine.shared_bytes(Config(128, 64, 8, 4, 2, 1, True)),
-        "cluster": (2, 1, 1),
-    }
-    assert args[-6:] == (3, 200, 96, 1, 3, True)
+    assert grid == (4 * 2,)
+    assert options == {"block": 160, "shared_bytes": engine.shared_bytes(Config(8, 4, 2, 1)), "cluster": (2, 1, 1)}
+    assert args[-6:] == (3, 200, 320, 1, 3, True)
     assert not params.kMnMajor
 
 
 def test_weights_along_n_come_in_boxes_of_64_by_64(launches):
     a, b = operands(8, 256, 128, layout="nn")
-    run(Config(256, 64, 8, 4, 1, 1, True), a, b)
+    run(Config(8, 4, 1, 1), a, b)
     assert launches.maps[0] == ((1, 128, 256), (1, 64, 64))
     assert launches.calls[0][2].kMnMajor
     assert launches.calls[0][3]["cluster"] is None
 
 
-@pytest.mark.parametrize(("persistent", "clusters"), [(True, 66), (False, 500)])
-def test_persistent_clusters_are_as_many_as_fit(launches, persistent, clusters):
-    a, b = operands(1, 32000, 16)
-    run(Config(64, 128, 8, 6, 4, 2, persistent), a, b)
+@pytest.mark.parametrize(("processors", "clusters"), [(132, 62), (66, 28), (1, 1)])
+def test_clusters_are_as_many_as_fit(launches, processors, clusters):
+    launches.processors = processors
+    a, b = operands(1, 32000, 512)
+    run(Config(8, 6, 4, 2), a, b)
     assert launches.calls[0][0] == (4 * clusters,)
 
 
 def test_more_rows_than_tokens_are_more_tiles(launches):
     a, b = operands(20, 64, 64, batch=3)
-    run(Config(64, 128, 8, 6, 1, 2, False), a, b)
+    run(Config(8, 6, 1, 2), a, b)
     assert launches.calls[0][0] == (3 * 3,)
     assert launches.maps[1] == ((3, 20, 64), (1, 8, 64))
 
 
+def test_blocks_without_steps_are_refused(launches):
+    a, b = operands(4, 128, 200)
+    run(Config(8, 4, 2, 1), a, b)
+    with pytest.raises(InputError, match="K=200 has 2 steps"):
+        run(Config(8, 4, 3, 1), a, b)
+    assert len(launches.calls) == 1
+
+
 def test_results_that_begin_anywhere_are_stored_one_by_one(launches):
     a, b = operands(4, 64, 64)
-    config = Config(64, 128, 8, 6, 1, 2, True)
+    config = Config(8, 6, 1, 2)
     for pitch, vectors in [(64, True), (68, True), (66, False)]:
         d = torch.empty(1, 4, pitch, dtype=bf16)[..., :64]
         engine.gemm(d, a, b, None, None, None, 1.0, "", config)
@@ -211,7 +227,7 @@ def test_results_that_begin_anywhere_are_stored_one_by_one(launches):
 
 INSTANCES = [  # config, N-major weights, activation, Element, Out, Bias, Addend
     (config, n % 2 == 1, ACTIVATIONS[n % 5], (bf16, fp16)[n % 2], (bf16, fp32, fp16)[n % 3], (bf16, fp32)[n % 2], fp32)
-    for n, config in enumerate((*engine.CONFIGS[::3], deepest(64, 1, 8, 16), deepest(64, 1, 64, 7)))
+    for n, config in enumerate((*engine.CONFIGS[::3], deepest(8, 16, 1), deepest(64, 7, 1), deepest(32, 3, 3)))
 ]
 
 
@@ -219,27 +235,26 @@ INSTANCES = [  # config, N-major weights, activation, Element, Out, Bias, Addend
 @pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
 @pytest.mark.parametrize(("config", "along_n", "activation", "element", "out", "bias", "addend"), INSTANCES)
 def test_instances_use_the_matrix_units_and_spill_nothing(config, along_n, activation, element, out, bias, addend):
-    a, b = operands(min(8, config.tokens), 512, 1024, element, "nn" if along_n else "nt")
+    a, b = operands(min(8, config.tokens), 512, 2048, element, "nn" if along_n else "nt")
     with collect("sm_90") as collector:
         run(config, a, b, activation, out, bias=torch.zeros(512, dtype=bias), c=torch.zeros(1, 1, 1, dtype=addend))
     (job,) = collector.jobs
     info = job.compile().info
     assert info["stack_bytes"] == info["spill_stores"] == 0
     assert not info["instructions"].keys() & {"LDL", "STL"}
-    assert info["instructions"]["HGMMA"] == 4 * config.block_k // 64, "four steps of 16 for each 64 of K"
-    threads = 2 * config.block_n + 32
-    assert info["registers"] * threads * config.ctas <= 65536
+    assert info["instructions"]["HGMMA"] == 8, "128 of K are eight times 16"
+    assert info["registers"] * 160 * config.ctas <= 65536
     assert info["shared_bytes"] == 0, "barriers lie in dynamic shared memory, so that the ring begins at its start"
     assert info["warnings"] == []
 
 
 @pytest.mark.compile
 @pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
-@pytest.mark.parametrize("config", [engine.CONFIGS[0], engine.CONFIGS[-1], Config(128, 128, 24, 2, 2, 1, True)])
+@pytest.mark.parametrize("config", [engine.CONFIGS[0], engine.CONFIGS[-1], Config(24, 2, 2, 1)])
 def test_host_and_kernel_agree_on_shared_memory(config, monkeypatch):
-    params = Params(*config[:6], False, 0, bf16, bf16, bf16, bf16)
+    params = Params(*config, False, 0, bf16, bf16, bf16, bf16)
     text = engine.KERNEL.source(params)
-    barriers = 16 * (config.block_n // 64 + config.stages)
+    barriers = 16 * (1 + config.stages)
 
     def compile_claiming(size):
         claim = f"static_assert(tilewright::Layout<Config>::kBarriers + {barriers} == {size});\n"
@@ -264,15 +279,16 @@ def worst_tile(found, exact):
 
 
 COMPUTED = {  # rows, columns, depth, layout, batch, config, activation, element, out
-    "one token, four blocks": (1, 2112, 7168, "nt", 1, deepest(64, 2, 8, 4), "", bf16, bf16),
-    "ragged everything": (13, 200, 328, "nt", 1, deepest(64, 2, 16, 3), "gelu", bf16, fp32),
-    "weights along N": (64, 1000, 520, "nn", 1, deepest(128, 1, 64, 2), "silu", fp16, fp16),
-    "gated, eight blocks": (33, 1024, 4096, "nt", 1, deepest(64, 1, 64, 8), "swiglu", bf16, bf16),
-    "many tiles a cluster": (5, 40000, 512, "nt", 1, deepest(128, 2, 8, 1), "relu", bf16, bf16),
-    "many tiles a cluster of two": (40, 60000, 256, "nn", 1, deepest(256, 1, 64, 2), "", bf16, bf16),
-    "less K than blocks": (8, 128, 64, "nt", 1, deepest(64, 2, 8, 8), "", bf16, fp32),
-    "a batch": (7, 192, 640, "nt", 5, deepest(64, 2, 8, 2), "", bf16, bf16),
-    "more rows than tokens": (61, 320, 512, "nt", 2, deepest(64, 2, 16, 2), "", bf16, bf16),
+    "one token, four blocks": (1, 2112, 7168, "nt", 1, deepest(8, 4, 2), "", bf16, bf16),
+    "ragged everything": (13, 200, 328, "nt", 1, deepest(16, 3, 2), "gelu", bf16, fp32),
+    "weights along N": (64, 1000, 520, "nn", 1, deepest(64, 2, 1), "silu", fp16, fp16),
+    "gated, eight blocks": (33, 1024, 4096, "nt", 1, deepest(64, 8, 1), "swiglu", bf16, bf16),
+    "many tiles a cluster": (5, 40000, 512, "nt", 1, deepest(8, 1, 2), "relu", bf16, bf16),
+    "many tiles a cluster of two": (40, 60000, 256, "nn", 1, deepest(64, 2, 2), "", bf16, bf16),
+    "one step a block": (8, 128, 1000, "nt", 1, deepest(8, 8, 3), "", bf16, fp32),
+    "weights along N, deep ring": (30, 2112, 4096, "nn", 1, deepest(32, 2, 1), "", bf16, bf16),
+    "a batch": (7, 192, 640, "nt", 5, deepest(8, 2, 2), "", bf16, bf16),
+    "more rows than tokens": (61, 320, 512, "nt", 2, deepest(16, 2, 2), "", bf16, bf16),
 }
 
 

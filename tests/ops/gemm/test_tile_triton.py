@@ -52,11 +52,12 @@ def test_few_rows_split_k_until_the_gpu_is_full():
 
 def test_a_small_gpu_gets_fewer_stages_or_a_narrower_tile():
     large = Config(128, 256, 64, 8, 4, 8, True, 1)
-    c = torch.empty(1, dtype=torch.float32)
+    c = torch.empty(1, 64, 64)
     assert engine._fit(large, "sm_90", 2, 2, None, "").config == large
     assert engine._fit(large, "sm_90", 2, 4, c, "").config.num_stages == 3
     assert engine._fit(large, "gfx942", 2, 2, None, "").config.num_stages == 2
     assert engine._fit(large, "gfx942", 2, 2, c, "").config.block_n == 128
+    assert engine._fit(large, "gfx942", 2, 2, c[..., 1:], "").config.block_n == 64, "the accumulator moves, whole"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])

@@ -1,14 +1,14 @@
 """Few rows of A, at most 64, against weights that are read once: CUDA C++ for Hopper.
 
-Traffic: N * K * 2 bytes of weights, 7.5 us for 4096 x 4096 at 4.4 TB/s; all else is small.  The matrix units idle; what
-counts is that every multiprocessor keeps 64 KB or more on their way, from the first microsecond to the last.  Hence tiles
-of 64 weight rows, K split over the blocks of a cluster where there are too few of them, rings that run on from tile to
-tile, and a start that overlaps the end of the kernel before (programmatic dependent launch: a launch in a chain costs
-2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again for every tile: tokens / 64
-bytes for each byte of weights, so that 64 of them double what the L2 delivers.
+Traffic: N * K * 2 bytes of weights; all else is small.  Floor: 7.6 us for 4096 x 4096 at 4.4 TB/s.  The matrix units
+idle; what counts is that every multiprocessor keeps 64 KB or more on their way, from the first microsecond to the last.
+Hence tiles of 64 weight rows, K split over the blocks of a cluster where there are too few of them, rings that run on
+from tile to tile, and a start that overlaps the end of the kernel before (programmatic dependent launch: a launch in a
+chain costs 2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again for every
+tile: tokens / 64 bytes for each byte of weights, so that 64 of them double what the L2 delivers.
 
-Measured on an H200, 2026-11: 4096 x 4096 at M = 1 takes 9.7 us, cuBLAS 13.4.  Tiles of 128 and 256 weight rows, stages of
-64 of K and clusters that end after one tile gained at most 0.2 % (geometric mean of 11 shapes for each M): there are none.
+Measured on an H200, 2026-11: 4096 x 4096 at M = 1 takes 9.7 us, cuBLAS 13.4.  Over 11 shapes, tiles of 128 or 256
+weight rows and stages of 64 of K gain 0.2 % (geometric mean), clusters that end after one tile nothing: all are gone.
 """
 
 from collections.abc import Iterable
@@ -170,11 +170,11 @@ _CLUSTERS = {  # ctas: {split: clusters}
     1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7},
     2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30, 16: 14},
 }
-"""Clusters that run at one time on the 132 multiprocessors of an H200: cuOccupancyMaxActiveClusters, 2026-11.  They lie in
-one GPC each and leave some multiprocessors over, which ones no model of 18 or 16 a GPC says."""
+"""Clusters that run at one time on the 132 multiprocessors of an H200: cuOccupancyMaxActiveClusters, 2026-11.  Each
+lies in one GPC, so that some multiprocessors stay idle: more than GPCs of 18 and 16 explain.  Three ctas: 1.5 x two."""
 
 _USABLE = 0.85
-"""Of other machines, clusters of more than two can use about so much: 119 of 132 at the median of the table, 102 at the
+"""Of other machines, clusters of more than two can use about so much: 112 of 132 at the median of the table, 102 at the
 least.  A grid that does not fit is computed right, only later."""
 
 
@@ -225,10 +225,10 @@ _AHEAD = 0.25  # of the ring holds bytes of the next tile as a round ends
 def predicted_us(config: Config, rows: int, columns: int, depth: int) -> float:
     """Microseconds from the first byte asked for to the last sum written, without what all configs have in common.
 
-    Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round has
-    fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
-    their bytes came while the round before ended.  The constants are fitted to 52 pairs of shape and M on an H200, where
-    what `configure` chooses is 1.4 % from the best of all configs on average and 12 % at worst.
+    Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round
+    has fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
+    their bytes came while the round before ended.  The constants are fitted to 52 pairs of shape and M on an H200: what
+    `configure` chooses is 1.4 % from the best of all configs on average, 12 % at worst.
     """
     weights, both = _BLOCK_N * _BLOCK_K * 2, (_BLOCK_N + min(rows, config.tokens)) * _BLOCK_K * 2
     steps = -(-_steps(depth) // config.split)

@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from tilewright.hardware import device_info
+from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
@@ -197,12 +198,12 @@ def _multiply(
     fit = _fit(config, arch, a.element_size(), d.element_size(), c, activation)
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    grid = (max(1, min(tiles, fit.programs * device_info(a.device).sm_count)),)
+    grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
     args = (d, a, b, *finish, batch, m, n, k, splits, *strides, *finish_strides)
     constants = (
         activation, descriptors, a_major is Major.K, b_major is Major.K,
         _vector(a, k if a_major is Major.K else m), _vector(b, k if b_major is Major.K else n),
-        1 if c is None else _vector(c, c.shape[2]), _vector(d, d.shape[2]),
+        _vector_c(c), _vector(d, d.shape[2]),
         splits > 1, k % config.block_k == 0, _wide(d, a, b, c), config.band, fit.parts, *config[:3],
     )  # fmt: skip
     # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
@@ -247,6 +248,11 @@ def _vector(t: Tensor, size: int) -> int:
     return elements if size % elements == 0 and copyable(t) else 1
 
 
+def _vector_c(c: Tensor | None) -> int:
+    """`_vector` of c, which may be strided along its columns."""
+    return 1 if c is None or c.stride(2) != 1 else _vector(c, c.shape[2])
+
+
 def _wide(*tensors: Tensor | None) -> bool:
     """Do offsets inside a tile, of 256 rows or columns, need 64 bits?"""
     return any(512 * max(t.stride()[1:]) > 2**31 - 1 for t in tensors if t is not None)
@@ -271,7 +277,7 @@ def _fit(config: Config, arch: str, itemsize: int, out_itemsize: int, c: Tensor 
     shared = SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
     amd = arch.startswith("gfx")
     direct = amd and c is None and not activation
-    odd_c = c is not None and _vector(c, c.shape[2]) == 1  # then it is the accumulator that changes its layout
+    odd_c = c is not None and _vector_c(c) == 1  # then it is the accumulator that changes its layout
     staged = 4 if amd else out_itemsize + (4 if odd_c else 0 if c is None else c.element_size())
     # Before sm_90, and on AMD, a warp multiplies from registers, which hold the oldest stage
     in_registers = 0 if _has_descriptors(arch) else 1
