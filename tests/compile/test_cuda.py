@@ -25,6 +25,7 @@ def test_every_instance(arch, kernel, params, needs):
     assert all(instructions.get(name, 0) >= count for name, count in needs.items()), instructions
     assert info["stack_bytes"] == 0
     assert not instructions.keys() & {"LDL", "STL"}
+    assert info["warnings"] == [], "the assembler serialised wgmma, or ignored setmaxnreg"
     usage = ledger.Usage(kernel.entry, info["registers"], 0, info["shared_bytes"], tuple(sorted(instructions)))
     key = f"{kernel.entry}-{instance_name(params)}".replace("torch.", "")
     ledger.check("cuda", f"nvrtc {nvrtc.compiler.version()}", key, arch, [usage])

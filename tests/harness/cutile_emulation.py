@@ -127,7 +127,8 @@ class Language:
 
     @staticmethod
     def where(condition: Tile, x: Any, y: Any) -> Tile:
-        return Tile(torch.where(condition.values, *(v.values if isinstance(v, Tile) else v for v in (x, y))))
+        first, second = (v.values if isinstance(v, Tile) else v for v in (x, y))
+        return Tile(torch.where(condition.values, first, second))
 
     @staticmethod
     def extract(x: Tile, index: tuple[int, ...], shape: tuple[int, ...]) -> Tile:

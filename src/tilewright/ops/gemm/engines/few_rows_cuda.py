@@ -7,7 +7,7 @@ from tile to tile, and a start that overlaps the end of the kernel before (progr
 chain costs 2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again for every
 tile: tokens / 64 bytes for each byte of weights, so that 64 of them double what the L2 delivers.
 
-Measured on an H200, 2026-11: 4096 x 4096 at M = 1 takes 9.7 us, cuBLAS 13.4.  Over 11 shapes, tiles of 128 or 256
+Measured on an H200, 2026-11: 4096 x 4096 at M = 8 takes 9.7 us, cuBLAS 13.2.  Over 11 shapes, tiles of 128 or 256
 weight rows and stages of 64 of K gain 0.2 % (geometric mean), clusters that end after one tile nothing: all are gone.
 """
 
@@ -213,13 +213,14 @@ def _steps(depth: int) -> int:
 
 # ---------------------------------------------------------------------------------------------------- what to choose
 
-_READ = 4.1e6  # bytes a microsecond: the memory, as these kernels read it
+_READ = 4.3e6  # bytes a microsecond: the memory
 _L2 = 8e6  # the L2
 _PROCESSOR = 100e3  # one multiprocessor
-_IDLE = 0.05  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
+_IDLE = 0.1  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
 _STEP = 0.1  # microseconds of a warpgroup for a stage that has landed
 _EPILOGUE = 1.0 / MAX_ROWS  # and for each token of a tile
-_AHEAD = 0.25  # of the ring holds bytes of the next tile as a round ends
+_MEETING = 0.02 / MAX_ROWS  # and for each token and block of a cluster whose sums are sent; the ring does not hide it
+_AHEAD = 0.3  # of the ring holds bytes of the next tile as a round ends
 
 
 def predicted_us(config: Config, rows: int, columns: int, depth: int) -> float:
@@ -227,8 +228,9 @@ def predicted_us(config: Config, rows: int, columns: int, depth: int) -> float:
 
     Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round
     has fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
-    their bytes came while the round before ended.  The constants are fitted to 52 pairs of shape and M on an H200: what
-    `configure` chooses is 1.4 % from the best of all configs on average, 12 % at worst.
+    their bytes came while the round before ended.  The constants are fitted to 52 pairs of shape and M, timed on an
+    H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before fetching ahead, and corrected by what that gained).
+    On these same pairs what `configure` chooses is 1.6 % from the best with these tiles on average, 12 % at worst.
     """
     weights, both = _BLOCK_N * _BLOCK_K * 2, (_BLOCK_N + min(rows, config.tokens)) * _BLOCK_K * 2
     steps = -(-_steps(depth) // config.split)
@@ -242,9 +244,10 @@ def predicted_us(config: Config, rows: int, columns: int, depth: int) -> float:
     resident = _resident(config.split, config.ctas, _H200)
     rounds, rest = divmod(_tiles(config, rows, columns), resident)
     epilogue = _EPILOGUE * config.tokens
-    full = rounds * max(steps * step(resident), steps * _STEP + epilogue)
+    meeting = _MEETING * config.tokens * config.split if config.split > 1 else 0
+    full = rounds * (max(steps * step(resident), steps * _STEP + epilogue) + meeting)
     landed = _AHEAD * min(steps, config.stages) if rounds else 0
-    return full + ((steps - landed) * step(rest) if rest else 0) + epilogue
+    return full + ((steps - landed) * step(rest) + meeting if rest else 0) + epilogue
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -280,7 +283,7 @@ def _config(tokens: int, split: int, ctas: int) -> Config | None:
 _TOKENS = (8, 16, 32, 64)
 _IN_FLIGHT = 64 << 10  # bytes of weights a multiprocessor waits for, at least
 
-# split, ctas: what measured best somewhere, or is needed between.  The model is 6 % off on average, which among more of
+# split, ctas: what measured best somewhere, or is needed between.  The model is 7 % off on average, which among more of
 # them would choose worse; the tuner tries all.
 _DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
 

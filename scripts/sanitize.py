@@ -1,0 +1,90 @@
+"""The CUDA C++ kernels under compute-sanitizer: `python scripts/sanitize.py [memcheck racecheck synccheck]`.
+
+Each tool runs this file again with `--cases`, which launches the proof kernels and both GEMM engines in small sizes
+that reach every part of them: rings that turn, clusters, splits of K, all layouts, epilogues, ragged edges; results are
+compared too.  Needs a Hopper GPU and the CUDA toolkit's compute-sanitizer.  Exits with 1 if a tool reports anything.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import torch
+
+from tilewright.jit import selftest
+from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda
+from tilewright.ops.gemm.operands import apply_epilogue, columns_out
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+_HALF, _FLOAT = torch.bfloat16, torch.float32
+
+# rows, columns, depth, layout, activation, result, config
+DENSE = (
+    (300, 520, 584, "nt", "", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
+    (300, 520, 584, "nn", "", _HALF, dense_cuda.Config(128, 144, 5, 2, 1, 4)),
+    (296, 520, 584, "tn", "gelu", _FLOAT, dense_cuda.Config(256, 128, 4, 1, 2, 4)),
+    (296, 520, 584, "tt", "silu", _HALF, dense_cuda.Config(64, 96, 8, 2, 1, 4)),
+    (200, 512, 520, "nt", "swiglu", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
+)
+FEW_ROWS = (
+    (1, 520, 2056, "nt", "", _HALF, few_rows_cuda.Config(8, 3, 1, 3)),
+    (16, 520, 2056, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
+    (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
+    (64, 20000, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
+)
+
+
+def product(engine, m, n, k, layout, activation, dtype, config) -> bool:
+    """One launch with a bias, an addend and a scale; is the result right?"""
+
+    def draw(rows, columns, turned):
+        made = torch.randn((columns, rows) if turned else (rows, columns), device="cuda").to(_HALF)
+        return made.mT if turned else made
+
+    a, b = draw(m, k, layout[0] == "t"), draw(k, n, layout[1] == "t")
+    bias, scale = torch.randn(n, device="cuda"), torch.tensor([0.5], device="cuda")
+    c = torch.randn(m, columns_out(n, activation), device="cuda").to(dtype)
+    d = torch.full_like(c, float("nan"))
+    engine.gemm(d[None], a[None], b[None], bias, c[None], scale, 0.1, activation, config)
+    exact = apply_epilogue(0.05 * (a.double() @ b.double()), bias, c, activation, torch.float64)
+    return bool((d.double() - exact).norm() < 5e-3 * exact.norm())
+
+
+def run_cases() -> int:
+    """Every case once; prints and counts the wrong ones."""
+    cases = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
+    cases |= {f"dense {case}": partial(product, dense_cuda, *case) for case in DENSE}
+    cases |= {f"few rows {case}": partial(product, few_rows_cuda, *case) for case in FEW_ROWS}
+    wrong = [name for name, case in cases.items() if not case()]
+    torch.cuda.synchronize()
+    print(f"{len(cases)} cases, {len(wrong)} wrong", *wrong, sep="\n  ")
+    return len(wrong)
+
+
+def _proved(proof) -> bool:
+    return proof(torch.device("cuda", 0)) is None
+
+
+def main(tools: list[str]) -> int:
+    """Run `tools`, print what each says last; the number of tools that found something."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    bad = 0
+    for tool in tools:
+        # Kernels alone: torch's own are not ours to judge, and racecheck takes minutes over them
+        only = ["--kernel-name-exclude", "regex:at::|cublas|cutlass|gemv|splitK|nvjet"] if tool == "racecheck" else []
+        command = [sanitizer, "--tool", tool, *only, "--error-exitcode", "9", sys.executable, __file__, "--cases"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        said = [*_SUMMARY.findall(done.stdout), *[line for line in done.stdout.splitlines() if " cases, " in line]]
+        print(
+            f"{tool}: {'; '.join(said) or done.stdout[-2000:] + done.stderr[-2000:]}; exit {done.returncode}",
+            flush=True,
+        )
+        bad += done.returncode != 0
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, run_cases() if sys.argv[1:] == ["--cases"] else main(sys.argv[1:] or list(TOOLS))))
