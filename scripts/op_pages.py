@@ -40,13 +40,16 @@ def page(contract: Contract) -> str:
 
 def _support(contract: Contract) -> Iterator[str]:
     source = Path(inspect.getfile(sys.modules[contract.forward.package])).parent
+    composed = contract.gradient is not None and contract.gradient.op.compose is not None
     yield "| backend | forward | backward |\n|---|---|---|"
     for backend in BACKENDS:
         if backend == "torch":
             yield "| torch | reference | autograd of the reference |"
         elif (file := source / f"{backend}.py").exists():
-            backward = 'direction="bwd"' in file.read_text()
-            yield f"| {backend} | [{file.name}](../../{file.relative_to(ROOT)}) | {'yes' if backward else 'no'} |"
+            backward = "yes" if 'direction="bwd"' in file.read_text() else "no"
+            if composed:
+                backward = "made of forwards"
+            yield f"| {backend} | [{file.name}](../../{file.relative_to(ROOT)}) | {backward} |"
 
 
 def _promises(contract: Contract) -> Iterator[str]:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from tests.harness import ledger
 from tests.harness.cases import RawCall, call_that_selects, declared_calls, triton_implementations
 
@@ -56,8 +57,11 @@ class Compiler:
             error.add_note(f"while compiling {case} for {self.arch}")
             raise
         self.launched += 1
+        # A product of float32 operands that keeps their precision is one of scalars: NVIDIA's matrix units round them
+        scalar = dtype == torch.float32 and self.arch.startswith("sm_")
         for found in map(resources, self.compiled[seen:]):
-            self.faults += [f"{case}: {fault}" for fault in found.faults()]
+            faults = [fault for fault in found.faults() if not (scalar and "no matrix instruction" in fault)]
+            self.faults += [f"{case}: {fault}" for fault in faults]
             numbers = (found.registers, found.spilled, found.shared_bytes)
             self.usages.append(ledger.Usage(found.name, *numbers, found.matrix_instructions))
 

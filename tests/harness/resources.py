@@ -22,8 +22,6 @@ _NVIDIA = {"registers": r"\bREG:(\d+)", "stack_bytes": r"\bSTACK:(\d+)"}
 _PTXAS_SPILLS = r"(\d+) bytes spill (?:stores|loads)"
 
 # Instructions of the matrix units, by target: mma.sync works everywhere, wgmma on sm_90, tcgen05 on sm_100.
-# A float32 `tl.dot` that asks for neither tf32 nor bf16x3 is a product of scalars where the matrix units round more.
-_DOT = r"\btt\.dot\b(?!.*xf32> \*)|\btt\.dot\b.*inputPrecision = (?:tf32|bf16)"
 _MATRIX = {"ptx": r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", "amdgcn": r"\bv_(?:s?mfma|wmma)_\w+"}
 
 
@@ -31,8 +29,8 @@ _MATRIX = {"ptx": r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", "amdg
 class Resources:
     """Per thread `registers` and bytes of stack; `spilled`: registers (AMD) or bytes moved (NVIDIA) that did not fit.
 
-    A stack without spills holds arrays or return addresses. `multiplies` says that the kernel contains a `tl.dot` for
-    the matrix units; `matrix_instructions` are the names of those that do its work.
+    A stack without spills holds arrays or return addresses. `multiplies` says that the kernel contains `tl.dot`;
+    `matrix_instructions` are the names of those that do its work.
     """
 
     name: str
@@ -63,7 +61,7 @@ def resources(kernel: Any) -> Resources:
         spilled=counts["spilled"],
         stack_bytes=counts["stack_bytes"],
         shared_bytes=kernel.metadata.shared,
-        multiplies=re.search(_DOT, kernel.asm["ttir"]) is not None,
+        multiplies="tt.dot" in kernel.asm["ttir"],
         matrix_instructions=tuple(sorted(set(re.findall(_MATRIX[text], kernel.asm[text])))),
     )
 

@@ -163,10 +163,7 @@ def test_any_number_of_programs_and_any_band_gives_the_same_bits(engine, band, m
     problem = whole(72, 96, 64, batch=2)
     expected = run(engine, problem, engine.Config(16, 32, 32, 4, 3, 4, True, 1))
     for processors in (1, 7, 1000):
-        info = engine.device_info("cpu")
-        monkeypatch.setattr(
-            engine, "device_info", lambda _, i=info, n=processors: i.__class__(**vars(i) | {"sm_count": n})
-        )
+        monkeypatch.setattr(engine, "usable_sms", lambda _, n=processors: n)
         assert torch.equal(run(engine, problem, engine.Config(16, 32, 32, 4, 3, band, True, 1)), expected)
     check(expected, problem)
 

@@ -12,6 +12,7 @@ from tilewright import settings
 from tilewright.errors import BackendError
 from tilewright.jit import cache, triton_compile, triton_launch
 from tilewright.jit.collect import collect
+from tilewright.jit.tape import listen
 from tilewright.jit.triton_launch import TritonKernel
 
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950")
@@ -149,8 +150,7 @@ def test_the_abi_is_told(tmp_path, kernels):
     assert made.info["num_warps"] == 2
 
 
-def test_a_kernel_that_needs_scratch_memory_is_refused(tmp_path, kernels):
-    text = """
+DESCRIPTORS = """
 import triton
 import triton.language as tl
 
@@ -160,9 +160,12 @@ def kernel(x, y, M, N, BLOCK: tl.constexpr):
     target = tl.make_tensor_descriptor(y, [M, N], [N, 1], [BLOCK, BLOCK])
     target.store([0, 0], source.load([0, 0]))
 """
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    with pytest.raises(BackendError, match="kernel has global_scratch_size"):
-        TritonKernel(load(tmp_path, text).kernel).compile("sm_90", (x, x, 64, 64), (64,), num_warps=4)
+
+
+def test_a_kernel_that_only_tritons_launcher_serves_is_refused(tmp_path, kernels):
+    kernel = TritonKernel(load(tmp_path).kernel, launch_pdl=True)
+    with pytest.raises(BackendError, match="kernel has launch_pdl=True, which only Triton's own launcher serves"):
+        kernel.compile("sm_90", scaled_args(), (256,), num_warps=4)
 
 
 def test_collecting_leaves_one_job_a_specialisation(kernels):
@@ -212,7 +215,21 @@ def test_what_was_compiled_elsewhere_is_launched_without_triton(tmp_path, prepar
     assert ready.launch.loaded == (made.binary, 0, "kernel")
     assert (ready.launch.signature, ready.launch.block) == ("PPifPP", (128, 1, 1))
     x, y, bias, n, stride, factor = scaled_args()
-    assert ready.parameters((x, y, bias, n, stride, factor, 256)) == (x, y, n, factor, 0, 0)
+    assert ready.parameters((x, y, bias, n, stride, factor, 256), 8, x.device) == (x, y, n, factor, 0, 0)
+
+
+def test_descriptors_that_programs_make_get_memory_that_a_tape_repeats(tmp_path, prepare):
+    """Two tensor maps of 128 bytes for each program."""
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    args = (x, x, 64, 64)
+    kernel = TritonKernel(load(tmp_path, DESCRIPTORS).kernel)
+    kernel.compile("sm_90", args, (64,), num_warps=4)
+    ready = prepare(kernel, args, (64,))
+    assert ready.scratch_bytes >= 256
+    with listen() as tape:
+        *_, memory, profile = ready.parameters((*args, 64), 8, x.device)
+    assert (memory.numel(), profile) == (8 * ready.scratch_bytes, 0)
+    assert tape._scratch == [memory]
 
 
 def test_what_was_not_is_left_to_triton(tmp_path, prepare):

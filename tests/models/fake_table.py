@@ -39,7 +39,7 @@ def product(
 ) -> dict[str, Any]:  # fmt: skip
     """A row of `matmul`: x (M, K) @ weight (N, K).T."""
     bits = 8 * getattr(torch, dtype).itemsize
-    bucket = f"M={m},N={n},K={k},layout=0,aligned=1,out_bits={bits},gated={int(gated)}"
+    bucket = f"M={m},N={n},K={k},layout=0,aligned=1,out_bits={bits},epilogue={int(gated)}"
     return _row("matmul", bucket, backend, us, torch_us, dtype)
 
 

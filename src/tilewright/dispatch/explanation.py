@@ -55,10 +55,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
     """
     function = contract(op).function
-    mode = next((a.fake_mode for a in args if hasattr(a, "fake_mode")), None) or FakeTensorMode()
-    fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in args]
+    given = (*args, *kwargs.values())
+    mode = next((a.fake_mode for a in given if hasattr(a, "fake_mode")), None) or FakeTensorMode()
+    fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in given]
     with mode, torch.no_grad(), record() as recording:
-        function(*fake, **kwargs)
+        function(*fake[: len(args)], **dict(zip(kwargs, fake[len(args) :], strict=True)))
     raw, raw_args, _, numerics = recording.calls[0]
     plan = recording.plans[0]
     found = implementations(raw.op, raw.direction, raw.package)

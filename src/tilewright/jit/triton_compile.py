@@ -166,7 +166,6 @@ def _nvidia_launch(compiled: Any) -> dict[str, Any]:
         ("num_ctas", 1),
         ("launch_cooperative_grid", False),
         ("launch_pdl", False),
-        ("global_scratch_size", 0),
         ("profile_scratch_size", 0),
     ):
         if getattr(metadata, field, plain) != plain:
@@ -185,6 +184,7 @@ def _nvidia_launch(compiled: Any) -> dict[str, Any]:
     return {
         "signature": signature,
         "parameters": list(kept),
+        "scratch_bytes": metadata.global_scratch_size,
         "registers": found.registers,
         "stack_bytes": found.stack_bytes,
         "spills": found.spills,

@@ -25,7 +25,7 @@ from tilewright.hardware.device import raw_stream as _current_stream
 from tilewright.jit import cache, driver, triton_compile
 from tilewright.jit.artifact import Artifact
 from tilewright.jit.collect import Collector, collecting
-from tilewright.jit.tape import Step, taping
+from tilewright.jit.tape import Step, scratch, taping
 from tilewright.settings import current
 
 OWN_LAUNCHER = False
@@ -38,7 +38,8 @@ class _Ready(NamedTuple):
     """A specialisation on one device, ready to launch.
 
     Called as `launch(x, y, z, stream, function, *head, *parameters)`.  positions: of the parameters among arguments
-    and constants, None for all.  lasting: can a tape repeat it?
+    and constants, None for all.  lasting: can a tape repeat it?  scratch_bytes: of a program, where it keeps the
+    tensor descriptors that it makes; Triton's shell allocates them itself.
     """
 
     launch: Any
@@ -46,10 +47,14 @@ class _Ready(NamedTuple):
     head: tuple[Any, ...]
     positions: tuple[int, ...] | None = None
     lasting: bool = True
+    scratch_bytes: int = 0
 
-    def parameters(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the launcher takes of `args`, tensors as they are; Triton's two scratch pointers are null."""
-        return args if self.positions is None else (*[args[i] for i in self.positions], 0, 0)
+    def parameters(self, args: tuple[Any, ...], programs: int, device: torch.device) -> tuple[Any, ...]:
+        """What the launcher takes of `args`, tensors as they are, then Triton's two scratch pointers."""
+        if self.positions is None:
+            return args
+        memory = scratch((self.scratch_bytes * programs,), torch.int8, device) if self.scratch_bytes else 0
+        return (*[args[i] for i in self.positions], memory, 0)
 
 
 class TritonKernel:
@@ -95,7 +100,7 @@ class TritonKernel:
         if ready is None:
             ready = self._ready[key] = self._prepare(index, grid, args, constants, num_warps, num_stages)
         x, y, z = (*grid, 1, 1)[:3]
-        parameters = ready.parameters((*args, *constants))
+        parameters = ready.parameters((*args, *constants), x * y * z, device)
         stream = _current_stream(index)
         if ready.positions is None:
             ready.launch(x, y, z, stream, ready.function, *ready.head, *parameters)
@@ -152,7 +157,8 @@ class TritonKernel:
             block=(32 * info["num_warps"], 1, 1),
             shared_bytes=info["shared_bytes"],
         )
-        return _Ready(launch, None, (), tuple(self.fn.arg_names.index(name) for name in info["parameters"]))
+        positions = tuple(self.fn.arg_names.index(name) for name in info["parameters"])
+        return _Ready(launch, None, (), positions, scratch_bytes=info.get("scratch_bytes", 0))
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def test_every_choice_can_be_compiled_and_launched(m, n, k, layout, out_bits, ga
 def check_legal(config, layout, gated):
     """The static assertions of sm90_bf16_gemm.cuh."""
     groups = 1 if config.block_m == 64 else 2
-    assert config.block_m in (64, 128, 256)
+    assert config.block_m in (64, 128)
     assert config.block_n % 16 == 0
     assert config.block_m // (64 * groups) * config.block_n <= 256
     assert not gated or config.block_n % 32 == 0

@@ -330,6 +330,17 @@ def test_refusals(args, options, match):
 def test_explain_names_what_a_choice_depends_on():
     a, b = operands(5, 48, 64, "tt", HALF, "cpu")
     said = explain("matmul", a, b, out_dtype=torch.float32)
-    assert said.bucket == "M=8,N=48,K=64,layout=3,aligned=0,out_bits=32,gated=0"  # rows of a.T are 10 bytes
+    assert said.bucket == "M=8,N=48,K=64,layout=3,aligned=0,out_bits=32,epilogue=0"  # rows of a.T are 10 bytes
     said = explain("matmul", *operands(8, 48, 64, "nt", HALF, "cpu"), activation="swiglu")
-    assert said.bucket == "M=8,N=48,K=64,layout=0,aligned=1,out_bits=16,gated=1"
+    assert said.bucket == "M=8,N=48,K=64,layout=0,aligned=1,out_bits=16,epilogue=1"
+    a, b = operands(8, 48, 64, "nt", HALF, "cpu")
+    bias, c = torch.ones(48, dtype=HALF), torch.ones(8, 48)
+    for options, epilogue in (
+        ({"bias": bias, "alpha": 2.0}, 0),
+        ({"c": c.to(HALF)}, 0),
+        ({"bias": bias, "c": c.to(HALF)}, 2),
+        ({"c": c, "out_dtype": torch.float32}, 2),
+        ({"activation": "gelu"}, 2),
+        ({"alpha": torch.ones(1)}, 2),
+    ):
+        assert explain("matmul", a, b, **options).bucket.endswith(f"epilogue={epilogue}"), options

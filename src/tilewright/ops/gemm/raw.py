@@ -27,7 +27,7 @@ from tilewright.ops.gemm.reference import product
 from tilewright.ops.rows import accumulate_dtype
 
 SCHEMA = "Tensor a, Tensor b, Tensor? bias, Tensor? c, Tensor? scale, float alpha, str activation, ScalarType out_dtype"
-BUCKET = ("M", "N", "K", "layout", "aligned", "out_bits", "gated")
+BUCKET = ("M", "N", "K", "layout", "aligned", "out_bits", "epilogue")
 
 
 def bucket(
@@ -49,8 +49,22 @@ def bucket(
         layout_code(a, b),
         int(aligned(a, b, columns_out(n, activation), out_dtype)),
         8 * out_dtype.itemsize,
-        int(activation == "swiglu"),
+        _epilogue(a, bias, c, scale, activation, out_dtype),
     )
+
+
+PLAIN, GATED, APART = range(3)
+"""Epilogues in a bucket: what cuBLAS does in the product itself; "swiglu"; and what torch computes in passes of its own."""
+
+
+def _epilogue(
+    a: Tensor, bias: Tensor | None, c: Tensor | None, scale: Tensor | None, activation: str, out_dtype: torch.dtype
+) -> int:
+    if activation:
+        return GATED if activation == "swiglu" else APART
+    addends = [t for t in (bias, c) if t is not None]
+    inside = scale is None and len(addends) < 2 and all(t.dtype == a.dtype == out_dtype for t in addends)
+    return PLAIN if inside else APART
 
 
 def _refuses_out(out: Tensor, *args: Any) -> str | None:
@@ -71,9 +85,9 @@ def _direct(out: Tensor, *args: Any) -> bool:
 
 
 def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Many rows, and no activation that torch would compute apart: what is unmeasured goes to the vendor's library."""
-    m, gated = bucket[-len(BUCKET)], bucket[-1]
-    return dtype == torch.float32 or (dtype != FP8 and m > 64 and not gated)
+    """Many rows, and nothing that torch would compute apart: what is unmeasured goes to the vendor's library."""
+    m, epilogue = bucket[-len(BUCKET)], bucket[-1]
+    return dtype == torch.float32 or (dtype != FP8 and m > 64 and epilogue == PLAIN)
 
 
 def forward_op(op: str, package: str, *, batched: bool) -> RawOp:

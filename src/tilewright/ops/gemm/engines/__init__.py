@@ -3,7 +3,7 @@
 Every module here defines the same five things, and the files `<op>/<backend>.py` do nothing but register them:
 
     class Config(NamedTuple)                plain ints, bools, strs
-    configure(bucket, dtype) -> Config      pure; bucket without batch: M, N, K, layout, aligned, out_bits, gated
+    configure(bucket, dtype) -> Config      pure; bucket without batch: M, N, K, layout, aligned, out_bits, epilogue
     candidates(bucket, dtype) -> Configs    what the tuner may try, legal ones only
     CONFIGS                                 every config that `configure` can return, each compiled without a GPU
     refusal(a, b, bias, c, scale, alpha, activation, out_dtype) -> str | None      by what bucket and dtypes tell alone

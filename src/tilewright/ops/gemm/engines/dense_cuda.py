@@ -1,4 +1,4 @@
-"""Dense GEMM in CUDA C++ for Hopper: tiles of 64 to 256 rows, the tensor cores busy from the first tile to the last.
+"""Dense GEMM in CUDA C++ for Hopper: tiles of 64 or 128 rows, the tensor cores busy from the first tile to the last.
 
 A tile of 128x256 multiplies 128 * 256 * 64 * 2 flops for each 48 KB that reach its SM; loads, epilogue and stores run
 beside the multiplications.  So 8192x8192x8192 cannot beat 1.4 ms at 790 TFLOP/s, what the tensor cores do under the
@@ -30,6 +30,7 @@ _INPUTS = (torch.bfloat16, torch.float16)
 _OUTPUTS = (*_INPUTS, torch.float32)
 _SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
 _SHARED = 232448 - 1024  # bytes of a block, without its barriers
+_GATED = 1  # the epilogue of a bucket, as in `raw.py`
 _STAGED = 2 * 64 * _SPAN  # of D, a warpgroup
 _MAX_STAGES = 10
 
@@ -179,14 +180,14 @@ def _in_pairs(c: Tensor) -> bool:
 
 # ------------------------------------------------------------------------------------------------------- what to choose
 
-_BLOCKS = {64: (32, 64, 96, 128, 192, 256), 128: tuple(range(64, 257, 16)), 256: (64, 96, 128)}
+_BLOCKS = {64: (32, 64, 96, 128, 192, 256), 128: tuple(range(64, 257, 16))}
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
 TILES = tuple(Tile(m, n, *cluster) for m, columns in _BLOCKS.items() for n in columns for cluster in _CLUSTERS)
-"""What there is to choose from.  256 rows need two tiles of accumulators a warpgroup: at most 128 columns."""
+"""What there is to choose from.  256x128, two tiles of accumulators a warpgroup, was never faster than 128x256."""
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, gated."""
+    """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue."""
     sms = device_info("cuda").sm_count or 132
     chosen = _configure(tuple(bucket), batch, sms)
     if settings.current().print_configs:
@@ -215,9 +216,9 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> t
 
 
 def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
-    m, n, k, layout, _, out_bits, gated = bucket
+    m, n, k, layout, _, out_bits, epilogue = bucket
     return Problem(
-        m, n, k, out_bytes=out_bits // 8, gated=bool(gated), mn_major_b=layout in (1, 2), batch=batch, sms=sms
+        m, n, k, out_bytes=out_bits // 8, gated=epilogue == _GATED, mn_major_b=layout in (1, 2), batch=batch, sms=sms
     )
 
 

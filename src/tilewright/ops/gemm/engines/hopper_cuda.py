@@ -29,7 +29,7 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """bucket: M, N, K, layout, aligned, out_bits, gated.  Batch-invariant calls say M = 4096 for every M."""
+    """bucket: M, N, K, layout, aligned, out_bits, epilogue.  Batch-invariant calls say M = 4096 for every M."""
     if _few(bucket):
         return _named("few_rows", few_rows_cuda.configure(bucket, dtype))
     return _named("dense", dense_cuda.configure(bucket, dtype, batch))

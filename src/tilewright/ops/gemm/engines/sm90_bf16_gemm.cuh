@@ -85,10 +85,9 @@ template <typename Config> struct GemmShape {
     using B = Operand<Element, kMajorB, kN, Config::kClusterM>;
     static constexpr u32 kGroups = kM > 64 ? 2 : 1;          // warpgroups that multiply
     static constexpr u32 kThreads = 128 * (kGroups + 1);     // and the producer's
-    static constexpr u32 kTall = kM / (64 * kGroups);        // blocks of 64 rows of a warpgroup
     static constexpr u32 kBuffers = 2;                       // of 64 rows x 128 bytes of D, a warpgroup
-    static_assert(kM == 64 || kM == 128 || kM == 256, "one or two warpgroups of 64 or 128 rows");
-    static_assert(kN % 16 == 0 && kN <= 256 && kTall * kN <= 256, "128 accumulators a thread");
+    static_assert(kM == 64 || kM == 128, "one or two warpgroups of 64 rows");
+    static_assert(kN % 16 == 0 && kN <= 256, "128 accumulators a thread");
     static_assert(kCluster == 1 || kCluster == 2, "pairs of blocks share one operand");
 };
 
@@ -114,18 +113,29 @@ template <typename Config> struct GemmEpilogue {
     u32 barrier;  // of this warpgroup
     u32 buffer = 0;
 
+    // Registers hold two chunks of C, or of the bias; not of both, nor beside the pairs of a gated result.
+    static constexpr bool kEarly =
+        Config::kBias ? Config::kAddend == 0 : Config::kAddend > 0 && !kGated;
+
+    // What a chunk of D needs from global memory beside its accumulators: of C and of the bias.
+    struct Operands {
+        float addend[kChunk][Config::kAddend > 0 ? 8 : 1];
+        float bias[kChunk][Config::kBias && kEarly ? 4 : 1];
+    };
+
     // Accumulators of rows `row` .. and columns `column` .. of op(B), to D.
     __device__ void write(const float (&sums)[Shape::kN / 2], u32 row, u32 column, u32 batch) {
         const bool leader = threadIdx.x % 128 == 0;
         const u32 column_out = kGated ? column / 2 : column;
+        Operands operands[kEarly ? 2 : 1];  // of this chunk and, on its way meanwhile, of the next
+        if constexpr (kEarly) read(operands[0], 0, row, column, batch);
 #pragma unroll
         for (u32 first = 0; first < Shape::kN / 16; first += kChunk) {
-            float addend[kChunk][8] = {};  // read before the barrier, so that the loads of a chunk run together
-            if constexpr (Config::kAddend > 0) {
-#pragma unroll
-                for (u32 g = 0; g < kChunk && first + g < Shape::kN / 16; ++g) {
-                    read_addend(addend[g], row, column_out + (first + g) * (kGated ? 8 : 16), batch);
-                }
+            const Operands& ours = operands[kEarly ? first / kChunk % 2 : 0];
+            if constexpr (kEarly) {
+                read(operands[(first / kChunk + 1) % 2], first + kChunk, row, column, batch);
+            } else {
+                read(operands[0], first, row, column, batch);
             }
             u8* const to = buffers + buffer * kBoxBytes;
             if (leader) tma_wait_read<Shape::kBuffers - 1>();  // the last store from this buffer has left it
@@ -133,7 +143,14 @@ template <typename Config> struct GemmEpilogue {
 #pragma unroll
             for (u32 g = 0; g < kChunk && first + g < Shape::kN / 16; ++g) {
                 float f[8];
-                finish(f, sums + 8 * (first + g), addend[g], column + (first + g) * 16);
+                float b[4] = {};
+                if constexpr (Config::kBias && kEarly) {
+#pragma unroll
+                    for (u32 i = 0; i < 4; ++i) b[i] = ours.bias[g][i];
+                } else if constexpr (Config::kBias) {
+                    read_bias(b, column + (first + g) * 16);
+                }
+                finish(f, sums + 8 * (first + g), ours.addend[g], b);
                 stage(f, to, g * kGroupBytes);
             }
             fence_shared_for_async();
@@ -151,23 +168,41 @@ template <typename Config> struct GemmEpilogue {
     }
 
   private:
-    // f[4 j + 2 h + e] for column 8 j + fragment_column() + e; gated f[2 j + h], for column 4 j + threadIdx.x % 4 of D.
-    __device__ void finish(float (&f)[8], const float* sums, const float (&addend)[8], u32 column) {
+    // Of the chunk that begins with group `first` of 16 columns; nothing beyond the tile.
+    __device__ void read(Operands& to, u32 first, u32 row, u32 column, u32 batch) {
+#pragma unroll
+        for (u32 g = 0; g < kChunk && first + g < Shape::kN / 16; ++g) {
+            const u32 group = column + (first + g) * 16;
+            if constexpr (Config::kAddend > 0) read_addend(to.addend[g], row, kGated ? group / 2 : group, batch);
+            if constexpr (Config::kBias && kEarly) read_bias(to.bias[g], group);
+        }
+    }
+
+    // b[2 j + e] of column 8 j + fragment_column() + e; zeros outside.
+    __device__ void read_bias(float (&b)[4], u32 column) {
 #pragma unroll
         for (u32 j = 0; j < 2; ++j) {
-            float b[2] = {};
-            if constexpr (Config::kBias) {
-                const u32 at = column + 8 * j + fragment_column();  // N is even: tiles of D are aligned
-                if (at < n) load_two<false>(bias + at, b[0], b[1]);
-            }
+            b[2 * j] = b[2 * j + 1] = 0;
+            const u32 at = column + 8 * j + fragment_column();  // N is even: tiles of D are aligned
+            if (at < n) load_two<false>(bias + at, b[2 * j], b[2 * j + 1]);
+        }
+    }
+
+    // f[4 j + 2 h + e] for column 8 j + fragment_column() + e; gated f[2 j + h], for column 4 j + threadIdx.x % 4 of D.
+    template <u32 kC>
+    __device__ void finish(float (&f)[8], const float* sums, const float (&addend)[kC], const float (&bias)[4]) {
+        const auto plus = [&](u32 i) { return Config::kAddend > 0 ? addend[i % kC] : 0.0f; };
+#pragma unroll
+        for (u32 j = 0; j < 2; ++j) {
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) {
-                const float z0 = alpha * sums[4 * j + 2 * h] + b[0], z1 = alpha * sums[4 * j + 2 * h + 1] + b[1];
+                const float z0 = alpha * sums[4 * j + 2 * h] + bias[2 * j];
+                const float z1 = alpha * sums[4 * j + 2 * h + 1] + bias[2 * j + 1];
                 if constexpr (kGated) {
-                    f[2 * j + h] = activate<kActivation>(z0) * z1 + addend[2 * j + h];
+                    f[2 * j + h] = activate<kActivation>(z0) * z1 + plus(2 * j + h);
                 } else {
-                    f[4 * j + 2 * h] = activate<kActivation>(z0) + addend[4 * j + 2 * h];
-                    f[4 * j + 2 * h + 1] = activate<kActivation>(z1) + addend[4 * j + 2 * h + 1];
+                    f[4 * j + 2 * h] = activate<kActivation>(z0) + plus(4 * j + 2 * h);
+                    f[4 * j + 2 * h + 1] = activate<kActivation>(z1) + plus(4 * j + 2 * h + 1);
                 }
             }
         }
@@ -177,6 +212,8 @@ template <typename Config> struct GemmEpilogue {
     __device__ void read_addend(float (&f)[8], u32 row, u32 column, u32 batch) {
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) f[kGated ? 2 * (j / 2) + h : 4 * (j / 2) + 2 * h + j % 2] = 0;
             const u32 r = row + fragment_row() + 8 * h;
             if (r >= m) continue;
             const typename Config::Addend* const from = c + batch * c_batch + r * c_pitch;
@@ -224,7 +261,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     using Element = typename Config::Element;
     using A = typename Shape::A;
     using B = typename Shape::B;
-    constexpr u32 kStages = Shape::kStages, kGroups = Shape::kGroups, kTall = Shape::kTall, kCluster = Shape::kCluster;
+    constexpr u32 kStages = Shape::kStages, kGroups = Shape::kGroups, kCluster = Shape::kCluster;
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D
     u8* const stages_b = stages_a + kStages * A::kBytes;
@@ -281,7 +318,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         }
     } else {
         take_registers<kGroups == 2 ? 232 : 240>();
-        const u32 first_row = group * kTall * 64;  // in the tile
+        const u32 first_row = group * 64;  // in the tile
         const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
         const auto release = [&](u32 stage) {  // in every block that loads it
             if constexpr (kCluster == 1) {
@@ -296,7 +333,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
 
         for (u32 unit = blockIdx.x / kCluster; unit < units; unit += gridDim.x / kCluster) {
             const Place tile = place(unit);
-            float sums[kTall][Shape::kN / 2];
+            float sums[Shape::kN / 2];
             u32 last = 0;
             for (u32 step = 0; step < steps; ++step, ring.advance()) {
                 full[ring.stage].wait(ring.parity);
@@ -305,25 +342,17 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 wgmma_fence();
 #pragma unroll
                 for (u32 i = 0; i < A::kBlockK / kWgmmaK<Element>; ++i) {
-#pragma unroll
-                    for (u32 tall = 0; tall < kTall; ++tall) {
-                        wgmma<Shape::kN, Element, Shape::kMajorA, Shape::kMajorB>(
-                            sums[tall], wgmma_advance(a, i * A::kAdvance + tall * kBoxBytes),
-                            wgmma_advance(b, i * B::kAdvance), step > 0 || i > 0);
-                    }
+                    wgmma<Shape::kN, Element, Shape::kMajorA, Shape::kMajorB>(
+                        sums, wgmma_advance(a, i * A::kAdvance), wgmma_advance(b, i * B::kAdvance), step > 0 || i > 0);
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before this one has read its stage
                 if (step > 0) release(last);
                 last = ring.stage;
             }
-#pragma unroll
-            for (u32 tall = 0; tall < kTall; ++tall) wgmma_wait<0>(sums[tall]);
+            wgmma_wait<0>(sums);
             release(last);
-#pragma unroll
-            for (u32 tall = 0; tall < kTall; ++tall) {
-                epilogue.write(sums[tall], tile.row + first_row + tall * 64, tile.column, tile.batch);
-            }
+            epilogue.write(sums, tile.row + first_row, tile.column, tile.batch);
         }
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }

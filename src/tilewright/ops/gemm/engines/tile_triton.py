@@ -65,7 +65,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """
     m, n, k, _, is_aligned, _, _ = bucket
     if dtype.itemsize == 4:
-        return Config(16 if m <= 16 else 64, 64, 32, 4, 3, 8, False, 1)
+        return Config(16, 64, 32, 4, 3, 8, False, 1) if m <= 16 else Config(64, 64, 16, 4, 3, 8, False, 1)
     if m <= 64:
         # Rows beyond M cost no traffic.  128 along K: what counts is bytes in flight
         rows, tiles, splits = 16 if m <= 16 else 64, -(-n // 64), 1
@@ -114,9 +114,9 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
             if stages * (rows + n) * block_k * dtype.itemsize <= 160 << 10
             and (splits == 1 or k >= 4 * splits * block_k)
         )[:64]
-    tiles = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 256, 4)]
+    tiles = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8)]
     if dtype.itemsize == 2:
-        tiles += [(128, 256, 8), (256, 128, 8)]
+        tiles += [(64, 256, 4), (128, 256, 8), (256, 128, 8)]
     return tuple(
         Config(*tile[:2], deep, tile[2], stages, band, form, 1)
         for tile, stages, band, form in product(tiles, (3, 4), (4, 8), forms)
