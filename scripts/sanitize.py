@@ -9,9 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewright.jit import selftest
 from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda
@@ -37,10 +40,10 @@ FEW_ROWS = (
 )
 
 
-def product(engine, m, n, k, layout, activation, dtype, config) -> bool:
+def product(engine: Any, m: int, n: int, k: int, layout: str, activation: str, dtype: torch.dtype, config: Any) -> bool:
     """One launch with a bias, an addend and a scale; is the result right?"""
 
-    def draw(rows, columns, turned):
+    def draw(rows: int, columns: int, turned: bool) -> Tensor:
         made = torch.randn((columns, rows) if turned else (rows, columns), device="cuda").to(_HALF)
         return made.mT if turned else made
 
@@ -64,7 +67,7 @@ def run_cases() -> int:
     return len(wrong)
 
 
-def _proved(proof) -> bool:
+def _proved(proof: Callable[[torch.device], str | None]) -> bool:
     return proof(torch.device("cuda", 0)) is None
 
 

@@ -54,7 +54,7 @@ def bucket(
 
 
 PLAIN, GATED, APART = range(3)
-"""Epilogues in a bucket: what cuBLAS does in the product itself; "swiglu"; and what torch computes in passes of its own."""
+"""Epilogues in a bucket: what cuBLAS does inside the product; "swiglu"; what torch computes in passes of its own."""
 
 
 def _epilogue(

@@ -29,7 +29,9 @@ def product(
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     if a.dtype == torch.float64:
         out_dtype = torch.float64
-    if activation == "" and scale is None and a.dtype == out_dtype:
+    # On a GPU, BLAS adds to a float32 result of halves too
+    inside = a.dtype == out_dtype or (a.device.type == "cuda" and a.dim() == 2 and out_dtype == torch.float32)
+    if activation == "" and scale is None and inside:
         addend = c if bias is None else bias
         if addend is None and alpha == 1.0:
             return _multiply(a, b, None, 1.0, out_dtype, out)
@@ -62,14 +64,27 @@ def _blas(
     matrices = a.dim() == 2
     if dtype != a.dtype:
         if a.device.type == "cuda":  # where torch multiplies halves into float32 without rounding in between
-            wide: Tensor = (torch.mm if matrices else torch.bmm)(a, b, out_dtype=dtype)
-            return wide
+            return _widened(a, b, addend, alpha, dtype, out)
         a, b = a.to(dtype), b.to(dtype)
     if addend is None:
         return torch.matmul(a, b, out=out)
     # BLAS adds in its accumulator, before the one rounding
     add = torch.addmm if matrices else torch.baddbmm
     return add(addend, a, b, alpha=alpha) if out is None else add(addend, a, b, alpha=alpha, out=out)
+
+
+def _widened(
+    a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype, out: Tensor | None
+) -> Tensor:
+    options: dict[str, Any] = {"out_dtype": dtype}  # which torch's stubs lack
+    if out is not None:
+        options["out"] = out
+    made: Tensor
+    if addend is None:
+        made = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **options)
+    else:
+        made = torch.addmm(addend, a, b, alpha=alpha, **options)
+    return made
 
 
 class _Multiply(torch.autograd.Function):

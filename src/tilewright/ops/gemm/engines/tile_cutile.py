@@ -76,22 +76,26 @@ SPACE = (
     (64, 64, 4, 2, (128,)),
 )
 # float8 operands that are not K-major pass through registers on their way to the matrix unit: larger tiles spill
+FAST_K = 8192  # beyond it 14 bits of a sum are too few: at 16384 twice the error that bf16 results allow
+SLOW_TILE = Tile(128, 128, 8, 1.0)  # without fast_acc, two accumulators
+
 FP8_TILES = {"nn": Tile(128, 128, 8, 1.0), "tn": Tile(64, 64, 4, 1.0), "tt": Tile(128, 128, 8, 1.0)}
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """The tile that finishes first if each wave of tiles costs its area over its speed."""
-    m, n, _, layout, aligned, out_bits, _ = bucket
+    m, n, k, layout, aligned, out_bits, _ = bucket
     fp8 = dtype == FP8
+    fast = fp8 and k <= FAST_K
     block_k = BYTES_K // dtype.itemsize
     if not aligned:  # element by element through registers: larger tiles spill
-        return Config(64, 64, 32, 4, fast_acc=True) if fp8 else Config(128, 64, 64, 8)
-    fixed = FP8_TILES.get(LAYOUTS[layout]) if fp8 else None
+        return Config(64, 64, 32, 4, fast_acc=fast) if fp8 else Config(128, 64, 64, 8)
+    fixed = FP8_TILES.get(LAYOUTS[layout], None if fast else SLOW_TILE) if fp8 else None
     if fixed is None and m <= FEW_ROWS:  # what counts is how many bytes of b are on their way at one time
         wide = 128 if -(-n // 128) >= SMS else 64
-        return Config(max(16, m), wide, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fp8)
+        return Config(max(16, m), wide, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fast)
     tile = fixed or min(TILES, key=lambda t: _waves(t, m, n) * _area(t) / t.speed)
-    return Config(tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, out_bits), fast_acc=fp8)
+    return Config(tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, out_bits), fast_acc=fast)
 
 
 def _waves(tile: Tile, m: int, n: int) -> int:
@@ -112,8 +116,8 @@ def _every_config() -> tuple[Config, ...]:
     shapes = [(m, n) for m in (16, 32, 64, 128, 256, 1024, 4096) for n in (64, 576, 2112, 4096, 7168, 24576)]
     return tuple(
         dict.fromkeys(
-            configure((m, n, 4096, layout, aligned, bits, 0), dtype)
-            for dtype in (torch.bfloat16, FP8)
+            configure((m, n, k, layout, aligned, bits, 0), dtype)
+            for dtype, k in ((torch.bfloat16, 4096), (FP8, 4096), (FP8, 2 * FAST_K))
             for layout in range(len(LAYOUTS))
             for aligned in (1, 0)
             for bits in (16, 32)
@@ -127,21 +131,21 @@ CONFIGS = _every_config()
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
     """`SPACE`, the widest tile also with other bands; for few rows every width and depth, swapped or not."""
-    m, n, _, layout, aligned, _, _ = bucket
+    m, n, k, layout, aligned, _, _ = bucket
     fp8 = dtype == FP8
     step = BYTES_K // dtype.itemsize
     if not aligned or (fp8 and LAYOUTS[layout] != "nt"):
         return ()
     if m <= FEW_ROWS:
         return tuple(
-            Config(max(16, m), columns, block_k, warps, swap=swap, fast_acc=fp8)
+            Config(max(16, m), columns, block_k, warps, swap=swap, fast_acc=fp8 and k <= FAST_K)
             for columns, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
             for block_k in (step, 2 * step)
             for swap in (True, False)
             if columns <= 128 or (swap and block_k == step)
         )
     found = [
-        Config(block_m, block_n, bytes_k // dtype.itemsize, warps, occupancy=occupancy, fast_acc=fp8)
+        Config(block_m, block_n, bytes_k // dtype.itemsize, warps, occupancy=occupancy, fast_acc=fp8 and k <= FAST_K)
         for block_m, block_n, warps, occupancy, depths in SPACE
         for bytes_k in depths
     ]
