@@ -53,6 +53,7 @@ bench-gpu: ## measure every suite on this GPU and render docs/performance.md
 	for suite in $(SUITES); do \
 	    $(SYSTEM_PYTHON) -m tilewright bench $$suite --json benchmarks/results/h200/$$suite.json; \
 	done
+	$(SYSTEM_PYTHON) -m tilewright bench gemm --json benchmarks/results/h200/gemm_bf16.json
 	$(SYSTEM_PYTHON) -m tilewright bench --report
 
 clean: ## remove the environment, caches and outputs

@@ -65,7 +65,7 @@ def _promises(contract: Contract) -> Iterator[str]:
 
 
 def _measured(contract: Contract) -> Iterator[tuple[str, str]]:
-    for file in sorted(RESULTS.glob(f"*/{contract.family}.json")):
+    for file in sorted(RESULTS.glob(f"*/{contract.family}*.json")):
         rows = [row for row in schema.load(file).rows if row.op == contract.name]
         if rows:
             head = "| case | dtype | direction | ours, us | best peer, us | ratio | of the floor |"

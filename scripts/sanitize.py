@@ -36,7 +36,7 @@ FEW_ROWS = (
     (1, 520, 2056, "nt", "", _HALF, few_rows_cuda.Config(8, 3, 1, 3)),
     (16, 520, 2056, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
     (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
-    (64, 20000, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
+    (64, 9032, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
 )
 
 

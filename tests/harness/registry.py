@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tilewright.dispatch import registry
+import tilewright.ops  # noqa: F401 - binds every contract
+from tilewright.dispatch import contracts, implementations, registry
 
 
 @contextmanager
 def own_registry() -> Iterator[None]:
     """Registrations inside the block end with it; those from before are there again."""
+    # A file beside an op registers itself once: one that the block imported, and replaced, would be lost
+    for contract in contracts().values():
+        for raw in contract.raw_ops:
+            implementations(raw.op, raw.direction, raw.package)
     before = {key: dict(found) for key, found in registry._implementations.items()}
     try:
         yield
     finally:
-        # Modules that the block imported (`triton.py` of some op) registered themselves, and will not do so again
-        for key, found in registry._implementations.items():
-            for name, implementation in found.items():
-                if implementation.launch.__module__.endswith(f".{name}"):
-                    before.setdefault(key, {}).setdefault(name, implementation)
         registry._implementations.clear()
         registry._implementations.update(before)
         registry.GENERATION[0] += 1

@@ -111,5 +111,5 @@ def test_an_out_that_kernels_cannot_write_gets_a_copy(name):
 
 def test_explain_shows_the_config_of_the_choice():
     with stand_in("matmul"):
-        said = explain("matmul", torch.ones(4, 8), torch.ones(8, 4))
+        said = explain("matmul", torch.ones(4, 8, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16))
     assert (said.backend, said.config) == ("cpu", "config")

@@ -2,6 +2,5 @@
 
 from tilewright.bench.measure.case import Measured, measure
 from tilewright.bench.measure.shared import Effort, Shared
-from tilewright.bench.pacing import launch_sized
 
-__all__ = ["Effort", "Measured", "Shared", "launch_sized", "measure"]
+__all__ = ["Effort", "Measured", "Shared", "measure"]
