@@ -17,6 +17,7 @@ from tilewright.dispatch.backends import BACKENDS
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "ops"
 RESULTS = ROOT / "benchmarks" / "results"
+_LEGEND = 'Times are medians over the rounds; "ratio" is the median of each round\'s best peer / ours.'
 
 
 def page(contract: Contract) -> str:
@@ -34,7 +35,7 @@ def page(contract: Contract) -> str:
         "## Refused input\n\n" + "\n".join(f"- {b.name}" for b in contract.bad_inputs) + "\n",
     ]
     for folder, table in _measured(contract):
-        parts.append(f"## Measured: {folder}\n\n{table}\n")
+        parts.append(f"## Measured: {folder}\n\n{_LEGEND}\n\n{table}\n")
     return "\n".join(parts)
 
 

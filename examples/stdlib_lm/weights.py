@@ -50,16 +50,21 @@ def unpack(folder: Path = MODEL) -> Path:
         train = Path(__file__).with_name("train.py")
         raise FileNotFoundError(f"no {PACKED} in {folder}. Train a model: python {train} --out {folder}")
     line, _, body = packed.read_bytes().partition(b"\n")
-    sizes = json.loads(line)
-    if unpacked.is_file() and _sha256(unpacked.read_bytes()) == sizes["sha256"]:
+    try:
+        sizes = json.loads(line)
+        wanted, coded_end = sizes["sha256"], sizes["head"] + sizes["exponents"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{packed} is damaged: its first line is not the JSON of its sizes. Check it out again."
+        ) from error
+    if unpacked.is_file() and _sha256(unpacked.read_bytes()) == wanted:
         return folder
-    coded_end = sizes["head"] + sizes["exponents"]
     try:
         exponents = zlib.decompress(body[sizes["head"] : coded_end], -zlib.MAX_WBITS, sizes["rest"])
         file = body[: sizes["head"]] + join(exponents, body[coded_end:]).tobytes()
     except (zlib.error, ValueError) as error:
         raise ValueError(f"{packed} is damaged: {error}. Check it out again.") from error
-    if _sha256(file) != sizes["sha256"]:
+    if _sha256(file) != wanted:
         raise ValueError(f"{packed} is damaged: its contents do not have the sha256 it names. Check it out again.")
     _publish(unpacked, file)
     return folder

@@ -181,6 +181,37 @@ def test_a_merged_weight_is_let_go(faster: Planted) -> None:
     assert model.model.layers[0].mlp.gate_proj.weight.data_ptr() == former.weight.data_ptr()
 
 
+def test_undo_in_another_order_is_refused_and_changes_nothing(faster: Planted) -> None:
+    model = tiny_llama()
+    plain = identity(model)
+    merged = MERGED_GATE_UP.apply(model, work(model))
+    gated = GATED_GATE_UP.apply(model, work(model))
+    before, outputs = identity(model), logits(model)
+    with pytest.raises(PatchError, match="Undo the later change first"):
+        merged.undo()
+    assert identity(model) == before
+    assert torch.equal(logits(model), outputs)
+    gated.undo()
+    with pytest.raises(PatchError, match="undone already"):
+        gated.undo()
+    merged.undo()
+    assert identity(model) == plain
+
+
+def test_a_module_that_cannot_be_specialised_leaves_the_model_as_it_was(faster: Planted, monkeypatch) -> None:
+    model = tiny_llama()
+    before, outputs = identity(model), logits(model)
+
+    def refuses(cls: type[nn.Module], recipe: object) -> type[nn.Module]:
+        raise TypeError("planted")
+
+    monkeypatch.setattr("tilewright.assistant.changes.gated_gate_up.specialise", refuses)
+    with pytest.raises(TypeError, match="planted"):
+        GATED_GATE_UP.apply(model, work(model))
+    assert identity(model) == before
+    assert torch.equal(logits(model), outputs)
+
+
 def test_it_applies_and_predicts_by_the_tables(faster: Planted) -> None:
     model = tiny_llama()
     verdict = GATED_GATE_UP.applies(scene(model))

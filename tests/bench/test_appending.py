@@ -38,6 +38,13 @@ def test_a_file_of_the_schema_before_is_read(tmp_path: Path) -> None:
     assert (row.paused, row.ratio_own_paused) == ({}, None)
 
 
+def test_paused_times_that_hold_the_hosts_waking_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "gemm.json"
+    timed = replace(WON, paused={"triton": 300.0, "liger": 180.0}, ratio_own_paused=0.6)
+    path.write_text(json.dumps({**Results("gemm", GPU_MACHINE, rows=[timed]).to_dict(), "schema": 2}))
+    assert load(path).rows == [WON]
+
+
 def test_committed_results_are_read() -> None:
     files = list(Path(__file__).parents[2].glob("benchmarks/results/*/norm.json"))
     assert files

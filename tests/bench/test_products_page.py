@@ -65,6 +65,7 @@ def test_a_table_for_each_m_that_has_several_rows_and_one_for_the_rest(tmp_path:
     assert headings == ["### matmul, M = 1", "### matmul, other M"]
     assert "| big | 1 x 28672 x 4096 | 10.00 | 50 % | 20.00 | **25.00** | 20.00 | 1.000 | **0.800** |" in text
     assert "| 1.210 | 1.500 | **0.968** |" in text  # own, paused, auto
+    assert f"| {WON.err:.1e} | {100 * WON.spread:.1f} % |" in text  # how far a ratio may be trusted
     assert all(f"| {row.case} |" in text for row in ROWS)
 
 

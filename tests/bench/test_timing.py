@@ -58,6 +58,16 @@ def test_a_sample_is_divided_by_calls_and_units_and_excludes_lead_and_preparatio
     assert clock.leads == [70.0] * 3
 
 
+def test_a_pause_leads_long_enough_for_a_host_that_slept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches a kernel 100 to 350 us late: without the lead that would count as the kernel's time."""
+    monkeypatch.setattr(timing, "PAUSE_S", 0.0)
+    clock = Scripted()
+    plans = {"short": Plan(clock.takes(50.0), 1, lead_us=12.5), "long": Plan(clock.takes(50.0), 1, lead_us=9000.0)}
+    run_rounds(plans, clock, rounds=1, timing="paused")
+    assert clock.leads[0] >= 1000.0
+    assert clock.leads[1] == 9000.0
+
+
 @pytest.mark.parametrize(
     ("host", "device", "calls", "lead"),
     [

@@ -1,6 +1,7 @@
 """`tilewright.compat.deep_gemm`: what DeepGEMM's names compute here, what they refuse, and that its programs run."""
 
 import importlib
+import inspect
 import re
 import runpy
 from pathlib import Path
@@ -218,10 +219,19 @@ def test_a_name_that_is_not_here_says_which_are():
     assert not hasattr(deep_gemm, "m_grouped_bf16_gemm_nt_contiguous")
 
 
+@pytest.mark.parametrize(("layout", "dims"), [("nt", "nk"), ("nn", "nk"), ("tn", "mn"), ("tt", "mn")])
+def test_arguments_and_defaults_are_those_of_deep_gemm(layout, dims):
+    """As its bindings declare them (csrc/apis/gemm.hpp): callers may pass any by position."""
+    found = inspect.signature(gemm(layout)).parameters.values()
+    names, defaults = [p.name for p in found], [p.default for p in found if p.default is not p.empty]
+    assert names == ["a", "b", "d", "c", "compiled_dims", "alpha"]
+    assert defaults == [None, dims, None]
+
+
 def test_the_page_lists_every_name():
     page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
     table = page.partition("## What differs")[0]
-    assert {name for name in deep_gemm.__all__ if f"`{name}" not in table} == set()
+    assert {name for name in deep_gemm.__all__ if not re.search(rf"`{name}\b", table)} == set()
     testing = importlib.import_module("tilewright.compat.deep_gemm.testing")
     assert set(testing.__all__) <= set(deep_gemm.__all__)
 

@@ -87,6 +87,14 @@ def test_a_file_cut_short_is_found(folder, part):
         weights.unpack(where)
 
 
+@pytest.mark.parametrize("head", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"[]\n", b'{"head": 8}\n'])
+def test_a_file_without_its_first_line_is_found(folder, head):
+    where, _ = folder
+    (where / weights.PACKED).write_bytes(head)
+    with pytest.raises(ValueError, match="weights.packed is damaged: its first line"):
+        weights.unpack(where)
+
+
 def test_a_folder_without_weights_says_how_to_train(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train.py --out"):
         weights.unpack(tmp_path)

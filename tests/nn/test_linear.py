@@ -172,6 +172,41 @@ def test_wrong_use_is_refused():
         nn.Linear(K, N)(torch.ones(1, K + 1))
 
 
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_options_are_checked_as_the_layer_is_made(grad_dtype):
+    for activation in ("tanh", ""):
+        with pytest.raises(InputError, match=f"activation is '{activation}'; allowed are None, 'relu', 'gelu'"):
+            nn.Linear(K, N, activation=activation, grad_dtype=grad_dtype)
+    with pytest.raises(InputError, match=r"out_features is 5; it must be even"):
+        nn.Linear(K, 5, activation="swiglu", grad_dtype=grad_dtype)
+
+
+def test_a_weight_that_cannot_hold_a_float32_gradient_is_refused():
+    _, layer = pair(torch.float32, grad_dtype=torch.float32)
+    torch_nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(InputError, match="grad_dtype needs weight to be a parameter"):
+        layer(torch.ones(1, K))
+    _, layer = pair(torch.float64, grad_dtype=torch.float32)
+    with pytest.raises(InputError, match=r"weight is torch.float64, and grad_dtype is narrower"):
+        layer(torch.ones(1, K).double())
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_a_vector_is_one_row(grad_dtype):
+    theirs, ours = pair(torch.float32, grad_dtype=grad_dtype)
+    x = torch.randn(K)
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours(x).square().sum().backward(), theirs(x).square().sum().backward()
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+def test_sizes_without_memory():
+    x = torch.ones(2, 3, K, device="meta", requires_grad=True)
+    made = nn.Linear(K, N, device="meta")(x)
+    made.sum().backward()
+    assert made.shape == (2, 3, N) and x.grad.shape == x.shape
+
+
 def test_a_sum_that_began_in_another_dtype_is_refused(monkeypatch):
     monkeypatch.setattr(linear, "_HAS_GRAD_DTYPE", False)
     _, layer = pair(grad_dtype=torch.float32)

@@ -10,8 +10,8 @@ from typing import Any
 
 from tilewright.errors import InputError
 
-SCHEMA = 2
-_READABLE = (1, SCHEMA)  # 1 has no paused times
+SCHEMA = 3
+_READABLE = (1, 2, SCHEMA)  # 1 has no paused times; those of 2 hold what a host needs to wake up, and are not read
 KIND = "bench"
 
 
@@ -134,19 +134,21 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a result file of this schema or the one before; raises InputError naming the file when it is of another kind
+    """Read a result file of this schema or the two before; raises InputError naming the file when it is of another kind
     or schema, or a row has other fields.
     """
     data = json.loads(path.read_text())
     if data.get("kind") != KIND or data.get("schema") not in _READABLE:
         raise InputError(
             f"{path}: kind {data.get('kind')!r}, schema {data.get('schema')!r}; "
-            f"this version reads {KIND!r}, {SCHEMA}. Measure it again."
+            f"this version reads {KIND!r}, {' or '.join(map(str, _READABLE))}. Measure it again."
         )
     wanted = {f.name for f in fields(Row)}
     for i, row in enumerate(data["rows"]):
         if not wanted - _OPTIONAL <= set(row) <= wanted:
             raise InputError(f"{path}: row {i} has fields {sorted(row)}, expected {sorted(wanted)}.")
+    if data["schema"] < SCHEMA:
+        data["rows"] = [{name: row[name] for name in row if name not in _OPTIONAL} for row in data["rows"]]
     return Results(
         suite=data["suite"],
         machine=data["machine"],

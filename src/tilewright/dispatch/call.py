@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 
 from tilewright.dispatch import fast
@@ -71,13 +72,15 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
 def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor) -> Tensor:
     raw, (wish, numerics) = contract.forward, resolve(backend)
     if torch.compiler.is_compiling():
-        contract.check(*args)
+        with torch.no_grad():  # that `out` has no gradient is said below
+            contract.check(*args)
         _check_out(contract, args, out)
         raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
         return out
     found = fast.find(raw, args, wish, numerics, out)
     if found is None or found[0] is None or not fast.replay_into(found):
-        contract.check(*args)
+        with torch.no_grad():
+            contract.check(*args)
         _check_out(contract, args, out)
         if found is None:
             raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
@@ -129,6 +132,8 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
 
 def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
     name = contract.name
+    if not isinstance(out, Tensor):
+        raise InputError(f"{name}: out is a {type(out).__name__}; needs a torch.Tensor.")
     if torch.is_grad_enabled() and (_any_requires_grad(args) or out.requires_grad):
         raise InputError(
             f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."
@@ -147,7 +152,7 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
             f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "
             f"needs {'contiguous ' if dense else ''}{tuple(shape)} {dtype} on {args[0].device}."
         )
-    if torch.compiler.is_compiling():  # the rest concerns addresses: `RawOp` looks at them before it launches
+    if torch.compiler.is_compiling() or out.is_meta or is_fake(out):  # the rest concerns addresses, which are unknown
         return
     read = [a for i, a in enumerate(args) if isinstance(a, Tensor) and not (i in contract.in_place and _same(out, a))]
     if any(_overlap(out, a) for a in read):

@@ -61,7 +61,7 @@ Found = tuple[Entry | None, tuple[Any, ...], list[int]]
 
 def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None) -> Found | None:
     """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends
-    on; with `out`, also which input it is, if it is one.
+    on; with `out`, also which inputs begin where it begins.
     """
     first = args[0]
     if _current_device is None or type(first) not in _PLAIN:
@@ -92,7 +92,7 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tens
         if type(out) not in _PLAIN or out.get_device() != device:
             return None
         pointer = out.data_ptr()
-        same = pointers.index(pointer) if pointer in pointers else None
+        same = tuple([i for i, p in enumerate(pointers) if p == pointer]) if pointer in pointers else None
         parts += ("out", out.dtype, out.shape, out.stride(), pointer & 15, same, out.requires_grad)
         pointers.append(pointer)
     key = tuple(parts)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from tilewright import ops
@@ -12,6 +13,7 @@ from tilewright.dispatch import numerics, use_backend
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.ops.gemm.activation import activated
+from tilewright.ops.gemm.operands import ACTIVATIONS
 
 _HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.10: a `.grad` of another dtype than its tensor
 
@@ -25,7 +27,7 @@ class Linear(nn.Linear):
     grad_dtype=torch.float32: gradients of bf16 or fp16 parameters are float32 sums over the micro-batches of a step.
     That of `weight` is accumulated by the product itself (its `c` and `out` are the gradient so far) and never rounded.
     It lands in `weight.grad`, which torch lets be float32 from 2.10 on; before, in `weight.main_grad`, where Megatron's
-    optimizers look, and `weight.grad` stays None.
+    optimizers look; `weight.grad` stays None, and the gradient of a bias keeps its dtype.
 
     Of backward() alone: torch.autograd.grad and hooks on `weight` (those of DDP and FSDP) see no such gradient.
     torch.compile takes no parameter whose `.grad` has another dtype, and leaves the training of such a layer as it is:
@@ -46,11 +48,21 @@ class Linear(nn.Linear):
     ) -> None:
         if grad_dtype not in (None, torch.float32):
             raise InputError(f"Linear: grad_dtype is {grad_dtype}; allowed are None and torch.float32.")
+        if activation is not None and activation not in ACTIVATIONS[1:]:
+            allowed = ", ".join(map(repr, ACTIVATIONS[1:]))
+            raise InputError(f"Linear: activation is {activation!r}; allowed are None, {allowed}.")
+        if activation == "swiglu" and out_features % 2:
+            raise InputError(
+                f"Linear: swiglu pairs rows of weight, and out_features is {out_features}; it must be even."
+            )
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation, self.backend, self.grad_dtype = activation, backend, grad_dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features)."""
+        if x.dim() == 1:
+            made: Tensor = self.forward(x.unsqueeze(0))
+            return made.squeeze(0)
         if self.grad_dtype is not None and torch.is_grad_enabled():
             return _uncompiled(self, x)
         x, weight, bias = _autocast(x, self.weight, self.bias)
@@ -64,7 +76,7 @@ class Linear(nn.Linear):
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or not is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -76,6 +88,13 @@ def _trained(layer: Linear, x: Tensor) -> Tensor:
         for parameter in layer.parameters():
             if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
                 parameter.grad_dtype = layer.grad_dtype
+    if not layer.weight.is_leaf:
+        raise InputError(
+            "Linear: grad_dtype needs weight to be a parameter, and here it is computed from others, to which no "
+            "gradient would go on. Remove its parametrization, or leave grad_dtype away."
+        )
+    if layer.weight.dtype == torch.float64:
+        raise InputError("Linear: weight is torch.float64, and grad_dtype is narrower. Leave grad_dtype away.")
     x, weight, bias = _autocast(x, layer.weight, layer.bias)
     if not weight.requires_grad:
         return ops.matmul(x, weight, bias=bias, activation=layer.activation, trans_b=True, backend=layer.backend)

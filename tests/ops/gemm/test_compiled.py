@@ -65,6 +65,15 @@ def test_accumulation_into_a_buffer():
     assert torch.equal(made, total + 1)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_result_with_leading_dimensions(backend):
+    a, b = torch.randn(2, 3, 32), torch.randn(32, 40)
+    made = torch.zeros(2, 3, 40)
+    with torch.no_grad():
+        compiled(lambda a, out: ops.matmul(a, b, out=out, backend=backend))(a, made)
+    check(made.view(6, 40), a.view(6, 32), b)
+
+
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_symbolic_sizes():
     _, b = operands(1, 40, 32, "nt", HALF, "cpu")

@@ -162,6 +162,12 @@ def test_what_has_no_gradient_says_so():
         ops.matmul(a, b, alpha=torch.ones(1, requires_grad=True))
     with pytest.raises(InputError, match="out=.* has no gradient"):
         ops.matmul(a, b, out=torch.empty(4, 4))
+    for lead in ((), (1,)):  # of the options together it is out= that is in the way
+        function = ops.bmm if lead else ops.matmul
+        with pytest.raises(InputError, match="out=.* has no gradient"):
+            function(a.view(*lead, 4, 8), b.view(*lead, 8, 4), activation="relu", out=torch.empty(*lead, 4, 4))
+    with pytest.raises(InputError, match="out=.* has no gradient"):
+        ops.matmul(a.view(2, 2, 8), b, activation="relu", out=torch.empty(2, 2, 4))
     eight = a.to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(InputError, match="of float8 operands, which have none"):
         ops.matmul(eight, torch.ones(8, 4).to(torch.float8_e4m3fn))

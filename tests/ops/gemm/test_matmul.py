@@ -276,12 +276,26 @@ def test_out_with_leading_dimensions(place):
         (torch.zeros(4, 32)[:, ::2], "needs contiguous rows"),
         (torch.zeros(1, 16).expand(4, 16), "needs rows that do not overlap"),
         (torch.zeros(4, 16, device="meta"), "on meta"),
+        ([1.0], "out is a list; needs a torch.Tensor"),
     ],
 )
 def test_an_out_that_cannot_be_written(out, match):
     with pytest.raises(InputError, match=match):
         ops.matmul(torch.ones(4, 8), torch.ones(8, 16), out=out)
-    assert out.is_meta or not out.any()
+    assert isinstance(out, list) or out.is_meta or not out.any()
+
+
+def test_dimensions_of_one_element_fold():
+    a, b = torch.randn(2, 1, 3, 8), torch.randn(8, 16)
+    out = torch.zeros(2, 3, 16).unsqueeze(1)
+    ops.matmul(a, b, out=out)
+    torch.testing.assert_close(out, a @ b)
+    across = torch.zeros(2, 1, 5, 16)[:, :, :3]  # its rows are two blocks, whatever stride the middle one has
+    with pytest.raises(InputError, match="its leading dimensions must fold"):
+        ops.matmul(a, b, out=across)
+    turned = torch.zeros(3, 2, 16).transpose(0, 1)[:, :1]
+    ops.matmul(a[:, :, 0], b, out=turned)
+    torch.testing.assert_close(turned, a[:, :, 0] @ b)
 
 
 def test_an_out_that_does_not_fold():
@@ -316,6 +330,8 @@ def test_autograd_hears_that_out_was_overwritten():
         ((torch.ones(4, 8), torch.ones(8, 4, device="meta")), {}, "Move them to one device"),
         ((torch.ones(4, 8), torch.ones(8, 4)), {"bias": torch.ones(4, device="meta")}, "bias is on meta"),
         ((torch.ones(4, 8), torch.ones(8, 4)), {"c": [1.0]}, "c is a list; needs a tensor"),
+        ((torch.ones(4, 8), torch.ones(8, 4)), {"c": torch.ones(4, 4).double()}, "c is torch.float64; needs"),
+        ((torch.ones(4, 8), torch.ones(8, 4)), {"bias": torch.ones(4).double()}, "bias is torch.float64; needs"),
         ((torch.ones(4, 8), torch.ones(8, 4)), {"alpha": torch.ones(1, device="meta")}, "alpha is .* on meta"),
         ((torch.ones(4, 8), torch.ones(8, 4)), {"alpha": None}, "alpha is a NoneType"),
         ((torch.ones(4, 8), torch.ones(8, 4)), {"out_dtype": "bf16"}, "out_dtype is bf16; of"),
@@ -325,6 +341,23 @@ def test_autograd_hears_that_out_was_overwritten():
 def test_refusals(args, options, match):
     with pytest.raises(InputError, match=match):
         ops.matmul(*args, **options)
+
+
+def test_out_is_explained_and_traced_without_memory():
+    a, b, out = torch.ones(4, 8), torch.ones(8, 16), torch.zeros(4, 16)
+    assert explain("matmul", a, b, c=out, out=out).backend == "torch"
+    assert not out.any()
+    meta = out.to("meta")
+    assert ops.matmul(a.to("meta"), b.to("meta"), out=meta) is meta
+
+
+def test_functorch():
+    a, b = torch.randn(3, 4, 8), torch.randn(8, 16)
+    torch.testing.assert_close(torch.func.vmap(lambda x: ops.matmul(x, b))(a), a @ b)
+    for activation in (None, "relu"):
+        made = torch.func.grad(lambda x, act=activation: ops.matmul(x, b, activation=act).sum())(a[0])
+        mask = 1.0 if activation is None else (a[0] @ b > 0).float()
+        torch.testing.assert_close(made, (torch.ones(4, 16) * mask) @ b.mT)
 
 
 def test_explain_names_what_a_choice_depends_on():

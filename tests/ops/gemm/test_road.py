@@ -74,6 +74,15 @@ def test_an_out_across_an_input_is_refused_after_a_tape_too(launches):
     assert not launches["replayed"]
 
 
+def test_an_alpha_that_begins_where_out_does_is_another_signature(launches):
+    a, b, out = tensors()
+    ops.matmul(a, b, c=out, alpha=torch.ones(1), out=out, out_dtype=torch.float32)
+    with pytest.raises(InputError, match="shares memory with an input"):
+        ops.matmul(a, b, c=out, alpha=out.view(-1)[:1], out=out, out_dtype=torch.float32)
+    assert len(launches["ordinary"]) == 1
+    assert not launches["replayed"]
+
+
 def test_both_products_of_a_gradient_are_one_tape(launches):
     """Launched once the ordinary way, then replayed: no checks and no selection in a training step's backward."""
     for _ in range(3):

@@ -42,6 +42,14 @@ def test_the_epilogue_is_that_of_matmul(activation, place):
 
 
 @on_every_place
+def test_one_part_is_copied(place):
+    partials = torch.randn(1, 6, 40, device=place.device)
+    before = partials.clone()
+    ops.splitk_reduce(partials, backend=place.backend).zero_()
+    assert torch.equal(partials, before)
+
+
+@on_every_place
 def test_c_may_be_out(place):
     partials, total = torch.randn(4, 6, 40, device=place.device), torch.randn(6, 40, device=place.device)
     wanted = ops.splitk_reduce(partials, c=total.clone(), backend=place.backend)

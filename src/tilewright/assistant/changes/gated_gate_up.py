@@ -145,8 +145,9 @@ class InForce:
                 own = type(mlp.module)
                 cls, recipe = origin(own)
                 fused = GatedProductRecipe(mlp.recipe.gate, mlp.recipe.down, mlp.recipe.argument, recipe)
+                made = specialise(cls, fused)  # before any weight moves: it is what may refuse
                 group = Group(mlp.pair, [Interleaved, Interleaved], interleaved)
-                mlp.module.__class__ = specialise(cls, fused)
+                mlp.module.__class__ = made
                 self._changed.append((mlp.module, own, group))
         except BaseException:  # no memory for another layer: the ones before it go back
             self.undo()
@@ -159,7 +160,12 @@ class InForce:
         return f"{len(self._changed)} MLPs compute {' or '.join(map(str, columns))} columns and gate them at once"
 
     def undo(self) -> None:
-        """Give modules their classes back, and weights their storage, or the merged one they came from."""
+        """Give modules their classes back, and weights their storage, or the merged one they came from.
+
+        Raises PatchError, and changes nothing, where that was done already.
+        """
+        for *_, group in self._changed:
+            group.require_undoable()
         for module, own, group in self._changed:
             module.__class__ = own
             group.separate()

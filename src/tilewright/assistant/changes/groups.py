@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tilewright.errors import PatchError
 from tilewright.models.specialise import Recipe, origin, specialise
 
 Arrange = Callable[[Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
@@ -82,6 +83,11 @@ class Group:
         """Hold no tensor: the members belong to another group now."""
         self.weight = self.bias = self.input = None
         self.parts = ()
+
+    def require_undoable(self) -> None:
+        """Raises PatchError where the members belong to a later group, or to none any more."""
+        if any(vars(member).get("tilewright_group") is not self for member in self.members):
+            raise PatchError("these linears were undone already, or grouped again since. Undo the later change first.")
 
     def separate(self) -> None:
         """Each member is what it was, with its own storage or in the group it came from."""

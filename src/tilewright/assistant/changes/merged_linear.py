@@ -139,6 +139,8 @@ class Merged:
 
     def undo(self) -> None:
         for group in self._groups:
+            group.require_undoable()
+        for group in self._groups:
             group.separate()
 
 

@@ -25,9 +25,11 @@ Every row comes from one process in which all contestants and the floor ran inte
 inputs and with a cold L2; outputs were checked against float64 before and after. Times are medians in microseconds of
 device time (wall time on a CPU). **Floor** is the time in which this machine moves the case's bytes, measured in the
 same rounds, or does its flops at the best rate that cuBLAS reached in the run; **of it** is floor / ours. **Own** is
-best peer / best kernel of ours, **auto** is best peer / what `auto` picks; above 1 we are faster. **Paused** is own
-with an idle gap before each call, where the chip has its full clocks. Launch-sized cases, and those below 40 us that
-only inference runs, are timed as CUDA graphs. `bwd` is the backward alone.
+best peer / best kernel of ours, **auto** is best peer / what `auto` picks; above 1 we are faster. Both are medians of
+the ratios within each round: where clocks wander (a large ±) they differ from the ratio of the two medians. **Paused**
+is own with an idle gap before each call, where the chip has its full clocks. Launch-sized cases, and those below 40 us
+that only inference runs, are timed as CUDA graphs. `bwd` is the backward alone. In tables of products "of it" is the
+best kernel of ours, bold the choice of `auto`.
 """
 
 

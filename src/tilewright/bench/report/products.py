@@ -78,6 +78,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
         "auto",
         "host us",
         "err",
+        "±",
     ]
     lines = [f"### {title}\n", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
@@ -92,6 +93,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
             ratio(row.ratio_auto),
             f"{row.eager_us:.1f}",
             f"{row.err:.1e}",
+            f"{100 * row.spread:.1f} %",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -49,7 +49,7 @@ def bf16_gemm_tn(
     b: Tensor,
     d: Tensor,
     c: Tensor | None = None,
-    compiled_dims: str = "nk",
+    compiled_dims: str = "mn",
     alpha: float | None = None,
 ) -> None:
     """`bf16_gemm_nt` for a (K, M) and b (K, N): the weight gradient of a linear layer."""
@@ -61,7 +61,7 @@ def bf16_gemm_tt(
     b: Tensor,
     d: Tensor,
     c: Tensor | None = None,
-    compiled_dims: str = "nk",
+    compiled_dims: str = "mn",
     alpha: float | None = None,
 ) -> None:
     """`bf16_gemm_nt` for a (K, M) and b (N, K)."""

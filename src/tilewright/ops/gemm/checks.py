@@ -44,7 +44,7 @@ def check_raw(
             f"{op}: activation is {activation!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS[1:]))}."
         )
     check_out_dtype(op, a.dtype, out_dtype)
-    check_epilogue(op, (*a.shape[:-1], b.shape[-1]), a.device, bias, c, activation)
+    check_epilogue(op, (*a.shape[:-1], b.shape[-1]), a, bias, c, activation)
     _check_scale(op, a, scale, alpha)
     _check_gradient(op, a, b, bias, c, scale, activation)
 
@@ -80,9 +80,12 @@ def check_out_dtype(op: str, dtype: torch.dtype, out_dtype: torch.dtype) -> None
 
 
 def check_epilogue(
-    op: str, shape: tuple[int, ...], device: torch.device, bias: Tensor | None, c: Tensor | None, activation: str
+    op: str, shape: tuple[int, ...], first: Tensor, bias: Tensor | None, c: Tensor | None, activation: str
 ) -> None:
-    """bias (N,) and c (..., M, N_out) for a product of `shape`; pairs of columns for a gate."""
+    """bias (N,) and c (..., M, N_out) for a product of `shape`, beside its `first` operand; pairs of columns for a
+    gate.  float64 goes with float64 operands alone.
+    """
+    floats = FLOATS if first.dtype == torch.float64 else RESULTS
     n = shape[-1]
     if activation == "swiglu" and n % 2:
         raise InputError(f"{op}: swiglu pairs gate and up columns, and op(b) has {n}; N must be even.")
@@ -90,13 +93,13 @@ def check_epilogue(
     for name, t, expected in (("bias", bias, (n,)), ("c", c, (*shape[:-1], n_out))):
         if t is None:
             continue
-        if not isinstance(t, Tensor) or t.dtype not in FLOATS:
+        if not isinstance(t, Tensor) or t.dtype not in floats:
             got = t.dtype if isinstance(t, Tensor) else f"a {type(t).__name__}"
             raise InputError(f"{op}: {name} is {got}; needs a tensor of bfloat16, float16 or float32.")
         if tuple(t.shape) != tuple(expected):
             raise InputError(f"{op}: {name} is {tuple(t.shape)}; needs {tuple(expected)}.")
-        if t.device != device:
-            raise InputError(f"{op}: {name} is on {t.device}, a on {device}. Move them to one device.")
+        if t.device != first.device:
+            raise InputError(f"{op}: {name} is on {t.device}, the operands on {first.device}. Move them to one device.")
 
 
 def _check_scale(op: str, a: Tensor, scale: Tensor | None, alpha: float) -> None:

@@ -7,6 +7,7 @@ along which dimension memory is contiguous.
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def aligned(a: Tensor, b: Tensor, n_out: int, out_dtype: torch.dtype) -> bool:
     """Can the copy engine read `a` and `b` and write a row-contiguous result of `n_out` columns?
 
     Addresses and every stride but the unit one have to be multiples of 16 bytes, and so has a row of the result.
-    Addresses of fake tensors are their storage offsets.
+    Addresses of tensors without memory of their own (fake, meta, wrapped by functorch) are their storage offsets.
     """
     return copyable(a) and copyable(b) and hint(n_out) * out_dtype.itemsize % _VECTOR == 0
 
@@ -96,7 +97,9 @@ def copyable(t: Tensor) -> bool:
 
 
 def _address(t: Tensor) -> int:
-    return hint(t.storage_offset()) * t.element_size() if t.is_meta or is_fake(t) else t.data_ptr()
+    if t.is_meta or is_fake(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return hint(t.storage_offset()) * t.element_size()
+    return t.data_ptr()
 
 
 def columns_out(n: int, activation: str) -> int:
@@ -139,13 +142,16 @@ def fold(op: str, name: str, t: Any, rows: Sequence[int]) -> Any:
     return t.flatten(0, -2)
 
 
-def folded_out(op: str, out: Tensor, rows: Sequence[int]) -> Tensor:
+def folded_out(op: str, out: Any, rows: Sequence[int]) -> Tensor:
     """`out` (*rows, N) as (M, N), the same memory."""
-    for i in range(out.dim() - 2):
-        if out.shape[i] > 1 and out.stride(i) != out.shape[i + 1] * out.stride(i + 1):
-            raise InputError(
-                f"{op}(out=...) has strides {out.stride()}; its leading dimensions must fold into one. "
-                "Pass contiguous memory, or leave out= away."
-            )
+    if not isinstance(out, Tensor):
+        raise InputError(f"{op}: out is a {type(out).__name__}; needs a torch.Tensor.")
+    # A dimension of one element steps nowhere: it neither breaks a fold nor vouches for one
+    leading = [i for i in range(out.dim() - 1) if out.shape[i] != 1]
+    if any(out.stride(i) != out.shape[j] * out.stride(j) for i, j in pairwise(leading)):
+        raise InputError(
+            f"{op}(out=...) has strides {out.stride()}; its leading dimensions must fold into one. "
+            "Pass contiguous memory, or leave out= away."
+        )
     folded: Tensor = fold(op, "out", out, rows)
     return folded

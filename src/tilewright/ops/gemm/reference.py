@@ -1,9 +1,11 @@
 """The product in plain torch: the oracle on float64, and on a GPU what cuBLAS makes of it, which `auto` may choose."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from tilewright.ops.gemm.operands import apply_epilogue
@@ -106,13 +108,18 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        with torch.autocast(dy.device.type, enabled=False):
+        with _without_autocast(dy.device.type):
             da = None if b is None else _scaled(dy.to(b.dtype) @ b.mT, ctx.alpha)
             db = None if a is None else _scaled(a.mT @ dy.to(a.dtype), ctx.alpha)
         dc = dy if ctx.needs_input_grad[2] else None
         if dc is not None and ctx.addend_dims == 1:
             dc = dy.sum(tuple(range(dy.dim() - 1)), dtype=accumulate_dtype(dy.dtype))
         return da, db, dc, None, None
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Autocast off; on a device that has none (meta), nothing."""
+    return torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext()
 
 
 def _scaled(t: Tensor, alpha: float) -> Tensor:

@@ -24,34 +24,32 @@ __device__ inline void write_tile(const float (&d)[kCount], Out* out, i64 pitch,
     }
 }
 
-// Where byte `byte` of row `row` of a tile lies in shared memory as tma_store wants it: strips of kSpan bytes of columns,
-// each kRows rows high and swizzled by kSpan.  A box of the tensor map is [kRows, kSpan bytes]; strip i begins at i * kRows
-// * kSpan.
-template <u32 kSpan, u32 kRows = 64> __device__ inline u32 strip_offset(u32 row, u32 byte) {
-    return byte / kSpan * kSpan * kRows + swizzle<kSpan>(row * kSpan + byte % kSpan);
+// Where byte `byte` of row `row` of a warpgroup's 64 rows lies in shared memory as tma_store wants it: strips of kSpan bytes
+// of columns, swizzled by kSpan.  A box of the tensor map is [64, kSpan bytes]; strip i begins at i * 64 * kSpan.
+template <u32 kSpan> __device__ inline u32 strip_offset(u32 row, u32 byte) {
+    return byte / kSpan * kSpan * 64 + swizzle<kSpan>(row * kSpan + byte % kSpan);
 }
 
 // 64 rows x 16 columns of accumulators (f[0..7] of each thread), rounded to a 16-bit type, to strips at shared address
-// `strips`: 32 bytes a row from `byte` on, this warpgroup's rows from `row` on, a multiple of 64.
-template <typename Out, u32 kSpan, u32 kRows = 64>
-__device__ inline void stage_columns(const float* f, u32 strips, u32 byte, u32 row = 0) {
+// `strips`: 32 bytes a row from `byte` on.
+template <typename Out, u32 kSpan> __device__ inline void stage_columns(const float* f, u32 strips, u32 byte) {
     static_assert(sizeof(Out) == 2, "stmatrix stores 16-bit elements");
     static_assert(kSpan >= 32, "a strip holds whole groups of 16 columns");
     // Lane l addresses row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower eight rows of eight columns,
     // 2 and 3 those of the next eight columns.
     const u32 lane = threadIdx.x % 32;
-    const u32 to_row = row + threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
-    store_matrices(strips + strip_offset<kSpan, kRows>(to_row, byte + lane / 16 * 16), pack<Out>(f[0], f[1]),
+    const u32 to_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+    store_matrices(strips + strip_offset<kSpan>(to_row, byte + lane / 16 * 16), pack<Out>(f[0], f[1]),
                    pack<Out>(f[2], f[3]), pack<Out>(f[4], f[5]), pack<Out>(f[6], f[7]));
 }
 
 // 64 x N accumulators, rounded to a 16-bit type, to strips.  Follow it by fence_shared_for_async() and a barrier of the
 // writing threads.
-template <typename Out, u32 kSpan, u32 kRows = 64, u32 kCount>
-__device__ inline void stage_tile(const float (&d)[kCount], void* strips, u32 row = 0) {
+template <typename Out, u32 kSpan, u32 kCount>
+__device__ inline void stage_tile(const float (&d)[kCount], void* strips) {
     static_assert(kCount % 8 == 0 && kCount * 4 % kSpan == 0, "the columns must fill whole strips, 16 at a time");
 #pragma unroll
-    for (u32 j = 0; j < kCount / 8; ++j) stage_columns<Out, kSpan, kRows>(d + 8 * j, shared_address(strips), 32 * j, row);
+    for (u32 j = 0; j < kCount / 8; ++j) stage_columns<Out, kSpan>(d + 8 * j, shared_address(strips), 32 * j);
 }
 
 }  // namespace tilewright

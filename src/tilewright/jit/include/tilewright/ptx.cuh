@@ -61,8 +61,10 @@ __device__ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Programmatic dependent launch: before the first read of what the kernel before wrote; and when the kernel after may
-// start.  [griddepcontrol]
+// Programmatic dependent launch.  [griddepcontrol]
+// Until the kernel before has ended: in each warp, before it reads or writes global memory that an earlier kernel may use;
+// and in each grid, even where nothing is to be done, so that the kernel after, which waits for this one, waits for all.
+// When all blocks have said the second, the kernel after may start; it waits for this one's end itself, so any time will do.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

@@ -73,17 +73,13 @@ TILEWRIGHT_TMA("5d", TILEWRIGHT_LIST(int x, int y, int z, int u, int v), "{%3, %
 #undef TILEWRIGHT_TMA
 #undef TILEWRIGHT_LIST
 
-// Stores of one thread form groups that complete in order.  [cp.async.bulk.commit_group, wait_group]
+// Stores of one thread form groups that complete in order; the end of a kernel waits for all of them by itself.
+// [cp.async.bulk.commit_group, wait_group]
 __device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Until at most kLeft of this thread's groups have not yet read their shared memory, which may then be overwritten.
 template <u32 kLeft> __device__ inline void tma_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
-}
-
-// Until at most kLeft have not yet written global memory.  The end of a kernel waits for all by itself.
-template <u32 kLeft> __device__ inline void tma_wait_written() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 }  // namespace tilewright

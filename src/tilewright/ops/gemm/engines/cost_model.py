@@ -12,8 +12,9 @@ from math import ceil
 from typing import NamedTuple
 
 STEP_BYTES = 128  # of K in one stage
-TENSOR_FLOPS = 660e12 / 132  # of an SM, 16-bit, under the power limit: squares of 4096 and 8192 reach it
-SHARED_PENALTY = 0.4  # 128x128 tiles are 10 % slower than 128x256, 256x128 5 %: see `shared_pressure`
+CHUNK_BYTES = 128  # of a row of D that a warpgroup stages at once
+TENSOR_FLOPS = 660e12 / 132  # of an SM, 16-bit, under the power limit: squares of 4096 and 8192 reach 705 to 750
+SHARED_PENALTY = 0.4  # 128x128 tiles are 10 % slower than 128x256: see `shared_pressure`
 L2_BYTES = 16e12 / 132  # a second, into the shared memory of one SM: 64x64 tiles of 512x576x7168 take 1.8 MB in 14 us
 DRAM_BYTES = 4.2e12  # a second, of the whole machine
 L2_HELD = 36e6  # bytes of operands that stay in an L2 of 60 MB while results stream through it
@@ -116,9 +117,7 @@ def band(tile: Tile, sms: int) -> int:
 
 
 def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction]]:
-    """`tiles` from the fastest to the slowest; of those alike the larger, then the one without a cluster
-    first.
-    """
+    """`tiles` from the fastest to the slowest; of those alike the larger, then the one without a cluster first."""
     predicted = [(tile, predict(problem, tile)) for tile in tiles]
     least = min(prediction.us for _, prediction in predicted)
 
@@ -130,12 +129,15 @@ def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction
     return sorted(predicted, key=order)
 
 
+def strip_bytes(row_bytes: int) -> int:
+    """Bytes of a row of D that one store takes: the widest swizzle that divides a tile's row."""
+    return next(width for width in (128, 64, 32) if row_bytes % width == 0)
+
+
 def _epilogue_us(t: Tile, row_bytes: int) -> float:
-    """Of a warpgroup: its rows of D, 64 at a time, leave in chunks of 128 bytes and strips of what divides a row."""
-    groups = 1 if t.block_m == 64 else 2
-    strip = next(width for width in (128, 64, 32, 16) if row_bytes % width == 0)
-    leave = CHUNK_US * ceil(row_bytes / STEP_BYTES) + STRIP_US * row_bytes / strip
-    return (EPILOGUE_US + t.block_m / (64 * groups) * leave) * (EXPOSED if groups == 2 else 1.0)
+    """Of a warpgroup: its 64 rows of D leave in chunks of 128 bytes, and these in strips."""
+    leave = CHUNK_US * ceil(row_bytes / CHUNK_BYTES) + STRIP_US * row_bytes / strip_bytes(row_bytes)
+    return (EPILOGUE_US + leave) * (1.0 if t.block_m == 64 else EXPOSED)
 
 
 def _dram_bytes(p: Problem, t: Tile, waves: int) -> float:

@@ -1,10 +1,10 @@
 """Dense GEMM in CUDA C++ for Hopper: tiles of 64 or 128 rows, the tensor cores busy from the first tile to the last.
 
 A tile of 128x256 multiplies 128 * 256 * 64 * 2 flops for each 48 KB that reach its SM; loads, epilogue and stores run
-beside the multiplications.  So 8192x8192x8192 cannot beat 1.4 ms at 790 TFLOP/s, what the tensor cores do under the
-power limit, and what is left to choose is the tile: how full the last wave is.  `cost_model.py` chooses.
+beside the multiplications.  So 8192x8192x8192 cannot beat 1.1 ms at 989 TFLOP/s; under the power limit it takes 1.56,
+cuBLAS 1.59 (H200, 2026-11).  What is left to choose is the tile: how full the last wave is.  `cost_model.py` chooses.
 
-Rows of A that do not exist are multiplied too: below 64 rows `few_rows_cuda.py` is the engine.
+Rows of A that do not exist are multiplied too: up to 64 rows, with A along K, `few_rows_cuda.py` is the engine.
 """
 
 import logging
@@ -113,7 +113,7 @@ def gemm(
     batches, m, k = a.shape
     n = b.shape[-1]
     along_m, along_n = major_a(a) is Major.MN, major_b(b) is Major.MN
-    strip = _strip(config.block_n * d.itemsize // (2 if activation == "swiglu" else 1))
+    strip = cost_model.strip_bytes(columns_out(config.block_n, activation) * d.itemsize)
     maps = (
         _operand(a.mT if along_m else a, along_m, config.block_m, config.cluster_n),
         _operand(b if along_n else b.mT, along_n, config.block_n, config.cluster_m),
@@ -164,11 +164,6 @@ def _operand(rows: Tensor, across: bool, block: int, shared: int) -> TensorMap |
     rows: (B, M or N, K); across: (B, K, M or N), which comes in boxes of 64 columns.
     """
     return tensor_map(rows, (1, (_BLOCK_K if across else block) // shared, 64), swizzle=_SPAN)
-
-
-def _strip(row_bytes: int) -> int:
-    """Bytes of a row that one store takes: the widest swizzle that divides it."""
-    return next(width for width in (128, 64, 32) if row_bytes % width == 0)
 
 
 def _in_pairs(c: Tensor) -> bool:

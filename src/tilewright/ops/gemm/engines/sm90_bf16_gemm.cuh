@@ -113,9 +113,8 @@ template <typename Config> struct GemmEpilogue {
     u32 barrier;  // of this warpgroup
     u32 buffer = 0;
 
-    // Registers hold two chunks of C, or of the bias; not of both, nor beside the pairs of a gated result.
-    static constexpr bool kEarly =
-        Config::kBias ? Config::kAddend == 0 : Config::kAddend > 0 && !kGated;
+    // Registers hold two chunks of C, or of the bias; not of both, nor those of C beside a gated tile's accumulators.
+    static constexpr bool kEarly = Config::kBias ? Config::kAddend == 0 : Config::kAddend > 0 && !kGated;
 
     // What a chunk of D needs from global memory beside its accumulators: of C and of the bias.
     struct Operands {

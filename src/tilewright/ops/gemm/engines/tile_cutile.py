@@ -75,10 +75,9 @@ SPACE = (
     (64, 64, 4, 1, (128, 256)),
     (64, 64, 4, 2, (128,)),
 )
-# float8 operands that are not K-major pass through registers on their way to the matrix unit: larger tiles spill
 FAST_K = 8192  # beyond it 14 bits of a sum are too few: at 16384 twice the error that bf16 results allow
 SLOW_TILE = Tile(128, 128, 8, 1.0)  # without fast_acc, two accumulators
-
+# float8 operands that are not K-major pass through registers on their way to the matrix unit: larger tiles spill
 FP8_TILES = {"nn": Tile(128, 128, 8, 1.0), "tn": Tile(64, 64, 4, 1.0), "tt": Tile(128, 128, 8, 1.0)}
 
 

@@ -52,7 +52,9 @@ def matmul(
     c_rows = fold("matmul", "c", c, rows)
     args = arguments(fold("matmul", "a", left, rows), right, bias, activation, c_rows, alpha, out_dtype)
     if out is not None:
-        CONTRACT.check(*args)  # what is wrong with the operands comes before what is wrong with `out`
+        if a.dim() > 2:  # what is wrong with the operands comes before what is wrong with folding `out`
+            with torch.no_grad():
+                CONTRACT.check(*args)
         call(CONTRACT, args, backend, folded_out("matmul", out, rows))
         return out
     if wants_activation_gradient(args):

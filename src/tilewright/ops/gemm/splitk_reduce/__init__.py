@@ -59,7 +59,7 @@ def reference(
 
 def _raw(partials: Tensor, bias: Tensor | None, c: Tensor | None, activation: str, out_dtype: torch.dtype) -> Tensor:
     wide = partials.dtype == torch.float64
-    z = partials[0]
+    z = partials[0] if partials.shape[0] > 1 else partials[0].clone()  # never a view of the input
     for part in partials[1:]:
         z = z + part
     return apply_epilogue(z, bias, c, activation, torch.float64 if wide else out_dtype)
@@ -94,7 +94,7 @@ def check(partials: Tensor, bias: Tensor | None, c: Tensor | None, activation: s
             f"{op}: activation is {activation!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS[1:]))}."
         )
     check_out_dtype(op, torch.float32, out_dtype)
-    check_epilogue(op, tuple(partials.shape[1:]), partials.device, bias, c, activation)
+    check_epilogue(op, tuple(partials.shape[1:]), partials, bias, c, activation)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
