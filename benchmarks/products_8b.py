@@ -15,35 +15,32 @@ import copy
 import itertools
 import json
 import os
-import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from runpy import run_path
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from llama_variants import static
+from model_8b import LONG, check, exact_logits, time_decode, time_prefill
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks"), str(ROOT / "src")]
-import llama_8b  # noqa: E402
-from llama_variants import static  # noqa: E402
-from model_8b import LONG, check, exact_logits, time_decode, time_prefill  # noqa: E402
+import tilewright
+from tilewright import ops, settings
+from tilewright.assistant.changes import MERGED_GATE_UP, MERGED_QKV, merged_linear
+from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
+from tilewright.assistant.workload import workload
+from tilewright.bench import machine
+from tilewright.bench.timing import interleave
+from tilewright.dispatch import contract, table
+from tilewright.dispatch.measured import by_rows
+from tilewright.errors import BackendError, PatchError
+from tilewright.hardware import device_info
+from tilewright.models import gated_products, linears
+from tilewright.models.patching import _KINDS
 
-import tilewright  # noqa: E402
-from tilewright import ops, settings  # noqa: E402
-from tilewright.assistant.changes import MERGED_GATE_UP, MERGED_QKV, merged_linear  # noqa: E402
-from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP  # noqa: E402
-from tilewright.assistant.workload import workload  # noqa: E402
-from tilewright.bench import machine  # noqa: E402
-from tilewright.bench.timing import interleave  # noqa: E402
-from tilewright.dispatch import contract, table  # noqa: E402
-from tilewright.dispatch.measured import by_rows  # noqa: E402
-from tilewright.errors import BackendError, PatchError  # noqa: E402
-from tilewright.hardware import device_info  # noqa: E402
-from tilewright.models import gated_products, linears  # noqa: E402
-from tilewright.models.patching import _KINDS  # noqa: E402
-
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_8b.py"
 BEGIN = perf_counter()
 OURS = merged_linear.linear
 DEVICE = torch.device("cuda")
@@ -201,7 +198,7 @@ def main():
     options = parser.parse_args()
     before = machine.clocks(DEVICE)
 
-    model, inputs = llama_8b.factory()
+    model, inputs = run_path(str(MODEL))["factory"]()
     prompt = inputs["input_ids"]
     say("built")
     exact = exact_logits(model, prompt)

@@ -22,12 +22,10 @@ from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import TensorMap, tensor_map
 from tilewright.log import log_once
-from tilewright.ops.gemm.engines import cost_model
+from tilewright.ops.gemm.engines import cost_model, sm90_operands
 from tilewright.ops.gemm.engines.cost_model import Problem, Tile
-from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_out, major_a, major_b
+from tilewright.ops.gemm.operands import ACTIVATIONS, Major, columns_out, major_a, major_b
 
-_INPUTS = (torch.bfloat16, torch.float16)
-_OUTPUTS = (*_INPUTS, torch.float32)
 _SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
 _SHARED = 232448 - 1024  # bytes of a block, without its barriers
 _GATED = 1  # the epilogue of a bucket, as in `raw.py`
@@ -87,15 +85,9 @@ def refusal(
     out_dtype: torch.dtype,
 ) -> str | None:
     """Why this engine cannot run these arguments; None if it can."""
-    if a.dtype not in _INPUTS or b.dtype != a.dtype:
-        return f"multiplies bf16 or fp16 operands of one dtype, got {a.dtype} and {b.dtype}"
-    if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
-        return "takes a bias, an addend and a result of bf16, fp16 or fp32"
     if major_a(a) is None or major_b(b) is None:
         return "needs a and b contiguous along one of their last two dimensions"
-    if not aligned(a, b, columns_out(b.shape[-1], activation), out_dtype):
-        return "needs addresses, strides and rows of the result that are multiples of 16 bytes"
-    return None
+    return sm90_operands.refusal(a, b, bias, c, activation, out_dtype)
 
 
 def gemm(

@@ -23,11 +23,10 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
-from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_out, major_a, major_b
+from tilewright.ops.gemm.engines import sm90_operands
+from tilewright.ops.gemm.operands import ACTIVATIONS, Major, major_a, major_b
 
 MAX_ROWS = 64
-_INPUTS = (torch.bfloat16, torch.float16)
-_OUTPUTS = (*_INPUTS, torch.float32)
 _BLOCK_N, _BLOCK_K, _THREADS = 64, 128, 160  # as in the header: weight rows of a tile, K of a stage, threads of a block
 _CHUNK, _SPAN = 64, 128  # elements and bytes of a box's row
 _PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 sums
@@ -80,17 +79,11 @@ def refusal(
     out_dtype: torch.dtype,
 ) -> str | None:
     """Why this engine cannot run these arguments; None if it can."""
-    if a.dtype not in _INPUTS or b.dtype != a.dtype:
-        return f"multiplies bf16 or fp16 operands of one dtype, got {a.dtype} and {b.dtype}"
-    if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
-        return "takes a bias, an addend and a result of bf16, fp16 or fp32"
     if a.shape[-2] > MAX_ROWS:
         return f"is for at most {MAX_ROWS} rows of a, got {a.shape[-2]}"
     if major_a(a) is not Major.K or major_b(b) is None:
         return "needs a contiguous along K, and b along K or N"
-    if not aligned(a, b, columns_out(b.shape[-1], activation), out_dtype):
-        return "needs addresses, strides and rows of the result that are multiples of 16 bytes"
-    return None
+    return sm90_operands.refusal(a, b, bias, c, activation, out_dtype)
 
 
 def gemm(

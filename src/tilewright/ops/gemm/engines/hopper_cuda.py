@@ -55,7 +55,8 @@ def refusal(
     arch = device_info(a.device).arch
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
-    return dense_cuda.refusal(a, b, bias, c, scale, alpha, activation, out_dtype)
+    args = a, b, bias, c, scale, alpha, activation, out_dtype
+    return None if few_rows_cuda.refusal(*args) is None else dense_cuda.refusal(*args)
 
 
 def gemm(
