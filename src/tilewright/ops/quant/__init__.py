@@ -1,0 +1,1 @@
+"""Quantisation: formats of scales, casts to float8, packed integer weights."""
