@@ -18,7 +18,14 @@ DECODE_ROWS = (1, 8, 16, 64)
 DEEPSEEK_V3 = ((2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048))
 DEEPSEEK_V3_LM_HEAD = (129280, 7168)
 
-LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+LLAMA_8B = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "up": (14336, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+LLAMA_8B_ROWS = (*ROWS[:-2], 2048, *ROWS[-2:])
 LLAMA_8B_LM_HEAD = (128256, 4096)
 
 SQUARES = (1024, 2048, 4096, 8192, 16384)
@@ -35,13 +42,13 @@ def _layer(name: str, n: int, k: int, rows: Iterable[int] = ROWS, **options: Any
 _FORWARD = (
     *(row for n, k in DEEPSEEK_V3 for row in _layer(f"dsv3_{n}x{k}", n, k)),
     *_layer("dsv3_lm_head", *DEEPSEEK_V3_LM_HEAD, rows=DECODE_ROWS, out_dtype=torch.float32),
-    *(row for name, (n, k) in LLAMA_8B.items() for row in _layer(f"llama8b_{name}", n, k)),
+    *(row for name, (n, k) in LLAMA_8B.items() for row in _layer(f"llama8b_{name}", n, k, rows=LLAMA_8B_ROWS)),
     *_layer("llama8b_lm_head", *LLAMA_8B_LM_HEAD, rows=(*DECODE_ROWS, 4096)),
     *(_row(f"square_{size}", size, size, size) for size in SQUARES),
 )
 
 _EPILOGUES = (
-    *_layer("llama8b_gate_up_swiglu", *LLAMA_8B["gate_up"], rows=(1, 64, 4096), activation="swiglu"),
+    *_layer("llama8b_gate_up_swiglu", *LLAMA_8B["gate_up"], rows=(1, 64, 2048, 4096), activation="swiglu"),
     _row("gpt_up_bias_gelu_m4096", 4096, 16384, 4096, bias=True, activation="gelu"),
 )
 
