@@ -1,15 +1,18 @@
 """The CUDA C++ kernels under compute-sanitizer: `python scripts/sanitize.py [memcheck racecheck synccheck]`.
 
-Each tool runs this file again with `--cases`, which launches the proof kernels and both GEMM engines in small sizes
-that reach every part of them: rings that turn, clusters, splits of K, all layouts, epilogues, ragged edges; results are
-compared too.  Needs a Hopper GPU and the CUDA toolkit's compute-sanitizer.  Exits with 1 if a tool reports anything.
+Each tool runs this file again with `--cases`, one case at a time.  A case launches a proof kernel or a GEMM engine in a
+small size; together they reach every part: rings that turn, clusters, splits of K, all layouts, epilogues, ragged
+edges; results are compared too.  Needs a Hopper GPU and the CUDA toolkit's compute-sanitizer.  Exits with 1 if a tool
+reports anything.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +23,7 @@ from tilewright.jit import selftest
 from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
 
+LIMIT = 200  # seconds for one case; racecheck follows every access to shared memory
 TOOLS = ("memcheck", "racecheck", "synccheck")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 _HALF, _FLOAT = torch.bfloat16, torch.float32
@@ -56,14 +60,20 @@ def product(engine: Any, m: int, n: int, k: int, layout: str, activation: str, d
     return bool((d.double() - exact).norm() < 5e-3 * exact.norm())
 
 
-def run_cases() -> int:
-    """Every case once; prints and counts the wrong ones."""
-    cases = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
-    cases |= {f"dense {case}": partial(product, dense_cuda, *case) for case in DENSE}
-    cases |= {f"few rows {case}": partial(product, few_rows_cuda, *case) for case in FEW_ROWS}
-    wrong = [name for name, case in cases.items() if not case()]
+def cases() -> dict[str, Callable[[], bool]]:
+    """Every case by its name."""
+    found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
+    found |= {f"dense {case}": partial(product, dense_cuda, *case) for case in DENSE}
+    found |= {f"few rows {case}": partial(product, few_rows_cuda, *case) for case in FEW_ROWS}
+    return found
+
+
+def run_cases(names: Sequence[str]) -> int:
+    """Run the named cases, or all; prints and counts the wrong ones."""
+    known = cases()
+    wrong = [name for name in names or known if not known[name]()]
     torch.cuda.synchronize()
-    print(f"{len(cases)} cases, {len(wrong)} wrong", *wrong, sep="\n  ")
+    print(f"{len(names or known)} cases, {len(wrong)} wrong", *wrong, sep="\n  ")
     return len(wrong)
 
 
@@ -72,34 +82,35 @@ def _proved(proof: Callable[[torch.device], str | None]) -> bool:
 
 
 def main(tools: list[str]) -> int:
-    """Run `tools`, print what each says last; the number of tools that found something."""
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    """Run `tools`, each case in a process of its own, several at a time; the number of runs that found something."""
     bad = 0
     for tool in tools:
-        # Kernels alone: torch's own are not ours to judge, and racecheck takes minutes over them
-        only = ["--kernel-regex", "kns=tilewright"] if tool == "racecheck" else []
-        command = [
-            sanitizer,
-            "--tool",
-            tool,
-            "--report-api-errors",
-            "no",
-            *only,
-            "--error-exitcode",
-            "9",
-            sys.executable,
-            __file__,
-            "--cases",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        said = [*_SUMMARY.findall(done.stdout), *[line for line in done.stdout.splitlines() if " cases, " in line]]
-        print(
-            f"{tool}: {'; '.join(said) or done.stdout[-2000:] + done.stderr[-2000:]}; exit {done.returncode}",
-            flush=True,
-        )
-        bad += done.returncode != 0
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+            said = list(pool.map(partial(_sanitized, tool), cases()))
+        for name, (clean, words) in zip(cases(), said, strict=True):
+            bad += not clean
+            print(f"{tool}: {words}: {name}", flush=True)
+        print(f"{tool}: {sum(clean for clean, _ in said)} of {len(said)} cases clean", flush=True)
     return bad
 
 
+def _sanitized(tool: str, name: str) -> tuple[bool, str]:
+    """One case under one tool: is it clean, and what was said."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    # Kernels alone: torch's own are not ours to judge, and racecheck takes minutes over them
+    only = ["--kernel-regex", "kns=tilewright"] if tool == "racecheck" else []
+    options = ["--tool", tool, "--report-api-errors", "no", *only, "--error-exitcode", "9"]
+    command = [sanitizer, *options, sys.executable, __file__, "--cases", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return False, f"did not end in {LIMIT} s"
+    said = "; ".join(_SUMMARY.findall(done.stdout))
+    if done.returncode == 0 and said:
+        return True, said
+    return False, f"exit {done.returncode}, {said or (done.stdout + done.stderr)[-2000:]}"
+
+
 if __name__ == "__main__":
-    sys.exit(min(1, run_cases() if sys.argv[1:] == ["--cases"] else main(sys.argv[1:] or list(TOOLS))))
+    given = sys.argv[1:]
+    sys.exit(min(1, run_cases(given[1:]) if given[:1] == ["--cases"] else main(given or list(TOOLS))))

@@ -126,9 +126,11 @@ def _make(
         from cuda.core.utils import StridedMemoryView
     except ImportError as error:
         raise BackendError(f"tensor maps need cuda-core: pip install 'tilewright[cuda]' ({error}).") from None
+    from cuda.core import Device
     from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
 
     with torch.cuda.device(device):
+        Device(device.index).set_current()  # autograd's threads may not have used the device before
         memory = _Memory(pointer, shape, pitches, dtype.itemsize)
         view = StridedMemoryView.from_cuda_array_interface(memory, stream_ptr=-1)
         try:

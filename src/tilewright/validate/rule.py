@@ -12,6 +12,8 @@ The rule holds for the whole tensor and for every row, column and 64x64 tile of 
 error in the same part, or with torch's largest relative error in any part that is not nearly zero. Parts of fewer
 than 16 elements are not judged alone: the ratio of two single rounding errors is luck.
 NaN and infinity must stand exactly where the oracle, rounded to the output dtype, has them.
+
+Integers have no rounding: ours must be the reference's.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms
+from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms, testable
 
 FLOOR_ULP = 2.0
 MIN_PART = 16
+_NOTHING = (0.0,) * 8  # the numbers of a tensor that has no errors to measure
 NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests says nothing about relative errors
 
 
@@ -46,9 +49,10 @@ class Standard:
             ours = torch.zeros_like(self.rounded)
         wrong = self._structure(ours)
         if wrong is not None or self.exact.numel() == 0:
-            nothing = (0.0,) * 8
-            return Measure(self.name, *nothing, faults=() if wrong is None else (f"{self.name} {wrong}",))
+            return Measure(self.name, *_NOTHING, faults=() if wrong is None else (f"{self.name} {wrong}",))
         assert isinstance(ours, Tensor)
+        if not self.dtype.is_floating_point:
+            return Measure(self.name, *_NOTHING, faults=self._other_integers(ours))
         found = errors(ours.detach(), self.exact, self.dtype)
         faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
         return self._measure(found, tuple(faults))
@@ -60,6 +64,13 @@ class Standard:
         expected = tuple(self.exact.shape), self.dtype, self.device.type
         return None if got == expected else f"has shape, dtype, device {got}; the reference has {expected}"
 
+    def _other_integers(self, ours: Tensor) -> tuple[str, ...]:
+        wrong = (ours != self.rounded).nonzero()
+        if not len(wrong):
+            return ()
+        at = tuple(int(i) for i in wrong[0])
+        return (f"{self.name}: {len(wrong)} integers are not the reference's; first difference at {at}",)
+
     def _non_finite(self, ours: Tensor) -> list[str]:
         kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
             ("NaN", torch.isnan),
@@ -68,7 +79,7 @@ class Standard:
         )
         faults = []
         for kind, test in kinds:
-            got, expected = test(ours), test(self.rounded)
+            got, expected = test(testable(ours)), test(testable(self.rounded))
             if not torch.equal(got, expected):
                 at = tuple(int(i) for i in (got != expected).nonzero()[0])
                 here, there = int(got.sum()), int(expected.sum())
@@ -128,7 +139,7 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
     """
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
-    if exact.numel() == 0:
+    if exact.numel() == 0 or not dtype.is_floating_point:
         nothing = Errors(*[zero] * len(Errors._fields))
         return Standard(name, dtype, exact.device, exact, rounded, nothing, nothing, nothing)
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
@@ -136,7 +147,7 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
     number = counts(exact)
     noise = [errors(j, exact, dtype) for j in jittered]
     info = torch.finfo(dtype)
-    relative = info.eps / 2 + 2 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    relative = info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
     rms = size.whole / number.whole.sqrt()
     limits = []
     for field in Errors._fields:

@@ -70,6 +70,7 @@ def test_layout_codes_are_those_of_their_names():
         (torch.zeros(3, 4, 8, dtype=HALF), True),
         (torch.zeros(3, 4, 12, dtype=HALF)[:, :, :8], False),
         (torch.zeros(3, 100, dtype=HALF)[:, :96].view(3, 4, 24), False),  # the batch steps 200 bytes
+        (torch.zeros(3, 1, 1, dtype=HALF), False),  # and here 2: a batch of single elements is no line
     ],
 )
 def test_what_the_copy_engine_can_read(t, expected):

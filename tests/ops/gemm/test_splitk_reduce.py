@@ -28,6 +28,15 @@ def test_the_order_of_the_sum_is_that_of_the_parts(parts, place):
 
 
 @on_every_place
+@pytest.mark.parametrize("shape", [(3, 1, 11), (1, 1, 1), (2, 7, 1)], ids=str)
+def test_sizes_of_one(shape, place):
+    """Triton makes a constant of every size that is 1."""
+    partials = torch.randn(shape, device=place.device)
+    made = ops.splitk_reduce(partials, backend=place.backend)
+    torch.testing.assert_close(made, partials.sum(0), rtol=1e-6, atol=1e-6)
+
+
+@on_every_place
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu", "swiglu"])
 def test_the_epilogue_is_that_of_matmul(activation, place):
     a, b = operands(36, 80, 64, "nt", torch.bfloat16, place.device)

@@ -85,11 +85,11 @@ def copyable(t: Tensor) -> bool:
     if _address(t) % _VECTOR:
         return False
     size, found = t.element_size(), False
-    for n, stride in zip(t.shape, t.stride(), strict=True):
+    for dim, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
         if hint(n) == 1:  # one element steps nowhere
             continue
         step = hint(stride)
-        if step == 1 and not found:
+        if step == 1 and not found and dim >= t.dim() - 2:  # a batch has no line of its own, whatever its stride
             found = True
         elif step * size % _VECTOR or not step:  # the copy engine repeats no row
             return False

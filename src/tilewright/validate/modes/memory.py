@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.fast import span
 from tilewright.errors import InputError
 from tilewright.validate.bits import bits, memory, same_bits
 from tilewright.validate.case import Case, Findings, NotApplicable, RawCall, tensors
@@ -114,9 +115,12 @@ def guarded(
     shift: int = 0,
     strides: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """A dense NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it)."""
-    count = torch.Size(shape).numel()
+    """A NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it), and in the gaps
+    that `strides` leave between its lines.
+    """
     size = torch.empty(0, dtype=dtype).element_size()
+    made = torch.empty(shape, device="meta") if strides is None else torch.empty_strided(shape, strides, device="meta")
+    count = span(made) // made.element_size()
     noise = torch.randint(0, 256, ((count + 2 * guard + shift) * size,), dtype=torch.uint8, device=device)
     view = noise.view(dtype)[guard + shift : guard + shift + count]
     view = view.view(shape) if strides is None else view.as_strided(shape, strides)
@@ -140,10 +144,10 @@ def _into(case: Case, buffer: Tensor) -> Tensor | None:
 
 
 def _surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of the bytes before and after a contiguous view."""
+    """Copies of the bytes before the first element of a view and after its last."""
     everything, size = memory(t), t.element_size()
     start = t.storage_offset() * size
-    return everything[:start].clone(), everything[start + t.numel() * size :].clone()
+    return everything[:start].clone(), everything[start + span(t) :].clone()
 
 
 def _intact(found: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: str) -> None:

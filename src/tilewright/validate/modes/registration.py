@@ -8,6 +8,9 @@ from torch import Tensor
 from tilewright.validate.case import Case, Findings
 from tilewright.validate.modes.registry import mode
 
+_OTHERS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+_ALL = ("test_schema", *_OTHERS)  # the schema's test compares inputs before and after, which torch cannot do in float8
+
 
 @mode("opcheck", heavy=True)
 def opcheck(case: Case, found: Findings) -> None:
@@ -27,6 +30,7 @@ def opcheck(case: Case, found: Findings) -> None:
 
 
 def _check(found: Findings, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Tensor]) -> None:
-    results = torch.library.opcheck(op, args, kwargs, raise_exception=False)
+    eight_bits = any(isinstance(a, Tensor) and a.is_floating_point() and a.element_size() == 1 for a in args)
+    results = torch.library.opcheck(op, args, kwargs, test_utils=_OTHERS if eight_bits else _ALL, raise_exception=False)
     for test, outcome in results.items():
         found.require(outcome == "SUCCESS", f"{op}: {test}: {outcome}")

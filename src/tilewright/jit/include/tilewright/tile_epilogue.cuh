@@ -1,11 +1,13 @@
 // D = act(alpha * sums + bias) + C of a tile, from a warpgroup's accumulators through shared memory to D.
 //
-// Config: kBlockN, kActivation, kBias, kAddend (elements of C a load takes: 0 no C, 1, 2); Out, Bias, Addend.
+// Config: kWalk (tile_walk.cuh); kBlockN, kActivation, kBias, kAddend (elements of C a load takes: 0 no C, 1, 2); kInto (C
+// is D in float32: the copy engine adds, and no register ever holds C); Out, Bias, Addend.
 #pragma once
 
 #include <tilewright/activation.cuh>
 #include <tilewright/epilogue.cuh>
 #include <tilewright/tile_operand.cuh>
+#include <tilewright/tile_walk.cuh>
 
 namespace tilewright {
 
@@ -32,7 +34,10 @@ template <typename Config> struct TileEpilogue {
     static constexpr u32 kRowBytes = kN / 16 * kGroupBytes;
     static constexpr u32 kChunk = kSpan / kGroupBytes;  // groups of 16 columns that are staged at once
     static constexpr u32 kStrip = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+    static constexpr bool kCutRows = Walk(Config::kWalk) == Walk::Rows;  // the tile below may begin within ours
     static_assert(kRowBytes % kStrip == 0, "a tile's rows are whole strips; gated tiles of 16-bit D have N % 32 == 0");
+    static_assert(!Config::kInto || (Same<Out, float>::value && Config::kAddend == 0), "D in float32 takes C's place");
+    static_assert(!Config::kInto || !kCutRows, "rows of a cut strip are stored, not added");
 
     const TensorMap& map;
     const typename Config::Bias* bias;
@@ -42,6 +47,8 @@ template <typename Config> struct TileEpilogue {
     u32 m, n, n_out;
     u8* buffers;  // kBuffers of this warpgroup
     u32 barrier;  // of this warpgroup
+    Out* d = nullptr;  // kCutRows: what `map` describes
+    i64 d_pitch = 0, d_batch = 0;
     u32 buffer = 0;
 
     // Registers hold two chunks of C, or of the bias; not of both, nor those of C beside a gated tile's accumulators.
@@ -53,8 +60,10 @@ template <typename Config> struct TileEpilogue {
         float bias[kChunk][Config::kBias && kEarly ? 4 : 1];
     };
 
-    // Accumulators of rows `row` .. and columns `column` .. of op(B), to D.
-    __device__ void write(const float (&sums)[kN / 2], u32 row, u32 column, u32 batch) {
+    // Accumulators of rows `row` .. and columns `column` .. of op(B), to D; with kCutRows only those before `row_end`.
+    __device__ void write(const float (&sums)[kN / 2], u32 row, u32 column, u32 batch, u32 row_end) {
+        if (kCutRows && row >= row_end) return;
+        const bool whole = !kCutRows || row_end - row >= 64;
         const bool leader = threadIdx.x % 128 == 0;
         const u32 column_out = kGated ? column / 2 : column;
         Operands operands[kEarly ? 2 : 1];  // of this chunk and, on its way meanwhile, of the next
@@ -85,11 +94,18 @@ template <typename Config> struct TileEpilogue {
             }
             fence_shared_for_async();
             sync_threads(barrier, 128);
-            if (leader) {
-                const u32 at = first * kGroupBytes;
+            const u32 at = first * kGroupBytes;
+            if (!whole) {
+                store_rows(to, row, row_end - row, column_out + at / sizeof(Out), min(kSpan, kRowBytes - at), batch);
+            } else if (leader) {
 #pragma unroll
                 for (u32 byte = 0; byte < kSpan && at + byte < kRowBytes; byte += kStrip) {
-                    tma_store(map, to + byte * 64, column_out + (at + byte) / sizeof(Out), row, batch);
+                    const int x = column_out + (at + byte) / sizeof(Out);
+                    if constexpr (Config::kInto) {
+                        tma_add(map, to + byte * 64, x, row, batch);
+                    } else {
+                        tma_store(map, to + byte * 64, x, row, batch);
+                    }
                 }
                 tma_commit();
             }
@@ -98,6 +114,19 @@ template <typename Config> struct TileEpilogue {
     }
 
   private:
+    // The first `rows` of the 64 staged rows of `bytes` bytes, each by ordinary stores of 16 bytes.
+    __device__ void store_rows(const u8* staged, u32 row, u32 rows, u32 column, u32 bytes, u32 batch) {
+        struct alignas(16) Piece { u32 words[4]; };
+        constexpr u32 kPieces = kSpan / sizeof(Piece);  // of a row; eight threads write the 128 bytes of one
+        const u32 byte = threadIdx.x % kPieces * sizeof(Piece), at = column + byte / sizeof(Out);
+        if (byte >= bytes || at >= n_out) return;  // rows of D are multiples of 16 bytes
+        Out* const to = d + batch * d_batch + at;
+        for (u32 r = threadIdx.x % 128 / kPieces; r < rows; r += 128 / kPieces) {
+            const Piece piece = *reinterpret_cast<const Piece*>(staged + strip_offset<kStrip>(r, byte));
+            *reinterpret_cast<Piece*>(to + (row + r) * d_pitch) = piece;
+        }
+    }
+
     // Of the chunk that begins with group `first` of 16 columns; nothing beyond the tile.
     __device__ void read(Operands& to, u32 first, u32 row, u32 column, u32 batch) {
 #pragma unroll

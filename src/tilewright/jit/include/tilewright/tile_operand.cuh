@@ -3,6 +3,7 @@
 // A stage holds kSpan = 128 bytes of K of every row, under the 128-byte swizzle.
 #pragma once
 
+#include <tilewright/swizzle.cuh>
 #include <tilewright/tma.cuh>
 #include <tilewright/wgmma.cuh>
 
@@ -31,6 +32,32 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
 #pragma unroll
             for (u32 i = 0; i < kBoxes; ++i) {
                 copy(stage + i * kBoxBytes, map, full, row + i * 64, k + part * kPart, batch);
+            }
+        }
+    }
+
+    // Zeros for elements of K from `first` on, in rows [row, row + rows) of a stage that has landed (all of them if K is not
+    // the contiguous dimension), by `threads` threads.  Follow it by fence_shared_for_async() and a barrier of all readers.
+    __device__ static void clear(u8* stage, u32 first, u32 row, u32 rows, u32 thread, u32 threads) {
+        struct alignas(16) Chunk { u32 words[4]; };
+        constexpr u32 kElements = sizeof(Chunk) / sizeof(Element);
+        if constexpr (kMajor == Major::K) {
+            for (u32 r = row + thread; r < row + rows; r += threads) {
+                for (u32 k = first; k < kBlockK; k = (k / kElements + 1) * kElements) {
+                    u8* const chunk = stage + swizzle<kSpan>(r * kSpan + k / kElements * sizeof(Chunk));
+                    if (k % kElements == 0) {
+                        *reinterpret_cast<Chunk*>(chunk) = {};
+                    } else {
+                        for (u32 i = k % kElements; i < kElements; ++i) reinterpret_cast<Element*>(chunk)[i] = {};
+                    }
+                }
+            }
+        } else {  // a box has kBlockK rows of 128 bytes, the swizzle stays within each
+            const u32 chunks = (kBlockK - first) * (kSpan / sizeof(Chunk));
+            constexpr u32 kOfBox = kSpan / sizeof(Element);
+            for (u32 i = row / kOfBox; i * kOfBox < row + rows; ++i) {
+                u8* const from = stage + i * kBoxBytes + first * kSpan;
+                for (u32 j = thread; j < chunks; j += threads) reinterpret_cast<Chunk*>(from)[j] = {};
             }
         }
     }

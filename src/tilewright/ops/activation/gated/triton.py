@@ -55,7 +55,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 
 @triton.jit
-def _act(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> act(g), act'(g)
+def activate(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> act(g), act'(g)
     if ACT == "gelu":
         cdf = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
         act = g * cdf
@@ -81,6 +81,12 @@ def _act(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> ac
 
 
 @triton.jit
+def gated(act, g, u):
+    """act * u in float32; act(g) is rounded to the input's dtype before, as the models do."""
+    return act.to(g.dtype).to(tl.float32) * u.to(tl.float32)
+
+
+@triton.jit
 def _gated_kernel(
     out, gate, up, N, blocks, stride_gate, stride_up, up_offset,  # out: (M, N)   gate, up: (M, N) by stride
     ACT: tl.constexpr, BLOCK: tl.constexpr,
@@ -91,9 +97,8 @@ def _gated_kernel(
     mask = offs < N - start
     g = tl.load(gate + (row * stride_gate + start) + offs, mask=mask)
     u = tl.load(up + (row * stride_up + up_offset + start) + offs, mask=mask)
-    act, _ = _act(g.to(tl.float32), ACT, g.dtype == tl.float32)
-    # act is rounded to the input's dtype before the product, as the models do
-    result = act.to(g.dtype).to(tl.float32) * u.to(tl.float32)
+    act, _ = activate(g.to(tl.float32), ACT, g.dtype == tl.float32)
+    result = gated(act, g, u)
     tl.store(out + (row * N + start) + offs, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -110,7 +115,7 @@ def _gated_backward_kernel(
     g = tl.load(gate + (row * stride_gate + start) + offs, mask=mask)
     u = tl.load(up + (row * stride_up + up_offset + start) + offs, mask=mask).to(tl.float32)
     d = tl.load(dout + (row * stride_dout + start) + offs, mask=mask).to(tl.float32)
-    act, slope = _act(g.to(tl.float32), ACT, g.dtype == tl.float32)
+    act, slope = activate(g.to(tl.float32), ACT, g.dtype == tl.float32)
     # autograd rounds the gradient of act(gate) to the input's dtype
     dact = (d * u).to(g.dtype).to(tl.float32)
     at = row * stride_grad + start

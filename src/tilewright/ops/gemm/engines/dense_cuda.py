@@ -8,6 +8,7 @@ Rows of A that do not exist are multiplied too: up to 64 rows, with A along K, `
 """
 
 import logging
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -63,12 +64,31 @@ class Params(NamedTuple):
     Out: torch.dtype
     Bias: torch.dtype
     Addend: torch.dtype
+    kWalk: int = 0
+    kInto: bool = False
 
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of A's rows (ROWS) or of K (DEPTH), as the walks of the header read them; DENSE has products of a batch.
+
+    count: of groups.  starts, ends: int32 on the device.  apart: each group's rows are a matrix of their own.
+    """
+
+    walk: int
+    count: int = 0
+    starts: Tensor | int = 0
+    ends: Tensor | int = 0
+    apart: bool = False
+
+
+DENSE, ROWS, DEPTH = range(3)
+_NO_GROUPS = Groups(DENSE)
 
 KERNEL = CudaKernel(
     Path(__file__).with_name("sm90_bf16_gemm.cuh"),
     "sm90_gemm",
-    "TTTPPPfqqiiiii",
+    "TTTPPPfqqPqqPP?iiiii",
     archs=("sm_90a",),
     dependent=True,
 )
@@ -100,10 +120,16 @@ def gemm(
     alpha: float,
     activation: str,
     config: Config,
+    groups: Groups = _NO_GROUPS,
 ) -> None:
-    """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`."""
-    batches, m, k = a.shape
+    """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; with `groups`, `ops/grouped/engines/`."""
+    into = c is not None and _is_result(c, d)
+    if c is not None and collecting() is not None and not into and c.dtype == d.dtype == torch.float32:
+        gemm(d, a, b, bias, d, scale, alpha, activation, config, groups)  # without memory nobody knows whether c is d
+    addend = None if into else c
+    m, k = a.shape[1:]
     n = b.shape[-1]
+    batches = groups.count or a.shape[0]
     along_m, along_n = major_a(a) is Major.MN, major_b(b) is Major.MN
     strip = cost_model.strip_bytes(columns_out(config.block_n, activation) * d.itemsize)
     maps = (
@@ -121,19 +147,23 @@ def gemm(
         kMajorB=int(along_n),
         kActivation=ACTIVATIONS.index(activation),
         kBias=bias is not None,
-        kAddend=0 if c is None else 2 if _in_pairs(c) else 1,
+        kAddend=0 if addend is None else 2 if _in_pairs(addend) else 1,
         Element=a.dtype,
         Out=d.dtype,
         Bias=d.dtype if bias is None else bias.dtype,
-        Addend=d.dtype if c is None else c.dtype,
+        Addend=d.dtype if addend is None else addend.dtype,
+        kWalk=groups.walk,
+        kInto=into,
     )
     args = (
         *maps,
         0 if bias is None else bias,
-        0 if c is None else c,
+        0 if addend is None else addend,
         0 if scale is None else scale,
         alpha,
-        *((0, 0) if c is None else (c.stride(1), c.stride(0))),
+        *((0, 0) if addend is None else (addend.stride(1), addend.stride(0))),
+        *((d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)),
+        *(groups.starts, groups.ends, groups.apart),
         *(m, n, k, batches, config.band),
     )
     cluster = config.cluster_m * config.cluster_n
@@ -156,6 +186,12 @@ def _operand(rows: Tensor, across: bool, block: int, shared: int) -> TensorMap |
     rows: (B, M or N, K); across: (B, K, M or N), which comes in boxes of 64 columns.
     """
     return tensor_map(rows, (1, (_BLOCK_K if across else block) // shared, 64), swizzle=_SPAN)
+
+
+def _is_result(c: Tensor, d: Tensor) -> bool:
+    """Does d += act(...) in float32 say all there is to say?  Then the copy engine adds, and no register holds C."""
+    same = c is d or (collecting() is None and c.data_ptr() == d.data_ptr() and c.stride() == d.stride())
+    return same and c.dtype == d.dtype == torch.float32
 
 
 def _in_pairs(c: Tensor) -> bool:

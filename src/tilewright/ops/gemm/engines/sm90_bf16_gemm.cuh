@@ -11,8 +11,12 @@
 // multicasts it to both.  A stage is free when the warpgroups of both have read it.  A cluster walks over pairs of tiles, so
 // both blocks take the same number of steps; one whose tile lies outside multiplies zeros and writes nothing.
 //
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
-// kAddend (elements of C a load takes: 0 no C, 1, 2); Element, Out, Bias, Addend (types of A and B, D, bias, C).
+// The walk (tile_walk.cuh) makes three kernels of it: batches of products; groups of A's rows, each with its own B; groups
+// of K, each with its own D.
+//
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kWalk; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
+// kAddend (elements of C a load takes: 0 no C, 1, 2); kInto (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
+// C).
 #pragma once
 
 #include <tilewright/tile_epilogue.cuh>
@@ -39,18 +43,21 @@ template <typename Config>
 __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_d, const typename Config::Bias* bias, const typename Config::Addend* c,
-    const float* scale, float alpha, i64 c_pitch, i64 c_batch, int m, int n, int k, int batches, int band) {
+    const float* scale, float alpha, i64 c_pitch, i64 c_batch, typename Config::Out* d, i64 d_pitch, i64 d_batch,
+    const int* starts, const int* ends, bool apart, int m, int n, int k, int batches, int band) {
     using Shape = GemmShape<Config>;
     using Epilogue = TileEpilogue<Config>;
     using Element = typename Config::Element;
     using A = typename Shape::A;
     using B = typename Shape::B;
     constexpr u32 kStages = Shape::kStages, kGroups = Shape::kGroups, kCluster = Shape::kCluster;
+    constexpr Walk kWalk = Walk(Config::kWalk);
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
     __shared__ Barrier full[kStages], empty[kStages];
+    __shared__ typename TileWalk<Config>::Table table;
 
     const u32 group = warp_index() / 4;
     const u32 rank = kCluster == 1 ? 0 : cluster_rank();
@@ -69,8 +76,9 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     wait_for_previous_kernel();
     let_next_kernel_start();
 
-    const u32 steps = (k + A::kBlockK - 1) / A::kBlockK;  // beyond K the copy engine reads zeros
-    TileWalk<Config> walk(m, n, batches, band, rank);
+    const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
+    TileWalk<Config>::prepare(args, table);
+    TileWalk<Config> walk(args, table, rank);
     Ring<kStages> ring;
 
     if (group == kGroups) {
@@ -78,12 +86,12 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
             for (Tile tile; walk.next(tile);) {
-                for (u32 step = 0; step < steps; ++step, ring.advance()) {
-                    const u32 s = ring.stage;
+                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                    const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
                     full[s].expect(A::kBytes + B::kBytes);  // both halves of what is shared
-                    A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, step * A::kBlockK, tile.batch, rank);
-                    B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, step * A::kBlockK, tile.batch, rank);
+                    A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
+                    B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
                 }
             }
         }
@@ -100,13 +108,32 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         };
         Epilogue epilogue{map_d,   bias,    c, scale == nullptr ? alpha : alpha * *scale,
                           c_pitch, c_batch, u32(m), u32(n), u32(Epilogue::kGated ? n / 2 : n),
-                          buffers + group * kTileBuffers * kBoxBytes, 1 + group};
+                          buffers + group * kTileBuffers * kBoxBytes, 1 + group, d, d_pitch, d_batch};
 
         for (Tile tile; walk.next(tile);) {
+            if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
+                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                    full[ring.stage].wait(ring.parity);
+                    release(ring.stage);
+                }
+                continue;
+            }
             float sums[Shape::kN / 2];
+            if constexpr (kWalk == Walk::Depth) {  // of a group that may have no K
+#pragma unroll
+                for (u32 i = 0; i < Shape::kN / 2; ++i) sums[i] = 0;
+            }
             u32 last = 0;
-            for (u32 step = 0; step < steps; ++step, ring.advance()) {
+            for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                 full[ring.stage].wait(ring.parity);
+                if (kWalk == Walk::Depth && step + 1 == tile.steps && tile.tail < A::kBlockK) {
+                    // What follows is K of the next group, perhaps NaN, in both operands.  Both warpgroups clear all of B:
+                    // were they to share the work and meet, they would no longer take turns
+                    A::clear(stages_a + ring.stage * A::kBytes, tile.tail, first_row, 64, threadIdx.x % 128, 128);
+                    B::clear(stages_b + ring.stage * B::kBytes, tile.tail, 0, Shape::kN, threadIdx.x % 128, 128);
+                    fence_shared_for_async();
+                    sync_threads(1 + group, 128);
+                }
                 const u64 a = wgmma_advance(first_a, ring.stage * A::kBytes);
                 const u64 b = wgmma_advance(first_b, ring.stage * B::kBytes);
                 wgmma_fence();
@@ -121,8 +148,8 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 last = ring.stage;
             }
             wgmma_wait<0>(sums);
-            release(last);
-            epilogue.write(sums, tile.row + first_row, tile.column, tile.batch);
+            if (kWalk != Walk::Depth || tile.steps > 0) release(last);
+            epilogue.write(sums, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
         }
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }

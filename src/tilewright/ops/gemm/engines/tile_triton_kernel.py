@@ -202,7 +202,12 @@ def gemm_kernel(
                 k_left = K - start
                 x = _load(at_a, offs_m, offs_k[None, :], M - row, k_left, stride_am, stride_ak, CLAMP_A, EVEN_K)
                 y = _load(at_b, offs_n, offs_k[:, None], N - col, k_left, stride_bn, stride_bk, CLAMP_B, EVEN_K)
-            acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
+            if x.dtype == tl.float32:
+                # Short chains of products, added up, round less than one long chain; a limit that is not zero keeps
+                # the compiler from joining them
+                acc += tl.dot(x, y, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
+            else:
+                acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
         at = split * B + batch
         parts = (acc,)
         if PARTS >= 2:

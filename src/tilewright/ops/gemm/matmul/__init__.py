@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Sample, call, dispatch, register
+from tilewright.errors import InputError
 from tilewright.ops.gemm import checks, samples
 from tilewright.ops.gemm.calls import arguments, differentiated, wants_activation_gradient
 from tilewright.ops.gemm.matmul.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.gemm.operands import fold, folded_out
 from tilewright.ops.gemm.raw import forward_op, gradient_of
 from tilewright.ops.gemm.reference import product
+from tilewright.ops.gemm.scaled_matmul import reference as scaled_reference
+from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 
 
 @dispatch("matmul")
@@ -17,6 +20,8 @@ def matmul(
     a: Tensor,
     b: Tensor,
     *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     c: Tensor | None = None,
@@ -33,6 +38,7 @@ def matmul(
     dtypes: bf16|fp16|fp32|float8_e4m3fn, the same for a and b.  A transpose costs nothing; an operand without a unit
     stride, or leading dimensions that no stride folds into M, cost one copy.
 
+    scale_a, scale_b: scales of float8 operands, both or none: then this is `scaled_matmul`, which has no gradient.
     bias: (N,).   activation: None, "relu", "gelu" (by tanh), "silu", or "swiglu", for which columns of op(B) are pairs
     (gate_0, up_0, gate_1, up_1, ...) and N_out = N / 2: silu(z[:, 0::2]) * z[:, 1::2].   N_out = N otherwise.
     c: (..., M, N_out), bf16|fp16|fp32, a residual or what is accumulated into; may be `out` itself.
@@ -45,6 +51,12 @@ def matmul(
     activation is a step of its own, after z in the dtype of the result: one more rounding, nothing computed twice.
     Raises InputError for shapes that do not fit, mixed dtypes, and every option outside of the above.
     """
+    if scale_a is not None or scale_b is not None:
+        return scaled_matmul(
+            a, b, *_both(scale_a, scale_b), bias=bias, activation=activation, c=c,
+            alpha=alpha,  # type: ignore[arg-type]  # which refuses a tensor
+            trans_a=trans_a, trans_b=trans_b, out_dtype=out_dtype, out=out, backend=backend,
+        )  # fmt: skip
     if not checks.are_matrices(a, b):
         checks.check_operands("matmul", a, b)
     left, right = (a.mT if trans_a else a), (b.mT if trans_b else b)
@@ -68,6 +80,8 @@ def reference(
     a: Tensor,
     b: Tensor,
     *,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
     c: Tensor | None = None,
@@ -77,11 +91,26 @@ def reference(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same in plain torch; on float64 the result is float64, whatever `out_dtype` says."""
+    if scale_a is not None or scale_b is not None:
+        return scaled_reference(
+            a, b, *_both(scale_a, scale_b), bias=bias, activation=activation, c=c,
+            alpha=alpha,  # type: ignore[arg-type]
+            trans_a=trans_a, trans_b=trans_b, out_dtype=out_dtype,
+        )  # fmt: skip
     left, right = (a.mT if trans_a else a), (b.mT if trans_b else b)
     rows = left.shape[:-1]
     c_rows = None if c is None else c.flatten(0, -2)
     made = product(*arguments(left.flatten(0, -2), right, bias, activation, c_rows, alpha, out_dtype))
     return made.reshape(*rows, made.shape[-1])
+
+
+def _both(scale_a: Tensor | None, scale_b: Tensor | None) -> tuple[Tensor, Tensor]:
+    if scale_a is None or scale_b is None:
+        given, lacking = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
+        raise InputError(
+            f"matmul: {given} is given and {lacking} is not; give both, or none. Ones (1, 1) scale nothing."
+        )
+    return scale_a, scale_b
 
 
 FORWARD = forward_op("matmul", __name__, batched=False)
@@ -94,6 +123,14 @@ def check(*args: object) -> None:
 
 BAD_INPUTS = (
     *samples.bad_inputs(()),
+    BadInput(
+        "one scale alone",
+        lambda d: Sample(
+            (torch.ones(4, 8, device=d).to(checks.FP8), torch.ones(8, 6, device=d).to(checks.FP8)),
+            {"scale_a": torch.ones(1, 1, device=d)},
+        ),
+        "scale_a is given and scale_b is not",
+    ),
     BadInput("vector", lambda d: Sample((torch.ones(8, device=d), torch.ones(8, 6, device=d))), "Add a dimension"),
     BadInput(
         "a batch of b", lambda d: Sample((torch.ones(2, 4, 8, device=d), torch.ones(2, 8, 6, device=d))), r"\(K, N\)"

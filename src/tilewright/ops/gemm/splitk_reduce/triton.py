@@ -68,8 +68,9 @@ def _splitk_reduce_kernel(
 def _sum_of_parts(partials, bias, row, columns, mask, S, M, N, HAS_BIAS: tl.constexpr):
     at = partials + row * N + columns
     z = tl.load(at, mask=mask, other=0.0)
+    size = tl.full([], 1, tl.int64) * M * N  # Triton makes a Python integer of M = 1, which has no dtype to widen
     for s in range(1, S):
-        z += tl.load(at + s * (M.to(tl.int64) * N), mask=mask, other=0.0)
+        z += tl.load(at + s * size, mask=mask, other=0.0)
     if HAS_BIAS:
         z += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     return z

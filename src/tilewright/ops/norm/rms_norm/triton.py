@@ -107,10 +107,11 @@ def every(choose: Callable[[tuple[int, ...], torch.dtype], Any]) -> tuple[Any, .
 
 
 @triton.jit
-def _rms_norm_kernel(
-    y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)  weight: (N,)
+def normalise_rows(
+    total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # total, x, residual: (M, N)  weight: (N,)
     ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """This program's rows in float32, not yet rounded; with their places: (ROWS, 1), (BLOCK_N,), mask."""
     offs_n = tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     w = tl.load(weight + offs_n, mask=mask_n, other=0.0).to(tl.float32)
@@ -128,33 +129,46 @@ def _rms_norm_kernel(
         result = normed * (offset + w)[None, :]
     else:  # round to x's dtype before the weight, as the models do
         result = normed.to(x.dtype.element_ty).to(tl.float32) * w[None, :]
+    return result, at, offs_n, mask
+
+
+@triton.jit
+def _rms_norm_kernel(
+    y, total, x, residual, weight, M, N, stride_x, stride_r, eps, offset,  # y: (M, N)
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    result, at, offs_n, mask = normalise_rows(
+        total, x, residual, weight, M, N, stride_x, stride_r, eps, offset, ADD, FP32_WEIGHT, ROWS, BLOCK_N
+    )
     tl.store(y + at * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _rms_norm_long_kernel(
-    y, total, x, residual, weight, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)   weight: (N,)
-    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+def rstd_of_row(x, residual, row, N, stride_x, stride_r, eps, ADD: tl.constexpr, BLOCK_N: tl.constexpr):
+    """1 / rms of one long row."""
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        wide = _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD)
+        wide = _load_sum(x, residual, row, start + tl.arange(0, BLOCK_N), N, stride_x, stride_r, ADD)
         squares += wide * wide
-    rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
-    for start in range(0, N, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask = offs_n < N
-        wide = _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD)
-        if ADD:
-            tl.store(total + row * N + offs_n, wide.to(total.dtype.element_ty), mask=mask)
-        w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32)
-        if FP32_WEIGHT:
-            result = wide * rstd * (offset + w)
-        else:
-            result = (wide * rstd).to(x.dtype.element_ty).to(tl.float32) * w
-        tl.store(y + row * N + offs_n, result.to(y.dtype.element_ty), mask=mask)
+    return tl.rsqrt(tl.sum(squares, 0) / N + eps)
+
+
+@triton.jit
+def normalise_block(
+    total, x, residual, weight, row, rstd, offs_n, N, stride_x, stride_r, offset,
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Elements `offs_n` of a long row in float32, not yet rounded."""
+    mask = offs_n < N
+    wide = _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD)
+    if ADD:
+        tl.store(total + row * N + offs_n, wide.to(total.dtype.element_ty), mask=mask)
+    w = tl.load(weight + offs_n, mask=mask, other=0.0).to(tl.float32)
+    if FP32_WEIGHT:
+        result = wide * rstd * (offset + w)
+    else:
+        result = (wide * rstd).to(x.dtype.element_ty).to(tl.float32) * w
+    return result
 
 
 @triton.jit
@@ -165,6 +179,21 @@ def _load_sum(x, residual, row, offs_n, N, stride_x, stride_r, ADD: tl.constexpr
         value += tl.load(residual + row * stride_r + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
         value = value.to(x.dtype.element_ty).to(tl.float32)
     return value
+
+
+@triton.jit
+def _rms_norm_long_kernel(
+    y, total, x, residual, weight, N, stride_x, stride_r, eps, offset,  # y, total, x, residual: (M, N)   weight: (N,)
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    rstd = rstd_of_row(x, residual, row, N, stride_x, stride_r, eps, ADD, BLOCK_N)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        result = normalise_block(
+            total, x, residual, weight, row, rstd, offs_n, N, stride_x, stride_r, offset, ADD, FP32_WEIGHT
+        )
+        tl.store(y + row * N + offs_n, result.to(y.dtype.element_ty), mask=offs_n < N)
 
 
 @triton.jit

@@ -1,0 +1,30 @@
+// The matrix instruction of a single warp: D (16 x 8, float) += A (16 x 16) * B (16 x 8), all in registers.
+//
+// A WGMMA takes B from shared memory in that memory's order of K.  Here both operands are registers, so that the thread
+// which holds consecutive K of A may hold the same consecutive K of B: which element of K stands where does not matter, as
+// long as A and B agree.  [PTX ISA: mma.m16n8k16]
+//
+// With g = lane / 4 and c = lane % 4, and K counted as the instruction does, a register holds the pair
+//     a[0] A(g, 2c..2c+1)   a[1] A(g + 8, 2c..2c+1)   a[2] A(g, 2c+8..2c+9)   a[3] A(g + 8, 2c+8..2c+9)
+//     b[0] B(2c..2c+1, g)   b[1] B(2c+8..2c+9, g)     and   d[2 h + e] = D(g + 8 h, 2c + e).
+#pragma once
+
+#include <tilewright/types.cuh>
+
+namespace tilewright {
+
+template <typename Element>
+__device__ inline void mma_16x8x16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (Same<Element, bfloat16>::value) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    } else {
+        static_assert(Same<Element, float16>::value, "elements are bfloat16 or float16");
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+}
+
+}  // namespace tilewright

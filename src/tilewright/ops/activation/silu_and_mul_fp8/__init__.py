@@ -1,0 +1,93 @@
+"""SiLU gate of a packed tensor, quantised while it is still in registers.  The contract; backends are the files beside
+it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import BadInput, Contract, RawOp, Sample, call, dispatch, register
+from tilewright.ops.activation import gated, swiglu_fp8
+from tilewright.ops.quant import samples
+from tilewright.ops.quant.formats import SOURCES, check_matrix, pair
+from tilewright.ops.quant.layout import TOKEN
+from tilewright.ops.quant.numbers import cast
+
+
+@dispatch("silu_and_mul_fp8")
+def silu_and_mul_fp8(x: Tensor, *, ue8m0: bool = False, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """per_token_cast_to_fp8(silu_and_mul(x)) in one pass: gate is the first half of x's last dimension, up the second.
+
+    x: (..., M, 2N) bf16|fp16|fp32.
+    Returns q (..., M, N) float8_e4m3fn and scales (..., M, ceil(N / 128)) float32 in the layout TOKEN.
+    Rounding, ue8m0, backend: as in `swiglu_fp8`.  There is no gradient.
+
+    Raises InputError for other dtypes, fewer than two dimensions, an odd last dimension, and an x that requires a
+    gradient outside torch.no_grad().
+    """
+    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, ue8m0), backend)
+    return made
+
+
+def reference(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+    """The same in plain torch: the two steps.  On float64 unrounded, see `ops/quant/numbers.py`."""
+    return cast(gated.silu_mul(*gated.halves(x)), TOKEN, ue8m0)
+
+
+def _raw(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    return reference(x, ue8m0=ue8m0)
+
+
+FORWARD = RawOp(
+    "silu_and_mul_fp8",
+    "fwd",
+    "Tensor x, bool ue8m0",
+    package=__name__,
+    outputs=lambda x, ue8m0: pair((*x.shape[:-1], x.shape[-1] // 2), TOKEN),
+    reference=_raw,
+    bucket=gated.packed_bucket,
+    bucket_names=gated.BUCKET,
+    count=2,
+)
+
+
+def check(x: Tensor, ue8m0: bool) -> None:
+    """Raises InputError for what the docstring of `silu_and_mul_fp8` excludes."""
+    check_matrix("silu_and_mul_fp8", x, form="(..., M, 2N)")
+    gated.check_packed("silu_and_mul_fp8", x)
+
+
+def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
+    """params: as `swiglu_fp8`.  x is (M, 2N)."""
+    halves = swiglu_fp8.inputs(params, dtype, device, seed)
+    return Sample((torch.cat(halves.args, -1),), halves.kwargs)
+
+
+CONTRACT = register(
+    Contract(
+        name="silu_and_mul_fp8",
+        family="activation",
+        summary="silu(gate) * up, packed in the last dimension, to float8_e4m3 with a scale for each 128 elements",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=inputs,
+        cost=lambda sample, direction: swiglu_fp8.cost(Sample(gated.halves(*sample.args)), direction),
+        dtypes=SOURCES,
+        workloads=swiglu_fp8.WORKLOADS,
+        cpu_workloads=samples.small(),
+        edge_cases=swiglu_fp8.EDGE_CASES,
+        bad_inputs=(
+            *gated.PACKED_BAD_INPUTS[:2],
+            BadInput("float64", lambda d: swiglu_fp8.ones(d, (4, 8), dtype=torch.float64), "x is torch.float64"),
+            BadInput("vector", lambda d: swiglu_fp8.ones(d, (8,)), r"x is \(8,\); needs \(..., M, 2N\)"),
+            BadInput(
+                "wants a gradient",
+                lambda d: swiglu_fp8.wanting(swiglu_fp8.ones(d, (4, 8)), 0),
+                "8-bit numbers have none",
+            ),
+        ),
+    )
+)

@@ -1,0 +1,93 @@
+"""What the launches of the few-rows kernel have in common."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.collect import collecting
+from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.jit.tensor_map import TensorMap, tensor_map
+from tilewright.ops.gemm.engines.few_rows import model
+from tilewright.ops.gemm.engines.few_rows.model import Config
+from tilewright.ops.gemm.operands import Major, major_b
+from tilewright.ops.gemm.scaling import Scaling
+
+FILE = Path(__file__).parent.with_name("sm90_few_rows_gemm.cuh")
+_WIDTH = 4  # results that a thread stores at once
+
+
+def check_split(config: Config, depth: int, itemsize: int) -> None:
+    """Raise InputError if a block of a cluster would have nothing of K."""
+    found = model.steps(depth, itemsize)
+    if config.split > found:
+        raise InputError(
+            f"few_rows_cuda: split={config.split} leaves blocks without work, K={depth} has {found} steps of "
+            f"{model.STAGE_BYTES // itemsize}; take a split of at most that, as `candidates` does"
+        )
+
+
+def operand_maps(a: Tensor, b: Tensor, token_rows: int) -> tuple[TensorMap | None, TensorMap | None]:
+    """Of b (B, K, N), the weights, and of a (B, M, K), the tokens, `token_rows` of them in a box."""
+    chunk = model.SPAN // a.itemsize
+    # along N a box is 64 rows of K by 64 columns, of 16 bits: no other type runs along N
+    weights = tensor_map(b if along_n(b) else b.mT, (1, model.BLOCK_N, chunk), swizzle=model.SPAN)
+    return weights, tensor_map(a, (1, token_rows, chunk), swizzle=model.SPAN)
+
+
+def along_n(b: Tensor) -> bool:
+    """Are the weights contiguous along N?"""
+    return major_b(b) is Major.MN
+
+
+def scale_maps(
+    scale_a: Tensor | None, scale_b: Tensor | None, scaling: int, tokens: int, absent: TensorMap | None
+) -> tuple[TensorMap | None, TensorMap | None]:
+    """Of the weights' and of the tokens' scales, where they come through the ring; `absent` where they do not."""
+    weights = tokens_ = absent
+    if scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
+        assert scale_a is not None
+        tokens_ = tensor_map(scale_a.mT, (1, model.CHUNKS, tokens))
+    if scaling == Scaling.TOKEN_TOKEN:
+        assert scale_b is not None
+        weights = tensor_map(scale_b.mT, (1, model.CHUNKS, model.BLOCK_N))
+    return weights, tokens_
+
+
+def scale_strides(scale_a: Tensor | None, scale_b: Tensor | None) -> tuple[int, int, int]:
+    """From batch to batch of both, and from row to row of blocks of the weights'."""
+    if scale_a is None or scale_b is None:
+        return 0, 0, 0
+    return scale_a.stride(0), scale_b.stride(0), scale_b.stride(1)
+
+
+def stores_vectors(d: Tensor) -> bool:
+    """May four neighbouring results (two of "swiglu") be stored at once, wherever a row of d (B, M, N_out) begins?"""
+    if collecting() is not None:
+        return False
+    vector = _WIDTH * d.itemsize
+    return d.data_ptr() % vector == 0 and all(stride * d.itemsize % vector == 0 for stride in d.stride()[:2])
+
+
+def launch(
+    kernel: CudaKernel,
+    config: Config,
+    scaling: int,
+    tiles: int,
+    device: torch.device,
+    args: tuple[Any, ...],
+    params: Any,
+) -> None:
+    """As many clusters as run at one time, or as there are tiles."""
+    clusters = min(tiles, model.resident(config.split, config.ctas, usable_sms(device)))
+    kernel(
+        (clusters * config.split,),
+        args,
+        params,
+        block=model.THREADS,
+        shared_bytes=model.shared_bytes(config, scaling),
+        cluster=(config.split, 1, 1) if config.split > 1 else None,
+    )

@@ -1,0 +1,186 @@
+"""Configs of the few-rows kernel: what fits shared memory, how many clusters run at one time, which is fastest.
+
+A stage holds 256 bytes of K of 64 rows of weights and of the tokens, whatever the type of the elements: 8-bit operands
+take half as many of them, and bring their scales along.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tilewright.ops.gemm.scaling import Scaling
+
+MAX_ROWS = 64
+BLOCK_N, STAGE_BYTES, THREADS = 64, 256, 160  # as in the header: weight rows of a tile, bytes of K, threads of a block
+SPAN, CHUNKS = 128, 2  # bytes of a box's row; boxes of a stage
+_PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 sums
+UNSCALED = -1  # beside the values of Scaling: 16-bit operands
+
+
+class Config(NamedTuple):
+    """tokens: rows of A in a tile.  stages: of the ring.  split: blocks of a cluster that share K.  ctas: blocks that
+    fit a multiprocessor.
+    """
+
+    tokens: int
+    stages: int
+    split: int
+    ctas: int
+
+
+class Work(NamedTuple):
+    """`groups` products of `rows` of A, (rows, depth) @ (depth, columns), with weights each."""
+
+    rows: int
+    columns: int
+    depth: int
+    scaling: int = UNSCALED
+    groups: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Stages of K."""
+        return steps(self.depth, 2 if self.scaling == UNSCALED else 1)
+
+
+def steps(depth: int, itemsize: int) -> int:
+    """Stages of K."""
+    return -(-depth * itemsize // STAGE_BYTES)
+
+
+# ------------------------------------------------------------------------------------------ shared memory, clusters
+
+SHARED = {1: 232448, 2: 115712, 3: 76800}
+"""Bytes a block may have so that 1, 2, 3 fit into the 228 KB of a multiprocessor, 1 KB of each for the system."""
+
+_H200 = 132
+_CLUSTERS = {  # ctas: {split: clusters}
+    1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7},
+    2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30, 16: 14},
+}
+"""Clusters that run at one time on the 132 multiprocessors of an H200: cuOccupancyMaxActiveClusters, 2026-11.  Each
+lies in one GPC, so that some multiprocessors stay idle: more than GPCs of 18 and 16 explain.  Three ctas: 1.5 x two."""
+
+_USABLE = 0.85
+"""Of other machines, clusters of more than two can use about so much: 112 of 132 at the median of the table, 102 at the
+least.  A grid that does not fit is computed right, only later."""
+
+
+def shared_bytes(config: Config, scaling: int = UNSCALED) -> int:
+    """Dynamic shared memory of a block: the ring with its scales and barriers, and what its warpgroup has."""
+    return config.stages * _stage_bytes(config.tokens, scaling) + fixed_bytes(config.tokens, config.split)
+
+
+def _stage_bytes(tokens: int, scaling: int) -> int:
+    """Operands, two barriers, and the scales of `Scaling` that change along K."""
+    scales = 0
+    if scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
+        scales = -(-CHUNKS * tokens * 4 // 128) * 128
+    if scaling == Scaling.TOKEN_TOKEN:
+        scales += CHUNKS * BLOCK_N * 4
+    return (BLOCK_N + tokens) * STAGE_BYTES + scales + 16
+
+
+def fixed_bytes(tokens: int, split: int) -> int:
+    """What lies beside the ring: parcels received from the cluster, the result, two barriers."""
+    share = -(-tokens // 8 // split)  # parcels of eight tokens that a block of a cluster owns
+    received = split * share * _PARCEL if split > 1 else 0
+    return received + share * 8 * _PITCH * 4 + 16
+
+
+def resident(split: int, ctas: int, processors: int) -> int:
+    """Clusters that run at one time."""
+    if split == 1:
+        return processors * ctas
+    if processors != _H200 or split not in _CLUSTERS[1]:
+        return max(1, int(processors * ctas * (1 if split == 2 else _USABLE)) // split)
+    return _CLUSTERS[ctas][split] if ctas in _CLUSTERS else _CLUSTERS[2][split] * ctas // 2
+
+
+# ---------------------------------------------------------------------------------------------------- predicted time
+
+READ = 4.3e6  # bytes a microsecond: the memory
+_L2 = 8e6  # the L2
+_PROCESSOR = 100e3  # one multiprocessor
+_IDLE = 0.1  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
+_STEP = 0.1  # microseconds of a warpgroup for a stage that has landed
+_EPILOGUE = 1.0 / MAX_ROWS  # and for each token of a tile
+_MEETING = 0.02 / MAX_ROWS  # and for each token and block of a cluster whose sums are sent; the ring does not hide it
+_AHEAD = 0.3  # of the ring holds bytes of the next tile as a round ends
+
+
+def predicted_us(config: Config, work: Work) -> float:
+    """Microseconds from the first byte asked for to the last sum written, without what all configs have in common.
+
+    Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round
+    has fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
+    their bytes came while the round before ended.  Groups are more tiles; token tiles of one group share its weights.
+    The constants are fitted to 52 pairs of shape and M in bf16, timed on an H200 before grids followed `_CLUSTERS`
+    (M = 1 and 16 also before fetching ahead, and corrected by what that gained).  On these same pairs what `configure`
+    chooses is 1.6 % from the best with these tiles on average, 12 % at worst.
+    """
+    weights, both = BLOCK_N * STAGE_BYTES, (BLOCK_N + min(work.rows, config.tokens)) * STAGE_BYTES
+    token_tiles = -(-work.rows // config.tokens)
+    steps = -(-work.steps // config.split)
+
+    def step(clusters: int) -> float:
+        """One stage for each block of so many clusters."""
+        share = clusters * config.split / _H200  # blocks a multiprocessor
+        memory = share * _H200 * weights / token_tiles / READ / min(1, share) ** _IDLE
+        return max(memory, share * _H200 * both / _L2, max(1, share) * both / _PROCESSOR)
+
+    running = resident(config.split, config.ctas, _H200)
+    rounds, rest = divmod(work.groups * token_tiles * -(-work.columns // BLOCK_N), running)
+    epilogue = _EPILOGUE * config.tokens
+    meeting = _MEETING * config.tokens * config.split if config.split > 1 else 0
+    full = rounds * (max(steps * step(running), steps * _STEP + epilogue) + meeting)
+    landed = _AHEAD * min(steps, config.stages) if rounds else 0
+    return full + ((steps - landed) * step(rest) + meeting if rest else 0) + epilogue
+
+
+# ---------------------------------------------------------------------------------------------------- what to choose
+
+TOKENS = (8, 16, 32, 64)
+GROUP_TOKENS = (8, 16, 32, 48, 64)
+_IN_FLIGHT = 64 << 10  # bytes of weights a multiprocessor waits for, at least
+
+# split, ctas: what measured best somewhere, or is needed between.  The model is 7 % off on average, which among more of
+# them would choose worse; the tuner tries all.
+_DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
+_GROUP_DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (8, 1))  # more tiles, hence fewer splits
+
+
+def deepest(tokens: int, split: int, ctas: int, scaling: int = UNSCALED) -> Config | None:
+    """The config with the deepest ring; None if it keeps too little of the weights on their way."""
+    stages = (SHARED[ctas] - fixed_bytes(tokens, split)) // _stage_bytes(tokens, scaling)
+    in_flight = ctas * stages * BLOCK_N * STAGE_BYTES
+    return Config(tokens, stages, split, ctas) if stages >= 2 and in_flight >= _IN_FLIGHT else None
+
+
+def defaults(scaling: int) -> tuple[Config, ...]:
+    """What is chosen from for one product."""
+    return _all(TOKENS, _DEFAULTS, scaling)
+
+
+def group_defaults(scaling: int) -> tuple[Config, ...]:
+    """What is chosen from for groups."""
+    return _all(GROUP_TOKENS, _GROUP_DEFAULTS, scaling)
+
+
+def space(tokens: Iterable[int], scaling: int) -> tuple[Config, ...]:
+    """Every config whose tiles have so many tokens."""
+    return _all(tokens, [(split, ctas) for ctas in SHARED for split in (1, *_CLUSTERS[1])], scaling)
+
+
+def _all(tokens: Iterable[int], shapes: Iterable[tuple[int, int]], scaling: int) -> tuple[Config, ...]:
+    made = (deepest(t, split, ctas, scaling) for t in tokens for split, ctas in shapes)
+    return tuple(config for config in made if config is not None)
+
+
+def ranked(configs: Iterable[Config], work: Work) -> list[Config]:
+    """Best first: those with K for every block of a cluster."""
+    return sorted((c for c in configs if c.split <= work.steps), key=lambda c: predicted_us(c, work))
+
+
+def fitting(sizes: tuple[int, ...], rows: int) -> int:
+    """The least of `sizes` that holds `rows`, or the largest."""
+    return next((t for t in sizes if t >= rows), sizes[-1])

@@ -1,0 +1,337 @@
+"""GEMM of e4m3 operands with scales in CUDA C++ for Hopper: every 128 of K is promoted to float32.
+
+A tile of 256x128 multiplies 256 * 128 * 128 * 2 flops for each 48 KB that reach its SM, and takes 256 * 128 results
+over with one FMA each, on the ordinary cores, beside the tensor cores.  So 4096x7168x16384 cannot beat 0.49 ms at 1979
+TFLOP/s.  What is left to choose is the tile, `fp8_cost_model.py` does, and how promotion hides: see sm90_fp8_gemm.cuh.
+
+Operands run along K: WGMMA reads 8-bit elements no other way.  Few rows are for `few_rows_cuda.py`.
+"""
+
+import logging
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright import settings
+from tilewright.hardware.device import device_info
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.collect import collecting
+from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.jit.tensor_map import TensorMap, tensor_map
+from tilewright.log import log_once
+from tilewright.ops.gemm.engines import fp8_cost_model
+from tilewright.ops.gemm.engines.cost_model import strip_bytes
+from tilewright.ops.gemm.engines.dense_cuda import _NO_GROUPS, ROWS, Groups, _in_pairs, _is_result
+from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile
+from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_out, major_a, major_b
+from tilewright.ops.gemm.scaling import Scaling, scaling_of
+
+_SPAN = 128  # bytes and elements of K in a stage
+_SHARED = 232448 - 1024  # bytes of a block, without its barriers
+_STAGED = 2 * 64 * _SPAN  # of D, a warpgroup
+_MAX_STAGES = 8
+_FP8 = torch.float8_e4m3fn
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Config(NamedTuple):
+    """block_m x block_n of D a block; stages of the ring; blocks of a cluster, at most two, along M or along N; band:
+    rows of tiles walked together.  scratch: accumulators beside the sums; turns: do two warpgroups take turns?
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    cluster_m: int
+    cluster_n: int
+    band: int
+    scratch: int
+    turns: bool
+
+
+class Params(NamedTuple):
+    """What sm90_fp8_gemm is compiled for."""
+
+    kBlockM: int
+    kBlockN: int
+    kStages: int
+    kClusterM: int
+    kClusterN: int
+    kScaling: int
+    kScratch: int
+    kTurns: bool
+    kWalk: int
+    kActivation: int
+    kBias: bool
+    kAddend: int
+    kInto: bool
+    Element: torch.dtype
+    Out: torch.dtype
+    Bias: torch.dtype
+    Addend: torch.dtype
+
+
+KERNEL = CudaKernel(
+    Path(__file__).with_name("sm90_fp8_gemm.cuh"),
+    "sm90_fp8_gemm",
+    "TTTTTPqqPqqPPfqqPqqPP?iiiii",
+    archs=("sm_90a",),
+    dependent=True,
+)
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    alpha: float,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why this engine cannot run these arguments; None if it can."""
+    if a.dtype != _FP8 or b.dtype != _FP8:
+        return f"multiplies float8_e4m3fn operands, got {a.dtype} and {b.dtype}"
+    if scaling_of(a, b, scale_a, scale_b) is Scaling.OTHER:
+        return "takes scales of the pairs that Scaling names"
+    if major_a(a) is not Major.K or major_b(b) is not Major.K:
+        return "needs a and b contiguous along K: the tensor cores read 8-bit operands no other way"
+    if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
+        return "takes a bias, an addend and a result of bf16, fp16 or fp32"
+    if not aligned(a, b, columns_out(b.shape[-1], activation), out_dtype):
+        return "needs addresses, strides and rows of the result that are multiples of 16 bytes"
+    return None
+
+
+def refusal_fp8(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    alpha: float,
+    activation: str,
+) -> str | None:
+    """The same of `gemm_fp8`."""
+    if columns_out(b.shape[-1], activation) % 16:
+        return f"writes rows of multiples of 16 columns, got {columns_out(b.shape[-1], activation)}"
+    return refusal(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.bfloat16)
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+    groups: Groups = _NO_GROUPS,
+) -> None:
+    """d = act(alpha * (a * scale_a) @ (b * scale_b) + bias) + c.
+
+    d (B, M, N_out), a (B, M, K), b (B, K, N), scale_a (B, M blocks, K blocks), scale_b (B, N blocks, K blocks).
+    """
+    into = c is not None and _is_result(c, d)
+    if c is not None and collecting() is not None and not into and c.dtype == d.dtype == torch.float32:
+        # Without memory nobody knows whether c is d
+        gemm(d, a, b, scale_a, scale_b, bias, d, alpha, activation, config, groups)
+    stored = (d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)
+    _launch(d, stored, a, b, scale_a, scale_b, bias, None if into else c, alpha, activation, config, groups, into=into)
+
+
+def gemm_fp8(
+    q: Tensor,
+    scales: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+) -> None:
+    """act(alpha * (a * scale_a) @ (b * scale_b) + bias) as q (B, M, N_out) e4m3 and scales (B, M, ceil(N_out / 128)),
+    consecutive rows side by side.
+    """
+    stored = (scales, scales.stride(2), scales.stride(0))
+    _launch(q, stored, a, b, scale_a, scale_b, bias, None, alpha, activation, config, _NO_GROUPS)
+
+
+def _launch(
+    d: Tensor,
+    stored: tuple[Tensor | int, int, int],
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+    groups: Groups,
+    *,
+    into: bool = False,
+) -> None:
+    """stored: what the kernel writes without a tensor map, and its strides.  into: d is added to."""
+    m, k = a.shape[1:]
+    n = b.shape[-1]
+    batches = groups.count or a.shape[0]
+    scaling = scaling_of(a, b, scale_a, scale_b)
+    along_k = scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN)
+    strip = (
+        _SPAN if d.dtype == _FP8 else strip_bytes(columns_out(_pass_columns(config.block_n), activation) * d.itemsize)
+    )
+    map_a = _operand(a, config.block_m, config.cluster_n)
+    map_b = _operand(b.mT, config.block_n, config.cluster_m)
+    maps = (
+        map_a,
+        map_b,
+        tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
+        tensor_map(scale_a.mT, (1, 1, config.block_m)) if along_k else map_a,
+        tensor_map(scale_b.mT, (1, 1, config.block_n)) if scaling == Scaling.TOKEN_TOKEN else map_b,
+    )
+    params = Params(
+        kBlockM=config.block_m,
+        kBlockN=config.block_n,
+        kStages=config.stages,
+        kClusterM=config.cluster_m,
+        kClusterN=config.cluster_n,
+        kScaling=int(scaling),
+        kScratch=config.scratch,
+        kTurns=config.turns,
+        kWalk=groups.walk,
+        kActivation=ACTIVATIONS.index(activation),
+        kBias=bias is not None,
+        kAddend=0 if addend is None else 2 if _in_pairs(addend) else 1,
+        kInto=into,
+        Element=a.dtype,
+        Out=d.dtype,
+        Bias=torch.float32 if bias is None else bias.dtype,
+        Addend=torch.float32 if addend is None else addend.dtype,
+    )
+    args = (
+        *maps,
+        *(scale_a, scale_a.stride(2), scale_a.stride(0)),
+        *(scale_b, scale_b.stride(1), scale_b.stride(0)),
+        0 if bias is None else bias,
+        0 if addend is None else addend,
+        alpha,
+        *((0, 0) if addend is None else (addend.stride(1), addend.stride(0))),
+        *stored,
+        *(groups.starts, groups.ends, groups.apart),
+        *(m, n, k, batches, config.band),
+    )
+    cluster = config.cluster_m * config.cluster_n
+    most = usable_sms(d.device) // cluster
+    units = -(-m // (config.block_m * config.cluster_m)) * -(-n // (config.block_n * config.cluster_n)) * batches
+    blocks = max(1, most if groups.walk == ROWS else min(units, most)) * cluster  # rows are the device's secret
+    KERNEL(
+        (blocks,),
+        args,
+        params,
+        block=128 * (1 + _groups(config.block_m)),
+        shared_bytes=_shared_bytes(config, scaling),
+        cluster=(cluster, 1, 1) if cluster > 1 else None,
+    )
+
+
+def _operand(rows: Tensor, block: int, shared: int) -> TensorMap | None:
+    """Map of an operand (B, M or N, K) for one of `shared` blocks that load a tile of `block` rows together."""
+    return tensor_map(rows, (1, block // shared, _SPAN), swizzle=_SPAN)
+
+
+def _pass_columns(block_n: int) -> int:
+    """Of op(B) that a warpgroup multiplies at once, and that leave together."""
+    return block_n if block_n <= 192 else block_n // 2
+
+
+# ------------------------------------------------------------------------------------------------------- what to choose
+
+_WIDTHS = {64: (32, 64, 96, 128, 256), 128: (64, 96, 112, 128, 144, 160, 192, 256), 256: (64, 96, 128)}
+_CLUSTERS = ((1, 1), (2, 1), (1, 2))
+TILES = tuple(Tile(m, n, *cluster) for m, columns in _WIDTHS.items() for n in columns for cluster in _CLUSTERS)
+"""What there is to choose from."""
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
+    """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue, scaling."""
+    sms = device_info("cuda").sm_count or 132
+    chosen = _configure(tuple(bucket), batch, sms)
+    if settings.current().print_configs:
+        tile = Tile(chosen.block_m, chosen.block_n, chosen.cluster_m, chosen.cluster_n)
+        words = fp8_cost_model.predict(_problem(bucket, batch, sms), tile)
+        log_once(("fp8", bucket, batch), f"fp8 GEMM {tuple(bucket)} on {sms} SMs: {chosen}, {words}", logging.WARNING)
+    return chosen
+
+
+@cache
+def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
+    problem = _problem(bucket, batch, sms)
+    return _config(fp8_cost_model.rank(problem, _legal(problem))[0][0], problem)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
+    """The eight tiles of the least predicted time, each with other bands."""
+    problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
+    found = []
+    for tile, _ in fp8_cost_model.rank(problem, _legal(problem))[:8]:
+        config = _config(tile, problem)
+        found += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
+    return tuple(found)
+
+
+def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
+    m, n, k, _, _, out_bits, epilogue, scaling = bucket
+    return Problem(m, n, k, out_bytes=out_bits // 8, gated=epilogue == 1, scaling=scaling, batch=batch, sms=sms)
+
+
+def _legal(problem: Problem) -> tuple[Tile, ...]:
+    """A gated tile leaves whole strips of 32 bytes, one that is quantised whole blocks of 128 columns; a cluster shares
+    an operand if there are two tiles to share it.
+    """
+    quantised = (256,) if problem.gated else (128, 256)
+    return tuple(
+        tile
+        for tile in TILES
+        if not problem.gated or tile.block_n % 32 == 0
+        if problem.out_bytes > 1 or tile.block_n in quantised
+        if tile.cluster_m == 1 or problem.m > tile.block_m
+        if tile.cluster_n == 1 or problem.n > tile.block_n
+    )
+
+
+def _config(tile: Tile, problem: Problem) -> Config:
+    scratch = fp8_cost_model.scratch(tile)
+    config = Config(tile.block_m, tile.block_n, 0, tile.cluster_m, tile.cluster_n, 0, scratch, False)
+    fixed = _shared_bytes(config, problem.scaling)
+    stages = (_SHARED - fixed) // (_shared_bytes(config._replace(stages=1), problem.scaling) - fixed)
+    return config._replace(stages=min(_MAX_STAGES, stages), band=fp8_cost_model.band(tile, problem.sms))
+
+
+def _groups(block_m: int) -> int:
+    """Warpgroups that multiply."""
+    return 1 if block_m == 64 else 2
+
+
+def _shared_bytes(config: Config, scaling: int) -> int:
+    """Stages of A, B and column scales, which begin at multiples of 128 bytes, and what is staged of D."""
+    scales = -(-4 * config.block_n // 128) * 128 if scaling == Scaling.TOKEN_TOKEN else 0
+    stage = (config.block_m + config.block_n) * _SPAN + scales
+    return config.stages * stage + _groups(config.block_m) * _STAGED
+
+
+CONFIGS: tuple[Config, ...] = tuple(
+    dict.fromkeys(_config(tile, Problem(1, 1, 1, scaling=scaling, sms=132)) for scaling in range(4) for tile in TILES)
+)
+"""Every config that `configure` can return on a GPU of 132 multiprocessors."""

@@ -1,0 +1,197 @@
+"""Scaled float8 GEMM in Triton: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
+
+As `tile_triton.py`, a persistent walk over tiles, K split where rows are few.  Each 128 of K are one `tl.dot` into
+fresh registers, which are then added to the accumulator with their scales: Hopper's tensor core adds float8 products in
+some 14 bits, and scales of blocks change after 128 in any case.  So two accumulators live side by side, and tiles are
+at most 128x128.  GPUs without e4m3 (before sm_89; gfx942) read bytes and multiply them as float16, exactly.
+
+A result in float8 takes a second launch, which casts the first one's float32 result.
+
+2*M*N*K flops; M*K + K*N bytes of operands + M*N*itemsize_out.  4096x7168x16384 cannot beat 0.49 ms at 1979 TFLOP/s.
+"""
+
+from contextvars import copy_context
+from itertools import product
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.tape import scratch
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.gemm.engines.scaled_triton_kernel import cast_kernel, scaled_gemm_kernel
+from tilewright.ops.gemm.engines.tile_triton import (
+    FILL,
+    REDUCE_M,
+    REDUCE_N,
+    Config,
+    _allocate,
+    _fit,
+    _has_descriptors,
+    _pitches,
+    _reduce,
+    _target,
+    _vector,
+    _vector_c,
+    _wide,
+)
+from tilewright.ops.gemm.operands import copyable
+from tilewright.ops.gemm.scaling import Scaling, scaling_of
+from tilewright.ops.quant.triton_numbers import as_stored
+
+DEEP = 128  # block_k of every config
+CAST_M = 8  # rows of a program that casts
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The largest tile that still gives FILL tiles; up to 64 rows get narrow ones, and K split until there are FILL."""
+    m, n, k, _, is_aligned, *_ = bucket
+    if m <= 64:
+        rows, columns, splits = 16 if m <= 16 else 64, 64 if is_aligned else 32, 1
+        while splits < 8 and 2 * splits * -(-n // columns) <= FILL + 4 and k >= 1024 * splits:
+            splits *= 2
+        return Config(rows, columns, DEEP, 4, 4 if is_aligned else 3, 8, bool(is_aligned), splits)
+    if not is_aligned:
+        return Config(64, 64, DEEP, 4, 3, 8, False, 1)
+    if -(-m // 128) * -(-n // 128) < FILL:
+        return Config(64, 128, DEEP, 4, 4, 8, True, 1)
+    return Config(128, 128, DEEP, 8, 4, 8, True, 1)
+
+
+def _configured() -> tuple[Config, ...]:
+    powers = [1 << i for i in range(6, 15)]
+    buckets = product((1, 64, 128, 4096), powers, powers, (0,), (0, 1))
+    return tuple(dict.fromkeys(configure(bucket, torch.float8_e4m3fn) for bucket in buckets))
+
+
+CONFIGS = _configured()
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Tiles of up to 128x128, which are as many registers as two accumulators leave."""
+    m, _, k, _, is_aligned, *_ = bucket
+    forms = (True, False) if is_aligned else (False,)
+    if m <= 64:
+        rows = max(m, 16)
+        space = product((32, 64, 128), (4, 6), forms, (1, 2, 4, 8))
+        return tuple(
+            Config(rows, n, DEEP, 4, stages, 8, form, splits)
+            for n, stages, form, splits in space
+            if splits == 1 or k >= 4 * splits * DEEP
+        )
+    tiles = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8))
+    return tuple(
+        Config(*tile[:2], DEEP, tile[2], stages, band, form, 1)
+        for tile, stages, band, form in product(tiles, (3, 4), (4, 8), forms)
+    )
+
+
+def refusal(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: object) -> str | None:
+    """Only pairs of scalings that no kernel has."""
+    if scaling_of(a, b, scale_a, scale_b) is Scaling.OTHER:
+        return (
+            "multiplies operands that are scaled by tensor, by row and column, 1x128 by 128x128, or 1x128 by 1x128; "
+            f"got scales {tuple(scale_a.shape)} and {tuple(scale_b.shape)}"
+        )
+    return None
+
+
+refusal_fp8 = refusal
+
+_gemm = TritonKernel(scaled_gemm_kernel)
+_cast = TritonKernel(cast_kernel)
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    c: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+) -> None:
+    """d (B, M, N_out) = act(alpha * (a * scale_a) @ (b * scale_b) + bias) + c; see `scaled_registration.py`."""
+    batch, m, k = a.shape
+    n = b.shape[2]
+    blocks = triton.cdiv(k, DEEP)
+    splits = triton.cdiv(blocks, triton.cdiv(blocks, config.splits))  # no part of K is empty
+    scaled = (a, b, scale_a, scale_b)
+    if splits == 1:
+        _multiply(d, scaled, bias, c, alpha, activation, 1, config)
+        return
+    partials = scratch((splits * batch, m, n), torch.float32, d.device)
+    _multiply(partials, scaled, None, None, 1.0, "", splits, config)
+    grid = (batch * triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
+    args = (d, partials, bias, c, None, alpha, batch, m, n, splits, *d.stride()[:2], *_finish_strides(bias, c))
+    _reduce(grid, args, (activation, _wide(d, c), REDUCE_M, REDUCE_N), num_warps=4)
+
+
+def gemm_fp8(
+    q: Tensor,
+    scales: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    alpha: float,
+    activation: str,
+    config: Config,
+) -> None:
+    """q (B, M, N_out) and scales (B, M, groups of 128) of the same result; see `scaled_registration.py`."""
+    z = scratch(q.shape, torch.float32, q.device)
+    gemm(z, a, b, scale_a, scale_b, bias, None, alpha, activation, config)
+    _, m, n = q.shape
+    for of_q, of_scales, of_z in zip(as_stored(q), scales, z, strict=True):
+        args = (of_q, of_scales, of_z, m, n, *of_scales.stride())
+        _cast((triton.cdiv(m, CAST_M), triton.cdiv(n, 128)), args, (CAST_M,), num_warps=4)
+
+
+def _finish_strides(bias: Tensor | None, c: Tensor | None) -> tuple[int, ...]:
+    return (0 if bias is None else bias.stride(0), *((0, 0, 0) if c is None else c.stride()))
+
+
+def _multiply(
+    d: Tensor,
+    scaled: tuple[Tensor, Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    c: Tensor | None,
+    alpha: float,
+    activation: str,
+    splits: int,
+    config: Config,
+) -> None:
+    """One launch of the GEMM; `d` has a batch for each part of K."""
+    a, b, scale_a, scale_b = scaled
+    batch, m, k = a.shape
+    n = b.shape[2]
+    arch = _target(a)
+    strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
+    # The bucket speaks of a and b; d may be strided by its caller, or hold partial products of odd rows
+    along_k = a.stride(2) == 1 and b.stride(1) == 1
+    if config.descriptors and along_k and all(map(copyable, (d, a, b))) and _has_descriptors(arch):
+        strides, descriptors = (*_pitches(d, 1), *_pitches(a, 1), 1, _pitches(b, 2)[0], 1, _pitches(b, 2)[1]), True
+    if arch.startswith("gfx"):  # whose scalar registers hold no third stage beside the scales' addresses
+        config = config._replace(num_stages=1, block_n=min(config.block_n, 64))
+    fit = _fit(config, arch, a.element_size(), d.element_size(), c, activation)
+    config = fit.config
+    tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
+    args = (
+        d, as_stored(a), as_stored(b), scale_a, scale_b, bias, c, alpha, batch, m, n, k, splits,
+        *strides, *scale_a.stride(), *scale_b.stride(), *_finish_strides(bias, c),
+    )  # fmt: skip
+    constants = (
+        int(scaling_of(*scaled)), activation, descriptors,
+        _vector(a, k) if along_k else 1, _vector(b, k) if along_k else 1, _vector_c(c), _vector(d, d.shape[2]),
+        splits > 1, k % DEEP == 0, _wide(d, a, b, c), config.band, fit.parts, config.block_m, config.block_n,
+    )  # fmt: skip
+    # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
+    context = copy_context()
+    context.run(triton.set_allocator, _allocate)
+    context.run(_gemm, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)

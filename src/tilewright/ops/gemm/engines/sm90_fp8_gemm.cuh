@@ -1,0 +1,265 @@
+// D = act(alpha * A B + bias) + C for e4m3 operands along K with scales (fp8_scales.cuh): a Hopper GEMM that stays on the
+// machine, and takes every 128 of K over into float32 sums.  D may be e4m3 with scales of its own (fp8_epilogue.cuh).
+//
+// Blocks, ring, clusters and walks are those of sm90_bf16_gemm.cuh.  The main loop is not: a step multiplies 128 of K into a
+// scratch accumulator, four WGMMAs that begin with zeros, waits for them, frees the stage, and promotes: sums += scale *
+// scratch.  Promotion leaves the tensor cores to others, in one of three ways:
+//
+//   the other warpgroup  has its own rows and is somewhere else in its step;
+//   kTurns               the two take turns, so that one surely multiplies while the other promotes; the first leads by
+//                        a step, and runs ahead of the other's epilogue by as much;
+//   kScratch = 2         the next step is multiplied into a second accumulator meanwhile.
+//
+// A warpgroup has kBlockM x kBlockN / 128 sums a thread and scratch of one pass: 64 rows by at most 192 columns.  Tiles of
+// 256 x 128 and 128 x 256 take two passes, over rows and over columns.
+//
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kScaling; kScratch; kTurns; kWalk; kActivation; kBias; kAddend;
+// kInto; Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  What is not said here: tile_epilogue.cuh.
+#pragma once
+
+#include <tilewright/fp8_epilogue.cuh>
+#include <tilewright/fp8_scales.cuh>
+#include <tilewright/tile_operand.cuh>
+#include <tilewright/tile_walk.cuh>
+
+namespace tilewright {
+
+template <bool kFirst, typename A, typename B> struct EitherType { using Type = A; };
+template <typename A, typename B> struct EitherType<false, A, B> { using Type = B; };
+
+template <typename Config> struct Fp8Shape {
+    using Element = typename Config::Element;
+    static constexpr u32 kM = Config::kBlockM, kN = Config::kBlockN, kStages = Config::kStages, kScratch = Config::kScratch;
+    static constexpr u32 kCluster = Config::kClusterM * Config::kClusterN;
+    static constexpr Scaling kScaling = Scaling(Config::kScaling);
+    using A = Operand<Element, Major::K, kM, Config::kClusterN>;
+    using B = Operand<Element, Major::K, kN, Config::kClusterM>;
+    static constexpr u32 kGroups = kM > 64 ? 2 : 1;                        // warpgroups that multiply
+    static constexpr u32 kThreads = 128 * (kGroups + 1);                   // and the producer's
+    static constexpr u32 kDown = kM / (64 * kGroups), kAcross = kN > 192 ? 2 : 1;  // passes of a warpgroup
+    static constexpr u32 kPasses = kDown * kAcross, kColumns = kN / kAcross;
+    static constexpr bool kAlongK = kScaling == Scaling::TokenByBlock || kScaling == Scaling::TokenByToken;
+    // Scales of columns come with a stage
+    static constexpr u32 kScaleBytes = kScaling == Scaling::TokenByToken ? kN * sizeof(float) : 0;
+    static constexpr u32 kScalePitch = (kScaleBytes + 127) / 128 * 128;
+    using Scales = StepScales<kAlongK ? kScaling : Scaling::TokenByBlock, kGroups, kDown, kPasses, kColumns, kPasses == 1 ? 2 : 1>;
+    struct Pass : Config { static constexpr int kBlockN = kColumns; };  // what an epilogue writes at once
+    static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
+    using Epilogue = Fp8Epilogue<Config, Fp8Shape, kQuantises>;
+    using Stored = typename EitherType<kQuantises, float, typename Config::Out>::Type;
+    __device__ static constexpr u32 row_of(u32 pass) { return pass % kDown * kGroups * 64; }
+    __device__ static constexpr u32 column_of(u32 pass) { return pass / kDown * kColumns; }
+    static_assert(Same<Element, float8_e4m3>::value, "operands are e4m3");
+    static_assert(kM == 64 || kM == 128 || kM == 256, "one or two warpgroups, one or two passes of 64 rows");
+    static_assert(kN % 16 == 0 && kColumns % 16 == 0 && kPasses <= 2, "at most two passes");
+    static_assert((kPasses + kScratch) * kColumns <= 3 * 128, "192 accumulators a thread, and of scratch as they are");
+    static_assert(kScratch == 1 || (kScratch == 2 && kPasses == 1), "a second scratch takes the place of a second pass");
+    static_assert(!Config::kTurns || (kGroups == 2 && kScratch == 1), "two warpgroups take turns at one scratch each");
+    static_assert(kCluster == 1 || kCluster == 2, "pairs of blocks share one operand");
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_scale_a,
+    const __grid_constant__ TensorMap map_scale_b, const float* scale_a, i64 scale_a_pitch, i64 scale_a_batch,
+    const float* scale_b, i64 scale_b_pitch, i64 scale_b_batch, const typename Config::Bias* bias,
+    const typename Config::Addend* c, float alpha, i64 c_pitch, i64 c_batch, typename Fp8Shape<Config>::Stored* stored,
+    i64 stored_pitch, i64 stored_batch, const int* starts, const int* ends, bool apart, int m, int n, int k, int batches,
+    int band) {
+    using Shape = Fp8Shape<Config>;
+    using Element = typename Config::Element;
+    using A = typename Shape::A;
+    using B = typename Shape::B;
+    using Scales = typename Shape::Scales;
+    constexpr u32 kStages = Shape::kStages, kGroups = Shape::kGroups, kCluster = Shape::kCluster, kPasses = Shape::kPasses;
+    constexpr u32 kColumns = Shape::kColumns, kDown = Shape::kDown, kCount = kColumns / 2;
+    constexpr Scaling kScaling = Shape::kScaling;
+    constexpr Walk kWalk = Walk(Config::kWalk);
+
+    extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, kStages of column scales
+    u8* const stages_b = stages_a + kStages * A::kBytes;
+    u8* const buffers = stages_b + kStages * B::kBytes;
+    u8* const column_scales = buffers + kGroups * kTileBuffers * kBoxBytes;
+    __shared__ Barrier full[kStages], empty[kStages];
+    __shared__ typename TileWalk<Config>::Table table;
+
+    const u32 group = warp_index() / 4;
+    const u32 rank = kCluster == 1 ? 0 : cluster_rank();
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < kStages; ++i) {
+            full[i].init(1);
+            empty[i].init(4 * kGroups * kCluster);  // one arrival a warp that reads
+        }
+        fence_barrier_init();
+    }
+    if constexpr (kCluster == 1) {
+        __syncthreads();
+    } else {
+        sync_cluster();  // nobody may arrive at a barrier that is not there yet
+    }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+
+    const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
+    const ScaleArgs scales_at{scale_a, scale_a_pitch, scale_a_batch, scale_b, scale_b_pitch, scale_b_batch};
+    TileWalk<Config>::prepare(args, table);
+    TileWalk<Config> walk(args, table, rank);
+    Ring<kStages> ring;
+
+    if (group == kGroups) {
+        give_registers<40>();
+        if (warp_index() == 4 * kGroups && elect_one()) {
+            tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
+            for (Tile tile; walk.next(tile);) {
+                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                    const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
+                    if constexpr (Shape::kAlongK) tma_fetch(map_scale_a, tile.row, at / 128, tile.batch_a);
+                    empty[s].wait(ring.parity ^ 1);
+                    full[s].expect(A::kBytes + B::kBytes + Shape::kScaleBytes);  // both halves of what is shared
+                    A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
+                    B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
+                    if constexpr (kScaling == Scaling::TokenByToken) {
+                        u8* const to = column_scales + s * Shape::kScalePitch;
+                        tma_load(to, map_scale_b, full[s], tile.column, at / 128, tile.batch_b);
+                    }
+                }
+            }
+        }
+    } else {
+        take_registers<kGroups == 2 ? 232 : 240>();
+        const u32 first_row = group * 64;  // in the tile; of the second pass over rows, kGroups * 64 further
+        const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
+        const auto release = [&](u32 stage) {  // in every block that loads it
+            if constexpr (kCluster == 1) {
+                if (lane_index() == 0) empty[stage].arrive();
+            } else {
+                if (lane_index() < kCluster) empty[stage].free_in_cluster(lane_index());
+            }
+        };
+        // The first warpgroup takes its first step and the second its last one of each tile when they like
+        const auto begin_turn = [&](u32 step, u32 steps) {
+            if (Config::kTurns && (group == 0 ? step > 0 : step + 1 < steps)) sync_threads(3 + group, 256);
+        };
+        const auto end_turn = [&](u32 step, u32 steps) {
+            if (Config::kTurns && (group == 0 ? step > 0 : step + 1 < steps)) arrive_at(4 - group, 256);
+        };
+        if (Config::kTurns && group == 1) arrive_at(3, 256);
+
+        typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, stored, stored_pitch, stored_batch, u32(m),
+                                           u32(n), buffers + group * kTileBuffers * kBoxBytes, 1 + group});
+
+        for (Tile tile; walk.next(tile);) {
+            if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
+                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                    full[ring.stage].wait(ring.parity);
+                    release(ring.stage);
+#pragma unroll
+                    for (u32 pass = 0; pass < kPasses; ++pass) {
+                        begin_turn(step, tile.steps);
+                        end_turn(step, tile.steps);
+                    }
+                }
+                continue;
+            }
+            float sums[kPasses][kCount], scratch[Shape::kScratch][kCount];
+#pragma unroll
+            for (u32 i = 0; i < kPasses * kCount; ++i) sums[i / kCount][i % kCount] = 0;
+            Scales scales(scales_at, tile.row + first_row + fragment_row(), tile.column, Shape::kAlongK ? m : 0, n,
+                          tile.k / 128, Shape::kAlongK ? tile.steps : 0, tile.batch_a, tile.batch_b);
+
+            // Starts the products of a step and a pass; the stage is the one that the ring is at.
+            const auto multiply = [&](float (&to)[kCount], u32 pass) {
+                const u64 a = wgmma_advance(first_a, ring.stage * A::kBytes + Shape::row_of(pass) * kSpan);
+                const u64 b = wgmma_advance(first_b, ring.stage * B::kBytes + Shape::column_of(pass) * kSpan);
+                wgmma_fence();
+#pragma unroll
+                for (u32 i = 0; i < kSpan / kWgmmaKBytes; ++i) {
+                    wgmma<kColumns, Element>(to, wgmma_advance(a, i * kWgmmaKBytes), wgmma_advance(b, i * kWgmmaKBytes), i > 0);
+                }
+                wgmma_commit();
+            };
+            // Takes them over.  Scales of columns are read here, so that their stage is freed only afterwards.
+            using Values = typename Scales::Values;
+            const auto take_over = [&](const float (&from)[kCount], const Values& values, u32 pass, u32 stage) {
+                constexpr bool kLate = kScaling == Scaling::TokenByToken;
+                const bool last = pass == kPasses - 1;
+                if (last && !kLate) release(stage);
+                if constexpr (kScaling == Scaling::TokenByBlock) {
+                    promote<Scales::kAlike>(sums[pass], from, values[pass], scales.before());
+                } else if constexpr (kScaling == Scaling::TokenByToken) {
+                    const float* columns = reinterpret_cast<const float*>(column_scales + stage * Shape::kScalePitch);
+                    promote(sums[pass], from, values[pass], columns + Shape::column_of(pass));
+                } else {
+                    promote(sums[pass], from);
+                }
+                if (last && kLate) release(stage);
+            };
+
+            if constexpr (Shape::kScratch == 1) {
+                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                    Values values;
+                    if constexpr (Shape::kAlongK) scales.take(values);
+                    full[ring.stage].wait(ring.parity);
+#pragma unroll
+                    for (u32 pass = 0; pass < kPasses; ++pass) {
+                        begin_turn(step, tile.steps);
+                        multiply(scratch[0], pass);
+                        end_turn(step, tile.steps);
+                        wgmma_wait<0>(scratch[0]);
+                        take_over(scratch[0], values, pass, ring.stage);
+                    }
+                }
+            } else if (tile.steps > 0) {
+                u32 last = 0;  // stage of the products that were started last
+                const auto start = [&](float (&to)[kCount]) {
+                    full[ring.stage].wait(ring.parity);
+                    multiply(to, 0);
+                    last = ring.stage;
+                    ring.advance();
+                };
+                const auto finish = [&](const float (&from)[kCount], u32 stage) {
+                    Values values;
+                    if constexpr (Shape::kAlongK) scales.take(values);
+                    take_over(from, values, 0, stage);
+                };
+                const auto exchange = [&](float (&to)[kCount], float (&from)[kCount]) {
+                    const u32 stage = last;
+                    start(to);
+                    wgmma_wait<1>(from);
+                    finish(from, stage);
+                };
+                start(scratch[0]);
+                u32 step = 1;  // begun, and not taken over the last of them
+                for (; step + 2 <= tile.steps; step += 2) {
+                    exchange(scratch[1], scratch[0]);
+                    exchange(scratch[0], scratch[1]);
+                }
+                if (step < tile.steps) {
+                    exchange(scratch[1], scratch[0]);
+                    wgmma_wait<0>(scratch[1]);
+                    finish(scratch[1], last);
+                } else {
+                    wgmma_wait<0>(scratch[0]);
+                    finish(scratch[0], last);
+                }
+            }
+
+            float factor = alpha;
+            if constexpr (kScaling == Scaling::Tensor) {
+                factor *= scale_a[tile.batch_a * scale_a_batch] * scale_b[tile.batch_b * scale_b_batch];
+            }
+            if constexpr (kScaling == Scaling::Row) {
+                scale_sums<kDown, kGroups * 64>(sums, scale_a + tile.batch_a * scale_a_batch,
+                                                scale_b + tile.batch_b * scale_b_batch, tile.row + first_row, tile.column, m,
+                                                n, 1 + group);
+            }
+            epilogue.write(sums, factor, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
+        }
+        if (Config::kTurns && group == 0) sync_threads(3, 256);
+        if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
+    }
+    if constexpr (kCluster > 1) sync_cluster();  // and this block the arrivals of the other
+}
+
+}  // namespace tilewright

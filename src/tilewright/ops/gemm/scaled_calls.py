@@ -1,0 +1,57 @@
+"""From the arguments of a public scaled product to those of its raw op."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.log import log_once
+from tilewright.ops.gemm.checks import are_matrices
+from tilewright.ops.gemm.operands import fold
+from tilewright.ops.gemm.scaled_checks import check_fp8
+from tilewright.ops.gemm.scaling import folded
+
+
+def operands(
+    op: str, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, trans_a: bool, trans_b: bool
+) -> tuple[Sequence[int], tuple[Any, ...]]:
+    """(rows, (a (M, K), b (K, N), scale_a (Mb, Kb), scale_b (Nb, Kb), bias)), a and b contiguous along K.
+
+    `rows` are those of op(a) before they were folded into one dimension.
+    """
+    if not are_matrices(a, b):
+        check_fp8(op, a, b)
+    left, right, of_a, of_b = turned(a, b, scale_a, scale_b, trans_a, trans_b)
+    rows = left.shape[:-1]
+    if len(rows) > 1:
+        left, of_a = fold(op, "a", left, rows), folded(op, "scale_a", of_a, rows)
+    if isinstance(bias, Tensor):
+        bias = bias.contiguous()
+    return rows, (_k_major(op, "a", left), _k_major(op, "b", right.mT).mT, of_a, of_b, bias)
+
+
+def turned(
+    a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, trans_a: bool, trans_b: bool
+) -> tuple[Tensor, Tensor, Any, Any]:
+    """op(a) (..., M, K), op(b) (K, N), and their scales, (..., M blocks, K blocks) and (N blocks, K blocks)."""
+    of_a, of_b = (_swapped(scale_a) if trans_a else scale_a), (scale_b if trans_b else _swapped(scale_b))
+    return (a.mT if trans_a else a), (b.mT if trans_b else b), of_a, of_b
+
+
+def _swapped(scales: Any) -> Any:
+    """What is no matrix is left for the checks."""
+    return scales.mT if isinstance(scales, Tensor) and scales.dim() > 1 else scales
+
+
+def _k_major(op: str, name: str, t: Tensor) -> Tensor:
+    """`t` (..., K) itself if it is contiguous along K, else a copy that is, announced once."""
+    if t.stride(-1) == 1:
+        return t
+    if not torch.compiler.is_compiling():  # which cannot trace a log
+        log_once(
+            ("k_major", op, name),
+            f"{op}: {name} is not contiguous along K, and each call copies it so that it is, as tensor cores read "
+            "float8. per_channel_cast_to_fp8 and per_block_cast_to_fp8 write the transpose with transpose=True.",
+        )
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,36 @@
+"""The configs of three kernels as one type, because a backend has one."""
+
+from typing import Any, NamedTuple
+
+from tilewright.ops.gemm.engines import dense_cuda, fp8_cuda
+from tilewright.ops.gemm.engines.few_rows import model as few_rows
+
+_OWN: dict[str, Any] = {"dense": dense_cuda.Config, "fp8": fp8_cuda.Config, "few_rows": few_rows.Config}
+
+
+class Config(NamedTuple):
+    """kernel: "dense", "fp8" or "few_rows" of `ops/gemm/engines`, and its config; fields of others keep their defaults."""
+
+    kernel: str
+    stages: int
+    block_m: int = 0
+    block_n: int = 0
+    cluster_m: int = 0
+    cluster_n: int = 0
+    band: int = 0
+    scratch: int = 0
+    turns: bool = False
+    tokens: int = 0
+    split: int = 0
+    ctas: int = 0
+
+
+def named(kernel: str, config: Any) -> Config:
+    """An engine's own config as one of ours."""
+    return Config(kernel=kernel, **config._asdict())
+
+
+def own(config: Config) -> Any:
+    """The engine's again."""
+    kind = _OWN[config.kernel]
+    return kind(*(getattr(config, name) for name in kind._fields))

@@ -1,0 +1,94 @@
+"""Groups along K in CUDA C++ for Hopper: D[g] = A[:, group g] @ B[group g, :] + C[g], gradients of experts' weights.
+
+Tiles, ring and epilogue are those of `dense_cuda.py` (bf16, fp16) and `fp8_cuda.py` (e4m3, 1x128 scales of both) in
+`ops/gemm/engines`; a tile's K begins where its group does.  16-bit groups end anywhere: what the last stage of a tile
+holds of the next group, which may be NaN, is overwritten with zeros in shared memory, in both operands.  That takes 128
+threads some 300 cycles, while the step before is multiplied.  Groups of e4m3 end at multiples of 128.
+
+Where C is D in float32 the copy engine adds, and empty groups cost nothing; else they become C, or zeros.  Blocks take
+tiles of all groups in turn; all K of a group goes into one tile, so one group of long K and few tiles is slow.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.hardware.device import device_info
+from tilewright.ops.gemm.engines import dense_cuda, fp8_cuda
+from tilewright.ops.gemm.engines.dense_cuda import Groups
+from tilewright.ops.grouped.engines.config_cuda import Config, named, own
+from tilewright.ops.grouped.raw import UNSCALED
+
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    c: Tensor | None,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why these kernels cannot run these arguments; None if they can."""
+    arch = device_info(a.device).arch
+    if arch != "sm_90":
+        return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    if c is not None and c.shape[-1] > 1 and c.stride(-1) != 1:
+        return "needs c contiguous along N"
+    if scale_a is None or scale_b is None:
+        return dense_cuda.refusal(a, b, None, c, None, 1.0, "", out_dtype)
+    return fp8_cuda.refusal(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    c: Tensor | None,
+    ends: Tensor,
+    config: Config,
+) -> None:
+    """The product of each group, and c.  See `engines/__init__.py`."""
+    if not d.numel():
+        return
+    if b.shape[0] == 0:  # no K at all, which no tensor map can describe
+        d.zero_() if c is None else d.copy_(c)
+        return
+    groups = Groups(dense_cuda.DEPTH, ends.shape[0], 0, ends)
+    if scale_a is None or scale_b is None:
+        dense_cuda.gemm(d, a[None], b[None], None, c, None, 1.0, "", own(config), groups)
+    else:
+        scales = scale_a[None], scale_b[None]
+        fp8_cuda.gemm(d, a[None], b[None], *scales, None, c, 1.0, "", own(config), groups)
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """What the model of dense products likes best for as many products of an equal share of K."""
+    *product, scaling = _of_one(bucket)
+    if scaling == UNSCALED:
+        return named("dense", dense_cuda.configure(tuple(product), dtype, bucket[3]))
+    return named("fp8", fp8_cuda.configure((*product, scaling), dtype, bucket[3]))
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """What the tuner may try."""
+    *product, scaling = _of_one(bucket)
+    if scaling == UNSCALED:
+        return tuple(named("dense", config) for config in dense_cuda.candidates(tuple(product), dtype, bucket[3]))
+    return tuple(named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, bucket[3]))
+
+
+def _of_one(bucket: tuple[int, ...]) -> tuple[int, ...]:
+    """The bucket of one group's product, its scaling last."""
+    depth, m, n, groups, layout, aligned, out_bits, scaling = bucket
+    return m, n, max(1, depth // max(1, groups)), layout, aligned, out_bits, 0, scaling
+
+
+CONFIGS: tuple[Config, ...] = (
+    *(named("dense", config) for config in dense_cuda.CONFIGS),
+    *(named("fp8", config) for config in fp8_cuda.CONFIGS),
+)
+"""Every config that `configure` can return on a GPU of 132 multiprocessors."""

@@ -1,0 +1,152 @@
+"""Groups along K in Triton: the portable form, for any strides, sizes and ends of groups.
+
+The tiles of all results are known to the host, only how deep each goes is not: a program reads where its tile's group
+begins and ends, multiplies whole blocks of K, and reads what is left element by element under a mask, zeros behind the
+end: numbers there belong to the next group.  An empty group stores c, or zeros.  With scales, of 128 along K, groups
+end at multiples of 128 and nothing is left.
+
+2*T*M*N flops; a and b once a column and a row of tiles, the results once.  8 groups of 4096x7168 over 32768 rows in
+bf16 cannot beat 1.95 ms at 989 TFLOP/s.
+"""
+
+from contextvars import copy_context
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
+from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.grouped.engines.k_triton_kernel import k_grouped_kernel
+from tilewright.ops.grouped.engines.rows_triton import narrowed, no_float8
+from tilewright.ops.grouped.raw import UNSCALED, scaling_code
+
+
+class Config(NamedTuple):
+    """block_m, block_n, block_k: elements of a tile, and along T.   band: tile rows of a group walked together.
+
+    descriptors: copy engine where there is one.   num_stages is what an H200 gets.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    band: int
+    descriptors: bool
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """Weights are large: tiles of 128x256, smaller where an accumulator needs company or M and N are small."""
+    _, m, n, _, _, is_aligned, _, _ = bucket
+    if dtype.itemsize == 4:
+        return Config(64, 64, 16, 4, 3, 8, False)
+    deep = 128 // dtype.itemsize
+    if not is_aligned:
+        return Config(128, 128, 32 if dtype.itemsize == 2 else 128, 8, 3, 8, False)
+    if dtype.itemsize == 1:
+        return Config(128, 128, deep, 8, 4, 8, True)
+    return Config(64, 128, deep, 4, 4, 8, True) if min(m, n) <= 512 else Config(128, 256, deep, 8, 4, 8, True)
+
+
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure((4096, size, size, 4, 2, is_aligned, 32, UNSCALED), dtype)
+        for size in (64, 4096)
+        for is_aligned in (0, 1)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Tiles whose accumulator leaves half of the registers free."""
+    is_aligned, scaling = bucket[5], bucket[7]
+    forms = (True, False) if is_aligned else (False,)
+    if dtype.itemsize == 4:
+        return tuple(Config(m, 64, 16, 4, stages, 8, False) for m in (32, 64) for stages in (2, 3))
+    tiles = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8)]
+    if dtype.itemsize == 2:
+        tiles += [(64, 256, 4), (128, 256, 8), (256, 128, 8)]
+    depth = 128 if scaling != UNSCALED else 128 // dtype.itemsize
+    return tuple(
+        Config(m, n, depth, warps, stages, band, form)
+        for (m, n, warps), stages, band, form in product(tiles, (3, 4), (4, 8), forms)
+    )
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    c: Tensor | None,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """What a GPU's matrix units lack, and scales that are not one for 128 along T."""
+    lacking = no_float8(a)
+    if lacking is None and scaling_code(a, b, scale_a, scale_b) not in (UNSCALED, Scaling.TOKEN_TOKEN):
+        return "takes scales (M, T/128) and (N, T/128), one for 128 along T"
+    return lacking
+
+
+_kernel = TritonKernel(k_grouped_kernel)
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    c: Tensor | None,
+    ends: Tensor,
+    config: Config,
+) -> None:
+    """d (G, M, N) = a[:, group] @ b[group] + c; see the package's docstring."""
+    (m, total), n, groups = a.shape, b.shape[1], ends.shape[0]
+    scaling = scaling_code(a, b, scale_a, scale_b)
+    arch = dense._target(a)
+    a3, b3 = a.unsqueeze(0), b.unsqueeze(0)
+    a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
+    vectors = dense._vector(a3, total if a_k else m), dense._vector(b3, total if b_k else n)
+    strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
+    if config.descriptors and all(map(copyable, (d, a, b))) and dense._has_descriptors(arch):
+        a_pitch, b_pitch = dense._pitches(a3, 1 if a_k else 2)[1], dense._pitches(b3, 2 if b_k else 1)[1]
+        strides, descriptors = (*dense._pitches(d, 1), a_pitch, a_pitch, b_pitch, b_pitch), True
+    if not descriptors:
+        config = _by_pointers(config, 1 if a_k or b_k else min(vectors))
+    fit = dense._fit(narrowed(config, arch, a.dtype, scaling), arch, a.element_size(), d.element_size(), c, "")
+    config = fit.config
+    tiles = groups * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
+    c_strides = (0, 0, 0) if c is None else c.stride()
+    scale_strides = [(0, 0) if s is None else s.stride() for s in (scale_a, scale_b)]
+    args = (
+        d, a, b, scale_a, scale_b, c, ends, groups, m, n, total,
+        *strides, *c_strides, *scale_strides[0], *scale_strides[1],
+    )  # fmt: skip
+    constants = (
+        scaling, descriptors, a_k, b_k,
+        *vectors, dense._vector_c(c), dense._vector(d, n), dense._wide(d, a3, b3, c),
+        config.band, fit.parts, *config[:3],
+    )  # fmt: skip
+    # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
+    context = copy_context()
+    context.run(triton.set_allocator, dense._allocate)
+    context.run(_kernel, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def _by_pointers(config: Config, vector: int) -> Config:
+    """`config` without the copy engine.  A group begins anywhere, so an operand that lies along T is never read in
+    vectors: an address for each of its elements.
+    """
+    width = 64 if vector == 1 else 128
+    return config._replace(block_n=min(config.block_n, width), block_k=min(config.block_k, 32), num_warps=8)

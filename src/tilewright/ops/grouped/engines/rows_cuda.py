@@ -1,0 +1,108 @@
+"""Groups of rows in CUDA C++ for Hopper: the kernels of dense products on a walk that reads the groups.
+
+Tiles, ring and epilogue are those of `dense_cuda.py` (bf16, fp16) and `fp8_cuda.py` (e4m3 with scales) in
+`ops/gemm/engines`; what differs is where a tile lies.  Each block counts the tiles of every group at its start and
+finds the group of a tile by bisection, so that the number of groups costs nothing later.  Groups begin at any row: a
+tile reads on into the next group, whose rows do not count, and where a group ends within 64 rows, these are written by
+ordinary stores instead of the copy engine.  A group of R rows costs ceil(R / block_m) rows of tiles; 64 rows of a tile
+that are all outside are not multiplied.
+
+Where few rows a group are expected, the weights are what takes time, and `few_rows/grouped.py` streams them.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.hardware.device import device_info
+from tilewright.ops.gemm.engines import dense_cuda, fp8_cuda
+from tilewright.ops.gemm.engines.dense_cuda import Groups
+from tilewright.ops.gemm.engines.few_rows import grouped as few_rows
+from tilewright.ops.gemm.engines.few_rows.model import MAX_ROWS
+from tilewright.ops.grouped.engines.config_cuda import Config, named, own
+from tilewright.ops.grouped.raw import UNSCALED
+
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+
+_A_ALONG_K = (0, 1)  # the layouts nt and nn
+
+
+def refusal(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor,
+    expected: int,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why these kernels cannot run these arguments; None if they can."""
+    arch = device_info(a.device).arch
+    if arch != "sm_90":
+        return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    if scale_a is None or scale_b is None:
+        return dense_cuda.refusal(a, b, None, None, None, 1.0, activation, out_dtype)
+    return fp8_cuda.refusal(a, b, scale_a, scale_b, None, None, 1.0, activation, out_dtype)
+
+
+def gemm(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor,
+    activation: str,
+    config: Config,
+) -> None:
+    """Rows of each group of a times b of the group.  See `engines/__init__.py`."""
+    if not d.numel():
+        return
+    if config.kernel == "few_rows":
+        few_rows.gemm(d, a, b, scale_a, scale_b, starts, ends, activation, own(config))
+        return
+    apart = a.shape[0] == b.shape[0]  # a single group begins at row 0 of the only matrix either way
+    groups = Groups(dense_cuda.ROWS, b.shape[0], 0 if starts is None else starts, ends, apart)
+    if scale_a is None or scale_b is None:
+        dense_cuda.gemm(d, a, b, None, None, None, 1.0, activation, own(config), groups)
+    else:
+        fp8_cuda.gemm(d, a, b, scale_a, scale_b, None, None, 1.0, activation, own(config), groups)
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """What the model of dense products likes best for as many products of the expected rows."""
+    if _few(bucket):
+        return named("few_rows", few_rows.configure(bucket, dtype))
+    return _large(bucket, dtype)[0]
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """What the tuner may try: of both kinds where both can run."""
+    few = few_rows.candidates(bucket, dtype) if _few(bucket) else ()
+    return (*(named("few_rows", config) for config in few), *_large(bucket, dtype))
+
+
+def _few(bucket: tuple[int, ...]) -> bool:
+    return bucket[0] <= MAX_ROWS and bucket[4] in _A_ALONG_K
+
+
+def _large(bucket: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
+    """Best first, those last whose pairs of blocks share columns of B: they pad each group to pairs of row tiles."""
+    rows, n, k, groups, layout, aligned, out_bits, gated, scaling = bucket
+    product = (rows, n, k, layout, aligned, out_bits, gated)
+    found: list[Config]
+    if scaling == UNSCALED:
+        found = [named("dense", config) for config in dense_cuda.candidates(product, dtype, groups)]
+    else:
+        found = [named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, groups)]
+    return sorted(found, key=lambda config: config.cluster_m)
+
+
+CONFIGS: tuple[Config, ...] = (
+    *(named("few_rows", config) for config in few_rows.CONFIGS),
+    *(named("dense", config) for config in dense_cuda.CONFIGS),
+    *(named("fp8", config) for config in fp8_cuda.CONFIGS),
+)
+"""Every config that `configure` can return on a GPU of 132 multiprocessors."""

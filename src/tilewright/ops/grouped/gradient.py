@@ -1,0 +1,128 @@
+"""The gradient of `grouped_matmul`, made of grouped products: dA[group] = dZ[group] @ B[g]^T, dB[g] = A[group]^T @
+dZ[group], each accumulated in float32, rounded once, and sent to the backend that is best for its sizes and layout.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Gradient, RawOp
+from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.ops.gemm.checks import FP8
+from tilewright.ops.gemm.operands import Major, major_b, unit_stride
+from tilewright.ops.grouped.k_grouped_matmul.raw import FORWARD as ALONG_K
+from tilewright.ops.grouped.reference import product_along_k, rows_product
+
+_SCHEMA = "Tensor dz, Tensor? a, Tensor b, Tensor? starts, Tensor ends, SymInt expected, bool need_da, bool need_db"
+
+
+def gradient_of(forward: RawOp) -> Gradient:
+    """Of a and b."""
+    return Gradient(
+        _backward_op(forward),
+        inputs=(0, 1),
+        save=_save,
+        raw_args=_raw_args,
+        covers=lambda args: args[7] == "" and args[0].dtype != FP8,
+    )
+
+
+def _backward_op(forward: RawOp) -> RawOp:
+    def compose(
+        run: Callable[..., None],
+        outs: Sequence[Tensor],
+        dz: Tensor,
+        a: Tensor | None,
+        b: Tensor,
+        starts: Tensor | None,
+        ends: Tensor,
+        expected: int,
+        need_da: bool,
+        need_db: bool,
+    ) -> None:
+        if need_da:
+            da = outs[0]
+            da.zero_()  # rows outside of the groups, of which the host knows nothing
+            run(forward, da, dz, b.mT, None, None, starts, ends, expected, "", da.dtype)
+        if need_db:
+            assert a is not None, "saved wherever b wants a gradient"
+            db, left, right = outs[1], a[0].mT, dz[0]
+            if db.stride(-1) != 1:  # of a transposed b: its transpose is what a kernel writes
+                db, left, right = db.mT, right.mT, left.mT
+            run(ALONG_K, db, left, right, None, None, None, ends, db.dtype)
+
+    return RawOp(
+        forward.op,
+        "bwd",
+        _SCHEMA,
+        package=forward.package,
+        outputs=_gradients,
+        reference=_reference,
+        bucket=lambda dz, a, b, starts, ends, expected, *_: (
+            row_bucket(expected),
+            hint(b.shape[-1]),
+            hint(b.shape[-2]),
+            hint(b.shape[0]),
+        ),
+        bucket_names=("rows", "N", "K", "G"),
+        count=2,
+        compose=compose,
+    )
+
+
+def _gradients(
+    dz: Tensor,
+    a: Tensor | None,
+    b: Tensor,
+    starts: Tensor | None,
+    ends: Tensor,
+    expected: int,
+    need_da: bool,
+    need_db: bool,
+) -> tuple[tuple[Sequence[int], torch.dtype, Sequence[int]], ...]:
+    """dA row by row; dB lies in memory as b does, so that `.grad` takes it as it is."""
+    groups, k, n = b.shape
+    rows = dz.shape[1]
+    turned = major_b(b) is Major.K
+    nothing = ((0,), b.dtype, (1,))
+    return (
+        ((1, rows, k), b.dtype, (rows * k, k, 1)) if need_da else nothing,
+        ((groups, k, n), b.dtype, (k * n, 1, k) if turned else (k * n, n, 1)) if need_db else nothing,
+    )
+
+
+def _reference(
+    dz: Tensor,
+    a: Tensor | None,
+    b: Tensor,
+    starts: Tensor | None,
+    ends: Tensor,
+    expected: int,
+    need_da: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor]:
+    da, db = b.new_empty(0), b.new_empty(0)
+    if need_da:
+        rows = torch.zeros(1, dz.shape[1], b.shape[1], dtype=b.dtype, device=b.device)
+        da = rows_product(dz, b.mT, None, None, starts, ends, expected, "", b.dtype, rows)
+    if need_db:
+        assert a is not None, "saved wherever b wants a gradient"
+        db = product_along_k(a[0].mT, dz[0], None, None, None, ends, b.dtype)
+    return da, db
+
+
+def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """b and the limits of the groups, and a if b wants a gradient."""
+    a, b, starts, ends = args[0], args[1], args[4], args[5]
+    nobody = not (a.requires_grad or b.requires_grad)  # says whoever calls the raw ops himself
+    return (a if b.requires_grad or nobody else None), b, starts, ends
+
+
+def _raw_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Any, ...]:
+    a, b, starts, ends = saved
+    # The products run in the operands' dtype, as torch's do: a float32 gradient of bf16 operands is rounded here
+    return unit_stride(grads[0].to(b.dtype)), a, b, starts, ends, args[6], needs[0], needs[1]

@@ -1,0 +1,147 @@
+"""Grouped products in plain torch: what each group multiplies, and nothing outside of the groups.
+
+On a CPU the sizes of groups are read, which waits for them there.  On a GPU nothing may wait: torch's own grouped
+kernel is taken where it computes the same, else every group multiplies all rows and a mask picks its own, which is the
+result at `G` times the work.  Tracing and CUDA graphs see the second form, too.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from tilewright.ops.gemm.checks import FP8
+from tilewright.ops.gemm.operands import Major, columns_out, copyable, major_a, major_b
+from tilewright.ops.gemm.reference import product
+from tilewright.ops.gemm.scaling import granularity
+from tilewright.ops.quant.numbers import restore
+
+
+def rows_product(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor,
+    expected: int,
+    activation: str,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """act(rows of group g of a @ b[g]) for every group; `out` keeps what it holds elsewhere.  Raw arguments."""
+    a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
+    if _torch_has_it(a, b, starts, activation, out_dtype):
+        made = torch._grouped_mm(a[0], b, offs=ends, out_dtype=out_dtype)[None]
+        if out is None:
+            return made
+        inside = torch.arange(a.shape[1], device=a.device) < ends[-1]
+        return _kept(made, inside[:, None], out)
+    if a.dtype == torch.float64:
+        out_dtype = torch.float64
+    count, rows = a.shape[0], a.shape[1]
+    first, last = bounds(starts, ends, count, rows)
+    at = torch.arange(rows, device=a.device)
+    inside = ((at >= first[:, None]) & (at < last[:, None]))[..., None]  # (G, R, 1)
+    if count == b.shape[0]:
+        return _kept(product(_zeroed(a, inside), b, None, None, None, 1.0, activation, out_dtype), inside, out)
+    result = a.new_zeros((1, rows, columns_out(b.shape[-1], activation)), dtype=out_dtype) if out is None else out
+    if readable(ends):
+        for g, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            if start < end:
+                result[0, start:end] = product(a[0, start:end], b[g], None, None, None, 1.0, activation, out_dtype)
+        return result
+    total = result
+    for g in range(b.shape[0]):
+        made = product(_zeroed(a[0], inside[g]), b[g], None, None, None, 1.0, activation, out_dtype)
+        total = torch.where(inside[g], made[None], total)
+    return total if out is None else out.copy_(total)
+
+
+def product_along_k(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    c: Tensor | None,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """a[:, group g] @ b[group g, :] + c[g] of every group; raw arguments of `k_grouped_matmul`."""
+    a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
+    if a.dtype == torch.float64:
+        out_dtype = torch.float64
+    shape = (ends.shape[0], a.shape[0], b.shape[1])
+    made = [
+        product(left, right, None, None if c is None else c[g], None, 1.0, "", out_dtype)
+        for g, (left, right) in enumerate(_slices_of_k(a, b, ends))
+    ]
+    result = torch.stack(made) if made else a.new_zeros(shape, dtype=out_dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _slices_of_k(a: Tensor, b: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    first, last = bounds(None, ends, 1, b.shape[0])
+    if readable(ends):
+        for start, end in zip(first.tolist(), last.tolist(), strict=True):
+            yield a[:, start : max(start, end)], b[start : max(start, end)]
+        return
+    at = torch.arange(b.shape[0], device=b.device)
+    for g in range(ends.shape[0]):
+        inside = ((at >= first[g]) & (at < last[g]))[:, None]
+        yield _zeroed(a, inside.mT), _zeroed(b, inside)
+
+
+def bounds(starts: Tensor | None, ends: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
+    """(first row, row behind the last) of every group, inside 0..rows.  Without starts: of `count` batches the first
+    row, of a single one the end of the group before.
+    """
+    if starts is None:
+        starts = torch.zeros_like(ends)
+        if count == 1:
+            starts = torch.cat((starts[:1], ends[:-1]))
+    return starts.clamp(0, rows), ends.clamp(0, rows)
+
+
+def readable(ends: Tensor) -> bool:
+    """Can its values be looked at without waiting for a device or leaving a trace?"""
+    plain = not (ends.is_meta or is_fake(ends) or torch._C._functorch.is_functorch_wrapped_tensor(ends))
+    return ends.device.type == "cpu" and plain and not torch.compiler.is_compiling()
+
+
+def scaled(q: Tensor, scales: Tensor | None) -> Tensor:
+    """q (..., R, K) times its scales in float32 (float64 of float64); without any, float8 is bfloat16, which holds all
+    of its numbers.
+    """
+    if scales is None:
+        return q.to(torch.bfloat16) if q.dtype == FP8 else q
+    layout = granularity(scales.shape, *q.shape[-2:])
+    assert layout is not None, "the checks allow no other shapes"
+    return restore(q, scales, layout, torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _transposed_scaled(b: Tensor, scales: Tensor | None) -> Tensor:
+    """b (..., K, N), whose scales are those of b.mT."""
+    return scaled(b, None) if scales is None else scaled(b.mT, scales).mT
+
+
+def _zeroed(t: Tensor, inside: Tensor) -> Tensor:
+    """`t` without the numbers outside, which may be NaN."""
+    return torch.where(inside, t, torch.zeros((), dtype=t.dtype, device=t.device))
+
+
+def _kept(made: Tensor, inside: Tensor, out: Tensor | None) -> Tensor:
+    """`made` inside; elsewhere zeros, or what `out` holds, which is written and returned."""
+    return _zeroed(made, inside) if out is None else out.copy_(torch.where(inside, made, out))
+
+
+def _torch_has_it(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, out_dtype: torch.dtype) -> bool:
+    """Is this one call of torch's kernel, which rounds bfloat16 once and has its own rules of alignment?"""
+    if a.device.type != "cuda" or torch.version.hip is not None or not a.dtype == out_dtype == torch.bfloat16:
+        return False
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    plain = a.shape[0] == 1 and starts is None and activation == "" and not differentiated
+    fits = copyable(a) and copyable(b) and major_a(a) is Major.K and major_b(b) is not None
+    return plain and fits and b.shape[-1] % 8 == 0 and hasattr(torch, "_grouped_mm")

@@ -1,0 +1,132 @@
+"""Residual add, RMSNorm and quantisation in one pass.  The contract; backends are the files beside it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, call, dispatch, register
+from tilewright.ops import rows
+from tilewright.ops.norm import rms_norm_fp8 as rms
+from tilewright.ops.quant import samples
+from tilewright.ops.quant.formats import SOURCES, check_matrix, check_no_gradient, pair
+from tilewright.ops.quant.layout import TOKEN
+
+
+@dispatch("add_rms_norm_fp8")
+def add_rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    fp32_weight: bool = False,
+    ue8m0: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(*rms_norm_fp8(x + residual), x + residual): the sum is rounded to its dtype first, and kept for the next layer.
+
+    x, residual: (..., M, N) bf16|fp16|fp32, one shape and dtype.   weight: (N,).
+    Returns q (..., M, N) float8_e4m3fn, scales (..., M, ceil(N / 128)) in the layout TOKEN, sum (..., M, N).
+    eps, offset, fp32_weight, ue8m0, backend: as in `rms_norm_fp8`.  Neither input is written, and there is no gradient.
+    Raises InputError for different shapes, dtypes or devices of x and residual, and for what `rms_norm_fp8` refuses.
+    """
+    args = (x, residual, weight, eps, offset, fp32_weight or offset != 0.0, ue8m0)
+    made: tuple[Tensor, Tensor, Tensor] = call(CONTRACT, args, backend)
+    return made
+
+
+def reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    fp32_weight: bool = False,
+    ue8m0: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch."""
+    total = x + residual
+    q, scales = rms.reference(total, weight, eps=eps, offset=offset, fp32_weight=fp32_weight, ue8m0=ue8m0)
+    return q, scales, total
+
+
+def _raw(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, ue8m0: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference(x, residual, weight, eps=eps, offset=offset, fp32_weight=fp32_weight, ue8m0=ue8m0)
+
+
+FORWARD = RawOp(
+    "add_rms_norm_fp8",
+    "fwd",
+    "Tensor x, Tensor residual, Tensor weight, float eps, float offset, bool fp32_weight, bool ue8m0",
+    package=__name__,
+    outputs=lambda x, *_: (*pair(x.shape, TOKEN), (x.shape, x.dtype)),
+    reference=_raw,
+    bucket=lambda x, *_: rows.rows_bucket(x),
+    bucket_names=rows.ROW_BUCKET,
+    count=3,
+)
+
+
+def check(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, ue8m0: bool
+) -> None:
+    """Raises InputError for what the docstring of `add_rms_norm_fp8` excludes."""
+    check_matrix("add_rms_norm_fp8", x, form="(..., M, N)")
+    rows.check_floating("add_rms_norm_fp8", x=x, residual=residual, weight=weight)
+    rows.check_same("add_rms_norm_fp8", x=x, residual=residual)
+    rows.check_vector("add_rms_norm_fp8", x, weight=weight)
+    check_no_gradient("add_rms_norm_fp8", residual, weight)
+
+
+def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
+    """params: as `rms_norm_fp8`."""
+    plain = rms.inputs(params, dtype, device, seed)
+    return Sample((plain.args[0], samples.matrix(params, dtype, device, seed + 2), plain.args[1]), plain.kwargs)
+
+
+def cost(sample: Sample, direction: str) -> Cost:
+    """Reads x, residual and weight, writes q, the scales and the sum."""
+    x, _, weight = sample.args
+    return Cost(8 * x.numel(), rows.nbytes(x, x, weight), samples.result_bytes(x, TOKEN) + rows.nbytes(x))
+
+
+def _mixed(device: torch.device) -> Sample:
+    x, residual, weight = rms.ones(device, (4, 8), (4, 8), (8,)).args
+    return Sample((x.bfloat16(), residual, weight))
+
+
+def _wanting(device: torch.device) -> Sample:
+    sample = rms.ones(device, (4, 8), (4, 8), (8,))
+    sample.args[1].requires_grad_()
+    return sample
+
+
+CONTRACT = register(
+    Contract(
+        name="add_rms_norm_fp8",
+        family="norm",
+        summary="residual add, RMS normalisation, float8_e4m3 with a scale for each 128 elements; returns the sum too",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=inputs,
+        cost=cost,
+        dtypes=SOURCES,
+        workloads=rms.sizes(4096, 7168, 14336),
+        cpu_workloads=samples.small(),
+        edge_cases=rms.EDGE_CASES,
+        bad_inputs=(
+            BadInput("shapes differ", lambda d: rms.ones(d, (4, 8), (4, 9), (8,)), "must have one shape and dtype"),
+            BadInput("broadcast refused", lambda d: rms.ones(d, (4, 8), (1, 8), (8,)), "must have one shape and dtype"),
+            BadInput("dtypes differ", _mixed, "must have one shape and dtype"),
+            BadInput("vectors", lambda d: rms.ones(d, (8,), (8,), (8,)), r"x is \(8,\); needs \(..., M, N\)"),
+            BadInput("residual wants a gradient", _wanting, "8-bit numbers have none"),
+        ),
+    )
+)

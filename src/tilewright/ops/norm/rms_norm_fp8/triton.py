@@ -1,0 +1,158 @@
+"""RMSNorm to e4m3 in Triton: the rows of `rms_norm/triton.py`, quantised in registers.
+
+A program holds whole rows; 16 lanes hold a group of 128 at 16 bytes of x each, so that its maximum takes three or four
+shuffles.  Rows too long for registers are read twice; the second read comes from L2.
+Traffic: reads x, writes q and 4 bytes a group, 3.03*M*N bytes at bf16: 8192x4096 cannot beat 24 us at 4.2 TB/s.  A norm
+and a cast of its result move 7.03*M*N.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.norm.rms_norm.triton import (
+    MAX_BLOCK,
+    Config,
+    candidates,
+    every,
+    normalise_block,
+    normalise_rows,
+    rstd_of_row,
+)
+from tilewright.ops.norm.rms_norm.triton import configure as configure_plain
+from tilewright.ops.quant.layout import TOKEN
+from tilewright.ops.quant.triton_numbers import as_stored, encode, inverse, magnitude, scale_of
+from tilewright.ops.rows import as_rows
+
+GROUP = TOKEN.depth
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    m, n = bucket
+    block = min(triton.next_power_of_2(n), MAX_BLOCK)
+    if m >= 1024 and block >= 2048:
+        # 64 values a thread: 15 instructions an element on sm_90 against 22 with 16 values, where 25 would take as long
+        # as the bytes of 8192x4096
+        return Config(rows=1, num_warps=block // 2048)
+    return configure_plain(bucket, dtype)
+
+
+@triton.jit
+def _quantise(result, q, x, UE8M0: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(codes (ROWS, BLOCK_N), scales (ROWS, groups)) of float32 results, rounded to x's dtype first."""
+    groups = result.to(x.dtype.element_ty).to(tl.float32).reshape(ROWS, BLOCK_N // 128, 128)
+    scale = scale_of(tl.max(magnitude(groups), 2), UE8M0)
+    return encode(groups * inverse(scale)[:, :, None], q).reshape(ROWS, BLOCK_N), scale
+
+
+# A row of q is `units` * UNIT long, and nothing says that `units` is even: so a thread stores as many elements as it
+# loads in 16 bytes, and the layout of a row, with it the order of its sum, is that of the plain norm.
+@triton.jit(do_not_specialize=["units"])
+def _rms_norm_fp8_kernel(
+    q, scales, total, x, residual, weight,  # q, total, x, residual: (R, N), R = batch * M   scales: (batch, M, groups)
+    R, N, M, stride_x, stride_r, units, pitch, step, eps, offset,
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, UE8M0: tl.constexpr, BATCHED: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    result, at, offs_n, mask = normalise_rows(
+        total, x, residual, weight, R, N, stride_x, stride_r, eps, offset, ADD, FP32_WEIGHT, ROWS, BLOCK_N
+    )
+    codes, scale = _quantise(result, q, x, UE8M0, ROWS, BLOCK_N)
+    tl.store(q + at * (units * UNIT) + offs_n[None, :], codes, mask=mask)
+    line = tl.arange(0, BLOCK_N // 128)[None, :]
+    keep = (at < R) & (line * 128 < N)
+    if BATCHED:
+        at = at // M * step + at % M
+    tl.store(scales + line.to(tl.int64) * pitch + at, scale, mask=keep)
+
+
+@triton.jit(do_not_specialize=["units"])
+def _rms_norm_fp8_long_kernel(
+    q, scales, total, x, residual, weight,  # as above
+    N, M, stride_x, stride_r, units, pitch, step, eps, offset,
+    ADD: tl.constexpr, FP32_WEIGHT: tl.constexpr, UE8M0: tl.constexpr, BATCHED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = row
+    if BATCHED:
+        at = row // M * step + row % M
+    rstd = rstd_of_row(x, residual, row, N, stride_x, stride_r, eps, ADD, BLOCK_N)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        result = normalise_block(
+            total, x, residual, weight, row, rstd, offs_n, N, stride_x, stride_r, offset, ADD, FP32_WEIGHT
+        )
+        codes, scale = _quantise(result, q, x, UE8M0, 1, BLOCK_N)
+        tl.store(q + row * (units * UNIT) + offs_n, codes.reshape(BLOCK_N), mask=offs_n < N)
+        line = start // 128 + tl.arange(0, BLOCK_N // 128)
+        tl.store(scales + line.to(tl.int64) * pitch + at, scale.reshape(BLOCK_N // 128), mask=line * 128 < N)
+
+
+_short = TritonKernel(_rms_norm_fp8_kernel)
+_long = TritonKernel(_rms_norm_fp8_long_kernel)
+
+
+class Options(NamedTuple):
+    """Of a norm and of its scales."""
+
+    eps: float
+    offset: float
+    fp32_weight: bool
+    ue8m0: bool
+
+
+def run(
+    q: Tensor,
+    scales: Tensor,
+    total: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    options: Options,
+    config: Config,
+) -> None:
+    """Normalise and quantise x, or with `residual` the sum, which is left in `total`."""
+    rows, weight = as_rows(x), weight.contiguous()
+    other = None if residual is None else as_rows(residual)
+    r, n = rows.shape
+    m, batched = x.shape[-2], r > x.shape[-2]
+    block = max(GROUP, triton.next_power_of_2(n))
+    unit = 16 // x.element_size() if n % 16 == 0 else 1
+    strides = (rows.stride(0), 0 if other is None else other.stride(0), n // unit)
+    places = (scales.stride(-1), scales.stride(-3) if batched else 0)
+    tensors = (as_stored(q), scales, total, rows, other, weight)
+    constants = (other is not None, options.fp32_weight, options.ue8m0, batched, unit)
+    if block > MAX_BLOCK:
+        _long((r,), (*tensors, n, m, *strides, *places, *options[:2]), (*constants, 4096), num_warps=8)
+        return
+    grid = (triton.cdiv(r, config.rows),)
+    args = (*tensors, r, n, m, *strides, *places, *options[:2])
+    _short(grid, args, (*constants, config.rows, block), num_warps=config.num_warps)
+
+
+@register_impl(
+    "rms_norm_fp8",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=every(configure),
+    candidates=candidates,
+)
+def launch(
+    outs: tuple[Tensor, Tensor],
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    fp32_weight: bool,
+    ue8m0: bool,
+    *,
+    config: Config,
+) -> None:
+    run(*outs, None, x, None, weight, Options(eps, offset, fp32_weight, ue8m0), config)

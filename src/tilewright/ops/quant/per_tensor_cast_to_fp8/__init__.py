@@ -1,0 +1,98 @@
+"""A tensor to e4m3 with one scale.  The contract."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.ops.quant import samples
+from tilewright.ops.quant.formats import SOURCES, check_matrix
+from tilewright.ops.quant.layout import TENSOR
+from tilewright.ops.quant.numbers import E4M3, block_amax, quantise, scale_of
+from tilewright.ops.rows import rows_bucket
+
+OP = "per_tensor_cast_to_fp8"
+
+
+@dispatch(OP)
+def per_tensor_cast_to_fp8(x: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """(q, scale) with q * scale close to x: scale = max(amax, 1e-4) / 448 over all of x.
+
+    x: (..., M, K) bf16|fp16|fp32; rows may lie apart, other strides cost a copy.     q: like x, float8_e4m3fn.
+    scale: (1, 1) float32 on the device, one for all matrices of a batch.
+    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+
+    x is read twice, once for the scale; what the cache still holds of it costs nothing the second time.  A NaN or an
+    infinity anywhere is the scale of everything.  Gradients and errors as in `per_token_cast_to_fp8`.
+    """
+    made: tuple[Tensor, Tensor] = call(CONTRACT, (x,), backend)
+    return made
+
+
+def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch; on float64 unrounded, see `numbers`."""
+    scale = scale_of(block_amax(x.reshape(1, -1), TENSOR))
+    return quantise(x, scale).contiguous(), scale
+
+
+FORWARD = RawOp(
+    OP,
+    "fwd",
+    "Tensor x",
+    package=__name__,
+    outputs=lambda x: ((x.shape, E4M3), ((1, 1), torch.float32)),
+    reference=reference,
+    bucket=rows_bucket,
+    bucket_names=("M", "K"),
+    count=2,
+)
+
+
+def check(x: Tensor) -> None:
+    """Raises InputError for what the docstring of `per_tensor_cast_to_fp8` excludes."""
+    check_matrix(OP, x)
+
+
+def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
+    """params: M, N (columns, K of the docstring), optional B, scale, special."""
+    return Sample((samples.matrix(params, dtype, device, seed),))
+
+
+def cost(sample: Sample, direction: str) -> Cost:
+    """Reads x, at least once, and writes q."""
+    return samples.cast_cost(sample, TENSOR)
+
+
+CONTRACT = register(
+    Contract(
+        name=OP,
+        family="quant",
+        summary="a tensor to float8_e4m3 with one scale",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=inputs,
+        cost=cost,
+        dtypes=SOURCES,
+        batch_dim=None,
+        workloads=(*samples.activations()[4:], *samples.workloads()),
+        cpu_workloads=samples.small(),
+        edge_cases=(
+            Workload("odd: the last block is cut", {"M": 37, "N": 333}),
+            Workload("batch: one scale for all", {"B": 3, "M": 13, "N": 40}),
+            Workload("one_row: less than a block", {"M": 1, "N": 256}),
+            Workload("n_1: one column", {"M": 300, "N": 1}),
+            Workload("several: more than one program", {"M": 200, "N": 300}),
+            Workload("tiny: amax below the floor", {"M": 8, "N": 128, "scale": 1e-7}),
+            Workload("special: everything is NaN", {"M": 14, "N": 70, "special": True}),
+            Workload("empty: no rows", {"M": 0, "N": 128}),
+        ),
+        bad_inputs=(
+            samples.bad("integers", "x is torch.int32", 4, 128, dtype=torch.int32),
+            samples.bad("vector", r"needs \(..., M, K\)", 128),
+            BadInput("not a tensor", lambda d: Sample(([1.0],)), "x is a list"),
+        ),
+    )
+)

@@ -1,0 +1,125 @@
+"""The arithmetic of `numbers.py` in Triton, bit for bit: what quantising kernels of every op share.
+
+A maximum is taken of magnitudes as integers, which order as the numbers do, NaN above infinity: so a NaN wins, which
+Triton's maximum of numbers would lose.  GPUs without a conversion to e4m3 of their own (before sm_89; gfx942, which has
+another e4m3) make it of integers: their kernels see q as bytes, see `as_stored`.
+"""
+
+import re
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.hardware import device_info
+from tilewright.jit.collect import collecting
+from tilewright.ops.quant import numbers
+
+INFINITY = tl.constexpr(0x7F800000)
+AMAX_MIN = tl.constexpr(int(torch.tensor(numbers.AMAX_MIN).view(torch.int32)))  # as a magnitude
+INVERSE_MAX = tl.constexpr(numbers.INVERSE_MAX)
+MANTISSA = tl.constexpr(0x7FFFFF)
+
+
+def as_stored(q: Tensor) -> Tensor:
+    """`q` as kernels on its device take it: e4m3, or bytes where the GPU has no such type."""
+    return q.view(torch.uint8) if re.fullmatch(r"sm_8[0-8]|sm_[1-7]\d|gfx(?!950|12).*", _target(q)) else q
+
+
+def speaks_ptx(q: Tensor) -> bool:
+    """Are kernels on q, as `as_stored` gave it, compiled to PTX that converts to e4m3?"""
+    return q.dtype != torch.uint8 and _target(q).startswith("sm_")
+
+
+def _target(t: Tensor) -> str:
+    """What a kernel on `t` is compiled for.  Of a tensor without memory a collector, or Triton's driver, knows."""
+    collector = collecting()
+    if collector is not None:
+        return collector.arch
+    driver = triton.runtime.driver._active if t.is_meta else None
+    if driver is None:
+        return device_info(t.device).arch
+    target = driver.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else target.arch
+
+
+@triton.jit
+def magnitude(x):
+    """|x| as an integer that orders as the number does."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(amax, UE8M0: tl.constexpr):
+    """float32 scale of blocks with these largest magnitudes."""
+    scale = tl.maximum(amax, AMAX_MIN).to(tl.float32, bitcast=True) * INVERSE_MAX
+    if UE8M0:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = tl.where(bits < INFINITY, (bits + MANTISSA) & ~MANTISSA, bits).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def exponent(scale):
+    """UE8M0 of a power of two: its biased exponent, 255 for NaN and Inf."""
+    return (scale.to(tl.int32, bitcast=True) >> 23) & 255
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale, correctly rounded: multiply by it, then `encode`."""
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def encode(x, q):
+    """float32 as e4m3, to nearest even, for a store through pointer `q`: bytes if that is one to bytes."""
+    if q.dtype.element_ty == tl.uint8:
+        bits = x.to(tl.int32, bitcast=True)
+        size = tl.minimum(bits & 0x7FFFFFFF, INFINITY)
+        # 20 bits of the mantissa go; the exponent's bias changes from 127 to 7; above 464 it is NaN, as in torch
+        normal = tl.minimum(((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3), 0x7F)
+        # below 2^-6 e4m3 has steps of 2^-9, those of float32 from 2^14 on
+        steps = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        code = tl.where(size < 0x3C800000, steps, normal)
+        result = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    else:
+        result = x.to(tl.float8e4nv)
+    return result
+
+
+@triton.jit
+def encode_four(a, b, c, d, q, PTX: tl.constexpr):
+    """`encode` of four numbers into one int32, a lowest."""
+    if PTX:  # two at a time, where they shall be; Triton's own conversion pairs neighbours of one tensor
+        word = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        word = _byte(a, q) | (_byte(b, q) << 8) | (_byte(c, q) << 16) | (_byte(d, q) << 24)
+    return word
+
+
+@triton.jit
+def _byte(x, q):
+    return encode(x, q).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def decode(q):
+    """float32 of e4m3 values, or of bytes that are such."""
+    if q.dtype == tl.uint8:
+        code = q.to(tl.int32)
+        # e4m3's fields lie in float16 with the same width and one more bit of exponent: a bias 8 larger
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        result = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    else:
+        result = q.to(tl.float32)
+    return result

@@ -1,0 +1,80 @@
+"""dequantize_weight in Triton: a program takes a group of several rows through registers once.
+
+Traffic: N K (N K / 2 at 4 bits) bytes and the scales read, 2 N K written as bf16; 28672 x 4096 of 4 bits, 297 MB,
+cannot take less than 69 us at 4.3 TB/s.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.rows import no_float64
+from tilewright.ops.weight_only import packing
+
+
+class Config(NamedTuple):
+    """block_n: rows of a program."""
+
+    block_n: int
+    num_warps: int
+
+
+CONFIGS = (Config(16, 4), Config(32, 4), Config(64, 8))
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """16 rows: 2048 elements, 32 bytes a thread of a bf16 result."""
+    return CONFIGS[0]
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    return CONFIGS
+
+
+@triton.jit
+def _dequantize_kernel(
+    w, q, scales, N, K, stride_sn, stride_sg,  # w: (N, K)  q: (N, K) or (N, K / 2)  scales: (N, groups)
+    BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = 128
+    group = tl.program_id(0)
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = group * GROUP + tl.arange(0, GROUP)
+    row = offs_n < N
+    inside = row[:, None] & (offs_k < K)[None, :]
+    if BITS == 8:
+        integers = tl.load(q + offs_n[:, None] * K + offs_k[None, :], mask=inside, other=0)  # (BLOCK_N, GROUP)
+    else:
+        offs_b = group * (GROUP // 2) + tl.arange(0, GROUP // 2)
+        inside_b = row[:, None] & (offs_b < K // 2)[None, :]
+        both = tl.load(q + offs_n[:, None] * (K // 2) + offs_b[None, :], mask=inside_b, other=0).to(
+            tl.int8, bitcast=True
+        )
+        integers = tl.reshape(tl.join((both << 4) >> 4, both >> 4), (BLOCK_N, GROUP))
+    scale = tl.load(scales + offs_n * stride_sn + group.to(tl.int64) * stride_sg, mask=row, other=0.0)
+    value = integers.to(tl.float32) * scale.to(tl.float32)[:, None]
+    tl.store(w + offs_n[:, None] * K + offs_k[None, :], value.to(w.dtype.element_ty), mask=inside)
+
+
+_kernel = TritonKernel(_dequantize_kernel)
+
+
+@register_impl(
+    "dequantize_weight",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS[:1],
+    candidates=candidates,
+    supports=no_float64,
+)
+def launch(outs: tuple[Tensor], q: Tensor, scales: Tensor, dtype: torch.dtype, *, config: Config) -> None:
+    n, k = outs[0].shape
+    grid = (packing.groups(k), triton.cdiv(n, config.block_n))
+    args = (outs[0], q, scales, n, k, *scales.stride())
+    _kernel(grid, args, (packing.bits_of(q), config.block_n), num_warps=config.num_warps)

@@ -1,0 +1,111 @@
+"""How weights of 8 and 4 bits lie in memory, and the arithmetic that makes them, in plain torch.
+
+A weight (N, K), rows being output channels, is cut into groups of 128 along K; the last one may be shorter.  A group of
+a row has one scale, and an element is the integer q times that scale.  There is no zero point.
+
+    8 bits   q (N, K) int8, from -127 to 127
+    4 bits   q (N, K / 2) uint8, K even: byte j of a row holds element 2 j in its low four bits, element 2 j + 1 in its
+             high four, each from -7 to 7 in two's complement (products take -8 and -128 too)
+    scales   (N, ceil(K / 128)), those of one group for consecutive rows side by side in memory: strides (1, pitch), the
+             pitch a multiple of 16 bytes, so that the copy engine brings the scales of a tile's rows as one line
+
+Scales of a bfloat16 weight are bfloat16: at 4 bits they are 3 % of the bytes, as float32 they would be 6 %, and q is
+rounded for the scale as it is stored, so that nothing else is lost.  Those of float16 and float32 weights are float32:
+at 8 bits a group of size 0.007 has a scale of 6e-5, where float16 ends.
+
+    amax  = max |w| of the group
+    scale = amax * fl(1 / 127) or fl(1 / 7), rounded to its dtype; 0 if amax is below 2^-100
+    q     = w * (1 / scale) rounded to the nearest integer, ties to even, within +-127 or +-7; 0 where scale is 0
+
+A group with a NaN or an infinity has such a scale and q = 0 there: dequantised, an element of it that counts is NaN.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewright.dispatch.bucket import hint
+from tilewright.ops.quant.layout import ScaleLayout
+
+GROUP = 128
+AMAX_MIN = 2.0**-100
+"""Groups of smaller elements count as zero: the reciprocal of their scale would leave float32."""
+LARGEST = {8: 127, 4: 7}
+"""Of the integers that `quantise` makes, by bits."""
+INVERSE = {8: 8454660 * 2.0**-30, 4: 9586981 * 2.0**-26}
+"""1 / 127 and 1 / 7 rounded to float32.  A division by a constant is written as a product, as torch's kernels on a GPU
+make it, so that every device gives the same bits.
+"""
+SCALES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def bits_of(q: Tensor) -> int:
+    """8 for int8, 4 for uint8, which holds two elements a byte."""
+    return 4 if q.dtype == torch.uint8 else 8
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the scales of a weight of `dtype`."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def layout(dtype: torch.dtype) -> ScaleLayout:
+    """Where scales of `dtype` lie."""
+    return ScaleLayout(1, GROUP, dtype, along_rows=True, alignment=16 // dtype.itemsize)
+
+
+def groups(depth: int) -> int:
+    """Groups of a row of `depth` elements."""
+    return -(-depth // GROUP)
+
+
+def depth_of(q: Tensor) -> int:
+    """K of the weight that `q` holds."""
+    return q.shape[-1] * (2 if bits_of(q) == 4 else 1)
+
+
+def in_layout(scales: Tensor) -> bool:
+    """Do scales of consecutive rows lie side by side, and lines of them 16 bytes aligned?"""
+    rows, lines = hint(scales.shape[0]), hint(scales.shape[1])
+    pitch = hint(scales.stride(1)) * scales.element_size()
+    return (rows == 1 or hint(scales.stride(0)) == 1) and (lines == 1 or (pitch % 16 == 0 and pitch > 0))
+
+
+def quantise(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(q, scales) of a weight (N, K).  Of a float64 weight, whose scales are not rounded, q as float64 numbers."""
+    rows, depth = w.shape
+    wide = w if w.dtype == torch.float64 else w.to(torch.float32)
+    cut = pad(wide, (0, -depth % GROUP)).view(rows, groups(depth), GROUP)
+    amax = cut.abs().amax(-1)
+    exact = torch.where(amax < AMAX_MIN, 0.0, amax * INVERSE[bits])
+    scales = exact.to(scale_dtype(w.dtype))
+    stored = scales.to(wide.dtype)
+    inverse = torch.where(stored == 0, 0.0, 1.0 / stored)
+    scaled = cut * inverse[..., None]
+    integers = torch.where(scaled.isnan(), 0.0, scaled.round()).clamp(-LARGEST[bits], LARGEST[bits])
+    q = integers.flatten(1)[:, :depth].to(torch.int8)
+    packed = q.contiguous() if bits == 8 else pack(q)
+    if w.dtype == torch.float64:
+        return packed.to(torch.float64), scales
+    return packed, layout(scales.dtype).empty(rows, depth, w.device).copy_(scales)
+
+
+def pack(q: Tensor) -> Tensor:
+    """int8 from -8 to 7, (..., K) with K even, as two elements a byte: (..., K / 2) uint8."""
+    low, high = q[..., 0::2], q[..., 1::2]
+    return ((low & 15) | (high << 4)).view(torch.uint8)
+
+
+def unpack(q: Tensor) -> Tensor:
+    """The integers of a packed weight as int8, (..., K); int8 as it is."""
+    if bits_of(q) == 8:
+        return q
+    both = q.view(torch.int8)
+    return torch.stack((both << 4 >> 4, both >> 4), -1).flatten(-2)
+
+
+def restore(q: Tensor, scales: Tensor) -> Tensor:
+    """q * scale (N, K), in float32; in float64 if the scales are float64."""
+    wide = scales if scales.dtype == torch.float64 else scales.to(torch.float32)
+    integers = unpack(q).to(wide.dtype)
+    return integers * wide.repeat_interleave(GROUP, -1)[:, : integers.shape[-1]]

@@ -1,0 +1,156 @@
+"""Configs of the Hopper kernel: what fits shared memory, and which is predicted to be the fastest."""
+
+from collections.abc import Iterable
+from itertools import product
+from typing import NamedTuple
+
+from tilewright.ops.gemm.engines.few_rows.model import READ, SHARED, resident
+
+THREADS, SPAN, GROUP, TOKEN_K = 160, 128, 128, 64  # as in weight_only_product.cuh
+TOKENS = (8, 16, 32, 64)
+
+
+class Config(NamedTuple):
+    """tokens: rows of x in a tile.  tiles: of 16 weight rows for each of four warps.  stages: of the ring.
+
+    split: blocks of a cluster that share K.  ctas: blocks that fit a multiprocessor.
+    """
+
+    tokens: int
+    tiles: int
+    stages: int
+    split: int
+    ctas: int
+
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return 64 * self.tiles
+
+
+class Work(NamedTuple):
+    """`rows` of x times weights (columns, depth) of `bits` bits."""
+
+    rows: int
+    columns: int
+    depth: int
+    bits: int
+
+
+def stage_k(bits: int) -> int:
+    """K of a stage: 128 bytes of a weight row."""
+    return SPAN * 8 // bits
+
+
+def steps(depth: int, bits: int) -> int:
+    """Stages of K."""
+    return -(-depth // stage_k(bits))
+
+
+# ---------------------------------------------------------------------------------------------------- shared memory
+
+
+def stage_bytes(config: Config, bits: int, scale_bytes: int = 4) -> int:
+    """Weights, tokens (boxes of 64 along K, each 256 bytes longer than its rows), scales; whole kilobytes."""
+    tokens = stage_k(bits) // TOKEN_K * (config.tokens * SPAN + 256)
+    scales = stage_k(bits) // GROUP * config.rows * scale_bytes
+    return -(-(config.rows * SPAN + tokens + scales) // 1024) * 1024
+
+
+def fixed_bytes(config: Config) -> int:
+    """What lies beside the ring: parcels received from the cluster, the result, two barriers."""
+    share = -(-config.tokens // 8 // config.split)  # parcels of eight tokens that a block of a cluster owns
+    received = config.split * share * config.rows * 32 if config.split > 1 else 0
+    return received + share * 8 * (config.rows + 4) * 4 + 16
+
+
+def shared_bytes(config: Config, bits: int, scale_bytes: int = 4) -> int:
+    """Dynamic shared memory of a block; without `scale_bytes`, room for any scales."""
+    return config.stages * (stage_bytes(config, bits, scale_bytes) + 16) + fixed_bytes(config)
+
+
+# ---------------------------------------------------------------------------------------------------- predicted time
+
+_SMS = 132  # what the constants below speak of: an H200
+_L2 = 8e6  # bytes a microsecond
+_PROCESSOR = 100e3  # into one multiprocessor
+_IDLE = 0.1  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
+_CLOCK = 1750  # cycles a microsecond
+_ALONE, _BUSY = 0.5, 0.8  # instructions a cycle that one warp, and several, of a quarter of a multiprocessor reach
+_EPILOGUE = 1.0 / 64  # microseconds for each token of a tile
+_MEETING = 0.02 / 64  # for each token and block of a cluster whose sums are sent; the ring does not hide it
+_AHEAD = 0.3  # of the ring holds bytes of the next tile as a round ends
+
+
+def instructions(config: Config, bits: int) -> float:
+    """Of a warp for a stage: conversions, then for each eight tokens their reads, products, and scaled sums."""
+    k = stage_k(bits)
+    converting = config.tiles * k / 2 * (1.4 if bits == 4 else 1.75)
+    products = k / 32 * 5 + config.tiles * (k / 16 * 2 + k / GROUP * 4)
+    return converting + config.tokens / 8 * products + 40
+
+
+def predicted_us(config: Config, work: Work) -> float:
+    """Microseconds from the first byte asked for to the last sum written, without what all configs have in common.
+
+    The bytes are counted as `few_rows/model.py` does, with its constants; the arithmetic, which does not vanish here,
+    by instructions.
+    """
+    k = stage_k(work.bits)
+    weights = config.rows * (SPAN + k // GROUP * 2)
+    both = weights + min(work.rows, config.tokens) * k * 2
+    token_tiles = -(-work.rows // config.tokens)
+    count = -(-steps(work.depth, work.bits) // config.split)
+    issued = instructions(config, work.bits) / _CLOCK
+
+    def step(clusters: int) -> float:
+        """One stage for each block of so many clusters."""
+        share = clusters * config.split / _SMS  # blocks a multiprocessor
+        memory = share * _SMS * weights / token_tiles / READ / min(1, share) ** _IDLE
+        arithmetic = issued * max(1 / _ALONE, share / _BUSY)
+        return max(memory, share * _SMS * both / _L2, max(1, share) * both / _PROCESSOR, arithmetic)
+
+    running = resident(config.split, config.ctas, _SMS)
+    rounds, rest = divmod(token_tiles * -(-work.columns // config.rows), running)
+    epilogue = _EPILOGUE * config.tokens
+    meeting = _MEETING * config.tokens * config.split if config.split > 1 else 0
+    full = rounds * (count * step(running) + epilogue + meeting)
+    landed = _AHEAD * min(count, config.stages) if rounds else 0
+    return full + ((count - landed) * step(rest) + meeting if rest else 0) + epilogue
+
+
+# ---------------------------------------------------------------------------------------------------- what to choose
+
+_IN_FLIGHT = 48 << 10  # bytes of weights a multiprocessor waits for, at least
+_DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2))  # split, ctas
+_SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+
+
+def deepest(bits: int, tokens: int, tiles: int, split: int, ctas: int) -> Config | None:
+    """The config with the deepest ring; None if it keeps too little of the weights on their way."""
+    made = Config(tokens, tiles, 0, split, ctas)
+    stages = (SHARED[ctas] - fixed_bytes(made)) // (stage_bytes(made, bits) + 16)
+    enough = stages >= 2 and ctas * stages * made.rows * SPAN >= _IN_FLIGHT
+    return made._replace(stages=stages) if enough else None
+
+
+def defaults(bits: int) -> tuple[Config, ...]:
+    """What is chosen from."""
+    return _all(bits, TOKENS, _DEFAULTS)
+
+
+def space(bits: int, tokens: int) -> tuple[Config, ...]:
+    """Every config whose tiles have so many tokens."""
+    return _all(bits, (tokens,), product(_SPLITS, SHARED))
+
+
+def _all(bits: int, tokens: Iterable[int], shapes: Iterable[tuple[int, int]]) -> tuple[Config, ...]:
+    made = (deepest(bits, t, tiles, *shape) for t, tiles, shape in product(tokens, (1, 2), shapes))
+    return tuple(config for config in made if config is not None)
+
+
+def ranked(configs: Iterable[Config], work: Work) -> list[Config]:
+    """Best first: those whose tokens fit the rows, with K for every block of a cluster."""
+    tokens = next((t for t in TOKENS if t >= work.rows), TOKENS[-1])
+    legal = [c for c in configs if c.tokens == tokens and c.split <= steps(work.depth, work.bits)]
+    return sorted(legal, key=lambda c: predicted_us(c, work))

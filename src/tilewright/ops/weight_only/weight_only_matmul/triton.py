@@ -1,0 +1,212 @@
+"""weight_only_matmul in Triton: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
+
+A step takes one group of 128 along K: the integers become x's dtype in registers, exactly, one product starts from
+zero, and its float32 sums are added to the accumulator with the group's scales.  At 4 bits a byte holds an even and an
+odd element of K; x is split the same way, and two products of 64 replace the one of 128: nothing is interleaved.
+
+Few rows make few tiles: K is split, each part leaves float32 sums, and a second launch adds them in a fixed order.
+
+Traffic: the weight as stored, N K (1 + 2 / 128) bytes at 8 bits and bf16 scales; 28672 x 4096 of 4 bits, 60.6 MB,
+cannot take less than 14 us at 4.3 TB/s.
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.tape import scratch
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.gemm.engines.tile_triton_kernel import _finish, reduce_kernel
+from tilewright.ops.weight_only import packing
+
+FILL = 128  # programs that keep a large GPU busy; the configuration may not depend on the GPU at hand
+REDUCE_M, REDUCE_N = 4, 256  # of a program that adds up parts
+
+
+class Config(NamedTuple):
+    """block_m: rows of x, block_n: channels of a tile.   splits: parts of K, 1 for none.
+
+    swapped: channels are the rows of the matrix instruction, as on Hopper, where it takes them from registers.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    swapped: bool
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """Tiles of 64 channels, or 32 where rows or masks need the registers, and K split until FILL of them have something
+    to do, four groups at least.
+
+    Three stages fit the 64 KB of an AMD compute unit, whose compiler pipelines no deeper; an H200's table may say more.
+    """
+    m, n, k, _, aligned = bucket[:5]
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    block_n = 64 if rows < 64 and aligned and k % packing.GROUP == 0 else 32
+    tiles, splits = -(-n // block_n), 1
+    while splits < 8 and m <= 64 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
+        splits *= 2
+    return Config(rows, block_n, 4, 3, splits, False)
+
+
+_SIZES = product((1, 32, 64), (256, 1024, 2048, 4096, 8192), (128, 1024, 2048, 8192, 8064), (0, 1))
+CONFIGS = tuple(dict.fromkeys(configure((m, n, k, 8, aligned), torch.bfloat16) for m, n, k, aligned in _SIZES))
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Both orientations, deeper pipelines than every GPU has room for, all splits that leave two groups a part."""
+    m, _, k = bucket[:3]
+    rows = 16 if m <= 16 else 32 if m <= 32 else 64
+    return tuple(
+        Config(rows, block_n, 4, stages, splits, swapped)
+        for block_n in (64, 128)
+        for stages in (3, 4, 6)
+        for splits in (1, 2, 4, 8)
+        for swapped in (False, True)
+        if packing.groups(k) >= 2 * splits
+    )
+
+
+@triton.jit
+def _weight_only_kernel(
+    y, x, q, scales, bias,  # y: (M, N_out) or (splits, M, N)  x: (M, K)  q: (N, K) or (N, K / 2)  scales: (N, groups)
+    M, N, K, splits, stride_y, stride_x, stride_sn, stride_sg,
+    BITS: tl.constexpr, ACT: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = 128
+    PER_BYTE: tl.constexpr = 8 // BITS
+    WIDTH: tl.constexpr = GROUP // PER_BYTE
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    row = tl.program_id(0) % tiles_m * BLOCK_M
+    col = tl.program_id(0) // tiles_m * BLOCK_N
+    part = tl.program_id(1)
+    groups = tl.cdiv(K, GROUP)
+    first = 0
+    last = groups
+    if SPLIT:
+        first = groups * part // splits
+        last = groups * (part + 1) // splits
+    offs_m = row + tl.arange(0, BLOCK_M)
+    # Channels beyond the last are never stored: reading the last one again spares a predicate for each byte
+    offs_n = tl.minimum(col + tl.arange(0, BLOCK_N), N - 1)
+    offs_k = tl.arange(0, GROUP)
+    offs_b = tl.arange(0, WIDTH)
+    at_x = x + offs_m.to(tl.int64)[:, None] * stride_x + offs_k[None, :]
+    at_q = q + offs_n.to(tl.int64)[:, None] * (K // PER_BYTE) + offs_b[None, :]
+    at_s = scales + offs_n.to(tl.int64) * stride_sn
+    if SWAPPED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(first, last):
+        inside_x = (offs_m < M)[:, None]
+        if EVEN_K:
+            stored = tl.load(at_q + group * WIDTH)  # (BLOCK_N, WIDTH)
+        else:
+            inside_x = inside_x & (offs_k < K - group * GROUP)[None, :]
+            stored = tl.load(at_q + group * WIDTH, mask=(offs_b < K // PER_BYTE - group * WIDTH)[None, :], other=0)
+        rows = tl.load(at_x + group * GROUP, mask=inside_x, other=0.0)  # (BLOCK_M, GROUP)
+        scale = tl.load(at_s + group * stride_sg).to(tl.float32)
+        if BITS == 8:
+            z = _product(rows, stored.to(x.dtype.element_ty), None, SWAPPED)
+        else:
+            both = stored.to(tl.int8, bitcast=True)
+            even, odd = tl.split(tl.reshape(rows, (BLOCK_M, WIDTH, 2)))
+            z = _product(even, ((both << 4) >> 4).to(x.dtype.element_ty), None, SWAPPED)
+            z = _product(odd, (both >> 4).to(x.dtype.element_ty), z, SWAPPED)
+        if SWAPPED:
+            acc += z * scale[:, None]
+        else:
+            acc += z * scale[None, :]
+    if SWAPPED:
+        acc = acc.T
+    GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
+    value = _finish(
+        acc,
+        1.0,
+        bias,
+        None,
+        part,
+        row,
+        col,
+        M,
+        N,
+        N // GATED,
+        1,
+        0,
+        0,
+        0,
+        1,
+        ACT,
+        y.dtype.element_ty == tl.float32,
+        False,
+    ).to(y.dtype.element_ty)  # (BLOCK_M, BLOCK_N / GATED)
+    offs = col // GATED + tl.arange(0, BLOCK_N // GATED)
+    at_y = y + (part.to(tl.int64) * M + offs_m)[:, None] * stride_y + offs[None, :]
+    tl.store(at_y, value, mask=(offs_m < M)[:, None] & (offs < N // GATED)[None, :])
+
+
+@triton.jit
+def _product(rows, weights, acc, SWAPPED: tl.constexpr):  # rows (BLOCK_M, K), weights (BLOCK_N, K); None: from zero
+    if SWAPPED:
+        acc = tl.dot(weights, rows.T, acc)
+    else:
+        acc = tl.dot(rows, weights.T, acc)
+    return acc
+
+
+_multiply = TritonKernel(_weight_only_kernel)
+_reduce = TritonKernel(reduce_kernel)
+
+
+def _supports(
+    x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
+) -> str | None:
+    wide = any(t is not None and t.dtype == torch.float64 for t in (scales, bias))
+    return "has no float64" if wide else None
+
+
+@register_impl(
+    "weight_only_matmul",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+    supports=_supports,
+)
+def launch(
+    outs: tuple[Tensor],
+    x: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    *,
+    config: Config,
+) -> None:
+    (y,) = outs
+    m, k = x.shape
+    n = q.shape[0]
+    splits = min(config.splits, packing.groups(k))
+    to = y if splits == 1 else scratch((splits, m, n), torch.float32, y.device)
+    grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), splits)
+    finish = (bias, activation) if splits == 1 else (None, "")
+    args = (to, x, q, scales, finish[0], m, n, k, splits, to.shape[-1], x.stride(0), *scales.stride())
+    even = k % packing.GROUP == 0
+    constants = (packing.bits_of(q), finish[1], splits > 1, even, config.swapped, config.block_m, config.block_n)
+    _multiply(grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    if splits > 1:
+        grid = (triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
+        args = (y, to, bias, None, None, 1.0, 1, m, n, splits, 0, y.shape[1], 1, 0, 0, 0)
+        _reduce(grid, args, (activation, False, REDUCE_M, REDUCE_N), num_warps=4)

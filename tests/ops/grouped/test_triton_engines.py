@@ -1,0 +1,139 @@
+"""What the Triton engines of grouped products choose, and what the compilers make of it."""
+
+import pytest
+import torch
+
+from tilewright.dispatch.bucket import row_bucket
+from tilewright.ops.gemm.engines.tile_triton import SHARED_BYTES
+from tilewright.ops.gemm.operands import LAYOUTS
+from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.grouped.engines import k_triton, rows_triton
+from tilewright.ops.grouped.raw import UNSCALED
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
+HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
+G = 8
+
+ROWS = {
+    "plain": {},
+    "starts": {"starts": True},
+    "nn": {"layout": "nn"},
+    "masked": {"masked": True},
+    "swiglu": {"activation": "swiglu"},
+    "wide_result": {"out_dtype": torch.float32, "activation": "silu"},
+    "odd": {"n": 2111, "k": 4095},
+    "decode": {"m": 16, "masked": True},
+    "decode_32": {"m": 20, "masked": True},
+    "float32": {"dtype": torch.float32},
+    "float8": {"dtype": FP8, "scaling": Scaling.TOKEN_BLOCK},
+    "float8_swiglu": {"dtype": FP8, "scaling": Scaling.TOKEN_BLOCK, "activation": "swiglu"},
+    "float8_tokens": {"dtype": FP8, "scaling": Scaling.TOKEN_TOKEN},
+    "float8_rows": {"dtype": FP8, "scaling": Scaling.ROW},
+    "float8_tensors": {"dtype": FP8, "scaling": Scaling.TENSOR},
+    "float8_decode": {"dtype": FP8, "scaling": Scaling.TOKEN_BLOCK, "m": 16, "masked": True},
+    "float8_odd": {"dtype": FP8, "scaling": Scaling.TOKEN_BLOCK, "n": 2111, "k": 4095},
+}
+ALONG_K = {
+    "tn": {},
+    "nt": {"layout": "nt"},
+    "nn": {"layout": "nn"},
+    "accumulate": {"c": True},
+    "narrow_result": {"out_dtype": HALF},
+    "small": {"m": 512, "n": 512},
+    "odd": {"m": 2111, "n": 4095},
+    "float32": {"dtype": torch.float32},
+    "float8": {"dtype": FP8, "layout": "nt", "scaling": Scaling.TOKEN_TOKEN, "c": True},
+}
+
+
+def meta(*shape, of):
+    return torch.empty(*shape, dtype=of, device="meta")
+
+
+def scales(scaling, side, rows, depth, *batch):
+    return None if scaling is None else scaling.layouts[side].empty(rows, depth, "meta", *batch)
+
+
+def launch_rows(
+    m=4096, n=4096, k=4096, layout="nt", dtype=HALF, out_dtype=HALF, activation="", scaling=None, masked=False,
+    starts=False,
+):  # fmt: skip
+    out_dtype = torch.float32 if dtype == torch.float32 else out_dtype
+    batch, rows = (G, m) if masked else (1, G * m)
+    a = meta(batch, rows, k, of=dtype)
+    b = meta(G, k, n, of=dtype) if layout[1] == "n" else meta(G, n, k, of=dtype).mT
+    d = meta(batch, rows, n // 2 if activation == "swiglu" else n, of=out_dtype)
+    ends = meta(G, of=torch.int32)
+    scale_a, scale_b = scales(scaling, 0, rows, k, batch), scales(scaling, 1, n, k, G)
+    code = UNSCALED if scaling is None else int(scaling)
+    aligned = int(n % 16 == k % 16 == 0)
+    bucket = (row_bucket(m), n, k, G, LAYOUTS.index(layout), aligned, 8 * out_dtype.itemsize, int(activation == "swiglu"), code)
+    config = rows_triton.configure(bucket, dtype)
+    rows_triton.gemm(d, a, b, scale_a, scale_b, ends if starts else None, ends, activation, config)
+
+
+def launch_along_k(
+    m=4096, n=4096, t=8192, layout="tn", dtype=HALF, out_dtype=torch.float32, scaling=None, c=False
+):
+    a = meta(t, m, of=dtype).mT if layout[0] == "t" else meta(m, t, of=dtype)
+    b = meta(t, n, of=dtype) if layout[1] == "n" else meta(n, t, of=dtype).mT
+    d = meta(G, m, n, of=out_dtype)
+    scale_a, scale_b = scales(scaling, 0, m, t), scales(scaling, 1, n, t)
+    code = UNSCALED if scaling is None else int(scaling)
+    aligned = int(m % 16 == n % 16 == 0)
+    bucket = (t, m, n, G, LAYOUTS.index(layout), aligned, 8 * out_dtype.itemsize, code)
+    config = k_triton.configure(bucket, dtype)
+    added = meta(G, m, n, of=torch.float32) if c else None
+    k_triton.gemm(d, a, b, scale_a, scale_b, added, meta(G, of=torch.int32), config)
+
+
+def compiled_well(launch, problem, arch):
+    from tests.harness.fake_driver import target
+    from tests.harness.resources import resources
+
+    dtype = problem.get("dtype", HALF)
+    if dtype == FP8 and arch in ("sm_80", "gfx942"):
+        pytest.skip("has no matrix instruction for float8_e4m3fn, and the engines say so")
+    with target(arch) as compiled:
+        launch(**problem)
+    (kernel,) = compiled
+    found = resources(kernel)
+    assert found.spilled == 0, found
+    assert found.shared_bytes <= SHARED_BYTES[arch]
+    exact = dtype == torch.float32 and arch.startswith("sm_")  # products of scalars: no matrix unit keeps float32
+    assert bool(found.matrix_instructions) != exact
+    return kernel, found
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_compile_without_spills_onto_the_matrix_units(name, arch):
+    problem = ROWS[name]
+    kernel, found = compiled_well(launch_rows, problem, arch)
+    if arch == "sm_90" and problem.get("m", 4096) > 64 and name != "float32":
+        assert any("wgmma" in i for i in found.matrix_instructions)
+        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == ("odd" not in name), "the copy engine needs alignment"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", ALONG_K)
+def test_groups_along_k_compile_without_spills_onto_the_matrix_units(name, arch):
+    kernel, found = compiled_well(launch_along_k, ALONG_K[name], arch)
+    if arch == "sm_90" and name != "float32":
+        assert any("wgmma" in i for i in found.matrix_instructions)
+        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == (name != "odd"), "the copy engine needs alignment"
+
+
+@pytest.mark.parametrize(("engine", "fields"), [(rows_triton, 9), (k_triton, 8)], ids=["rows", "along_k"])
+@pytest.mark.parametrize("dtype", [HALF, FP8, torch.float32], ids=str)
+def test_candidates_are_distinct_and_fit_the_tensor_cores_scales(engine, fields, dtype):
+    scaling = int(Scaling.TOKEN_TOKEN) if dtype == FP8 else UNSCALED
+    for rows in (16, 64, 4096):
+        bucket = (rows, 4096, 4096, 8, 0, 1, 32, scaling) if fields == 8 else (rows, 4096, 4096, 8, 0, 1, 16, 0, scaling)
+        found = engine.candidates(bucket, dtype)
+        assert 2 <= len(found) == len(set(found)) <= 96
+        for config in (*found, engine.configure(bucket, dtype)):
+            assert dtype != FP8 or config.block_k == 128, "a scale serves 128 along K"
+            assert dtype != FP8 or 128 % config.block_n == 0, "and 128 columns"
