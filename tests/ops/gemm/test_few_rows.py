@@ -7,6 +7,8 @@ from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
 from tilewright.ops.gemm.engines import few_rows_cuda as engine
+from tilewright.ops.gemm.engines.few_rows import launch, model
+from tilewright.ops.gemm.engines.few_rows.model import Work, predicted_us, shared_bytes
 from tilewright.ops.gemm.engines.few_rows_cuda import Config, Params
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
 
@@ -36,7 +38,7 @@ def bucket(rows, columns, depth):
 
 def deepest(tokens, split, ctas):
     """The config with the deepest ring that shared memory has room for."""
-    config = engine._config(tokens, split, ctas)
+    config = model.deepest(tokens, split, ctas)
     assert config is not None
     return config
 
@@ -63,7 +65,7 @@ def test_candidates_are_legal_and_few(rows, columns, depth):
     for config in found:
         assert config.tokens >= rows
         assert config.stages >= 2
-        assert engine.shared_bytes(config) <= engine._SHARED[config.ctas]
+        assert shared_bytes(config) <= model.SHARED[config.ctas]
         assert config.split <= -(-depth // 128), "every block of a cluster has some of K"
 
 
@@ -91,32 +93,32 @@ def test_a_prediction_is_never_under_the_time_to_read_the_weights():
     for columns, depth in SHAPES:
         for config in engine.candidates(bucket(1, columns, depth), bf16):
             bytes_of_weights = columns * depth * 2
-            assert engine.predicted_us(config, 1, columns, depth) >= 0.8 * bytes_of_weights / engine._READ
+            assert predicted_us(config, Work(1, columns, depth)) >= 0.8 * bytes_of_weights / model.READ
 
 
 def test_more_work_is_predicted_to_take_longer():
     config = deepest(64, 2, 1)
-    times = [engine.predicted_us(config, 1, columns, 4096) for columns in (64, 1024, 4096, 28672, 128256)]
+    times = [predicted_us(config, Work(1, columns, 4096)) for columns in (64, 1024, 4096, 28672, 128256)]
     assert times == sorted(times)
-    assert engine.predicted_us(config, 64, 4096, 4096) > engine.predicted_us(config, 1, 4096, 4096)
-    assert engine.predicted_us(config, 1, 4096, 8192) > 1.9 * engine.predicted_us(config, 1, 4096, 4096) - 1
+    assert predicted_us(config, Work(64, 4096, 4096)) > predicted_us(config, Work(1, 4096, 4096))
+    assert predicted_us(config, Work(1, 4096, 8192)) > 1.9 * predicted_us(config, Work(1, 4096, 4096)) - 1
 
 
 def test_clusters_that_run_at_one_time_are_those_the_driver_counted():
-    assert engine._resident(1, 1, 132) == 132
-    assert engine._resident(2, 1, 132) == 66
-    assert engine._resident(4, 1, 132) == 30, "120 of 132 multiprocessors"
-    assert engine._resident(4, 2, 132) == 62
-    assert engine._resident(4, 3, 132) == 93
+    assert model.resident(1, 1, 132) == 132
+    assert model.resident(2, 1, 132) == 66
+    assert model.resident(4, 1, 132) == 30, "120 of 132 multiprocessors"
+    assert model.resident(4, 2, 132) == 62
+    assert model.resident(4, 3, 132) == 93
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("ctas", [1, 2, 3])
 def test_clusters_never_need_more_than_there_is(split, ctas):
     for processors in (1, 4, 78, 114, 131, 132, 144):
-        clusters = engine._resident(split, ctas, processors)
+        clusters = model.resident(split, ctas, processors)
         assert clusters == 1 or clusters * split <= processors * ctas
-        assert engine._resident(split, ctas, 2 * processors) >= clusters >= 1
+        assert model.resident(split, ctas, 2 * processors) >= clusters >= 1
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -157,8 +159,8 @@ class Launches:
 
     def __init__(self, monkeypatch):
         self.maps, self.calls, self.processors = [], [], 132
-        monkeypatch.setattr(engine, "tensor_map", lambda t, box, **_: self.maps.append((tuple(t.shape), box)))
-        monkeypatch.setattr(engine, "usable_sms", lambda _: self.processors)
+        monkeypatch.setattr(launch, "tensor_map", lambda t, box, **_: self.maps.append((tuple(t.shape), box)))
+        monkeypatch.setattr(launch, "usable_sms", lambda _: self.processors)
         monkeypatch.setattr(engine, "KERNEL", lambda *args, **options: self.calls.append((*args, options)))
 
 
@@ -180,7 +182,7 @@ def test_boxes_hold_the_rows_that_exist(launches):
     assert launches.maps == [((1, 200, 320), (1, 64, 64)), ((1, 3, 320), (1, 3, 64))]
     (grid, args, params, options) = launches.calls[0]
     assert grid == (4 * 2,)
-    assert options == {"block": 160, "shared_bytes": engine.shared_bytes(Config(8, 4, 2, 1)), "cluster": (2, 1, 1)}
+    assert options == {"block": 160, "shared_bytes": shared_bytes(Config(8, 4, 2, 1)), "cluster": (2, 1, 1)}
     assert args[-6:] == (3, 200, 320, 1, 3, True)
     assert not params.kMnMajor
 
@@ -259,13 +261,13 @@ def test_host_and_kernel_agree_on_shared_memory(config, monkeypatch):
     barriers = 16 * (1 + config.stages)
 
     def compile_claiming(size):
-        claim = f"static_assert(tilewright::Layout<Config>::kBarriers + {barriers} == {size});\n"
+        claim = f"static_assert(tilewright::Layout<tilewright::Unscaled<Config>>::kBarriers + {barriers} == {size});\n"
         monkeypatch.setattr(engine.KERNEL, "source", lambda _: text + claim)
         engine.KERNEL.compile(params, "sm_90")
 
-    compile_claiming(engine.shared_bytes(config))
+    compile_claiming(shared_bytes(config))
     with pytest.raises(CompileError, match="static assertion failed"):
-        compile_claiming(engine.shared_bytes(config) + 8)
+        compile_claiming(shared_bytes(config) + 8)
 
 
 # ----------------------------------------------------------------------------------------------- what it computes

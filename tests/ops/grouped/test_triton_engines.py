@@ -7,7 +7,7 @@ from tilewright.dispatch.bucket import row_bucket
 from tilewright.ops.gemm.engines.tile_triton import SHARED_BYTES
 from tilewright.ops.gemm.operands import LAYOUTS
 from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.engines import k_triton, rows_triton
+from tilewright.ops.grouped.engines import k_triton, problems_triton, rows_triton
 from tilewright.ops.grouped.raw import UNSCALED
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
@@ -67,14 +67,22 @@ def launch_rows(
     scale_a, scale_b = scales(scaling, 0, rows, k, batch), scales(scaling, 1, n, k, G)
     code = UNSCALED if scaling is None else int(scaling)
     aligned = int(n % 16 == k % 16 == 0)
-    bucket = (row_bucket(m), n, k, G, LAYOUTS.index(layout), aligned, 8 * out_dtype.itemsize, int(activation == "swiglu"), code)
+    bucket = (
+        row_bucket(m),
+        n,
+        k,
+        G,
+        LAYOUTS.index(layout),
+        aligned,
+        8 * out_dtype.itemsize,
+        int(activation == "swiglu"),
+        code,
+    )
     config = rows_triton.configure(bucket, dtype)
     rows_triton.gemm(d, a, b, scale_a, scale_b, ends if starts else None, ends, activation, config)
 
 
-def launch_along_k(
-    m=4096, n=4096, t=8192, layout="tn", dtype=HALF, out_dtype=torch.float32, scaling=None, c=False
-):
+def launch_along_k(m=4096, n=4096, t=8192, layout="tn", dtype=HALF, out_dtype=torch.float32, scaling=None, c=False):
     a = meta(t, m, of=dtype).mT if layout[0] == "t" else meta(m, t, of=dtype)
     b = meta(t, n, of=dtype) if layout[1] == "n" else meta(n, t, of=dtype).mT
     d = meta(G, m, n, of=out_dtype)
@@ -131,9 +139,50 @@ def test_groups_along_k_compile_without_spills_onto_the_matrix_units(name, arch)
 def test_candidates_are_distinct_and_fit_the_tensor_cores_scales(engine, fields, dtype):
     scaling = int(Scaling.TOKEN_TOKEN) if dtype == FP8 else UNSCALED
     for rows in (16, 64, 4096):
-        bucket = (rows, 4096, 4096, 8, 0, 1, 32, scaling) if fields == 8 else (rows, 4096, 4096, 8, 0, 1, 16, 0, scaling)
+        bucket = (
+            (rows, 4096, 4096, 8, 0, 1, 32, scaling) if fields == 8 else (rows, 4096, 4096, 8, 0, 1, 16, 0, scaling)
+        )
         found = engine.candidates(bucket, dtype)
         assert 2 <= len(found) == len(set(found)) <= 96
         for config in (*found, engine.configure(bucket, dtype)):
             assert dtype != FP8 or config.block_k == 128, "a scale serves 128 along K"
             assert dtype != FP8 or 128 % config.block_n == 0, "and 128 columns"
+
+
+PROBLEMS = {
+    "nt": {"layout": "nt"},
+    "nn": {},
+    "tn": {"layout": "tn"},
+    "mixed": {"layout": "mixed"},
+    "odd": {"odd": 1},
+    "small": {"size": 96},
+    "float32": {"dtype": torch.float32},
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_products_of_many_shapes_compile_without_spills_onto_the_matrix_units(name, arch):
+    from tests.harness.fake_driver import target
+    from tests.harness.resources import resources
+
+    problem = PROBLEMS[name]
+    dtype, layout, odd = problem.get("dtype", HALF), problem.get("layout", "nn"), problem.get("odd", 0)
+    a, b = [], []
+    for i in range(4):
+        here = LAYOUTS[i] if layout == "mixed" else layout
+        m, n, k = (problem.get("size", 2048) + 64 * j + odd for j in range(3))
+        a.append(meta(k, m, of=dtype).mT if here[0] == "t" else meta(m, k, of=dtype))
+        b.append(meta(k, n, of=dtype) if here in ("nn", "tn") else meta(n, k, of=dtype).mT)
+    size = max(t.shape[0] for t in a)
+    config = problems_triton.configure((row_bucket(size), size, size, 4, 0, 16), dtype)
+    with target(arch) as compiled:
+        problems_triton.gemm(meta(4 * 4096 * 4096, of=dtype), a, b, config)
+    found = {kernel.name: resources(kernel) for kernel in compiled}
+    assert set(found) == {"problem_kernel", "group_gemm_kernel"}
+    gemm = found["group_gemm_kernel"]
+    assert gemm.spilled == 0, gemm
+    exact = dtype == torch.float32 and arch.startswith("sm_")
+    assert bool(gemm.matrix_instructions) != exact
+    assert len(compiled) == 2, "one kernel writes every row of the table, whatever its numbers"

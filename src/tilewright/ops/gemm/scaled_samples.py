@@ -114,7 +114,6 @@ _CASES = (
     _case("silu: with a bias", 12, 40, 160, bias=True, activation="silu", scaling="row"),
     _case("swiglu: pairs of columns become one", 36, 288, 144, activation="swiglu"),
     _case("alpha: scaled before the bias", 12, 40, 160, alpha=-0.37, bias=True),
-    _case("row_tensor: a pair that only torch has", 20, 136, 160, scaling="row_tensor"),
     _case("empty: no rows", 0, 64, 160),
 )
 EDGE_CASES = (

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
+#include <tilewright/tma.cuh>
 
 namespace tilewright {
 
@@ -118,43 +119,53 @@ __device__ inline void promote(float (&sums)[kCount], const float (&scratch)[kCo
     }
 }
 
+// Of two neighbouring columns.
+struct alignas(8) ScalePair { float first, second; };
+
+// Those of this thread in eight columns, whose scales begin at `columns` in shared memory.
+__device__ inline ScalePair scale_pair(const float* columns) {
+    return *reinterpret_cast<const ScalePair*>(columns + fragment_column());
+}
+
 // sums += of[h] * column scale * scratch: `columns` are the scales of these columns, in shared memory.
 template <u32 kCount>
 __device__ inline void promote(float (&sums)[kCount], const float (&scratch)[kCount], const float (&of)[2][1], const float* columns) {
-    struct alignas(8) Pair { float first, second; };
 #pragma unroll
     for (u32 j = 0; j < kCount / 4; ++j) {
-        const Pair column = *reinterpret_cast<const Pair*>(columns + 8 * j + fragment_column());
+        const ScalePair by = scale_pair(columns + 8 * j);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            sums[4 * j + 2 * h] += of[h][0] * column.first * scratch[4 * j + 2 * h];
-            sums[4 * j + 2 * h + 1] += of[h][0] * column.second * scratch[4 * j + 2 * h + 1];
+            sums[4 * j + 2 * h] += of[h][0] * by.first * scratch[4 * j + 2 * h];
+            sums[4 * j + 2 * h + 1] += of[h][0] * by.second * scratch[4 * j + 2 * h + 1];
         }
     }
 }
 
 // sums *= row scale * column scale, once: sums[across * kDown + down] of the rows from `row` + down * kRows on and the columns
-// from `column` + across * 2 kCount on; absent scales are 0.  By a warpgroup, which meets at `barrier`.
+// from `column` + across * 2 kCount on; absent scales are 0.  By a warpgroup, which meets at `barrier` and has the memory at
+// `staged`, where earlier stores may still read: 32 column scales a thread in registers would be too many.
 template <u32 kDown, u32 kRows, u32 kPasses, u32 kCount>
 __device__ inline void scale_sums(float (&sums)[kPasses][kCount], const float* of_rows, const float* of_columns, u32 row,
-                                  u32 column, u32 rows, u32 columns, u32 barrier) {
+                                  u32 column, u32 rows, u32 columns, float* staged, u32 barrier) {
+    constexpr u32 kAll = kPasses / kDown * 2 * kCount;
+    if (threadIdx.x % 128 == 0) tma_wait_read<0>();
+    sync_threads(barrier, 128);
+    for (u32 i = threadIdx.x % 128; i < kAll; i += 128) staged[i] = column + i < columns ? __ldg(of_columns + column + i) : 0.0f;
     float of[kDown][2];
 #pragma unroll
     for (u32 i = 0; i < 2 * kDown; ++i) {
         const u32 r = row + i / 2 * kRows + fragment_row() + i % 2 * 8;
         of[i / 2][i % 2] = r < rows ? __ldg(of_rows + r) : 0.0f;
     }
-    const u32 first = column + fragment_column();
-    of_columns += first;
+    sync_threads(barrier, 128);
 #pragma unroll
-    for (u32 pass = 0; pass < kPasses; pass += kDown) {
-        if (pass > 0) sync_threads(barrier, 128);  // else the loads of all columns begin at once, and fill the registers
+    for (u32 j = 0; j < kAll / 8; ++j) {
+        const ScalePair by = scale_pair(staged + 8 * j);
+        const u32 pass = j / (kCount / 4) * kDown, at = j % (kCount / 4) * 4;
 #pragma unroll
-        for (u32 j = 0; j < kCount / 2; ++j) {  // a column of the thread
-            const u32 at = j / 2 * 4 + j % 2, c = pass / kDown * 2 * kCount + j / 2 * 8 + j % 2;
-            const float by = first + c < columns ? of_columns[c] : 0.0f;
-#pragma unroll
-            for (u32 i = 0; i < 2 * kDown; ++i) sums[pass + i / 2][at + i % 2 * 2] *= of[i / 2][i % 2] * by;
+        for (u32 i = 0; i < 2 * kDown; ++i) {
+            float* const pair = sums[pass + i / 2] + at + i % 2 * 2;
+            pair[0] *= of[i / 2][i % 2] * by.first, pair[1] *= of[i / 2][i % 2] * by.second;
         }
     }
 }

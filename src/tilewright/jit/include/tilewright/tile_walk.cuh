@@ -136,8 +136,7 @@ template <typename Config> class TileWalk {
     const WalkArgs& args_;
     const Table& table_;
     u32 rows_, columns_, units_, rank_, unit_;
-    // Rows: the group of the last tile, and its units [first_, first_ + count_)
-    u32 group_ = 0, first_ = 0, count_ = 0;
+    u32 group_ = 0, first_ = 0;  // Rows: the group of the last tile, and its first unit
     Span span_ = {0, 0};
 
     __device__ static u32 columns_of(const WalkArgs& args) { return (args.n + kUnitColumns - 1) / kUnitColumns; }
@@ -159,7 +158,7 @@ template <typename Config> class TileWalk {
     }
 
     __device__ void in_rows(Tile& tile) {
-        if (unit_ - first_ >= count_) find();
+        if (unit_ - first_ >= span_.units() * columns_) find();
         place(tile, unit_ - first_, span_.units(), span_.first);
         tile.batch_a = tile.batch_d = args_.apart ? group_ : 0;
         tile.batch_b = group_;
@@ -176,10 +175,11 @@ template <typename Config> class TileWalk {
         }
         group_ = entry * part_of(args_);
         first_ = table_.before[entry];
-        for (;; ++group_, first_ += count_) {
+        for (;; ++group_) {
             span_ = Span::of(args_, group_);
-            count_ = span_.units() * columns_;
-            if (unit_ - first_ < count_ || group_ + 1 == args_.batches) return;
+            const u32 count = span_.units() * columns_;
+            if (unit_ - first_ < count || group_ + 1 == args_.batches) return;
+            first_ += count;
         }
     }
 };

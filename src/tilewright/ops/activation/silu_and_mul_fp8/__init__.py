@@ -83,11 +83,6 @@ CONTRACT = register(
             *gated.PACKED_BAD_INPUTS[:2],
             BadInput("float64", lambda d: swiglu_fp8.ones(d, (4, 8), dtype=torch.float64), "x is torch.float64"),
             BadInput("vector", lambda d: swiglu_fp8.ones(d, (8,)), r"x is \(8,\); needs \(..., M, 2N\)"),
-            BadInput(
-                "wants a gradient",
-                lambda d: swiglu_fp8.wanting(swiglu_fp8.ones(d, (4, 8)), 0),
-                "8-bit numbers have none",
-            ),
         ),
     )
 )

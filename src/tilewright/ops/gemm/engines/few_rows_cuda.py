@@ -3,9 +3,9 @@
 Traffic: N * K elements of weights; all else is small.  Floor: 7.6 us for 4096 x 4096 in bf16 at 4.4 TB/s.  The matrix
 units idle; what counts is that every multiprocessor keeps 64 KB or more on their way, from the first microsecond to the
 last.  Hence tiles of 64 weight rows, K split over the blocks of a cluster where there are too few of them, rings that
-run on from tile to tile, and a start that overlaps the end of the kernel before (programmatic dependent launch: a launch
-in a chain costs 2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again for
-every tile: tokens / 64 bytes for each byte of weights, so that 64 of them double what the L2 delivers.
+run on from tile to tile, and a start that overlaps the end of the kernel before (programmatic dependent launch: a
+launch in a chain costs 2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again
+for every tile: tokens / 64 bytes for each byte of weights, so that 64 of them double what the L2 delivers.
 
 Measured on an H200, 2026-11: 4096 x 4096 at M = 8 takes 9.4 us, cuBLAS 12.6.  Over 11 shapes, tiles of 128 or 256
 weight rows and stages of 64 of K gain 0.2 % (geometric mean), clusters that end after one tile nothing: all are gone.
@@ -44,9 +44,25 @@ from tilewright.ops.gemm.engines.few_rows.scaled import refusal as refusal_scale
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, major_a, major_b
 
 __all__ = [
-    *("CONFIGS", "KERNEL", "MAX_ROWS", "Config", "Params", "candidates", "configure", "gemm", "refusal"),
-    *("CONFIGS_GROUPED", "candidates_grouped", "configure_grouped", "grouped", "refusal_grouped"),
-    *("CONFIGS_SCALED", "candidates_scaled", "configure_scaled", "refusal_scaled", "scaled"),
+    "CONFIGS",
+    "CONFIGS_GROUPED",
+    "CONFIGS_SCALED",
+    "KERNEL",
+    "MAX_ROWS",
+    "Config",
+    "Params",
+    "candidates",
+    "candidates_grouped",
+    "candidates_scaled",
+    "configure",
+    "configure_grouped",
+    "configure_scaled",
+    "gemm",
+    "grouped",
+    "refusal",
+    "refusal_grouped",
+    "refusal_scaled",
+    "scaled",
 ]
 
 

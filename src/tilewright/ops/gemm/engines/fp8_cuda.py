@@ -258,10 +258,18 @@ def _pass_columns(block_n: int) -> int:
 
 # ------------------------------------------------------------------------------------------------------- what to choose
 
-_WIDTHS = {64: (32, 64, 96, 128, 256), 128: (64, 96, 112, 128, 144, 160, 192, 256), 256: (64, 96, 128)}
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
-TILES = tuple(Tile(m, n, *cluster) for m, columns in _WIDTHS.items() for n in columns for cluster in _CLUSTERS)
+
+
+def _tiles(widths: dict[int, tuple[int, ...]]) -> tuple[Tile, ...]:
+    return tuple(Tile(m, n, *cluster) for m, columns in widths.items() for n in columns for cluster in _CLUSTERS)
+
+
+TILES = _tiles({64: (32, 64, 96, 128), 128: (64, 96, 112, 128, 144, 160, 192, 256), 256: (64, 96, 128)})
 """What there is to choose from."""
+
+TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
+"""For results in e4m3: columns are whole blocks of scales.  Gated, 256 of op(B) are one."""
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
@@ -297,15 +305,14 @@ def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
-    """A gated tile leaves whole strips of 32 bytes, one that is quantised whole blocks of 128 columns; a cluster shares
-    an operand if there are two tiles to share it.
+    """A gated tile leaves whole strips of 32 bytes, or a block of scales; a cluster shares an operand if there are two
+    tiles to share it.
     """
-    quantised = (256,) if problem.gated else (128, 256)
+    quantised = problem.out_bytes == 1
     return tuple(
         tile
-        for tile in TILES
-        if not problem.gated or tile.block_n % 32 == 0
-        if problem.out_bytes > 1 or tile.block_n in quantised
+        for tile in (TILES_FP8 if quantised else TILES)
+        if not problem.gated or tile.block_n % (256 if quantised else 32) == 0
         if tile.cluster_m == 1 or problem.m > tile.block_m
         if tile.cluster_n == 1 or problem.n > tile.block_n
     )
@@ -331,7 +338,13 @@ def _shared_bytes(config: Config, scaling: int) -> int:
     return config.stages * stage + _groups(config.block_m) * _STAGED
 
 
-CONFIGS: tuple[Config, ...] = tuple(
-    dict.fromkeys(_config(tile, Problem(1, 1, 1, scaling=scaling, sms=132)) for scaling in range(4) for tile in TILES)
-)
+def _configs(tiles: tuple[Tile, ...]) -> tuple[Config, ...]:
+    problems = [Problem(1, 1, 1, scaling=scaling, sms=132) for scaling in range(4)]
+    return tuple(dict.fromkeys(_config(tile, problem) for problem in problems for tile in tiles))
+
+
+CONFIGS: tuple[Config, ...] = _configs(TILES)
 """Every config that `configure` can return on a GPU of 132 multiprocessors."""
+
+CONFIGS_FP8: tuple[Config, ...] = _configs(TILES_FP8)
+"""The same of results in e4m3."""

@@ -36,7 +36,7 @@ from tilewright.ops.gemm.engines.tile_triton import (
     _vector_c,
     _wide,
 )
-from tilewright.ops.gemm.operands import copyable
+from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling, scaling_of
 from tilewright.ops.quant.triton_numbers import as_stored
 
@@ -80,7 +80,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
             for n, stages, form, splits in space
             if splits == 1 or k >= 4 * splits * DEEP
         )
-    tiles = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8))
+    tiles = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8))
     return tuple(
         Config(*tile[:2], DEEP, tile[2], stages, band, form, 1)
         for tile, stages, band, form in product(tiles, (3, 4), (4, 8), forms)
@@ -173,17 +173,18 @@ def _multiply(
     arch = _target(a)
     strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
     # The bucket speaks of a and b; d may be strided by its caller, or hold partial products of odd rows
-    along_k = a.stride(2) == 1 and b.stride(1) == 1
+    along_k = major_a(a) is Major.K and major_b(b) is Major.K
     if config.descriptors and along_k and all(map(copyable, (d, a, b))) and _has_descriptors(arch):
         strides, descriptors = (*_pitches(d, 1), *_pitches(a, 1), 1, _pitches(b, 2)[0], 1, _pitches(b, 2)[1]), True
-    if arch.startswith("gfx"):  # whose scalar registers hold no third stage beside the scales' addresses
-        config = config._replace(num_stages=1, block_n=min(config.block_n, 64))
+    of_a, of_b = as_stored(a), as_stored(b)
+    if arch.startswith("gfx"):  # whose scalar registers hold fewer stages beside the scales, fewest while they decode
+        config = config._replace(num_stages=1 if of_a.dtype == torch.uint8 or c is not None else 2)
     fit = _fit(config, arch, a.element_size(), d.element_size(), c, activation)
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
     args = (
-        d, as_stored(a), as_stored(b), scale_a, scale_b, bias, c, alpha, batch, m, n, k, splits,
+        d, of_a, of_b, scale_a, scale_b, bias, c, alpha, batch, m, n, k, splits,
         *strides, *scale_a.stride(), *scale_b.stride(), *_finish_strides(bias, c),
     )  # fmt: skip
     constants = (

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
         }
     } else {
-        take_registers<kGroups == 2 ? 232 : 240>();
+        take_registers<kGroups == 2 ? 232 : 248>();
         const u32 first_row = group * 64;  // in the tile; of the second pass over rows, kGroups * 64 further
         const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
         const auto release = [&](u32 stage) {  // in every block that loads it
@@ -146,8 +146,9 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         };
         if (Config::kTurns && group == 1) arrive_at(3, 256);
 
+        u8* const own_buffers = buffers + group * kTileBuffers * kBoxBytes;
         typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, stored, stored_pitch, stored_batch, u32(m),
-                                           u32(n), buffers + group * kTileBuffers * kBoxBytes, 1 + group});
+                                           u32(n), own_buffers, 1 + group});
 
         for (Tile tile; walk.next(tile);) {
             if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
@@ -252,7 +253,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             if constexpr (kScaling == Scaling::Row) {
                 scale_sums<kDown, kGroups * 64>(sums, scale_a + tile.batch_a * scale_a_batch,
                                                 scale_b + tile.batch_b * scale_b_batch, tile.row + first_row, tile.column, m,
-                                                n, 1 + group);
+                                                n, reinterpret_cast<float*>(own_buffers), 1 + group);
             }
             epilogue.write(sums, factor, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
         }

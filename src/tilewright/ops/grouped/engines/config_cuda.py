@@ -9,7 +9,7 @@ _OWN: dict[str, Any] = {"dense": dense_cuda.Config, "fp8": fp8_cuda.Config, "few
 
 
 class Config(NamedTuple):
-    """kernel: "dense", "fp8" or "few_rows" of `ops/gemm/engines`, and its config; fields of others keep their defaults."""
+    """kernel: "dense", "fp8" or "few_rows" of `ops/gemm/engines`; fields that belong to others keep their defaults."""
 
     kernel: str
     stages: int

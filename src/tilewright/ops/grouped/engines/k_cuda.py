@@ -9,6 +9,8 @@ Where C is D in float32 the copy engine adds, and empty groups cost nothing; els
 tiles of all groups in turn; all K of a group goes into one tile, so one group of long K and few tiles is slow.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,24 +69,24 @@ def gemm(
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """What the model of dense products likes best for as many products of an equal share of K."""
-    *product, scaling = _of_one(bucket)
-    if scaling == UNSCALED:
-        return named("dense", dense_cuda.configure(tuple(product), dtype, bucket[3]))
-    return named("fp8", fp8_cuda.configure((*product, scaling), dtype, bucket[3]))
+    kernel, engine, product, groups = _products(bucket)
+    return named(kernel, engine.configure(product, dtype, groups))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
     """What the tuner may try."""
-    *product, scaling = _of_one(bucket)
-    if scaling == UNSCALED:
-        return tuple(named("dense", config) for config in dense_cuda.candidates(tuple(product), dtype, bucket[3]))
-    return tuple(named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, bucket[3]))
+    kernel, engine, product, groups = _products(bucket)
+    return tuple(named(kernel, config) for config in engine.candidates(product, dtype, groups))
 
 
-def _of_one(bucket: tuple[int, ...]) -> tuple[int, ...]:
-    """The bucket of one group's product, its scaling last."""
+def _products(bucket: tuple[int, ...]) -> tuple[str, Any, tuple[int, ...], int]:
+    """The kernel's name and engine, its bucket of one group's product, and how many there are."""
     depth, m, n, groups, layout, aligned, out_bits, scaling = bucket
-    return m, n, max(1, depth // max(1, groups)), layout, aligned, out_bits, 0, scaling
+    groups = max(1, groups)
+    product = (m, n, max(1, depth // groups), layout, aligned, out_bits, 0)
+    if scaling == UNSCALED:
+        return "dense", dense_cuda, product, groups
+    return "fp8", fp8_cuda, (*product, scaling), groups
 
 
 CONFIGS: tuple[Config, ...] = (

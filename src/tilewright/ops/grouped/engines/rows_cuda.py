@@ -91,7 +91,7 @@ def _few(bucket: tuple[int, ...]) -> bool:
 def _large(bucket: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
     """Best first, those last whose pairs of blocks share columns of B: they pad each group to pairs of row tiles."""
     rows, n, k, groups, layout, aligned, out_bits, gated, scaling = bucket
-    product = (rows, n, k, layout, aligned, out_bits, gated)
+    product, groups = (rows, n, k, layout, aligned, out_bits, gated), max(1, groups)
     found: list[Config]
     if scaling == UNSCALED:
         found = [named("dense", config) for config in dense_cuda.candidates(product, dtype, groups)]

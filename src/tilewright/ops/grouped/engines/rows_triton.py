@@ -156,7 +156,9 @@ def gemm(
         (a_batch, a_pitch), (b_batch, b_pitch) = pitches
         strides = (*dense._pitches(d, 1), a_batch, a_pitch, a_pitch, b_batch, b_pitch, b_pitch)
         descriptors = True
-    fit = dense._fit(narrowed(config, arch, a.dtype, scaling), arch, a.element_size(), d.element_size(), None, activation)
+    fit = dense._fit(
+        narrowed(config, arch, a.dtype, scaling), arch, a.element_size(), d.element_size(), None, activation
+    )
     config = fit.config
     most = groups * triton.cdiv(rows, config.block_m) if batched else triton.cdiv(rows, config.block_m) + groups
     grid = (max(1, min(most * triton.cdiv(n, config.block_n), fit.programs * usable_sms(a.device))),)

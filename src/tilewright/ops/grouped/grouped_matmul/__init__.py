@@ -81,7 +81,9 @@ def reference(
 ) -> Tensor:
     """The same in plain torch; on float64 the result is float64, whatever `out_dtype` says."""
     scales = None if scale_a is None else scale_a[None]
-    args = rows_arguments("grouped_matmul", a[None], b, scales, scale_b, starts, ends, 1, activation, trans_b, out_dtype)
+    args = rows_arguments(
+        "grouped_matmul", a[None], b, scales, scale_b, starts, ends, 1, activation, trans_b, out_dtype
+    )
     return rows_product(*args).squeeze(0)
 
 

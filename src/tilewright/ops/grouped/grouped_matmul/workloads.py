@@ -20,11 +20,7 @@ def _row(g: int, m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> 
 
 WORKLOADS = (
     *(_row(g, m, n, k, torch.bfloat16) for g, m in SPLITS for n, k in LAYERS),
-    *(
-        _row(g, m, n, k, torch.float8_e4m3fn, scaling=int(Scaling.TOKEN_BLOCK))
-        for g, m in SPLITS
-        for n, k in LAYERS
-    ),
+    *(_row(g, m, n, k, torch.float8_e4m3fn, scaling=int(Scaling.TOKEN_BLOCK)) for g, m in SPLITS for n, k in LAYERS),
     Workload(
         "bf16_ragged_64x512_4096x2048",
         {"G": 64, "M": 512, "N": 4096, "K": 2048, "split": "random"},

@@ -12,9 +12,7 @@ from tilewright.ops.grouped.checks import check_gradient, check_scales, check_si
 from tilewright.ops.grouped.raw import refuses_out, scaling_code
 from tilewright.ops.grouped.reference import product_along_k
 
-SCHEMA = (
-    "Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? c, Tensor ends, ScalarType out_dtype"
-)
+SCHEMA = "Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? c, Tensor ends, ScalarType out_dtype"
 BUCKET = ("T", "M", "N", "G", "layout", "aligned", "out_bits", "scaling")
 
 
@@ -72,9 +70,7 @@ FORWARD = RawOp(
     "fwd",
     SCHEMA,
     package=__name__.rpartition(".")[0],
-    outputs=lambda a, b, scale_a, scale_b, c, ends, out_dtype: (
-        ((ends.shape[0], a.shape[0], b.shape[1]), out_dtype),
-    ),
+    outputs=lambda a, b, scale_a, scale_b, c, ends, out_dtype: (((ends.shape[0], a.shape[0], b.shape[1]), out_dtype),),
     reference=product_along_k,
     bucket=bucket,
     bucket_names=BUCKET,

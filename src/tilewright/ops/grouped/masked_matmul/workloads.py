@@ -22,11 +22,7 @@ def _row(g: int, m: int, n: int, k: int, dtype: torch.dtype, **options: Any) -> 
 
 WORKLOADS = (
     *(_row(g, m, n, k, torch.bfloat16) for g, m in SPLITS for n, k in LAYERS),
-    *(
-        _row(g, m, n, k, torch.float8_e4m3fn, scaling=int(Scaling.TOKEN_BLOCK))
-        for g, m in SPLITS
-        for n, k in LAYERS
-    ),
+    *(_row(g, m, n, k, torch.float8_e4m3fn, scaling=int(Scaling.TOKEN_BLOCK)) for g, m in SPLITS for n, k in LAYERS),
 )
 CPU_WORKLOADS = (Workload("small", {"G": 4, "M": 16, "N": 128, "K": 256}, directions=("fwd",)),)
 

@@ -125,7 +125,9 @@ def run(
     b, r, c = every.shape
     strides = (every.stride(0), every.stride(1), scales.stride(-3) if x.dim() > 2 else 0, *scale_strides)
     grid = (b * triton.cdiv(r, BLOCK) * triton.cdiv(c, config.columns),)
-    stored, options = as_stored(q), {"num_warps": config.num_warps}
+    # Without vectors every element has an address of its own, which takes the registers of half of the elements
+    ragged = (c | every.stride(1)) % 16 != 0 or (transpose and r % 4 != 0)
+    stored, options = as_stored(q), {"num_warps": 16 if ragged else config.num_warps}
     if transpose and r % 4 == 0 and q.data_ptr() % 4 == 0:
         args = (stored, scales, every, r // 4, c, *strides)
         _turned(grid, args, (blocks, ue8m0, speaks_ptx(stored), config.columns, config.vector), **options)

@@ -29,10 +29,10 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    return Config(8192, num_warps=8, waves=4, num_stages=2)
+    return Config(4096, num_warps=8, waves=4, num_stages=3)
 
 
-CONFIGS = (Config(8192, num_warps=8, waves=4, num_stages=2),)
+CONFIGS = (Config(4096, num_warps=8, waves=4, num_stages=3),)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:

@@ -57,7 +57,12 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     m, k, group = bucket
     warps = (1, 2, 4, 8, 16)
     if group:
-        sizes = ((r, g, 128 * r * g) for r in (1, 4, 8, 16, 32) for g in (1, 2, 4, 8, 16) if r <= m and 128 * g < 2 * k)
+        sizes = (
+            (r, g, 128 * r * g)
+            for r in (1, 4, 8, 16, 32)
+            for g in (1, 2, 4, 8, 16)
+            if r <= m and (g == 1 or 128 * g < 2 * k)
+        )
         return tuple(Config(r, g, w) for r, g, size in sizes for w in warps if 8 <= size // (32 * w) <= 64)
     block = triton.next_power_of_2(k)
     if block > MAX_BLOCK:
@@ -158,8 +163,10 @@ def launch(outs: tuple[Tensor, Tensor], x: Tensor, group: int, ue8m0: bool, pack
             _long_rows((r,), (*args[:3], k, rows.stride(0)), (ue8m0, 4096), num_warps=8)
         return
     m, batched = x.shape[-2], r > x.shape[-2]
-    groups = max(config.groups, 4) if packed else config.groups
+    groups, warps = config.groups, config.num_warps
+    if packed and groups < 4:  # a word is written whole
+        groups, warps = 4, min(16, warps * 4 // groups)
     grid = (triton.cdiv(r, config.rows) * triton.cdiv(k, GROUP * groups),)
     pitch, step = scales.stride(-1), scales.stride(-3) if batched else 0
     args = (q, scales, rows, r, k, m, rows.stride(0), pitch, step)
-    _groups(grid, args, (ue8m0, packed, batched, config.rows, groups), num_warps=config.num_warps)
+    _groups(grid, args, (ue8m0, packed, batched, config.rows, groups), num_warps=warps)

@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 from tilewright.ops.gemm.engines.few_rows.model import READ, SHARED, resident
 
-THREADS, SPAN, GROUP, TOKEN_K = 160, 128, 128, 64  # as in weight_only_product.cuh
+SPAN, GROUP, TOKEN_K = 128, 128, 64  # as in weight_only_product.cuh
 TOKENS = (8, 16, 32, 64)
 
 
 class Config(NamedTuple):
-    """tokens: rows of x in a tile.  tiles: of 16 weight rows for each of four warps.  stages: of the ring.
+    """tokens: rows of x in a tile.  tiles: of 16 weight rows for each of `warps` warps.  stages: of the ring.
 
     split: blocks of a cluster that share K.  ctas: blocks that fit a multiprocessor.
     """
 
     tokens: int
     tiles: int
+    warps: int
     stages: int
     split: int
     ctas: int
@@ -25,7 +26,12 @@ class Config(NamedTuple):
     @property
     def rows(self) -> int:
         """Weight rows of a tile."""
-        return 64 * self.tiles
+        return 16 * self.tiles * self.warps
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those who multiply, and the producer's warp."""
+        return 32 * (self.warps + 1)
 
 
 class Work(NamedTuple):
@@ -76,39 +82,47 @@ _L2 = 8e6  # bytes a microsecond
 _PROCESSOR = 100e3  # into one multiprocessor
 _IDLE = 0.1  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
 _CLOCK = 1750  # cycles a microsecond
-_ALONE, _BUSY = 0.5, 0.8  # instructions a cycle that one warp, and several, of a quarter of a multiprocessor reach
+_ALONE, _BUSY = 0.6, 0.85  # of its cycles one warp, and several, of a quarter of a multiprocessor put to use
 _EPILOGUE = 1.0 / 64  # microseconds for each token of a tile
 _MEETING = 0.02 / 64  # for each token and block of a cluster whose sums are sent; the ring does not hide it
 _AHEAD = 0.3  # of the ring holds bytes of the next tile as a round ends
 
 
-def instructions(config: Config, bits: int) -> float:
-    """Of a warp for a stage: conversions, then for each eight tokens their reads, products, and scaled sums."""
-    k = stage_k(bits)
-    converting = config.tiles * k / 2 * (1.4 if bits == 4 else 1.75)
-    products = k / 32 * 5 + config.tiles * (k / 16 * 2 + k / GROUP * 4)
-    return converting + config.tokens / 8 * products + 40
+def cycles(config: Config, bits: int) -> float:
+    """Of a warp for a stage, at the least.
+
+    Masks, shifts and permutations share a pipe that takes an instruction every other cycle: 0.9 of them for an integer
+    of 4 bits, 1.3 for one of 8.  With up to 16 tokens four more for each eight tokens and 32 of K, with more of them
+    0.25 for an integer.  A matrix instruction takes two cycles, whatever else has 60.
+    """
+    k, few = stage_k(bits), config.tokens <= 16
+    converting = config.tiles * k / 2 * ((1.8 if bits == 4 else 2.6) + (0 if few else 0.5))
+    products = k / 32 * (8 if few else 1) + config.tiles * k / 16 * 2
+    return converting + config.tokens / 8 * products + 60
 
 
 def predicted_us(config: Config, work: Work) -> float:
     """Microseconds from the first byte asked for to the last sum written, without what all configs have in common.
 
-    The bytes are counted as `few_rows/model.py` does, with its constants; the arithmetic, which does not vanish here,
-    by instructions.
+    Bytes are counted as in `few_rows/model.py`, with its constants; the arithmetic, which does not vanish here, by
+    cycles.
     """
     k = stage_k(work.bits)
     weights = config.rows * (SPAN + k // GROUP * 2)
     both = weights + min(work.rows, config.tokens) * k * 2
     token_tiles = -(-work.rows // config.tokens)
     count = -(-steps(work.depth, work.bits) // config.split)
-    issued = instructions(config, work.bits) / _CLOCK
+    busy = cycles(config, work.bits) / _CLOCK
+    # Written by the copy engine, read once, but tokens by every warp
+    shared = (2 * both + (config.warps - 1) * config.tokens * k * 2) / SPAN / _CLOCK
 
     def step(clusters: int) -> float:
         """One stage for each block of so many clusters."""
         share = clusters * config.split / _SMS  # blocks a multiprocessor
         memory = share * _SMS * weights / token_tiles / READ / min(1, share) ** _IDLE
-        arithmetic = issued * max(1 / _ALONE, share / _BUSY)
-        return max(memory, share * _SMS * both / _L2, max(1, share) * both / _PROCESSOR, arithmetic)
+        arithmetic = busy * max(1 / _ALONE, share * config.warps / 4 / _BUSY)
+        inside = max(1, share) * max(both / _PROCESSOR, shared)
+        return max(memory, share * _SMS * both / _L2, inside, arithmetic)
 
     running = resident(config.split, config.ctas, _SMS)
     rounds, rest = divmod(token_tiles * -(-work.columns // config.rows), running)
@@ -121,17 +135,33 @@ def predicted_us(config: Config, work: Work) -> float:
 
 # ---------------------------------------------------------------------------------------------------- what to choose
 
-_IN_FLIGHT = 48 << 10  # bytes of weights a multiprocessor waits for, at least
+_IN_FLIGHT = 32 << 10  # bytes of weights a multiprocessor waits for, at least
 _DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2))  # split, ctas
+_ROWS = ((1, 4), (2, 4), (1, 8), (2, 8))  # tiles, warps
 _SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
 
-def deepest(bits: int, tokens: int, tiles: int, split: int, ctas: int) -> Config | None:
-    """The config with the deepest ring; None if it keeps too little of the weights on their way."""
-    made = Config(tokens, tiles, 0, split, ctas)
+def deepest(bits: int, tokens: int, tiles: int, warps: int, split: int, ctas: int) -> Config | None:
+    """The config with the deepest ring; None if it keeps too little of the weights on their way, or its sums leave too
+    few registers.
+    """
+    made = Config(tokens, tiles, warps, 0, split, ctas)
+    if _registers(made) > _available(made):
+        return None
     stages = (SHARED[ctas] - fixed_bytes(made)) // (stage_bytes(made, bits) + 16)
     enough = stages >= 2 and ctas * stages * made.rows * SPAN >= _IN_FLIGHT
     return made._replace(stages=stages) if enough else None
+
+
+def _registers(config: Config) -> int:
+    """What a thread needs at the least, or the compiler spills: sums, those of a group, and the rest."""
+    return 72 + config.tokens * config.tiles
+
+
+def _available(config: Config) -> int:
+    """Registers of a thread: a quarter of a multiprocessor has 512 for a thread of each of its warps."""
+    warps = -(-config.ctas * (config.warps + 1) // 4)
+    return min(255, 512 // warps // 8 * 8)
 
 
 def defaults(bits: int) -> tuple[Config, ...]:
@@ -145,7 +175,7 @@ def space(bits: int, tokens: int) -> tuple[Config, ...]:
 
 
 def _all(bits: int, tokens: Iterable[int], shapes: Iterable[tuple[int, int]]) -> tuple[Config, ...]:
-    made = (deepest(bits, t, tiles, *shape) for t, tiles, shape in product(tokens, (1, 2), shapes))
+    made = (deepest(bits, t, *rows, *shape) for t, rows, shape in product(tokens, _ROWS, shapes))
     return tuple(config for config in made if config is not None)
 
 

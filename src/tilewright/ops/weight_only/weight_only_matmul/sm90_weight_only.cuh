@@ -1,10 +1,10 @@
 // D (M x N) = act(X (M x K) * W^T + bias) for few rows of X ("tokens"), W (N x K) as integers of 8 or 4 bits with a scale
 // for each 128 of K: W is read once, as it is stored, at the speed of the memory.
 //
-// A stage of the ring is 128 bytes of K of kRows weight rows, the tokens' same K, and the scales.  Four warps multiply,
+// A stage of the ring is 128 bytes of K of kRows weight rows, the tokens' same K, and the scales.  kWarps warps multiply,
 // each its 16 kTiles weight rows by all tokens.  A thread takes 16 consecutive bytes of a weight row from shared memory,
 // converts them in registers (weight_convert.cuh), and multiplies by the same K of the tokens (mma_sync.cuh): 32 or 16
-// elements along K belong to one thread, in the operands' own order of memory, and nothing is permuted on the way.
+// elements along K belong to one thread, and both operands are read in the order of their memory.
 //
 // The products of 128 along K are summed from zero by the matrix unit, and added with the scale of their group to the
 // float sums.  Integers are exact in both 16-bit types, so the weight is never rounded.
@@ -13,7 +13,7 @@
 // at a time, to the block that owns these tokens, which adds what came from block 0, 1, ... in this order.  One launch, no
 // workspace, the same bits every time.  The producer, one thread, keeps the ring full across the tiles of its block.
 //
-// Config: kBits, kTokens, kTiles, kStages, kSplit (at most the stages of K), kCtas (blocks a multiprocessor), kActivation
+// Config: kBits, kTokens, kTiles, kWarps, kStages, kSplit (at most the stages of K), kCtas (blocks a multiprocessor), kActivation
 // (index of ACTIVATIONS in operands.py), Element, Scale, Out, Bias.
 #pragma once
 
@@ -26,12 +26,13 @@
 namespace tilewright {
 
 template <typename Config>
-__global__ void __launch_bounds__(kThreads, Config::kCtas) weight_only_matmul(
+__global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weight_only_matmul(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
     const __grid_constant__ TensorMap scales, typename Config::Out* d, const typename Config::Bias* bias, i64 d_row,
     int rows, int columns, int depth, int token_rows, bool vectors) {
     using Shape = Layout<Config>;
     constexpr u32 kStages = Config::kStages, kSplit = Config::kSplit, kTokens = Config::kTokens;
+    constexpr u32 kMath = Shape::kMath, kThreads = Shape::kThreads;
     constexpr u32 kAhead = Config::kCtas == 1 ? 2 : 1;  // stages of a block that are fetched before the start
 
     extern __shared__ __align__(1024) u8 shared[];

@@ -25,7 +25,7 @@ __device__ inline void load_shared(float (&value)[4], u32 address) {
 // A parcel is [kTiles][kMath] times the four sums of a thread.
 template <typename Config> __device__ inline u32 parcel_at(u32 received, u32 rank, u32 slot, u32 t) {
     using Shape = Layout<Config>;
-    return received + (rank * Shape::kShare + slot) * Shape::kParcel + (t * kMath + threadIdx.x) * 16;
+    return received + (rank * Shape::kShare + slot) * Shape::kParcel + (t * Shape::kMath + threadIdx.x) * 16;
 }
 
 // Sends the parcels of tokens below `height` to their owners.

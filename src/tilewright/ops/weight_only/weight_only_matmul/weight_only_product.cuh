@@ -21,11 +21,11 @@ namespace tilewright {
 constexpr u32 kSpan = 128;                         // bytes of a row of a box, and the swizzle
 constexpr u32 kGroup = 128;                        // K that shares a scale
 constexpr u32 kTokenK = 64;                        // K of a box of tokens
-constexpr u32 kMath = 128, kThreads = kMath + 32;  // the warps that multiply, and the producer's
 constexpr u32 kAllThreads = 1, kMathThreads = 2;   // named barriers
 
 template <typename Config> struct Layout {
-    static constexpr u32 kRows = kMath / 32 * 16 * Config::kTiles;       // weight rows of a tile
+    static constexpr u32 kMath = 32 * Config::kWarps, kThreads = kMath + 32;  // those who multiply, and the producer's warp
+    static constexpr u32 kRows = 16 * Config::kTiles * Config::kWarps;   // weight rows of a tile
     static constexpr u32 kStageK = kSpan * 8 / Config::kBits, kGroups = kStageK / kGroup;
     static constexpr u32 kWeights = kRows * kSpan;                       // bytes
     static constexpr u32 kTokenBoxes = kStageK / kTokenK, kTokenBox = Config::kTokens * kSpan + 256;
@@ -41,6 +41,7 @@ template <typename Config> struct Layout {
     static_assert(Config::kBits == 8 || Config::kBits == 4, "weights have 8 or 4 bits");
     static_assert(Config::kTokens % 8 == 0 && Config::kTokens <= 64, "sums of all tokens fit the registers");
     static_assert(Config::kTiles == 1 || Config::kTiles == 2, "a warp has 16 or 32 weight rows");
+    static_assert(kRows % 64 == 0 && kRows <= 256, "a box has at most 256 rows, and is whole atoms of the swizzle");
     static_assert(Config::kSplit >= 1 && Config::kSplit <= 16, "a cluster has at most 16 blocks");
     static_assert(Config::kStages >= 2, "a stage is read while another one lands");
 };
@@ -65,17 +66,20 @@ template <typename T> __device__ inline void load_element(float& value, u32 addr
     value = to_float(stored);
 }
 
+// Are weights put into the order of the tokens, or tokens, each time a warp reads them, into that of the weights?
+template <typename Config> constexpr bool kNeighbours = Config::kTokens > 16;
+
 // Eight consecutive K of a weight row and the 16 x 8 x 16 products that take them: two pairs each for the first and for the
 // second.  8 bits: words 2 u and 2 u + 1 of the chunk.  4 bits: word u.
 template <typename Config> __device__ inline void convert(const u32 (&words)[4], u32 unit, u32 (&pairs)[4]) {
     using Element = typename Config::Element;
     if constexpr (Config::kBits == 4) {
-        convert_4bit<Element>(words[unit], pairs);
+        convert_4bit<Element, kNeighbours<Config>>(words[unit], pairs);
     } else {
         u32 half[2];
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-            convert_8bit<Element>(words[2 * unit + i], half);
+            convert_8bit<Element, kNeighbours<Config>>(words[2 * unit + i], half);
             pairs[2 * i] = half[0];
             pairs[2 * i + 1] = half[1];
         }
@@ -88,8 +92,8 @@ template <typename Config> __device__ inline void arrange(const u32 (&x)[4], u32
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
         const u32 first = Config::kBits == 4 ? i : 2 * i;
-        pairs[2 * i] = pair_low(x[first], x[first + kPartner]);
-        pairs[2 * i + 1] = pair_high(x[first], x[first + kPartner]);
+        pairs[2 * i] = kNeighbours<Config> ? x[2 * i] : pair_low(x[first], x[first + kPartner]);
+        pairs[2 * i + 1] = kNeighbours<Config> ? x[2 * i + 1] : pair_high(x[first], x[first + kPartner]);
     }
 }
 
@@ -116,46 +120,52 @@ template <typename Config> struct Fragments {
 
     // sums += scale * (weights * tokens), group by group.
     __device__ void multiply(Sums<Config>& sums, u32 stage) const {
-        constexpr u32 kTiles = Config::kTiles, kParcels = Shape::kParcels;
-        constexpr u32 kUnits = Config::kBits == 4 ? 4 : 2;  // of eight K, in a chunk of 16 bytes
-        Sums<Config> part;
+        constexpr u32 kGroups = Shape::kGroups, kChunks = 2 / kGroups;  // 16-byte chunks of a thread in a group
+        // Many tokens leave no registers for loading the second group during the first
+#pragma unroll (Config::kTokens >= 32 ? 1 : kGroups)
+        for (u32 group = 0; group < kGroups; ++group) {
+            Sums<Config> part = {};
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-            constexpr bool kOneGroup = Shape::kGroups == 1;
-            if (i == 0 || !kOneGroup) part = {};
-            u32 words[kTiles][2][4];
+            for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+                const u32 i = kGroups == 1 ? chunk : group;
+                multiply_chunk(part, stage + (weight_at ^ 64 * i), stage, i == 0 ? token_at[0] : token_at[1]);
+            }
+            add_scaled(sums, part, stage + Shape::kScalesAt, group);
+        }
+    }
+
+    // part += the product of one chunk.
+    __device__ void multiply_chunk(Sums<Config>& part, u32 weights, u32 stage, u32 tokens) const {
+        constexpr u32 kTiles = Config::kTiles, kUnits = Config::kBits == 4 ? 4 : 2;  // of eight K, in a chunk
+        u32 words[kTiles][2][4];
+#pragma unroll
+        for (u32 t = 0; t < kTiles; ++t) {
+#pragma unroll
+            for (u32 h = 0; h < 2; ++h) load_words(words[t][h], weights + (t * 16 + h * 8) * kSpan);
+        }
+#pragma unroll
+        for (u32 unit = 0; unit < kUnits; ++unit) {
+            u32 a[kTiles][2][4];
 #pragma unroll
             for (u32 t = 0; t < kTiles; ++t) {
 #pragma unroll
-                for (u32 h = 0; h < 2; ++h) {
-                    load_words(words[t][h], stage + (weight_at ^ 64 * i) + (t * 16 + h * 8) * kSpan);
-                }
+                for (u32 h = 0; h < 2; ++h) convert<Config>(words[t][h], unit, a[t][h]);
             }
 #pragma unroll
-            for (u32 unit = 0; unit < kUnits; ++unit) {
-                u32 a[kTiles][2][4];
+            for (u32 p = 0; p < Shape::kParcels; ++p) {
+                u32 x[4], b[4];
+                load_words(x, stage + (tokens ^ 16 * unit) + p * 8 * kSpan);
+                arrange<Config>(x, b);
 #pragma unroll
-                for (u32 t = 0; t < kTiles; ++t) {
+                for (u32 half = 0; half < 2; ++half) {
 #pragma unroll
-                    for (u32 h = 0; h < 2; ++h) convert<Config>(words[t][h], unit, a[t][h]);
-                }
-#pragma unroll
-                for (u32 p = 0; p < kParcels; ++p) {
-                    u32 x[4], b[4];
-                    load_words(x, stage + (token_at[i] ^ 16 * unit) + p * 8 * kSpan);
-                    arrange<Config>(x, b);
-#pragma unroll
-                    for (u32 half = 0; half < 2; ++half) {
-#pragma unroll
-                        for (u32 t = 0; t < kTiles; ++t) {
-                            mma_16x8x16<typename Config::Element>(
-                                part.of[p][t], a[t][0][2 * half], a[t][1][2 * half], a[t][0][2 * half + 1],
-                                a[t][1][2 * half + 1], b[2 * half], b[2 * half + 1]);
-                        }
+                    for (u32 t = 0; t < kTiles; ++t) {
+                        mma_16x8x16<typename Config::Element>(
+                            part.of[p][t], a[t][0][2 * half], a[t][1][2 * half], a[t][0][2 * half + 1],
+                            a[t][1][2 * half + 1], b[2 * half], b[2 * half + 1]);
                     }
                 }
             }
-            if (i == 1 || !kOneGroup) add_scaled(sums, part, stage + Shape::kScalesAt, kOneGroup ? 0 : i);
         }
     }
 

@@ -53,7 +53,7 @@ def refusal(
     b: Tensor,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
-    starts: Tensor,
+    starts: Tensor | None,
     ends: Tensor,
     expected: int,
     activation: str,
@@ -62,7 +62,8 @@ def refusal(
     """Why this engine cannot run these arguments; None if it can.  a (1 or G, R, K), b (G, K, N)"""
     if expected > model.MAX_ROWS:
         return f"is for groups of at most {model.MAX_ROWS} expected rows, got {expected}"
-    if any(t.dtype != torch.int32 or (t.shape[0] > 1 and t.stride(0) != 1) for t in (starts, ends)):
+    bounds = [t for t in (starts, ends) if t is not None]
+    if any(t.dtype != torch.int32 or (t.shape[0] > 1 and t.stride(0) != 1) for t in bounds):
         return "reads starts and ends of groups that are contiguous int32"
     if scale_a is not None and scale_b is not None:
         return scaled.operand_refusal(a, b, scale_a, scale_b, activation, out_dtype)
@@ -77,7 +78,7 @@ def gemm(
     b: Tensor,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
-    starts: Tensor,
+    starts: Tensor | None,
     ends: Tensor,
     activation: str,
     config: Config,
@@ -85,8 +86,9 @@ def gemm(
     """Rows starts[g] .. ends[g] of d = act(those of a @ b[g]); other rows of d stay as they are.
 
     d (Ba, R, N_out)   a (Ba, R, K)   b (G, K, N)   scale_a (Ba, R blocks, K blocks)   scale_b (G, N blocks, K blocks)
-    starts, ends (G,) int32 on the device.  Ba is 1, or G: then rows of group g are those of a[g].  Rows beyond R do not
-    exist, whatever ends says.
+    starts, ends (G,) int32 on the device; without starts a group begins where the one before ends, the first at row 0.
+    Ba is 1, or G: then rows of group g are those of a[g], without starts from 0 on.  Rows beyond R do not exist,
+    whatever ends says.
     """
     batches, rows, depth = a.shape
     groups, _, columns = b.shape
@@ -114,7 +116,7 @@ def gemm(
         tokens,
         *scale_maps(scale_a, scale_b, scaling, config.tokens, tokens),
         d,
-        starts,
+        0 if starts is None else starts,
         ends,
         0 if scale_a is None else scale_a,
         0 if scale_b is None else scale_b,
@@ -155,7 +157,8 @@ def _room(rows: int) -> int:
 
 
 def _work(bucket: tuple[int, ...]) -> Work:
-    return Work(*bucket[:3], scaling=bucket[8], groups=bucket[3])
+    rows, columns, depth, groups = bucket[:4]
+    return Work(rows, columns, depth, bucket[8], groups)
 
 
 CONFIGS: tuple[Config, ...] = tuple(

@@ -169,7 +169,8 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 
 def _work(bucket: tuple[int, ...]) -> Work:
-    return Work(*bucket[:3], scaling=bucket[7])
+    rows, columns, depth = bucket[:3]
+    return Work(rows, columns, depth, bucket[7])
 
 
 CONFIGS: tuple[Config, ...] = tuple(

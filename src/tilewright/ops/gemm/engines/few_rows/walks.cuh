@@ -33,7 +33,7 @@ template <typename Config> class BatchWalk {
     u32 height_, rows_, columns_, all_, tile_;
 };
 
-// Rows starts[g] .. ends[g] of A belong to the weights g.  Each warp keeps a window of kWindow groups in the registers of
+// Rows starts[g] .. ends[g] of A belong to the weights g; without starts they follow those of g - 1.  Each warp keeps a window of kWindow groups in the registers of
 // its lanes, kEach a lane, and moves on when its tiles are done: empty groups cost their share of a load, and their
 // number has no limit.  Bounds beyond A are cut, and where an end lies before its start there is nothing.
 template <typename Config> class GroupWalk {
@@ -60,13 +60,18 @@ template <typename Config> class GroupWalk {
   private:
     __device__ u32 tiles(u32 i) const { return (end_[i] - start_[i] + Config::kTokens - 1) / Config::kTokens * columns_; }
 
+    __device__ int first_row(u32 group) const {
+        if (starts_ != nullptr) return starts_[group];
+        return batched_ || group == 0 ? 0 : ends_[group - 1];
+    }
+
     // This lane's groups of the window, and how many tiles all lanes before it have, and it.
     __device__ void load() {
         until_ = 0;
 #pragma unroll
         for (u32 i = 0; i < kEach; ++i) {
             const u32 group = window_ + lane_index() * kEach + i;
-            const int start = group < groups_ ? starts_[group] : 0, end = group < groups_ ? ends_[group] : 0;
+            const int start = group < groups_ ? first_row(group) : 0, end = group < groups_ ? ends_[group] : 0;
             start_[i] = u32(min(max(start, 0), int(height_)));
             end_[i] = max(start_[i], u32(min(max(end, 0), int(height_))));
         }

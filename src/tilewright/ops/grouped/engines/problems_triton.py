@@ -1,0 +1,99 @@
+"""Products of different shapes in Triton: one persistent launch over the tiles of all of them.
+
+Where the operands lie and how large they are stands in a table on the device, 80 bytes a problem.  The host writes it
+by launches of one program each, whose parameters are the numbers: no copy, so no wait, and a CUDA graph that captures
+a call keeps them.  The multiplying launch finds the problem of a tile as `rows_triton.py` finds its group.
+
+Two flops a product of elements; operands once, results once.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.tape import scratch
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
+from tilewright.ops.grouped.engines.problems_triton_kernel import FIELDS, group_gemm_kernel, problem_kernel
+
+GROUPS = 64  # problems whose sizes are read at one time
+UNIT = 16  # elements: where results begin, see `group_gemm`
+
+
+class Config(NamedTuple):
+    """block_m, block_n, block_k: elements of a tile.   band: tile rows of a product walked together."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    band: int
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """By the largest problem: tiles of 128x128, of 64x64 for small ones, of scalars for float32."""
+    m, n = bucket[:2]
+    if dtype.itemsize == 4:
+        return Config(64, 64, 16, 4, 3, 8)
+    return Config(64, 64, 64, 4, 3, 8) if min(m, n) <= 256 else Config(128, 128, 32, 8, 4, 8)
+
+
+CONFIGS = (Config(64, 64, 16, 4, 3, 8), Config(64, 64, 64, 4, 3, 8), Config(128, 128, 32, 8, 4, 8))
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Tiles of up to 128x128."""
+    if dtype.itemsize == 4:
+        return tuple(Config(m, 64, 16, 4, stages, 8) for m in (32, 64) for stages in (2, 3))
+    tiles = ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 32, 8), (128, 128, 64, 8))
+    return tuple(Config(*tile, stages, 8) for tile, stages in product(tiles, (3, 4)))
+
+
+_table = TritonKernel(problem_kernel)
+_gemm = TritonKernel(group_gemm_kernel)
+
+
+def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) -> None:
+    """d: the products a[i] (M, K) @ b[i] (K, N), contiguous, each from a multiple of UNIT elements on."""
+    groups = len(a)
+    table = scratch((groups, FIELDS.value), torch.int64, d.device)
+    at = tiles = 0
+    for i, (left, right) in enumerate(zip(a, b, strict=True)):
+        (m, k), n = left.shape, right.shape[1]
+        sizes = (at, m, n, k, *left.stride(), *right.stride())
+        _table((1,), (table, i, left, right, *sizes), (), num_warps=1)
+        at += triton.cdiv(m * n, UNIT) * UNIT
+        tiles += triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+    a_unit, b_unit = _common(map(major_a, a)), _common(map(major_b, b))
+    vector = 16 // a[0].element_size()
+    if not (a_unit and b_unit and all(_vectors(x, major_a(x), y, major_b(y), vector) for x, y in zip(a, b, strict=True))):
+        vector = 1
+    wide = any(512 * max(t.stride()) > 2**31 - 1 for t in (*a, *b, *(y.mT for y in b)))
+    fit = dense._fit(_dense(config), dense._target(d), a[0].element_size(), d.element_size(), None, "")
+    grid = (max(1, min(tiles, fit.programs * usable_sms(d.device))),)
+    parts = min(fit.parts, 2)
+    constants = (a_unit, b_unit, vector, wide, GROUPS, config.band, parts, *fit.config[:3])
+    _gemm(grid, (d, table, a[0], groups), constants, num_warps=config.num_warps, num_stages=fit.config.num_stages)
+
+
+def _common(majors: object) -> str:
+    """The one dimension of unit stride of all matrices; "" if there are two."""
+    found = set(majors)  # type: ignore[call-overload]
+    return {Major.K: "K", Major.MN: "MN"}[found.pop()] if len(found) == 1 else ""
+
+
+def _vectors(a: Tensor, of_a: Major | None, b: Tensor, of_b: Major | None, elements: int) -> bool:
+    """Are both made of vectors of 16 bytes along their unit stride?"""
+    along = (a.shape[1] if of_a is Major.K else a.shape[0], b.shape[0] if of_b is Major.K else b.shape[1])
+    return copyable(a) and copyable(b) and all(size % elements == 0 for size in along)
+
+
+def _dense(config: Config) -> dense.Config:
+    return dense.Config(*config, False, 1)

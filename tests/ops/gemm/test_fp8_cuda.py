@@ -1,0 +1,330 @@
+"""The engine for scaled e4m3 operands: what it refuses, launches and compiles; on a Hopper GPU, what it computes."""
+
+import pytest
+import torch
+
+from tilewright.jit.collect import collect
+from tilewright.jit.compilers import nvrtc
+from tilewright.ops.gemm.engines import fp8_cuda as engine
+from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile
+from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
+from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.quant.layout import TOKEN
+from tilewright.ops.quant.numbers import cast, spread
+
+fp8, bf16, fp16, fp32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+SHARED_LIMIT = 232448  # bytes a block may have on sm_90, 1 KB of it for barriers
+
+
+def operands(rows, columns, depth, scaling=Scaling.TOKEN_BLOCK, batch=1, device="cpu", seed=0):
+    """a, b, scale_a, scale_b as `gemm` takes them; scales are log-uniform, and NaN where there are none."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def quantised(*shape):
+        return (60 * torch.randn(*shape, generator=generator, device=device)).clamp(-448, 448).to(fp8)
+
+    def scales(layout, size):
+        made = layout.empty(size, depth, device, batch)
+        made.as_strided((made.untyped_storage().nbytes() // 4,), (1,)).fill_(torch.nan)
+        return made.copy_(10 ** (2 * torch.rand(made.shape, generator=generator, device=device) - 4))
+
+    of_a, of_b = scaling.layouts
+    a, b = quantised(batch, rows, depth), quantised(batch, columns, depth).mT
+    return a, b, scales(of_a, rows), scales(of_b, columns)
+
+
+def made(block_m, block_n, cluster_m=1, cluster_n=1, scaling=Scaling.TOKEN_BLOCK, **fields):
+    """The config of a tile as the engine makes it, with other fields."""
+    config = engine._config(Tile(block_m, block_n, cluster_m, cluster_n), Problem(1, 1, 1, scaling=scaling))
+    return config._replace(**fields)
+
+
+# ----------------------------------------------------------------------------------------------- what it refuses
+
+REFUSED = {
+    "bf16": ("float8_e4m3fn", lambda a, b, sa, sb: (a.to(bf16), b, sa, sb, None)),
+    "a along M": ("along K", lambda a, b, sa, sb: (a.mT.contiguous().mT, b, sa, sb, None)),
+    "b along N": ("along K", lambda a, b, sa, sb: (a, b.contiguous(), sa, sb, None)),
+    "scales of rows and blocks": ("Scaling", lambda a, b, sa, sb: (a, b, sa[..., :1], sb, None)),
+    "odd K": ("16 bytes", lambda a, b, sa, sb: (a[..., :248], b[:, :248], sa, sb, None)),
+    "fp64 bias": ("bf16, fp16 or fp32", lambda a, b, sa, sb: (a, b, sa, sb, torch.zeros(384, dtype=torch.float64))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_is_said(case):
+    words, change = REFUSED[case]
+    given = operands(64, 384, 256)
+    assert engine.refusal(*given, None, None, 1.0, "", bf16) is None
+    a, b, sa, sb, bias = change(*given)
+    if case == "odd K":  # strides of 248 bytes
+        a, b = a.contiguous(), b.mT.contiguous().mT
+    reason = engine.refusal(a, b, sa, sb, bias, None, 1.0, "", bf16)
+    assert reason is not None
+    assert words in reason
+
+
+def test_results_in_fp8_have_rows_of_16_bytes():
+    given = operands(64, 40, 256)
+    assert engine.refusal(*given, None, None, 1.0, "", bf16) is None
+    assert "16 columns" in str(engine.refusal_fp8(*given, None, 1.0, ""))
+    assert engine.refusal_fp8(*operands(64, 96, 256), None, 1.0, "") is None
+    assert "16 columns" in str(engine.refusal_fp8(*operands(64, 48, 256), None, 1.0, "swiglu"))
+
+
+# ----------------------------------------------------------------------------------------------- what it launches
+
+
+class Launches:
+    """Stands where the kernel and the maps are, and notes what they are given."""
+
+    def __init__(self, monkeypatch):
+        self.maps, self.calls, self.processors = [], [], 132
+        monkeypatch.setattr(
+            engine, "tensor_map", lambda t, box, swizzle=0: self.maps.append((tuple(t.shape), box, swizzle))
+        )
+        monkeypatch.setattr(engine, "usable_sms", lambda _: self.processors)
+        monkeypatch.setattr(engine, "KERNEL", lambda *args, **options: self.calls.append((*args, options)))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    return Launches(monkeypatch)
+
+
+def run(config, given, activation="", out_dtype=bf16, bias=None, c=None, alpha=1.0):
+    a, b = given[:2]
+    d = torch.empty(a.shape[0], a.shape[1], columns_out(b.shape[-1], activation), dtype=out_dtype, device=a.device)
+    engine.gemm(d, *given, bias, c, alpha, activation, config)
+    return d
+
+
+def run_fp8(config, given, activation="", bias=None, alpha=1.0):
+    a, b = given[:2]
+    n_out = columns_out(b.shape[-1], activation)
+    q = torch.empty(a.shape[0], a.shape[1], n_out, dtype=fp8, device=a.device)
+    scales = TOKEN.empty(a.shape[1], n_out, a.device, a.shape[0])
+    engine.gemm_fp8(q, scales, *given, bias, alpha, activation, config)
+    return q, scales
+
+
+def test_a_cluster_loads_halves_of_what_it_shares(launches):
+    run(made(256, 128, 1, 2), operands(600, 520, 384))
+    assert launches.maps == [
+        ((1, 600, 384), (1, 128, 128), 128),
+        ((1, 520, 384), (1, 128, 128), 128),
+        ((1, 600, 520), (1, 64, 64), 128),
+        ((1, 3, 600), (1, 1, 256), 0),
+    ]
+    (grid, args, params, options) = launches.calls[0]
+    assert grid == (3 * 3 * 2,)  # three rows of tiles, five columns in pairs
+    assert options["cluster"] == (2, 1, 1)
+    assert options["block"] == 384
+    assert args[6:8] == (600, 3 * 600), "of row scales: from 128 of K to the next, from matrix to matrix"
+    assert args[9:11] == (3, 5 * 3), "of block scales: from 128 columns to the next, from matrix to matrix"
+    assert args[-5:-1] == (600, 520, 384, 1)
+    assert (params.kScaling, params.kBlockM, params.kBlockN, params.kStages) == (2, 256, 128, 4)
+
+
+def test_column_scales_have_a_map_where_they_change_along_k(launches):
+    given = operands(300, 520, 384, Scaling.TOKEN_TOKEN)
+    run(made(128, 160, scaling=3), given)
+    assert launches.maps[-1] == ((1, 3, 520), (1, 1, 160), 0)
+    launches.maps.clear()
+    run(made(128, 160, scaling=1), operands(300, 520, 384, Scaling.ROW))
+    assert len(launches.maps) == 3, "operands and result"
+
+
+def test_a_result_in_place_is_added_by_the_copy_engine(launches):
+    given = operands(128, 128, 128, Scaling.TOKEN_TOKEN)
+    d = torch.zeros(1, 128, 128)
+    engine.gemm(d, *given, None, d, 1.0, "", made(256, 128, scaling=3))
+    assert launches.calls[-1][2].kInto
+    engine.gemm(d, *given, None, d.clone(), 1.0, "", made(256, 128, scaling=3))
+    assert not launches.calls[-1][2].kInto
+    assert launches.calls[-1][2].kAddend == 2
+    half = torch.zeros(1, 128, 128, dtype=bf16)
+    engine.gemm(half, *given, None, half, 1.0, "", made(256, 128, scaling=3))
+    assert not launches.calls[-1][2].kInto, "sums in bf16 would be rounded twice"
+
+
+def test_a_result_in_fp8_leaves_in_strips_of_128_bytes_beside_its_scales(launches):
+    given = operands(300, 544, 384)
+    run_fp8(made(128, 256), given, "swiglu")
+    assert launches.maps[2] == ((1, 300, 272), (1, 64, 128), 128)
+    stored, pitch, batch = launches.calls[0][1][16:19]
+    assert stored.shape == (1, 300, 3)
+    assert (pitch, batch) == (300, 900)
+
+
+def test_no_more_blocks_than_multiprocessors(launches):
+    launches.processors = 131
+    run(made(128, 192, 2, 1), operands(4096, 4096, 128))
+    assert launches.calls[0][0] == (130,)
+    launches.processors = 1
+    run(made(128, 192, 2, 1), operands(256, 192, 128))
+    assert launches.calls[1][0] == (2,), "a cluster is whole"
+
+
+# ----------------------------------------------------------------------------------------------- what it compiles
+
+
+@pytest.mark.parametrize("scaling", range(4))
+def test_every_config_fits_shared_memory(scaling):
+    for tile in {*engine.TILES, *engine.TILES_FP8}:
+        config = engine._config(tile, Problem(1, 1, 1, scaling=scaling))
+        assert config in (*engine.CONFIGS, *engine.CONFIGS_FP8)
+        assert engine._shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
+        assert config.stages >= 3
+        spare = SHARED_LIMIT - 1024 - engine._shared_bytes(config, scaling)
+        one_more = engine._shared_bytes(config._replace(stages=1), scaling) - engine._shared_bytes(
+            config._replace(stages=0), scaling
+        )
+        assert config.stages == 8 or spare < one_more, "a deeper ring would fit"
+
+
+def test_configs_of_fp8_results_are_whole_blocks_of_scales():
+    assert {config.block_n for config in engine.CONFIGS_FP8} == {128, 256}
+    assert {config.block_m for config in engine.CONFIGS_FP8} == {64, 128, 256}
+
+
+OPTIONS = (  # activation, Out, Bias, C
+    ("", bf16, None, None),
+    ("gelu", fp16, bf16, bf16),
+    ("swiglu", bf16, fp32, fp32),
+    ("", fp32, None, fp32),  # compiled twice: c may be the result
+    ("silu", fp8, bf16, None),
+)
+ALONE = [config for config in engine.CONFIGS if config.cluster_m == config.cluster_n == 1]
+INSTANCES = [
+    (config, scaling, OPTIONS[(n + scaling) % len(OPTIONS)])
+    for n, config in enumerate(ALONE)
+    for scaling in range(4)
+    if engine._shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
+] + [
+    (made(256, 128, 1, 2, turns=True), 2, OPTIONS[0]),
+    (made(256, 128, 2, 1), 2, OPTIONS[1]),
+    (made(128, 192, 2, 1, turns=True), 3, OPTIONS[0]),
+    (made(128, 256, 1, 2), 2, ("swiglu", fp8, bf16, None)),
+    (made(64, 256), 1, ("swiglu", fp8, None, None)),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize(("config", "scaling", "options"), INSTANCES)
+def test_instances_use_the_matrix_units_and_spill_nothing(config, scaling, options):
+    activation, out, bias, c = options
+    if out == fp8 and config not in engine.CONFIGS_FP8 and not config.turns and activation != "swiglu":
+        out = bf16
+    if activation == "swiglu" and config.block_n % 32:
+        activation = "relu"
+    given = operands(8, 512, 256, Scaling(scaling))
+    bias = None if bias is None else torch.zeros(512, dtype=bias)
+    with collect("sm_90") as collector:
+        if out == fp8:
+            run_fp8(config, given, activation, bias)
+        else:
+            c = None if c is None else torch.zeros(1, 8, columns_out(512, activation), dtype=c)
+            run(config, given, activation, out, bias, c)
+    assert len(collector.jobs) == (2 if c is not None and c.dtype == out == fp32 else 1)
+    passes = max(config.block_m // 128, 1) * (2 if config.block_n > 192 else 1)
+    for job in collector.jobs:
+        info = job.compile().info
+        assert info["stack_bytes"] == info["spill_stores"] == 0
+        assert not info["instructions"].keys() & {"LDL", "STL"}
+        # 128 of K are four times 32, in two passes; or in four places of the loop that exchanges two accumulators
+        assert info["instructions"]["QGMMA"] == 4 * (passes if config.scratch == 1 else 4)
+        assert info["shared_bytes"] <= 1024
+        assert info["warnings"] == []
+
+
+# ----------------------------------------------------------------------------------------------- what it computes
+
+
+def exact(given, bias, c, alpha, activation):
+    """The product of the dequantised operands in float64, and the sum of magnitudes that its error is measured by."""
+    a, b, sa, sb = given
+    of_a, of_b = next(
+        s.layouts
+        for s in list(Scaling)[:4]
+        if s.layouts[0].shape(*a.shape[1:]) == tuple(sa.shape[1:])
+        and s.layouts[1].shape(*b.mT.shape[1:]) == tuple(sb.shape[1:])
+    )
+    x = a.double() * spread(sa.double(), of_a, *a.shape[1:])
+    y = b.mT.double() * spread(sb.double(), of_b, *b.mT.shape[1:])
+    return apply_epilogue(alpha * x @ y.mT, bias, c, activation, torch.float64)
+
+
+COMPUTED = {  # rows, columns, depth, batch, scaling, config, activation, out
+    "one tile": (256, 128, 256, 1, 2, made(256, 128), "", bf16),
+    "ragged everything, a cluster": (1001, 1032, 1168, 1, 2, made(256, 128, 1, 2), "gelu", bf16),
+    "two blocks of scales a tile": (1001, 1160, 1168, 1, 2, made(128, 192, 2, 1), "", fp32),
+    "three quarters of a block": (1001, 1160, 1168, 1, 2, made(128, 96), "", fp16),
+    "two scratches, one step": (300, 264, 128, 1, 2, made(128, 128), "", bf16),
+    "two scratches, three steps": (300, 264, 384, 3, 2, made(128, 128), "", bf16),
+    "two passes over columns": (700, 1288, 912, 1, 2, made(128, 256, 2, 1), "swiglu", bf16),
+    "turns": (2000, 2048, 1152, 1, 2, made(256, 128, turns=True), "", bf16),
+    "tensor scales": (1001, 1032, 1168, 2, 0, made(256, 128, 1, 2), "relu", bf16),
+    "row scales": (1001, 1032, 1168, 2, 1, made(128, 256), "silu", bf16),
+    "token by token": (1001, 1032, 1168, 1, 3, made(256, 128, scaling=3), "", fp32),
+    "few rows": (13, 520, 2048, 1, 2, made(64, 32), "", bf16),
+}
+
+
+def on_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", COMPUTED)
+def test_results(case):
+    on_hopper()
+    rows, columns, depth, batch, scaling, config, activation, out = COMPUTED[case]
+    given = operands(rows, columns, depth, Scaling(scaling), batch, "cuda")
+    bias = torch.randn(columns, device="cuda")
+    c = torch.randn(batch, rows, columns_out(columns, activation), device="cuda").to(bf16)
+    found = run(config, given, activation, out, bias, c, depth**-0.5)
+    wanted = exact(given, bias, c, depth**-0.5, activation)
+    bound = {bf16: 4e-3, fp16: 2e-3, fp32: 2e-3}[out]
+    for f, w in zip(found.double().split(64, -1), wanted.split(64, -1), strict=True):
+        for tile, right in zip(f.split(64, -2), w.split(64, -2), strict=True):
+            assert (tile - right).norm() <= bound * right.norm()
+    for _ in range(20):
+        assert torch.equal(run(config, given, activation, out, bias, c, depth**-0.5), found), "the same bits every time"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [made(256, 128), made(128, 128), made(128, 256), made(64, 128)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_fp8_result_is_the_cast_of_the_float32_one(config, activation):
+    on_hopper()
+    if activation == "swiglu" and config.block_n != 256:
+        pytest.skip("gated blocks of scales need tiles of 256 columns")
+    given = operands(333, 1056, 640, device="cuda")
+    bias = torch.randn(1056, device="cuda")
+    q, scales = run_fp8(config, given, activation, bias, 0.03)
+    wanted_q, wanted_scales = cast(run(config, given, activation, fp32, bias, alpha=0.03)[0], TOKEN)
+    assert torch.equal(scales[0], wanted_scales)
+    assert torch.equal(q[0].view(torch.uint8), wanted_q.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_accumulation_in_place_adds_once():
+    on_hopper()
+    given = operands(600, 520, 1024, Scaling.TOKEN_TOKEN, device="cuda")
+    config = made(256, 128, 1, 2, scaling=3)
+    start = torch.randn(1, 600, 520, device="cuda")
+    d = start.clone()
+    engine.gemm(d, *given, None, d, 1.0, "", config)
+    product = run(config, given, out_dtype=fp32)
+    assert torch.equal(d, start + product)
+
+
+@pytest.mark.gpu
+def test_scales_of_nothing_are_not_read():
+    """Columns of K beyond the edge are zeros, and so are their scales: 0 * NaN would be NaN."""
+    on_hopper()
+    given = operands(65, 136, 144, Scaling.TOKEN_TOKEN, device="cuda")
+    assert not run(made(256, 128, scaling=3), given).isnan().any()
