@@ -97,7 +97,9 @@ def masked(place, sizes, most, n=72, k=40, *, dtype=HALF, scaling=None, **option
         assert (out[g, size:] == POISON).all(), f"group {g}: rows that do not count were written"
 
 
-def along_k(place, sizes, m=72, n=40, *, layout="tn", dtype=HALF, scaled_=False, c=False, into=False, behind=0, **options):
+def along_k(
+    place, sizes, m=72, n=40, *, layout="tn", dtype=HALF, scaled_=False, c=False, into=False, behind=0, **options
+):
     """Sums over groups of `sizes` rows; `behind` rows that belong to none."""
     device, groups, total = place.device, len(sizes), sum(sizes) + behind
     layouts = Scaling.TOKEN_TOKEN.layouts if scaled_ else (None, None)

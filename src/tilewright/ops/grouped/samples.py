@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Cost, Sample
 from tilewright.ops import rows
 from tilewright.ops.gemm.checks import FP8
-from tilewright.ops.gemm.operands import LAYOUTS, columns_out
+from tilewright.ops.gemm.operands import columns_out
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.quant.layout import ScaleLayout
 

@@ -5,18 +5,20 @@ a row has one scale, and an element is the integer q times that scale.  There is
 
     8 bits   q (N, K) int8, from -127 to 127
     4 bits   q (N, K / 2) uint8, K even: byte j of a row holds element 2 j in its low four bits, element 2 j + 1 in its
-             high four, each from -7 to 7 in two's complement (products take -8 and -128 too)
+             high four, each from -7 to 7 in two's complement (products take -8 and -128 as well)
     scales   (N, ceil(K / 128)), those of one group for consecutive rows side by side in memory: strides (1, pitch), the
              pitch a multiple of 16 bytes, so that the copy engine brings the scales of a tile's rows as one line
 
-Scales of a bfloat16 weight are bfloat16: at 4 bits they are 3 % of the bytes, as float32 they would be 6 %, and q is
-rounded for the scale as it is stored, so that nothing else is lost.  Those of float16 and float32 weights are float32:
-at 8 bits a group of size 0.007 has a scale of 6e-5, where float16 ends.
+`quantise` makes bfloat16 scales of every weight: at 4 bits they are 3 % of the bytes, as float32 they would be 6 %.
+q is rounded for the scale as it is stored, so that nothing is lost but that a scale may be 0.4 % larger than it must;
+and no scale is too small, as in float16, which ends at 6e-5, where weights of 0.007 have theirs at 8 bits.  Products
+take float16 and float32 scales too.
 
     amax  = max |w| of the group
-    scale = amax * fl(1 / 127) or fl(1 / 7), rounded to its dtype; 0 if amax is below 2^-100
-    q     = w * (1 / scale) rounded to the nearest integer, ties to even, within +-127 or +-7; 0 where scale is 0
+    scale = amax * fl(1 / 127) or fl(1 / 7) in float32, rounded to bfloat16; 0 if amax is below 2^-100
+    q     = w * fl(1 / scale) in float32, rounded to the nearest integer, ties to even; 0 where scale is 0
 
+|w| / scale is below 127.5 (7.03), so that nothing needs to be cut to 127 (7).
 A group with a NaN or an infinity has such a scale and q = 0 there: dequantised, an element of it that counts is NaN.
 """
 
@@ -30,23 +32,17 @@ from tilewright.ops.quant.layout import ScaleLayout
 GROUP = 128
 AMAX_MIN = 2.0**-100
 """Groups of smaller elements count as zero: the reciprocal of their scale would leave float32."""
-LARGEST = {8: 127, 4: 7}
-"""Of the integers that `quantise` makes, by bits."""
 INVERSE = {8: 8454660 * 2.0**-30, 4: 9586981 * 2.0**-26}
-"""1 / 127 and 1 / 7 rounded to float32.  A division by a constant is written as a product, as torch's kernels on a GPU
+"""By bits: 1 / 127 and 1 / 7 rounded to float32.  A division by a constant is written as a product, as torch's kernels on a GPU
 make it, so that every device gives the same bits.
 """
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
+"""dtypes of scales that products take."""
 
 
 def bits_of(q: Tensor) -> int:
     """8 for int8, 4 for uint8, which holds two elements a byte."""
     return 4 if q.dtype == torch.uint8 else 8
-
-
-def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the scales of a weight of `dtype`."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def layout(dtype: torch.dtype) -> ScaleLayout:
@@ -72,22 +68,21 @@ def in_layout(scales: Tensor) -> bool:
 
 
 def quantise(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(q, scales) of a weight (N, K).  Of a float64 weight, whose scales are not rounded, q as float64 numbers."""
+    """(q, scales) of a weight (N, K), whatever its dtype, in float32: integers know no finer oracle.  Of a float64
+    weight the scales, bfloat16 numbers, are float64.
+    """
     rows, depth = w.shape
-    wide = w if w.dtype == torch.float64 else w.to(torch.float32)
-    cut = pad(wide, (0, -depth % GROUP)).view(rows, groups(depth), GROUP)
+    cut = pad(w.to(torch.float32), (0, -depth % GROUP)).view(rows, groups(depth), GROUP)
     amax = cut.abs().amax(-1)
-    exact = torch.where(amax < AMAX_MIN, 0.0, amax * INVERSE[bits])
-    scales = exact.to(scale_dtype(w.dtype))
-    stored = scales.to(wide.dtype)
+    scales = torch.where(amax < AMAX_MIN, 0.0, amax * INVERSE[bits]).to(torch.bfloat16)
+    stored = scales.to(torch.float32)
     inverse = torch.where(stored == 0, 0.0, 1.0 / stored)
     scaled = cut * inverse[..., None]
-    integers = torch.where(scaled.isnan(), 0.0, scaled.round()).clamp(-LARGEST[bits], LARGEST[bits])
-    q = integers.flatten(1)[:, :depth].to(torch.int8)
+    q = torch.where(scaled.isnan(), 0.0, scaled.round()).flatten(1)[:, :depth].to(torch.int8)
     packed = q.contiguous() if bits == 8 else pack(q)
     if w.dtype == torch.float64:
-        return packed.to(torch.float64), scales
-    return packed, layout(scales.dtype).empty(rows, depth, w.device).copy_(scales)
+        return packed, scales.to(torch.float64)
+    return packed, layout(torch.bfloat16).empty(rows, depth, w.device).copy_(scales)
 
 
 def pack(q: Tensor) -> Tensor:

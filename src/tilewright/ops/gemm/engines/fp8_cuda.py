@@ -39,7 +39,8 @@ _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 class Config(NamedTuple):
     """block_m x block_n of D a block; stages of the ring; blocks of a cluster, at most two, along M or along N; band:
-    rows of tiles walked together.  scratch: accumulators beside the sums; turns: do two warpgroups take turns?
+    rows of tiles walked together.  scratch: accumulators beside the sums; turns: 0, or WGMMAs
+    that are left when a warpgroup gives its turn to the other.
     """
 
     block_m: int
@@ -49,7 +50,7 @@ class Config(NamedTuple):
     cluster_n: int
     band: int
     scratch: int
-    turns: bool
+    turns: int
 
 
 class Params(NamedTuple):
@@ -62,7 +63,7 @@ class Params(NamedTuple):
     kClusterN: int
     kScaling: int
     kScratch: int
-    kTurns: bool
+    kTurns: int
     kWalk: int
     kActivation: int
     kBias: bool
@@ -320,7 +321,7 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
 
 def _config(tile: Tile, problem: Problem) -> Config:
     scratch = fp8_cost_model.scratch(tile)
-    config = Config(tile.block_m, tile.block_n, 0, tile.cluster_m, tile.cluster_n, 0, scratch, False)
+    config = Config(tile.block_m, tile.block_n, 0, tile.cluster_m, tile.cluster_n, 0, scratch, 0)
     fixed = _shared_bytes(config, problem.scaling)
     stages = (_SHARED - fixed) // (_shared_bytes(config._replace(stages=1), problem.scaling) - fixed)
     return config._replace(stages=min(_MAX_STAGES, stages), band=fp8_cost_model.band(tile, problem.sms))

@@ -6,8 +6,10 @@
 // scratch.  Promotion leaves the tensor cores to others, in one of three ways:
 //
 //   the other warpgroup  has its own rows and is somewhere else in its step;
-//   kTurns               the two take turns, so that one surely multiplies while the other promotes; the first leads by
-//                        a step, and runs ahead of the other's epilogue by as much;
+//   kTurns               the two take turns: one multiplies, alone, while the other promotes.  Left to themselves they
+//                        fall into step, since the tensor cores serve both at once, and then both promote at once.  A turn
+//                        ends when all but kTurns WGMMAs are over, so that the next begins without a pause.  The first
+//                        leads by a step, and runs ahead of the other's epilogue by as much;
 //   kScratch = 2         the next step is multiplied into a second accumulator meanwhile.
 //
 // A warpgroup has kBlockM x kBlockN / 128 sums a thread and scratch of one pass: 64 rows by at most 192 columns.  Tiles of
@@ -54,7 +56,8 @@ template <typename Config> struct Fp8Shape {
     static_assert(kN % 16 == 0 && kColumns % 16 == 0 && kPasses <= 2, "at most two passes");
     static_assert((kPasses + kScratch) * kColumns <= 3 * 128, "192 accumulators a thread, and of scratch as they are");
     static_assert(kScratch == 1 || (kScratch == 2 && kPasses == 1), "a second scratch takes the place of a second pass");
-    static_assert(!Config::kTurns || (kGroups == 2 && kScratch == 1), "two warpgroups take turns at one scratch each");
+    static_assert(Config::kTurns == 0 || (kGroups == 2 && kScratch == 1), "two warpgroups take turns at one scratch each");
+    static_assert(Config::kTurns >= 0 && Config::kTurns < 4, "a turn has four WGMMAs");
     static_assert(kCluster == 1 || kCluster == 2, "pairs of blocks share one operand");
 };
 
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             for (Tile tile; walk.next(tile);) {
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
-                    if constexpr (Shape::kAlongK) tma_fetch(map_scale_a, tile.row, at / 128, tile.batch_a);
+                    if constexpr (Shape::kAlongK) tma_fetch(map_scale_a, tile.row / 4 * 4, at / 128, tile.batch_a);
                     empty[s].wait(ring.parity ^ 1);
                     full[s].expect(A::kBytes + B::kBytes + Shape::kScaleBytes);  // both halves of what is shared
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
@@ -129,7 +132,9 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     } else {
         take_registers<kGroups == 2 ? 232 : 248>();
         const u32 first_row = group * 64;  // in the tile; of the second pass over rows, kGroups * 64 further
-        const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
+        // One value a warp, in uniform registers: else each step makes it of addresses again before it may multiply
+        const auto uniform = [](u64 value) { return value >> 32 << 32 | __shfl_sync(~0u, u32(value), 0); };
+        const u64 first_a = uniform(A::descriptor(stages_a + first_row * kSpan)), first_b = uniform(B::descriptor(stages_b));
         const auto release = [&](u32 stage) {  // in every block that loads it
             if constexpr (kCluster == 1) {
                 if (lane_index() == 0) empty[stage].arrive();
@@ -139,12 +144,12 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         };
         // The first warpgroup takes its first step and the second its last one of each tile when they like
         const auto begin_turn = [&](u32 step, u32 steps) {
-            if (Config::kTurns && (group == 0 ? step > 0 : step + 1 < steps)) sync_threads(3 + group, 256);
+            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps)) sync_threads(3 + group, 256);
         };
         const auto end_turn = [&](u32 step, u32 steps) {
-            if (Config::kTurns && (group == 0 ? step > 0 : step + 1 < steps)) arrive_at(4 - group, 256);
+            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps)) arrive_at(4 - group, 256);
         };
-        if (Config::kTurns && group == 1) arrive_at(3, 256);
+        if (Config::kTurns > 0 && group == 1) arrive_at(3, 256);
 
         u8* const own_buffers = buffers + group * kTileBuffers * kBoxBytes;
         typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, stored, stored_pitch, stored_batch, u32(m),
@@ -177,6 +182,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 #pragma unroll
                 for (u32 i = 0; i < kSpan / kWgmmaKBytes; ++i) {
                     wgmma<kColumns, Element>(to, wgmma_advance(a, i * kWgmmaKBytes), wgmma_advance(b, i * kWgmmaKBytes), i > 0);
+                    if (Config::kTurns > 0 && i + 1 + Config::kTurns == kSpan / kWgmmaKBytes) wgmma_commit();
                 }
                 wgmma_commit();
             };
@@ -206,6 +212,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     for (u32 pass = 0; pass < kPasses; ++pass) {
                         begin_turn(step, tile.steps);
                         multiply(scratch[0], pass);
+                        if constexpr (Config::kTurns > 0) wgmma_wait<1>();
                         end_turn(step, tile.steps);
                         wgmma_wait<0>(scratch[0]);
                         take_over(scratch[0], values, pass, ring.stage);
@@ -257,7 +264,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
             epilogue.write(sums, factor, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
         }
-        if (Config::kTurns && group == 0) sync_threads(3, 256);
+        if (Config::kTurns > 0 && group == 0) sync_threads(3, 256);
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }
     if constexpr (kCluster > 1) sync_cluster();  // and this block the arrivals of the other

@@ -43,10 +43,9 @@ class Problem(NamedTuple):
     def of(cls, sample: Sample) -> "Problem":
         """From a sample of `scaled_matmul`."""
         a, b, scale_a, scale_b = sample.args
-        options = sample.kwargs
-        names = ("bias", "c", "activation")
-        addends = (options.get(name) for name in names)
-        return cls(a, b, scale_a, scale_b.mT, *addends, options.get("out_dtype") or torch.bfloat16)
+        bias, c, activation = (sample.kwargs.get(name) for name in ("bias", "c", "activation"))
+        out_dtype = sample.kwargs.get("out_dtype") or torch.bfloat16
+        return cls(a, b, scale_a, scale_b.mT, bias, c, activation, out_dtype)
 
     @property
     def scaling(self) -> Scaling:
@@ -75,9 +74,6 @@ def _product(p: Problem, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor,
     multiply = partial(torch._scaled_mm, a, b, scale_a, scale_b, p.bias, out_dtype=p.out_dtype, use_fast_accum=fast)
     if p.activation is None and p.c is None:
         return multiply
-    if p.c is not None and p.activation is None and p.c.dtype == p.out_dtype:
-        c = p.c  # a weight gradient that is summed in place, as training frameworks do: torch has no such product
-        return lambda: torch.add(c, multiply())
     return lambda: eager(multiply(), p.c, p.activation)
 
 

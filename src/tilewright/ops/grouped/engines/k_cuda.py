@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewright.hardware.device import device_info
 from tilewright.ops.gemm.engines import dense_cuda, fp8_cuda
 from tilewright.ops.gemm.engines.dense_cuda import Groups
+from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.grouped.engines.config_cuda import Config, named, own
 from tilewright.ops.grouped.raw import UNSCALED
 
@@ -39,6 +40,9 @@ def refusal(
     if c is not None and c.shape[-1] > 1 and c.stride(-1) != 1:
         return "needs c contiguous along N"
     if scale_a is None or scale_b is None:
+        if major_a(a) is not Major.MN or major_b(b) is not Major.MN:
+            # Groups begin at any K, and a copy at multiples of 16 bytes of a line
+            return "needs a contiguous along M and b along N"
         return dense_cuda.refusal(a, b, None, c, None, 1.0, "", out_dtype)
     return fp8_cuda.refusal(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
 

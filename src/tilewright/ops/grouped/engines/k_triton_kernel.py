@@ -76,7 +76,7 @@ def k_grouped_kernel(
         offs_n = _offsets(BLOCK_N, WIDE)[None, :]
         offs_k = _offsets(BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for block in range(0, whole):
+        for block in range(whole):
             start = first + block * BLOCK_K
             if DESCRIPTORS:
                 if A_K_MAJOR:

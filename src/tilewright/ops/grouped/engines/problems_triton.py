@@ -73,7 +73,9 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
         tiles += triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     a_unit, b_unit = _common(map(major_a, a)), _common(map(major_b, b))
     vector = 16 // a[0].element_size()
-    if not (a_unit and b_unit and all(_vectors(x, major_a(x), y, major_b(y), vector) for x, y in zip(a, b, strict=True))):
+    if not (
+        a_unit and b_unit and all(_vectors(x, major_a(x), y, major_b(y), vector) for x, y in zip(a, b, strict=True))
+    ):
         vector = 1
     wide = any(512 * max(t.stride()) > 2**31 - 1 for t in (*a, *b, *(y.mT for y in b)))
     fit = dense._fit(_dense(config), dense._target(d), a[0].element_size(), d.element_size(), None, "")

@@ -113,7 +113,7 @@ def group_gemm_kernel(
         offs_n = _offsets(BLOCK_N, WIDE)[None, :]
         offs_k = _offsets(BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for block in range(0, tl.cdiv(K, BLOCK_K)):
+        for block in range(tl.cdiv(K, BLOCK_K)):
             start = block * BLOCK_K
             in_a = at_a + start.to(tl.int64) * stride_ak
             in_b = at_b + start.to(tl.int64) * stride_bk

@@ -18,6 +18,7 @@ from tilewright.ops.gemm.engines import dense_cuda, fp8_cuda
 from tilewright.ops.gemm.engines.dense_cuda import Groups
 from tilewright.ops.gemm.engines.few_rows import grouped as few_rows
 from tilewright.ops.gemm.engines.few_rows.model import MAX_ROWS
+from tilewright.ops.gemm.operands import Major, major_a
 from tilewright.ops.grouped.engines.config_cuda import Config, named, own
 from tilewright.ops.grouped.raw import UNSCALED
 
@@ -42,6 +43,8 @@ def refusal(
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
     if scale_a is None or scale_b is None:
+        if major_a(a) is not Major.K:  # groups begin at any row, and a copy at multiples of 16 bytes of a line
+            return "needs a contiguous along K"
         return dense_cuda.refusal(a, b, None, None, None, 1.0, activation, out_dtype)
     return fp8_cuda.refusal(a, b, scale_a, scale_b, None, None, 1.0, activation, out_dtype)
 

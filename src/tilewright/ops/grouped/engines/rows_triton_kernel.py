@@ -68,9 +68,9 @@ def _store_rows(d, value, batch, row, row_end, col, N, stride_db, stride_dm, WID
 
 
 @triton.jit
-def _row_scales(scale, batch, row, rows, block, stride_b, stride_r, stride_k, BLOCK: tl.constexpr):  # -> (BLOCK,)
+def _row_scales(scale, batch, row, rows, deep, stride_b, stride_r, stride_k, BLOCK: tl.constexpr):  # -> (BLOCK,)
     offs = tl.arange(0, BLOCK)
-    at = scale + (batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_r + block.to(tl.int64) * stride_k)
+    at = scale + (batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_r + deep.to(tl.int64) * stride_k)
     return tl.load(at + tl.minimum(offs, rows - 1) * stride_r)
 
 
@@ -143,7 +143,7 @@ def grouped_rows_kernel(
         offs_n = _offsets(BLOCK_N, WIDE)[None, :]
         offs_k = _offsets(BLOCK_K, WIDE)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for block in range(0, blocks):
+        for block in range(blocks):
             start = block * BLOCK_K
             if DESCRIPTORS:
                 if A_K_MAJOR:
@@ -161,15 +161,16 @@ def grouped_rows_kernel(
                 y = _load(in_b, offs_n, offs_k[:, None], N - col, K - start, stride_bn, stride_bk, CLAMP_B, EVEN_K)
             if SCALING >= TOKEN_BLOCK:
                 part = tl.dot(x, y)  # 128 of K: as far as the tensor cores' own sum may go
+                deep = start // 128
                 left = _row_scales(
-                    scale_a, batch, row, last - row, block, stride_sab, stride_sam, stride_sak, BLOCK_M
+                    scale_a, batch, row, last - row, deep, stride_sab, stride_sam, stride_sak, BLOCK_M
                 )  # fmt: skip
                 if SCALING == TOKEN_BLOCK:  # 128 columns share a scale, and a tile lies inside of them
                     at = group.to(tl.int64) * stride_sbb + (col // 128).to(tl.int64) * stride_sbn
-                    acc += part * (left * tl.load(scale_b + at + block.to(tl.int64) * stride_sbk))[:, None]
+                    acc += part * (left * tl.load(scale_b + at + deep.to(tl.int64) * stride_sbk))[:, None]
                 else:
                     right = _row_scales(
-                        scale_b, group, col, N - col, block, stride_sbb, stride_sbn, stride_sbk, BLOCK_N
+                        scale_b, group, col, N - col, deep, stride_sbb, stride_sbn, stride_sbk, BLOCK_N
                     )  # fmt: skip
                     acc += part * left[:, None] * right[None, :]
             else:

@@ -68,9 +68,7 @@ def _outputs(
     return (((starts[-1] + m[-1] * n[-1],), out_dtype),)
 
 
-def _raw(
-    a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype
-) -> Tensor:
+def _raw(a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
     made = reference([a, *more_a], [b, *more_b], out_dtype=out_dtype)
     padded = [torch.nn.functional.pad(d.flatten(), (0, -d.numel() % _UNIT)) for d in made[:-1]]
     return torch.cat([*padded, made[-1].flatten()])
@@ -106,9 +104,7 @@ FORWARD = RawOp(
 )
 
 
-def check(
-    a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype
-) -> None:
+def check(a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype) -> None:
     """Raises InputError for what the docstring of `group_gemm` excludes."""
     op = "group_gemm"
     for i, (left, right) in enumerate(zip((a, *more_a), (b, *more_b), strict=True)):
@@ -190,7 +186,9 @@ CONTRACT = register(
         bad_inputs=(
             _bad("no matrices", "at least one", _ones(), _ones()),
             _bad("one b too few", "2 matrices a and 1 b", _ones((2, 3), (2, 3)), _ones((3, 4))),
-            _bad("K differs", r"a\[1\] is \(2, 3\) and b\[1\] is \(4, 4\)", _ones((2, 3), (2, 3)), _ones((3, 4), (4, 4))),
+            _bad(
+                "K differs", r"a\[1\] is \(2, 3\) and b\[1\] is \(4, 4\)", _ones((2, 3), (2, 3)), _ones((3, 4), (4, 4))
+            ),
             _bad("a batch", r"a\[0\] is \(2, 2, 3\)", _ones((2, 2, 3)), _ones((3, 4))),
             _bad("integers", "a is torch.int32", _ones((2, 3), dtype=torch.int32), _ones((3, 4), dtype=torch.int32)),
             _bad("two dtypes", "they must have one dtype", _ones((2, 3)), _ones((3, 4), dtype=torch.bfloat16)),

@@ -22,7 +22,9 @@ def groups_of_rows(ids: Tensor, groups: int, *, backend: str | None = None) -> t
     What comes out are `starts` and `ends` of `grouped_matmul`; nothing leaves the device.
     Raises InputError for ids of another dtype or rank.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (ids.contiguous() if isinstance(ids, Tensor) else ids, groups), backend)
+    made: tuple[Tensor, Tensor] = call(
+        CONTRACT, (ids.contiguous() if isinstance(ids, Tensor) else ids, groups), backend
+    )
     return made
 
 

@@ -1,4 +1,7 @@
-"""What the bench measures: gradients of experts' weights, groups of uneven sizes, every other case with an empty one."""
+"""What the bench measures: gradients of experts' weights, groups of uneven sizes, in every other case some empty.
+
+Results of bfloat16 are what torch's grouped product makes; of float32, what training adds up.
+"""
 
 from typing import Any
 
@@ -14,12 +17,18 @@ SPLITS = ((4, 4096, "random"), (8, 4096, "sparse"))
 
 
 def _row(g: int, k: int, split: str, m: int, n: int, dtype: torch.dtype, **options: Any) -> Workload:
-    name = f"{'fp8' if dtype.itemsize == 1 else 'bf16'}_{g}x{k}_{m}x{n}"
+    into = "_to_bf16" if options.get("out_dtype") else ""
+    name = f"{'fp8' if dtype.itemsize == 1 else 'bf16'}_{g}x{k}_{m}x{n}{into}"
     return Workload(name, {"G": g, "M": m, "N": n, "K": k, "split": split, **options}, (dtype,), ("fwd",))
 
 
 WORKLOADS = (
-    *(_row(g, k, split, m, n, torch.bfloat16) for g, k, split in SPLITS for m, n in SIZES),
+    *(
+        _row(g, k, split, m, n, torch.bfloat16, out_dtype=out_dtype)
+        for out_dtype in (torch.bfloat16, None)
+        for g, k, split in SPLITS
+        for m, n in SIZES
+    ),
     *(
         _row(g, k, split, m, n, torch.float8_e4m3fn, scaling=int(Scaling.TOKEN_TOKEN), layout="nt")
         for g, k, split in SPLITS

@@ -101,7 +101,7 @@ CONTRACT = register(
         workloads=(_case("llama8b_gate_up", 28672, 4096, (torch.int8, torch.uint8)),),
         cpu_workloads=(_case("small", 256, 512),),
         edge_cases=(
-            _case("whole: groups without a tail", 37, 384),
+            _case("whole: groups without a tail", 40, 384),
             _case("ragged: the last group is short", 70, 200),
             _case("odd_k: rows begin anywhere", 21, 131),
             _case("one_row: a vector", 1, 640),

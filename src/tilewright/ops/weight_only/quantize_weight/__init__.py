@@ -20,7 +20,7 @@ def quantize_weight(w: Tensor, *, bits: int = 8, group: int = 128, backend: str 
 
     w: (N, K) bf16|fp16|fp32, a row for each output channel, as of `torch.nn.Linear`.
     q: (N, K) int8 for bits=8; for bits=4 (N, K / 2) uint8, K even, element 2 j in the low four bits of byte j.
-    scales: (N, ceil(K / 128)), strides (1, pitch); bf16 for a bf16 weight, else fp32.   A group of zeros has scale 0.
+    scales: (N, ceil(K / 128)), bf16, strides (1, pitch).   A group of zeros has scale 0.
 
     |w - q * scale| is at most half a scale; `packing.py` has the arithmetic.   Has no gradient.
     group: 128, the only size that kernels know.   backend: run on exactly this backend ("triton", "torch") or raise
@@ -39,13 +39,11 @@ def reference(w: Tensor, *, bits: int = 8, group: int = 128) -> tuple[Tensor, Te
 
 def _outputs(w: Tensor, bits: int) -> tuple[Any, ...]:
     n, k = w.shape
-    dtype = packing.scale_dtype(w.dtype)
-    of_scales = packing.layout(dtype)
+    dtype = torch.float64 if w.dtype == torch.float64 else torch.bfloat16
     stored = ((n, k), torch.int8) if bits == 8 else ((n, k // 2), torch.uint8)
-    if w.dtype == torch.float64:
-        stored = (stored[0], torch.float64)
-        return stored, (of_scales.shape(n, k), dtype)
-    return stored, (of_scales.shape(n, k), dtype, of_scales.strides(n, k))
+    if dtype == torch.float64:
+        return stored, ((n, packing.groups(k)), dtype)
+    return stored, ((n, packing.groups(k)), dtype, packing.layout(dtype).strides(n, k))
 
 
 FORWARD = RawOp(
@@ -66,7 +64,7 @@ def check(w: Tensor, bits: int) -> None:
     rows.check_floating("quantize_weight", w=w)
     if w.dim() != 2:
         raise InputError(f"quantize_weight: w is {tuple(w.shape)}; needs (N, K). Flatten leading dimensions.")
-    if bits not in packing.LARGEST:
+    if bits not in packing.INVERSE:
         raise InputError(f"quantize_weight: bits is {bits!r}; allowed are 8 and 4.")
     if bits == 4 and w.shape[1] % 2:
         raise InputError(f"quantize_weight: K is {w.shape[1]}; two elements share a byte at 4 bits, K must be even.")
@@ -92,8 +90,7 @@ def cost(sample: Sample, direction: str) -> Cost:
     (w,) = sample.args
     n, k = w.shape
     q = n * k * sample.kwargs.get("bits", 8) // 8
-    scales = n * packing.groups(k) * packing.scale_dtype(w.dtype).itemsize
-    return Cost(3 * w.numel(), rows.nbytes(w), q + scales)
+    return Cost(3 * w.numel(), rows.nbytes(w), q + n * packing.groups(k) * 2)
 
 
 def _bad(name: str, match: str, *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> BadInput:

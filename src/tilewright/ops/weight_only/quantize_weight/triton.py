@@ -48,7 +48,6 @@ def _quantize_kernel(
     BITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = 128
-    LARGEST: tl.constexpr = 127.0 if BITS == 8 else 7.0
     INVERSE: tl.constexpr = INVERSE_8 if BITS == 8 else INVERSE_4
     group = tl.program_id(0)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -65,8 +64,7 @@ def _quantize_kernel(
     scaled = x * inverse[:, None]
     # With such a scale 1 / scale is 0 or NaN: no element counts
     scaled = tl.where((largest < INFINITY)[:, None], scaled, 0.0)
-    rounded = scaled + ROUND - ROUND
-    integers = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST).to(tl.int32)
+    integers = (scaled + ROUND - ROUND).to(tl.int32)
     if BITS == 8:
         tl.store(q + offs_n[:, None] * K + offs_k[None, :], integers.to(tl.int8), mask=inside)
     else:
