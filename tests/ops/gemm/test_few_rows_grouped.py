@@ -28,7 +28,7 @@ def bucket(rows, columns, depth, groups, scaling):
 
 
 def deepest(tokens, split, ctas, scaling=UNSCALED):
-    config = model.deepest(tokens, split, ctas, scaling)
+    config = model.deepest(tokens, split, ctas, scaling, grouped=True)
     assert config is not None
     return config
 
@@ -70,7 +70,7 @@ def test_choices_are_listed_and_have_room_for_more_rows(rows, scaling):
             assert 4 <= len(set(found)) == len(found) <= 24
             for candidate in (config, *found):
                 assert candidate.split <= Work(1, columns, depth, scaling).steps
-                assert model.shared_bytes(candidate, scaling) <= model.SHARED[candidate.ctas]
+                assert model.shared_bytes(candidate, scaling, grouped=True) <= model.SHARED[candidate.ctas]
 
 
 @pytest.mark.parametrize("scaling", [UNSCALED, Scaling.TOKEN_BLOCK])
@@ -138,6 +138,17 @@ def test_the_grid_needs_no_word_from_the_device(launched):
     assert calls[-1][0] == (264,)
 
 
+def test_scales_are_copied_from_up_to_three_rows_before_a_group(launched):
+    maps, calls = launched
+    for scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
+        maps.clear()
+        config = deepest(16, 1, 1, scaling)
+        run(config, *operands(1, 37, 128, 512, 3, scaling), None, bounds(None, [3, 10, 37])[1])
+        assert ((1, 4, 37), (1, 2, 16 + 4)) in maps, "groups begin at any row, copies at multiples of four"
+        assert maps[2:-1] == [] if scaling is Scaling.TOKEN_BLOCK else maps[-1] == ((3, 4, 128), (1, 2, 64))
+        assert calls[-1][3]["shared_bytes"] == model.shared_bytes(config, scaling, grouped=True)
+
+
 def test_batches_and_metadata_reach_the_kernel(launched):
     starts, ends = bounds([0, 0, 0], [4, 0, 9])
     a, b, scale_a, scale_b = operands(3, 9, 256, 512, 3, Scaling.TOKEN_BLOCK)
@@ -184,6 +195,19 @@ def test_walks_over_groups_spill_nothing(config, scaling, activation, out):
     assert not info["instructions"].keys() & {"LDL", "STL"}
     assert info["instructions"]["HGMMA" if scaling == UNSCALED else "QGMMA"] == 8
     assert info["warnings"] == []
+
+
+@pytest.mark.compile
+@needs_nvrtc
+@pytest.mark.parametrize("scaling", KINDS)
+def test_host_and_kernel_agree_on_shared_memory(scaling, monkeypatch):
+    config, element = deepest(24, 2, 1, scaling), bf16 if scaling == UNSCALED else fp8
+    params = grouped.Params(*config, False, 0, int(scaling), element, bf16, bf16, bf16)
+    text, size = grouped.KERNEL.source(params), model.shared_bytes(config, scaling, grouped=True)
+    laid_out = f"tilewright::Layout<tilewright::OfGroups<Config>>::kBarriers + {16 * (1 + config.stages)}"
+    claim = f"static_assert({laid_out} == {size});\n"
+    monkeypatch.setattr(grouped.KERNEL, "source", lambda _: text + claim)
+    grouped.KERNEL.compile(params, "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it computes

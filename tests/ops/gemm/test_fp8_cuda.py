@@ -202,9 +202,9 @@ INSTANCES = [
     for scaling in range(4)
     if engine._shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
 ] + [
-    (made(256, 128, 1, 2, turns=True), 2, OPTIONS[0]),
+    (made(256, 128, 1, 2, turns=1), 2, OPTIONS[0]),
     (made(256, 128, 2, 1), 2, OPTIONS[1]),
-    (made(128, 192, 2, 1, turns=True), 3, OPTIONS[0]),
+    (made(128, 192, 2, 1, turns=1), 3, OPTIONS[0]),
     (made(128, 256, 1, 2), 2, ("swiglu", fp8, bf16, None)),
     (made(64, 256), 1, ("swiglu", fp8, None, None)),
 ]
@@ -264,7 +264,7 @@ COMPUTED = {  # rows, columns, depth, batch, scaling, config, activation, out
     "two scratches, one step": (300, 264, 128, 1, 2, made(128, 128), "", bf16),
     "two scratches, three steps": (300, 264, 384, 3, 2, made(128, 128), "", bf16),
     "two passes over columns": (700, 1288, 912, 1, 2, made(128, 256, 2, 1), "swiglu", bf16),
-    "turns": (2000, 2048, 1152, 1, 2, made(256, 128, turns=True), "", bf16),
+    "turns": (2000, 2048, 1152, 1, 2, made(256, 128, turns=1), "", bf16),
     "tensor scales": (1001, 1032, 1168, 2, 0, made(256, 128, 1, 2), "relu", bf16),
     "row scales": (1001, 1032, 1168, 2, 1, made(128, 256), "silu", bf16),
     "token by token": (1001, 1032, 1168, 1, 3, made(256, 128, scaling=3), "", fp32),

@@ -119,6 +119,7 @@ def test_a_result_of_any_alignment(place):
     assert (memory == -7).all()
 
 
+SEARCHED = [Place("cpu", "torch"), pytest.param(Place("cpu", "triton"), marks=pytest.mark.interp)]
 GROUPS = st.lists(st.one_of(st.just(0), st.integers(1, 9), st.integers(60, 70)), min_size=1, max_size=7)
 
 

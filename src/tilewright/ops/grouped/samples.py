@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def parts(total: int, groups: int, split: str, seed: int) -> list[int]:
     if split == "random":
         cuts = sorted(draw.randint(0, total) for _ in cuts)
     edges = [0, *cuts, total]
-    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
+    return [end - start for start, end in pairwise(edges)]
 
 
 def _ends(sizes: list[int], device: torch.device) -> Tensor:
@@ -91,15 +92,15 @@ class _Draw:
 
     def operand(self, shape: tuple[int, ...], *, turned: bool, of_a: bool) -> tuple[Tensor, Tensor | None]:
         """(..., R, K), K last in memory unless `turned`, and its scales."""
+        *lead, high, deep = shape
         size = 1.0 if of_a else max(self._params["K"], 1) ** -0.5
         scaling = self._params.get("scaling") if self._dtype == FP8 else None
-        lead, last = shape[:-2], shape[-2:]
-        made = self.normal((*lead, *(reversed(last) if turned else last)), self._dtype, size if scaling is None else 8)
+        made = self.normal((*lead, deep, high) if turned else shape, self._dtype, size if scaling is None else 8)
         made = made.mT if turned else made
         if scaling is None:
             return made, None
         layout: ScaleLayout = Scaling(scaling).layouts[0 if of_a else 1]
-        scales = layout.empty(*last, self._device, *lead)
+        scales = layout.empty(high, deep, self._device, *lead)
         octaves = torch.rand(scales.shape, generator=self._generator)
         return made, scales.copy_((torch.exp2(6 * octaves - 3) * (size / 8)).to(self._device))
 
@@ -191,8 +192,8 @@ def bad_rows(*, masked: bool) -> tuple[BadInput, ...]:
         bad("unknown activation", "activation is 'tanh'; allowed are None, 'relu'", activation="tanh"),
         bad("odd columns for a gate", "has 7; N must be even", b=(2, 8, 7), activation="swiglu"),
         bad("integer result", "out_dtype is torch.int32; of torch.float32 operands", out_dtype=torch.int32),
-        bad("scales of bfloat16", "scales go with float8_e4m3fn operands", dtypes=(half, half), scale_a=((*lead, 1, 1),),
-            scale_b=((2, 1, 1),)),
+        bad("scales of bfloat16", "scales go with float8_e4m3fn operands", dtypes=(half, half),
+            scale_a=((*lead, 1, 1),), scale_b=((2, 1, 1),)),
         bad("one scale alone", "scale_b is missing", dtypes=(fp8, fp8), scale_a=((*lead, 1, 1),)),
         bad("scales of another K", r"scale_a is .* it may be .*\(1x128\)", a=tall, b=(2, 256, 6), dtypes=(fp8, fp8),
             scale_a=((*tall[:-1], 3),), scale_b=((2, 2, 1),)),

@@ -33,8 +33,8 @@ GROUP = 128
 AMAX_MIN = 2.0**-100
 """Groups of smaller elements count as zero: the reciprocal of their scale would leave float32."""
 INVERSE = {8: 8454660 * 2.0**-30, 4: 9586981 * 2.0**-26}
-"""By bits: 1 / 127 and 1 / 7 rounded to float32.  A division by a constant is written as a product, as torch's kernels on a GPU
-make it, so that every device gives the same bits.
+"""By bits: 1 / 127 and 1 / 7 rounded to float32.  A division by a constant is written as a product, as torch's kernels
+on a GPU make it, so that every device gives the same bits.
 """
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
 """dtypes of scales that products take."""

@@ -147,7 +147,7 @@ def gemm(
         stores_vectors(d),
     )
     tiles = batches * -(-rows // config.tokens) * -(-columns // model.BLOCK_N)
-    launch(KERNEL, config, UNSCALED, tiles, d.device, args, params)
+    launch(KERNEL, config, model.shared_bytes(config), tiles, d.device, args, params)
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:

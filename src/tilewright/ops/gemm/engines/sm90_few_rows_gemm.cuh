@@ -25,8 +25,6 @@
 
 namespace tilewright {
 
-template <typename Base> struct Unscaled : Base { static constexpr int kScaling = int(Scaling::None); };
-
 // make_walk(): the tiles of this cluster; called once what earlier kernels wrote may be read, before that only if
 // kFirstIsKnown.
 template <typename Config, typename MakeWalk>
@@ -164,7 +162,6 @@ __device__ inline void few_rows(
             if (token < own_tokens) result[token * kPitch + weight] = scale * own[i];
         }
         sync_threads(kMathThreads, kMath);
-        // Parcels have been read.  Nobody waits for the last word of this, and a block that has ended could not hear it.
         // All threads have read the parcels.  A release for the cluster: a fence, but here few writes are on their way, and
         // the ring hides it.  Nobody waits for the last one, and a block that has ended could not hear it.
         if (kSplit > 1 && walk.more() && threadIdx.x < kSplit) taken.arrive_in_cluster(threadIdx.x);
@@ -203,13 +200,14 @@ __global__ void __launch_bounds__(kThreads, Base::kCtas) few_rows_gemm(
 }
 
 // e4m3 operands along K.  Scales (rows or blocks of rows, blocks of K) of both, with their strides.
-template <typename Config>
-__global__ void __launch_bounds__(kThreads, Config::kCtas) few_rows_scaled_gemm(
+template <typename Base>
+__global__ void __launch_bounds__(kThreads, Base::kCtas) few_rows_scaled_gemm(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
     const __grid_constant__ TensorMap weight_scales, const __grid_constant__ TensorMap token_scales,
-    typename Config::Out* d, const typename Config::Bias* bias, const typename Config::Addend* c, const float* scale_a,
+    typename Base::Out* d, const typename Base::Bias* bias, const typename Base::Addend* c, const float* scale_a,
     const float* scale_b, i64 scale_a_batch, i64 scale_b_batch, i64 scale_b_row, i64 d_batch, i64 d_row, i64 c_batch,
     i64 c_row, float alpha, int rows, int columns, int depth, int batches, int token_rows, bool vectors) {
+    using Config = OfProduct<Base>;
     Operands<Config> in{weights, tokens, weight_scales, token_scales, scale_a, scale_b, scale_a_batch, scale_b_batch,
                         scale_b_row, u32(depth), u32(token_rows)};
     share_depth(in);
@@ -218,13 +216,14 @@ __global__ void __launch_bounds__(kThreads, Config::kCtas) few_rows_scaled_gemm(
 }
 
 // Rows starts[g] .. ends[g] of A by weights g.  Operands as in few_rows_gemm, or as in few_rows_scaled_gemm.
-template <typename Config>
-__global__ void __launch_bounds__(kThreads, Config::kCtas) few_rows_grouped_gemm(
+template <typename Base>
+__global__ void __launch_bounds__(kThreads, Base::kCtas) few_rows_grouped_gemm(
     const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap tokens,
     const __grid_constant__ TensorMap weight_scales, const __grid_constant__ TensorMap token_scales,
-    typename Config::Out* d, const int* starts, const int* ends, const float* scale_a, const float* scale_b,
+    typename Base::Out* d, const int* starts, const int* ends, const float* scale_a, const float* scale_b,
     i64 scale_a_batch, i64 scale_b_batch, i64 scale_b_row, i64 d_batch, i64 d_row, int groups, int rows, int columns,
     int depth, int token_rows, bool batched, bool vectors) {
+    using Config = OfGroups<Base>;
     Operands<Config> in{weights, tokens, weight_scales, token_scales, scale_a, scale_b, scale_a_batch, scale_b_batch,
                         scale_b_row, u32(depth), u32(token_rows)};
     share_depth(in);

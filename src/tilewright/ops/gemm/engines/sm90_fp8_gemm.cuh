@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
     u8* const column_scales = buffers + kGroups * kTileBuffers * kBoxBytes;
-    __shared__ Barrier full[kStages], empty[kStages];
+    __shared__ Barrier full[kStages], empty[kStages], turn[Config::kTurns > 0 ? 2 : 1];  // turn: one arrival a warp
     __shared__ typename TileWalk<Config>::Table table;
 
     const u32 group = warp_index() / 4;
@@ -94,6 +94,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             full[i].init(1);
             empty[i].init(4 * kGroups * kCluster);  // one arrival a warp that reads
         }
+        for (Barrier& barrier : turn) barrier.init(4);
         fence_barrier_init();
     }
     if constexpr (kCluster == 1) {
@@ -107,13 +108,13 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
     const ScaleArgs scales_at{scale_a, scale_a_pitch, scale_a_batch, scale_b, scale_b_pitch, scale_b_batch};
     TileWalk<Config>::prepare(args, table);
-    TileWalk<Config> walk(args, table, rank);
     Ring<kStages> ring;
 
     if (group == kGroups) {
         give_registers<40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
+            TileWalk<Config> walk(args, table, rank);
             for (Tile tile; walk.next(tile);) {
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
@@ -142,19 +143,25 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 if (lane_index() < kCluster) empty[stage].free_in_cluster(lane_index());
             }
         };
-        // The first warpgroup takes its first step and the second its last one of each tile when they like
-        const auto begin_turn = [&](u32 step, u32 steps) {
-            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps)) sync_threads(3 + group, 256);
-        };
+        // The first warpgroup takes its first step and the second its last one of each tile when they like.  Turns wait at
+        // barriers in memory: the compiler moves promotion behind a named barrier, into the other's turn.
+        u32 turns = 0;  // parity of this warpgroup's next turn
         const auto end_turn = [&](u32 step, u32 steps) {
-            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps)) arrive_at(4 - group, 256);
+            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps) && lane_index() == 0) turn[1 - group].arrive();
         };
-        if (Config::kTurns > 0 && group == 1) arrive_at(3, 256);
+        const auto begin_turn = [&](u32 step, u32 steps) {
+            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps)) {
+                turn[group].wait(turns);
+                turns ^= 1;
+            }
+        };
+        if (Config::kTurns > 0 && group == 1 && lane_index() == 0) turn[0].arrive();
 
         u8* const own_buffers = buffers + group * kTileBuffers * kBoxBytes;
         typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, stored, stored_pitch, stored_batch, u32(m),
                                            u32(n), own_buffers, 1 + group});
 
+        TileWalk<Config> walk(args, table, rank);
         for (Tile tile; walk.next(tile);) {
             if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
@@ -264,7 +271,6 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
             epilogue.write(sums, factor, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
         }
-        if (Config::kTurns > 0 && group == 0) sync_threads(3, 256);
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }
     if constexpr (kCluster > 1) sync_cluster();  // and this block the arrivals of the other

@@ -9,9 +9,7 @@ end at multiples of 128 and nothing is left.
 bf16 cannot beat 1.95 ms at 989 TFLOP/s.
 """
 
-from contextvars import copy_context
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,26 +18,11 @@ from torch import Tensor
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.gemm.engines import tile_triton as dense
-from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
+from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.engines.k_triton_kernel import k_grouped_kernel
-from tilewright.ops.grouped.engines.rows_triton import narrowed, no_float8
+from tilewright.ops.grouped.engines.tiles_triton import Config, descriptor_strides, fitted, launch, no_float8
 from tilewright.ops.grouped.raw import UNSCALED, scaling_code
-
-
-class Config(NamedTuple):
-    """block_m, block_n, block_k: elements of a tile, and along T.   band: tile rows of a group walked together.
-
-    descriptors: copy engine where there is one.   num_stages is what an H200 gets.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    band: int
-    descriptors: bool
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -113,35 +96,28 @@ def gemm(
     """d (G, M, N) = a[:, group] @ b[group] + c; see the package's docstring."""
     (m, total), n, groups = a.shape, b.shape[1], ends.shape[0]
     scaling = scaling_code(a, b, scale_a, scale_b)
-    arch = dense._target(a)
     a3, b3 = a.unsqueeze(0), b.unsqueeze(0)
     a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
     vectors = dense._vector(a3, total if a_k else m), dense._vector(b3, total if b_k else n)
-    strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
-    if config.descriptors and all(map(copyable, (d, a, b))) and dense._has_descriptors(arch):
-        a_pitch, b_pitch = dense._pitches(a3, 1 if a_k else 2)[1], dense._pitches(b3, 2 if b_k else 1)[1]
-        strides, descriptors = (*dense._pitches(d, 1), a_pitch, a_pitch, b_pitch, b_pitch), True
-    if not descriptors:
+    strides = descriptor_strides(config, d, a3, b3)
+    if strides is None:
         config = _by_pointers(config, 1 if a_k or b_k else min(vectors))
-    fit = dense._fit(narrowed(config, arch, a.dtype, scaling), arch, a.element_size(), d.element_size(), c, "")
-    config = fit.config
-    tiles = groups * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
-    grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
-    c_strides = (0, 0, 0) if c is None else c.stride()
+    fit = fitted(config, scaling, a, d, c)
+    block_m, block_n, block_k = fit.config[:3]
+    grid = (
+        max(1, min(groups * triton.cdiv(m, block_m) * triton.cdiv(n, block_n), fit.programs * usable_sms(a.device))),
+    )
+    d_group, d_row, _, *a_strides, _, b_row, b_column = strides or (*d.stride()[:2], *a3.stride(), *b3.stride())
     scale_strides = [(0, 0) if s is None else s.stride() for s in (scale_a, scale_b)]
     args = (
-        d, a, b, scale_a, scale_b, c, ends, groups, m, n, total,
-        *strides, *c_strides, *scale_strides[0], *scale_strides[1],
+        d, a, b, scale_a, scale_b, c, ends, groups, m, n, total, d_group, d_row, *a_strides, b_row, b_column,
+        *((0, 0, 0) if c is None else c.stride()), *scale_strides[0], *scale_strides[1],
     )  # fmt: skip
     constants = (
-        scaling, descriptors, a_k, b_k,
-        *vectors, dense._vector_c(c), dense._vector(d, n), dense._wide(d, a3, b3, c),
-        config.band, fit.parts, *config[:3],
+        scaling, strides is not None, a_k, b_k, *vectors, dense._vector_c(c), dense._vector(d, n),
+        dense._wide(d, a3, b3, c), fit.config.band, fit.parts, block_m, block_n, block_k,
     )  # fmt: skip
-    # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
-    context = copy_context()
-    context.run(triton.set_allocator, dense._allocate)
-    context.run(_kernel, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    launch(_kernel, grid, args, constants, fit.config)
 
 
 def _by_pointers(config: Config, vector: int) -> Config:

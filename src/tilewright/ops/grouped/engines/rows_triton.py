@@ -9,10 +9,7 @@ a tile that ends with its group is stored row by row under a mask, a whole one b
 bf16: 2.8 GB of weights, 640 us at 4.4 TB/s.
 """
 
-import re
-from contextvars import copy_context
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,29 +18,13 @@ from torch import Tensor
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.gemm.engines import tile_triton as dense
-from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
+from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.grouped.engines.rows_triton_kernel import grouped_rows_kernel
+from tilewright.ops.grouped.engines.tiles_triton import BLOCKS, Config, descriptor_strides, fitted, launch, no_float8
 from tilewright.ops.grouped.raw import UNSCALED, scaling_code
 
 FILL = 128  # tiles that keep a large GPU busy; the configuration may not depend on the GPU at hand
 GROUPS = 64  # whose limits are read at one time
-BLOCKS = 2  # from this scaling on a scale serves 128 of K
-
-
-class Config(NamedTuple):
-    """block_m, block_n, block_k: elements of a tile; block_n counts columns of op(B), two for each of a gated result.
-
-    band: tile rows of a group walked together.   descriptors: copy engine where there is one.
-    num_stages is what an H200 gets; less where shared memory is smaller.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    band: int
-    descriptors: bool
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -120,14 +101,6 @@ def refusal(
     return lacking
 
 
-def no_float8(a: Tensor) -> str | None:
-    """Why a GPU cannot multiply `a`, if it is float8."""
-    arch = dense._target(a)
-    if a.dtype is torch.float8_e4m3fn and re.fullmatch(r"sm_8[0-8]|gfx9[0-4]\w+", arch):
-        return f"multiplies float8_e4m3fn on sm_89 and gfx950 and later, and this is {arch}"
-    return None
-
-
 _kernel = TritonKernel(grouped_rows_kernel)
 
 
@@ -147,42 +120,22 @@ def gemm(
     groups, _, n = b.shape
     batched = count > 1 or count == groups
     scaling = scaling_code(a, b, scale_a, scale_b)
-    arch = dense._target(a)
-    a_major, b_major = major_a(a), major_b(b)
-    strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
-    expressible = all(map(copyable, (d, a, b)))
-    if config.descriptors and expressible and dense._has_descriptors(arch):
-        pitches = [dense._pitches(a, 1 if a_major is Major.K else 2), dense._pitches(b, 2 if b_major is Major.K else 1)]
-        (a_batch, a_pitch), (b_batch, b_pitch) = pitches
-        strides = (*dense._pitches(d, 1), a_batch, a_pitch, a_pitch, b_batch, b_pitch, b_pitch)
-        descriptors = True
-    fit = dense._fit(
-        narrowed(config, arch, a.dtype, scaling), arch, a.element_size(), d.element_size(), None, activation
-    )
-    config = fit.config
-    most = groups * triton.cdiv(rows, config.block_m) if batched else triton.cdiv(rows, config.block_m) + groups
-    grid = (max(1, min(most * triton.cdiv(n, config.block_n), fit.programs * usable_sms(a.device))),)
+    a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
+    strides = descriptor_strides(config, d, a, b)
+    fit = fitted(config, scaling, a, d, activation=activation)
+    block_m, block_n, block_k = fit.config[:3]
+    most = groups * triton.cdiv(rows, block_m) if batched else triton.cdiv(rows, block_m) + groups
+    grid = (max(1, min(most * triton.cdiv(n, block_n), fit.programs * usable_sms(a.device))),)
     args = (
         d, a, b, scale_a, scale_b, starts, ends, groups, rows, n, k,
-        *strides, *_scale_strides(scale_a), *_scale_strides(scale_b),
+        *(strides or (*d.stride()[:2], *a.stride(), *b.stride())), *_scale_strides(scale_a), *_scale_strides(scale_b),
     )  # fmt: skip
     constants = (
-        activation, scaling, batched, descriptors, a_major is Major.K, b_major is Major.K,
-        dense._vector(a, k if a_major is Major.K else rows), dense._vector(b, k if b_major is Major.K else n),
-        dense._vector(d, d.shape[2]), k % config.block_k == 0, dense._wide(d, a, b),
-        GROUPS, config.band, fit.parts, *config[:3],
+        activation, scaling, batched, strides is not None, a_k, b_k,
+        dense._vector(a, k if a_k else rows), dense._vector(b, k if b_k else n), dense._vector(d, d.shape[2]),
+        k % block_k == 0, dense._wide(d, a, b), GROUPS, fit.config.band, fit.parts, block_m, block_n, block_k,
     )  # fmt: skip
-    # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
-    context = copy_context()
-    context.run(triton.set_allocator, dense._allocate)
-    context.run(_kernel, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
-
-
-def narrowed(config: Config, arch: str, dtype: torch.dtype, scaling: int) -> Config:
-    """`config` where the sums of a block of float8 pass through more registers than on Hopper."""
-    if dtype.itemsize > 1 or scaling < BLOCKS or arch in ("sm_89", "sm_90", "cpu"):
-        return config
-    return config._replace(block_n=min(config.block_n, 64))
+    launch(_kernel, grid, args, constants, fit.config)
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:

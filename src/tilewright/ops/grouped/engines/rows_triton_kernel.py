@@ -1,5 +1,5 @@
-"""The Triton kernel of groups of rows: from a tile's number to its group, the loop along K, an epilogue that stops where
-the group does.
+"""The Triton kernel of groups of rows: from a tile's number to its group, the loop along K, an epilogue that stops
+where the group does.
 
 Row limits come from device memory.  What a tile reads behind its group is not stored: rows do not mix in a product.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
+from tilewright.ops.grouped.arguments import contiguous
 from tilewright.ops.grouped.samples import parts
 
 
@@ -22,9 +23,7 @@ def groups_of_rows(ids: Tensor, groups: int, *, backend: str | None = None) -> t
     What comes out are `starts` and `ends` of `grouped_matmul`; nothing leaves the device.
     Raises InputError for ids of another dtype or rank.
     """
-    made: tuple[Tensor, Tensor] = call(
-        CONTRACT, (ids.contiguous() if isinstance(ids, Tensor) else ids, groups), backend
-    )
+    made: tuple[Tensor, Tensor] = call(CONTRACT, (contiguous(ids), groups), backend)
     return made
 
 

@@ -71,7 +71,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         for stages in (3, 4, 6)
         for splits in (1, 2, 4, 8)
         for swapped in (False, True)
-        if packing.groups(k) >= 2 * splits
+        if splits == 1 or packing.groups(k) >= 2 * splits
     )
 
 

@@ -114,7 +114,7 @@ def gemm(
     args = (
         weights,
         tokens,
-        *scale_maps(scale_a, scale_b, scaling, config.tokens, tokens),
+        *scale_maps(scale_a, scale_b, scaling, model.scale_rows(config.tokens, grouped=True), tokens),
         d,
         0 if starts is None else starts,
         ends,
@@ -132,7 +132,8 @@ def gemm(
     )
     # at most: where groups share rows, no more of them have any than there are rows
     token_tiles = -(-rows // config.tokens) * groups if batches > 1 else -(-rows // config.tokens) + min(groups, rows)
-    launch(KERNEL, config, scaling, token_tiles * -(-columns // model.BLOCK_N), d.device, args, params)
+    tiles = token_tiles * -(-columns // model.BLOCK_N)
+    launch(KERNEL, config, model.shared_bytes(config, scaling, grouped=True), tiles, d.device, args, params)
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -149,7 +150,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     """The 24 of least predicted time, with room for what is expected or more."""
     work = _work(bucket)
     tokens = sorted({_room(work.rows), model.fitting(model.GROUP_TOKENS, work.rows)})
-    return tuple(model.ranked(model.space(tokens, work.scaling), work)[:24])
+    return tuple(model.ranked(model.space(tokens, work.scaling, grouped=True), work)[:24])
 
 
 def _room(rows: int) -> int:

@@ -44,13 +44,16 @@ def along_n(b: Tensor) -> bool:
 
 
 def scale_maps(
-    scale_a: Tensor | None, scale_b: Tensor | None, scaling: int, tokens: int, absent: TensorMap | None
+    scale_a: Tensor | None, scale_b: Tensor | None, scaling: int, token_rows: int, absent: TensorMap | None
 ) -> tuple[TensorMap | None, TensorMap | None]:
-    """Of the weights' and of the tokens' scales, where they come through the ring; `absent` where they do not."""
+    """Of the weights' and of the tokens' scales, where they come through the ring; `absent` where they do not.
+
+    token_rows: of a box of token scales
+    """
     weights = tokens_ = absent
     if scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
         assert scale_a is not None
-        tokens_ = tensor_map(scale_a.mT, (1, model.CHUNKS, tokens))
+        tokens_ = tensor_map(scale_a.mT, (1, model.CHUNKS, token_rows))
     if scaling == Scaling.TOKEN_TOKEN:
         assert scale_b is not None
         weights = tensor_map(scale_b.mT, (1, model.CHUNKS, model.BLOCK_N))
@@ -75,7 +78,7 @@ def stores_vectors(d: Tensor) -> bool:
 def launch(
     kernel: CudaKernel,
     config: Config,
-    scaling: int,
+    shared_bytes: int,
     tiles: int,
     device: torch.device,
     args: tuple[Any, ...],
@@ -88,6 +91,6 @@ def launch(
         args,
         params,
         block=model.THREADS,
-        shared_bytes=model.shared_bytes(config, scaling),
+        shared_bytes=shared_bytes,
         cluster=(config.split, 1, 1) if config.split > 1 else None,
     )

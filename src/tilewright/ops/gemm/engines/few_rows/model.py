@@ -11,7 +11,7 @@ from tilewright.ops.gemm.scaling import Scaling
 
 MAX_ROWS = 64
 BLOCK_N, STAGE_BYTES, THREADS = 64, 256, 160  # as in the header: weight rows of a tile, bytes of K, threads of a block
-SPAN, CHUNKS = 128, 2  # bytes of a box's row; boxes of a stage
+SPAN, CHUNKS, SCALE_ALIGN = 128, 2, 4  # bytes of a box's row; boxes of a stage; rows from which scales are copied
 _PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 sums
 UNSCALED = -1  # beside the values of Scaling: 16-bit operands
 
@@ -65,19 +65,24 @@ _USABLE = 0.85
 least.  A grid that does not fit is computed right, only later."""
 
 
-def shared_bytes(config: Config, scaling: int = UNSCALED) -> int:
+def shared_bytes(config: Config, scaling: int = UNSCALED, grouped: bool = False) -> int:
     """Dynamic shared memory of a block: the ring with its scales and barriers, and what its warpgroup has."""
-    return config.stages * _stage_bytes(config.tokens, scaling) + fixed_bytes(config.tokens, config.split)
+    return config.stages * _stage_bytes(config.tokens, scaling, grouped) + fixed_bytes(config.tokens, config.split)
 
 
-def _stage_bytes(tokens: int, scaling: int) -> int:
+def _stage_bytes(tokens: int, scaling: int, grouped: bool = False) -> int:
     """Operands, two barriers, and the scales of `Scaling` that change along K."""
     scales = 0
     if scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
-        scales = -(-CHUNKS * tokens * 4 // 128) * 128
+        scales = -(-CHUNKS * scale_rows(tokens, grouped) * 4 // 128) * 128
     if scaling == Scaling.TOKEN_TOKEN:
         scales += CHUNKS * BLOCK_N * 4
     return (BLOCK_N + tokens) * STAGE_BYTES + scales + 16
+
+
+def scale_rows(tokens: int, grouped: bool) -> int:
+    """Rows of token scales in a box.  Groups begin anywhere, boxes at 16 bytes: up to three rows before."""
+    return tokens + (SCALE_ALIGN if grouped else 0)
 
 
 def fixed_bytes(tokens: int, split: int) -> int:
@@ -149,9 +154,9 @@ _DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
 _GROUP_DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (8, 1))  # more tiles, hence fewer splits
 
 
-def deepest(tokens: int, split: int, ctas: int, scaling: int = UNSCALED) -> Config | None:
+def deepest(tokens: int, split: int, ctas: int, scaling: int = UNSCALED, grouped: bool = False) -> Config | None:
     """The config with the deepest ring; None if it keeps too little of the weights on their way."""
-    stages = (SHARED[ctas] - fixed_bytes(tokens, split)) // _stage_bytes(tokens, scaling)
+    stages = (SHARED[ctas] - fixed_bytes(tokens, split)) // _stage_bytes(tokens, scaling, grouped)
     in_flight = ctas * stages * BLOCK_N * STAGE_BYTES
     return Config(tokens, stages, split, ctas) if stages >= 2 and in_flight >= _IN_FLIGHT else None
 
@@ -163,16 +168,18 @@ def defaults(scaling: int) -> tuple[Config, ...]:
 
 def group_defaults(scaling: int) -> tuple[Config, ...]:
     """What is chosen from for groups."""
-    return _all(GROUP_TOKENS, _GROUP_DEFAULTS, scaling)
+    return _all(GROUP_TOKENS, _GROUP_DEFAULTS, scaling, grouped=True)
 
 
-def space(tokens: Iterable[int], scaling: int) -> tuple[Config, ...]:
+def space(tokens: Iterable[int], scaling: int, grouped: bool = False) -> tuple[Config, ...]:
     """Every config whose tiles have so many tokens."""
-    return _all(tokens, [(split, ctas) for ctas in SHARED for split in (1, *_CLUSTERS[1])], scaling)
+    return _all(tokens, [(split, ctas) for ctas in SHARED for split in (1, *_CLUSTERS[1])], scaling, grouped)
 
 
-def _all(tokens: Iterable[int], shapes: Iterable[tuple[int, int]], scaling: int) -> tuple[Config, ...]:
-    made = (deepest(t, split, ctas, scaling) for t in tokens for split, ctas in shapes)
+def _all(
+    tokens: Iterable[int], shapes: Iterable[tuple[int, int]], scaling: int, grouped: bool = False
+) -> tuple[Config, ...]:
+    made = (deepest(t, split, ctas, scaling, grouped) for t in tokens for split, ctas in shapes)
     return tuple(config for config in made if config is not None)
 
 

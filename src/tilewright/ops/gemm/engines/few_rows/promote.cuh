@@ -37,14 +37,16 @@ template <typename Config> struct Factors {
     float token[Shape::kScaledAlongK ? Config::kTokens / 4 : 1];
     float row[2];
 
-    // `scales`: of this stage; `common`: of all weights of the chunk.
-    __device__ Factors(const u8* scales, u32 chunk, float common) {
-        struct alignas(8) Pair { float values[2]; };
+    // `scales`: of this stage; `first`: row of the tile's first token; `common`: of all weights of the chunk.
+    __device__ Factors(const u8* scales, u32 first, u32 chunk, float common) {
+        // Two neighbours at once, where the tile begins with the copy
+        struct alignas(Config::kAnyRow ? 4 : 8) Pair { float values[2]; };
+        const float* const tokens = reinterpret_cast<const float*>(scales) + chunk * Shape::kTokenPitch +
+                                    (Config::kAnyRow ? first % kScaleAlign : 0) + fragment_column();
         if constexpr (Shape::kScaledAlongK) {
 #pragma unroll
             for (u32 i = 0; i < Config::kTokens / 8; ++i) {
-                const u32 at = chunk * Config::kTokens + 8 * i + fragment_column();
-                const Pair pair = reinterpret_cast<const Pair*>(scales)[at / 2];
+                const Pair pair = *reinterpret_cast<const Pair*>(tokens + 8 * i);
                 token[2 * i] = kRows ? pair.values[0] : common * pair.values[0];
                 token[2 * i + 1] = kRows ? pair.values[1] : common * pair.values[1];
             }
@@ -90,10 +92,10 @@ __device__ inline void multiply_and_promote(
         wgmma_commit();
         multiply_chunk<Config>(odd, stage, 1, false);
         wgmma_commit();
-        const Factors<Config> even_factors(scales, 0, of_even);
+        const Factors<Config> even_factors(scales, at.row, 0, of_even);
         wgmma_wait<1>(even);
         even_factors.promote(sums, even);
-        const Factors<Config> odd_factors(scales, 1, of_odd);
+        const Factors<Config> odd_factors(scales, at.row, 1, of_odd);
         wgmma_wait<0>(odd);
         if (lane_index() == 0) stages.empty[ring.stage].arrive();
         odd_factors.promote(sums, odd);

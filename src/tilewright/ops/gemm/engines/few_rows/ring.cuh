@@ -67,7 +67,8 @@ __device__ inline void fill(
                      Keep::Longest);
         }
         if constexpr (Shape::kTokenScales > 0) {
-            tma_load(stages.scales(ring.stage), in.token_scales, landed, at.row, step * kChunks, at.tokens, Keep::Longest);
+            tma_load(stages.scales(ring.stage), in.token_scales, landed, at.row / kScaleAlign * kScaleAlign,
+                     step * kChunks, at.tokens, Keep::Longest);
         }
         if constexpr (Shape::kWeightScales > 0) {
             tma_load(stages.scales(ring.stage) + Shape::kWeightScalesAt, in.weight_scales, landed, at.column,

@@ -131,7 +131,7 @@ def gemm(
     args = (
         weights,
         tokens,
-        *scale_maps(scale_a, scale_b, scaling, config.tokens, tokens),
+        *scale_maps(scale_a, scale_b, scaling, model.scale_rows(config.tokens, grouped=False), tokens),
         d,
         0 if bias is None else bias,
         0 if c is None else c,
@@ -149,7 +149,7 @@ def gemm(
         stores_vectors(d),
     )
     tiles = batches * -(-rows // config.tokens) * -(-columns // model.BLOCK_N)
-    launch(KERNEL, config, scaling, tiles, d.device, args, params)
+    launch(KERNEL, config, model.shared_bytes(config, scaling), tiles, d.device, args, params)
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:

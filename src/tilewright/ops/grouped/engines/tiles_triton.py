@@ -1,0 +1,70 @@
+"""What the Triton engines of this folder share: the tile, what of it fits where, and a launch with descriptors."""
+
+import re
+from contextvars import copy_context
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
+
+BLOCKS = 2
+"""From this scaling on a scale serves 128 of K."""
+
+
+class Config(NamedTuple):
+    """block_m, block_n, block_k: elements of a tile; block_n counts columns of op(B), two for each of a gated result.
+
+    band: tile rows of a group walked together.   descriptors: copy engine where there is one.
+    num_stages is what an H200 gets; less where shared memory is smaller.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    band: int
+    descriptors: bool
+
+
+def no_float8(a: Tensor) -> str | None:
+    """Why a GPU cannot multiply `a`, if it is float8."""
+    arch = dense._target(a)
+    if a.dtype is torch.float8_e4m3fn and re.fullmatch(r"sm_8[0-8]|gfx9[0-4]\w+", arch):
+        return f"multiplies float8_e4m3fn on sm_89 and gfx950 and later, and this is {arch}"
+    return None
+
+
+def fitted(
+    config: Config, scaling: int, a: Tensor, d: Tensor, c: Tensor | None = None, activation: str = ""
+) -> dense._Fit:
+    """`config` within the shared memory of the GPU that `a` is on, and narrower where the sums of a block of float8
+    pass through more registers than on Hopper.
+    """
+    arch = dense._target(a)
+    if a.dtype.itemsize == 1 and scaling >= BLOCKS and arch not in ("sm_89", "sm_90", "cpu"):
+        config = config._replace(block_n=min(config.block_n, 64))
+    return dense._fit(dense.Config(*config, 1), arch, a.element_size(), d.element_size(), c, activation)
+
+
+def descriptor_strides(config: Config, d: Tensor, a: Tensor, b: Tensor) -> tuple[int, ...] | None:
+    """Strides of d, a and b (B, rows, columns) as the copy engine takes them, unit ones apart; None without it."""
+    if not (config.descriptors and all(map(copyable, (d, a, b))) and dense._has_descriptors(dense._target(a))):
+        return None
+    a_batch, a_pitch = dense._pitches(a, 1 if major_a(a) is Major.K else 2)
+    b_batch, b_pitch = dense._pitches(b, 2 if major_b(b) is Major.K else 1)
+    return (*dense._pitches(d, 1), a_batch, a_pitch, a_pitch, b_batch, b_pitch, b_pitch)
+
+
+def launch(
+    kernel: TritonKernel, grid: tuple[int], args: tuple[Any, ...], constants: tuple[Any, ...], config: dense.Config
+) -> None:
+    """Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force."""
+    context = copy_context()
+    context.run(triton.set_allocator, dense._allocate)
+    context.run(kernel, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
