@@ -3,27 +3,65 @@
 from tilewright.ops.activation.geglu import geglu
 from tilewright.ops.activation.gelu_and_mul import gelu_and_mul
 from tilewright.ops.activation.silu_and_mul import silu_and_mul
+from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
 from tilewright.ops.activation.swiglu import swiglu
+from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
 from tilewright.ops.gemm.bmm import bmm
 from tilewright.ops.gemm.matmul import matmul
+from tilewright.ops.gemm.scaled_matmul import scaled_matmul
+from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
 from tilewright.ops.gemm.splitk_reduce import splitk_reduce
+from tilewright.ops.grouped.group_gemm import group_gemm
+from tilewright.ops.grouped.grouped_matmul import grouped_matmul
+from tilewright.ops.grouped.groups_of_rows import groups_of_rows
+from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
+from tilewright.ops.grouped.masked_matmul import masked_matmul
 from tilewright.ops.norm.add_rms_norm import add_rms_norm
+from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
 from tilewright.ops.norm.layer_norm import layer_norm
 from tilewright.ops.norm.rms_norm import rms_norm
+from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
+from tilewright.ops.quant.dequantize import dequantize
+from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
+from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
+from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
+from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
 from tilewright.ops.reduction.softmax import softmax
 from tilewright.ops.rope.apply_rope import apply_rope
+from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
+from tilewright.ops.weight_only.quantize_weight import quantize_weight
+from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
 
 __all__ = [
     "add_rms_norm",
+    "add_rms_norm_fp8",
     "apply_rope",
     "bmm",
+    "dequantize",
+    "dequantize_weight",
     "geglu",
     "gelu_and_mul",
+    "group_gemm",
+    "grouped_matmul",
+    "groups_of_rows",
+    "k_grouped_matmul",
     "layer_norm",
+    "masked_matmul",
     "matmul",
+    "per_block_cast_to_fp8",
+    "per_channel_cast_to_fp8",
+    "per_tensor_cast_to_fp8",
+    "per_token_cast_to_fp8",
+    "quantize_weight",
     "rms_norm",
+    "rms_norm_fp8",
+    "scaled_matmul",
+    "scaled_matmul_fp8",
     "silu_and_mul",
+    "silu_and_mul_fp8",
     "softmax",
     "splitk_reduce",
     "swiglu",
+    "swiglu_fp8",
+    "weight_only_matmul",
 ]

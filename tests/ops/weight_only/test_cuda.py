@@ -12,7 +12,7 @@ from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_ou
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.samples import random_weight
 from tilewright.ops.weight_only.weight_only_matmul import cuda, model
-from tilewright.ops.weight_only.weight_only_matmul.model import Config, Work
+from tilewright.ops.weight_only.weight_only_matmul.model import Work
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 16384), (576, 512), (64, 128)]
@@ -215,7 +215,7 @@ def test_results(case):
     z = x.double() @ packing.restore(q, scales.double()).T
     wanted = apply_epilogue(z, bias, None, activation, torch.float64)
     for f, e in zip(d.double().split(64, -1), wanted.split(64, -1), strict=True):
-        assert (f - e).norm() < {bf16: 4e-3, fp16: 1e-3, fp32: 2e-5}[out] * e.norm()
+        assert (f - e).norm() < {bf16: 4e-3, fp16: 1e-3, fp32: 5e-5}[out] * e.norm()
     first = d.clone()
     for _ in range(200):
         run(d.fill_(torch.nan), x, q, scales, config, bias, activation)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tilewright.errors import InputError
 from tilewright.ops.weight_only import packing
 
 
@@ -14,6 +15,8 @@ def random_weight(
 
     As in `rows.random_tensor`, small ones are drawn on the CPU and large ones where they live.
     """
+    if bits not in packing.INVERSE:
+        raise InputError(f"weights have 8 or 4 bits; got {bits}.")
     width = k if bits == 8 else k // 2
     if n * k > 1 << 22 and device.type == "cuda":
         seed = int(torch.randint(2**31, (), generator=generator))

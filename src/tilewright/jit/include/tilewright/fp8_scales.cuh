@@ -1,8 +1,7 @@
 // Scales of e4m3 operands on their way into float32 sums.
 //
 // The tensor cores add 128 products of K with about 14 bits, then ordinary code takes the result over: sums += scale *
-// scratch.  Scales of the three kinds below that change along K come in time for that: of rows and of blocks by ordinary
-// loads some steps ahead, of columns through the ring, since every thread needs a quarter of them.
+// scratch.  Scales that change along K come through shared memory, those of Tensor and Row scale the sums at the end.
 #pragma once
 
 #include <tilewright/epilogue.cuh>
@@ -18,87 +17,82 @@ struct ScaleArgs {
     const float* a;
     i64 a_pitch, a_batch;  // from one 128 of K to the next, from one matrix to the next
     const float* b;
-    i64 b_pitch, b_batch;  // Block: from one 128 columns to the next
+    i64 b_pitch, b_batch;  // the same; Block: from one 128 columns to the next
 };
 
 __device__ constexpr u32 common_divisor(u32 a, u32 b) { return b == 0 ? a : common_divisor(b, a % b); }
 
-// What one thread multiplies its results by, in kPasses passes over a step: kDown over 64 rows of each of kGroups
-// warpgroups, and as many times over kColumns columns.  Values are loaded kAhead steps before they are used.
-template <Scaling kScaling, u32 kGroups, u32 kDown, u32 kPasses, u32 kColumns, u32 kAhead> class StepScales {
-    static constexpr bool kBlocks = kScaling == Scaling::TokenByBlock;
+// The scales of the steps of a tile of kRows x kColumns, in a ring of kSlots slots in shared memory.  Each slot has a warp of
+// its own that fills it, loads being asked for kSlots steps ahead: a thread that multiplies would wait for its loads at
+// every step, whatever it has asked for in time, since the compiler puts the first use of a register where it likes.
+//
+// A slot holds, for Block, the products of row and block scales, [kBlocks][kRows]; for TokenByToken kRows scales of rows and
+// then kColumns of columns.  Scales outside of the matrix are 0.
+template <Scaling kScaling, u32 kRows, u32 kColumns> class StepScales {
+    static constexpr bool kByBlock = kScaling == Scaling::TokenByBlock;
 
   public:
-    // Columns of a pass that lie in one block of 128 for sure, and the blocks that a pass may touch.
-    static constexpr u32 kAlike = common_divisor(kColumns, 128);
-    static constexpr u32 kOfPass = !kBlocks || kColumns % 128 == 0 || 128 % kColumns == 0 ? 1 : 2;
-    using Values = float[kPasses][2][kOfPass];  // for row 8 h of the thread in a pass, and block i of columns: [pass][h][i]
-    static_assert(kScaling == Scaling::TokenByBlock || kScaling == Scaling::TokenByToken, "others do not change along K");
-    static_assert(!kBlocks || 128 - kAlike + kColumns <= 128 * kOfPass, "a pass touches at most two blocks");
+    static constexpr u32 kSlots = 2;
+    static constexpr u32 kAlike = common_divisor(kColumns, 128);  // columns of a tile that lie in one block for sure
+    static constexpr u32 kBlocks = kByBlock ? (128 - kAlike + kColumns + 127) / 128 : 1;  // that a tile may touch
+    static constexpr u32 kFloats = kByBlock ? kBlocks * kRows : kRows + kColumns;
+    static constexpr u32 kSlotBytes = (kFloats * sizeof(float) + 127) / 128 * 128;
+    static_assert(kRows % 32 == 0, "rows are shared out among the lanes");
+    static_assert(kBlocks <= 2, "a tile touches at most two blocks");
 
-    // row, column: of this thread's first element and of the tile, in matrices of `rows` rows and `columns` columns.
-    __device__ StepScales(const ScaleArgs& args, u32 row, u32 column, u32 rows, u32 columns, u32 step, u32 steps, u32 batch_a,
-                          u32 batch_b)
-        : rows_(args.a + batch_a * args.a_batch + step * args.a_pitch + row), pitch_(args.a_pitch), left_(steps) {
-#pragma unroll
-        for (u32 i = 0; i < 2 * kDown; ++i) row_exists_[i] = row + row_of(i) < rows;
-        if constexpr (kBlocks) {
-            blocks_ = args.b + batch_b * args.b_batch + column / 128 * args.b_pitch + step;
-            block_pitch_ = args.b_pitch;
-            before_ = (128 - column % 128) / kAlike;
-#pragma unroll
-            for (u32 i = 0; i < kTouched; ++i) block_exists_[i] = (column / 128 + i) * 128 < columns;
+    // Of the tile whose first row, column and step these are, in matrices of `rows` rows and `columns` columns.
+    __device__ StepScales(const ScaleArgs& args, u32 row, u32 column, u32 rows, u32 columns, u32 step, u32 batch_a, u32 batch_b)
+        : rows_(args.a + batch_a * args.a_batch + step * args.a_pitch + row), pitch_(args.a_pitch), rows_left_(rows - row) {
+        if constexpr (kByBlock) {
+            others_ = args.b + batch_b * args.b_batch + column / 128 * args.b_pitch + step;
+            others_left_ = (columns + 127) / 128 - column / 128;
+        } else {
+            others_ = args.b + batch_b * args.b_batch + step * args.b_pitch + column;
+            others_left_ = columns - column;
         }
-#pragma unroll
-        for (u32 i = 0; i < kAhead; ++i) load(i);
+        others_pitch_ = args.b_pitch;
     }
 
-    // Those of the next step; and loads for a later one.
-    __device__ void take(Values& values) {
+    // By a warp: asks for the scales of a step of the tile.
+    __device__ void load(u32 step) {
 #pragma unroll
-        for (u32 pass = 0; pass < kPasses; ++pass) {
+        for (u32 i = 0; i < kRows / 32; ++i) {
+            const u32 at = i * 32 + lane_index();
+            row_[i] = at < rows_left_ ? __ldg(rows_ + step * pitch_ + at) : 0.0f;
+        }
 #pragma unroll
-            for (u32 i = 0; i < 2 * kOfPass; ++i) {
-                const float block = kBlocks ? block_[0][pass / kDown * kOfPass + i % kOfPass] : 1.0f;
-                values[pass][i / kOfPass][i % kOfPass] = row_[0][pass % kDown * 2 + i / kOfPass] * block;
+        for (u32 i = 0; i < kOthers; ++i) {
+            const u32 at = kByBlock ? i : i * 32 + lane_index();
+            const bool there = at < others_left_ && (kByBlock || at < kColumns);
+            const i64 offset = kByBlock ? at * others_pitch_ + step : step * others_pitch_ + at;
+            other_[i] = there ? __ldg(others_ + offset) : 0.0f;
+        }
+    }
+
+    // And writes them to a slot.
+    __device__ void store(float* slot) const {
+#pragma unroll
+        for (u32 i = 0; i < kRows / 32; ++i) {
+#pragma unroll
+            for (u32 b = 0; b < kBlocks; ++b) {
+                slot[b * kRows + i * 32 + lane_index()] = kByBlock ? row_[i] * other_[b] : row_[i];
             }
         }
+        if constexpr (!kByBlock) {
 #pragma unroll
-        for (u32 i = 1; i < kAhead; ++i) {
-#pragma unroll
-            for (u32 j = 0; j < 2 * kDown; ++j) row_[i - 1][j] = row_[i][j];
-#pragma unroll
-            for (u32 j = 0; j < kTouched; ++j) block_[i - 1][j] = block_[i][j];
+            for (u32 i = 0; i < kOthers; ++i) {
+                if (i * 32 + lane_index() < kColumns) slot[kRows + i * 32 + lane_index()] = other_[i];
+            }
         }
-        load(kAhead - 1);
     }
-
-    // Groups of kAlike columns of a pass that lie in its first block.
-    __device__ u32 before() const { return before_; }
 
   private:
-    static constexpr u32 kTouched = kPasses / kDown * kOfPass;
+    static constexpr u32 kOthers = kByBlock ? kBlocks : (kColumns + 31) / 32;
 
-    const float *rows_, *blocks_;
-    i64 pitch_, block_pitch_;
-    u32 left_, before_ = 0;
-    bool row_exists_[2 * kDown], block_exists_[kTouched];
-    float row_[kAhead][2 * kDown], block_[kAhead][kTouched];
-
-    __device__ static constexpr u32 row_of(u32 i) { return i / 2 * 64 * kGroups + i % 2 * 8; }
-
-    __device__ void load(u32 slot) {
-        if (left_ == 0) return;
-#pragma unroll
-        for (u32 i = 0; i < 2 * kDown; ++i) row_[slot][i] = row_exists_[i] ? __ldg(rows_ + row_of(i)) : 0.0f;
-        rows_ += pitch_;
-        if constexpr (kBlocks) {
-#pragma unroll
-            for (u32 i = 0; i < kTouched; ++i) block_[slot][i] = block_exists_[i] ? __ldg(blocks_ + i * block_pitch_) : 0.0f;
-            ++blocks_;
-        }
-        --left_;
-    }
+    const float *rows_, *others_;
+    i64 pitch_, others_pitch_;
+    u32 rows_left_, others_left_;
+    float row_[kRows / 32], other_[kOthers];
 };
 
 // sums += scratch, both as WGMMA leaves them.

@@ -9,6 +9,7 @@ Operands run along K: WGMMA reads 8-bit elements no other way.  Few rows are for
 
 import logging
 from functools import cache
+from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ _SPAN = 128  # bytes and elements of K in a stage
 _SHARED = 232448 - 1024  # bytes of a block, without its barriers
 _STAGED = 2 * 64 * _SPAN  # of D, a warpgroup
 _MAX_STAGES = 8
+_SLOTS = 2  # of scales
 _FP8 = torch.float8_e4m3fn
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,7 +80,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(
     Path(__file__).with_name("sm90_fp8_gemm.cuh"),
     "sm90_fp8_gemm",
-    "TTTTTPqqPqqPPfqqPqqPP?iiiii",
+    "TTTPqqPqqPPfqqPqqPP?iiiii",
     archs=("sm_90a",),
     dependent=True,
 )
@@ -189,18 +191,13 @@ def _launch(
     n = b.shape[-1]
     batches = groups.count or a.shape[0]
     scaling = scaling_of(a, b, scale_a, scale_b)
-    along_k = scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN)
     strip = (
         _SPAN if d.dtype == _FP8 else strip_bytes(columns_out(_pass_columns(config.block_n), activation) * d.itemsize)
     )
-    map_a = _operand(a, config.block_m, config.cluster_n)
-    map_b = _operand(b.mT, config.block_n, config.cluster_m)
     maps = (
-        map_a,
-        map_b,
+        _operand(a, config.block_m, config.cluster_n),
+        _operand(b.mT, config.block_n, config.cluster_m),
         tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
-        tensor_map(scale_a.mT, (1, 1, config.block_m)) if along_k else map_a,
-        tensor_map(scale_b.mT, (1, 1, config.block_n)) if scaling == Scaling.TOKEN_TOKEN else map_b,
     )
     params = Params(
         kBlockM=config.block_m,
@@ -333,10 +330,21 @@ def _groups(block_m: int) -> int:
 
 
 def _shared_bytes(config: Config, scaling: int) -> int:
-    """Stages of A, B and column scales, which begin at multiples of 128 bytes, and what is staged of D."""
-    scales = -(-4 * config.block_n // 128) * 128 if scaling == Scaling.TOKEN_TOKEN else 0
-    stage = (config.block_m + config.block_n) * _SPAN + scales
-    return config.stages * stage + _groups(config.block_m) * _STAGED
+    """Stages of A and B, what is staged of D, and slots of scales."""
+    stage = (config.block_m + config.block_n) * _SPAN
+    return config.stages * stage + _groups(config.block_m) * _STAGED + _SLOTS * _slot_bytes(config, scaling)
+
+
+def _slot_bytes(config: Config, scaling: int) -> int:
+    """Of the scales of a step, as in the header: of rows for each block of columns that a tile may touch, or of both."""
+    if scaling == Scaling.TOKEN_BLOCK:
+        alike = gcd(config.block_n, 128)
+        floats = -(-(128 - alike + config.block_n) // 128) * config.block_m
+    elif scaling == Scaling.TOKEN_TOKEN:
+        floats = config.block_m + config.block_n
+    else:
+        return 0
+    return -(-4 * floats // 128) * 128
 
 
 def _configs(tiles: tuple[Tile, ...]) -> tuple[Config, ...]:

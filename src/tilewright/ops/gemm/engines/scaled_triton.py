@@ -177,8 +177,11 @@ def _multiply(
     if config.descriptors and along_k and all(map(copyable, (d, a, b))) and _has_descriptors(arch):
         strides, descriptors = (*_pitches(d, 1), *_pitches(a, 1), 1, _pitches(b, 2)[0], 1, _pitches(b, 2)[1]), True
     of_a, of_b = as_stored(a), as_stored(b)
-    if arch.startswith("gfx"):  # whose scalar registers hold fewer stages beside the scales, fewest while they decode
-        config = config._replace(num_stages=1 if of_a.dtype == torch.uint8 or c is not None else 2)
+    decodes = of_a.dtype == torch.uint8  # in registers, of which eight warps have twice as many
+    if arch.startswith("gfx"):  # whose scalar registers hold fewer stages beside the scales
+        config = config._replace(num_stages=1 if decodes or c is not None else 2)
+    elif decodes:
+        config = config._replace(num_warps=8)
     fit = _fit(config, arch, a.element_size(), d.element_size(), c, activation)
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)

@@ -64,7 +64,10 @@ __device__ inline void few_rows(
     let_next_kernel_start();
     if constexpr (Walk::kFirstIsKnown) {
         // The first weights come to the L2 while the kernel before this one ends.  Not more of them: 25 % slower.
-        if (producer && elect_one()) fetch(in, make_walk().tile(), kAhead);
+        if (producer && elect_one()) {
+            fetch(in, make_walk().tile(), kAhead);
+            BlockScales<Config>::fetch(in, make_walk().tile());
+        }
         __syncwarp();
     }
     wait_for_previous_kernel();
@@ -96,9 +99,12 @@ __device__ inline void few_rows(
 
     Ring<kStages> ring;
     u32 parity = 0;  // of `received` and `taken`, which go through one phase a tile
+    float next_block_scale = walk.more() ? BlockScales<Config>::load(in, walk.tile(), 0) : 0;
     for (; walk.more(); parity ^= 1) {
         const Tile at = walk.tile();
         walk.advance();
+        const float block_scale = next_block_scale;
+        if (walk.more()) next_block_scale = BlockScales<Config>::load(in, walk.tile(), 0);
         const u32 column = at.column + column_of_thread;
         float shift[4], weight_scale[4];  // the bias and scales, asked for long before they are needed
 #pragma unroll
@@ -121,7 +127,7 @@ __device__ inline void few_rows(
         if constexpr (kScaling == Scaling::None) {
             multiply(sums, stages, ring, in);
         } else {
-            multiply_and_promote(sums, stages, ring, in, at);
+            multiply_and_promote(sums, stages, ring, in, at, block_scale);
         }
 
         float token_scale[2 * Shape::kShare];  // of the tokens of this thread's sums

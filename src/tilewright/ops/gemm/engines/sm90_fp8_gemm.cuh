@@ -41,10 +41,9 @@ template <typename Config> struct Fp8Shape {
     static constexpr u32 kDown = kM / (64 * kGroups), kAcross = kN > 192 ? 2 : 1;  // passes of a warpgroup
     static constexpr u32 kPasses = kDown * kAcross, kColumns = kN / kAcross;
     static constexpr bool kAlongK = kScaling == Scaling::TokenByBlock || kScaling == Scaling::TokenByToken;
-    // Scales of columns come with a stage
-    static constexpr u32 kScaleBytes = kScaling == Scaling::TokenByToken ? kN * sizeof(float) : 0;
-    static constexpr u32 kScalePitch = (kScaleBytes + 127) / 128 * 128;
-    using Scales = StepScales<kAlongK ? kScaling : Scaling::TokenByBlock, kGroups, kDown, kPasses, kColumns, kPasses == 1 ? 2 : 1>;
+    using Scales = StepScales<kAlongK ? kScaling : Scaling::TokenByBlock, kM, kN>;
+    static constexpr u32 kOfPass = kAcross > 1 ? 1 : Scales::kBlocks;  // blocks of columns that a pass may touch
+    using Values = float[kPasses][2][kOfPass];  // scales of row 8 h of the thread in a pass: [pass][h][block]
     struct Pass : Config { static constexpr int kBlockN = kColumns; };  // what an epilogue writes at once
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
     using Epilogue = Fp8Epilogue<Config, Fp8Shape, kQuantises>;
@@ -64,8 +63,7 @@ template <typename Config> struct Fp8Shape {
 template <typename Config>
 __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-    const __grid_constant__ TensorMap map_d, const __grid_constant__ TensorMap map_scale_a,
-    const __grid_constant__ TensorMap map_scale_b, const float* scale_a, i64 scale_a_pitch, i64 scale_a_batch,
+    const __grid_constant__ TensorMap map_d, const float* scale_a, i64 scale_a_pitch, i64 scale_a_batch,
     const float* scale_b, i64 scale_b_pitch, i64 scale_b_batch, const typename Config::Bias* bias,
     const typename Config::Addend* c, float alpha, i64 c_pitch, i64 c_batch, typename Fp8Shape<Config>::Stored* stored,
     i64 stored_pitch, i64 stored_batch, const int* starts, const int* ends, bool apart, int m, int n, int k, int batches,
@@ -80,11 +78,13 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     constexpr Scaling kScaling = Shape::kScaling;
     constexpr Walk kWalk = Walk(Config::kWalk);
 
-    extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, kStages of column scales
+    extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, slots of scales
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
-    u8* const column_scales = buffers + kGroups * kTileBuffers * kBoxBytes;
+    float* const slots = reinterpret_cast<float*>(buffers + kGroups * kTileBuffers * kBoxBytes);
+    constexpr u32 kSlotFloats = Scales::kSlotBytes / sizeof(float);
     __shared__ Barrier full[kStages], empty[kStages], turn[Config::kTurns > 0 ? 2 : 1];  // turn: one arrival a warp
+    __shared__ Barrier filled[Scales::kSlots], taken[Scales::kSlots];  // of scales: by the warp that fills a slot, by readers
     __shared__ typename TileWalk<Config>::Table table;
 
     const u32 group = warp_index() / 4;
@@ -95,6 +95,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             empty[i].init(4 * kGroups * kCluster);  // one arrival a warp that reads
         }
         for (Barrier& barrier : turn) barrier.init(4);
+        for (Barrier& barrier : filled) barrier.init(1);
+        for (Barrier& barrier : taken) barrier.init(4 * kGroups);
         fence_barrier_init();
     }
     if constexpr (kCluster == 1) {
@@ -111,22 +113,32 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<40>();
+        give_registers<48>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
             TileWalk<Config> walk(args, table, rank);
             for (Tile tile; walk.next(tile);) {
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
-                    if constexpr (Shape::kAlongK) tma_fetch(map_scale_a, tile.row / 4 * 4, at / 128, tile.batch_a);
                     empty[s].wait(ring.parity ^ 1);
-                    full[s].expect(A::kBytes + B::kBytes + Shape::kScaleBytes);  // both halves of what is shared
+                    full[s].expect(A::kBytes + B::kBytes);  // both halves of what is shared
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
                     B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
-                    if constexpr (kScaling == Scaling::TokenByToken) {
-                        u8* const to = column_scales + s * Shape::kScalePitch;
-                        tma_load(to, map_scale_b, full[s], tile.column, at / 128, tile.batch_b);
-                    }
+                }
+            }
+        } else if (const u32 slot = warp_index() - 4 * kGroups - 1; Shape::kAlongK && slot < Scales::kSlots) {
+            TileWalk<Config> walk(args, table, rank);
+            u32 step = slot, parity = 0;  // this warp's next step in the tile; of the slot's turn
+            for (Tile tile; walk.next(tile); step -= tile.steps) {
+                Scales scales(scales_at, tile.row, tile.column, m, n, tile.k / 128, tile.batch_a, tile.batch_b);
+                if (step < tile.steps) scales.load(step);
+                for (; step < tile.steps; parity ^= 1) {
+                    taken[slot].wait(parity ^ 1);
+                    scales.store(slots + slot * kSlotFloats);
+                    __syncwarp();
+                    if (lane_index() == 0) filled[slot].arrive();
+                    step += Scales::kSlots;
+                    if (step < tile.steps) scales.load(step);
                 }
             }
         }
@@ -157,6 +169,13 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         };
         if (Config::kTurns > 0 && group == 1 && lane_index() == 0) turn[0].arrive();
 
+        Ring<Scales::kSlots> scales;
+        const auto give_slot = [&] {
+            __syncwarp();  // all lanes have read
+            if (lane_index() == 0) taken[scales.stage].arrive();
+            scales.advance();
+        };
+
         u8* const own_buffers = buffers + group * kTileBuffers * kBoxBytes;
         typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, stored, stored_pitch, stored_batch, u32(m),
                                            u32(n), own_buffers, 1 + group});
@@ -167,6 +186,10 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     full[ring.stage].wait(ring.parity);
                     release(ring.stage);
+                    if constexpr (Shape::kAlongK) {
+                        filled[scales.stage].wait(scales.parity);
+                        give_slot();
+                    }
 #pragma unroll
                     for (u32 pass = 0; pass < kPasses; ++pass) {
                         begin_turn(step, tile.steps);
@@ -178,8 +201,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             float sums[kPasses][kCount], scratch[Shape::kScratch][kCount];
 #pragma unroll
             for (u32 i = 0; i < kPasses * kCount; ++i) sums[i / kCount][i % kCount] = 0;
-            Scales scales(scales_at, tile.row + first_row + fragment_row(), tile.column, Shape::kAlongK ? m : 0, n,
-                          tile.k / 128, Shape::kAlongK ? tile.steps : 0, tile.batch_a, tile.batch_b);
+            const u32 before = (128 - tile.column % 128) / Scales::kAlike;  // groups of columns in the first block
 
             // Starts the products of a step and a pass; the stage is the one that the ring is at.
             const auto multiply = [&](float (&to)[kCount], u32 pass) {
@@ -193,32 +215,42 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 }
                 wgmma_commit();
             };
-            // Takes them over.  Scales of columns are read here, so that their stage is freed only afterwards.
-            using Values = typename Scales::Values;
+            // The scales of the step that is taken over next.
+            using Values = typename Shape::Values;
+            const auto take_scales = [&](Values& values) {
+                if constexpr (Shape::kAlongK) {
+                    filled[scales.stage].wait(scales.parity);
+                    const float* const from = slots + scales.stage * kSlotFloats + first_row + fragment_row();
+#pragma unroll
+                    for (u32 i = 0; i < 2 * kPasses * Shape::kOfPass; ++i) {
+                        const u32 pass = i / Shape::kOfPass / 2, h = i / Shape::kOfPass % 2, block = i % Shape::kOfPass;
+                        const u32 at = (pass / kDown * Shape::kOfPass * (kScaling == Scaling::TokenByBlock) + block) * Shape::kM;
+                        values[pass][h][block] = from[at + Shape::row_of(pass) + 8 * h];
+                    }
+                    if constexpr (kScaling == Scaling::TokenByBlock) give_slot();  // else scales of columns are still read
+                }
+            };
             const auto take_over = [&](const float (&from)[kCount], const Values& values, u32 pass, u32 stage) {
-                constexpr bool kLate = kScaling == Scaling::TokenByToken;
-                const bool last = pass == kPasses - 1;
-                if (last && !kLate) release(stage);
+                if (pass == kPasses - 1) release(stage);
                 if constexpr (kScaling == Scaling::TokenByBlock) {
-                    promote<Scales::kAlike>(sums[pass], from, values[pass], scales.before());
+                    promote<Scales::kAlike>(sums[pass], from, values[pass], before);
                 } else if constexpr (kScaling == Scaling::TokenByToken) {
-                    const float* columns = reinterpret_cast<const float*>(column_scales + stage * Shape::kScalePitch);
-                    promote(sums[pass], from, values[pass], columns + Shape::column_of(pass));
+                    promote(sums[pass], from, values[pass], slots + scales.stage * kSlotFloats + Shape::kM + Shape::column_of(pass));
+                    if (pass == kPasses - 1) give_slot();
                 } else {
                     promote(sums[pass], from);
                 }
-                if (last && kLate) release(stage);
             };
 
             if constexpr (Shape::kScratch == 1) {
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     Values values;
-                    if constexpr (Shape::kAlongK) scales.take(values);
                     full[ring.stage].wait(ring.parity);
 #pragma unroll
                     for (u32 pass = 0; pass < kPasses; ++pass) {
                         begin_turn(step, tile.steps);
                         multiply(scratch[0], pass);
+                        if (pass == 0) take_scales(values);
                         if constexpr (Config::kTurns > 0) wgmma_wait<1>();
                         end_turn(step, tile.steps);
                         wgmma_wait<0>(scratch[0]);
@@ -233,16 +265,19 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     last = ring.stage;
                     ring.advance();
                 };
-                const auto finish = [&](const float (&from)[kCount], u32 stage) {
-                    Values values;
-                    if constexpr (Shape::kAlongK) scales.take(values);
-                    take_over(from, values, 0, stage);
-                };
                 const auto exchange = [&](float (&to)[kCount], float (&from)[kCount]) {
                     const u32 stage = last;
+                    Values values;
                     start(to);
+                    take_scales(values);
                     wgmma_wait<1>(from);
-                    finish(from, stage);
+                    take_over(from, values, 0, stage);
+                };
+                const auto finish = [&](float (&from)[kCount]) {
+                    Values values;
+                    take_scales(values);
+                    wgmma_wait<0>(from);
+                    take_over(from, values, 0, last);
                 };
                 start(scratch[0]);
                 u32 step = 1;  // begun, and not taken over the last of them
@@ -252,11 +287,9 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 }
                 if (step < tile.steps) {
                     exchange(scratch[1], scratch[0]);
-                    wgmma_wait<0>(scratch[1]);
-                    finish(scratch[1], last);
+                    finish(scratch[1]);
                 } else {
-                    wgmma_wait<0>(scratch[0]);
-                    finish(scratch[0], last);
+                    finish(scratch[0]);
                 }
             }
 

@@ -35,10 +35,11 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     deep = 128 // dtype.itemsize  # one row of the copy engine's swizzle; with scales, the elements that share one
     if rows <= 64:
         block_m = min(max(rows, 16), 64)
-        if scaling >= BLOCKS or is_aligned:
-            return Config(block_m, 64, 128, 4, 4, 8, bool(is_aligned))
-        return Config(block_m, 64, 64, 4, 3, 8, False)
-    if not is_aligned:  # an address for each element of a tile
+        if is_aligned:
+            return Config(block_m, 64, 128, 4, 4, 8, True)
+        # An address for each element of a tile
+        return Config(block_m, 64, 128, 8, 2, 8, False) if scaling >= BLOCKS else Config(block_m, 64, 32, 4, 3, 8, False)
+    if not is_aligned:
         return Config(64, 64, 128, 8, 2, 8, False) if scaling >= BLOCKS else Config(128, 128, 32, 8, 3, 8, False)
     tiles = groups * -(-rows // 128) * -(-n // 128)
     if tiles < FILL:

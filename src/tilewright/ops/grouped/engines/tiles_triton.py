@@ -43,12 +43,19 @@ def no_float8(a: Tensor) -> str | None:
 def fitted(
     config: Config, scaling: int, a: Tensor, d: Tensor, c: Tensor | None = None, activation: str = ""
 ) -> dense._Fit:
-    """`config` within the shared memory of the GPU that `a` is on, and narrower where the sums of a block of float8
-    pass through more registers than on Hopper.
+    """`config` within the shared memory of the GPU that `a` is on.  Narrower where the sums of a block of float8 pass
+    through more registers than on Hopper, and not as deep on AMD, where operands wait in registers.
     """
     arch = dense._target(a)
     if a.dtype.itemsize == 1 and scaling >= BLOCKS and arch not in ("sm_89", "sm_90", "cpu"):
         config = config._replace(block_n=min(config.block_n, 64))
+    if arch.startswith("gfx"):
+        # Two stages, and no tiles of 32 rows: the strides of more take scalar registers that there are not
+        config = config._replace(
+            block_m=64 if config.block_m == 32 else config.block_m,
+            block_k=min(config.block_k, 128 // a.dtype.itemsize),
+            num_stages=2,
+        )
     return dense._fit(dense.Config(*config, 1), arch, a.element_size(), d.element_size(), c, activation)
 
 

@@ -64,17 +64,18 @@ def check(ids: Tensor, groups: int) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: G, M (rows a group has on average), optional split as in `samples.parts`, padding (rows behind each
-    group), shuffled (groups in any order).
+    """params: G, M (rows a group has on average), optional split as in `samples.parts`, padding (rows behind a group,
+    on average), shuffled (groups in any order).
     """
     draw = random.Random(seed)
     sizes = parts(params["G"] * params["M"], params["G"], params.get("split", "random"), seed)
+    gaps = parts(params["G"] * params.get("padding", 0), params["G"], "random", seed + 1)
     order = list(range(params["G"]))
     if params.get("shuffled"):
         draw.shuffle(order)
     ids: list[int] = []
     for g in order:
-        ids += [g] * sizes[g] + [-1] * draw.randint(0, params.get("padding", 0))
+        ids += [g] * sizes[g] + [-1] * gaps[g]
     return Sample((torch.tensor(ids, dtype=torch.int32).to(device), params["G"]))
 
 

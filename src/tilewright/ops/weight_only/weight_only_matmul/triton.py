@@ -43,21 +43,22 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """Tiles of 64 channels, or 32 where rows or masks need the registers, and K split until FILL of them have something
-    to do, four groups at least.
+    """Tiles of 64 channels, or 32 where rows or masks need the registers; whole groups of aligned operands are split
+    along K until FILL programs have something to do, four groups at least.
 
     Three stages fit the 64 KB of an AMD compute unit, whose compiler pipelines no deeper; an H200's table may say more.
     """
     m, n, k, _, aligned = bucket[:5]
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    block_n = 64 if rows < 64 and aligned and k % packing.GROUP == 0 else 32
+    whole = bool(aligned) and k % packing.GROUP == 0
+    block_n = 64 if rows < 64 and whole else 32
     tiles, splits = -(-n // block_n), 1
-    while splits < 8 and m <= 64 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
+    while whole and splits < 8 and m <= 64 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
         splits *= 2
     return Config(rows, block_n, 4, 3, splits, False)
 
 
-_SIZES = product((1, 32, 64), (256, 1024, 2048, 4096, 8192), (128, 1024, 2048, 8192, 8064), (0, 1))
+_SIZES = product((1, 32, 64), (256, 1024, 2048, 4096, 8192), (128, 1024, 2048, 8192), (0, 1))
 CONFIGS = tuple(dict.fromkeys(configure((m, n, k, 8, aligned), torch.bfloat16) for m, n, k, aligned in _SIZES))
 
 

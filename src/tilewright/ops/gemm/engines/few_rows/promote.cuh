@@ -8,26 +8,60 @@
 
 namespace tilewright {
 
-// The weights' scales where 128 rows share them: one float for each 128 of K of a tile, asked for a step ahead.  Of other
-// scales this is nothing.
-template <typename Config> struct BlockScales {
-    const float* row;
-    u32 count;  // of blocks of K
-    float next[kChunks] = {};
+// The weights' scales where 128 rows share them: a float for each 128 of K of a tile.  Each lane has one of kWindow that
+// follow each other, and asks for one of the next while these are used: loads from memory take as long as many steps.
+// Of other scales this is nothing.
+template <typename Config> class BlockScales {
+    static constexpr bool kThere = Layout<Config>::kScaling == Scaling::TokenByBlock;
+    static constexpr u32 kWindow = 32;
+    static_assert(kWindow % kChunks == 0, "a step takes all of its scales from one window");
 
-    __device__ BlockScales(const Operands<Config>& in, const Tile& at)
-        : row(in.scale_b + at.weights * in.scale_b_batch + at.column / 128 * in.scale_b_row), count((in.depth + 127) / 128) {
-        ask(in.begin);
+  public:
+    // What load() gave for this tile and the first window, long before, and the tile.
+    __device__ BlockScales(const Operands<Config>& in, const Tile& at, float first)
+        : in_(in), at_(at), now_(first), next_(load(in, at, kWindow)) {}
+
+    // This lane's scale of the window that begins `skip` blocks after the first of this block of the cluster.
+    __device__ static float load(const Operands<Config>& in, const Tile& at, u32 skip) {
+        if constexpr (kThere) {
+            const u32 block = in.begin * kChunks + skip + lane_index();
+            const bool needed = block < min(in.end * kChunks, (in.depth + 127) / 128);
+            return needed ? __ldg(row(in, at) + block) : 0;
+        }
+        return 0;
     }
-    __device__ void ask(u32 step) {
-        if constexpr (Layout<Config>::kScaling == Scaling::TokenByBlock) {
-#pragma unroll
-            for (u32 i = 0; i < kChunks; ++i) {
-                const u32 block = step * kChunks + i;
-                next[i] = block < count ? __ldg(row + block) : 0;
+
+    // The same to the L2, before they may be read.  By one thread.
+    __device__ static void fetch(const Operands<Config>& in, const Tile& at) {
+        if constexpr (kThere) {
+            constexpr u32 kSector = 32 / sizeof(float);
+            for (u32 block = in.begin * kChunks; block < min(in.end * kChunks, in.depth / 128); block += kSector) {
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(row(in, at) + block) : "memory");
             }
         }
     }
+
+    // Those of a step, one after the other from the first on.  By whole warps.
+    __device__ void take(u32 step, float (&of_chunk)[kChunks]) {
+        if constexpr (kThere) {
+            const u32 skip = (step - in_.begin) * kChunks;
+            if (skip > 0 && skip % kWindow == 0) {
+                now_ = next_;
+                next_ = load(in_, at_, skip + kWindow);
+            }
+#pragma unroll
+            for (u32 i = 0; i < kChunks; ++i) of_chunk[i] = __shfl_sync(~0u, now_, skip % kWindow + i);
+        }
+    }
+
+  private:
+    __device__ static const float* row(const Operands<Config>& in, const Tile& at) {
+        return in.scale_b + at.weights * in.scale_b_batch + at.column / 128 * in.scale_b_row;
+    }
+
+    const Operands<Config>& in_;
+    const Tile& at_;
+    float now_, next_;
 };
 
 // What a thread needs to promote the sums of a chunk: of the tokens of its columns, and of its two rows of weights.
@@ -71,20 +105,20 @@ template <typename Config> struct Factors {
     }
 };
 
-// sums = this block's part of K of a tile.
+// sums = this block's part of K of a tile; first_block_scale: what BlockScales::load gave for it.
 template <typename Config>
 __device__ inline void multiply_and_promote(
     float (&sums)[Config::kTokens / 2], const Stages<Config>& stages, Ring<Config::kStages>& ring,
-    const Operands<Config>& in, const Tile& at) {
+    const Operands<Config>& in, const Tile& at, float first_block_scale) {
     static_assert(kChunks == 2, "two sums of products take turns");
     float even[Config::kTokens / 2], odd[Config::kTokens / 2];
 #pragma unroll
     for (u32 i = 0; i < Config::kTokens / 2; ++i) sums[i] = 0;
-    BlockScales<Config> blocks(in, at);
+    BlockScales<Config> blocks(in, at, first_block_scale);
     for (u32 step = in.begin; step < in.end; ++step, ring.advance()) {
         const u8 *const stage = stages.operands(ring.stage), *const scales = stages.scales(ring.stage);
-        const float of_even = blocks.next[0], of_odd = blocks.next[1];
-        blocks.ask(step + 1);
+        float common[kChunks] = {};
+        blocks.take(step, common);
         stages.full[ring.stage].wait(ring.parity);
         // No group stays in flight beyond the loop's end: the assembler would serialise them all (C7514)
         wgmma_fence();
@@ -92,10 +126,9 @@ __device__ inline void multiply_and_promote(
         wgmma_commit();
         multiply_chunk<Config>(odd, stage, 1, false);
         wgmma_commit();
-        const Factors<Config> even_factors(scales, at.row, 0, of_even);
+        const Factors<Config> even_factors(scales, at.row, 0, common[0]), odd_factors(scales, at.row, 1, common[1]);
         wgmma_wait<1>(even);
         even_factors.promote(sums, even);
-        const Factors<Config> odd_factors(scales, at.row, 1, of_odd);
         wgmma_wait<0>(odd);
         if (lane_index() == 0) stages.empty[ring.stage].arrive();
         odd_factors.promote(sums, odd);

@@ -1,0 +1,162 @@
+"""What every product of this module asks of its arguments, with errors that name the argument as DeepGEMM does."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.ops.quant.layout import BLOCK, TOKEN, ScaleLayout
+
+BF16 = torch.bfloat16
+E4M3 = torch.float8_e4m3fn
+RESULTS = (torch.bfloat16, torch.float32)
+Pair = tuple[Tensor, Tensor]
+"""e4m3 and the scales of its blocks."""
+
+_SIZES = frozenset("mnk")
+_LAYOUTS = {(1, 128): TOKEN, (128, 128): BLOCK}
+
+
+def also(**names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Arguments may be given by these names too, which they had in other versions of DeepGEMM."""
+
+    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def renamed(*args: Any, **kwargs: Any) -> None:
+            function(*args, **{names.get(key, key): value for key, value in kwargs.items()})
+
+        return renamed
+
+    return wrap
+
+
+def same_device(name: str, c: Any = None, **tensors: Any) -> None:
+    """All are tensors on the device of the first; `c` may be None."""
+    where, first = next(iter(tensors.items()))
+    for key, t in (*tensors.items(), *([] if c is None else [("c", c)])):
+        if not isinstance(t, Tensor):
+            raise InputError(f"{name}: {key} is a {type(t).__name__}; needs a torch.Tensor.")
+        if t.device != first.device:
+            raise InputError(f"{name}: {key} is on {t.device}, {where} on {first.device}. Move them to one device.")
+
+
+def dimensions(name: str, count: int, **tensors: Tensor) -> None:
+    """Each has `count` dimensions."""
+    for key, t in tensors.items():
+        if t.dim() != count:
+            raise InputError(
+                f"{name}: {key} is {tuple(t.shape)}; needs {('one', 'two', 'three')[count - 1]} dimensions."
+            )
+
+
+def operands(name: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> None:
+    """Both of `dtype`, contiguous along one of their last two dimensions."""
+    for key, t in (("a", a), ("b", b)):
+        if t.dtype != dtype:
+            cast = "Cast it, or call tilewright.ops.matmul" if dtype == BF16 else "Cast it with the casts of utils.math"
+            raise InputError(f"{name}: {key} is {t.dtype}; needs {dtype}. {cast}.")
+        if 1 not in t.stride()[-2:] and t.numel() > 1:
+            raise InputError(
+                f"{name}: {key} has strides {tuple(t.stride())}; one has to be 1. Call {key}.contiguous() first."
+            )
+
+
+def same_depth(name: str, a: Tensor, b: Tensor, a_form: str, b_form: str, k: int, k_b: int) -> None:
+    """K of both."""
+    if k != k_b:
+        raise InputError(
+            f"{name}: a is {tuple(a.shape)} {a_form}, b is {tuple(b.shape)} {b_form}; "
+            f"K is {k} in one and {k_b} in the other."
+        )
+
+
+def pair(name: str, key: str, given: Any) -> Pair:
+    """(data, scales) of what was given for `key`."""
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise InputError(f"{name}: {key} is a {type(given).__name__}; needs a pair (float8_e4m3fn, scales).")
+    return given[0], given[1]
+
+
+def granularities(name: str, recipe: Any, recipe_a: Any, recipe_b: Any) -> tuple[ScaleLayout, ScaleLayout]:
+    """Layouts of both scale tensors: by `recipe` (rows of a, rows of b, K), by one (rows, K) each, or the default."""
+    if (recipe_a is None) != (recipe_b is None) or (recipe is not None and recipe_a is not None):
+        raise InputError(f"{name}: needs recipe, or recipe_a and recipe_b, or none of them.")
+    if recipe_a is None:
+        rows_a, rows_b, depth = recipe or (1, 128, 128)
+        recipe_a, recipe_b = (rows_a, depth), (rows_b, depth)
+    found = _LAYOUTS.get(tuple(recipe_a)), _LAYOUTS.get(tuple(recipe_b))
+    if found[0] is not TOKEN or found[1] is None:
+        raise InputError(
+            f"{name}: scales of {tuple(recipe_a)} elements of a and {tuple(recipe_b)} of b; Hopper has 1x128 of a with "
+            "128x128 of b, recipe (1, 128, 128), or 1x128 of both, recipe (1, 1, 128)."
+        )
+    return found[0], found[1]
+
+
+def scales(name: str, key: str, given: Any, layout: ScaleLayout, rows: int, depth: int, batch: Sequence[int]) -> None:
+    """`given` are the float32 scales of a (*batch, rows, depth) operand `key`, in any strides."""
+    if given.dtype == torch.int32:
+        raise InputError(
+            f"{name}: the scales of {key} are torch.int32, powers of two packed for Blackwell; on Hopper they are "
+            "float32. Cast with use_packed_ue8m0=False."
+        )
+    if given.dtype != torch.float32:
+        raise InputError(f"{name}: the scales of {key} are {given.dtype}; needs torch.float32.")
+    wanted = (*batch, *layout.shape(rows, depth))
+    if tuple(given.shape) != wanted:
+        other = " Scales of 1x128 on both sides go with recipe=(1, 1, 128)." if layout is BLOCK else ""
+        raise InputError(
+            f"{name}: the scales of {key} are {tuple(given.shape)}; {layout.rows}x{layout.depth} of "
+            f"{(*batch, rows, depth)} are {wanted}, transposed where {key} is.{other}"
+        )
+
+
+def result(
+    name: str, d: Tensor, shape: Sequence[int], form: str, dtypes: Iterable[torch.dtype] = RESULTS, key: str = "d"
+) -> None:
+    """`d` has this shape, one of these dtypes, and contiguous rows that lie apart."""
+    if tuple(d.shape) != tuple(shape):
+        raise InputError(f"{name}: {key} is {tuple(d.shape)}; needs {form} = {tuple(shape)}.")
+    if d.dtype not in dtypes:
+        raise InputError(f"{name}: {key} is {d.dtype}; needs {' or '.join(map(str, dtypes))}.")
+    if not _rows_contiguous(d):
+        raise InputError(f"{name}: {key} has strides {tuple(d.stride())}; needs contiguous rows, one after the other.")
+
+
+def summand(name: str, c: Tensor | None, d: Tensor) -> None:
+    """`c` is like d, contiguous in rows, and lies exactly on d where it begins there."""
+    if c is None:
+        return
+    if c.shape != d.shape or c.dtype != d.dtype:
+        raise InputError(
+            f"{name}: c is {tuple(c.shape)} {c.dtype}, d is {tuple(d.shape)} {d.dtype}; they need one shape and dtype."
+        )
+    if not _rows_contiguous(c):
+        raise InputError(f"{name}: c has strides {tuple(c.stride())}; needs contiguous rows, one after the other.")
+    if torch.compiler.is_compiling():  # addresses are for later
+        return
+    if c.data_ptr() == d.data_ptr() and c.stride() != d.stride():
+        raise InputError(f"{name}: c begins where d does, with strides {c.stride()} beside {d.stride()}. Pass d as c.")
+
+
+def compiled(name: str, compiled_dims: str) -> None:
+    """Letters of "mnk"."""
+    if not _SIZES.issuperset(compiled_dims):
+        raise InputError(f'{name}: compiled_dims is {compiled_dims!r}; needs letters of "mnk".')
+
+
+def _rows_contiguous(t: Tensor) -> bool:
+    """Unit stride along columns, and no two elements of `t` in one place."""
+    if t.numel() == 0:
+        return True
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        return False
+    end = t.shape[-1]
+    for stride, size in sorted((s, n) for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1):
+        if stride < end:
+            return False
+        end = (size - 1) * stride + end
+    return True

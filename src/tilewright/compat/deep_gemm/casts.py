@@ -1,0 +1,71 @@
+"""Casts to float8 with DeepGEMM's names, arguments and values, on the ops of `tilewright.ops.quant`.
+
+Scales of 1x128 come out with consecutive rows side by side, as products read them: the same numbers and shape as
+DeepGEMM's, other strides, and no transpose in the product.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.ops.quant import numbers
+from tilewright.ops.quant.layout import ScaleLayout
+from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8 as block_cast
+from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8 as channel_cast
+from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8 as token_cast
+
+_OURS = 128  # elements that share a scale in kernels; other granularities are plain torch
+
+
+def per_token_cast_to_fp8(
+    x: Tensor, use_ue8m0: bool, gran_k: int = 128, use_packed_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(q, scales) of x (M, N): q (M, N) e4m3, scales (M, ceil(N / gran_k)) float32, max(amax, 1e-4) / 448 each.
+
+    use_ue8m0: scales rounded up to powers of two.   use_packed_ue8m0: as int32, four exponents in each.
+    """
+    _two_dimensions("per_token_cast_to_fp8", x)
+    if gran_k == _OURS:
+        return token_cast(x, ue8m0=use_ue8m0, packed=use_packed_ue8m0)
+    q, scales = numbers.cast(x, ScaleLayout(1, gran_k), use_ue8m0 or use_packed_ue8m0)
+    return q, numbers.pack(scales) if use_packed_ue8m0 else scales
+
+
+def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
+    """(q, scales) of x (T, N): scales (ceil(T / gran_k), N), one for gran_k rows of a column; else as per token."""
+    _two_dimensions("per_channel_cast_to_fp8", x)
+    if gran_k == _OURS:
+        return channel_cast(x, ue8m0=use_ue8m0)
+    return numbers.cast(x, ScaleLayout(gran_k, 1, along_rows=False), use_ue8m0)
+
+
+def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
+    """(q, scales) of x (N, K): scales (ceil(N / gran_k), ceil(K / gran_k)), one for a square; else as per token."""
+    _two_dimensions("per_block_cast_to_fp8", x)
+    if gran_k == _OURS:
+        return block_cast(x, ue8m0=use_ue8m0)
+    return numbers.cast(x, ScaleLayout(gran_k, gran_k, along_rows=False, alignment=1), use_ue8m0)
+
+
+def per_custom_dims_cast_to_fp8(x: Tensor, dims: tuple[int, ...], use_ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """(q, scales) of x with one scale for each index of `dims`, over all other dimensions; in plain torch."""
+    kept = {dim % x.dim() for dim in dims}
+    amax = x.detach().abs().amax([dim for dim in range(x.dim()) if dim not in kept], keepdim=True)
+    scales = numbers.scale_of(amax, use_ue8m0)
+    return numbers.quantise(x.detach(), scales), scales.squeeze()
+
+
+def ceil_to_ue8m0(x: Tensor) -> Tensor:
+    """Least powers of two that are not below the magnitudes of x, float32."""
+    return numbers.power_of_two_above(x.abs().to(torch.float32))
+
+
+def pack_ue8m0_to_int(x: Tensor) -> Tensor:
+    """Powers of two x (..., B) as int32 (..., ceil(B / 4)): four exponents in each, the first lowest."""
+    return numbers.pack(x)
+
+
+def _two_dimensions(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"{name}: x is {got}; needs two dimensions. Batches: tilewright.ops.{name}.")

@@ -1,0 +1,224 @@
+"""Products of groups of rows with DeepGEMM's signatures: experts' layers, forward and for gradients of activations.
+
+Sizes of groups are read on the device; no call waits for the host.  Rows that belong to no group keep what d holds.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewright.compat.deep_gemm import arguments
+from tilewright.compat.deep_gemm.arguments import Pair
+from tilewright.compat.deep_gemm.dense_fp8 import Half, Recipe
+from tilewright.compat.deep_gemm.layouts import get_mk_alignment_for_contiguous_layout
+from tilewright.errors import InputError
+from tilewright.ops.grouped.grouped_matmul import grouped_matmul
+from tilewright.ops.grouped.groups_of_rows import groups_of_rows
+from tilewright.ops.grouped.masked_matmul import masked_matmul
+from tilewright.ops.quant.layout import ScaleLayout
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """d[rows of g] = a[rows of g] @ b[g].T for every group g.
+
+    a: (T, K) bf16.   b: (G, N, K) bf16.   d: (T, N) bf16|fp32.
+    grouped_layout: (T,) int32, the group of each row, -1 for padding, rows of a group next to each other; groups begin
+    anywhere.  With use_psum_layout: (G,) int32, the row behind the last of each group, and a group begins at the end of
+    the one before rounded up to `get_mk_alignment_for_contiguous_layout()`.
+    compiled_dims, ensure_zero_padding, expected_m_for_psum_layout: accepted for DeepGEMM's sake, without effect.
+    Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
+    """
+    name = "m_grouped_bf16_gemm_nt_contiguous"
+    _contiguous(name, _Operands(a, b), d, grouped_layout, compiled_dims, use_psum_layout)
+
+
+def m_grouped_bf16_gemm_nn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    compiled_dims: str = "nk",
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+) -> None:
+    """`m_grouped_bf16_gemm_nt_contiguous` for b (G, K, N)."""
+    name = "m_grouped_bf16_gemm_nn_contiguous"
+    _contiguous(name, _Operands(a, b), d, grouped_layout, compiled_dims, use_psum_layout)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: Recipe = None,
+    recipe_a: Half = None,
+    recipe_b: Half = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    """`m_grouped_bf16_gemm_nt_contiguous` of float8.
+
+    a: (T, K) e4m3 and (T, ceil(K/128)) float32.   b: (G, N, K) e4m3 and (G, ceil(N/128), ceil(K/128)) float32.
+    recipes, disable_ue8m0_cast: as in `fp8_gemm_nt`.
+    """
+    name = "m_grouped_fp8_gemm_nt_contiguous"
+    given = _float8(name, a, b, recipe, recipe_a, recipe_b)
+    _contiguous(name, given, d, grouped_layout, compiled_dims, use_psum_layout)
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: Recipe = None,
+    recipe_a: Half = None,
+    recipe_b: Half = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` for b (G, K, N) and its scales (G, ceil(K/128), ceil(N/128)).
+
+    Tensor cores read float8 along K: b is copied in each call, which is logged once.
+    """
+    name = "m_grouped_fp8_gemm_nn_contiguous"
+    given = _float8(name, a, b, recipe, recipe_a, recipe_b)
+    _contiguous(name, given, d, grouped_layout, compiled_dims, use_psum_layout)
+
+
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, compiled_dims: str = "nk"
+) -> None:
+    """d[g, :masked_m[g]] = a[g, :masked_m[g]] @ b[g].T for every group g; rows behind them are not touched.
+
+    a: (G, Mmax, K) bf16.   b: (G, N, K) bf16.   d: (G, Mmax, N) bf16|fp32.   masked_m: (G,) int32 on the device.
+    expected_m: how many rows a group has as a rule; kernels are chosen by it.   compiled_dims: without effect.
+    """
+    _masked("m_grouped_bf16_gemm_nt_masked", _Operands(a, b), d, masked_m, expected_m, compiled_dims)
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Pair,
+    b: Pair,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe = None,
+    recipe_a: Half = None,
+    recipe_b: Half = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`m_grouped_bf16_gemm_nt_masked` of float8.
+
+    a: (G, Mmax, K) e4m3 and (G, Mmax, ceil(K/128)) float32.   b: (G, N, K) e4m3 and (G, ceil(N/128), ceil(K/128)).
+    recipes, disable_ue8m0_cast: as in `fp8_gemm_nt`.
+    """
+    name = "m_grouped_fp8_gemm_nt_masked"
+    given = _float8(name, a, b, recipe, recipe_a, recipe_b)
+    _masked(name, given, d, masked_m, expected_m, compiled_dims)
+
+
+class _Operands(NamedTuple):
+    """Both operands as they were passed, and their scales with the layouts that the recipe names."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    layouts: tuple[ScaleLayout, ScaleLayout] | None = None
+
+
+def _float8(name: str, a: Any, b: Any, recipe: Recipe, recipe_a: Half, recipe_b: Half) -> _Operands:
+    layouts = arguments.granularities(name, recipe, recipe_a, recipe_b)
+    (left, scale_a), (right, scale_b) = arguments.pair(name, "a", a), arguments.pair(name, "b", b)
+    return _Operands(left, right, scale_a, scale_b, layouts)
+
+
+def _contiguous(name: str, given: _Operands, d: Tensor, layout: Tensor, compiled_dims: str, psum: bool) -> None:
+    a, b, scale_a, scale_b = _checked(name, given, d, 2, compiled_dims)
+    groups = b.shape[0]
+    _sizes(name, "grouped_layout", layout, a, groups if psum else a.shape[0], "group" if psum else "row")
+    if d.numel() == 0 or groups == 0:
+        return
+    starts, ends = (_starts(layout), layout) if psum else groups_of_rows(layout, groups)
+    grouped_matmul(a, b, ends, starts=starts, scale_a=scale_a, scale_b=scale_b, trans_b=True, out_dtype=d.dtype, out=d)
+
+
+def _masked(name: str, given: _Operands, d: Tensor, masked_m: Tensor, expected_m: int, compiled_dims: str) -> None:
+    a, b, scale_a, scale_b = _checked(name, given, d, 3, compiled_dims)
+    _sizes(name, "masked_m", masked_m, a, b.shape[0], "group")
+    if not isinstance(expected_m, int) or expected_m < 1:
+        raise InputError(f"{name}: expected_m is {expected_m!r}; needs a number of rows, at least 1.")
+    if d.numel() == 0:
+        return
+    masked_matmul(
+        a,
+        b,
+        masked_m,
+        expected_rows=expected_m,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        trans_b=True,
+        out_dtype=d.dtype,
+        out=d,
+    )
+
+
+def _checked(
+    name: str, given: _Operands, d: Tensor, dims: int, compiled_dims: str
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """a (..., M, K), b (G, N, K) and their scales as those of b."""
+    a, b, scale_a, scale_b, layouts = given
+    of = {} if layouts is None else {"scales_of_a": scale_a, "scales_of_b": scale_b}
+    arguments.same_device(name, a=a, b=b, d=d, **of)
+    arguments.dimensions(name, dims, a=a, d=d)
+    arguments.dimensions(name, 3, b=b)
+    arguments.operands(name, arguments.BF16 if layouts is None else arguments.E4M3, a, b)
+    if "_nn_" in name:
+        b, scale_b = b.mT, None if scale_b is None or scale_b.dim() < 2 else scale_b.mT
+    (*batch, m, k), (groups, n, k_b) = a.shape, b.shape
+    if batch and batch != [groups]:
+        raise InputError(f"{name}: a has {batch[0]} groups, b has {groups}.")
+    arguments.same_depth(name, a, b, "(G, Mmax, K)" if batch else "(T, K)", "(G, N, K)", k, k_b)
+    arguments.result(name, d, (*batch, m, n), "(G, Mmax, N)" if batch else "(T, N)")
+    arguments.compiled(name, compiled_dims)
+    if layouts is not None:
+        arguments.scales(name, "a", scale_a, layouts[0], m, k, batch)
+        arguments.scales(name, "b", scale_b, layouts[1], n, k, (groups,))
+    return a, b, scale_a, scale_b
+
+
+def _sizes(name: str, key: str, t: Any, beside: Tensor, count: int, what: str) -> None:
+    arguments.same_device(name, **{"a": beside, key: t})
+    if t.dtype != torch.int32 or tuple(t.shape) != (count,):
+        other = "" if key == "masked_m" else ", or use_psum_layout the other way round"
+        raise InputError(
+            f"{name}: {key} is {tuple(t.shape)} {t.dtype}; needs ({count},) torch.int32, one number a {what}{other}."
+        )
+
+
+def _starts(ends: Tensor) -> Tensor | None:
+    """First rows of groups that end at `ends` and begin at multiples of the alignment."""
+    alignment = get_mk_alignment_for_contiguous_layout()
+    if alignment == 1:
+        return None
+    rounded = (ends[:-1] + (alignment - 1)).div_(alignment, rounding_mode="floor").mul_(alignment)
+    return pad(rounded, (1, 0))
