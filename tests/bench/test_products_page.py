@@ -56,7 +56,26 @@ def test_means_of_the_classes(tmp_path: Path) -> None:
     assert means["matmul, M <= 64, weights of 64 MB and more"][:2] == ["1", "1.000"]
     assert means["matmul, M <= 64, weights under 64 MB"][:3] == ["2", "4.000", "2.000"]
     assert means["matmul, ... of them 30 to 64 MB"][:2] == ["1", "2.000"]
-    assert means["matmul, other layouts, epilogues and dtypes"][:2] == ["1", "3.000"]
+    assert means["matmul, other layouts and epilogues"][:2] == ["1", "3.000"]
+
+
+def test_means_tell_widths_scalings_and_groups_apart(tmp_path: Path) -> None:
+    """Weights of 4 bits and of many groups count as what they are in memory; flops are those of all groups."""
+    rows = [
+        product("half", 1, 16384, 7168, own=1.0),  # 235 MB
+        product("int4", 1, 16384, 7168, own=2.0, bits=4),  # 59 MB
+        replace(product("fine", 64, 4096, 4096, own=3.0, scaling="token_block"), dtype="float8_e4m3fn"),  # 17 MB
+        replace(product("coarse", 64, 4096, 4096, own=4.0, scaling="row"), dtype="float8_e4m3fn"),
+        product("groups", 16, 4096, 4096, own=5.0, G=8, split="random"),  # 268 MB
+    ]
+    text = page(tmp_path, rows)
+    means = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| matmul")}
+    assert "| 2 | 2.236 | 1.000 |" in means["matmul, M <= 64, weights of 64 MB and more"]
+    assert "| 1 | 2.000 |" in means["matmul int4, ... of them 30 to 64 MB"]
+    assert "| 1 | 3.000 |" in means["matmul float8_e4m3fn token_block, M <= 64, weights under 64 MB"]
+    assert "| 1 | 4.000 |" in means["matmul float8_e4m3fn row, M <= 64, weights under 64 MB"]
+    assert "| groups | 8 x 16 x 4096 x 4096 |" in text
+    assert f"{2 * 8 * 16 * 4096 * 4096 / 20e6:.0f}, peer" in means["matmul, M <= 64, weights of 64 MB and more"]
 
 
 def test_a_table_for_each_m_that_has_several_rows_and_one_for_the_rest(tmp_path: Path) -> None:

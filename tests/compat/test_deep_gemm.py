@@ -17,7 +17,7 @@ from tilewright.hardware.sm_budget import usable_sms
 
 LAYOUTS = ("nt", "nn", "tn", "tt")
 M, N, K = 24, 40, 56
-PROGRAM = Path(__file__).with_name("deep_gemm_program.py")
+PROGRAMS = sorted(Path(__file__).with_name("programs").glob("*.py"))
 
 
 def operands(layout: str, m: int = M, n: int = N, k: int = K) -> tuple[torch.Tensor, ...]:
@@ -212,11 +212,12 @@ def test_a_wrong_budget_changes_nothing(all_sms, wrong):
 
 
 def test_a_name_that_is_not_here_says_which_are():
-    with pytest.raises(AttributeError, match=r"no 'fp8_gemm_nt'. It has: .*bf16_gemm_nt.*set_num_sms"):
-        _ = deep_gemm.fp8_gemm_nt
+    with pytest.raises(AttributeError, match=r"no 'fp8_mqa_logits'. It has: .*bf16_gemm_nt.*set_num_sms"):
+        _ = deep_gemm.fp8_mqa_logits
     with pytest.raises(AttributeError, match=r"testing has no 'test_filter'. It has: bench, bench_kineto, calc_diff"):
         _ = deep_gemm.testing.test_filter
-    assert not hasattr(deep_gemm, "m_grouped_bf16_gemm_nt_contiguous")
+    with pytest.raises(AttributeError, match=r"utils has no 'per_token_cast_to_fp4'. It has: align, .*per_token_cast"):
+        _ = deep_gemm.utils.per_token_cast_to_fp4
 
 
 @pytest.mark.parametrize(("layout", "dims"), [("nt", "nk"), ("nn", "nk"), ("tn", "mn"), ("tt", "mn")])
@@ -236,9 +237,9 @@ def test_the_page_lists_every_name():
     assert set(testing.__all__) <= set(deep_gemm.__all__)
 
 
-def run_program(folder: Path) -> None:
-    """The program beside this file, with the library's name in its three imports changed and nothing else."""
-    text = PROGRAM.read_text()
+def run_program(program: Path, folder: Path) -> None:
+    """A program of `programs`, with the library's name in its imports changed and nothing else."""
+    text = program.read_text()
     changed = re.sub(r"^import deep_gemm$", "import tilewright.compat.deep_gemm as deep_gemm", text, flags=re.MULTILINE)
     changed = re.sub(r"^from deep_gemm\b", "from tilewright.compat.deep_gemm", changed, flags=re.MULTILINE)
     different = [line for line in changed.splitlines() if line not in text.splitlines()]
@@ -248,7 +249,13 @@ def run_program(folder: Path) -> None:
     runpy.run_path(str(folder / "program.py"), run_name="__main__")
 
 
-def test_a_program_written_for_deep_gemm_runs(tmp_path, capfd, all_sms):
-    run_program(tmp_path)
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
+def test_a_program_written_for_deep_gemm_runs(program, tmp_path, capfd, all_sms):
+    run_program(program, tmp_path)
     assert re.search(r"> Perf .* us \| throughput: ", capfd.readouterr().out)
     assert deep_gemm.get_num_sms() == all_sms
+    assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
+
+
+def test_there_are_programs():
+    assert {program.stem for program in PROGRAMS} == {"bf16", "einsum", "fp8", "k_grouped", "m_grouped"}

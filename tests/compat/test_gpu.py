@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.compat.test_deep_gemm import run_program
+from tests.compat.test_deep_gemm import PROGRAMS, run_program
 
 from tilewright.compat import deep_gemm
 from tilewright.compat.deep_gemm.testing import bench, bench_kineto, calc_diff
@@ -23,8 +23,9 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
     return a, b, torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
 
 
-def test_a_program_written_for_deep_gemm_runs(tmp_path, capfd, all_sms):
-    run_program(tmp_path)
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
+def test_a_program_written_for_deep_gemm_runs(program, tmp_path, capfd, all_sms):
+    run_program(program, tmp_path)
     assert "> Perf" in capfd.readouterr().out
     assert deep_gemm.get_num_sms() == all_sms == torch.cuda.get_device_properties(0).multi_processor_count
 

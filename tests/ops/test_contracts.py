@@ -8,6 +8,7 @@ import inspect
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import tilewright.ops
 from tilewright.dispatch import contract, contracts
@@ -25,6 +26,10 @@ def case_id(value):
     return value if isinstance(value, str) else value.name.partition(":")[0]
 
 
+def first_tensor(sample):
+    return next(v for v in tree_leaves(sample.args) if isinstance(v, torch.Tensor))
+
+
 def test_every_public_op_has_a_contract():
     public = {name for name in tilewright.ops.__all__ if callable(getattr(tilewright.ops, name))}
     assert public
@@ -33,8 +38,9 @@ def test_every_public_op_has_a_contract():
 
 @pytest.mark.parametrize(("name", "workload"), EDGE_CASES, ids=case_id)
 def test_edge_case(name, workload):
-    large = contract(name).inputs(workload.params, torch.bfloat16, CPU, 0).args[0].numel() > LARGE
-    for dtype in contract(name).dtypes:
+    subject = contract(name)
+    large = first_tensor(subject.inputs(workload.params, subject.dtypes[0], CPU, 0)).numel() > LARGE
+    for dtype in subject.dtypes:
         check(
             name, workload, modes=["eager", "backward"] if large else QUICK, backend="torch", dtype=dtype, device="cpu"
         ).require()
@@ -43,7 +49,8 @@ def test_edge_case(name, workload):
 @pytest.mark.parametrize("name", OPS)
 def test_registration_and_compilation(name):
     """opcheck, and torch.compile down to AOTAutograd (Inductor runs in the GPU tests)."""
-    made = check(name, modes=HEAVY, backend="torch", dtype=torch.bfloat16, device="cpu", compiler="aot_eager")
+    dtype = contract(name).dtypes[0]
+    made = check(name, modes=HEAVY, backend="torch", dtype=dtype, device="cpu", compiler="aot_eager")
     assert [r.status for r in made.require().results] == ["passed"] * len(HEAVY), str(made)
 
 
@@ -53,7 +60,7 @@ def test_a_mode_that_is_promised_runs_on_some_case(name):
     subject = contract(name)
     modes = ["empty", "out", "bad_inputs"]
     small = next(w for w in subject.edge_cases if "M" not in w.params or w.params["M"] > 1)
-    made = check(name, small, modes=modes, backend="torch", dtype=torch.float32, device="cpu")
+    made = check(name, small, modes=modes, backend="torch", dtype=subject.dtypes[-1], device="cpu")
     ran = {r.mode for r in made.require().results if r.status == "passed"}
     expected = {"bad_inputs"}
     expected |= {"out"} if subject.forward.torch_out is not None else set()
@@ -79,8 +86,8 @@ def test_the_contract_is_complete(name):
 @pytest.mark.parametrize("name", OPS)
 def test_inputs_are_fresh_by_seed_and_the_same_on_request(name):
     subject = contract(name)
-    params = subject.edge_cases[0].params
-    first, same, other = (subject.inputs(params, torch.float32, CPU, seed).args[0] for seed in (1, 1, 2))
+    params, dtype = subject.edge_cases[0].params, subject.dtypes[-1]
+    first, same, other = (first_tensor(subject.inputs(params, dtype, CPU, seed)) for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
 
@@ -89,9 +96,9 @@ def test_inputs_are_fresh_by_seed_and_the_same_on_request(name):
 def test_cost_counts_at_least_the_tensors(name):
     """The floor of a forward: every input element read and every output element written once, if it counts them all."""
     subject = contract(name)
-    sample = subject.inputs(subject.cpu_workloads[0].params, torch.float32, CPU, 0)
+    sample = subject.inputs(subject.cpu_workloads[0].params, subject.dtypes[-1], CPU, 0)
     for direction in ("fwd", "bwd") if subject.gradient is not None else ("fwd",):
         cost = subject.cost(sample, direction)
         assert cost.flops > 0
-        assert cost.bytes_read >= sample.args[0].numel() * 4
+        assert cost.bytes_read >= first_tensor(sample).nbytes
         assert cost.bytes_written > 0

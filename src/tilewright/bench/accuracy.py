@@ -3,7 +3,8 @@ same dtype.
 
 Two measures of each output: relative Frobenius error, which sees bias and lost precision, and the largest error over
 the root mean square, which sees one wrong tile in a large tensor. Both may be at most `factor` times torch's own,
-plus one rounding of the output dtype and what the order of a float32 sum may change.
+plus one rounding of the output dtype and what the order of a float32 sum may change. Integers (packed scales, bounds of
+groups) have no rounding: all must be right.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Sample
 
@@ -30,10 +33,12 @@ class Error:
 
 def upcast(sample: Sample) -> Sample:
     """The same values in float64."""
-    return Sample(
-        tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in sample.args),
-        {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in sample.kwargs.items()},
-    )
+
+    def wide(v: Any) -> Any:
+        return v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+
+    args, kwargs = tree_map(wide, (sample.args, dict(sample.kwargs)))
+    return Sample(args, kwargs)
 
 
 def tensors(outputs: object) -> list[Tensor]:
@@ -45,9 +50,11 @@ def tensors(outputs: object) -> list[Tensor]:
 
 
 def error(output: Tensor, oracle: Tensor) -> Error:
-    """Errors of `output`, any dtype, against `oracle`, float64 of the same shape."""
+    """Errors of `output`, any dtype, against `oracle`, of the same shape in float64 or integers."""
     if output.shape != oracle.shape:
         return Error(math.inf, math.inf)
+    if not output.is_floating_point():
+        return Error(0.0, 0.0) if torch.equal(output, oracle.to(output.dtype)) else Error(math.inf, math.inf)
     difference = output.detach().double() - oracle
     scale = float(oracle.norm()) or 1.0
     frobenius = float(difference.norm()) / scale
@@ -88,6 +95,8 @@ class Judge:
         return right, worst(found)
 
     def _passes(self, mine: Error, theirs: Error, oracle: Tensor, dtype: torch.dtype) -> bool:
+        if not dtype.is_floating_point:
+            return mine.largest == 0
         unit = torch.finfo(dtype).eps / 2 + _SUM_ORDER
         rms = float(oracle.norm()) / math.sqrt(oracle.numel()) or 1.0
         peak = float(oracle.abs().max()) / rms

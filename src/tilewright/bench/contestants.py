@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tilewright.bench.accuracy import tensors
 from tilewright.bench.cases import Case
@@ -98,11 +99,20 @@ def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequ
 
 def copied(sample: Sample, require_grad: Sequence[int] = ()) -> Sample:
     """A copy of every tensor in `sample`; the positional ones in `require_grad` become leaves."""
-    args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in sample.args)
+    args, kwargs = tree_map(_copy, (sample.args, dict(sample.kwargs)))
     for position in require_grad:
         if isinstance(args[position], Tensor):  # an optional argument may be absent
             args[position].requires_grad_()
-    return Sample(args, {k: v.clone() if isinstance(v, Tensor) else v for k, v in sample.kwargs.items()})
+    return Sample(args, kwargs)
+
+
+def _copy(v: Any) -> Any:
+    """With the strides of the original: scales that lost the padding of their lines would not be what kernels read."""
+    if not isinstance(v, Tensor):
+        return v
+    if any(stride == 0 and size > 1 for size, stride in zip(v.shape, v.stride(), strict=True)):
+        return v.detach().clone()
+    return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v.detach())
 
 
 def gradient_inputs(contract: Contract) -> tuple[int, ...]:

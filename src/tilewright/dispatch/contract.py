@@ -56,10 +56,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Promises:
-    """Bitwise promises of every implementation: the same call repeated; a row alone against the row in a batch."""
+    """Bitwise promises of every implementation: the same call repeated; a row alone against the row in a batch; its
+    outputs against the reference's on the same device, which few can promise: casts, whose steps have one right result.
+    """
 
     deterministic: bool = True
     batch_invariant: bool = True
+    reference_bits: bool = False
 
 
 @dataclass(frozen=True)

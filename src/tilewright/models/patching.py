@@ -1,7 +1,7 @@
 """Replace norms, gated MLPs, rotary embeddings, residual adds and linears of one model; verified, undoable."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError, VerificationError
-from tilewright.models import attention, decoder_layers, linears, mlps, norms, rotary, rotary_tables
+from tilewright.models import attention, decoder_layers, fp8_linears, linears, mlps, norms, rotary, rotary_tables
 from tilewright.models.experts import holds_experts
 from tilewright.models.report import Report, Row
 from tilewright.models.specialise import patched_modules, restore, specialise
 from tilewright.models.stand_in import Left, Proposal
-from tilewright.models.verification import Verification, compare
+from tilewright.models.verification import FP8_ALLOWANCE, Verification, compare
+from tilewright.nn.fp8_linear import WeightCasts
 
 Mode = Literal["inference", "train"]
 _OPS = (
@@ -32,6 +33,7 @@ def patch(
     inputs: Tensor | Mapping[str, Any] | None = None,
     ops: Iterable[str] | None = None,
     backend: str | None = None,
+    fp8: bool = False,
 ) -> "Patch":
     """Replace what our ops can compute in `model`, in place, and prove that it still computes the same.
 
@@ -50,6 +52,9 @@ def patch(
     inputs   for that: token ids (B, S) or keyword arguments of the model; None draws random tokens
     ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention") or ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
+    fp8      also run linear layers and SwiGLU MLPs in float8, whatever `ops` says, but small layers and the head; for
+             inference. Then all other replacements are verified without it, as strictly as ever, and the whole with
+             an error of logits that float8 may add
 
     `copy.deepcopy`, `pickle`, `torch.compile` and `state_dict` of a patched model work; a copy stays patched when the
     original is undone. Hooks registered later on a norm that runs inside `add_rms_norm` do not fire.
@@ -60,13 +65,15 @@ def patch(
     if mode not in get_args(Mode):
         raise InputError(f"mode={mode!r}; allowed: {', '.join(map(repr, get_args(Mode)))}.")
     allowed = _allowed(ops)
+    if fp8 and mode == "train":
+        raise InputError('fp8=True is for mode="inference". tilewright.nn.FP8Linear is the layer that trains in float8.')
     if already := next(patched_modules(model), None):
         raise PatchError(
             f"this model is already patched ({already[0] or 'the model itself'}). Call .undo() on that patch first."
         )
     if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
         raise PatchError(f"{empty} is on the meta device: load the weights before patching.")
-    patched = Patch(model, mode, allowed, backend)
+    patched = Patch(model, mode, allowed, backend, fp8)
     if not patched.report().counts():
         raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{patched.report()}")
     patched._apply()
@@ -82,11 +89,14 @@ def patch(
 class Patch:
     """A patched model.  Made by `patch`; a context manager that undoes on exit."""
 
-    def __init__(self, model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | None) -> None:
+    def __init__(
+        self, model: nn.Module, mode: Mode, allowed: frozenset[str], backend: str | None, fp8: bool = False
+    ) -> None:
         self.model = model
         self.mode = mode
         self._swaps: dict[nn.Module, type[nn.Module]] = {}
-        rows = list(self._plan(allowed, backend))
+        self._fp8: dict[nn.Module, WeightCasts] = {}
+        rows = list(self._plan(allowed, backend, fp8_linears.heads(model) if fp8 else None))
         row, self._rebindings = attention.switch(model, "attention" in allowed)
         self._report = Report(tuple(rows if row is None else [*rows, row]))
         self._active = False
@@ -99,14 +109,24 @@ class Patch:
         """Accuracy of the patched model beside the unpatched one's, against a wider copy of the latter.
 
         inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's
-        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.
+        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True this is
+        asked of the model without float8; with it logits may be off by a relative 0.1 more, and agreement is stated.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
         self._require_own_classes()
-        result = compare(self.model, inputs, self._suspended(), gradients=self.mode == "train")
+        if self._fp8 and self._swaps.keys() != self._fp8.keys():
+            with self._suspended(self._fp8):
+                self._compare(inputs, "the patched model lost accuracy, without float8 already.")
+        return self._compare(inputs, "the patched model lost accuracy.", FP8_ALLOWANCE if self._fp8 else 0.0)
+
+    def _compare(
+        self, inputs: Tensor | Mapping[str, Any] | None, failure: str, allowance: float = 0.0
+    ) -> Verification:
+        unpatched = self._suspended([module for module in self._swaps if isinstance(module, Patched)])
+        result = compare(self.model, inputs, unpatched, gradients=self.mode == "train", allowance=allowance)
         if not result.passed:
-            raise VerificationError(f"the patched model lost accuracy.\n{result}")
+            raise VerificationError(f"{failure}\n{result}")
         return result
 
     def undo(self) -> None:
@@ -114,7 +134,8 @@ class Patch:
         if not self._active:
             raise PatchError("this patch was already undone.")
         self._require_own_classes()
-        self._restore()
+        self._restore(self._swaps)
+        self._active = False
 
     def __enter__(self) -> Self:
         return self
@@ -125,13 +146,16 @@ class Patch:
         if self._active:
             self.undo()
 
-    def _plan(self, allowed: frozenset[str], backend: str | None) -> Iterator[Row]:
+    def _plan(
+        self, allowed: frozenset[str], backend: str | None, heads: frozenset[nn.Module] | None
+    ) -> Iterator[Row]:
         """Probe every module; remember the swaps and yield the rows of the report."""
         modules = list(self.model.named_modules())
         tables = rotary_tables.tables(self.model)
         proposals: dict[nn.Module, list[Proposal | Left]] = {
-            m: list(_proposals(m, rotary_tables.nearest(path, tables), backend)) for path, m in modules
+            m: list(_proposals(m, rotary_tables.nearest(path, tables), backend, heads)) for path, m in modules
         }
+        within = {} if heads is None else _float8_mlps(proposals, allowed, backend)
         recipes = {m: p.recipe for m, found in proposals.items() for p in found if isinstance(p, Proposal)}
         for _, module in modules:
             proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts"]
+Kind = Literal["norm", "mlp", "rotary", "add_norm", "linear", "fp8", "attention", "experts"]
 Status = Literal["replaced", "left"]
 
 

@@ -19,6 +19,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
+def other_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one shape and dtype differ in their bit patterns, and not as one NaN from another."""
+    both_nan = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
+    return (bits(a) != bits(b)) & ~both_nan
+
+
 def memory(t: Tensor) -> Tensor:
     """Every byte of the storage behind `t`, gaps and neighbours of the view included; shares memory with it."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())

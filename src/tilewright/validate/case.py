@@ -42,7 +42,7 @@ class Case:
         self.contract, self.name, self.backend, self.seed, self.compiler = contract, name, backend, seed, compiler
         self._make = make
         self._sample = make(seed)
-        self.first: Tensor = self._sample.args[0]
+        self.first = tensors(self._sample)[0]
         self.device, self.dtype = self.first.device, self.first.dtype
         self.positions = gradient_inputs(contract, self._sample)
         self.truth = truth(contract, self.sample(), seed)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Contract, Sample, Workload, contract, contracts
@@ -85,8 +84,10 @@ def _subject(op: str | Contract | Callable[..., Any]) -> Contract:
 def _representative(subject: Contract) -> str | None:
     """The edge case heavy modes run on: the first whose batch is large enough (four) to be a symbolic size."""
     for workload in subject.edge_cases:
+        if subject.batch_dim is None:
+            return workload.name
         first = subject.inputs(workload.params, subject.dtypes[0], torch.device("cpu"), 0).args[0]
-        if subject.batch_dim is None or first.shape[subject.batch_dim] >= 4:
+        if first.shape[subject.batch_dim] >= 4:
             return workload.name
     return subject.edge_cases[0].name if subject.edge_cases else None
 
@@ -139,11 +140,9 @@ def _named(subject: Contract, name: str) -> Workload:
 
 
 def _reversed_values(sample: Sample) -> Sample:
-    """The first argument with its elements in reverse order: other values, of the same kind."""
-    first = sample.args[0]
-    assert isinstance(first, Tensor)
-    turned = first.flip(tuple(range(first.dim())))
-    return Sample((turned, *tree_map(lambda v: v, sample.args[1:])), sample.kwargs)
+    """The first argument, or each tensor of it, with its elements in reverse order: other values, of the same kind."""
+    turned = tree_map(lambda t: t.flip(tuple(range(t.dim()))), sample.args[0])
+    return Sample((turned, *sample.args[1:]), sample.kwargs)
 
 
 def _run(mode: Mode, case: Case) -> Result:

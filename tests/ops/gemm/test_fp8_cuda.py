@@ -114,25 +114,32 @@ def test_a_cluster_loads_halves_of_what_it_shares(launches):
         ((1, 600, 384), (1, 128, 128), 128),
         ((1, 520, 384), (1, 128, 128), 128),
         ((1, 600, 520), (1, 64, 64), 128),
-        ((1, 3, 600), (1, 1, 256), 0),
     ]
     (grid, args, params, options) = launches.calls[0]
     assert grid == (3 * 3 * 2,)  # three rows of tiles, five columns in pairs
     assert options["cluster"] == (2, 1, 1)
     assert options["block"] == 384
-    assert args[6:8] == (600, 3 * 600), "of row scales: from 128 of K to the next, from matrix to matrix"
-    assert args[9:11] == (3, 5 * 3), "of block scales: from 128 columns to the next, from matrix to matrix"
+    assert args[4:6] == (600, 3 * 600), "of row scales: from 128 of K to the next, from matrix to matrix"
+    assert args[7:9] == (3, 5 * 3), "of block scales: from 128 columns to the next, from matrix to matrix"
     assert args[-5:-1] == (600, 520, 384, 1)
     assert (params.kScaling, params.kBlockM, params.kBlockN, params.kStages) == (2, 256, 128, 4)
 
 
-def test_column_scales_have_a_map_where_they_change_along_k(launches):
-    given = operands(300, 520, 384, Scaling.TOKEN_TOKEN)
-    run(made(128, 160, scaling=3), given)
-    assert launches.maps[-1] == ((1, 3, 520), (1, 1, 160), 0)
-    launches.maps.clear()
-    run(made(128, 160, scaling=1), operands(300, 520, 384, Scaling.ROW))
-    assert len(launches.maps) == 3, "operands and result"
+def test_slots_of_scales_have_what_a_tile_needs():
+    def floats(config, scaling):
+        """Of a slot; what is left of shared memory without stages and slots is staged of D."""
+        config = config._replace(stages=0)
+        return (engine._shared_bytes(config, scaling) - engine._shared_bytes(config, Scaling.ROW)) // (4 * 2)
+
+    assert floats(made(256, 128), Scaling.TOKEN_BLOCK) == 256, "a row's, times that of the one block"
+    assert floats(made(128, 64), Scaling.TOKEN_BLOCK) == 128
+    assert floats(made(128, 192), Scaling.TOKEN_BLOCK) == 2 * 128, "192 columns touch two blocks"
+    assert floats(made(128, 160), Scaling.TOKEN_BLOCK) == 2 * 128
+    assert floats(made(128, 256), Scaling.TOKEN_BLOCK) == 2 * 128
+    assert floats(made(128, 112), Scaling.TOKEN_BLOCK) == 2 * 128
+    assert floats(made(128, 144), Scaling.TOKEN_BLOCK) == 2 * 128, "tiles begin at multiples of 16"
+    assert floats(made(128, 160), Scaling.TOKEN_TOKEN) == 128 + 160
+    assert floats(made(128, 160), Scaling.TENSOR) == 0
 
 
 def test_a_result_in_place_is_added_by_the_copy_engine(launches):
@@ -152,7 +159,7 @@ def test_a_result_in_fp8_leaves_in_strips_of_128_bytes_beside_its_scales(launche
     given = operands(300, 544, 384)
     run_fp8(made(128, 256), given, "swiglu")
     assert launches.maps[2] == ((1, 300, 272), (1, 64, 128), 128)
-    stored, pitch, batch = launches.calls[0][1][16:19]
+    stored, pitch, batch = launches.calls[0][1][14:17]
     assert stored.shape == (1, 300, 3)
     assert (pitch, batch) == (300, 900)
 
@@ -295,6 +302,15 @@ def test_results(case):
         assert torch.equal(run(config, given, activation, out, bias, c, depth**-0.5), found), "the same bits every time"
 
 
+def in_steps(q):
+    """e4m3 as integers in the order of its values: neighbours differ by 1, zeros of both signs are 0.
+
+    The float32 epilogue adds 0.0 where there is no c, and so makes 0 of the -0 that silu(-1000) is; the other does not.
+    """
+    bits = q.view(torch.uint8).to(torch.int16)
+    return torch.where(bits > 127, 128 - bits, bits)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [made(256, 128), made(128, 128), made(128, 256), made(64, 128)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -304,10 +320,14 @@ def test_an_fp8_result_is_the_cast_of_the_float32_one(config, activation):
         pytest.skip("gated blocks of scales need tiles of 256 columns")
     given = operands(333, 1056, 640, device="cuda")
     bias = torch.randn(1056, device="cuda")
-    q, scales = run_fp8(config, given, activation, bias, 0.03)
-    wanted_q, wanted_scales = cast(run(config, given, activation, fp32, bias, alpha=0.03)[0], TOKEN)
-    assert torch.equal(scales[0], wanted_scales)
-    assert torch.equal(q[0].view(torch.uint8), wanted_q.view(torch.uint8))
+    q, scales = run_fp8(config, given, activation, bias, 30.0)
+    exactly = run(config, given, activation, fp32, bias, alpha=30.0)
+    wanted_q, wanted_scales = cast(exactly[0], TOKEN)
+    torch.testing.assert_close(scales[0], wanted_scales, rtol=1e-6, atol=0.0)
+    assert not q.float().isnan().any()
+    steps = (in_steps(q[0]) - in_steps(wanted_q)).abs()
+    assert steps.max() <= 1, "the last bits of a float32 may decide between neighbours"
+    assert (steps > 0).float().mean() < 0.01
 
 
 @pytest.mark.gpu

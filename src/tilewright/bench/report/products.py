@@ -1,7 +1,8 @@
 """Matrix products on the page: a table for each M, one column a contestant, and means of the classes that behave alike.
 
-A row is a product if its sizes are M, N and K. Small M is a question of memory traffic, and weights that fill the L2
-are another one than weights beyond it; large M is a question of matrix rate.
+A row is a product if its sizes are M, N and K, of one matrix, a batch (B) or groups (G, of M rows each). Small M is a
+question of memory traffic, and weights that fill the L2 are another one than weights beyond it; large M is a question
+of matrix rate. Operands of another width, or scaled otherwise, have means of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tilewright.bench.schema import Row
 from tilewright.bench.statistics import geometric_mean
 
 MB = 10**6
-_PLAIN = {"B", "M", "N", "K", "out_dtype"}  # parameters of a product without epilogue, both operands along K
+# Parameters of a product without epilogue, both operands along K
+_PLAIN = {"B", "G", "M", "N", "K", "out_dtype", "bits", "scaling", "split", "binary"}
 _FEWEST = 3  # rows that make a table of their own
 
 _CLASSES: tuple[tuple[str, Callable[[Row], bool]], ...] = (
@@ -40,12 +42,12 @@ def class_means(rows: Sequence[Row]) -> str:
         "| geometric means | rows | own | lowest | own, paused | auto | lowest | of the floor | lowest | TFLOP/s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for op in dict.fromkeys(row.op for row in rows):
-        mine = [row for row in rows if row.op == op]
+    for kind in dict.fromkeys(map(_kind, rows)):
+        mine = [row for row in rows if _kind(row) == kind]
         plain = [row for row in mine if _is_plain(row)]
         groups = [(name, [row for row in plain if belongs(row)]) for name, belongs in _CLASSES]
-        groups.append(("other layouts, epilogues and dtypes", [row for row in mine if not _is_plain(row)]))
-        lines += [_means_line(f"{op}, {name}", group) for name, group in groups if group]
+        groups.append(("other layouts and epilogues", [row for row in mine if not _is_plain(row)]))
+        lines += [_means_line(f"{kind}, {name}", group) for name, group in groups if group]
     return "\n".join(lines) + "\n"
 
 
@@ -84,7 +86,7 @@ def _table(title: str, rows: Sequence[Row]) -> str:
     for row in rows:
         cells = [
             row.case if row.dtype == "bfloat16" else f"{row.case} {row.dtype}",
-            f"{_m(row)} x {row.params['N']} x {row.params['K']}",
+            " x ".join(str(row.params[size]) for size in ("B", "G", "M", "N", "K") if size in row.params),
             number(row.floor_us),
             share(row.floor_us / _best(row)),
             *(_time(row, name) for name in names),
@@ -139,11 +141,23 @@ def _fastest_peer(rows: Iterable[Row]) -> str:
 
 def _tflops(row: Row, us: float) -> float:
     sizes = row.params
-    return float(2 * sizes.get("B", 1) * sizes["M"] * sizes["N"] * sizes["K"] / us / 1e6)
+    return float(2 * _matrices(row) * sizes["M"] * sizes["N"] * sizes["K"] / us / 1e6)
+
+
+def _kind(row: Row) -> str:
+    """The op, and its operands where they are not of a half type, or scaled in more ways than one."""
+    bits, scaling = row.params.get("bits"), row.params.get("scaling")
+    operands = f"int{bits}" if bits else row.dtype if row.dtype not in ("bfloat16", "float16") else None
+    return " ".join(word for word in (row.op, operands, scaling) if isinstance(word, str))
 
 
 def _is_plain(row: Row) -> bool:
-    return set(row.params) <= _PLAIN and row.dtype in ("bfloat16", "float16")
+    return set(row.params) <= _PLAIN
+
+
+def _matrices(row: Row) -> int:
+    """How many products a row is: of a batch, or of groups."""
+    return int(row.params.get("B", 1) * row.params.get("G", 1))
 
 
 def _m(row: Row) -> int:
@@ -151,5 +165,5 @@ def _m(row: Row) -> int:
 
 
 def _weight_bytes(row: Row) -> int:
-    size: int = getattr(torch, row.dtype).itemsize
-    return int(row.params.get("B", 1) * row.params["N"] * row.params["K"] * size)
+    bits = row.params.get("bits", 8 * getattr(torch, row.dtype).itemsize)
+    return int(_matrices(row) * row.params["N"] * row.params["K"] * bits // 8)

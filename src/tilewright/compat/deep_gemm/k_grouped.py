@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewright.compat.deep_gemm import arguments
 from tilewright.compat.deep_gemm.arguments import Pair
 from tilewright.errors import InputError
+from tilewright.log import log_once
 from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
 from tilewright.ops.quant.layout import TOKEN
 
@@ -34,8 +35,8 @@ def k_grouped_bf16_gemm_tn_contiguous(
     """d[g] = c[g] + a[rows of g].T @ b[rows of g] for every group g, accumulated in float32.
 
     a: (T, M) bf16.   b: (T, N) bf16.   d: (G, M, N) bf16|fp32.   c: like d, may be d itself; None counts as zeros.
-    ks_cpu: sizes of the groups, in order and without gaps, or None; grouped_layout: (G,) int32, the same beside a, which
-    is what is read.  They were called ks and ks_tensor, which is accepted.
+    ks_cpu: sizes of the groups, in order and without gaps, or None; grouped_layout: (G,) int32, the same beside a, and
+    what is read.  They were called ks and ks_tensor, which is accepted.
     compiled_dims: without effect.   use_psum_layout: False, as on Hopper.
     Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
     """
@@ -65,7 +66,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     """`k_grouped_bf16_gemm_tn_contiguous` of float8: groups of multiples of 128 rows.
 
     a: (T, M) e4m3 and (T/128, M) float32, as `per_channel_cast_to_fp8` makes them.   b: (T, N) and (T/128, N).
-    Tensor cores read float8 along T: both are transposed in each call.
+    Tensor cores read float8 along T: both are transposed in each call, which is logged once.
     """
     name = "k_grouped_fp8_gemm_tn_contiguous"
     (left, scale_a), (right, scale_b) = arguments.pair(name, "a", a), arguments.pair(name, "b", b)
@@ -79,6 +80,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     _results(name, d, c, m, n, compiled_dims)
     _sizes(name, ks_cpu, grouped_layout, d, t, _BLOCK, use_psum_layout)
     _scales(name, recipe, scale_a.mT, scale_b.mT, m, n, t)
+    _announce(name)
     _product(left.mT.contiguous(), right.mT.contiguous(), scale_a.mT, scale_b.mT, d, c, grouped_layout)
 
 
@@ -100,7 +102,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     d: (G, M, N) bf16|fp32.   c: like d, may be d itself; None counts as zeros.
     ks_cpu: the K_g, multiples of 128; grouped_layout: (G,) int32, the same beside a.   recipe: (1, 1, 128).
     compiled_dims, use_psum_layout: as in `k_grouped_bf16_gemm_tn_contiguous`.
-    The groups are copied side by side in each call, to (M, T) and (N, T), which is what
+    The groups are copied side by side in each call, which is logged once, to (M, T) and (N, T): what
     `ops.quant.per_channel_cast_to_fp8(x, transpose=True)` makes and `tilewright.ops.k_grouped_matmul` takes.
     """
     name = "k_grouped_fp8_gemm_nt_contiguous"
@@ -120,6 +122,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
                 f"float8_e4m3fn, {rows} rows of each of ks_cpu={list(ks_cpu)}."
             )
     _scales(name, recipe, scale_a, scale_b, m, n, t)
+    _announce(name)
     _product(_side_by_side(left, m, ks_cpu), _side_by_side(right, n, ks_cpu), scale_a, scale_b, d, c, grouped_layout)
 
 
@@ -137,6 +140,15 @@ def _product(
         return
     ends = ks_tensor.cumsum(0, dtype=torch.int32)
     k_grouped_matmul(a, b, ends, c=c, scale_a=scale_a, scale_b=scale_b, trans_b=True, out_dtype=d.dtype, out=d)
+
+
+def _announce(name: str) -> None:
+    if not torch.compiler.is_compiling():  # which cannot trace a log
+        log_once(
+            ("compat", name),
+            f"{name}: each call copies a and b so that all groups lie side by side along K. "
+            "ops.quant.per_channel_cast_to_fp8 with transpose=True and ops.grouped.k_grouped_matmul need no copy.",
+        )
 
 
 def _side_by_side(flat: Tensor, rows: int, ks: Sequence[int]) -> Tensor:

@@ -3,9 +3,10 @@
 import torch
 
 from tilewright.dispatch import Sample
-from tilewright.validate.bits import replicas
+from tilewright.validate.bits import other_bits, replicas
 from tilewright.validate.case import Case, Findings, NotApplicable
 from tilewright.validate.modes.registry import mode
+from tilewright.validate.oracle import as_tuple
 
 
 @mode("eager")
@@ -15,6 +16,22 @@ def eager(case: Case, found: Findings) -> None:
     again = case.call(case.sample())
     found.outputs(first)
     found.outputs(again, "second call: ")
+
+
+@mode("reference_bits")
+def reference_bits(case: Case, found: Findings) -> None:
+    """Outputs have the bits of the reference: a result rounded to the wrong neighbour is no rounding error."""
+    if not case.contract.promises.reference_bits:
+        raise NotApplicable("the op does not promise it")
+    sample = case.sample()
+    with torch.no_grad():
+        wanted = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
+    for standard, ours, theirs in zip(case.truth.outputs, case.call(case.sample()), wanted, strict=True):
+        other = other_bits(ours, theirs)
+        where = ", ".join(str(tuple(at)) for at in other.nonzero()[:1].tolist())
+        found.require(
+            where == "", f"{standard.name}: {int(other.sum())} elements have other bits; first difference at {where}"
+        )
 
 
 @mode("backward")

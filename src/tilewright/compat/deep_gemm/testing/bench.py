@@ -21,7 +21,7 @@ from tilewright.log import logger
 
 _LEAD_SIZE = 8192  # a float32 product of this size takes the GPU ten milliseconds and more
 _SHOWN = 8  # kernels that a message names
-_DEEP_GEMM_KERNELS = ("bf16_gemm",)  # what programs written for it look for; no kernel of ours is called so
+_DEEP_GEMM_KERNELS = ("bf16_gemm", "fp8_gemm", "gemm_", "bmn_bnk_mn_gemm_impl")  # what programs written for it look for
 _FLUSH = "bitwise_not"  # in the name of the kernel that flushes, and hardly in that of one to be timed
 
 
@@ -64,7 +64,7 @@ def bench_kineto(
 ) -> float | tuple[float, ...]:
     """Mean seconds of the kernels whose names contain `kernel_names`, from torch's profiler; a tuple for a tuple.
 
-    "bf16_gemm", the name of DeepGEMM's kernel, stands for all that a call launches here, whichever backend runs it. A
+    Names of DeepGEMM's kernels ("bf16_gemm", "fp8_gemm", "gemm_") stand for all that a call launches here. A
     name that no kernel contains gives 0, and a warning that lists the kernels seen. On a CPU the names are those of
     torch's operators ("aten::mm"), their times without the operators they call.
 

@@ -42,13 +42,13 @@ template <Scaling kScaling, u32 kRows, u32 kColumns> class StepScales {
 
     // Of the tile whose first row, column and step these are, in matrices of `rows` rows and `columns` columns.
     __device__ StepScales(const ScaleArgs& args, u32 row, u32 column, u32 rows, u32 columns, u32 step, u32 batch_a, u32 batch_b)
-        : rows_(args.a + batch_a * args.a_batch + step * args.a_pitch + row), pitch_(args.a_pitch), rows_left_(rows - row) {
+        : rows_(args.a + batch_a * args.a_batch + step * args.a_pitch + row), pitch_(args.a_pitch), rows_left_(left(rows, row)) {
         if constexpr (kByBlock) {
             others_ = args.b + batch_b * args.b_batch + column / 128 * args.b_pitch + step;
-            others_left_ = (columns + 127) / 128 - column / 128;
+            others_left_ = left((columns + 127) / 128, column / 128);
         } else {
             others_ = args.b + batch_b * args.b_batch + step * args.b_pitch + column;
-            others_left_ = columns - column;
+            others_left_ = left(columns, column);
         }
         others_pitch_ = args.b_pitch;
     }
@@ -87,6 +87,9 @@ template <Scaling kScaling, u32 kRows, u32 kColumns> class StepScales {
     }
 
   private:
+    // Tiles of a cluster may begin outside of the matrix.
+    __device__ static u32 left(u32 size, u32 from) { return size > from ? size - from : 0; }
+
     static constexpr u32 kOthers = kByBlock ? kBlocks : (kColumns + 31) / 32;
 
     const float *rows_, *others_;

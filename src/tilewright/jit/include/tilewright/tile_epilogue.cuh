@@ -34,6 +34,7 @@ template <typename Config> struct TileEpilogue {
     static constexpr u32 kRowBytes = kN / 16 * kGroupBytes;
     static constexpr u32 kChunk = kSpan / kGroupBytes;  // groups of 16 columns that are staged at once
     static constexpr u32 kStrip = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
+    static constexpr bool kMatrices = !kGated && sizeof(Out) == 2;  // stmatrix stages them
     static constexpr bool kCutRows = Walk(Config::kWalk) == Walk::Rows;  // the tile below may begin within ours
     static_assert(kRowBytes % kStrip == 0, "a tile's rows are whole strips; gated tiles of 16-bit D have N % 32 == 0");
     static_assert(!Config::kInto || (Same<Out, float>::value && Config::kAddend == 0), "D in float32 takes C's place");
@@ -66,6 +67,9 @@ template <typename Config> struct TileEpilogue {
         const bool whole = !kCutRows || row_end - row >= 64;
         const bool leader = threadIdx.x % 128 == 0;
         const u32 column_out = kGated ? column / 2 : column;
+        u32 own_row = fragment_row();
+        // Else the places of `stage` are computed before the main loop, and fill its registers
+        if constexpr (!kMatrices) asm volatile("" : "+r"(own_row));
         Operands operands[kEarly ? 2 : 1];  // of this chunk and, on its way meanwhile, of the next
         if constexpr (kEarly) read(operands[0], 0, row, column, batch);
 #pragma unroll
@@ -90,7 +94,7 @@ template <typename Config> struct TileEpilogue {
                     read_bias(b, column + (first + g) * 16);
                 }
                 finish(f, sums + 8 * (first + g), ours.addend[g], b);
-                stage(f, to, g * kGroupBytes);
+                stage(f, to, own_row, g * kGroupBytes);
             }
             fence_shared_for_async();
             sync_threads(barrier, 128);
@@ -107,8 +111,8 @@ template <typename Config> struct TileEpilogue {
                         tma_store(map, to + byte * 64, x, row, batch);
                     }
                 }
-                tma_commit();
             }
+            if (leader) tma_commit();  // of nothing too: the wait above counts chunks
             buffer = (buffer + 1) % kBuffers;
         }
     }
@@ -150,7 +154,10 @@ template <typename Config> struct TileEpilogue {
     // f[4 j + 2 h + e] for column 8 j + fragment_column() + e; gated f[2 j + h], for column 4 j + threadIdx.x % 4 of D.
     template <u32 kC>
     __device__ void finish(float (&f)[8], const float* sums, const float (&addend)[kC], const float (&bias)[4]) {
-        const auto plus = [&](u32 i) { return Config::kAddend > 0 ? addend[i % kC] : 0.0f; };
+        const auto plus = [&](float z, u32 i) {
+            if constexpr (Config::kAddend > 0) z += addend[i % kC];
+            return z;
+        };
 #pragma unroll
         for (u32 j = 0; j < 2; ++j) {
 #pragma unroll
@@ -158,10 +165,10 @@ template <typename Config> struct TileEpilogue {
                 const float z0 = alpha * sums[4 * j + 2 * h] + bias[2 * j];
                 const float z1 = alpha * sums[4 * j + 2 * h + 1] + bias[2 * j + 1];
                 if constexpr (kGated) {
-                    f[2 * j + h] = activate<kActivation>(z0) * z1 + plus(2 * j + h);
+                    f[2 * j + h] = plus(activate<kActivation>(z0) * z1, 2 * j + h);
                 } else {
-                    f[4 * j + 2 * h] = activate<kActivation>(z0) + plus(4 * j + 2 * h);
-                    f[4 * j + 2 * h + 1] = activate<kActivation>(z1) + plus(4 * j + 2 * h + 1);
+                    f[4 * j + 2 * h] = plus(activate<kActivation>(z0), 4 * j + 2 * h);
+                    f[4 * j + 2 * h + 1] = plus(activate<kActivation>(z1), 4 * j + 2 * h + 1);
                 }
             }
         }
@@ -189,16 +196,16 @@ template <typename Config> struct TileEpilogue {
         }
     }
 
-    // f of 16 columns to the strips at `to`, from byte `byte` of each row on.
-    __device__ void stage(const float (&f)[8], u8* to, u32 byte) {
-        if constexpr (!kGated && sizeof(Out) == 2) {
+    // f of 16 columns to the strips at `to`, from byte `byte` of each row on; own_row: fragment_row().
+    __device__ void stage(const float (&f)[8], u8* to, u32 own_row, u32 byte) {
+        if constexpr (kMatrices) {
             stage_columns<Out, kStrip>(f, shared_address(to), byte);
         } else {
 #pragma unroll
             for (u32 i = 0; i < (kGated ? 4 : 8); i += kGated ? 1 : 2) {
                 const u32 j = i / (kGated ? 2 : 4), h = kGated ? i % 2 : i % 4 / 2;
                 const u32 at = kGated ? 4 * j + threadIdx.x % 4 : 8 * j + fragment_column();
-                u8* const place = to + strip_offset<kStrip>(fragment_row() + 8 * h, byte + at * sizeof(Out));
+                u8* const place = to + strip_offset<kStrip>(own_row + 8 * h, byte + at * sizeof(Out));
                 if constexpr (kGated) {
                     *reinterpret_cast<Out*>(place) = from_float<Out>(f[i]);
                 } else {

@@ -83,7 +83,7 @@ class Groups:
 
 
 DENSE, ROWS, DEPTH = range(3)
-_NO_GROUPS = Groups(DENSE)
+NO_GROUPS = Groups(DENSE)
 
 KERNEL = CudaKernel(
     Path(__file__).with_name("sm90_bf16_gemm.cuh"),
@@ -120,10 +120,10 @@ def gemm(
     alpha: float,
     activation: str,
     config: Config,
-    groups: Groups = _NO_GROUPS,
+    groups: Groups = NO_GROUPS,
 ) -> None:
     """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; with `groups`, `ops/grouped/engines/`."""
-    into = c is not None and _is_result(c, d)
+    into = c is not None and sm90_operands.adds_in_place(c, d)
     if c is not None and collecting() is not None and not into and c.dtype == d.dtype == torch.float32:
         gemm(d, a, b, bias, d, scale, alpha, activation, config, groups)  # without memory nobody knows whether c is d
     addend = None if into else c
@@ -147,7 +147,7 @@ def gemm(
         kMajorB=int(along_n),
         kActivation=ACTIVATIONS.index(activation),
         kBias=bias is not None,
-        kAddend=0 if addend is None else 2 if _in_pairs(addend) else 1,
+        kAddend=0 if addend is None else 2 if sm90_operands.in_pairs(addend) else 1,
         Element=a.dtype,
         Out=d.dtype,
         Bias=d.dtype if bias is None else bias.dtype,
@@ -186,19 +186,6 @@ def _operand(rows: Tensor, across: bool, block: int, shared: int) -> TensorMap |
     rows: (B, M or N, K); across: (B, K, M or N), which comes in boxes of 64 columns.
     """
     return tensor_map(rows, (1, (_BLOCK_K if across else block) // shared, 64), swizzle=_SPAN)
-
-
-def _is_result(c: Tensor, d: Tensor) -> bool:
-    """Does d += act(...) in float32 say all there is to say?  Then the copy engine adds, and no register holds C."""
-    same = c is d or (collecting() is None and c.data_ptr() == d.data_ptr() and c.stride() == d.stride())
-    return same and c.dtype == d.dtype == torch.float32
-
-
-def _in_pairs(c: Tensor) -> bool:
-    """May two neighbouring elements of c be read at once, wherever a row begins?"""
-    # Kernels are collected for tensors without memory, as if it began at a multiple of 16 bytes
-    start = c.storage_offset() * c.itemsize if collecting() is not None else c.data_ptr()
-    return start % (2 * c.itemsize) == 0 and all(stride % 2 == 0 for stride in c.stride()[:2])
 
 
 # ------------------------------------------------------------------------------------------------------- what to choose

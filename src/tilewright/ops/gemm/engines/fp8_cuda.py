@@ -23,9 +23,9 @@ from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import TensorMap, tensor_map
 from tilewright.log import log_once
-from tilewright.ops.gemm.engines import fp8_cost_model
+from tilewright.ops.gemm.engines import fp8_cost_model, sm90_operands
 from tilewright.ops.gemm.engines.cost_model import strip_bytes
-from tilewright.ops.gemm.engines.dense_cuda import _NO_GROUPS, ROWS, Groups, _in_pairs, _is_result
+from tilewright.ops.gemm.engines.dense_cuda import NO_GROUPS, ROWS, Groups
 from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_out, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling, scaling_of
@@ -137,13 +137,13 @@ def gemm(
     alpha: float,
     activation: str,
     config: Config,
-    groups: Groups = _NO_GROUPS,
+    groups: Groups = NO_GROUPS,
 ) -> None:
     """d = act(alpha * (a * scale_a) @ (b * scale_b) + bias) + c.
 
     d (B, M, N_out), a (B, M, K), b (B, K, N), scale_a (B, M blocks, K blocks), scale_b (B, N blocks, K blocks).
     """
-    into = c is not None and _is_result(c, d)
+    into = c is not None and sm90_operands.adds_in_place(c, d)
     if c is not None and collecting() is not None and not into and c.dtype == d.dtype == torch.float32:
         # Without memory nobody knows whether c is d
         gemm(d, a, b, scale_a, scale_b, bias, d, alpha, activation, config, groups)
@@ -167,7 +167,7 @@ def gemm_fp8(
     consecutive rows side by side.
     """
     stored = (scales, scales.stride(2), scales.stride(0))
-    _launch(q, stored, a, b, scale_a, scale_b, bias, None, alpha, activation, config, _NO_GROUPS)
+    _launch(q, stored, a, b, scale_a, scale_b, bias, None, alpha, activation, config, NO_GROUPS)
 
 
 def _launch(
@@ -211,7 +211,7 @@ def _launch(
         kWalk=groups.walk,
         kActivation=ACTIVATIONS.index(activation),
         kBias=bias is not None,
-        kAddend=0 if addend is None else 2 if _in_pairs(addend) else 1,
+        kAddend=0 if addend is None else 2 if sm90_operands.in_pairs(addend) else 1,
         kInto=into,
         Element=a.dtype,
         Out=d.dtype,
@@ -336,7 +336,7 @@ def _shared_bytes(config: Config, scaling: int) -> int:
 
 
 def _slot_bytes(config: Config, scaling: int) -> int:
-    """Of the scales of a step, as in the header: of rows for each block of columns that a tile may touch, or of both."""
+    """Of the scales of a step, of rows for each block of columns that a tile may touch; or of both."""
     if scaling == Scaling.TOKEN_BLOCK:
         alike = gcd(config.block_n, 128)
         floats = -(-(128 - alike + config.block_n) // 128) * config.block_m

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<48>();
+        give_registers<40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
             TileWalk<Config> walk(args, table, rank);

@@ -1,8 +1,9 @@
-"""What both CUDA C++ engines ask of their operands, which the copy engine of Hopper reads and writes."""
+"""What the CUDA C++ engines ask and know of their operands, which the copy engine of Hopper reads and writes."""
 
 import torch
 from torch import Tensor
 
+from tilewright.jit.collect import collecting
 from tilewright.ops.gemm.operands import aligned, columns_out
 
 _INPUTS = (torch.bfloat16, torch.float16)
@@ -12,7 +13,7 @@ _OUTPUTS = (*_INPUTS, torch.float32)
 def refusal(
     a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> str | None:
-    """Why neither of them can run these arguments, by dtypes and alignment; None if they can."""
+    """Why no engine of bf16 and fp16 can run these arguments, by dtypes and alignment; None if they can."""
     if a.dtype not in _INPUTS or b.dtype != a.dtype:
         return f"multiplies bf16 or fp16 operands of one dtype, got {a.dtype} and {b.dtype}"
     if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
@@ -20,3 +21,16 @@ def refusal(
     if not aligned(a, b, columns_out(b.shape[-1], activation), out_dtype):
         return "needs addresses, strides and rows of the result that are multiples of 16 bytes"
     return None
+
+
+def adds_in_place(c: Tensor, d: Tensor) -> bool:
+    """Does d += act(...) in float32 say all there is to say?  Then the copy engine adds, and no register holds C."""
+    same = c is d or (collecting() is None and c.data_ptr() == d.data_ptr() and c.stride() == d.stride())
+    return same and c.dtype == d.dtype == torch.float32
+
+
+def in_pairs(c: Tensor) -> bool:
+    """May two neighbouring elements of c be read at once, wherever a row begins?"""
+    # Kernels are collected for tensors without memory, as if it began at a multiple of 16 bytes
+    start = c.storage_offset() * c.itemsize if collecting() is not None else c.data_ptr()
+    return start % (2 * c.itemsize) == 0 and all(stride % 2 == 0 for stride in c.stride()[:2])

@@ -38,7 +38,9 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
         if is_aligned:
             return Config(block_m, 64, 128, 4, 4, 8, True)
         # An address for each element of a tile
-        return Config(block_m, 64, 128, 8, 2, 8, False) if scaling >= BLOCKS else Config(block_m, 64, 32, 4, 3, 8, False)
+        return (
+            Config(block_m, 64, 128, 8, 2, 8, False) if scaling >= BLOCKS else Config(block_m, 64, 32, 4, 3, 8, False)
+        )
     if not is_aligned:
         return Config(64, 64, 128, 8, 2, 8, False) if scaling >= BLOCKS else Config(128, 128, 32, 8, 3, 8, False)
     tiles = groups * -(-rows // 128) * -(-n // 128)

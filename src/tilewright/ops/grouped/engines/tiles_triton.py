@@ -50,11 +50,12 @@ def fitted(
     if a.dtype.itemsize == 1 and scaling >= BLOCKS and arch not in ("sm_89", "sm_90", "cpu"):
         config = config._replace(block_n=min(config.block_n, 64))
     if arch.startswith("gfx"):
-        # Two stages, and no tiles of 32 rows: the strides of more take scalar registers that there are not
+        block_k = min(config.block_k, 128 // a.dtype.itemsize)
+        # Masks, as strides, take scalar registers: no more than two stages, one where K is cut, no tiles of 32 rows
         config = config._replace(
             block_m=64 if config.block_m == 32 else config.block_m,
-            block_k=min(config.block_k, 128 // a.dtype.itemsize),
-            num_stages=2,
+            block_k=block_k,
+            num_stages=1 if a.shape[-1] % block_k else 2,
         )
     return dense._fit(dense.Config(*config, 1), arch, a.element_size(), d.element_size(), c, activation)
 

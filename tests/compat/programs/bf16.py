@@ -1,5 +1,5 @@
-"""A program in the manner of DeepGEMM's own tests, as its users write them: `test_deep_gemm.py` runs it with nothing
-but the library's name in the imports changed.
+"""Dense bf16 products, in the manner of DeepGEMM's own tests and of its users: `test_deep_gemm.py` runs the programs of
+this folder with nothing but the library's name in the imports changed.
 """
 
 import random

@@ -1,0 +1,198 @@
+"""Linear layers and SwiGLU MLPs of a model in float8, for inference: what `patch(model, fp8=True)` asks for.
+
+A layer multiplies x, cast with one scale for 128 elements of a row, by its weight, cast once with one for 128x128.  In
+an MLP down(silu(gate(x)) * up(x)) the product of gate and up, rows interleaved, gates its own columns and casts them
+for the product of down: x is cast once, and what lies between is written and read in one byte an element.
+
+Left as they are: the head, whose rounding no later layer averages out; layers with fewer than 512 inputs or outputs,
+which are routers, adapters and heads of classifiers, read in the time of a launch; and sizes that are no multiple of
+16, which tensor cores do not read in float8.  Calls that want a gradient run as before.
+
+The weights stay: state_dict is what it was, undo is exact, and the float8 copies cost half as much again of bf16.
+Where memory matters, `nn.FP8Linear.from_linear(layer, frozen=True)` keeps no other copy.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tilewright.models.mlps import GatedMlpRecipe
+from tilewright.models.specialise import Recipe, rename_argument
+from tilewright.models.stand_in import Left, Proposal, obstacle
+from tilewright.nn.fp8_linear import Cast, WeightCasts, fp8_linear, result_dtype
+from tilewright.ops.gemm.scaled_matmul import scaled_matmul
+from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
+from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
+from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+
+CASTS = "tilewright_fp8"
+"""The attribute in which a replaced module holds its float8 weights."""
+SMALLEST = 512  # features
+_UNIT = 16  # features: 16 bytes, what the copy engine reads at once
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = frozenset((Tensor, FakeTensor))
+
+
+@dataclass(frozen=True)
+class Fp8LinearRecipe:
+    """x @ weight.T + bias of an nn.Linear."""
+
+    backend: str | None
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """forward(self, input) -> (..., N)."""
+        backend = self.backend
+
+        def forward(self: nn.Linear, input: Tensor) -> Tensor:
+            if not _runs(self, input):
+                return F.linear(input, self.weight, self.bias)
+            return fp8_linear(input, _cast(self, "weight", [self.weight]), self.bias, result_dtype(input), backend)
+
+        return forward
+
+    def prepare(self, module: nn.Module) -> None:
+        """Cast the weight now, and not in the first call, which a CUDA graph may capture."""
+        _cast(module, "weight", [module.weight])  # type: ignore[list-item]
+
+    def __str__(self) -> str:
+        return "float8, 1x128 of x, 128x128 of the weight"
+
+
+@dataclass(frozen=True)
+class Fp8MlpRecipe:
+    """down(silu(gate(x)) * up(x)) in two products; `apart` is the recipe for calls that want a gradient, if any."""
+
+    gate: str
+    up: str
+    down: str
+    argument: str
+    apart: Recipe | None
+    backend: str | None
+
+    def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
+        """forward(self, x) -> y: (..., H)."""
+        backend = self.backend
+        apart: Callable[..., Any] = cls.forward if self.apart is None else self.apart.build(cls)
+        roles = self.gate, self.up, self.down
+
+        def forward(self: nn.Module, x: Tensor) -> Tensor:
+            gate, up, down = (getattr(self, role) for role in roles)
+            if not (all(type(m) is nn.Linear for m in (gate, up, down)) and _runs(self, x)):  # or an adapter came
+                made: Tensor = apart(self, x)
+                return made
+            q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
+            pair, last = _cast(self, "pair", [gate.weight, up.weight]), _cast(self, "down", [down.weight])
+            bias = None if gate.bias is None else _interleaved([gate.bias, up.bias])
+            inner, inner_scales = scaled_matmul_fp8(
+                q, pair[0], scales, pair[1], bias=bias, activation="swiglu", trans_b=True, backend=backend
+            )
+            made = scaled_matmul(
+                inner,
+                last[0],
+                inner_scales,
+                last[1],
+                bias=down.bias,
+                trans_b=True,
+                out_dtype=result_dtype(x),
+                backend=backend,
+            )
+            return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
+
+        return rename_argument(forward, "x", self.argument)
+
+    def prepare(self, module: nn.Module) -> None:
+        """Cast the weights now."""
+        gate, up, down = (getattr(module, role).weight for role in (self.gate, self.up, self.down))
+        _cast(module, "pair", [gate, up])
+        _cast(module, "down", [down])
+
+    def __str__(self) -> str:
+        return f"float8, {self.gate} and {self.up} as one product that gates and casts its own columns"
+
+
+Fp8Recipe = Fp8LinearRecipe | Fp8MlpRecipe
+
+
+def heads(model: nn.Module) -> frozenset[nn.Module]:
+    """The layer of output logits, and layers that share a weight with an embedding."""
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embedded}
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if ask is not None else None
+    return frozenset(found | {head} if isinstance(head, nn.Module) else found)
+
+
+def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) -> Proposal | None:
+    """The linear layer this module is; None for anything but an nn.Linear of plain floats."""
+    if getattr(type(module), "forward", None) is not nn.Linear.forward:
+        return None
+    assert isinstance(module, nn.Linear)
+    weight: Any = module.weight
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.dtype not in _FLOATS:
+        return None
+    if module in heads:
+        raise Left("fp8", "the head of a model stays as it is")
+    n, k = weight.shape
+    if min(n, k) < SMALLEST:
+        raise Left("fp8", f"{k} inputs and {n} outputs; below {SMALLEST} a layer stays as it is")
+    if n % _UNIT or k % _UNIT:
+        raise Left("fp8", f"{k} inputs and {n} outputs are not multiples of {_UNIT}, as float8 products need")
+    if reason := obstacle(module):
+        raise Left("fp8", reason)
+    recipe = Fp8LinearRecipe(backend)
+    return Proposal("fp8", recipe, ("scaled_matmul",), str(recipe))
+
+
+def find_mlp(
+    module: nn.Module, recipe: Recipe | None, apart: bool, layers: Sequence[nn.Module], backend: str | None
+) -> Proposal | None:
+    """The SwiGLU MLP that `recipe` says `module` is, if its linears are among `layers`, which `find` proposed.
+
+    apart: may calls that want a gradient run `recipe`?
+    """
+    if not isinstance(recipe, GatedMlpRecipe) or recipe.activation != "silu":
+        return None
+    gate, up, down = (getattr(module, role) for role in (recipe.gate, recipe.up, recipe.down))
+    if any(type(m) is not nn.Linear or m not in layers or _hooked(m) for m in (gate, up, down)):
+        return None
+    if (gate.bias is None) != (up.bias is None) or gate.weight.dtype != up.weight.dtype:
+        return None
+    made = Fp8MlpRecipe(recipe.gate, recipe.up, recipe.down, recipe.argument, recipe if apart else None, backend)
+    return Proposal("fp8", made, ("scaled_matmul_fp8", "scaled_matmul"), str(made))
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Does somebody watch this layer, whom a product of two layers would pass by?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _runs(module: nn.Module, x: Tensor) -> bool:
+    """Is this a call for float8?  Torch's own forward defines what gradients, vectors and subclasses give."""
+    if type(x) not in _PLAIN or x.dim() < 2 or x.dtype not in _FLOATS:
+        return False
+    return not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())))
+
+
+def _cast(module: nn.Module, name: str, weights: Sequence[Tensor]) -> Cast:
+    casts = vars(module).get(CASTS)
+    if casts is None:  # of a copy, or of a module that was loaded
+        casts = vars(module)[CASTS] = WeightCasts()
+
+    def make() -> Cast:
+        plain = [w.detach() for w in weights]
+        return per_block_cast_to_fp8(plain[0] if len(plain) == 1 else _interleaved(plain))
+
+    if torch.compiler.is_compiling():
+        return casts.last(name) or make()
+    made: Cast = casts.of(name, weights, make)
+    return made
+
+
+def _interleaved(parts: Sequence[Tensor]) -> Tensor:
+    """Row 0 of each, row 1 of each, ...: what a gated epilogue reads."""
+    return torch.stack(list(parts), 1).flatten(0, 1)

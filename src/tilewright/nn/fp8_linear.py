@@ -1,0 +1,302 @@
+"""A linear layer whose three products, forward and both gradients, run in float8 with float32 sums of scaled blocks.
+
+    y  = x  @ W.T   x 1x128 along K, W 128x128
+    dx = dy @ W     dy 1x128 along N, W 128x128 again, the same numbers transposed
+    dW = dy.T @ x   both 1x128 along tokens
+
+is the recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3).  Weights are cast once for all calls that see one version
+of them; activations and gradients in every product they enter.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from tilewright.dispatch import numerics, use_backend
+from tilewright.dispatch.preference import resolve
+from tilewright.errors import InputError
+from tilewright.ops.gemm.scaled_matmul import scaled_matmul
+from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
+from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
+from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+
+E4M3 = torch.float8_e4m3fn
+_MASTERS = (torch.bfloat16, torch.float16, torch.float32)
+_HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.10: a `.grad` of another dtype than its tensor
+_VECTOR = 16  # tokens: float8 rows of other lengths are not aligned for the copy engine
+
+Cast = tuple[Tensor, Tensor]
+"""e4m3 and the scales of its blocks."""
+
+
+class WeightCasts:
+    """Float8 copies by name, each kept while the weights that it was made of are what they were.
+
+    They are neither copied nor pickled with the module that holds them, but made again.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Cast]] = {}
+
+    def of(self, name: str, weights: Sequence[Tensor], make: Callable[[], Cast]) -> Cast:
+        """What `make()` gave for these weights, or gives now."""
+        state = [(w.data_ptr(), -1 if w.is_inference() else w._version, w.device) for w in weights]
+        known = self._made.get(name)
+        if known is None or known[0] != state:
+            with torch.inference_mode(False), torch.no_grad():  # what is made for inference may be kept for training
+                known = self._made[name] = state, make()
+        return known[1]
+
+    def last(self, name: str) -> Cast | None:
+        """What `of` gave last, of whatever weights: for traced code, which cannot look at versions."""
+        known = self._made.get(name)
+        return None if known is None else known[1]
+
+    def clear(self) -> None:
+        """Cast again in the next call."""
+        self._made.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCasts":
+        return WeightCasts()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightCasts, ()
+
+
+class FP8Linear(nn.Linear):
+    """x @ weight.T + bias in float8; takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
+
+    weight: (out_features, in_features) bf16|fp16|fp32, the master that an optimizer updates; its float8 copies, one
+    byte an element each, one for the forward and one for dx, are made when they are first needed and kept until torch
+    counts a write to `weight`, or it is another tensor.  Micro-batches share them.  Writes that torch does not count,
+    through `weight.data`, need `requantise()` after them.
+    x: bf16|fp16|fp32; the result has its dtype, or autocast's.
+    Any sizes run; kernels for tensor cores want in_features and out_features in multiples of 16.
+
+    backend: run the products on exactly this backend or raise BackendError.
+    grad_dtype=torch.float32: as in `tilewright.nn.Linear`: the product adds to the float32 gradient in place, which is
+    `weight.grad` from torch 2.10 on and `weight.main_grad` before.
+
+    torch.compile traces calls that want no gradient, and casts the weight in each of them unless it is frozen; it
+    leaves training as it is: a graph break, an error with fullgraph=True.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._initialise(backend, grad_dtype)
+
+    def _initialise(self, backend: str | None, grad_dtype: torch.dtype | None) -> None:
+        if self.weight.dtype not in _MASTERS:
+            raise InputError(f"FP8Linear: weight is {self.weight.dtype}; needs bfloat16, float16 or float32.")
+        if grad_dtype not in (None, torch.float32):
+            raise InputError(f"FP8Linear: grad_dtype is {grad_dtype}; allowed are None and torch.float32.")
+        self.backend, self.grad_dtype = backend, grad_dtype
+        self._casts = WeightCasts()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        frozen: bool = False,
+        backend: str | None = None,
+        grad_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """A layer with the parameters of `linear`, the same objects; frozen, with a float8 copy of its weight alone."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.in_features, made.out_features = linear.in_features, linear.out_features
+        made.weight, made.bias = linear.weight, linear.bias
+        made.training = linear.training
+        made._initialise(backend, grad_dtype)
+        return made.freeze() if frozen else made
+
+    @property
+    def frozen(self) -> bool:
+        """Is the weight float8, without a master?"""
+        return self.weight.dtype == E4M3
+
+    def freeze(self) -> Self:
+        """Keep the weight in float8 alone, a quarter to half of the memory: for inference, or below adapters.
+
+        `weight` becomes e4m3 without a gradient and `weight_scale_inv` its float32 scales, (ceil(N / 128),
+        ceil(K / 128)), under the names and in the meaning that DeepSeek's checkpoints have.  A state_dict with a wider
+        `weight` is cast as it is loaded; `.to(dtype)` leaves both as they are.
+        """
+        if not self.frozen:
+            q, scales = self.cast_weight()
+            self.weight = nn.Parameter(q, requires_grad=False)
+            self.register_buffer("weight_scale_inv", scales)
+        return self
+
+    def requantise(self) -> None:
+        """Cast the weight again in the next call."""
+        self._casts.clear()
+
+    def cast_weight(self, transpose: bool = False) -> Cast:
+        """(q, scales) of weight (N, K), or of its transpose (K, N), with one scale for 128x128."""
+        if self.frozen:
+            scales: Any = self.weight_scale_inv
+            q = self.weight.detach()
+            return (q.mT, scales.mT) if transpose else (q, scales)
+
+
+        def make() -> Cast:
+            return per_block_cast_to_fp8(self.weight.detach(), transpose=transpose)
+
+        if torch.compiler.is_compiling():
+            return make()
+        return self._casts.of("transposed" if transpose else "plain", (self.weight,), make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in_features) -> (..., out_features)."""
+        if x.dim() == 1:
+            made: Tensor = self.forward(x.unsqueeze(0))
+            return made.squeeze(0)
+        if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
+            return _uncompiled(self, x)
+        return _product(self, x)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, as `print(model)` shows them."""
+        options = {"backend": self.backend, "grad_dtype": self.grad_dtype, "frozen": self.frozen or None}
+        return super().extra_repr() + "".join(f", {k}={v}" for k, v in options.items() if v is not None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight" and "_casts" in self.__dict__:  # FSDP comes here for every weight that it gathers
+            self._casts.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self.frozen:
+            kept = (self.weight, self.weight_scale_inv)
+            convert = fn
+
+            def fn(t: Tensor) -> Tensor:
+                made = convert(t)
+                return made if made.dtype == t.dtype or all(t is not k for k in kept) else t.to(made.device)
+
+        self._casts.clear()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}weight")
+        if self.frozen and isinstance(given, Tensor) and given.dtype != E4M3:
+            q, scales = per_block_cast_to_fp8(given.detach().to(self.weight.device))
+            state_dict = {**state_dict, f"{prefix}weight": q, f"{prefix}weight_scale_inv": scales}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._casts.clear()
+
+
+def fp8_linear(x: Tensor, weight: Cast, bias: Tensor | None, dtype: torch.dtype, backend: str | None = None) -> Tensor:
+    """x (..., K) @ weight (N, K).T + bias in `dtype`, of a weight that was cast; no gradient."""
+    q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
+    made = scaled_matmul(q, weight[0], scales, weight[1], bias=bias, trans_b=True, out_dtype=dtype, backend=backend)
+    return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's, or that of x."""
+    device = x.device.type
+    if x.dtype != torch.float64 and is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def _product(layer: FP8Linear, x: Tensor) -> Tensor:
+    return fp8_linear(x, layer.cast_weight(), layer.bias, result_dtype(x), layer.backend)
+
+
+def _uncompiled(layer: FP8Linear, x: Tensor) -> Tensor:
+    """`_trained`, left as it is by torch.compile, and Dynamo, a second to import, left out where nobody compiles."""
+    dynamo = sys.modules.get("torch._dynamo")
+    made: Tensor = (_trained if dynamo is None else dynamo.disable(_trained))(layer, x)
+    return made
+
+
+def _trained(layer: FP8Linear, x: Tensor) -> Tensor:
+    """The forward where something wants a gradient."""
+    weight = layer.weight
+    if weight.requires_grad and layer.frozen:
+        raise InputError(
+            "FP8Linear: a gradient of a frozen weight is wanted, which has no master. Train another layer."
+        )
+    if layer.grad_dtype is not None and weight.requires_grad:
+        if not weight.is_leaf:
+            raise InputError(
+                "FP8Linear: grad_dtype needs weight to be a parameter, and here it is computed from others, to which "
+                "no gradient would go on. Remove its parametrization, or leave grad_dtype away."
+            )
+        for parameter in layer.parameters() if _HAS_GRAD_DTYPE else ():
+            if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
+                parameter.grad_dtype = layer.grad_dtype
+    made: Tensor = _Products.apply(x, weight, layer.bias, layer)
+    return made
+
+
+class _Products(torch.autograd.Function):
+    """The forward's product, and in the backward those of both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FP8Linear) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.layer, ctx.wish, ctx.x_dtype = layer, resolve(layer.backend), x.dtype
+        return _product(layer, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        x, _ = ctx.saved_tensors  # the weight only so that autograd notices a change since
+        layer: FP8Linear = ctx.layer
+        backend, mode = ctx.wish
+        rows = dz.reshape(-1, dz.shape[-1])
+        dx = dweight = dbias = None
+        with use_backend(backend.rstrip("!")), numerics(mode):  # a preference: gradients have layouts of their own
+            if ctx.needs_input_grad[0]:
+                dx = fp8_linear(dz, layer.cast_weight(transpose=True), None, ctx.x_dtype)
+            if ctx.needs_input_grad[1]:
+                dweight = _add_weight_gradient(layer, rows, x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            dbias = rows.sum(0, dtype=torch.float32)
+        return dx, dweight, dbias, None
+
+
+def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    """dz (T, N).T @ x (T, K), with one scale for 128 tokens of a channel; float32 `total` is added to, in place."""
+    more = -dz.shape[0] % _VECTOR
+    parts = [per_channel_cast_to_fp8(pad(t, (0, 0, 0, more)) if more else t, transpose=True) for t in (dz, x)]
+    (left, scale_a), (right, scale_b) = parts
+    return scaled_matmul(left, right, scale_a, scale_b, trans_b=True, c=total, out=total, out_dtype=dtype)
+
+
+def _add_weight_gradient(layer: FP8Linear, dz: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient for autograd to add, or None where it was added in place."""
+    parameter = layer.weight
+    if layer.grad_dtype is None:
+        return weight_gradient(dz, x, parameter.dtype)
+    where = "grad" if _HAS_GRAD_DTYPE or parameter.dtype == torch.float32 else "main_grad"
+    total = getattr(parameter, where, None)
+    if total is not None and total.dtype != torch.float32:
+        raise InputError(
+            f"FP8Linear: weight.{where} is {total.dtype}, and grad_dtype is float32. Set it to None first."
+        )
+    made = weight_gradient(dz, x, torch.float32, total)
+    if total is None:
+        setattr(parameter, where, made)
+    return None
