@@ -12,7 +12,8 @@ The weights stay: state_dict is what it was, undo is exact, and the float8 copie
 Where memory matters, `nn.FP8Linear.from_linear(layer, frozen=True)` keeps no other copy.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewright.models.mlps import GatedMlpRecipe
-from tilewright.models.specialise import Recipe, rename_argument
+from tilewright.models.specialise import Recipe, origin, rename_argument, specialise
 from tilewright.models.stand_in import Left, Proposal, obstacle
 from tilewright.nn.fp8_linear import Cast, WeightCasts, fp8_linear, result_dtype
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
@@ -56,7 +57,7 @@ class Fp8LinearRecipe:
         return forward
 
     def prepare(self, module: nn.Module) -> None:
-        """Cast the weight now, and not in the first call, which a CUDA graph may capture."""
+        """Cast the weight now."""
         _cast(module, "weight", [module.weight])  # type: ignore[list-item]
 
     def __str__(self) -> str:
@@ -149,7 +150,7 @@ def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) ->
 
 
 def find_mlp(
-    module: nn.Module, recipe: Recipe | None, apart: bool, layers: Sequence[nn.Module], backend: str | None
+    module: nn.Module, recipe: Recipe | None, apart: bool, layers: Collection[nn.Module], backend: str | None
 ) -> Proposal | None:
     """The SwiGLU MLP that `recipe` says `module` is, if its linears are among `layers`, which `find` proposed.
 
@@ -164,6 +165,22 @@ def find_mlp(
         return None
     made = Fp8MlpRecipe(recipe.gate, recipe.up, recipe.down, recipe.argument, recipe if apart else None, backend)
     return Proposal("fp8", made, ("scaled_matmul_fp8", "scaled_matmul"), str(made))
+
+
+def prepare(module: nn.Module) -> None:
+    """Cast the weights of a replaced module now, and not in the first call, which a CUDA graph may capture."""
+    _recipe_of(type(module)).prepare(module)
+
+
+def in_torch(generated: type[nn.Module]) -> type[nn.Module]:
+    """The class of a replaced module with torch's products in place of the kernels that would be chosen."""
+    return specialise(origin(generated)[0], dataclasses.replace(_recipe_of(generated), backend="torch"))
+
+
+def _recipe_of(generated: type[nn.Module]) -> Fp8Recipe:
+    recipe = origin(generated)[1]
+    assert isinstance(recipe, Fp8LinearRecipe | Fp8MlpRecipe)
+    return recipe
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -114,16 +114,19 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 
     if (group == kGroups) {
         give_registers<40>();
-        if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
-            TileWalk<Config> walk(args, table, rank);
-            for (Tile tile; walk.next(tile);) {
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
-                    const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
-                    empty[s].wait(ring.parity ^ 1);
-                    full[s].expect(A::kBytes + B::kBytes);  // both halves of what is shared
-                    A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
-                    B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
+        // Whole warps choose first: lanes that are not elected must not meet the fillers' synchronisation
+        if (warp_index() == 4 * kGroups) {
+            if (elect_one()) {
+                tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
+                TileWalk<Config> walk(args, table, rank);
+                for (Tile tile; walk.next(tile);) {
+                    for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                        const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
+                        empty[s].wait(ring.parity ^ 1);
+                        full[s].expect(A::kBytes + B::kBytes);  // both halves of what is shared
+                        A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
+                        B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
+                    }
                 }
             }
         } else if (const u32 slot = warp_index() - 4 * kGroups - 1; Shape::kAlongK && slot < Scales::kSlots) {

@@ -99,7 +99,8 @@ def gemm(
     a3, b3 = a.unsqueeze(0), b.unsqueeze(0)
     a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
     vectors = dense._vector(a3, total if a_k else m), dense._vector(b3, total if b_k else n)
-    strides = descriptor_strides(config, d, a3, b3)
+    anywhere = scaling == UNSCALED and (a_k or b_k)  # Triton's descriptors want places of 16 bytes along a line
+    strides = None if anywhere else descriptor_strides(config, d, a3, b3)
     if strides is None:
         config = _by_pointers(config, 1 if a_k or b_k else min(vectors))
     fit = fitted(config, scaling, a, d, c)

@@ -124,7 +124,11 @@ def gemm(
     batched = count > 1 or count == groups
     scaling = scaling_code(a, b, scale_a, scale_b)
     a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
-    strides = descriptor_strides(config, d, a, b)
+    # Triton's descriptors want places of 16 bytes along a line, and groups begin at any row: without them, and without
+    # vectors, an address for each element of a
+    strides = descriptor_strides(config, d, a, b) if a_k else None
+    if not a_k:
+        config = config._replace(block_n=min(config.block_n, 128))
     fit = fitted(config, scaling, a, d, activation=activation)
     block_m, block_n, block_k = fit.config[:3]
     most = groups * triton.cdiv(rows, block_m) if batched else triton.cdiv(rows, block_m) + groups

@@ -1,0 +1,269 @@
+"""Small launches of every CUDA C++ kernel: `python scripts/sanitize_cases.py [--list] [NAME ...]`, all without a name.
+
+A case launches a proof kernel or an engine and compares the result with float64; together they reach every part: rings
+that turn, clusters, splits of K, all layouts, scalings and walks, epilogues, ragged edges.  Memory that must not be
+written holds a number that no product gives.  `sanitize.py` runs each of them under compute-sanitizer.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.jit import selftest
+from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
+from tilewright.ops.gemm.engines.few_rows import model as few_rows
+from tilewright.ops.gemm.operands import apply_epilogue, columns_out
+from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.grouped.engines import k_cuda, rows_cuda
+from tilewright.ops.grouped.engines.config_cuda import named
+from tilewright.ops.quant.layout import TOKEN, ScaleLayout
+from tilewright.ops.quant.numbers import restore
+from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.samples import random_weight
+from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
+from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+
+DEVICE = torch.device("cuda", 0)
+UNWRITTEN = 768.0  # bf16 has it
+UNSCALED = few_rows.UNSCALED
+_HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
+
+# rows, columns, depth, layout, activation, result, config
+DENSE = (
+    (300, 520, 584, "nt", "", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
+    (300, 520, 584, "nn", "", _HALF, dense_cuda.Config(128, 144, 4, 2, 1, 4)),
+    (296, 520, 584, "tn", "gelu", _FLOAT, dense_cuda.Config(128, 128, 4, 1, 2, 4)),
+    (296, 520, 584, "tt", "silu", _HALF, dense_cuda.Config(64, 96, 8, 2, 1, 4)),
+    (200, 512, 520, "nt", "swiglu", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
+)
+FEW_ROWS = (
+    (1, 520, 2056, "nt", "", _HALF, few_rows_cuda.Config(8, 3, 1, 3)),
+    (16, 520, 2056, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
+    (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
+    (64, 9032, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
+)
+# rows, columns, depth, scaling, activation, result, tile and cluster, turns, in place
+FP8 = (
+    (300, 528, 1168, 2, "", _HALF, (256, 128, 1, 2), 0, False),
+    (600, 528, 1168, 2, "gelu", _HALF, (256, 128, 1, 2), 1, False),
+    (300, 528, 1168, 2, "silu", _HALF, (128, 192, 2, 1), 0, False),
+    (300, 1040, 640, 1, "swiglu", _HALF, (128, 256, 1, 1), 0, False),
+    (300, 528, 640, 0, "", _FLOAT, (64, 96, 2, 1), 0, False),
+    (600, 528, 1168, 3, "", _FLOAT, (256, 128, 1, 1), 0, True),
+)
+# rows, columns, depth, activation, tile
+REQUANTISED = ((300, 528, 640, "silu", (128, 128, 1, 2)), (300, 1088, 640, "swiglu", (128, 256, 1, 1)))
+# rows, columns, depth, scaling, activation, tokens, split, blocks a multiprocessor
+FEW_ROWS_SCALED = (
+    (1, 520, 2064, 0, "", 8, 2, 2),
+    (13, 520, 2064, 1, "relu", 16, 1, 2),
+    (33, 520, 2064, 2, "", 64, 4, 1),
+    (33, 520, 2064, 3, "swiglu", 64, 2, 1),
+)
+# rows of groups, columns, depth, scaling, in matrices of their own, kernel, tile or (tokens, split, blocks)
+GROUPED = (
+    ((3, 0, 64, 1, 200, 0), 520, 328, UNSCALED, False, "dense", (128, 256, 1, 1)),
+    ((20, 0, 64, 1, 63, 16), 520, 328, UNSCALED, True, "dense", (64, 128, 1, 2)),
+    ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (128, 128, 1, 1)),
+    ((300, 0, 1, 64, 129), 528, 384, 2, True, "fp8", (256, 128, 1, 1)),
+    ((3, 0, 17, 1, 40, 0), 520, 1032, UNSCALED, False, "few_rows", (32, 2, 2)),
+    ((3, 0, 17, 1, 40, 0), 520, 1040, 2, False, "few_rows", (16, 2, 2)),
+    ((9, 0, 16, 16), 520, 1040, 3, True, "few_rows", (16, 1, 1)),
+)
+# K of groups, rows, columns, scaling, tile, in place
+ALONG_K = (
+    ((1, 63, 0, 66, 500), 200, 264, UNSCALED, (128, 128, 1, 1), False),
+    ((0, 77, 650, 0, 1), 384, 264, UNSCALED, (128, 128, 2, 1), True),
+    ((128, 0, 384), 384, 272, 3, (128, 192, 1, 1), True),
+)
+# rows, columns, depth, bits, activation, (tokens, tiles, warps, split, blocks a multiprocessor)
+WEIGHT_ONLY = (
+    (1, 520, 2064, 8, "", (8, 2, 4, 4, 2)),
+    (13, 520, 2080, 4, "gelu", (16, 2, 4, 2, 1)),
+    (61, 512, 1040, 4, "swiglu", (64, 2, 4, 1, 1)),
+)
+
+
+def product(engine: Any, m: int, n: int, k: int, layout: str, activation: str, dtype: torch.dtype, config: Any) -> bool:
+    """16-bit operands, with a bias, an addend and a scale."""
+    a, b = _drawn(m, k, turned=layout[0] == "t"), _drawn(k, n, turned=layout[1] == "t")
+    bias, scale = _drawn(n, dtype=_FLOAT), torch.full((1,), 0.5, device=DEVICE)
+    c = _drawn(m, columns_out(n, activation), dtype=dtype)
+    d = _unwritten(*c.shape, dtype=dtype)
+    engine.gemm(d[None], a[None], b[None], bias, c[None], scale, 0.1, activation, config)
+    return _near(d, apply_epilogue(0.05 * (a.double() @ b.double()), bias, c, activation, _DOUBLE))
+
+
+def scaled_product(
+    m: int,
+    n: int,
+    k: int,
+    scaling: int,
+    activation: str,
+    dtype: torch.dtype,
+    tile: tuple[int, int, int, int],
+    turns: int,
+    into: bool,
+) -> bool:
+    """e4m3 operands, with a bias and an addend, which is the result where `into`."""
+    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
+    bias, c = _drawn(n, dtype=_FLOAT), _drawn(1, m, columns_out(n, activation), dtype=dtype)
+    wanted = apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE)
+    d = c if into else _unwritten(*c.shape, dtype=dtype)
+    config = _fp8_config(tile, scaling)._replace(turns=turns)
+    fp8_cuda.gemm(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
+    return _near(d, wanted)
+
+
+def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, int, int, int]) -> bool:
+    """Results in e4m3 with scales: near the product as far as e4m3 goes."""
+    (a, of_a, x), (b, of_b, y) = _scaled(Scaling.TOKEN_BLOCK, (1, m, k), (1, n, k))
+    n_out = columns_out(n, activation)
+    q, scales = torch.empty(1, m, n_out, dtype=_FP8, device=DEVICE), TOKEN.empty(m, n_out, DEVICE, 1)
+    fp8_cuda.gemm_fp8(q, scales, a, b.mT, of_a, of_b, None, 0.1, activation, _fp8_config(tile, Scaling.TOKEN_BLOCK))
+    wanted = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
+    return _near(restore(q, scales, TOKEN, _FLOAT), wanted, 0.05)
+
+
+def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, tokens: int, split: int, ctas: int) -> bool:
+    """e4m3 operands, few rows, with a bias and an addend."""
+    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
+    bias, c = _drawn(n), _drawn(1, m, columns_out(n, activation))
+    d = _unwritten(*c.shape)
+    config = few_rows.deepest(tokens, split, ctas, scaling)
+    assert config is not None
+    few_rows_cuda.scaled(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
+    return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
+
+
+def grouped(
+    sizes: Sequence[int], n: int, k: int, scaling: int, apart: bool, kernel: str, shape: tuple[int, ...]
+) -> bool:
+    """Groups of rows, tightly packed or apart; rows of none stay as they were."""
+    groups, rows = len(sizes), max(sizes) + 5 if apart else sum(sizes) + 5
+    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (groups if apart else 1, rows, k), (groups, n, k))
+    d = _unwritten(a.shape[0], rows, n)
+    ends = list(sizes) if apart else list(accumulate(sizes))
+    if kernel == "few_rows":
+        config = few_rows.deepest(*shape, scaling, grouped=True)
+    else:
+        config = _dense_config(shape) if kernel == "dense" else _fp8_config(shape, scaling)
+    rows_cuda.gemm(d, a, b.mT, of_a, of_b, None, _int32(ends), "", named(kernel, config))
+    wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
+    for g, (start, end) in enumerate([(0, end) for end in ends] if apart else pairwise([0, *ends])):
+        at = g if apart else 0
+        wanted[at, start:end] = x[at, start:end] @ y[g].mT
+    outside = wanted == UNWRITTEN
+    return bool((d.double() == wanted)[outside].all()) and _near(
+        d.masked_fill(outside, 0), wanted.masked_fill(outside, 0)
+    )
+
+
+def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int, int, int, int], into: bool) -> bool:
+    """Groups along K, ragged where 16-bit; `into`: added to the result by the copy engine."""
+    ends = list(accumulate(sizes))
+    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (m, ends[-1]), (n, ends[-1]), turned=scaling == UNSCALED)
+    c = _drawn(len(sizes), m, n, dtype=_FLOAT)
+    products = [x[:, start:end] @ y[:, start:end].mT for start, end in pairwise([0, *ends])]
+    wanted = torch.stack(products) + c.double()
+    d = c if into else _unwritten(*c.shape, dtype=_FLOAT)
+    kernel, config = (
+        ("dense", _dense_config(tile, True)) if scaling == UNSCALED else ("fp8", _fp8_config(tile, scaling))
+    )
+    k_cuda.gemm(d, a, b.mT, of_a, of_b, c, _int32(ends), named(kernel, config))
+    return _near(d, wanted)
+
+
+def integer_weights(m: int, n: int, k: int, bits: int, activation: str, shape: tuple[int, int, int, int, int]) -> bool:
+    """Weights of 8 or 4 bits, with a bias."""
+    x, bias = _drawn(m, k), _drawn(n)
+    q, scales = random_weight(n, k, bits, _HALF, DEVICE, torch.Generator().manual_seed(1))
+    d = _unwritten(m, columns_out(n, activation))
+    config = weight_only_model.deepest(bits, *shape)
+    weight_only.launch((d,), x, q, scales, bias, activation, _HALF, config=config)
+    exact = x.double() @ packing.restore(q, scales.double()).mT
+    return _near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
+
+
+def cases() -> dict[str, Callable[[], bool]]:
+    """Every case by its name."""
+    found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
+    runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
+        ("dense", partial(product, dense_cuda), DENSE),
+        ("few rows", partial(product, few_rows_cuda), FEW_ROWS),
+        ("fp8", scaled_product, FP8),
+        ("requantised", requantised, REQUANTISED),
+        ("few rows scaled", scaled_few_rows, FEW_ROWS_SCALED),
+        ("grouped", grouped, GROUPED),
+        ("along k", along_k, ALONG_K),
+        ("weight only", integer_weights, WEIGHT_ONLY),
+    )
+    return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
+
+
+def run_cases(names: Sequence[str]) -> int:
+    """Run the named cases, or all; prints and counts the wrong ones."""
+    known = cases()
+    wrong = [name for name in names or known if not known[name]()]
+    torch.cuda.synchronize()
+    print(f"{len(names or known)} cases, {len(wrong)} wrong", *wrong, sep="\n  ")
+    return len(wrong)
+
+
+def _proved(proof: Callable[[torch.device], str | None]) -> bool:
+    return proof(DEVICE) is None
+
+
+def _near(found: Tensor, exact: Tensor, bound: float = 5e-3) -> bool:
+    return bool((found.double() - exact).norm() < bound * exact.norm())
+
+
+def _drawn(*shape: int, dtype: torch.dtype = _HALF, turned: bool = False) -> Tensor:
+    """Normal numbers; turned: the last two dimensions swapped in memory."""
+    if turned:
+        return _drawn(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def _unwritten(*shape: int, dtype: torch.dtype = _HALF) -> Tensor:
+    return torch.full(shape, UNWRITTEN, dtype=dtype, device=DEVICE)
+
+
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def _scaled(scaling: int, *shapes: tuple[int, ...], turned: bool = False) -> list[tuple[Tensor, Any, Tensor]]:
+    """(operand, scales, its values in float64) of a and of b.mT, each (..., rows, K); 16-bit ones have no scales."""
+    if scaling == UNSCALED:
+        plain = [_drawn(*shape, turned=turned) for shape in shapes]
+        return [(t, None, t.double()) for t in plain]
+    return [_quantised(shape, layout) for shape, layout in zip(shapes, Scaling(scaling).layouts, strict=True)]
+
+
+def _quantised(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[Tensor, Tensor, Tensor]:
+    *batch, rows, depth = shape
+    scales = layout.empty(rows, depth, DEVICE, *batch)
+    scales.copy_(torch.exp2(4 * torch.rand(scales.shape, device=DEVICE) - 2))
+    q = _drawn(*shape, dtype=_FP8)
+    return q, scales, restore(q.double(), scales.double(), layout, _DOUBLE)
+
+
+def _dense_config(tile: tuple[int, ...], along_n: bool = False) -> dense_cuda.Config:
+    return dense_cuda._config(dense_cuda.Tile(*tile), cost_model.Problem(1, 1, 1, mn_major_b=along_n))
+
+
+def _fp8_config(tile: tuple[int, ...], scaling: int) -> fp8_cuda.Config:
+    return fp8_cuda._config(fp8_cost_model.Tile(*tile), fp8_cost_model.Problem(1, 1, 1, scaling=scaling))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--list"]:
+        print(*cases(), sep="\n")
+    else:
+        sys.exit(min(1, run_cases(sys.argv[1:])))
