@@ -149,10 +149,11 @@ def grouped(
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (groups if apart else 1, rows, k), (groups, n, k))
     d = _unwritten(a.shape[0], rows, n)
     ends = list(sizes) if apart else list(accumulate(sizes))
-    if kernel == "few_rows":
-        config = few_rows.deepest(*shape, scaling, grouped=True)
-    else:
-        config = _dense_config(shape) if kernel == "dense" else _fp8_config(shape, scaling)
+    config = {
+        "few_rows": lambda: few_rows.deepest(shape[0], shape[1], shape[2], scaling, grouped=True),
+        "dense": lambda: _dense_config(shape),
+        "fp8": lambda: _fp8_config(shape, scaling),
+    }[kernel]()
     rows_cuda.gemm(d, a, b.mT, of_a, of_b, None, _int32(ends), "", named(kernel, config))
     wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
     for g, (start, end) in enumerate([(0, end) for end in ends] if apart else pairwise([0, *ends])):
@@ -255,7 +256,7 @@ def _quantised(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[Tensor, Ten
 
 
 def _dense_config(tile: tuple[int, ...], along_n: bool = False) -> dense_cuda.Config:
-    return dense_cuda._config(dense_cuda.Tile(*tile), cost_model.Problem(1, 1, 1, mn_major_b=along_n))
+    return dense_cuda._config(cost_model.Tile(*tile), cost_model.Problem(1, 1, 1, mn_major_b=along_n))
 
 
 def _fp8_config(tile: tuple[int, ...], scaling: int) -> fp8_cuda.Config:

@@ -1,8 +1,9 @@
 """Write tests/compile/resources/*.json anew: compile every kernel for every target and note what it costs.
 
-    python scripts/update_resources.py [-n WORKERS]
+    python scripts/update_resources.py [-n WORKERS] [-k TESTS]
 
-Run it after a kernel or a configuration changed, and read the difference before committing it.
+Run it after a kernel or a configuration changed, and read the difference before committing it.  With -k, pytest's
+selection of tests, the entries of all others stay as they are.
 """
 
 import argparse
@@ -21,10 +22,12 @@ def main() -> None:
     """Compile with the test that compares, in the mode that writes; then put one file a backend together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", dest="workers", default="2", help="processes at once (default 2)")
-    workers = parser.parse_args().workers
+    parser.add_argument("-k", dest="tests", help='tests to run, such as "softmax or test_cuda" (default: all)')
+    given = parser.parse_args()
     shutil.rmtree(DRAFTS, ignore_errors=True)
     environment = os.environ | {"TILEWRIGHT_UPDATE_RESOURCES": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "compile", "tests/compile", "-n", workers]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "compile", "tests/compile", "-n", given.workers]
+    command += ["-k", given.tests] if given.tests else []
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         sys.exit("the compile tests failed; nothing was written")
@@ -32,9 +35,12 @@ def main() -> None:
     for backend in sorted({draft["backend"] for draft in drafts}):
         mine = [draft for draft in drafts if draft["backend"] == backend]
         (compiler,) = {draft["compiler"] for draft in mine}
-        lines = [f'  "{d["key"]} {d["arch"]}": {json.dumps(d["kernels"])}' for d in mine]
+        ledger = FOLDER / f"{backend}.json"
+        kernels = json.loads(ledger.read_text())["kernels"] if given.tests else {}
+        kernels |= {f"{d['key']} {d['arch']}": d["kernels"] for d in mine}
+        lines = [f'  "{key}": {json.dumps(kernels[key])}' for key in sorted(kernels)]
         head = f'{{"backend": "{backend}", "compiler": "{compiler}", "kernels": {{\n'
-        (FOLDER / f"{backend}.json").write_text(head + ",\n".join(lines) + "\n}}\n")
+        ledger.write_text(head + ",\n".join(lines) + "\n}}\n")
 
 
 if __name__ == "__main__":

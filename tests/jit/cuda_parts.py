@@ -1,5 +1,6 @@
 """CUDA C++ that several test files compile."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,17 @@ import pytest
 import torch
 from tests.gpu.jit_kernels import Product, Scale, Side, product_mn, scale, share_tile
 
+from tilewright.jit.collect import collect
 from tilewright.jit.compilers.cuda_build import find_tool
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
-from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda
-from tilewright.ops.gemm.operands import ACTIVATIONS
+from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
+from tilewright.ops.gemm.engines.few_rows import grouped, model, scaled
+from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
+from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.quant.layout import TOKEN
+from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
+from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'
 COPY = Copy(64, 64, 4, torch.bfloat16)
@@ -39,6 +47,74 @@ def few_rows(tokens: int, stages: int, split: int, activation: str = "", along_n
     return few_rows_cuda.Params(tokens, stages, split, 1, along_n, code, element, out, out, out)
 
 
+def launched(call: Callable[[], None]) -> Any:
+    """Parameters of the one kernel that `call` would launch."""
+    with collect("sm_90") as collector:
+        call()
+    (job,) = collector.jobs
+    return job.key[2]  # type: ignore[index]
+
+
+def quantised(scaling: Scaling, groups: int = 1) -> tuple[Any, ...]:
+    """a (1, 64, 2048), b (groups, 2048, 512) in e4m3, K-major, and their scales."""
+    a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((1, 64, 2048), (groups, 512, 2048)))
+    of_a, of_b = scaling.layouts
+    return a, b.mT, of_a.empty(64, 2048, "cpu", 1), of_b.empty(512, 2048, "cpu", groups)
+
+
+def fp8(
+    tile: tuple[int, ...],
+    scaling: int,
+    activation: str = "",
+    out: Any = torch.bfloat16,
+    into: bool = False,
+    **more: Any,
+) -> Any:
+    """Parameters of the GEMM of e4m3 operands; more: of `dense_cuda.Groups`, or turns of its config."""
+    turns = more.pop("turns", 0)
+    problem = fp8_cost_model.Problem(1, 1, 1, scaling=scaling)
+    config = fp8_cuda._config(fp8_cost_model.Tile(*tile), problem)._replace(turns=turns)
+    operands, n_out = quantised(Scaling(scaling), more.get("count", 1)), columns_out(512, activation)
+    d = torch.empty(1, 64, n_out, dtype=out)
+    if out == torch.float8_e4m3fn:
+        scales = TOKEN.empty(64, n_out, "cpu", 1)
+        return launched(lambda: fp8_cuda.gemm_fp8(d, scales, *operands, None, 1.0, activation, config))
+    groups, c = dense_cuda.Groups(more.pop("walk", dense_cuda.DENSE), **more), d if into else None
+    return launched(lambda: fp8_cuda.gemm(d, *operands, None, c, 1.0, activation, config, groups))
+
+
+def few_rows_scaled(scaling: int, shape: tuple[int, int, int], activation: str = "") -> Any:
+    """Parameters of the GEMM for few rows of e4m3.  shape: tokens, split, blocks a multiprocessor."""
+    config = model.deepest(*shape, scaling)
+    d = torch.empty(1, 64, columns_out(512, activation), dtype=torch.bfloat16)
+    given = quantised(Scaling(scaling))
+    return launched(lambda: scaled.gemm(d, *given, None, None, 1.0, activation, config))
+
+
+def few_rows_grouped(scaling: int, shape: tuple[int, int, int]) -> Any:
+    """The same for four groups of rows; scaling -1: of 16-bit operands."""
+    config = model.deepest(*shape, scaling, grouped=True)
+    d, ends = torch.empty(1, 64, 512, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
+    if scaling == model.UNSCALED:
+        a, b = torch.empty(1, 64, 2048, dtype=d.dtype), torch.empty(4, 512, 2048, dtype=d.dtype).mT
+        given: tuple[Any, ...] = a, b, None, None
+    else:
+        given = quantised(Scaling(scaling), 4)
+    return launched(lambda: grouped.gemm(d, *given, None, ends, "", config))
+
+
+def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
+    """Parameters of the weight-only product.  shape: tokens, tiles, warps, split, blocks a multiprocessor."""
+    q = torch.empty(512, 2048 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    x, d = (
+        torch.empty(8, 2048, dtype=torch.bfloat16),
+        torch.empty(8, columns_out(512, activation), dtype=torch.bfloat16),
+    )
+    scales = packing.layout(torch.bfloat16).empty(512, 2048, "cpu")
+    config = weight_only_model.deepest(bits, *shape)
+    return launched(lambda: weight_only.launch((d,), x, q, scales, None, activation, torch.bfloat16, config=config))
+
+
 # (kernel, parameters, instructions that must be there)
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
@@ -61,6 +137,26 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (few_rows_cuda.KERNEL, few_rows(8, 6, 8), {"HGMMA": 8, "UTMALDG": 4}),
     (few_rows_cuda.KERNEL, few_rows(64, 4, 1, "swiglu"), {"HGMMA": 8, "UTMALDG": 4}),
     (few_rows_cuda.KERNEL, few_rows(16, 6, 2, along_n=True, element=torch.float16, out=torch.float32), {"HGMMA": 8}),
+    # Groups of rows, and of K into the result
+    (dense_cuda.KERNEL, gemm(128, 256)._replace(kWalk=dense_cuda.ROWS), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 4}),
+    (
+        dense_cuda.KERNEL,
+        gemm(128, 128, (2, 1), "mm", out=torch.float32)._replace(kWalk=dense_cuda.DEPTH, kInto=True),
+        {"HGMMA": 4, "UTMAREDG": 4},
+    ),
+    # Scales of each kind, turns, results that are added to or requantised, groups
+    (fp8_cuda.KERNEL, fp8((256, 128, 1, 2), 2), {"QGMMA": 8, "UTMALDG": 2, "UTMASTG": 4}),
+    (fp8_cuda.KERNEL, fp8((256, 128, 1, 1), 2, turns=1), {"QGMMA": 8, "UTMALDG": 2, "UTMASTG": 4}),
+    (fp8_cuda.KERNEL, fp8((128, 192, 2, 1), 3, out=torch.float32, into=True), {"UTMALDG": 2, "UTMAREDG": 6}),
+    (fp8_cuda.KERNEL, fp8((128, 256, 1, 1), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 2}),
+    (fp8_cuda.KERNEL, fp8((128, 256, 1, 1), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 2, "UTMASTG": 1}),
+    (fp8_cuda.KERNEL, fp8((128, 128, 1, 1), 2, walk=dense_cuda.ROWS, count=4), {"UTMALDG": 2, "UTMASTG": 2}),
+    (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
+    (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
+    (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),
+    (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
+    (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
+    (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`patch(model, fp8=True)`: which layers run in float8, what they compute, how it is judged, and how it is taken back."""
+"""`patch(model, fp8=True)`: which layers run in float8, what they compute, how that is judged and taken back."""
 
 import copy
 import inspect
@@ -29,7 +29,7 @@ WIDE: dict[str, Any] = {
 
 def wide(name: str = "llama", **options: Any) -> nn.Module:
     """A model of the zoo whose layers are large enough for float8."""
-    return build(name, **WIDE, **options)
+    return build(name, **{**WIDE, **options})
 
 
 def logits(model: nn.Module, ids: Tensor | None = None) -> Tensor:
@@ -41,10 +41,6 @@ def rounded(x: Tensor, layout: Any) -> Tensor:
     """What is left of x after a cast, in float64."""
     q, scales = numbers.cast(x.detach(), layout)
     return numbers.restore(q.double(), scales.double(), layout, torch.float64)
-
-
-def assert_close(got: Tensor, exact: Tensor) -> None:
-    assert (got.double() - exact).norm() <= 2e-6 * exact.norm()
 
 
 def rows(model: nn.Module, kind: str = "fp8", **options: Any) -> dict[str, tuple[str, str]]:
@@ -90,9 +86,7 @@ def test_a_layer_multiplies_rounded_numbers(dtype: torch.dtype, bias: bool) -> N
         exact = (exact + (layer.bias.double() if bias else 0)).view(*x.shape[:-1], INNER)
         got = layer(x)
         assert got.dtype == dtype
-        assert_close(got.float(), exact.to(dtype).double()) if dtype == torch.float32 else torch.testing.assert_close(
-            got, exact.to(dtype)
-        )
+        assert (got.double() - exact).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * exact.norm()
     assert layer(input=x).shape == (1, INNER), "torch's name of the argument"
 
 
@@ -225,7 +219,7 @@ def test_a_wrong_product_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fp8_linears, "fp8_linear", coarser)
     model = wide()
-    with pytest.raises(VerificationError, match="the patched model lost accuracy.\n.*float8 in plain torch"):
+    with pytest.raises(VerificationError, match=r"(?s)the patched model lost accuracy\..*float8 in plain torch"):
         patch(model, fp8=True, inputs=tokens())
     assert not any(isinstance(m, Patched) or fp8_linears.CASTS in vars(m) for m in model.modules())
 
@@ -291,3 +285,19 @@ def test_a_layer_with_a_forward_of_its_own_is_not_a_linear() -> None:
             return F.linear(input, self.weight, self.bias)
 
     assert fp8_linears.find(Member(H, H), frozenset(), None) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    model = wide(hidden_size=1024, intermediate_size=1536, head_dim=256).cuda().bfloat16()
+    p = patch(model, fp8=True)
+    assert p.verify(tokens().cuda()).logits.narrow > 0.01
+    layer, x = model.model.layers[0], torch.randn(4, 1, 1024, device="cuda").bfloat16()
+    with torch.no_grad():
+        layer.mlp(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer.mlp(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, layer.mlp(x))

@@ -343,3 +343,37 @@ def test_training_reaches_what_bf16_reaches():
         ends.append(loss.item())
     assert ends[0] < 0.7
     assert ends[1] == pytest.approx(ends[0], rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64, 300, 4096])
+def test_three_products_on_a_gpu(tokens):
+    torch.manual_seed(0)
+    ours = FP8Linear(1024, 1536, dtype=HALF, device="cuda", grad_dtype=torch.float32)
+    x = torch.randn(tokens, 1024, device="cuda").to(HALF).requires_grad_()
+    dy = torch.randn(tokens, 1536, device="cuda").to(HALF)
+    y = ours(x)
+    y.backward(dy)
+    weight = rounded(ours.weight, BLOCK)
+    wanted = (
+        (y, rounded(x, TOKEN) @ weight.mT + ours.bias.detach().double()),
+        (x.grad, rounded(dy, TOKEN) @ weight),
+        (gradient(ours), rounded(dy.mT, TOKEN) @ rounded(x.mT, TOKEN).mT),
+    )
+    for got, exact in wanted:
+        # Tensor cores keep some 14 bits of a sum of 128 products, and the results above are rounded to bf16
+        assert (got.double() - exact).norm() < 3e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+def test_a_frozen_layer_in_a_cuda_graph():
+    ours = FP8Linear(1024, 1536, dtype=HALF, device="cuda").freeze()
+    x = torch.randn(16, 1024, device="cuda").to(HALF)
+    with torch.no_grad():
+        ours(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ours(x)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(y, ours(x))

@@ -196,7 +196,9 @@ def test_promotion_spills_nothing_and_serialises_nothing(config, scaling, activa
     info = job.compile().info
     assert info["stack_bytes"] == info["spill_stores"] == 0
     assert not info["instructions"].keys() & {"LDL", "STL"}
-    assert info["instructions"]["QGMMA"] == 8, "256 of K are eight times 32"
+    assert info["instructions"]["QGMMA"] == 16, (
+        "four for 128 of K: first, second, last, and the first of the next stage"
+    )
     assert info["instructions"]["UTMALDG"] == 4 + (scaling >= Scaling.TOKEN_BLOCK) + (scaling == Scaling.TOKEN_TOKEN)
     assert info["warnings"] == []
 

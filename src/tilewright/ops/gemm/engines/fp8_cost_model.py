@@ -35,8 +35,7 @@ class Problem(NamedTuple):
 
 def scratch(tile: Tile) -> int:
     """Scratch accumulators that registers have room for beside the sums."""
-    groups = 1 if tile.block_m == 64 else 2
-    return 2 if tile.block_m == 64 * groups and tile.block_n <= 128 else 1
+    return 2 if tile.block_m <= 128 and tile.block_n <= 128 else 1
 
 
 def shared_pressure(tile: Tile) -> float:

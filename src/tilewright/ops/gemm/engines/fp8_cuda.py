@@ -221,7 +221,7 @@ def _launch(
     args = (
         *maps,
         *(scale_a, scale_a.stride(2), scale_a.stride(0)),
-        *(scale_b, scale_b.stride(1), scale_b.stride(0)),
+        *(scale_b, scale_b.stride(2 if scaling == Scaling.TOKEN_TOKEN else 1), scale_b.stride(0)),
         0 if bias is None else bias,
         0 if addend is None else addend,
         alpha,
@@ -326,7 +326,7 @@ def _config(tile: Tile, problem: Problem) -> Config:
 
 def _groups(block_m: int) -> int:
     """Warpgroups that multiply."""
-    return 1 if block_m == 64 else 2
+    return {64: 1, 192: 3}.get(block_m, 2)
 
 
 def _shared_bytes(config: Config, scaling: int) -> int:

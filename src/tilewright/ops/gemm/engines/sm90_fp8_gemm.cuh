@@ -36,7 +36,7 @@ template <typename Config> struct Fp8Shape {
     static constexpr Scaling kScaling = Scaling(Config::kScaling);
     using A = Operand<Element, Major::K, kM, Config::kClusterN>;
     using B = Operand<Element, Major::K, kN, Config::kClusterM>;
-    static constexpr u32 kGroups = kM > 64 ? 2 : 1;                        // warpgroups that multiply
+    static constexpr u32 kGroups = kM == 192 ? 3 : kM > 64 ? 2 : 1;        // warpgroups that multiply
     static constexpr u32 kThreads = 128 * (kGroups + 1);                   // and the producer's
     static constexpr u32 kDown = kM / (64 * kGroups), kAcross = kN > 192 ? 2 : 1;  // passes of a warpgroup
     static constexpr u32 kPasses = kDown * kAcross, kColumns = kN / kAcross;
@@ -51,7 +51,7 @@ template <typename Config> struct Fp8Shape {
     __device__ static constexpr u32 row_of(u32 pass) { return pass % kDown * kGroups * 64; }
     __device__ static constexpr u32 column_of(u32 pass) { return pass / kDown * kColumns; }
     static_assert(Same<Element, float8_e4m3>::value, "operands are e4m3");
-    static_assert(kM == 64 || kM == 128 || kM == 256, "one or two warpgroups, one or two passes of 64 rows");
+    static_assert(kM == 64 || kM == 128 || kM == 192 || kM == 256, "one to three warpgroups, two of them in one or two passes");
     static_assert(kN % 16 == 0 && kColumns % 16 == 0 && kPasses <= 2, "at most two passes");
     static_assert((kPasses + kScratch) * kColumns <= 3 * 128, "192 accumulators a thread, and of scratch as they are");
     static_assert(kScratch == 1 || (kScratch == 2 && kPasses == 1), "a second scratch takes the place of a second pass");
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<40>();
+        give_registers<kGroups == 3 ? 32 : 40>();
         // Whole warps choose first: lanes that are not elected must not meet the fillers' synchronisation
         if (warp_index() == 4 * kGroups) {
             if (elect_one()) {
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
         }
     } else {
-        take_registers<kGroups == 2 ? 232 : 248>();
+        take_registers<kGroups == 3 ? 160 : kGroups == 2 ? 232 : 248>();
         const u32 first_row = group * 64;  // in the tile; of the second pass over rows, kGroups * 64 further
         // One value a warp, in uniform registers: else each step makes it of addresses again before it may multiply
         const auto uniform = [](u64 value) { return value >> 32 << 32 | __shfl_sync(~0u, u32(value), 0); };

@@ -104,13 +104,33 @@ def resident(split: int, ctas: int, processors: int) -> int:
 # ---------------------------------------------------------------------------------------------------- predicted time
 
 READ = 4.3e6  # bytes a microsecond: the memory
-_L2 = 8e6  # the L2
-_PROCESSOR = 100e3  # one multiprocessor
-_IDLE = 0.1  # idle multiprocessors leave the memory a little less busy: its rate goes with this power of their share
-_STEP = 0.1  # microseconds of a warpgroup for a stage that has landed
-_EPILOGUE = 1.0 / MAX_ROWS  # and for each token of a tile
-_MEETING = 0.02 / MAX_ROWS  # and for each token and block of a cluster whose sums are sent; the ring does not hide it
 _AHEAD = 0.3  # of the ring holds bytes of the next tile as a round ends
+
+
+class _Costs(NamedTuple):
+    """l2, processor: bytes a microsecond out of the L2, into one multiprocessor.  idle: with idle multiprocessors the
+    memory's rate goes with this power of their share.  Microseconds: step, of a warpgroup for a stage that has landed;
+    epilogue, for each token of a tile; meeting, for each token and block of a cluster whose sums are sent, and `meet`
+    for each tile: the ring does not hide it.
+    """
+
+    l2: float
+    processor: float
+    idle: float
+    step: float
+    epilogue: float
+    meeting: float
+    meet: float
+
+
+# Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before fetching
+# ahead, and corrected by what that gained).  On these same pairs what `configure` chooses is 1.6 % from the best with
+# these tiles on average, 12 % at worst.
+_WIDE = _Costs(l2=8e6, processor=100e3, idle=0.1, step=0.1, epilogue=1 / 64, meeting=0.02 / 64, meet=0)
+
+# e4m3, fitted to 28 pairs.  A tile is read in half the time, so that what does not shrink with the weights is seen for
+# the first time: blocks of a cluster meet after 0.4 us and more, which half as many stages do not hide.
+_NARROW = _Costs(l2=8.7e6, processor=80e3, idle=0.28, step=0.15, epilogue=0.025, meeting=0.0016, meet=0.37)
 
 
 def predicted_us(config: Config, work: Work) -> float:
@@ -119,10 +139,8 @@ def predicted_us(config: Config, work: Work) -> float:
     Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round
     has fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
     their bytes came while the round before ended.  Groups are more tiles; token tiles of one group share its weights.
-    The constants are fitted to 52 pairs of shape and M in bf16, timed on an H200 before grids followed `_CLUSTERS`
-    (M = 1 and 16 also before fetching ahead, and corrected by what that gained).  On these same pairs what `configure`
-    chooses is 1.6 % from the best with these tiles on average, 12 % at worst.
     """
+    costs = _WIDE if work.scaling == UNSCALED else _NARROW
     weights, both = BLOCK_N * STAGE_BYTES, (BLOCK_N + min(work.rows, config.tokens)) * STAGE_BYTES
     token_tiles = -(-work.rows // config.tokens)
     steps = -(-work.steps // config.split)
@@ -130,14 +148,14 @@ def predicted_us(config: Config, work: Work) -> float:
     def step(clusters: int) -> float:
         """One stage for each block of so many clusters."""
         share = clusters * config.split / _H200  # blocks a multiprocessor
-        memory = share * _H200 * weights / token_tiles / READ / min(1, share) ** _IDLE
-        return max(memory, share * _H200 * both / _L2, max(1, share) * both / _PROCESSOR)
+        memory = share * _H200 * weights / token_tiles / READ / min(1, share) ** costs.idle
+        return max(memory, share * _H200 * both / costs.l2, max(1, share) * both / costs.processor)
 
     running = resident(config.split, config.ctas, _H200)
     rounds, rest = divmod(work.groups * token_tiles * -(-work.columns // BLOCK_N), running)
-    epilogue = _EPILOGUE * config.tokens
-    meeting = _MEETING * config.tokens * config.split if config.split > 1 else 0
-    full = rounds * (max(steps * step(running), steps * _STEP + epilogue) + meeting)
+    epilogue = costs.epilogue * config.tokens
+    meeting = costs.meeting * config.tokens * config.split + costs.meet if config.split > 1 else 0
+    full = rounds * (max(steps * step(running), steps * costs.step + epilogue) + meeting)
     landed = _AHEAD * min(steps, config.stages) if rounds else 0
     return full + ((steps - landed) * step(rest) + meeting if rest else 0) + epilogue
 
@@ -151,6 +169,14 @@ _IN_FLIGHT = 64 << 10  # bytes of weights a multiprocessor waits for, at least
 # split, ctas: what measured best somewhere, or is needed between.  The model is 7 % off on average, which among more of
 # them would choose worse; the tuner tries all.
 _DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
+_DEFAULTS_NARROW = (
+    *_DEFAULTS,
+    (1, 1),
+    (2, 3),
+    (3, 1),
+    (4, 3),
+    (7, 3),
+)  # fewer stages: rounds and meetings count for more
 _GROUP_DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (8, 1))  # more tiles, hence fewer splits
 
 
@@ -163,7 +189,7 @@ def deepest(tokens: int, split: int, ctas: int, scaling: int = UNSCALED, grouped
 
 def defaults(scaling: int) -> tuple[Config, ...]:
     """What is chosen from for one product."""
-    return _all(TOKENS, _DEFAULTS, scaling)
+    return _all(TOKENS, _DEFAULTS if scaling == UNSCALED else _DEFAULTS_NARROW, scaling)
 
 
 def group_defaults(scaling: int) -> tuple[Config, ...]:

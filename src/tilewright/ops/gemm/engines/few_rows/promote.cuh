@@ -35,7 +35,7 @@ template <typename Config> class BlockScales {
     __device__ static void fetch(const Operands<Config>& in, const Tile& at) {
         if constexpr (kThere) {
             constexpr u32 kSector = 32 / sizeof(float);
-            for (u32 block = in.begin * kChunks; block < min(in.end * kChunks, in.depth / 128); block += kSector) {
+            for (u32 block = in.begin * kChunks; block < min(in.end * kChunks, (in.depth + 127) / 128); block += kSector) {
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(row(in, at) + block) : "memory");
             }
         }
@@ -105,34 +105,79 @@ template <typename Config> struct Factors {
     }
 };
 
-// sums = this block's part of K of a tile; first_block_scale: what BlockScales::load gave for it.
+//
+// The products of one 128 of K are on the tensor cores while others are promoted.  A block alone on its multiprocessor keeps
+// to that from stage to stage, and gives a stage back only once the next has landed.  With others beside it they fill the
+// pauses, and their rings are too short for that.
 template <typename Config>
 __device__ inline void multiply_and_promote(
     float (&sums)[Config::kTokens / 2], const Stages<Config>& stages, Ring<Config::kStages>& ring,
     const Operands<Config>& in, const Tile& at, float first_block_scale) {
     static_assert(kChunks == 2, "two sums of products take turns");
-    float even[Config::kTokens / 2], odd[Config::kTokens / 2];
+    constexpr bool kAlone = Config::kCtas == 1;
+    constexpr u32 kChunk = Layout<Config>::kChunk;
+    using Sums = float[Config::kTokens / 2];
+    Sums even, odd;
 #pragma unroll
     for (u32 i = 0; i < Config::kTokens / 2; ++i) sums[i] = 0;
     BlockScales<Config> blocks(in, at, first_block_scale);
-    for (u32 step = in.begin; step < in.end; ++step, ring.advance()) {
-        const u8 *const stage = stages.operands(ring.stage), *const scales = stages.scales(ring.stage);
-        float common[kChunks] = {};
+    float common[kChunks] = {};  // of the weights of a stage
+
+    const auto start = [&](Sums& products, u32 chunk) {
+        wgmma_fence();
+        multiply_chunk<Config>(products, stages.operands(ring.stage), chunk, false);
+        wgmma_commit();
+    };
+    const auto land = [&](u32 step) {
         blocks.take(step, common);
         stages.full[ring.stage].wait(ring.parity);
-        // No group stays in flight beyond the loop's end: the assembler would serialise them all (C7514)
-        wgmma_fence();
-        multiply_chunk<Config>(even, stage, 0, false);
-        wgmma_commit();
-        multiply_chunk<Config>(odd, stage, 1, false);
-        wgmma_commit();
-        const Factors<Config> even_factors(scales, at.row, 0, common[0]), odd_factors(scales, at.row, 1, common[1]);
+        start(even, 0);
+    };
+    const auto factors = [&](u32 chunk) {
+        return Factors<Config>(stages.scales(ring.stage), at.row, chunk, common[chunk]);
+    };
+    const auto release = [&](u32 stage) {
+        if (lane_index() == 0) stages.empty[stage].arrive();
+    };
+
+    // Of the last stage the second half may lie beyond K.  Only with this choice at the end does the assembler leave groups
+    // in flight from one turn of the loop to the next; without it, it serialises them all (C7514).
+    const u32 chunks = min(in.end * kChunks, (in.depth + kChunk - 1) / kChunk) - in.begin * kChunks;
+    land(in.begin);
+    u32 chunk = 1;  // begun, and not promoted the last of them
+    for (; chunk + kChunks <= chunks; chunk += kChunks) {
+        const u32 stage = ring.stage;
+        start(odd, 1);
+        const Factors<Config> of_even = factors(0), of_odd = factors(1);
         wgmma_wait<1>(even);
-        even_factors.promote(sums, even);
-        wgmma_wait<0>(odd);
-        if (lane_index() == 0) stages.empty[ring.stage].arrive();
-        odd_factors.promote(sums, odd);
+        of_even.promote(sums, even);
+        if constexpr (!kAlone) {
+            wgmma_wait<0>(odd);
+            release(stage);
+            of_odd.promote(sums, odd);
+        }
+        ring.advance();
+        land(in.begin + (chunk + 1) / kChunks);
+        if constexpr (kAlone) {
+            wgmma_wait<1>(odd);
+            release(stage);
+            of_odd.promote(sums, odd);
+        }
     }
+    const Factors<Config> of_even = factors(0);
+    if (chunk < chunks) {
+        start(odd, 1);
+        const Factors<Config> of_odd = factors(1);
+        wgmma_wait<1>(even);
+        of_even.promote(sums, even);
+        wgmma_wait<0>(odd);
+        of_odd.promote(sums, odd);
+    } else {
+        wgmma_wait<0>(even);
+        of_even.promote(sums, even);
+    }
+    release(ring.stage);
+    ring.advance();
 }
 
 }  // namespace tilewright
