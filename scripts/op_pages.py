@@ -62,6 +62,8 @@ def _promises(contract: Contract) -> Iterator[str]:
     yield f"- the same call twice gives the same bits: {'yes' if contract.promises.deterministic else 'no'}"
     invariant = "yes" if contract.promises.batch_invariant else "no"
     yield f'- under `numerics("batch_invariant")` a row has the same bits alone and in any batch: {invariant}'
+    if contract.promises.reference_bits:
+        yield "- every backend gives the bits of the reference on the same device"
     yield f"- `out=`: {'yes' if contract.forward.torch_out is not None else 'no'}"
 
 

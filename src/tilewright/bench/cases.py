@@ -15,14 +15,7 @@ from tilewright.dispatch.contract import Direction
 from tilewright.errors import UsageError
 from tilewright.hardware.ceilings import dtype_name
 
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
+_SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,8 @@ def _custom(contract: Contract, declared: Sequence[Workload], params: Mapping[st
 
 
 def _dtype(contract: Contract, name: str) -> torch.dtype:
-    found = _DTYPES.get(name.lower())
+    known = {dtype_name(d): d for d in contract.dtypes}
+    found = known.get(name.lower(), _SHORT.get(name.lower()))
     if found is None or found not in contract.dtypes:
         allowed = ", ".join(dtype_name(d) for d in contract.dtypes)
         raise UsageError(f"{contract.name} takes no dtype {name!r}. Allowed: {allowed}.")

@@ -89,6 +89,17 @@ def test_half_the_bytes_are_half_the_predicted_time():
     assert narrow == pytest.approx(wide / 2, rel=0.1)
 
 
+def test_tiles_that_fill_the_machine_are_not_split():
+    """What measured best: blocks that meet, and a second round of clusters, cost more than a few idle processors."""
+
+    def split(rows, columns, depth):
+        return engine.configure_scaled(bucket(rows, columns, depth, Scaling.TOKEN_BLOCK), fp8).split
+
+    assert [split(rows, 24576, 1536) for rows in (1, 16, 64)] == [1, 1, 1]
+    assert split(64, 7168, 2048) == 1, "112 tiles of 8 stages: two blocks each took 9.3 us, one 6.7"
+    assert split(64, 576, 7168) == 8, "9 tiles"
+
+
 # ----------------------------------------------------------------------------------------------- what it refuses
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import PatchError
+from tilewright.models.fp8_linears import Fp8LinearRecipe
 from tilewright.models.specialise import Recipe, origin, specialise
 
 Arrange = Callable[[Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
@@ -132,6 +133,8 @@ def refusal(group: Sequence[nn.Module], model: nn.Module) -> str | None:
     for member in group:
         if isinstance(member, Member):
             return "a projection is in a group already."
+        if isinstance(origin(type(member))[1], Fp8LinearRecipe):
+            return "a projection was patched to float8, and merging would run it in its own dtype again."
         if origin(type(member))[0] is not nn.Linear:
             return f"a projection is a {type(member).__name__}, not a plain nn.Linear: its weight is its own affair."
         weight: Any = member.weight

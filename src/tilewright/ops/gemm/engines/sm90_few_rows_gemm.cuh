@@ -11,7 +11,7 @@
 // the next tile streams in during the epilogue of this one.  A stage is 256 bytes of K of 64 weight rows, 16 KB, and of the
 // tokens, as many rows as there are, which come from the L2 again for every tile of weights.  One warpgroup multiplies.
 // Of weights that come at 4.3 TB/s a multiprocessor takes a stage every 880 cycles.  With 64 tokens its WGMMA keep the
-// tensor cores busy for 256 of them, and the promotion of 8-bit products is 112 instructions a warp, half of it meanwhile.
+// tensor cores busy for 256 of them, and the promotion of 8-bit products is 112 instructions a warp, meanwhile.
 //
 // Config: kTokens, kStages, kSplit (at most the stages of K), kCtas (blocks a multiprocessor), kMnMajor (weights run along
 // N), kActivation (index of ACTIVATIONS in operands.py), Element, Out, Bias, Addend; kScaling where scales can be.

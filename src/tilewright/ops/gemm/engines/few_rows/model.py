@@ -123,13 +123,14 @@ class _Costs(NamedTuple):
     meet: float
 
 
-# Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before fetching
-# ahead, and corrected by what that gained).  On these same pairs what `configure` chooses is 1.6 % from the best with
-# these tiles on average, 12 % at worst.
+# Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before
+# fetching ahead, and corrected by what that gained).  On these same pairs what `configure` chooses is 1.6 % from the
+# best with these tiles on average, 12 % at worst.
 _WIDE = _Costs(l2=8e6, processor=100e3, idle=0.1, step=0.1, epilogue=1 / 64, meeting=0.02 / 64, meet=0)
 
-# e4m3, fitted to 28 pairs.  A tile is read in half the time, so that what does not shrink with the weights is seen for
-# the first time: blocks of a cluster meet after 0.4 us and more, which half as many stages do not hide.
+# e4m3: near the fit to two to four configs of each of 28 pairs, timed on an H200 in 2026-11, before products of a stage
+# were multiplied while those of another were promoted.  A tile is read in half the time, so that what does not shrink
+# with the weights is seen: blocks of a cluster meet after 0.4 us and more, which half as many stages do not hide.
 _NARROW = _Costs(l2=8.7e6, processor=80e3, idle=0.28, step=0.15, epilogue=0.025, meeting=0.0016, meet=0.37)
 
 

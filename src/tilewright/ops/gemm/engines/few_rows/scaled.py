@@ -1,9 +1,10 @@
 """e4m3 operands with scales: every granularity that `Scaling` has a name for.
 
 Weights take half the bytes: 3.8 us for 4096 x 4096 at 4.4 TB/s, and then the launch weighs as much as the reading.
-Scales of 128 of K come through the ring with what they belong to, but for those of 128 x 128 weights, one float for a
-tile and 128 of K, which are loaded a stage ahead; they are applied as products are promoted to float32, while the next
-ones are multiplied.  Scales of whole rows and tensors wait for the epilogue.
+Scales of 128 of K come through the ring with what they belong to, but for those of 128 x 128 weights: one float for a
+tile and 128 of K, 32 of which the lanes of a warp load at once, a tile or 16 stages ahead, since each new sector comes
+from memory.  They are applied as products are promoted to float32, while the next ones are multiplied.  Scales of whole
+rows and tensors wait for the epilogue.
 """
 
 from typing import NamedTuple

@@ -33,9 +33,10 @@ template <typename Config> class BatchWalk {
     u32 height_, rows_, columns_, all_, tile_;
 };
 
-// Rows starts[g] .. ends[g] of A belong to the weights g; without starts they follow those of g - 1.  Each warp keeps a window of kWindow groups in the registers of
-// its lanes, kEach a lane, and moves on when its tiles are done: empty groups cost their share of a load, and their
-// number has no limit.  Bounds beyond A are cut, and where an end lies before its start there is nothing.
+// Rows starts[g] .. ends[g] of A belong to the weights g; without starts they follow those of g - 1.  Each warp keeps a
+// window of kWindow groups in the registers of its lanes, kEach a lane, and moves on when its tiles are done: empty groups
+// cost their share of a load, and their number has no limit.  Bounds beyond A are cut, and where an end lies before its
+// start there is nothing.
 template <typename Config> class GroupWalk {
     static constexpr u32 kEach = 4, kWindow = 32 * kEach;
 
