@@ -47,17 +47,17 @@ FEW_ROWS = (
     (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
     (64, 9032, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
 )
-# rows, columns, depth, scaling, activation, result, tile and cluster, turns, in place
+# rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
-    (300, 528, 1168, 2, "", _HALF, (256, 128, 1, 2), 0, False),
-    (600, 528, 1168, 2, "gelu", _HALF, (256, 128, 1, 2), 1, False),
-    (300, 528, 1168, 2, "silu", _HALF, (128, 192, 2, 1), 0, False),
-    (300, 1040, 640, 1, "swiglu", _HALF, (128, 256, 1, 1), 0, False),
-    (300, 528, 640, 0, "", _FLOAT, (64, 96, 2, 1), 0, False),
-    (600, 528, 1168, 3, "", _FLOAT, (256, 128, 1, 1), 0, True),
+    (600, 528, 1168, 2, "", _HALF, (192, 128), False),
+    (300, 528, 1168, 2, "gelu", _HALF, (128, 256), False),
+    (300, 528, 1168, 2, "silu", _HALF, (128, 192), False),
+    (300, 1040, 640, 1, "swiglu", _HALF, (128, 256), False),
+    (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
+    (600, 528, 1168, 3, "", _FLOAT, (128, 192), True),
 )
 # rows, columns, depth, activation, tile
-REQUANTISED = ((300, 528, 640, "silu", (128, 128, 1, 2)), (300, 1088, 640, "swiglu", (128, 256, 1, 1)))
+REQUANTISED = ((300, 528, 640, "silu", (128, 128)), (300, 1088, 640, "swiglu", (128, 256)))
 # rows, columns, depth, scaling, activation, tokens, split, blocks a multiprocessor
 FEW_ROWS_SCALED = (
     (1, 520, 2064, 0, "", 8, 2, 2),
@@ -69,8 +69,8 @@ FEW_ROWS_SCALED = (
 GROUPED = (
     ((3, 0, 64, 1, 200, 0), 520, 328, UNSCALED, False, "dense", (128, 256, 1, 1)),
     ((20, 0, 64, 1, 63, 16), 520, 328, UNSCALED, True, "dense", (64, 128, 1, 2)),
-    ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (128, 128, 1, 1)),
-    ((300, 0, 1, 64, 129), 528, 384, 2, True, "fp8", (256, 128, 1, 1)),
+    ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (128, 128)),
+    ((300, 0, 1, 64, 129), 528, 384, 2, True, "fp8", (192, 128)),
     ((3, 0, 17, 1, 40, 0), 520, 1032, UNSCALED, False, "few_rows", (32, 2, 2)),
     ((3, 0, 17, 1, 40, 0), 520, 1040, 2, False, "few_rows", (16, 2, 2)),
     ((9, 0, 16, 16), 520, 1040, 3, True, "few_rows", (16, 1, 1)),
@@ -79,7 +79,7 @@ GROUPED = (
 ALONG_K = (
     ((1, 63, 0, 66, 500), 200, 264, UNSCALED, (128, 128, 1, 1), False),
     ((0, 77, 650, 0, 1), 384, 264, UNSCALED, (128, 128, 2, 1), True),
-    ((128, 0, 384), 384, 272, 3, (128, 192, 1, 1), True),
+    ((128, 0, 384), 384, 272, 3, (128, 192), True),
 )
 # rows, columns, depth, bits, activation, (tokens, tiles, warps, split, blocks a multiprocessor)
 WEIGHT_ONLY = (
@@ -106,8 +106,7 @@ def scaled_product(
     scaling: int,
     activation: str,
     dtype: torch.dtype,
-    tile: tuple[int, int, int, int],
-    turns: int,
+    tile: tuple[int, ...],
     into: bool,
 ) -> bool:
     """e4m3 operands, with a bias and an addend, which is the result where `into`."""
@@ -115,12 +114,11 @@ def scaled_product(
     bias, c = _drawn(n, dtype=_FLOAT), _drawn(1, m, columns_out(n, activation), dtype=dtype)
     wanted = apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE)
     d = c if into else _unwritten(*c.shape, dtype=dtype)
-    config = _fp8_config(tile, scaling)._replace(turns=turns)
-    fp8_cuda.gemm(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
+    fp8_cuda.gemm(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, _fp8_config(tile, scaling))
     return _near(d, wanted)
 
 
-def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, int, int, int]) -> bool:
+def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) -> bool:
     """Results in e4m3 with scales: near the product as far as e4m3 goes."""
     (a, of_a, x), (b, of_b, y) = _scaled(Scaling.TOKEN_BLOCK, (1, m, k), (1, n, k))
     n_out = columns_out(n, activation)
@@ -165,7 +163,7 @@ def grouped(
     )
 
 
-def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int, int, int, int], into: bool) -> bool:
+def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int, ...], into: bool) -> bool:
     """Groups along K, ragged where 16-bit; `into`: added to the result by the copy engine."""
     ends = list(accumulate(sizes))
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (m, ends[-1]), (n, ends[-1]), turned=scaling == UNSCALED)

@@ -3,7 +3,7 @@
     python scripts/update_resources.py [-n WORKERS] [-k TESTS]
 
 Run it after a kernel or a configuration changed, and read the difference before committing it.  With -k, pytest's
-selection of tests, the entries of all others stay as they are.
+selection of tests, all other entries stay as they are, those of kernels that are gone too.
 """
 
 import argparse

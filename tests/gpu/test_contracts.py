@@ -1,7 +1,8 @@
 """Every op, edge case, dtype and backend on a GPU, in the execution modes of `validate.check`.
 
-bf16 runs in every mode but the heavy ones; the other dtypes in those that can tell them apart, because each alignment
-and stride of a dtype makes Triton compile its kernels again.  Heavy modes run on one edge case of each op.
+The first dtype of an op, mostly bf16, runs in every mode but the heavy ones; others in those that can tell them apart,
+because each alignment and stride of a dtype makes Triton compile its kernels again.  Heavy modes run on one edge case
+of each op.
 """
 
 from dataclasses import replace
@@ -17,36 +18,35 @@ pytestmark = pytest.mark.gpu
 
 OPS = sorted(contracts())
 EDGE_CASES = [(name, w) for name in OPS for w in contract(name).edge_cases]
+IN_EVERY_DTYPE = [(name, w, dtype) for name, w in EDGE_CASES for dtype in contract(name).dtypes]
 BACKENDS = ("triton", "torch")
 HEAVY = [mode.name for mode in MODES.values() if mode.heavy]
 DTYPE_MODES = ["eager", "backward", "poison", "out", "determinism", "batch_invariance", "cuda_graph"]
 
 
 def name_of(value):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return value if isinstance(value, str) else value.name.partition(":")[0]
 
 
-def dtype_name(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
-@pytest.mark.parametrize(("name", "workload"), EDGE_CASES, ids=name_of)
+@pytest.mark.parametrize(("name", "workload", "dtype"), IN_EVERY_DTYPE, ids=name_of)
 def test_edge_case(name, workload, dtype):
-    modes = "quick" if dtype == torch.bfloat16 else DTYPE_MODES
+    modes = "quick" if dtype == contract(name).dtypes[0] else DTYPE_MODES
     check(name, workload, modes=modes, backend="triton", dtype=dtype, device="cuda").require()
 
 
 @pytest.mark.parametrize(("name", "workload"), EDGE_CASES, ids=name_of)
 def test_edge_case_of_the_reference(name, workload):
-    check(name, workload, modes=DTYPE_MODES, backend="torch", dtype=torch.bfloat16, device="cuda").require()
+    dtype = contract(name).dtypes[0]
+    check(name, workload, modes=DTYPE_MODES, backend="torch", dtype=dtype, device="cuda").require()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPS)
 def test_registration_and_compilation(name, backend):
     """opcheck, and torch.compile through Inductor with fixed and symbolic sizes."""
-    made = check(name, modes=HEAVY, backend=backend, dtype=torch.bfloat16, device="cuda")
+    made = check(name, modes=HEAVY, backend=backend, dtype=contract(name).dtypes[0], device="cuda")
     assert [r.status for r in made.require().results] == ["passed"] * len(HEAVY), str(made)
 
 
@@ -73,5 +73,5 @@ def test_promises_are_exercised_on_some_case(name):
     promised = {"guard_bands"}
     promised |= {"batch_invariance"} if subject.promises.batch_invariant and subject.batch_dim is not None else set()
     promised |= {"out"} if subject.forward.torch_out is not None else set()
-    made = check(name, modes=sorted(promised), backend="triton", dtype=torch.float32, device="cuda").require()
+    made = check(name, modes=sorted(promised), backend="triton", dtype=subject.dtypes[-1], device="cuda").require()
     assert {r.mode for r in made.results if r.status == "passed"} == promised, str(made)

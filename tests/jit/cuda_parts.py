@@ -70,10 +70,9 @@ def fp8(
     into: bool = False,
     **more: Any,
 ) -> Any:
-    """Parameters of the GEMM of e4m3 operands; more: of `dense_cuda.Groups`, or turns of its config."""
-    turns = more.pop("turns", 0)
+    """Parameters of the GEMM of e4m3 operands; more: of `dense_cuda.Groups`."""
     problem = fp8_cost_model.Problem(1, 1, 1, scaling=scaling)
-    config = fp8_cuda._config(fp8_cost_model.Tile(*tile), problem)._replace(turns=turns)
+    config = fp8_cuda._config(fp8_cost_model.Tile(*tile), problem)
     operands, n_out = quantised(Scaling(scaling), more.get("count", 1)), columns_out(512, activation)
     d = torch.empty(1, 64, n_out, dtype=out)
     if out == torch.float8_e4m3fn:
@@ -144,13 +143,13 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
         gemm(128, 128, (2, 1), "mm", out=torch.float32)._replace(kWalk=dense_cuda.DEPTH, kInto=True),
         {"HGMMA": 4, "UTMAREDG": 4},
     ),
-    # Scales of each kind, turns, results that are added to or requantised, groups
-    (fp8_cuda.KERNEL, fp8((256, 128, 1, 2), 2), {"QGMMA": 8, "UTMALDG": 2, "UTMASTG": 4}),
-    (fp8_cuda.KERNEL, fp8((256, 128, 1, 1), 2, turns=1), {"QGMMA": 8, "UTMALDG": 2, "UTMASTG": 4}),
-    (fp8_cuda.KERNEL, fp8((128, 192, 2, 1), 3, out=torch.float32, into=True), {"UTMALDG": 2, "UTMAREDG": 6}),
-    (fp8_cuda.KERNEL, fp8((128, 256, 1, 1), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 2}),
-    (fp8_cuda.KERNEL, fp8((128, 256, 1, 1), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 2, "UTMASTG": 1}),
-    (fp8_cuda.KERNEL, fp8((128, 128, 1, 1), 2, walk=dense_cuda.ROWS, count=4), {"UTMALDG": 2, "UTMASTG": 2}),
+    # Scales of each kind, results that are added to or requantised, groups
+    (fp8_cuda.KERNEL, fp8((192, 128), 2), {"UTMALDG": 2, "UTMASTG": 2}),
+    (fp8_cuda.KERNEL, fp8((128, 256), 2), {"UTMALDG": 2, "UTMASTG": 4}),
+    (fp8_cuda.KERNEL, fp8((128, 192), 3, out=torch.float32, into=True), {"UTMALDG": 2, "UTMAREDG": 6}),
+    (fp8_cuda.KERNEL, fp8((128, 256), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 2}),
+    (fp8_cuda.KERNEL, fp8((128, 256), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 2, "UTMASTG": 1}),
+    (fp8_cuda.KERNEL, fp8((128, 128), 2, walk=dense_cuda.ROWS, count=4), {"UTMALDG": 2, "UTMASTG": 2}),
     (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
     (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),

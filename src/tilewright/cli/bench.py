@@ -23,7 +23,11 @@ class Timing(StrEnum):
 
 def bench_suite(
     suite: Annotated[
-        str | None, typer.Argument(metavar="[SUITE]", help="norm, activation, rope, softmax, gemm or all.")
+        str | None,
+        typer.Argument(
+            metavar="[SUITE]",
+            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only or all.",
+        ),
     ] = None,
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,
     dtype: DtypeOption = None,

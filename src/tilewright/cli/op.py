@@ -44,7 +44,7 @@ def list_ops(json_file: JsonOption = None) -> None:
     for c in contracts().values():
         by = {raw.direction: ", ".join(_backends(raw)) for raw in c.raw_ops}
         rows.append((c.name, c.family, by["fwd"], by.get("bwd", "-"), c.summary))
-    lines = [f"{op:16}{family:12}{fwd:18}{bwd:18}{summary}" for op, family, fwd, bwd, summary in rows]
+    lines = [f"{op:26}{family:13}{fwd:29}{bwd:24}{summary}" for op, family, fwd, bwd, summary in rows]
     emit(found, "\n".join(lines), json_file)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from tilewright.bench.accuracy import Judge, tensors
 from tilewright.bench.cases import Case as BenchCase
@@ -111,7 +112,7 @@ class Subject:
 
     def _two_times_rule(self) -> Judge:
         """For the whole problem: the reference on float64, and what torch makes of it in the same dtype."""
-        wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in self.args]
+        wide = tree_map(lambda a: a.double() if isinstance(a, Tensor) and a.is_floating_point() else a, self.args)
         exact, torchs = self.raw.reference(*wide), self.raw.plain(*self.args)
         factor = self.contract.tolerance if self.problem.direction == "fwd" else self.contract.gradient_tolerance
         return Judge([t for t in tensors(exact) if t.numel()], [t for t in tensors(torchs) if t.numel()], factor)

@@ -39,7 +39,7 @@ __device__ inline u16 pack_e4m3(float low, float high) {
     return packed;
 }
 
-// Shape: kPasses, kDown, kColumns; row_of and column_of a pass; Pass, the Config of one.
+// Shape: kPasses, over columns, of kColumns each; Pass, the Config of one.
 template <typename Config, typename Shape, bool kQuantises> struct Fp8Epilogue {
     using Args = EpilogueArgs<Config, typename Config::Out>;
     using Write = TileEpilogue<typename Shape::Pass>;
@@ -55,7 +55,7 @@ template <typename Config, typename Shape, bool kQuantises> struct Fp8Epilogue {
         tile.alpha = alpha;
 #pragma unroll
         for (u32 pass = 0; pass < Shape::kPasses; ++pass) {
-            tile.write(sums[pass], row + Shape::row_of(pass), column + Shape::column_of(pass), batch, row_end);
+            tile.write(sums[pass], row, column + pass * Shape::kColumns, batch, row_end);
         }
     }
 };
@@ -66,7 +66,7 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
     static constexpr bool kGated = kActivation == Activation::Swiglu;
     static constexpr u32 kJoined = kGated ? 2 : 1;  // passes that share scales
     static_assert(Shape::kColumns == 128, "a pass has the columns of one scale, or half of them");
-    static_assert(!kGated || (Shape::kPasses == 2 && Shape::kDown == 1), "two passes over columns have those of one scale");
+    static_assert(!kGated || Shape::kPasses == 2, "two passes have the columns of one scale");
     static_assert(Walk(Config::kWalk) == Walk::Dense && Config::kAddend == 0 && !Config::kInto, "products of a batch, no C");
 
     Args args;
@@ -79,7 +79,7 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
 #pragma unroll
         for (u32 pass = 0; pass < Shape::kPasses; pass += kJoined) {
             float scale[2], inverse[2];
-            finish(sums, pass, alpha, column + Shape::column_of(pass), scale);
+            finish(sums, pass, alpha, column + pass * Shape::kColumns, scale);
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) inverse[h] = 1.0f / scale[h];
 
@@ -91,10 +91,9 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
             fence_shared_for_async();
             sync_threads(args.barrier, 128);
 
-            const u32 first = row + Shape::row_of(pass);
-            const u32 at = (column + Shape::column_of(pass)) / kJoined;
+            const u32 at = (column + pass * Shape::kColumns) / kJoined;
             if (leader) {
-                tma_store(args.map, to, at, first, batch);
+                tma_store(args.map, to, at, row, batch);
                 tma_commit();
             }
             buffer = (buffer + 1) % kTileBuffers;
@@ -102,7 +101,7 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
                 float* const scales = args.stored + batch * args.stored_batch + at / 128 * args.stored_pitch;
 #pragma unroll
                 for (u32 h = 0; h < 2; ++h) {
-                    const u32 r = first + fragment_row() + 8 * h;
+                    const u32 r = row + fragment_row() + 8 * h;
                     if (r < args.m) scales[r] = scale[h];
                 }
             }

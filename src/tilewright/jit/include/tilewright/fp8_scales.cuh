@@ -138,31 +138,30 @@ __device__ inline void promote(float (&sums)[kCount], const float (&scratch)[kCo
     }
 }
 
-// sums *= row scale * column scale, once: sums[across * kDown + down] of the rows from `row` + down * kRows on and the columns
-// from `column` + across * 2 kCount on; absent scales are 0.  By a warpgroup, which meets at `barrier` and has the memory at
-// `staged`, where earlier stores may still read: 32 column scales a thread in registers would be too many.
-template <u32 kDown, u32 kRows, u32 kPasses, u32 kCount>
+// sums *= row scale * column scale, once, of the rows from `row` on and, in each pass, the columns from `column` + pass *
+// 2 kCount on; absent scales are 0.  By a warpgroup, which meets at `barrier` and has the memory at `staged`, where earlier
+// stores may still read: 32 column scales a thread in registers would be too many.
+template <u32 kPasses, u32 kCount>
 __device__ inline void scale_sums(float (&sums)[kPasses][kCount], const float* of_rows, const float* of_columns, u32 row,
                                   u32 column, u32 rows, u32 columns, float* staged, u32 barrier) {
-    constexpr u32 kAll = kPasses / kDown * 2 * kCount;
+    constexpr u32 kAll = kPasses * 2 * kCount;
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
     sync_threads(barrier, 128);
     for (u32 i = threadIdx.x % 128; i < kAll; i += 128) staged[i] = column + i < columns ? __ldg(of_columns + column + i) : 0.0f;
-    float of[kDown][2];
+    float of[2];
 #pragma unroll
-    for (u32 i = 0; i < 2 * kDown; ++i) {
-        const u32 r = row + i / 2 * kRows + fragment_row() + i % 2 * 8;
-        of[i / 2][i % 2] = r < rows ? __ldg(of_rows + r) : 0.0f;
+    for (u32 h = 0; h < 2; ++h) {
+        const u32 r = row + fragment_row() + 8 * h;
+        of[h] = r < rows ? __ldg(of_rows + r) : 0.0f;
     }
     sync_threads(barrier, 128);
 #pragma unroll
     for (u32 j = 0; j < kAll / 8; ++j) {
         const ScalePair by = scale_pair(staged + 8 * j);
-        const u32 pass = j / (kCount / 4) * kDown, at = j % (kCount / 4) * 4;
 #pragma unroll
-        for (u32 i = 0; i < 2 * kDown; ++i) {
-            float* const pair = sums[pass + i / 2] + at + i % 2 * 2;
-            pair[0] *= of[i / 2][i % 2] * by.first, pair[1] *= of[i / 2][i % 2] * by.second;
+        for (u32 h = 0; h < 2; ++h) {
+            float* const pair = sums[j / (kCount / 4)] + j % (kCount / 4) * 4 + 2 * h;
+            pair[0] *= of[h] * by.first, pair[1] *= of[h] * by.second;
         }
     }
 }

@@ -3,20 +3,16 @@
 //
 // Blocks, ring, clusters and walks are those of sm90_bf16_gemm.cuh.  The main loop is not: a step multiplies 128 of K into a
 // scratch accumulator, four WGMMAs that begin with zeros, waits for them, frees the stage, and promotes: sums += scale *
-// scratch.  Promotion leaves the tensor cores to others, in one of three ways:
+// scratch.  Meanwhile the tensor cores have the products of other warpgroups, of 64 rows each, and with kScratch = 2 the
+// next step of this one, in a second accumulator.  Tiles of 256 columns take two passes, of 128 columns each, for which
+// registers have room beside the sums.
 //
-//   the other warpgroup  has its own rows and is somewhere else in its step;
-//   kTurns               the two take turns: one multiplies, alone, while the other promotes.  Left to themselves they
-//                        fall into step, since the tensor cores serve both at once, and then both promote at once.  A turn
-//                        ends when all but kTurns WGMMAs are over, so that the next begins without a pause.  The first
-//                        leads by a step, and runs ahead of the other's epilogue by as much;
-//   kScratch = 2         the next step is multiplied into a second accumulator meanwhile.
+// Measured on an H200 at 4096x4096x7168: scales that come through shared memory, from warps of their own, made tiles of two
+// passes 13 % faster (249 us to 212..220).  Warpgroups that take turns at the tensor cores (231 us) and tiles of 256 x 128 in
+// two passes over rows (229 us) were nowhere the fastest.
 //
-// A warpgroup has kBlockM x kBlockN / 128 sums a thread and scratch of one pass: 64 rows by at most 192 columns.  Tiles of
-// 256 x 128 and 128 x 256 take two passes, over rows and over columns.
-//
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kScaling; kScratch; kTurns; kWalk; kActivation; kBias; kAddend;
-// kInto; Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  What is not said here: tile_epilogue.cuh.
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kScaling; kScratch; kWalk; kActivation; kBias; kAddend; kInto;
+// Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  What is not said here: tile_epilogue.cuh.
 #pragma once
 
 #include <tilewright/fp8_epilogue.cuh>
@@ -36,27 +32,22 @@ template <typename Config> struct Fp8Shape {
     static constexpr Scaling kScaling = Scaling(Config::kScaling);
     using A = Operand<Element, Major::K, kM, Config::kClusterN>;
     using B = Operand<Element, Major::K, kN, Config::kClusterM>;
-    static constexpr u32 kGroups = kM == 192 ? 3 : kM > 64 ? 2 : 1;        // warpgroups that multiply
-    static constexpr u32 kThreads = 128 * (kGroups + 1);                   // and the producer's
-    static constexpr u32 kDown = kM / (64 * kGroups), kAcross = kN > 192 ? 2 : 1;  // passes of a warpgroup
-    static constexpr u32 kPasses = kDown * kAcross, kColumns = kN / kAcross;
+    static constexpr u32 kGroups = kM / 64;               // warpgroups that multiply
+    static constexpr u32 kThreads = 128 * (kGroups + 1);  // and the producer's
+    static constexpr u32 kPasses = kN > 192 ? 2 : 1, kColumns = kN / kPasses;
     static constexpr bool kAlongK = kScaling == Scaling::TokenByBlock || kScaling == Scaling::TokenByToken;
     using Scales = StepScales<kAlongK ? kScaling : Scaling::TokenByBlock, kM, kN>;
-    static constexpr u32 kOfPass = kAcross > 1 ? 1 : Scales::kBlocks;  // blocks of columns that a pass may touch
+    static constexpr u32 kOfPass = kPasses > 1 ? 1 : Scales::kBlocks;  // blocks of columns that a pass may touch
     using Values = float[kPasses][2][kOfPass];  // scales of row 8 h of the thread in a pass: [pass][h][block]
     struct Pass : Config { static constexpr int kBlockN = kColumns; };  // what an epilogue writes at once
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
     using Epilogue = Fp8Epilogue<Config, Fp8Shape, kQuantises>;
     using Stored = typename EitherType<kQuantises, float, typename Config::Out>::Type;
-    __device__ static constexpr u32 row_of(u32 pass) { return pass % kDown * kGroups * 64; }
-    __device__ static constexpr u32 column_of(u32 pass) { return pass / kDown * kColumns; }
     static_assert(Same<Element, float8_e4m3>::value, "operands are e4m3");
-    static_assert(kM == 64 || kM == 128 || kM == 192 || kM == 256, "one to three warpgroups, two of them in one or two passes");
-    static_assert(kN % 16 == 0 && kColumns % 16 == 0 && kPasses <= 2, "at most two passes");
-    static_assert((kPasses + kScratch) * kColumns <= 3 * 128, "192 accumulators a thread, and of scratch as they are");
+    static_assert(kM == 64 || kM == 128 || kM == 192, "one to three warpgroups");
+    static_assert(kN % 16 == 0 && kColumns % 16 == 0, "columns of a WGMMA");
+    static_assert((kPasses + kScratch) * kColumns <= (kGroups == 3 ? 2 : 3) * 128, "accumulators a thread: 192, or 128");
     static_assert(kScratch == 1 || (kScratch == 2 && kPasses == 1), "a second scratch takes the place of a second pass");
-    static_assert(Config::kTurns == 0 || (kGroups == 2 && kScratch == 1), "two warpgroups take turns at one scratch each");
-    static_assert(Config::kTurns >= 0 && Config::kTurns < 4, "a turn has four WGMMAs");
     static_assert(kCluster == 1 || kCluster == 2, "pairs of blocks share one operand");
 };
 
@@ -74,7 +65,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     using B = typename Shape::B;
     using Scales = typename Shape::Scales;
     constexpr u32 kStages = Shape::kStages, kGroups = Shape::kGroups, kCluster = Shape::kCluster, kPasses = Shape::kPasses;
-    constexpr u32 kColumns = Shape::kColumns, kDown = Shape::kDown, kCount = kColumns / 2;
+    constexpr u32 kColumns = Shape::kColumns, kCount = kColumns / 2;
     constexpr Scaling kScaling = Shape::kScaling;
     constexpr Walk kWalk = Walk(Config::kWalk);
 
@@ -83,7 +74,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     u8* const buffers = stages_b + kStages * B::kBytes;
     float* const slots = reinterpret_cast<float*>(buffers + kGroups * kTileBuffers * kBoxBytes);
     constexpr u32 kSlotFloats = Scales::kSlotBytes / sizeof(float);
-    __shared__ Barrier full[kStages], empty[kStages], turn[Config::kTurns > 0 ? 2 : 1];  // turn: one arrival a warp
+    __shared__ Barrier full[kStages], empty[kStages];
     __shared__ Barrier filled[Scales::kSlots], taken[Scales::kSlots];  // of scales: by the warp that fills a slot, by readers
     __shared__ typename TileWalk<Config>::Table table;
 
@@ -94,7 +85,6 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             full[i].init(1);
             empty[i].init(4 * kGroups * kCluster);  // one arrival a warp that reads
         }
-        for (Barrier& barrier : turn) barrier.init(4);
         for (Barrier& barrier : filled) barrier.init(1);
         for (Barrier& barrier : taken) barrier.init(4 * kGroups);
         fence_barrier_init();
@@ -147,7 +137,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         }
     } else {
         take_registers<kGroups == 3 ? 160 : kGroups == 2 ? 232 : 248>();
-        const u32 first_row = group * 64;  // in the tile; of the second pass over rows, kGroups * 64 further
+        const u32 first_row = group * 64;  // in the tile
         // One value a warp, in uniform registers: else each step makes it of addresses again before it may multiply
         const auto uniform = [](u64 value) { return value >> 32 << 32 | __shfl_sync(~0u, u32(value), 0); };
         const u64 first_a = uniform(A::descriptor(stages_a + first_row * kSpan)), first_b = uniform(B::descriptor(stages_b));
@@ -158,19 +148,6 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 if (lane_index() < kCluster) empty[stage].free_in_cluster(lane_index());
             }
         };
-        // The first warpgroup takes its first step and the second its last one of each tile when they like.  Turns wait at
-        // barriers in memory: the compiler moves promotion behind a named barrier, into the other's turn.
-        u32 turns = 0;  // parity of this warpgroup's next turn
-        const auto end_turn = [&](u32 step, u32 steps) {
-            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps) && lane_index() == 0) turn[1 - group].arrive();
-        };
-        const auto begin_turn = [&](u32 step, u32 steps) {
-            if (Config::kTurns > 0 && (group == 0 ? step > 0 : step + 1 < steps)) {
-                turn[group].wait(turns);
-                turns ^= 1;
-            }
-        };
-        if (Config::kTurns > 0 && group == 1 && lane_index() == 0) turn[0].arrive();
 
         Ring<Scales::kSlots> scales;
         const auto give_slot = [&] {
@@ -193,11 +170,6 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                         filled[scales.stage].wait(scales.parity);
                         give_slot();
                     }
-#pragma unroll
-                    for (u32 pass = 0; pass < kPasses; ++pass) {
-                        begin_turn(step, tile.steps);
-                        end_turn(step, tile.steps);
-                    }
                 }
                 continue;
             }
@@ -208,13 +180,12 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 
             // Starts the products of a step and a pass; the stage is the one that the ring is at.
             const auto multiply = [&](float (&to)[kCount], u32 pass) {
-                const u64 a = wgmma_advance(first_a, ring.stage * A::kBytes + Shape::row_of(pass) * kSpan);
-                const u64 b = wgmma_advance(first_b, ring.stage * B::kBytes + Shape::column_of(pass) * kSpan);
+                const u64 a = wgmma_advance(first_a, ring.stage * A::kBytes);
+                const u64 b = wgmma_advance(first_b, ring.stage * B::kBytes + pass * kColumns * kSpan);
                 wgmma_fence();
 #pragma unroll
                 for (u32 i = 0; i < kSpan / kWgmmaKBytes; ++i) {
                     wgmma<kColumns, Element>(to, wgmma_advance(a, i * kWgmmaKBytes), wgmma_advance(b, i * kWgmmaKBytes), i > 0);
-                    if (Config::kTurns > 0 && i + 1 + Config::kTurns == kSpan / kWgmmaKBytes) wgmma_commit();
                 }
                 wgmma_commit();
             };
@@ -227,8 +198,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 #pragma unroll
                     for (u32 i = 0; i < 2 * kPasses * Shape::kOfPass; ++i) {
                         const u32 pass = i / Shape::kOfPass / 2, h = i / Shape::kOfPass % 2, block = i % Shape::kOfPass;
-                        const u32 at = (pass / kDown * Shape::kOfPass * (kScaling == Scaling::TokenByBlock) + block) * Shape::kM;
-                        values[pass][h][block] = from[at + Shape::row_of(pass) + 8 * h];
+                        const u32 at = (pass * Shape::kOfPass * (kScaling == Scaling::TokenByBlock) + block) * Shape::kM;
+                        values[pass][h][block] = from[at + 8 * h];
                     }
                     if constexpr (kScaling == Scaling::TokenByBlock) give_slot();  // else scales of columns are still read
                 }
@@ -238,7 +209,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 if constexpr (kScaling == Scaling::TokenByBlock) {
                     promote<Scales::kAlike>(sums[pass], from, values[pass], before);
                 } else if constexpr (kScaling == Scaling::TokenByToken) {
-                    promote(sums[pass], from, values[pass], slots + scales.stage * kSlotFloats + Shape::kM + Shape::column_of(pass));
+                    promote(sums[pass], from, values[pass], slots + scales.stage * kSlotFloats + Shape::kM + pass * kColumns);
                     if (pass == kPasses - 1) give_slot();
                 } else {
                     promote(sums[pass], from);
@@ -251,11 +222,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     full[ring.stage].wait(ring.parity);
 #pragma unroll
                     for (u32 pass = 0; pass < kPasses; ++pass) {
-                        begin_turn(step, tile.steps);
                         multiply(scratch[0], pass);
                         if (pass == 0) take_scales(values);
-                        if constexpr (Config::kTurns > 0) wgmma_wait<1>();
-                        end_turn(step, tile.steps);
                         wgmma_wait<0>(scratch[0]);
                         take_over(scratch[0], values, pass, ring.stage);
                     }
@@ -301,9 +269,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 factor *= scale_a[tile.batch_a * scale_a_batch] * scale_b[tile.batch_b * scale_b_batch];
             }
             if constexpr (kScaling == Scaling::Row) {
-                scale_sums<kDown, kGroups * 64>(sums, scale_a + tile.batch_a * scale_a_batch,
-                                                scale_b + tile.batch_b * scale_b_batch, tile.row + first_row, tile.column, m,
-                                                n, reinterpret_cast<float*>(own_buffers), 1 + group);
+                scale_sums(sums, scale_a + tile.batch_a * scale_a_batch, scale_b + tile.batch_b * scale_b_batch,
+                           tile.row + first_row, tile.column, m, n, reinterpret_cast<float*>(own_buffers), 1 + group);
             }
             epilogue.write(sums, factor, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
         }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.quant import samples
@@ -142,6 +142,7 @@ def _row(layout: str, m: int, n: int) -> Workload:
 CONTRACT = register(
     Contract(
         name=OP,
+        promises=Promises(reference_bits=True),
         family="quant",
         summary="float8_e4m3 and its scales to bf16, fp16 or fp32",
         reference=reference,

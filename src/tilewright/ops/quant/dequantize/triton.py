@@ -49,7 +49,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         for g in (1, 2, 4, 8, 16)
         if r <= m and (g == 1 or 128 * g < 2 * k)
     )
-    return tuple(Config(r, g, w) for r, g, size in sizes for w in (1, 2, 4, 8, 16) if 8 <= size // (32 * w) <= 64)
+    return tuple(Config(r, g, w) for r, g, size in sizes for w in (2, 4, 8, 16) if 8 <= size // (32 * w) <= 64)
 
 
 @triton.jit

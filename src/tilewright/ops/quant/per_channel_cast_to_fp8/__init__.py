@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import CHANNEL, SOURCES, check_matrix, pair
 from tilewright.ops.quant.layout import TOKEN
@@ -78,6 +78,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 CONTRACT = register(
     Contract(
         name=OP,
+        promises=Promises(reference_bits=True),
         family="quant",
         summary="bf16 to float8_e4m3 with a scale for each 128 elements of a column, transposed on request",
         reference=reference,

@@ -42,7 +42,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         for block in (2048, 4096, 8192, 16384)
         for warps in (4, 8, 16)
         for waves in (2, 4, 8)
-        for stages in (1, 2, 3)
+        for stages in (1, 2)
         if 16 <= block // (32 * warps) <= 64 and waves * warps <= 64
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.errors import InputError
 from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import SOURCES, check_matrix, pair
@@ -96,6 +96,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 CONTRACT = register(
     Contract(
         name=OP,
+        promises=Promises(reference_bits=True),
         family="quant",
         summary="bf16 rows to float8_e4m3 with a scale for each 128 elements or each row",
         reference=reference,

@@ -60,7 +60,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         sizes = (
             (r, g, 128 * r * g)
             for r in (1, 4, 8, 16, 32)
-            for g in (1, 2, 4, 8, 16)
+            for g in (1, 2, 4, 8)
             if r <= m and (g == 1 or 128 * g < 2 * k)
         )
         return tuple(Config(r, g, w) for r, g, size in sizes for w in warps if 8 <= size // (32 * w) <= 64)
