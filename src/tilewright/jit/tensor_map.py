@@ -130,7 +130,8 @@ def _make(
     from cuda.core._tensor_map import TensorMapDataType, TensorMapL2Promotion, TensorMapSwizzle
 
     with torch.cuda.device(device):
-        Device(device.index).set_current()  # autograd's threads may not have used the device before
+        if torch.cuda.is_initialized():
+            Device(device.index).set_current()  # autograd's threads may not have used the device before
         memory = _Memory(pointer, shape, pitches, dtype.itemsize)
         view = StridedMemoryView.from_cuda_array_interface(memory, stream_ptr=-1)
         try:

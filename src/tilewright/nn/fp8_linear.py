@@ -156,7 +156,6 @@ class FP8Linear(nn.Linear):
             q = self.weight.detach()
             return (q.mT, scales.mT) if transpose else (q, scales)
 
-
         def make() -> Cast:
             return per_block_cast_to_fp8(self.weight.detach(), transpose=transpose)
 

@@ -178,7 +178,13 @@ def _table(rows: Iterable[Row]) -> str:
 
 def _notes(results: Results) -> str:
     lines = [f"- FAILED {n.op} {n.case} {n.dtype} {n.direction} {n.name}: {n.reason}" for n in results.failures]
-    lines += [f"- left out of {n.op} {n.case} {n.dtype} {n.direction}: {n.name}, {n.reason}" for n in results.left_out]
+    cases: dict[tuple[str, ...], list[str]] = {}
+    for n in results.left_out:  # one line for all cases with the same reason: a peer often lacks an option altogether
+        cases.setdefault((n.op, n.dtype, n.direction, n.name, n.reason), []).append(n.case)
+    lines += [
+        f"- {name} left out of {op} {dtype} {direction}, {reason}: {', '.join(found)}"
+        for (op, dtype, direction, name, reason), found in cases.items()
+    ]
     return "\n".join(lines) + "\n" if lines else ""
 
 

@@ -33,10 +33,12 @@ def rows_product(
     """act(rows of group g of a @ b[g]) for every group; `out` keeps what it holds elsewhere.  Raw arguments."""
     a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
     if _torch_has_it(a, b, starts, activation, out_dtype):
-        made = torch._grouped_mm(a[0], b, offs=ends, out_dtype=out_dtype)[None]
+        # Ends that lie would have torch's kernel read and write outside of the tensors
+        offs = ends.clamp(0, a.shape[1]).cummax(0).values
+        made = torch._grouped_mm(a[0], b, offs=offs, out_dtype=out_dtype)[None]
         if out is None:
             return made
-        inside = torch.arange(a.shape[1], device=a.device) < ends[-1]
+        inside = torch.arange(a.shape[1], device=a.device) < offs[-1]
         return _kept(made, inside[:, None], out)
     if a.dtype == torch.float64:
         out_dtype = torch.float64

@@ -22,11 +22,17 @@ class Config(NamedTuple):
     num_warps: int
 
 
-_CONFIGS = (Config(512, 4),)
+_CONFIGS = (Config(512, 4), Config(1024, 4), Config(2048, 8))
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """A launch's time, whatever the block."""
     return _CONFIGS[0]
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Two to eight rows a thread."""
+    return _CONFIGS
 
 
 @triton.jit
@@ -51,7 +57,14 @@ _clear = TritonKernel(_clear_kernel)
 _kernel = TritonKernel(_groups_of_rows_kernel)
 
 
-@register_impl("groups_of_rows", backend="triton", configure=configure, config_type=Config, configs=_CONFIGS)
+@register_impl(
+    "groups_of_rows",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=_CONFIGS[:1],
+    candidates=candidates,
+)
 def launch(outs: tuple[Tensor, Tensor], ids: Tensor, groups: int, *, config: Config) -> None:
     starts, ends = outs
     rows = ids.shape[0]

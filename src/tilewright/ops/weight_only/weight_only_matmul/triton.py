@@ -53,7 +53,8 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     whole = bool(aligned) and k % packing.GROUP == 0
     block_n = 64 if rows < 64 and whole else 32
     tiles, splits = -(-n // block_n), 1
-    while whole and n >= block_n and splits < 8 and m <= 64 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
+    may_split = whole and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
+    while may_split and splits < 8 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
         splits *= 2
     return Config(rows, block_n, 4, 3, splits, False)
 
