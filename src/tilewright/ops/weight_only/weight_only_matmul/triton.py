@@ -51,7 +51,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     m, n, k, _, aligned = bucket[:5]
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
     whole = bool(aligned) and k % packing.GROUP == 0
-    block_n = 64 if rows < 64 and whole else 32
+    block_n = 64 if rows < 64 and whole and n >= 64 else 32
     tiles, splits = -(-n // block_n), 1
     may_split = whole and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
     while may_split and splits < 8 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
