@@ -87,7 +87,7 @@ def test_the_page_shows_wins_losses_means_and_who_was_left_out(tmp_path: Path) -
     assert "1 of 2 rows: a peer beats what `auto` picks, in 1 of them" in page
     assert "| gpu | rms_norm decode bfloat16 fwd | triton | 4.00 | liger | 3.00 | 0.750 |" in page
     assert "| rms_norm | fwd | 2 | 0.908 | 0.908 |" in page  # sqrt(1.1 * 0.75)
-    assert "quack, wrong before timing" in page
+    assert "- quack left out of rms_norm bfloat16 fwd, wrong before timing: train" in page
     assert "**0.750**" in page
     plot = tmp_path / "docs" / "plots" / "gpu-norm.png"
     assert "plots/gpu-norm.png" in page
