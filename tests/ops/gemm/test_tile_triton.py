@@ -1,6 +1,9 @@
 """What the Triton GEMM engine chooses, what of it fits where, and what the compilers make of it."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch
 from tilewright.ops.gemm.engines import tile_triton as engine
 from tilewright.ops.gemm.engines.tile_triton import SHARED_BYTES, Config
 
+ROOT = Path(__file__).parents[3]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 
@@ -106,13 +110,23 @@ def launch(m=4096, n=4096, k=4096, layout="nt", dtype=torch.bfloat16, out_dtype=
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_compiles_without_spills_onto_the_matrix_units(name, arch):
+    if PROBLEMS[name].get("dtype", torch.bfloat16).itemsize != 1:
+        examine(name, arch)
+    elif arch == "sm_80":
+        pytest.skip("Triton has no float8_e4m3fn before sm_89")
+    else:
+        # Triton keeps the float8 conversions of the first AMD GPU that a process compiles for, and uses them for others
+        words = f"from {__name__} import examine; examine({name!r}, {arch!r})"
+        done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def examine(name, arch):
     from tests.harness.fake_driver import target
     from tests.harness.resources import resources
 
     problem = PROBLEMS[name]
     dtype = problem.get("dtype", torch.bfloat16)
-    if dtype.itemsize == 1 and arch == "sm_80":
-        pytest.skip("Triton has no float8_e4m3fn before sm_89")
     with target(arch) as compiled:
         launch(**problem)
     found = [resources(kernel) for kernel in compiled]
