@@ -25,12 +25,17 @@ def main(tools: list[str]) -> int:
     bad = 0
     for tool in tools:
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-            said = list(pool.map(partial(_sanitized, tool), names))
-        for name, (clean, words) in zip(names, said, strict=True):
-            bad += not clean
-            print(f"{tool}: {words}: {name}", flush=True)
-        print(f"{tool}: {sum(clean for clean, _ in said)} of {len(said)} cases clean", flush=True)
+            clean = list(pool.map(partial(_clean, tool), names))
+        bad += clean.count(False)
+        print(f"{tool}: {clean.count(True)} of {len(clean)} cases clean", flush=True)
     return bad
+
+
+def _clean(tool: str, name: str) -> bool:
+    """Is one case clean?  What was said is printed as soon as it is, for a run that somebody ends."""
+    clean, words = _sanitized(tool, name)
+    print(f"{tool}: {words}: {name}", flush=True)
+    return clean
 
 
 def _sanitized(tool: str, name: str) -> tuple[bool, str]:

@@ -42,7 +42,7 @@ def grouped_matmul(
 
     scale_a: (T, 1), (1, 1) or (T, K/128); scale_b: lies as b does, say (G, K/128, N/128); of float8, as the casts of
     tilewright.ops write them.   activation, N_out, out_dtype: as in `matmul`.
-    backend: run on exactly this backend ("cuda", "cutile", "triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
 
     Gradients of a and b in bf16, fp16, fp32; that of a is 0 outside of the groups.  That of b needs groups without gaps
     (no `starts`).  Raises InputError for shapes that do not fit, mixed dtypes, and every option outside of the above.
