@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tilewright.ops.gemm.engines import tile_triton as engine
-from tilewright.ops.gemm.engines.tile_triton import SHARED_BYTES, Config
+from tilewright.ops.gemm.engines import triton_tiles
+from tilewright.ops.gemm.engines.triton_tiles import SHARED_BYTES, Config
 
 ROOT = Path(__file__).parents[3]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
@@ -57,17 +58,19 @@ def test_few_rows_split_k_until_the_gpu_is_full():
 def test_a_small_gpu_gets_fewer_stages_or_a_narrower_tile():
     large = Config(128, 256, 64, 8, 4, 8, True, 1)
     c = torch.empty(1, 64, 64)
-    assert engine._fit(large, "sm_90", 2, 2, None, "").config == large
-    assert engine._fit(large, "sm_90", 2, 4, c, "").config.num_stages == 3
-    assert engine._fit(large, "gfx942", 2, 2, None, "").config.num_stages == 2
-    assert engine._fit(large, "gfx942", 2, 2, c, "").config.block_n == 128
-    assert engine._fit(large, "gfx942", 2, 2, c[..., 1:], "").config.block_n == 64, "the accumulator moves, whole"
+    assert triton_tiles.fitted(large, "sm_90", 2, 2, None, "").config == large
+    assert triton_tiles.fitted(large, "sm_90", 2, 4, c, "").config.num_stages == 3
+    assert triton_tiles.fitted(large, "gfx942", 2, 2, None, "").config.num_stages == 2
+    assert triton_tiles.fitted(large, "gfx942", 2, 2, c, "").config.block_n == 128
+    assert triton_tiles.fitted(large, "gfx942", 2, 2, c[..., 1:], "").config.block_n == 64, (
+        "the accumulator moves, whole"
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
 def test_float8_is_refused_where_triton_has_none(arch, monkeypatch):
     a = torch.empty(16, 16, dtype=torch.float8_e4m3fn)
-    monkeypatch.setattr(engine, "_target", lambda _: arch)
+    monkeypatch.setattr(engine, "target_of", lambda _: arch)
     reason = engine.refusal(a, a, None, None, None, 1.0, "", torch.bfloat16)
     assert (reason is None) == (arch == "sm_89")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tilewright.dispatch.bucket import row_bucket
-from tilewright.ops.gemm.engines.tile_triton import SHARED_BYTES
+from tilewright.ops.gemm.engines.triton_tiles import SHARED_BYTES
 from tilewright.ops.gemm.operands import LAYOUTS
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.engines import k_triton, problems_triton, rows_triton

@@ -67,7 +67,7 @@ def _epilogue(
     return PLAIN if inside else APART
 
 
-def _refuses_out(out: Tensor, *args: Any) -> str | None:
+def refuses_out(out: Tensor, *args: Any) -> str | None:
     """What `out` would need to be written: rows that are contiguous and apart."""
     if out.stride(-1) != 1:
         return "contiguous rows"
@@ -110,7 +110,7 @@ def forward_op(op: str, package: str, *, batched: bool) -> RawOp:
         dtypes=(*RESULTS, FP8),
         out=True,
         reference_writes=True,
-        refuses_out=_refuses_out,
+        refuses_out=refuses_out,
         direct=_direct,
         torch_first=_torch_first,
     )

@@ -9,7 +9,7 @@ from tilewright.dispatch import RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.ops.gemm.checks import FP8
 from tilewright.ops.gemm.operands import aligned, columns_out, copyable, layout_code
-from tilewright.ops.gemm.raw import APART, GATED, PLAIN, _refuses_out
+from tilewright.ops.gemm.raw import APART, GATED, PLAIN, refuses_out
 from tilewright.ops.gemm.scaled_reference import product, requantised
 from tilewright.ops.gemm.scaling import scaling_of
 from tilewright.ops.quant.formats import pair
@@ -63,7 +63,7 @@ def forward_op(package: str) -> RawOp:
         bucket_names=BUCKET,
         dtypes=(FP8,),
         out=True,
-        refuses_out=_refuses_out,
+        refuses_out=refuses_out,
         direct=lambda out, *args: copyable(out) or not bucket(*args)[4],
     )
 

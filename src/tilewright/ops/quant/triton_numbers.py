@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hardware import device_info
-from tilewright.jit.collect import collecting
+from tilewright.jit.triton_target import target_of
 from tilewright.ops.quant import numbers
 
 INFINITY = tl.constexpr(0x7F800000)
@@ -24,24 +23,12 @@ MANTISSA = tl.constexpr(0x7FFFFF)
 
 def as_stored(q: Tensor) -> Tensor:
     """`q` as kernels on its device take it: e4m3, or bytes where the GPU has no such type."""
-    return q.view(torch.uint8) if re.fullmatch(r"sm_8[0-8]|sm_[1-7]\d|gfx(?!950|12).*", _target(q)) else q
+    return q.view(torch.uint8) if re.fullmatch(r"sm_8[0-8]|sm_[1-7]\d|gfx(?!950|12).*", target_of(q)) else q
 
 
 def speaks_ptx(q: Tensor) -> bool:
     """Are kernels on q, as `as_stored` gave it, compiled to PTX that converts to e4m3?"""
-    return q.dtype != torch.uint8 and _target(q).startswith("sm_")
-
-
-def _target(t: Tensor) -> str:
-    """What a kernel on `t` is compiled for.  Of a tensor without memory a collector, or Triton's driver, knows."""
-    collector = collecting()
-    if collector is not None:
-        return collector.arch
-    driver = triton.runtime.driver._active if t.is_meta else None
-    if driver is None:
-        return device_info(t.device).arch
-    target = driver.get_current_target()
-    return f"sm_{target.arch}" if target.backend == "cuda" else target.arch
+    return q.dtype != torch.uint8 and target_of(q).startswith("sm_")
 
 
 @triton.jit

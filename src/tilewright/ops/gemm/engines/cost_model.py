@@ -90,7 +90,7 @@ def predict(problem: Problem, tile: Tile) -> Prediction:
     epilogue = _epilogue_us(t, t.block_n * p.out_bytes // (2 if p.gated else 1))
 
     tiles_us = waves * (1e6 * max(tensor, l2) + epilogue)
-    dram_us = 1e6 * _dram_bytes(p, t, waves) / DRAM_BYTES
+    dram_us = 1e6 * dram_bytes(p, t, waves) / DRAM_BYTES
     us = START_US + max(tiles_us, dram_us) + SECOND_BOUND * min(tiles_us, dram_us)
     busy = p.m * p.n * p.k * p.batch / (work * waves * p.sms)
     return Prediction(us, units * cluster, waves, busy, 1e6 * tensor, 1e6 * l2, epilogue, dram_us)
@@ -140,7 +140,7 @@ def _epilogue_us(t: Tile, row_bytes: int) -> float:
     return (EPILOGUE_US + leave) * (1.0 if t.block_m == 64 else EXPOSED)
 
 
-def _dram_bytes(p: Problem, t: Tile, waves: int) -> float:
+def dram_bytes(p: Problem, t: Tile, waves: int) -> float:
     """Operands once if they stay in L2, else what each wave touches; the result once."""
     operands = (p.m + p.n) * p.k * p.itemsize
     if operands > L2_HELD:

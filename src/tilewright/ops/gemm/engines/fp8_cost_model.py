@@ -59,7 +59,7 @@ def predict(problem: Problem, tile: Tile) -> Prediction:
 
     tiles_us = waves * (1e6 * max(tensor, l2) + epilogue)
     bf16 = cost_model.Problem(p.m, p.n, p.k, 1, p.out_bytes, p.gated, batch=p.batch, sms=p.sms)
-    dram_us = 1e6 * cost_model._dram_bytes(bf16, t, waves) / cost_model.DRAM_BYTES
+    dram_us = 1e6 * cost_model.dram_bytes(bf16, t, waves) / cost_model.DRAM_BYTES
     us = cost_model.START_US + max(tiles_us, dram_us)
     busy = p.m * p.n * p.k * p.batch / (work * waves * p.sms)
     return Prediction(us, units * cluster, waves, busy, 1e6 * tensor, 1e6 * l2, epilogue, dram_us)

@@ -20,21 +20,18 @@ from torch import Tensor
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.jit.triton_target import target_of
 from tilewright.ops.gemm.engines.scaled_triton_kernel import cast_kernel, scaled_gemm_kernel
-from tilewright.ops.gemm.engines.tile_triton import (
-    FILL,
-    REDUCE_M,
-    REDUCE_N,
+from tilewright.ops.gemm.engines.tile_triton import FILL, REDUCE_M, REDUCE_N, reduce_parts
+from tilewright.ops.gemm.engines.triton_tiles import (
     Config,
-    _allocate,
-    _fit,
-    _has_descriptors,
-    _pitches,
-    _reduce,
-    _target,
-    _vector,
-    _vector_c,
-    _wide,
+    allocate_descriptors,
+    fitted,
+    has_descriptors,
+    needs_wide_offsets,
+    pitches,
+    vector_width,
+    vector_width_of_c,
 )
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling, scaling_of
@@ -128,7 +125,7 @@ def gemm(
     _multiply(partials, scaled, None, None, 1.0, "", splits, config)
     grid = (batch * triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
     args = (d, partials, bias, c, None, alpha, batch, m, n, splits, *d.stride()[:2], *_finish_strides(bias, c))
-    _reduce(grid, args, (activation, _wide(d, c), REDUCE_M, REDUCE_N), num_warps=4)
+    reduce_parts(grid, args, (activation, needs_wide_offsets(d, c), REDUCE_M, REDUCE_N), num_warps=4)
 
 
 def gemm_fp8(
@@ -170,19 +167,19 @@ def _multiply(
     a, b, scale_a, scale_b = scaled
     batch, m, k = a.shape
     n = b.shape[2]
-    arch = _target(a)
+    arch = target_of(a)
     strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
     # The bucket speaks of a and b; d may be strided by its caller, or hold partial products of odd rows
     along_k = major_a(a) is Major.K and major_b(b) is Major.K
-    if config.descriptors and along_k and all(map(copyable, (d, a, b))) and _has_descriptors(arch):
-        strides, descriptors = (*_pitches(d, 1), *_pitches(a, 1), 1, _pitches(b, 2)[0], 1, _pitches(b, 2)[1]), True
+    if config.descriptors and along_k and all(map(copyable, (d, a, b))) and has_descriptors(arch):
+        strides, descriptors = (*pitches(d, 1), *pitches(a, 1), 1, pitches(b, 2)[0], 1, pitches(b, 2)[1]), True
     of_a, of_b = as_stored(a), as_stored(b)
     decodes = of_a.dtype == torch.uint8  # in registers, of which eight warps have twice as many
     if arch.startswith("gfx"):  # whose scalar registers hold fewer stages beside the scales
         config = config._replace(num_stages=1 if decodes or c is not None else 2)
     elif decodes:
         config = config._replace(num_warps=8)
-    fit = _fit(config, arch, a.element_size(), d.element_size(), c, activation)
+    fit = fitted(config, arch, a.element_size(), d.element_size(), c, activation)
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
@@ -192,10 +189,12 @@ def _multiply(
     )  # fmt: skip
     constants = (
         int(scaling_of(*scaled)), activation, descriptors,
-        _vector(a, k) if along_k else 1, _vector(b, k) if along_k else 1, _vector_c(c), _vector(d, d.shape[2]),
-        splits > 1, k % DEEP == 0, _wide(d, a, b, c), config.band, fit.parts, config.block_m, config.block_n,
+        vector_width(a, k) if along_k else 1, vector_width(b, k) if along_k else 1, vector_width_of_c(c),
+        vector_width(d, d.shape[2]),
+        splits > 1, k % DEEP == 0, needs_wide_offsets(d, a, b, c), config.band, fit.parts,
+        config.block_m, config.block_n,
     )  # fmt: skip
     # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
     context = copy_context()
-    context.run(triton.set_allocator, _allocate)
+    context.run(triton.set_allocator, allocate_descriptors)
     context.run(_gemm, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)

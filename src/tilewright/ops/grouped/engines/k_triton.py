@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.engines.k_triton_kernel import k_grouped_kernel
@@ -98,7 +98,7 @@ def gemm(
     scaling = scaling_code(a, b, scale_a, scale_b)
     a3, b3 = a.unsqueeze(0), b.unsqueeze(0)
     a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
-    vectors = dense._vector(a3, total if a_k else m), dense._vector(b3, total if b_k else n)
+    vectors = tiling.vector_width(a3, total if a_k else m), tiling.vector_width(b3, total if b_k else n)
     anywhere = scaling == UNSCALED and (a_k or b_k)  # Triton's descriptors want places of 16 bytes along a line
     strides = None if anywhere else descriptor_strides(config, d, a3, b3)
     if strides is None:
@@ -115,8 +115,8 @@ def gemm(
         *((0, 0, 0) if c is None else c.stride()), *scale_strides[0], *scale_strides[1],
     )  # fmt: skip
     constants = (
-        scaling, strides is not None, a_k, b_k, *vectors, dense._vector_c(c), dense._vector(d, n),
-        dense._wide(d, a3, b3, c), fit.config.band, fit.parts, block_m, block_n, block_k,
+        scaling, strides is not None, a_k, b_k, *vectors, tiling.vector_width_of_c(c), tiling.vector_width(d, n),
+        tiling.needs_wide_offsets(d, a3, b3, c), fit.config.band, fit.parts, block_m, block_n, block_k,
     )  # fmt: skip
     launch(_kernel, grid, args, constants, fit.config)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.jit.triton_target import target_of
+from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 from tilewright.ops.grouped.engines.problems_triton_kernel import FIELDS, group_gemm_kernel, problem_kernel
 
@@ -78,7 +79,7 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
     ):
         vector = 1
     wide = any(512 * max(t.stride()) > 2**31 - 1 for t in (*a, *b, *(y.mT for y in b)))
-    fit = dense._fit(_dense(config), dense._target(d), a[0].element_size(), d.element_size(), None, "")
+    fit = tiling.fitted(_dense(config), target_of(d), a[0].element_size(), d.element_size(), None, "")
     grid = (max(1, min(tiles, fit.programs * usable_sms(d.device))),)
     parts = min(fit.parts, 2)
     constants = (a_unit, b_unit, vector, wide, GROUPS, config.band, parts, *fit.config[:3])
@@ -97,5 +98,5 @@ def _vectors(a: Tensor, of_a: Major | None, b: Tensor, of_b: Major | None, eleme
     return copyable(a) and copyable(b) and all(size % elements == 0 for size in along)
 
 
-def _dense(config: Config) -> dense.Config:
-    return dense.Config(*config, False, 1)
+def _dense(config: Config) -> tiling.Config:
+    return tiling.Config(*config, False, 1)

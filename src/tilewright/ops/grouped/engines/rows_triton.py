@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.grouped.engines.rows_triton_kernel import grouped_rows_kernel
 from tilewright.ops.grouped.engines.tiles_triton import BLOCKS, Config, descriptor_strides, fitted, launch, no_float8
@@ -139,8 +139,10 @@ def gemm(
     )  # fmt: skip
     constants = (
         activation, scaling, batched, strides is not None, a_k, b_k,
-        dense._vector(a, k if a_k else rows), dense._vector(b, k if b_k else n), dense._vector(d, d.shape[2]),
-        k % block_k == 0, dense._wide(d, a, b), GROUPS, fit.config.band, fit.parts, block_m, block_n, block_k,
+        tiling.vector_width(a, k if a_k else rows), tiling.vector_width(b, k if b_k else n),
+        tiling.vector_width(d, d.shape[2]),
+        k % block_k == 0, tiling.needs_wide_offsets(d, a, b), GROUPS, fit.config.band, fit.parts,
+        block_m, block_n, block_k,
     )  # fmt: skip
     launch(_kernel, grid, args, constants, fit.config)
 

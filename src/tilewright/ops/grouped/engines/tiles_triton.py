@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines import tile_triton as dense
+from tilewright.jit.triton_target import target_of
+from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 
 BLOCKS = 2
@@ -34,7 +35,7 @@ class Config(NamedTuple):
 
 def no_float8(a: Tensor) -> str | None:
     """Why a GPU cannot multiply `a`, if it is float8."""
-    arch = dense._target(a)
+    arch = target_of(a)
     if a.dtype is torch.float8_e4m3fn and re.fullmatch(r"sm_8[0-8]|gfx9[0-4]\w+", arch):
         return f"multiplies float8_e4m3fn on sm_89 and gfx950 and later, and this is {arch}"
     return None
@@ -42,11 +43,11 @@ def no_float8(a: Tensor) -> str | None:
 
 def fitted(
     config: Config, scaling: int, a: Tensor, d: Tensor, c: Tensor | None = None, activation: str = ""
-) -> dense._Fit:
+) -> tiling.Fit:
     """`config` within the shared memory of the GPU that `a` is on.  Narrower where the sums of a block of float8 pass
     through more registers than on Hopper, and not as deep on AMD, where operands wait in registers.
     """
-    arch = dense._target(a)
+    arch = target_of(a)
     if a.dtype.itemsize == 1 and scaling >= BLOCKS and arch not in ("sm_89", "sm_90", "cpu"):
         config = config._replace(block_n=min(config.block_n, 64))
     if arch.startswith("gfx"):
@@ -57,22 +58,22 @@ def fitted(
             block_k=block_k,
             num_stages=1 if a.shape[-1] % block_k else 2,
         )
-    return dense._fit(dense.Config(*config, 1), arch, a.element_size(), d.element_size(), c, activation)
+    return tiling.fitted(tiling.Config(*config, 1), arch, a.element_size(), d.element_size(), c, activation)
 
 
 def descriptor_strides(config: Config, d: Tensor, a: Tensor, b: Tensor) -> tuple[int, ...] | None:
     """Strides of d, a and b (B, rows, columns) as the copy engine takes them, unit ones apart; None without it."""
-    if not (config.descriptors and all(map(copyable, (d, a, b))) and dense._has_descriptors(dense._target(a))):
+    if not (config.descriptors and all(map(copyable, (d, a, b))) and tiling.has_descriptors(target_of(a))):
         return None
-    a_batch, a_pitch = dense._pitches(a, 1 if major_a(a) is Major.K else 2)
-    b_batch, b_pitch = dense._pitches(b, 2 if major_b(b) is Major.K else 1)
-    return (*dense._pitches(d, 1), a_batch, a_pitch, a_pitch, b_batch, b_pitch, b_pitch)
+    a_batch, a_pitch = tiling.pitches(a, 1 if major_a(a) is Major.K else 2)
+    b_batch, b_pitch = tiling.pitches(b, 2 if major_b(b) is Major.K else 1)
+    return (*tiling.pitches(d, 1), a_batch, a_pitch, a_pitch, b_batch, b_pitch, b_pitch)
 
 
 def launch(
-    kernel: TritonKernel, grid: tuple[int], args: tuple[Any, ...], constants: tuple[Any, ...], config: dense.Config
+    kernel: TritonKernel, grid: tuple[int], args: tuple[Any, ...], constants: tuple[Any, ...], config: tiling.Config
 ) -> None:
     """Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force."""
     context = copy_context()
-    context.run(triton.set_allocator, dense._allocate)
+    context.run(triton.set_allocator, tiling.allocate_descriptors)
     context.run(kernel, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
