@@ -42,7 +42,12 @@ def test_edge_case(name, workload):
 def test_model_size(name):
     """The first workload of the bench in float32, thousands of blocks instead of a few."""
     workload = contract(name).workloads[0]
-    check(name, workload, modes=["eager", "backward"], backend="cutile", dtype=torch.float32, device="cuda").require()
+    made = check(name, workload, modes=["eager", "backward"], backend="cutile", dtype=torch.float32, device="cuda")
+    if tileiras.compiler.version() is None and all(
+        "is not in the kernel cache" in str(r.details) for r in made.results
+    ):
+        pytest.skip(tileiras.compiler.install())
+    made.require()
 
 
 @pytest.mark.skipif(tileiras.compiler.version() is None, reason="a size of its own: " + tileiras.compiler.install())

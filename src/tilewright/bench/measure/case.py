@@ -31,6 +31,7 @@ from tilewright.bench.schema import Note, Row
 from tilewright.bench.statistics import Samples
 from tilewright.bench.timing import host_us, interleave
 from tilewright.dispatch import Cost
+from tilewright.errors import KernelMissingError
 from tilewright.hardware import device_info
 
 # torch's and Triton's streams come within a few percent of each other; a tenth is no scheduling luck
@@ -117,6 +118,9 @@ class _Case:
                 self._note(contestant, "does not offer these options")
                 return None
             right, err = self.judge(self._run(call))
+        except KernelMissingError as error:  # it lacks a compiler, which is no fault of the kernel's
+            self.left_out.append(Note(*self.case.key, contestant.name, str(error).splitlines()[0][:200]))
+            return None
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes; the run goes on and says so
             self._note(contestant, f"{type(error).__name__}: {error}".splitlines()[0][:200])
             return None

@@ -39,7 +39,8 @@ def cuda_graph(case: Case, found: Findings) -> None:
 def side_stream(case: Case, found: Findings) -> None:
     """On another stream, behind inputs that arrive late: a launch on the default stream would read NaN."""
     _needs_gpu(case)
-    cotangents = [torch.full_like(c, torch.nan) for c in case.truth.cotangents]
+    truth = case.truth.cotangents if case.positions else []
+    cotangents = [torch.full_like(c, torch.nan) for c in truth]
     late, arrived = case.sample(), case.sample()
     case.call(arrived)  # compiles, which would take longer than the delay
     if case.positions:
@@ -52,7 +53,7 @@ def side_stream(case: Case, found: Findings) -> None:
     with torch.cuda.stream(torch.cuda.Stream(case.device)):
         torch.cuda._sleep(DELAY)
         overwrite(late, arrived)
-        for c, value in zip(cotangents, case.truth.cotangents, strict=True):
+        for c, value in zip(cotangents, truth, strict=True):
             c.copy_(value)
         outputs = case.call(late)
         if case.positions:

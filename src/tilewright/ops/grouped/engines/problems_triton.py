@@ -69,8 +69,9 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
     for i, (left, right) in enumerate(zip(a, b, strict=True)):
         (m, k), n = left.shape, right.shape[1]
         sizes = (at, m, n, k, *left.stride(), *right.stride())
-        _table((1,), (table, i, left, right, *sizes), (), num_warps=1)
-        at += triton.cdiv(m * n, UNIT) * UNIT
+        gap = -m * n % UNIT if i + 1 < groups else 0
+        _table((1,), (table, i, d, gap, left, right, *sizes), (UNIT,), num_warps=1)
+        at += m * n + gap
         tiles += triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     a_unit, b_unit = _common(map(major_a, a)), _common(map(major_b, b))
     vector = 16 // a[0].element_size()
