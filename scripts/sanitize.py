@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,9 @@ def main(tools: list[str]) -> int:
 
 def _clean(tool: str, name: str) -> bool:
     """Is one case clean?  What was said is printed as soon as it is, for a run that somebody ends."""
+    began = time.monotonic()
     clean, words = _sanitized(tool, name)
-    print(f"{tool}: {words}: {name}", flush=True)
+    print(f"{tool}: {words}: {name}: {time.monotonic() - began:.0f} s", flush=True)
     return clean
 
 
@@ -53,7 +55,8 @@ def _sanitized(tool: str, name: str) -> tuple[bool, str]:
     said = "; ".join(_SUMMARY.findall(done.stdout))
     if done.returncode == 0 and said:
         return True, said
-    return False, f"exit {done.returncode}, {said or (done.stdout + done.stderr)[-2000:]}"
+    found = said if done.returncode == 9 else f"{said}; {(done.stdout + done.stderr)[-2000:]}"
+    return False, f"exit {done.returncode}, {found}"
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def contestants(case: Case, found: Choice, device: torch.device, against: Sequen
     """Our implementations, then the peers."""
     function = case.contract.function
     names = found.names if found.chosen in found.names else (*found.names, found.chosen)
-    ours = [Contestant(name, True, partial(_ours, function, name)) for name in names]
+    ours = [Contestant(name, True, partial(_ours, function, name, case.workload.into)) for name in names]
     peers = available_peers(case.contract, device, against, case=case.workload.name)
     return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
 
@@ -147,5 +147,6 @@ def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
     return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
 
 
-def _ours(function: Callable[..., object], backend: str, sample: Sample) -> Call:
-    return bound(partial(function, backend=backend), sample)
+def _ours(function: Callable[..., object], backend: str, into: str | None, sample: Sample) -> Call:
+    where = {} if into is None else {"out": sample.kwargs[into]}
+    return bound(partial(function, backend=backend, **where), sample)

@@ -27,12 +27,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Workload:
-    """A named problem: `params` are the sizes (`M`, `N`, ...) and options that `Contract.inputs` understands."""
+    """A named problem: `params` are the sizes (`M`, `N`, ...) and options that `Contract.inputs` understands.
+
+    into: the keyword argument that the bench also gives as `out`, for what is added to in place.
+    """
 
     name: str
     params: Mapping[str, Any]
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     directions: tuple[Direction, ...] = ("fwd", "bwd")
+    into: str | None = None
 
 
 @dataclass(frozen=True)

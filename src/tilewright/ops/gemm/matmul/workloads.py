@@ -31,8 +31,10 @@ LLAMA_8B_LM_HEAD = (128256, 4096)
 SQUARES = (1024, 2048, 4096, 8192, 16384)
 
 
-def _row(name: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Workload:
-    return Workload(name, {"M": m, "N": n, "K": k, **options}, (dtype,), ("fwd",))
+def _row(
+    name: str, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, into: str | None = None, **options: Any
+) -> Workload:
+    return Workload(name, {"M": m, "N": n, "K": k, **options}, (dtype,), ("fwd",), into)
 
 
 def _layer(name: str, n: int, k: int, rows: Iterable[int] = ROWS, **options: Any) -> Iterable[Workload]:
@@ -61,7 +63,7 @@ _BACKWARD = tuple(
     for n, k in (LLAMA_8B[name],)
     for row in (
         _row(f"llama8b_{name}_dgrad", _TOKENS, k, n, layout="nn"),
-        _row(f"llama8b_{name}_wgrad", n, k, _TOKENS, layout="tn", c=True, out_dtype=torch.float32),
+        _row(f"llama8b_{name}_wgrad", n, k, _TOKENS, layout="tn", c=True, into="c", out_dtype=torch.float32),
     )
 )
 

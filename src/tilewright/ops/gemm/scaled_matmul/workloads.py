@@ -24,9 +24,9 @@ LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "d
 COARSE = ((4096, 4096, 7168), (4096, 7168, 16384), (8192, 8192, 8192))
 
 
-def row(name: str, m: int, n: int, k: int, **options: Any) -> Workload:
+def row(name: str, m: int, n: int, k: int, into: str | None = None, **options: Any) -> Workload:
     """Of float8 operands, forward only."""
-    return Workload(name, {"M": m, "N": n, "K": k, "binary": True, **options}, (torch.float8_e4m3fn,), ("fwd",))
+    return Workload(name, {"M": m, "N": n, "K": k, "binary": True, **options}, (torch.float8_e4m3fn,), ("fwd",), into)
 
 
 def layer(name: str, n: int, k: int, rows: Iterable[int] = ROWS, **options: Any) -> tuple[Workload, ...]:
@@ -36,11 +36,11 @@ def layer(name: str, n: int, k: int, rows: Iterable[int] = ROWS, **options: Any)
 
 # In float32, as DeepGEMM's recipe (1, 1, 128); what is added to is read too.  Torch adds in a pass of its own, so the
 # same without it stands beside.
-_GRADIENT = {"scaling": "token_token", "out_dtype": torch.float32}
+_GRADIENT: dict[str, Any] = {"scaling": "token_token", "out_dtype": torch.float32}
 
 WORKLOADS = (
     *(each for n, k in DEEPSEEK_V3 for each in layer(f"dsv3_{n}x{k}", n, k)),
-    *(row(f"wgrad_{m}x{n}x{k}", m, n, k, c=True, **_GRADIENT) for m, n in GRADIENTS for k in TOKENS),
+    *(row(f"wgrad_{m}x{n}x{k}", m, n, k, into="c", c=True, **_GRADIENT) for m, n in GRADIENTS for k in TOKENS),
     *(row(f"wgrad_{m}x{n}x{k}_alone", m, n, k, **_GRADIENT) for m, n in GRADIENTS for k in TOKENS),
     *(row(f"{s}_{m}x{n}x{k}", m, n, k, scaling=s) for s in ("tensor", "row") for m, n, k in COARSE),
     *(each for name, (n, k) in LLAMA_8B.items() for each in layer(f"llama8b_{name}", n, k, (1, 16, 4096))),
