@@ -180,7 +180,7 @@ def use(rows):
     }
     extra = settings.current().tuning_table
     if extra is not None:
-        rows = [*json.loads(extra.read_text())["rows"], *rows]
+        rows = [*table.read(extra)[0]["rows"], *rows]
     path = Path(tempfile.mkdtemp()) / "table.json"
     path.write_text(json.dumps({"schema": 1, **header, "rows": rows}))
     os.environ["TILEWRIGHT_TUNING_TABLE"] = str(path)

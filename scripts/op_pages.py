@@ -11,13 +11,13 @@ from pathlib import Path
 
 import tilewright.ops  # noqa: F401  (binds the contracts)
 from tilewright.bench import schema
+from tilewright.bench.report.cells import mean, ratio
 from tilewright.dispatch import Contract, contracts
 from tilewright.dispatch.backends import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "ops"
 RESULTS = ROOT / "benchmarks" / "results"
-_LEGEND = 'Times are medians over the rounds; "ratio" is the median of each round\'s best peer / ours.'
 
 
 def page(contract: Contract) -> str:
@@ -34,8 +34,10 @@ def page(contract: Contract) -> str:
         "## Checked cases\n\n" + "\n".join(f"- {w.name}" for w in contract.edge_cases) + "\n",
         "## Refused input\n\n" + "\n".join(f"- {b.name}" for b in contract.bad_inputs) + "\n",
     ]
-    for folder, table in _measured(contract):
-        parts.append(f"## Measured: {folder}\n\n{_LEGEND}\n\n{table}\n")
+    measured = list(_measured(contract))
+    if measured:
+        head = "| machine | direction | rows | best peer / ours, geometric mean | lowest |\n|---|---|---|---|---|"
+        parts.append("\n".join(["## Measured\n", head, *measured]) + "\n")
     return "\n".join(parts)
 
 
@@ -67,24 +69,17 @@ def _promises(contract: Contract) -> Iterator[str]:
     yield f"- `out=`: {'yes' if contract.forward.torch_out is not None else 'no'}"
 
 
-def _measured(contract: Contract) -> Iterator[tuple[str, str]]:
+def _measured(contract: Contract) -> Iterator[str]:
+    """A line for each machine and direction, with a link to its rows: the performance page has every one."""
     for file in sorted(RESULTS.glob(f"*/{contract.family}*.json")):
-        rows = [row for row in schema.load(file).rows if row.op == contract.name]
-        if rows:
-            head = "| case | dtype | direction | ours, us | best peer, us | ratio | of the floor |"
-            yield file.parent.name, "\n".join([head, "|---|---|---|---|---|---|---|", *map(_line, rows)])
-
-
-def _line(row: schema.Row) -> str:
-    own = {name: us for name, us in row.impls.items() if name != "torch"}
-    peers = row.peers
-    ours = f"{own[min(own, key=own.__getitem__)]:.2f} ({min(own, key=own.__getitem__)})" if own else "-"
-    best = min(peers, key=peers.__getitem__) if peers else None
-    peer = f"{peers[best]:.2f} ({best})" if best else "-"
-    ratio = "-" if row.ratio_own is None else f"{row.ratio_own:.2f}"
-    share = f"{row.floor_us / min(own.values()):.0%}" if own else "-"
-    sizes = ", ".join(f"{k}={v}" for k, v in row.params.items())
-    return f"| {row.case} ({sizes}) | {row.dtype} | {row.direction} | {ours} | {peer} | {ratio} | {share} |"
+        found = schema.load(file)
+        machine = file.parent.name
+        link = f"[{machine}](../performance.md#{machine}-{found.suite})"
+        for direction in ("fwd", "bwd"):
+            rows = [row for row in found.rows if row.op == contract.name and row.direction == direction]
+            ratios = [row.ratio_own for row in rows if row.ratio_own is not None]
+            if rows:
+                yield f"| {link} | {direction} | {len(rows)} | {mean(ratios)} | {ratio(min(ratios, default=None))} |"
 
 
 def main() -> int:

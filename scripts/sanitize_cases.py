@@ -50,11 +50,12 @@ FEW_ROWS = (
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
     (600, 528, 1168, 2, "", _HALF, (192, 128), False),
+    (600, 528, 1168, 2, "", _HALF, (256, 128, 1, 2), False),
     (300, 528, 1168, 2, "gelu", _HALF, (128, 256), False),
     (300, 528, 1168, 2, "silu", _HALF, (128, 192), False),
     (300, 1040, 640, 1, "swiglu", _HALF, (128, 256), False),
     (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
-    (600, 528, 1168, 3, "", _FLOAT, (128, 192), True),
+    (600, 528, 1168, 3, "", _FLOAT, (128, 128), True),
 )
 # rows, columns, depth, activation, tile
 REQUANTISED = ((300, 528, 640, "silu", (128, 128)), (300, 1088, 640, "swiglu", (128, 256)))
@@ -71,6 +72,7 @@ GROUPED = (
     ((20, 0, 64, 1, 63, 16), 520, 328, UNSCALED, True, "dense", (64, 128, 1, 2)),
     ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (128, 128)),
     ((300, 0, 1, 64, 129), 528, 384, 2, True, "fp8", (192, 128)),
+    ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (256, 128, 1, 2)),
     ((3, 0, 17, 1, 40, 0), 520, 1032, UNSCALED, False, "few_rows", (32, 2, 2)),
     ((3, 0, 17, 1, 40, 0), 520, 1040, 2, False, "few_rows", (16, 2, 2)),
     ((9, 0, 16, 16), 520, 1040, 3, True, "few_rows", (16, 1, 1)),
@@ -79,7 +81,7 @@ GROUPED = (
 ALONG_K = (
     ((1, 63, 0, 66, 500), 200, 264, UNSCALED, (128, 128, 1, 1), False),
     ((0, 77, 650, 0, 1), 384, 264, UNSCALED, (128, 128, 2, 1), True),
-    ((128, 0, 384), 384, 272, 3, (128, 192), True),
+    ((128, 0, 384), 384, 272, 3, (128, 128), True),
 )
 # rows, columns, depth, bits, activation, (tokens, tiles, warps, split, blocks a multiprocessor)
 WEIGHT_ONLY = (

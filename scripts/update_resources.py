@@ -39,8 +39,8 @@ def main() -> None:
         kernels = json.loads(ledger.read_text())["kernels"] if given.tests else {}
         kernels |= {f"{d['key']} {d['arch']}": d["kernels"] for d in mine}
         lines = [f'  "{key}": {json.dumps(kernels[key])}' for key in sorted(kernels)]
-        head = f'{{"backend": "{backend}", "compiler": "{compiler}", "kernels": {{\n'
-        ledger.write_text(head + ",\n".join(lines) + "\n}}\n")
+        head = json.dumps({"backend": backend, "compiler": compiler, "columns": mine[0]["columns"]})
+        ledger.write_text(f'{head[:-1]}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
 if __name__ == "__main__":

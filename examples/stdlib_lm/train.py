@@ -223,7 +223,6 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     exact = measure(trained.model, "held_out")
     out.mkdir(parents=True, exist_ok=True)
     trained.model.to(torch.bfloat16).save_pretrained(out)
-    weights.pack(out)
     bpe.for_transformers(tokenizer, recipe.context).save_pretrained(out)
     compact(out / "tokenizer.json")
     saved = AutoModelForCausalLM.from_pretrained(out, dtype="auto").to(device)
@@ -253,6 +252,7 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     (out / "training_log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in trained.log))
     (out / "train_files.sha256").write_text(data.hash_lines(parts["train"]))
     (out / "prompts.jsonl").write_text("".join(json.dumps(excerpt) + "\n" for excerpt in excerpts))
+    weights.pack(out)
     print(f"held-out perplexity {exact.perplexity:.3f} in fp32, {rounded.perplexity:.3f} in bf16; wrote {out}")
     return summary
 

@@ -1,6 +1,6 @@
-"""The committed weights, packed without loss: 3.7 MB in the repository, 5.5 MB of safetensors where they are used.
+"""The committed model, packed without loss: 3.7 MB in the repository, 5.7 MB where it is used.
 
-    python examples/stdlib_lm/weights.py     # unpacks beside the packed file, once, and prints the model folder
+    python examples/stdlib_lm/weights.py     # unpacks beside the packed files, once, and prints the model folder
 
 A trained bf16 number is 8 bits of exponent, of which few values occur, and 8 bits of sign and mantissa, which are
 noise. The exponents are Huffman-coded, 2.6 bits each, 1 % above their entropy; the rest is stored. What looks for
@@ -8,10 +8,16 @@ repetitions (xz) finds none and takes 8 % more.
 
 `weights.packed` is a line of JSON (sizes in bytes, and the sha256 of what comes out), the head of the safetensors file,
 the exponents as raw deflate, the signs and mantissas.
+
+`texts.tar.xz` is what training wrote beside the weights, 68 KB for 227: the tokenizer, the prompts, the hashes of the
+training files and the curve, which change with the weights and never alone.
 """
 
 import hashlib
+import io
 import json
+import lzma
+import tarfile
 import uuid
 import zlib
 from pathlib import Path
@@ -21,10 +27,32 @@ from numpy.typing import NDArray
 
 MODEL = Path(__file__).parent / "model"
 PACKED, UNPACKED = "weights.packed", "model.safetensors"
+PACKED_TEXTS = "texts.tar.xz"
+TEXTS = ("prompts.jsonl", "tokenizer.json", "train_files.sha256", "training_log.jsonl")
 
 
 def pack(folder: Path) -> None:
-    """Write `weights.packed` beside `model.safetensors`, whose tensors have to be bf16."""
+    """Write `weights.packed` and `texts.tar.xz` beside what they hold; the tensors have to be bf16."""
+    _pack_weights(folder)
+    _publish(folder / PACKED_TEXTS, _archive({name: (folder / name).read_bytes() for name in TEXTS}))
+
+
+def unpack(folder: Path = MODEL) -> Path:
+    """Make sure that `folder` holds the model, bit for bit as it was packed.  Returns `folder`.
+
+    A file that is there and right is left alone; several processes may call this at once. Raises FileNotFoundError
+    where nothing is packed, ValueError where a packed file is damaged.
+    """
+    missing = [name for name in (PACKED, PACKED_TEXTS) if not (folder / name).is_file()]
+    if missing:
+        train = Path(__file__).with_name("train.py")
+        raise FileNotFoundError(f"no {missing[0]} in {folder}. Train a model: python {train} --out {folder}")
+    _unpack_weights(folder)
+    _unpack_texts(folder)
+    return folder
+
+
+def _pack_weights(folder: Path) -> None:
     file = (folder / UNPACKED).read_bytes()
     head = file[: 8 + int.from_bytes(file[:8], "little")]  # safetensors: length of a JSON, the JSON, then the values
     tensors = json.loads(head[8:])
@@ -39,16 +67,8 @@ def pack(folder: Path) -> None:
     _publish(folder / PACKED, json.dumps(sizes).encode() + b"\n" + head + coded + rest)
 
 
-def unpack(folder: Path = MODEL) -> Path:
-    """Make sure that `folder` holds `model.safetensors`, bit for bit as it was packed.  Returns `folder`.
-
-    A file that is there and right is left alone; several processes may call this at once. Raises FileNotFoundError
-    where nothing is packed, ValueError where `weights.packed` is damaged.
-    """
+def _unpack_weights(folder: Path) -> None:
     packed, unpacked = folder / PACKED, folder / UNPACKED
-    if not packed.is_file():
-        train = Path(__file__).with_name("train.py")
-        raise FileNotFoundError(f"no {PACKED} in {folder}. Train a model: python {train} --out {folder}")
     line, _, body = packed.read_bytes().partition(b"\n")
     try:
         sizes = json.loads(line)
@@ -58,7 +78,7 @@ def unpack(folder: Path = MODEL) -> Path:
             f"{packed} is damaged: its first line is not the JSON of its sizes. Check it out again."
         ) from error
     if unpacked.is_file() and _sha256(unpacked.read_bytes()) == wanted:
-        return folder
+        return
     try:
         exponents = zlib.decompress(body[sizes["head"] : coded_end], -zlib.MAX_WBITS, sizes["rest"])
         file = body[: sizes["head"]] + join(exponents, body[coded_end:]).tobytes()
@@ -67,7 +87,32 @@ def unpack(folder: Path = MODEL) -> Path:
     if _sha256(file) != wanted:
         raise ValueError(f"{packed} is damaged: its contents do not have the sha256 it names. Check it out again.")
     _publish(unpacked, file)
-    return folder
+
+
+def _archive(texts: dict[str, bytes]) -> bytes:
+    """A tar of texts; the same texts give the same bytes."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:xz", preset=9 | lzma.PRESET_EXTREME) as archive:
+        for name, text in texts.items():
+            member = tarfile.TarInfo(name)  # of nobody and no time
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text))
+    return packed.getvalue()
+
+
+def _unpack_texts(folder: Path) -> None:
+    packed = folder / PACKED_TEXTS
+    try:
+        with tarfile.open(packed, "r:xz") as archive:
+            files = {member.name: archive.extractfile(member) for member in archive}
+            texts = {name: file.read() for name, file in files.items() if file is not None}
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{packed} is damaged: {error}. Check it out again.") from error
+    if sorted(texts) != sorted(TEXTS):
+        raise ValueError(f"{packed} is damaged: it holds {', '.join(sorted(files))}. Check it out again.")
+    for name, text in texts.items():
+        if not (folder / name).is_file() or (folder / name).read_bytes() != text:
+            _publish(folder / name, text)
 
 
 def split(values: NDArray[np.uint16]) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
 """Older result files stay readable, and one suite can be measured in two runs on one machine."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,39 @@ def test_paused_times_survive_the_disk_and_are_not_written_where_there_are_none(
     timed = replace(WON, paused={"triton": 30.0, "liger": 33.0}, ratio_own_paused=1.1)
     Results("norm", GPU_MACHINE, rows=[timed, LOST]).save(path)
     assert load(path).rows == [timed, LOST]
-    first, second = json.loads(path.read_text())["rows"]
+    written = json.loads(path.read_text())
+    first, second = (dict(zip(written["columns"], row, strict=False)) for row in written["rows"])
     assert first["ratio_own_paused"] == 1.1
     assert "paused" not in second and "ratio_own_paused" not in second
 
 
-def test_a_file_of_the_schema_before_is_read(tmp_path: Path) -> None:
+def old_form(results: Results, schema: int) -> str:
+    """The file as it was before schema 4: an object a row, and a note a case."""
+    rows, notes = ([asdict(each) for each in many] for many in (results.rows, results.left_out))
+    if schema == 1:
+        rows = [{name: row[name] for name in row if "paused" not in name} for row in rows]
+    head = {"kind": "bench", "schema": schema, "suite": results.suite, "machine": results.machine}
+    return json.dumps({**head, "failures": [], "left_out": notes, "rows": rows})
+
+
+@pytest.mark.parametrize("schema", [1, 2, 3])
+def test_a_file_of_an_older_schema_is_read(schema: int, tmp_path: Path) -> None:
     path = tmp_path / "norm.json"
-    written = Results("norm", GPU_MACHINE, rows=[WON]).to_dict()
-    path.write_text(json.dumps({**written, "schema": 1}))
-    (row,) = load(path).rows
-    assert row == WON
-    assert (row.paused, row.ratio_own_paused) == ({}, None)
+    note = Note(WON.op, WON.case, WON.dtype, WON.direction, "quack", "left out")
+    path.write_text(old_form(Results("norm", GPU_MACHINE, rows=[WON], left_out=[note]), schema))
+    found = load(path)
+    assert found.rows == [WON]
+    assert found.left_out == [note]
+    assert (found.rows[0].paused, found.rows[0].ratio_own_paused) == ({}, None)
 
 
 def test_paused_times_that_hold_the_hosts_waking_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "gemm.json"
     timed = replace(WON, paused={"triton": 300.0, "liger": 180.0}, ratio_own_paused=0.6)
-    path.write_text(json.dumps({**Results("gemm", GPU_MACHINE, rows=[timed]).to_dict(), "schema": 2}))
+    path.write_text(old_form(Results("gemm", GPU_MACHINE, rows=[timed]), 2))
     assert load(path).rows == [WON]
+    path.write_text(old_form(Results("gemm", GPU_MACHINE, rows=[timed]), 3))
+    assert load(path).rows == [timed]
 
 
 def test_committed_results_are_read() -> None:

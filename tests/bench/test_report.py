@@ -60,23 +60,34 @@ def test_results_survive_the_disk(tmp_path: Path) -> None:
 def test_the_file_has_one_line_a_row(tmp_path: Path) -> None:
     path = tmp_path / "norm.json"
     results().save(path)
-    assert sum('"op":"rms_norm","case"' in line and '"floor_us"' in line for line in path.read_text().splitlines()) == 2
+    lines = path.read_text().splitlines()
+    assert sum(line.startswith(('  ["train",{"triton":33.0', '  ["decode",{"triton":4.0')) for line in lines) == 2
+
+
+def test_a_reason_is_written_once_for_all_cases_that_share_it(tmp_path: Path) -> None:
+    path = tmp_path / "norm.json"
+    found = results()
+    found.left_out += [replace(found.left_out[0], case="decode"), replace(found.left_out[0], reason="refused")]
+    found.save(path)
+    assert path.read_text().count("wrong before timing") == 1
+    assert load(path).left_out == found.left_out
 
 
 @pytest.mark.parametrize("change", [{"schema": 99}, {"kind": "optimize"}])
 def test_another_schema_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "norm.json"
-    path.write_text(json.dumps({**results().to_dict(), **change}))
+    path.write_text(json.dumps({**json.loads(results().to_json()), **change}))
     with pytest.raises(InputError, match=r"norm\.json.*Measure it again"):
         load(path)
 
 
-def test_a_row_with_other_fields_is_refused(tmp_path: Path) -> None:
-    data = results().to_dict()
-    del data["rows"][1]["floor_us"]
+@pytest.mark.parametrize("row", [["rms_norm", "train"], {"op": "rms_norm"}, [0] * 99])
+def test_a_row_with_other_fields_is_refused(tmp_path: Path, row: object) -> None:
+    data = json.loads(results().to_json())
+    data["rows"][1] = row
     path = tmp_path / "norm.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(InputError, match="row 1"):
+    with pytest.raises(InputError, match=r"norm\.json: row 1"):
         load(path)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tilewright.bench import calibrate as calibration
 from tilewright.bench.cases import suites
+from tilewright.bench.schema import load
 from tilewright.dispatch import table
 
 TINY = ("norm", "rms_norm", "--case", "M=8,N=64", "--dtype", "fp32", "--against", "eager", "--device", "cpu")
@@ -17,12 +18,12 @@ def test_a_run_writes_json_and_a_table_and_its_page_is_rendered(tilewright, plac
     done = tilewright("bench", *TINY, "--json", "results/cpu/norm.json", "--write-table", "--table", "tables/mine.json")
     assert done.exit_code == 0, done.stderr
     assert "rms_norm custom float32 fwd" in done.stdout
-    rows = json.loads((place / "results/cpu/norm.json").read_text())["rows"]
-    assert [(row["op"], row["params"], row["direction"]) for row in rows] == [
+    rows = load(place / "results/cpu/norm.json").rows
+    assert [(row.op, row.params, row.direction) for row in rows] == [
         ("rms_norm", {"M": 8, "N": 64}, "fwd"),
         ("rms_norm", {"M": 8, "N": 64}, "bwd"),
     ]
-    assert all(set(row["peers"]) == {"eager"} for row in rows)
+    assert all(set(row.peers) == {"eager"} for row in rows)
     _, stored = table.read(place / "tables/mine.json")
     assert {row.op for row in stored} == {"rms_norm"}
 

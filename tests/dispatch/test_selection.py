@@ -148,7 +148,7 @@ def test_a_row_of_another_architecture_is_ignored(double, fast_backend, monkeypa
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"schema": 99}, "schema 99, this version reads 1"),
+        ({"schema": 99}, "schema 99, this version reads 2"),
         ({"extra": 1}, "row 0 has fields"),
     ],
 )

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import explain, register_impl, table, table_update, unregister_impl
+from tilewright.dispatch import columns, explain, register_impl, table, table_update, unregister_impl
 from tilewright.errors import TableError
 from tilewright.hardware import device_info
 
 X = torch.randn(4, 8)
 CPU = device_info("cpu")
 HEADER = {"gpu": CPU.name, "arch": CPU.arch, "sm_count": CPU.sm_count, "versions": {"torch": "1"}, "date": "2026-11-20"}
+
+OP_ALONE = {"common": {}, "columns": ["op"]}
 
 
 class Config(NamedTuple):
@@ -64,7 +66,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 def write(path: Path, *rows: dict[str, Any], **header: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"schema": 1, **HEADER, **header, "rows": list(rows)}))
+    path.write_text(columns.text({"schema": table.SCHEMA, **HEADER, **header}, rows, table.COLUMNS))
     table.forget()
     return path
 
@@ -78,7 +80,16 @@ def warnings(caplog) -> str:
     [
         ('{"schema": 1, "ro', "not JSON"),
         ('[{"schema": 1}]', "holds a list, not a table"),
-        ('{"schema": 0, "rows": []}', "schema 0, this version reads 1. Measure it again: tilewright tune"),
+        ('{"schema": 0, "rows": []}', "schema 0, this version reads 2. Measure it again: tilewright tune"),
+        (json.dumps({"schema": 2, **HEADER, "rows": []}), "the table has fields"),
+        (
+            json.dumps({"schema": 2, **HEADER, **OP_ALONE, "rows": [["softmax", 1]]}),
+            "row 0 is no list of at most 1",
+        ),
+        (
+            json.dumps({"schema": 2, **HEADER, **OP_ALONE, "rows": [["softmax"]]}),
+            "row 0 has fields ['op'], expected",
+        ),
         (json.dumps({"schema": 1, "rows": []}), "the table has fields"),
         (json.dumps({"schema": 1, **HEADER, "rows": [{**row(), "us": "fast"}]}), "row 0 has us = 'fast', a str"),
         (json.dumps({"schema": 1, **HEADER, "rows": [{**row(), "runner_up": {}}]}), "runner_up of row 0 has fields"),
@@ -161,6 +172,16 @@ def test_the_row_is_cited_with_what_it_won_against(folder):
     write(folder / "t.json", measured)
     why = explain("rms_norm", torch.ones(4, 8).bfloat16(), torch.ones(8).bfloat16()).why
     assert why == f"measured fastest: 1.5 us on {CPU.name}, 2026-11-20 (t.json), cpu 9 us"
+
+
+def test_a_table_with_an_object_a_row_is_read_and_written_anew(folder, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"schema": 1, **HEADER, "rows": [row(), row(bucket="M=8,N=8", runner_up=None)]}))
+    before = table.read(path)[1]
+    assert [each.bucket for each in before] == ["M=4,N=8", "M=8,N=8"]
+    table_update.update(path, HEADER, [])
+    assert json.loads(path.read_text())["schema"] == table.SCHEMA
+    assert table.read(path)[1] == before
 
 
 def test_rows_are_merged_and_remember_their_day(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The packed weights of the example: every bit comes back, damage is found, and many processes may unpack at once."""
+"""The packed model of the example: every bit comes back, damage is found, and many processes may unpack at once."""
 
 import importlib.util
 import json
@@ -17,6 +17,13 @@ weights = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(weights)
 
 
+ALL = sorted(["model.safetensors", "weights.packed", "texts.tar.xz", *weights.TEXTS])
+
+
+def _text(name):
+    return f"{name}, naïve\n".encode() * 100
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A folder with the packed form alone of 3000 trained-looking numbers and every special one; and the original."""
@@ -25,8 +32,11 @@ def folder(tmp_path):
     tensors = {"w": (0.02 * torch.randn(60, 50, generator=generator)).bfloat16(), "special": special}
     save_file(tensors, tmp_path / weights.UNPACKED)
     original = (tmp_path / weights.UNPACKED).read_bytes()
+    for name in weights.TEXTS:
+        (tmp_path / name).write_bytes(_text(name))
     weights.pack(tmp_path)
-    (tmp_path / weights.UNPACKED).unlink()
+    for name in (weights.UNPACKED, *weights.TEXTS):
+        (tmp_path / name).unlink()
     return tmp_path, original
 
 
@@ -43,13 +53,46 @@ def test_unpacking_gives_the_very_file(folder):
     assert weights.unpack(where) == where
     assert (where / weights.UNPACKED).read_bytes() == original
     assert set(load_file(where / weights.UNPACKED)) == {"w", "special"}
-    assert sorted(path.name for path in where.iterdir()) == ["model.safetensors", "weights.packed"]
+    assert sorted(path.name for path in where.iterdir()) == ALL
 
 
-def test_a_file_that_is_right_is_not_written_again(folder):
+@pytest.mark.parametrize("name", [weights.UNPACKED, *weights.TEXTS])
+def test_a_file_that_is_right_is_not_written_again(folder, name):
     where, _ = folder
-    before = (weights.unpack(where) / weights.UNPACKED).stat()
-    assert (weights.unpack(where) / weights.UNPACKED).stat().st_ino == before.st_ino
+    before = (weights.unpack(where) / name).stat()
+    assert (weights.unpack(where) / name).stat().st_ino == before.st_ino
+
+
+def test_the_texts_come_back_and_replace_others(folder):
+    where, _ = folder
+    (where / weights.TEXTS[0]).write_text("of another model")
+    weights.unpack(where)
+    assert {name: (where / name).read_bytes() for name in weights.TEXTS} == {n: _text(n) for n in weights.TEXTS}
+
+
+def test_packing_twice_gives_the_same_bytes(folder):
+    where, _ = folder
+    before = (weights.unpack(where) / weights.PACKED_TEXTS).read_bytes()
+    weights.pack(where)
+    assert (where / weights.PACKED_TEXTS).read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "other files"])
+def test_damaged_texts_are_found(folder, damage):
+    where, _ = folder
+    packed = (where / weights.PACKED_TEXTS).read_bytes()
+    middle = len(packed) // 2
+    (where / weights.PACKED_TEXTS).write_bytes(
+        {
+            "cut": packed[:middle],
+            "changed": packed[:middle] + bytes([packed[middle] ^ 0x10]) + packed[middle + 1 :],
+            "empty": b"",
+            "other files": weights._archive({"../tokenizer.json": b"{}"}),
+        }[damage]
+    )
+    with pytest.raises(ValueError, match="texts.tar.xz is damaged"):
+        weights.unpack(where)
+    assert not any((where / name).exists() for name in weights.TEXTS)
 
 
 def test_a_file_of_other_weights_is_replaced(folder):
@@ -95,9 +138,12 @@ def test_a_file_without_its_first_line_is_found(folder, head):
         weights.unpack(where)
 
 
-def test_a_folder_without_weights_says_how_to_train(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"train.py --out"):
-        weights.unpack(tmp_path)
+@pytest.mark.parametrize("name", ["weights.packed", "texts.tar.xz"])
+def test_a_folder_without_a_packed_file_says_how_to_train(folder, name):
+    where, _ = folder
+    (where / name).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"no {name} in .*train.py --out"):
+        weights.unpack(where)
 
 
 def test_other_dtypes_are_refused(tmp_path):
@@ -118,7 +164,7 @@ def test_processes_may_unpack_at_once(folder):
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     seen = {process.communicate(timeout=60)[0].strip() for process in running}
     assert seen == {weights._sha256(original)}
-    assert sorted(path.name for path in where.iterdir()) == ["model.safetensors", "weights.packed"]
+    assert sorted(path.name for path in where.iterdir()) == ALL
 
 
 def test_the_committed_weights_take_two_thirds():

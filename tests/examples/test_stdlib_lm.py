@@ -27,19 +27,18 @@ weights = importlib.import_module("weights")
 sys.path.remove(str(EXAMPLE))
 
 MAX_WEIGHT_BYTES = 4_000_000
-MAX_FOLDER_BYTES = 4_500_000
+MAX_FOLDER_BYTES = 4_000_000
 MAX_PROMPT_BYTES = 100_000
 MODEL_FILES = [
     "config.json",
     "generation_config.json",
-    "prompts.jsonl",
-    "tokenizer.json",
+    "texts.tar.xz",
     "tokenizer_config.json",
-    "train_files.sha256",
     "training.json",
-    "training_log.jsonl",
     "weights.packed",
 ]
+
+UNPACKED = (weights.UNPACKED, *weights.TEXTS)
 
 
 # ------------------------------------------------------------------------------------------------------------ the split
@@ -258,7 +257,7 @@ def trained(library, tmp_path_factory):
 
 def test_run_learns_and_writes_everything(trained):
     out, summary = trained
-    assert sorted(path.name for path in out.iterdir()) == sorted([*MODEL_FILES, "model.safetensors"])
+    assert sorted(path.name for path in out.iterdir()) == sorted([*MODEL_FILES, *UNPACKED])
     assert json.loads((out / "training.json").read_text()) == summary
     assert summary["held_out_fp32"]["perplexity"] < 20  # of a vocabulary of several hundred
     assert summary["held_out_bf16"]["perplexity"] == pytest.approx(summary["held_out_fp32"]["perplexity"], rel=0.05)
@@ -301,18 +300,18 @@ def _check_generates(folder: Path) -> None:
 
 def _committed(folder: Path) -> list[Path]:
     """The files of a folder without what is unpacked into it."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(weights.UNPACKED))
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(UNPACKED))
 
 
 def test_committed_files_are_complete_and_small():
     assert [path.name for path in _committed(MODEL)] == MODEL_FILES
     assert (MODEL / "weights.packed").stat().st_size <= MAX_WEIGHT_BYTES
-    assert (MODEL / "prompts.jsonl").stat().st_size <= MAX_PROMPT_BYTES
+    assert (weights.unpack() / "prompts.jsonl").stat().st_size <= MAX_PROMPT_BYTES
     assert sum(path.stat().st_size for path in _committed(EXAMPLE) + _committed(MODEL)) < MAX_FOLDER_BYTES
 
 
 def test_committed_prompts_come_from_held_out_files_only():
-    _check_no_leak(MODEL)
+    _check_no_leak(weights.unpack())
     assert len(_prompts(MODEL)) == training.PROMPTS["count"]
     assert "Python Software Foundation. All Rights Reserved" in (EXAMPLE / "LICENSE-PSF").read_text()
 
@@ -320,7 +319,7 @@ def test_committed_prompts_come_from_held_out_files_only():
 def test_committed_summary_fits_the_committed_files():
     summary = json.loads((MODEL / "training.json").read_text())
     config = json.loads((MODEL / "config.json").read_text())
-    assert summary["data"]["train"]["files"] == len((MODEL / "train_files.sha256").read_text().splitlines())
+    assert summary["data"]["train"]["files"] == len((weights.unpack() / "train_files.sha256").read_text().splitlines())
     assert config["max_position_embeddings"] == summary["recipe"]["context"]
     assert (weights.unpack() / "model.safetensors").stat().st_size == pytest.approx(2 * summary["parameters"], rel=0.01)
     assert summary["held_out_fp32"]["perplexity"] < 40

@@ -77,18 +77,23 @@ def backward_kernel(
 @triton.jit
 def weight_gradient_kernel(
     dweight, dy, x, rstds, M, N, stride_dy, stride_x,  # dweight: (N,)
-    FAULT: tl.constexpr, BLOCK_N: tl.constexpr,
+    FAULT: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr = 16,
 ):  # fmt: skip
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = offs_n < N
-    acc = tl.zeros((BLOCK_N,), tl.float32)
-    for row in range(M):
-        normed = tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) * tl.load(rstds + row)
-        grad = tl.load(dy + row * stride_dy + offs_n, mask=mask, other=0.0).to(tl.float32)
+    # A chain of M additions in float32 is further off than a tree: 2 of 100 draws at M = 192 miss the rule, all at
+    # 4096.  So each of ROWS sums takes every ROWS-th row, and these are added in a tree.
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for start in range(0, M, ROWS):
+        offs_m = (start + tl.arange(0, ROWS))[:, None]
+        mask = (offs_m < M) & (offs_n < N)[None, :]
+        rstd = tl.load(rstds + offs_m, mask=offs_m < M, other=0.0)
+        normed = tl.load(x + offs_m * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32) * rstd
+        grad = tl.load(dy + offs_m * stride_dy + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         acc += grad * normed.to(x.dtype.element_ty).to(tl.float32)
+    total = tl.sum(acc, 0)
     if FAULT == "zero_gradient":
-        acc = tl.zeros((BLOCK_N,), tl.float32)
-    tl.store(dweight + offs_n, acc.to(dweight.dtype.element_ty), mask=mask)
+        total = tl.zeros((BLOCK_N,), tl.float32)
+    tl.store(dweight + offs_n, total.to(dweight.dtype.element_ty), mask=offs_n < N)
 
 
 @contextmanager

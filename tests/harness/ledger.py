@@ -27,19 +27,22 @@ class Usage(NamedTuple):
     matrix: tuple[str, ...]
 
 
-def summary(usages: Iterable[Usage]) -> dict[str, dict[str, object]]:
-    """Per kernel: how many binaries, the largest of each number, every matrix instruction."""
+COLUMNS = ("binaries", *Usage._fields[1:])
+
+
+def summary(usages: Iterable[Usage]) -> dict[str, list[object]]:
+    """Per kernel, by COLUMNS: how many binaries, the largest of each number, every matrix instruction."""
     found: dict[str, list[Usage]] = {}
     for usage in usages:
         found.setdefault(usage.kernel, []).append(usage)
     return {
-        name: {
-            "binaries": len(group),
-            "registers": max(u.registers for u in group),
-            "spilled": max(u.spilled for u in group),
-            "shared_bytes": max(u.shared_bytes for u in group),
-            "matrix": sorted({m for u in group for m in u.matrix}),
-        }
+        name: [
+            len(group),
+            max(u.registers for u in group),
+            max(u.spilled for u in group),
+            max(u.shared_bytes for u in group),
+            sorted({m for u in group for m in u.matrix}),
+        ]
         for name, group in sorted(found.items())
     }
 
@@ -52,12 +55,13 @@ def check(backend: str, compiler: str, key: str, arch: str, usages: Iterable[Usa
     found = summary(usages)
     if os.environ.get(UPDATE) == "1":
         DRAFTS.mkdir(parents=True, exist_ok=True)
-        draft = {"backend": backend, "compiler": compiler, "key": key, "arch": arch, "kernels": found}
+        made = {"key": key, "arch": arch, "columns": COLUMNS, "kernels": found}
+        draft = {"backend": backend, "compiler": compiler, **made}
         (DRAFTS / f"{backend}-{key}-{arch}.json").write_text(json.dumps(draft))
         return
     ledger = json.loads((FOLDER / f"{backend}.json").read_text())
     if ledger["compiler"] == compiler:
-        assert found == ledger["kernels"].get(f"{key} {arch}"), (
+        assert (list(COLUMNS), found) == (ledger["columns"], ledger["kernels"].get(f"{key} {arch}")), (
             f"{key} on {arch} does not cost what tests/compile/resources/{backend}.json says; "
             "if that is meant, run scripts/update_resources.py and commit the difference"
         )

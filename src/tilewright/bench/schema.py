@@ -8,10 +8,14 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tilewright.dispatch import columns
 from tilewright.errors import InputError
 
-SCHEMA = 3
-_READABLE = (1, 2, SCHEMA)  # 1 has no paused times; those of 2 hold what a host needs to wake up, and are not read
+SCHEMA = 4
+# Until 3 a row is an object, and so is a note of one case; 1 has no paused times, and those of 2 hold what a host needs
+# to wake up, and are not read.
+_READABLE = (1, 2, 3, SCHEMA)
+_PAUSED, _IN_COLUMNS = 3, 4
 KIND = "bench"
 
 
@@ -62,6 +66,7 @@ class Row:
         return self.op, self.case, self.dtype, self.direction
 
 
+_COLUMNS = tuple(f.name for f in fields(Row))
 _OPTIONAL = {f.name for f in fields(Row) if f.default is not MISSING or f.default_factory is not MISSING}
 
 
@@ -108,24 +113,17 @@ class Results:
         """Did every declared case produce a row, and is every row believable?"""
         return not self.failures
 
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form as plain data."""
-        return {
+    def to_json(self) -> str:
+        """JSON text: one row a line, and a reason once for all cases that share it."""
+        head = {
             "kind": KIND,
             "schema": SCHEMA,
             "suite": self.suite,
             "machine": self.machine,
-            "rows": [_written(row) for row in self.rows],
-            "failures": [asdict(note) for note in self.failures],
-            "left_out": [asdict(note) for note in self.left_out],
+            "failures": _grouped(self.failures),
+            "left_out": _grouped(self.left_out),
         }
-
-    def to_json(self) -> str:
-        """JSON text, one row a line: small to commit, readable in a diff."""
-        data = self.to_dict()
-        rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop("rows"))
-        head = json.dumps(data, indent=1).removesuffix("\n}")
-        return f'{head},\n "rows": [\n  {rows}\n ]\n}}\n'
+        return columns.text(head, map(_written, self.rows), _COLUMNS)
 
     def save(self, path: Path) -> None:
         """Write the JSON to `path`."""
@@ -134,7 +132,7 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a result file of this schema or the two before; raises InputError naming the file when it is of another kind
+    """Read a result file of this schema or one before; raises InputError naming the file when it is of another kind
     or schema, or a row has other fields.
     """
     data = json.loads(path.read_text())
@@ -143,18 +141,22 @@ def load(path: Path) -> Results:
             f"{path}: kind {data.get('kind')!r}, schema {data.get('schema')!r}; "
             f"this version reads {KIND!r}, {' or '.join(map(str, _READABLE))}. Measure it again."
         )
-    wanted = {f.name for f in fields(Row)}
+    if data["schema"] >= _IN_COLUMNS:
+        try:
+            data["rows"] = columns.rows(data, _OPTIONAL)
+        except ValueError as error:
+            raise InputError(f"{path}: {error}") from None
     for i, row in enumerate(data["rows"]):
-        if not wanted - _OPTIONAL <= set(row) <= wanted:
-            raise InputError(f"{path}: row {i} has fields {sorted(row)}, expected {sorted(wanted)}.")
-    if data["schema"] < SCHEMA:
+        if not set(_COLUMNS) - _OPTIONAL <= set(row) <= set(_COLUMNS):
+            raise InputError(f"{path}: row {i} has fields {sorted(row)}, expected {sorted(_COLUMNS)}.")
+    if data["schema"] < _PAUSED:
         data["rows"] = [{name: row[name] for name in row if name not in _OPTIONAL} for row in data["rows"]]
     return Results(
         suite=data["suite"],
         machine=data["machine"],
         rows=[Row(**row) for row in data["rows"]],
-        failures=[Note(**note) for note in data["failures"]],
-        left_out=[Note(**note) for note in data["left_out"]],
+        failures=_notes(data["failures"]),
+        left_out=_notes(data["left_out"]),
     )
 
 
@@ -196,6 +198,24 @@ def missing(declared: Iterable[tuple[str, str, str, str]], results: Results) -> 
 
 def _written(row: Row) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name not in _OPTIONAL or value}
+
+
+def _grouped(notes: Iterable[Note]) -> list[dict[str, Any]]:
+    """Notes that differ in their case alone as one, whose `cases` are all of them."""
+    cases: dict[tuple[str, ...], list[str]] = {}
+    for n in notes:
+        cases.setdefault((n.op, n.dtype, n.direction, n.name, n.reason), []).append(n.case)
+    names = ("op", "dtype", "direction", "name", "reason")
+    return [{**dict(zip(names, shared, strict=True)), "cases": found} for shared, found in cases.items()]
+
+
+def _notes(written: Iterable[Mapping[str, Any]]) -> list[Note]:
+    """A note a case, of either form."""
+    found = []
+    for note in written:
+        shared = {name: value for name, value in note.items() if name not in ("case", "cases")}
+        found += [Note(case=case, **shared) for case in note.get("cases") or [note["case"]]]
+    return found
 
 
 def _case_of(note: Note) -> tuple[str, str, str, str]:

@@ -1,8 +1,9 @@
 """Measured tables: which backend and configuration was fastest, on which GPU.  `bench` and `tuning` fill them.
 
-A table is JSON: `{"schema": 1, "gpu", "arch", "sm_count", "versions", "date", "rows": [...]}`, one row
-`{"op", "direction", "bucket", "dtype", "numerics", "backend", "config", "us", "noise", "torch_us"}`, and where known
-`"runner_up": {"backend", "config", "us"}`, the best of the other backends, and `"date"` where it is not the table's.
+A table is JSON: `{"schema": 2, "gpu", "arch", "sm_count", "versions", "date", "common", "columns", "rows"}`, as
+`columns` describes; in schema 1 a row is an object.  A row is op, direction, bucket, dtype, numerics, backend, config,
+us, noise, torch_us; where known runner_up, the best of the other backends, `{"backend", "config", "us"}`; date where it
+is not the table's.
 Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`; later ones win.  A file
 that must not be used is left out with one log line, which says why; only the variable's own file raises.
 """
@@ -15,13 +16,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tilewright.dispatch import columns
 from tilewright.dispatch.registry import GENERATION
 from tilewright.errors import TableError
 from tilewright.hardware import DeviceInfo
 from tilewright.log import log_once
 from tilewright.settings import current
 
-SCHEMA = 1
+SCHEMA = 2
 KEY = ("op", "direction", "bucket", "dtype", "numerics")
 """What identifies a row."""
 
@@ -35,6 +37,7 @@ _FIELDS: dict[str, Any] = {
     "torch_us": (*_NUMBER, type(None)),
 }
 _OPTIONAL: dict[str, Any] = {"runner_up": (dict, type(None)), "date": str}
+COLUMNS = (*_FIELDS, *_OPTIONAL)
 _RUNNER_UP = {name: _FIELDS[name] for name in ("backend", "config", "us")}
 
 
@@ -78,8 +81,8 @@ class Row:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """(file as it is, rows) of one table.  Raises TableError for an unreadable file, another schema, a malformed
-    row.
+    """(file with a dict for each row, rows) of one table.  Raises TableError for an unreadable file, another schema, a
+    malformed row.
     """
     try:
         data = json.loads(path.read_text())
@@ -89,11 +92,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
         raise TableError(f"{path}: cannot be read ({error.strerror}).") from None
     if not isinstance(data, dict):
         raise TableError(f"{path}: holds a {type(data).__name__}, not a table.")
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") not in (1, SCHEMA):
         raise TableError(
             f"{path}: schema {data.get('schema')!r}, this version reads {SCHEMA}. Measure it again: tilewright tune."
         )
-    _check(f"{path}: the table", data, _HEADER, {"schema": int, "rows": list})
+    in_columns = {"common": dict, "columns": list} if data["schema"] == SCHEMA else {}
+    _check(f"{path}: the table", data, {**_HEADER, **in_columns}, {"schema": int, "rows": list})
+    if in_columns:
+        data["rows"] = _from_columns(path, data)
     rows = []
     for i, row in enumerate(data.get("rows", [])):
         _check(f"{path}: row {i}", row, _FIELDS, _OPTIONAL)
@@ -103,6 +109,13 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
             given["runner_up"] = Other(**row["runner_up"])
         rows.append(Row(**given))
     return data, rows
+
+
+def _from_columns(path: Path, data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    try:
+        return columns.rows({"rows": [], **data}, _OPTIONAL)
+    except ValueError as error:
+        raise TableError(f"{path}: {error}") from None
 
 
 def _check(what: str, found: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:

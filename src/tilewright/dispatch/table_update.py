@@ -5,7 +5,6 @@ two writers lose nothing of each other.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from tilewright.dispatch import table
+from tilewright.dispatch import columns, table
 from tilewright.errors import TableError
 from tilewright.log import logger
 from tilewright.settings import current
@@ -50,13 +49,11 @@ def _kept(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _text(header: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
-    """One row a line: small to commit, readable in a diff."""
+    """The file, with each row's date where it is another than the file's."""
     for row in rows:
         if row.get("date") == header["date"]:
             del row["date"]
-    head = json.dumps(header, indent=1).removesuffix("\n}")
-    lines = ",\n  ".join(map(json.dumps, rows))
-    return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
+    return columns.text(header, rows, table.COLUMNS)
 
 
 def _replace(path: Path, text: str) -> None:

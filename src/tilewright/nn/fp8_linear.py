@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilewright.dispatch import numerics, use_backend
 from tilewright.dispatch.preference import resolve
@@ -35,8 +36,20 @@ Cast = tuple[Tensor, Tensor]
 """e4m3 and the scales of its blocks."""
 
 
+_steps = 0  # of all optimizers: fused ones write weights without torch counting it in `_version`
+
+
+def _stepped(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
 class WeightCasts:
-    """Float8 copies by name, each kept while the weights that it was made of are what they were.
+    """Float8 copies by name, each kept while the weights that it was made of are what they were: until torch counts a
+    write to one, or an optimizer took a step.
 
     They are neither copied nor pickled with the module that holds them, but made again.
     """
@@ -46,7 +59,7 @@ class WeightCasts:
 
     def of(self, name: str, weights: Sequence[Tensor], make: Callable[[], Cast]) -> Cast:
         """What `make()` gave for these weights, or gives now."""
-        state = [(w.data_ptr(), -1 if w.is_inference() else w._version, w.device) for w in weights]
+        state = [_steps, *((w.data_ptr(), -1 if w.is_inference() else w._version, w.device) for w in weights)]
         known = self._made.get(name)
         if known is None or known[0] != state:
             with torch.inference_mode(False), torch.no_grad():  # what is made for inference may be kept for training
@@ -73,9 +86,10 @@ class FP8Linear(nn.Linear):
     """x @ weight.T + bias in float8; takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
 
     weight: (out_features, in_features) bf16|fp16|fp32, the master that an optimizer updates; its float8 copies, one
-    byte an element each, one for the forward and one for dx, are made when they are first needed and kept until torch
-    counts a write to `weight`, or it is another tensor.  Micro-batches share them.  Writes that torch does not count,
-    through `weight.data`, need `requantise()` after them.
+    byte an element each, one for the forward and one for dx, are made when they are first needed and kept until an
+    optimizer takes a step, torch counts a write to `weight`, or it is another tensor.  Micro-batches share them.
+    Writes that nobody counts, through `weight.data`, need `requantise()` after them.  A CUDA graph of training casts
+    anew in every replay.
     x: bf16|fp16|fp32; the result has its dtype, or autocast's.
     Any sizes run; kernels for tensor cores want in_features and out_features in multiples of 16.
 
@@ -159,7 +173,7 @@ class FP8Linear(nn.Linear):
         def make() -> Cast:
             return per_block_cast_to_fp8(self.weight.detach(), transpose=transpose)
 
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self.training and _capturing(self.weight)):
             return make()
         return self._casts.of("transposed" if transpose else "plain", (self.weight,), make)
 
@@ -208,6 +222,10 @@ def fp8_linear(x: Tensor, weight: Cast, bias: Tensor | None, dtype: torch.dtype,
     q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
     made = scaled_matmul(q, weight[0], scales, weight[1], bias=bias, trans_b=True, out_dtype=dtype, backend=backend)
     return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

@@ -63,6 +63,24 @@ def test_infinite_and_huge_gates_are_as_in_torch(kernels, device, act):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_exact_gelu_keeps_its_digits_in_both_tails(kernels, device):
+    """(1 + erf) / 2 has no digit left at -6.  Relative to float64, down to where float32 results end: 24 * 2^-24,
+    of which a GPU's two 2^x and its division take half."""
+    gate = torch.linspace(-40, 40, 8001, device=device)
+    one, out, dgate, dup = (f(gate) for f in (torch.ones_like, torch.empty_like, torch.empty_like, torch.empty_like))
+    config = kernels.configure((1, gate.numel()), gate.dtype)
+    kernels.split(out, gate, one, "gelu", config)
+    kernels.split_backward(dgate, dup, one, gate, one, "gelu", config)
+    x = gate.double().requires_grad_()
+    exact = 0.5 * x * torch.special.erfc(-x * 0.5**0.5)  # F.gelu cancels in float64 too
+    (slope,) = torch.autograd.grad(exact.sum(), x)
+    for ours, wanted in ((out, exact.detach()), (dup, exact.detach()), (dgate, slope)):
+        off = (ours.double() - wanted).abs()
+        # the slope crosses zero at -0.75, where x times the density cancels the cdf
+        assert (off <= 24 * 2**-24 * wanted.abs().clamp_min(1e-37) + (3e-8 if wanted is slope else 0) * (x > -2)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_apart_in_memory_are_read_where_they_are(kernels, device):
     gate, up = (torch.full((6, width), torch.nan, device=device).bfloat16()[:, 7:107].normal_() for width in (130, 190))
     out = torch.empty(6, 100, device=device, dtype=gate.dtype)

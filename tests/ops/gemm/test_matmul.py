@@ -38,8 +38,6 @@ def test_a_transpose_is_its_strides(trans_a, trans_b, place):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_epilogue(activation, with_bias, with_c, place):
-    if place == ("cuda", "torch") and (activation, with_bias, with_c) == (None, False, HALF):
-        pytest.skip("cuBLAS rounds the product before it adds c")
     a, b = operands(36, 144, 64, "nt", HALF, place.device)
     options = {"alpha": 0.75}
     if activation is not None:
@@ -370,7 +368,7 @@ def test_explain_names_what_a_choice_depends_on():
     bias, c = torch.ones(48, dtype=HALF), torch.ones(8, 48)
     for options, epilogue in (
         ({"bias": bias, "alpha": 2.0}, 0),
-        ({"c": c.to(HALF)}, 0),
+        ({"c": c.to(HALF)}, 2),  # cuBLAS rounds the product before it adds c
         ({"bias": bias, "c": c.to(HALF)}, 2),
         ({"c": c, "out_dtype": torch.float32}, 2),
         ({"activation": "gelu"}, 2),

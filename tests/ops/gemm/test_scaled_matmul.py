@@ -257,3 +257,18 @@ def test_workloads_can_be_scaled_by_one_number_each():
             assert torch.equal(folded.double() * least.double(), q.double() * every(scales, *q.shape))
         assert pair == "tensor" or scale_a.unique().numel() > 4
     assert _folded(a, torch.rand(40, 5) + 1)[0] is None
+
+
+@pytest.mark.parametrize("scaling", [s for s in Scaling if s is not Scaling.OTHER], ids=lambda s: s.name)
+def test_cublas_gets_operands_and_scales_at_multiples_of_16_bytes(scaling):
+    """Rows 1 to 17 of a batch, whose scales begin 4 bytes behind a multiple; the operands' pitch is 520 bytes."""
+    whole, numbers = torch.randn(17, 520).to(torch.float8_e4m3fn), torch.rand(17 * 4)
+    left, right = (scaled_cublas.padded(whole[1:, :512], 16, 512) for _ in range(2))
+    shapes = [layout.shape(16, 512) for layout in scaling.layouts]
+    scales = [numbers[1 : 1 + rows * columns].view(columns, rows).mT for rows, columns in shapes]
+    found = scaled_cublas.scales_for(scaling, *scales, left, right)
+    assert [t.data_ptr() % 16 for t in scales] == [4, 4]
+    assert [t.data_ptr() % 16 for t in (left, right, *found)] == [0, 0, 0, 0]
+    assert left.stride() == (512, 1)
+    assert torch.equal(left.float(), whole[1:, :512].float())
+    assert torch.equal(found[0].reshape(shapes[0]), scales[0])

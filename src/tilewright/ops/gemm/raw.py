@@ -23,7 +23,7 @@ from tilewright.ops.gemm.operands import (
     major_b,
     unit_stride,
 )
-from tilewright.ops.gemm.reference import product
+from tilewright.ops.gemm.reference import added_inside, product
 from tilewright.ops.rows import accumulate_dtype
 
 SCHEMA = "Tensor a, Tensor b, Tensor? bias, Tensor? c, Tensor? scale, float alpha, str activation, ScalarType out_dtype"
@@ -64,6 +64,7 @@ def _epilogue(
         return GATED if activation == "swiglu" else APART
     addends = [t for t in (bias, c) if t is not None]
     inside = scale is None and len(addends) < 2 and all(t.dtype == a.dtype == out_dtype for t in addends)
+    inside = inside and (out_dtype == torch.float32 or added_inside(a, bias, c))
     return PLAIN if inside else APART
 
 

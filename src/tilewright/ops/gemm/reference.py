@@ -37,7 +37,8 @@ def product(
         addend = c if bias is None else bias
         if addend is None and alpha == 1.0:
             return _multiply(a, b, None, 1.0, out_dtype, out)
-        if addend is not None and addend.dtype == out_dtype and (bias is None or c is None):
+        rounds_once = a.device.type != "cuda" or out_dtype == torch.float32 or added_inside(a, bias, c)
+        if addend is not None and addend.dtype == out_dtype and (bias is None or c is None) and rounds_once:
             return _multiply(a, b, addend, alpha, out_dtype, out)
     z = _multiply(a, b, None, 1.0, accumulate_dtype(a.dtype))
     if alpha != 1.0:
@@ -48,6 +49,13 @@ def product(
         z, bias = (z if bias is None else z + bias.to(z.dtype)).to(out_dtype).to(z.dtype), None
     made = apply_epilogue(z, bias, c, activation, out_dtype)
     return made if out is None else out.copy_(made)
+
+
+def added_inside(a: Tensor, bias: Tensor | None, c: Tensor | None) -> bool:
+    """Does cuBLAS add it to a result of halves before the one rounding?  Only the bias of a single matrix: a product is
+    rounded before c is added, and before the bias of a batch, which torch copies into the result as its c.
+    """
+    return c is None and (bias is None or a.dim() == 2)
 
 
 def _multiply(
@@ -70,7 +78,7 @@ def _blas(
         a, b = a.to(dtype), b.to(dtype)
     if addend is None:
         return torch.matmul(a, b, out=out)
-    # BLAS adds in its accumulator, before the one rounding
+    # BLAS adds in its accumulator, before the one rounding; where it does not, this is not called
     add = torch.addmm if matrices else torch.baddbmm
     return add(addend, a, b, alpha=alpha) if out is None else add(addend, a, b, alpha=alpha, out=out)
 

@@ -1,7 +1,9 @@
 """Scaled products by cuBLASLt, through `torch._scaled_mm`.
 
 It takes K-major operands, sizes in multiples of 16 and blocks of scales that are whole; others are padded with zeros
-here.  What else it takes differs between versions and GPUs, so each scaling is tried once, on a small product.
+here.  Operands and scales begin at multiples of 16 bytes, which a row cut out of a batch need not do (the scale of row
+19 lies at byte 76): such are copied.  What else it takes differs between versions and GPUs, so each scaling is tried
+once, on a small product.
 """
 
 import functools
@@ -13,6 +15,7 @@ from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tilewright.log import logger
+from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.gemm.scaling import Scaling, scaling_of
 
 
@@ -59,22 +62,36 @@ def scales_for(
     """
     rows, columns, blocks = left.shape[0], right.shape[0], left.shape[1] // 128
     if scaling is Scaling.TENSOR:
-        return scale_a.reshape(()), scale_b.reshape(())
+        return _at_16_bytes(scale_a.reshape(())), _at_16_bytes(scale_b.reshape(()))
     if scaling is Scaling.ROW:
-        return padded(scale_a, rows, 1).contiguous(), padded(scale_b, columns, 1).mT.contiguous()
-    along_rows = padded(scale_a, rows, blocks).mT.contiguous().mT
+        return _lines(padded(scale_a, rows, 1)), _lines(padded(scale_b, columns, 1).mT)
+    along_rows = _lines(padded(scale_a, rows, blocks).mT).mT
     if scaling is Scaling.TOKEN_TOKEN:
-        return along_rows, padded(scale_b, columns, blocks).mT.contiguous()
-    return along_rows, padded(scale_b, 1, blocks).contiguous().mT
+        return along_rows, _lines(padded(scale_b, columns, blocks).mT)
+    return along_rows, _lines(padded(scale_b, 1, blocks)).mT
 
 
 def padded(t: Tensor, rows: int, columns: int) -> Tensor:
-    """`t` (R, C) with zeros behind it up to multiples of `rows` and `columns`, contiguous along C; itself if it is."""
+    """`t` (R, C) with zeros behind it up to multiples of `rows` and `columns`, contiguous along C.
+
+    Itself if it is all that, and its lines begin at multiples of 16 bytes; of scales that is left to `scales_for`.
+    """
     more_rows, more_columns = -t.shape[0] % rows, -t.shape[1] % columns
     if more_rows or more_columns:  # as bytes: torch pads no float8
         raw = t.view(torch.uint8) if t.element_size() == 1 else t
         return pad(raw, (0, more_columns, 0, more_rows)).view(t.dtype)
-    return t if t.stride(1) == 1 else t.contiguous()
+    if t.stride(1) != 1:
+        return t.contiguous()
+    return t if t.element_size() > 1 or copyable(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _lines(t: Tensor) -> Tensor:
+    """Scales without gaps, from a multiple of 16 bytes on."""
+    return _at_16_bytes(t.contiguous())
+
+
+def _at_16_bytes(t: Tensor) -> Tensor:
+    return t if copyable(t) else t.clone()
 
 
 @functools.cache
