@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tilewright import ops, settings
+    from tilewright import mask, ops, settings
     from tilewright.assistant import analyze, optimize
     from tilewright.bench.calibrate import calibrate
     from tilewright.dispatch import (
@@ -53,6 +53,7 @@ _MODULES = (
     "errors",
     "generate",
     "hardware",
+    "mask",
     "models",
     "nn",
     "ops",
@@ -66,6 +67,7 @@ __all__ = [
     "calibrate",
     "explain",
     "get_current_backend",
+    "mask",
     "numerics",
     "ops",
     "optimize",

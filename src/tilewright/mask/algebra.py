@@ -1,0 +1,303 @@
+"""Masks as values: leaves joined by `&`, `|` and `~`.
+
+Intervals of the distance between query and key (causal, windows) fold where they meet, so that
+`causal() & window(4095)` is one band, which kernels take as two numbers.  Everything else becomes a program
+(`mask.program`).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.mask.program import Part, assemble
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+"""Sides of a band without a limit."""
+
+
+class Mask:
+    """Which key a query may see.  Immutable; combine with `&`, `|`, `~`.
+
+    A mask speaks of the position of a query, i + S_k - S_q: the last query stands at the last key.
+    """
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return _joined(And, self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return _joined(Or, self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: combine masks with & | ~, not with and, or, not")
+
+    @property
+    def only_flex(self) -> bool:
+        """Is there a part that only FlexAttention can evaluate?"""
+        return any(leaf.only_flex for leaf in self.leaves() if leaf is not self)
+
+    def leaves(self) -> "Iterator[Mask]":
+        """Every leaf, in order."""
+        yield self
+
+    def band(self) -> tuple[int, int] | None:
+        """(left, right) if the mask is -right <= position - key <= left and nothing else, -1 for a side without limit.
+
+        None too for an interval that lies on one side of the diagonal: kernels' bands hold it.
+        """
+        return None
+
+    def program(self, device: torch.device | str) -> tuple[str, Tensor]:
+        """(text, data): the whole mask for kernels, see `mask.program`.  data: 1-D int32 on `device`.  Kept.
+
+        InputError where only FlexAttention can evaluate the mask.
+        """
+        device = torch.device(device)
+        kept: dict[torch.device, tuple[str, Tensor]] = self.__dict__.setdefault("_programs", {})
+        found = kept.get(device)
+        if found is None:
+            with torch.inference_mode(False):  # a later backward may need it
+                found = assemble(tuple(self._words()), device)
+            # neither a fake tensor nor the memory of a compiled graph
+            if type(found[1]) is Tensor and not torch.compiler.is_compiling():
+                kept[device] = found
+        return found
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """InputError if ids or tables do not fit an attention of this size."""
+        for leaf in self.leaves():
+            if leaf is not self:
+                leaf.check(batch, heads, s_q, s_k)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """FlexAttention's `mask_mod(b, h, q_idx, kv_idx)` for S_q == S_k; else see `mask_mod_at`."""
+        raise NotImplementedError
+
+    def mask_mod_at(self, shift: int) -> MaskMod:
+        """`mask_mod` for query indices whose position is `shift` = S_k - S_q further."""
+        allowed = self.mask_mod
+        return allowed if shift == 0 else lambda b, h, q, k: allowed(b, h, q + shift, k)
+
+    def dense(self, batch: int, heads: int, s_q: int, s_k: int, device: torch.device | str = "cpu") -> Tensor:
+        """bool (batch, heads, s_q, s_k), True where allowed: for small sizes, and as an oracle."""
+        from torch.nn.attention.flex_attention import create_mask
+
+        self.check(batch, heads, s_q, s_k)
+        if not batch * heads * s_q * s_k:
+            return torch.empty(batch, heads, s_q, s_k, dtype=torch.bool, device=device)
+        mask: Tensor = create_mask(self.to(device).mask_mod_at(s_k - s_q), batch, heads, s_q, s_k, device=str(device))
+        return mask
+
+    def to_block_mask(
+        self,
+        batch: int,
+        heads: int,
+        s_q: int,
+        s_k: int,
+        device: torch.device | str,
+        block_size: int | tuple[int, int] = 128,
+    ) -> "BlockMask":
+        """torch's BlockMask of the same mask, made from the closed forms: O(tiles), never S_q x S_k."""
+        from tilewright.mask.flex import block_mask
+
+        return block_mask(self, batch, heads, s_q, s_k, torch.device(device), block_size)
+
+    def to(self, device: torch.device | str) -> "Mask":
+        """The same mask with its tensors on `device`."""
+        return self
+
+    def _words(self) -> Iterator[Part | str]:
+        """Leaves and operators in postfix order."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Band(Mask):
+    """low <= position - key <= high; nothing if low > high."""
+
+    low: int
+    high: int
+
+    def __repr__(self) -> str:
+        sides = [None if side in (LOWEST, HIGHEST) else side for side in (self.high, self.low)]
+        return f"band({sides[0]}, {None if sides[1] is None else -sides[1]})"
+
+    def __invert__(self) -> Mask:
+        if self.low > self.high:
+            return Band(LOWEST, HIGHEST)
+        if self.low == LOWEST:
+            return NOTHING if self.high == HIGHEST else Band(self.high + 1, HIGHEST)
+        return Band(LOWEST, self.low - 1) if self.high == HIGHEST else Not(self)
+
+    def band(self) -> tuple[int, int] | None:
+        """As everywhere."""
+        if self.low > min(self.high, 0) or self.high < 0:
+            return None
+        return -1 if self.high == HIGHEST else self.high, -1 if self.low == LOWEST else -self.low
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        low, high = self.low, self.high
+        if low > LOWEST and high < HIGHEST:
+            return lambda b, h, q, k: (q - k >= low) & (q - k <= high)
+        if low > LOWEST:
+            return lambda b, h, q, k: q - k >= low
+        return lambda b, h, q, k: q - k <= high
+
+    def _words(self) -> Iterator[Part | str]:
+        yield Part("band", (self.low, self.high))
+
+
+NOTHING = Band(1, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    """Allowed where `operand` forbids."""
+
+    operand: Mask
+
+    def __repr__(self) -> str:
+        return f"~({self.operand!r})"
+
+    def __invert__(self) -> Mask:
+        return self.operand
+
+    def leaves(self) -> Iterator[Mask]:
+        """As everywhere."""
+        return self.operand.leaves()
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        allowed = self.operand.mask_mod
+        return lambda b, h, q, k: ~allowed(b, h, q, k)
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return Not(self.operand.to(device))
+
+    def _words(self) -> Iterator[Part | str]:
+        yield from self.operand._words()
+        yield "~"
+
+
+@dataclass(frozen=True, eq=False)
+class _Many(Mask):
+    """Two operands or more, at most one band among those that meet."""
+
+    operands: tuple[Mask, ...]
+    sign = ""
+
+    def __repr__(self) -> str:
+        return f" {self.sign} ".join(f"({o!r})" if isinstance(o, _Many) else repr(o) for o in self.operands)
+
+    def leaves(self) -> Iterator[Mask]:
+        """As everywhere."""
+        for operand in self.operands:
+            yield from operand.leaves()
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return type(self)(tuple(o.to(device) for o in self.operands))
+
+    def _words(self) -> Iterator[Part | str]:
+        for position, operand in enumerate(self.operands):
+            yield from operand._words()
+            if position:
+                yield self.sign
+
+
+class And(_Many):
+    """Allowed where every operand allows."""
+
+    sign = "&"
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        return _chain([o.mask_mod for o in self.operands], torch.logical_and)
+
+    @staticmethod
+    def fold(bands: list[Band]) -> list[Band]:
+        """The intersection of intervals, one interval."""
+        return [Band(max(b.low for b in bands), min(b.high for b in bands))]
+
+    @staticmethod
+    def settles(band: Band) -> bool:
+        """Is the result this band whatever else there is?"""
+        return band.low > band.high
+
+    @staticmethod
+    def neutral(band: Band) -> bool:
+        """Does this band change nothing?"""
+        return band.low == LOWEST and band.high == HIGHEST
+
+
+class Or(_Many):
+    """Allowed where one operand allows."""
+
+    sign = "|"
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        return _chain([o.mask_mod for o in self.operands], torch.logical_or)
+
+    @staticmethod
+    def fold(bands: list[Band]) -> list[Band]:
+        """The union of intervals: those that overlap or touch become one."""
+        found: list[Band] = []
+        for band in sorted((b for b in bands if b.low <= b.high), key=lambda b: b.low):
+            if found and band.low <= found[-1].high + 1:
+                found[-1] = Band(found[-1].low, max(found[-1].high, band.high))
+            else:
+                found.append(band)
+        return found or [NOTHING]
+
+    settles = And.neutral
+    neutral = And.settles
+
+
+def _joined(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
+    """One flat node, bands folded and first, because they are the cheapest to evaluate."""
+    operands = [o for side in (left, right) for o in (side.operands if type(side) is kind else (side,))]
+    bands = [o for o in operands if isinstance(o, Band)]
+    others = [o for o in operands if not isinstance(o, Band)]
+    bands = kind.fold(bands) if bands else []
+    for band in bands:
+        if kind.settles(band):
+            return band
+    if others:
+        bands = [b for b in bands if not kind.neutral(b)]
+    found = (*bands, *others)
+    return found[0] if len(found) == 1 else kind(found)
+
+
+def _chain(mods: list[MaskMod], join: Callable[[Tensor, Tensor], Tensor]) -> MaskMod:
+    first, *rest = mods
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        result = first(b, h, q, k)
+        for mod in rest:
+            result = join(result, mod(b, h, q, k))
+        return result
+
+    return allowed
+
+
+def refuse(what: str, given: Any, allowed: str) -> InputError:
+    """The error for a parameter no mask can have."""
+    return InputError(f"mask: {what} = {given!r}; {allowed}")

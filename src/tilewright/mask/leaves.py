@@ -1,0 +1,270 @@
+"""The leaves of masks: public constructors, and what each leaf needs of an attention's size.
+
+A mask is a value: tensors given to it are copied as int32 (tables as bits), later changes to them do not reach it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
+from tilewright.mask.program import Part
+
+
+def causal() -> Mask:
+    """Keys up to the query's own position: j <= i."""
+    return Band(0, HIGHEST)
+
+
+def window(left: int | None, right: int | None = 0) -> Mask:
+    """-right <= i - j <= left.  None: no limit on that side.  `window(4095)` is a causal window of 4096 keys."""
+    for name, side in (("left", left), ("right", right)):
+        if side is not None and not 0 <= side < HIGHEST:
+            raise refuse(name, side, "a number of keys from 0, or None for no limit")
+    return Band(LOWEST if right is None else -right, HIGHEST if left is None else left)
+
+
+def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, length: int | None = None) -> Mask:
+    """Query and key in the same document.
+
+    ids: (S_k,) or (B, S_k) int of 32 bits, the document of every key; with S_q < S_k the queries are the last.  Tile
+    tables are exact where ids never decrease, sound otherwise.  Or cu_seqlens: (documents + 1,) int, from 0, as for
+    packed sequences, with `length` = S_k, which otherwise is read from the device; what lies behind is one document.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise InputError("document: give either ids or cu_seqlens=")
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+            raise refuse("cu_seqlens", tuple(cu_seqlens.shape), "(documents + 1,) int")
+        size = int(cu_seqlens[-1]) if length is None else length
+        places = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        return Document(torch.bucketize(places, cu_seqlens[1:].contiguous(), right=True, out_int32=True)[None])
+    assert ids is not None
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or (ids.dim() == 2 and not len(ids)):
+        raise refuse("ids", (tuple(ids.shape), ids.dtype), "(S_k,) or (B, S_k) int")
+    if length is not None and length != ids.shape[-1]:
+        raise refuse("length", length, f"ids are {ids.shape[-1]} long")
+    return Document(torch.atleast_2d(ids).to(torch.int32, copy=True).contiguous())
+
+
+def prefix(n: int | Tensor) -> Mask:
+    """The first n keys, for every query: j < n.  n: int, or (B,) int tensor.  `causal() | prefix(n)` is a prefix LM."""
+    if isinstance(n, Tensor):
+        if n.dim() != 1 or n.is_floating_point() or not n.numel():
+            raise refuse("n", (tuple(n.shape), n.dtype), "an int or a (B,) int tensor")
+        return Prefix(n.to(torch.int32, copy=True))
+    return Prefix(_count("n", n, 0))
+
+
+def global_tokens(g: int) -> Mask:
+    """The first g positions see and are seen by all: i < g or j < g."""
+    return GlobalTokens(_count("g", g, 0))
+
+
+def dilated(step: int) -> Mask:
+    """Every step-th key, counted from the query: (i - j) % step == 0."""
+    return Dilated(_count("step", step, 1))
+
+
+def strided(step: int) -> Mask:
+    """The last key of every run of `step`, the same for all queries: j % step == step - 1.
+
+    The summary columns of the Sparse Transformer (Child et al., 2019).
+    """
+    return Strided(_count("step", step, 1))
+
+
+def block(table: Tensor, size: int | tuple[int, int]) -> Mask:
+    """Blocks of queries and keys: table[..., i // size_q, j // size_k].
+
+    table: bool (rows, columns) or (B, H, rows, columns), B and H may be 1; rows = ceil(S_k / size_q) because positions
+    are counted like keys, columns = ceil(S_k / size_k).  size: one number or (size_q, size_k).
+    """
+    sizes = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sizes) != 2:
+        raise refuse("size", size, "one number or (size_q, size_k)")
+    if table.dtype != torch.bool or table.dim() not in (2, 4) or 0 in table.shape[:-2]:
+        raise refuse("table", (tuple(table.shape), table.dtype), "bool (rows, columns) or (B, H, rows, columns)")
+    full = table.reshape((1, 1, *table.shape) if table.dim() == 2 else table.shape)
+    return Block(full.clone(), _count("size", sizes[0], 1), _count("size", sizes[1], 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Document(Mask):
+    """ids: (B or 1, S_k) int32."""
+
+    ids: Tensor
+
+    def __repr__(self) -> str:
+        return f"document({tuple(self.ids.shape)})"
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """As everywhere."""
+        if self.ids.shape[-1] != s_k:
+            raise InputError(f"document: ids of {self.ids.shape[-1]} keys for S_k = {s_k}")
+        _check_size("document: ids", "B", self.ids.shape[0], batch)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        ids, last = self.ids, self.ids.shape[-1] - 1
+        if self.ids.shape[0] == 1:
+            return lambda b, h, q, k: (ids[0, q.clamp(0, last)] == ids[0, k]) & (q >= 0)
+        return lambda b, h, q, k: (ids[b, q.clamp(0, last)] == ids[b, k]) & (q >= 0)
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return Document(self.ids.to(device))
+
+    def _words(self) -> Iterator[Part | str]:
+        yield Part("doc.b" if self.ids.shape[0] > 1 else "doc", (self.ids.shape[-1],), self.ids.flatten())
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """n: int, or (B,) int32."""
+
+    n: int | Tensor
+
+    def __repr__(self) -> str:
+        return f"prefix({tuple(self.n.shape) if isinstance(self.n, Tensor) else self.n})"
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """As everywhere."""
+        if isinstance(self.n, Tensor):
+            _check_size("prefix: n", "B", self.n.numel(), batch)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        n = self.n
+        if not isinstance(n, Tensor):
+            return lambda b, h, q, k: k < n
+        if n.numel() == 1:
+            return lambda b, h, q, k: k < n[0]
+        return lambda b, h, q, k: k < n[b]
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return Prefix(self.n.to(device)) if isinstance(self.n, Tensor) else self
+
+    def _words(self) -> Iterator[Part | str]:
+        if not isinstance(self.n, Tensor):
+            yield Part("prefix", (self.n,))
+        else:
+            yield Part("prefix.b" if self.n.numel() > 1 else "prefix.t", (), self.n)
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalTokens(Mask):
+    """g: how many positions."""
+
+    g: int
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        g = self.g
+        return lambda b, h, q, k: (q < g) | (k < g)
+
+    def _words(self) -> Iterator[Part | str]:
+        yield Part("global", (self.g,))
+
+
+@dataclass(frozen=True, eq=False)
+class Dilated(Mask):
+    """step: between keys."""
+
+    step: int
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        step = self.step
+        return lambda b, h, q, k: (q - k) % step == 0
+
+    def _words(self) -> Iterator[Part | str]:
+        yield Part("dilated", (self.step,))
+
+
+@dataclass(frozen=True, eq=False)
+class Strided(Mask):
+    """step: between summary columns."""
+
+    step: int
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        step = self.step
+        return lambda b, h, q, k: k % step == step - 1
+
+    def _words(self) -> Iterator[Part | str]:
+        yield Part("strided", (self.step,))
+
+
+@dataclass(frozen=True, eq=False)
+class Block(Mask):
+    """table: (B or 1, H or 1, rows, columns) bool."""
+
+    table: Tensor
+    size_q: int
+    size_k: int
+
+    def __repr__(self) -> str:
+        return f"block({tuple(self.table.shape)}, ({self.size_q}, {self.size_k}))"
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """As everywhere."""
+        needed = -(-s_k // self.size_q), -(-s_k // self.size_k)
+        if tuple(self.table.shape[2:]) != needed:
+            raise InputError(
+                f"block: table of {tuple(self.table.shape[2:])} blocks of ({self.size_q}, {self.size_k}); "
+                f"S_k = {s_k} needs {needed}"
+            )
+        _check_size("block: table", "B", self.table.shape[0], batch)
+        _check_size("block: table", "H", self.table.shape[1], heads)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        table, size_q, size_k = self.table, self.size_q, self.size_k
+        by_batch, by_head = (int(size > 1) for size in table.shape[:2])
+        last = table.shape[2] * size_q - 1
+
+        def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return table[b * by_batch, h * by_head, q.clamp(0, last) // size_q, k // size_k] & (q >= 0)
+
+        return allowed
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return Block(self.table.to(device), self.size_q, self.size_k)
+
+    def _words(self) -> Iterator[Part | str]:
+        batch, heads, rows, columns = self.table.shape
+        flags = ("b" if batch > 1 else "") + ("h" if heads > 1 else "")
+        word = f"block.{flags}" if flags else "block"
+        yield Part(word, (self.size_q, self.size_k, rows, columns, heads), _packed(self.table))
+
+
+def _packed(table: Tensor) -> Tensor:
+    """bool (..., columns) -> int32 words of 32 columns, the first lowest, flat."""
+    words = -(-table.shape[-1] // 32)
+    padded = torch.nn.functional.pad(table, (0, 32 * words - table.shape[-1]))
+    bits = padded.unflatten(-1, (words, 32)).to(torch.int32) << torch.arange(32, dtype=torch.int32, device=table.device)
+    return bits.sum(-1, dtype=torch.int32).flatten()
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int) or not least <= value < HIGHEST:
+        raise refuse(name, value, f"an int from {least}")
+    return value
+
+
+def _check_size(what: str, axis: str, given: int, needed: int) -> None:
+    if given not in (1, needed):
+        raise InputError(f"{what} are for {axis} = {given}; the attention has {axis} = {needed}")

@@ -1,0 +1,134 @@
+"""A mask as kernels take it: a short text that says how leaves are combined, and one tensor with all their numbers.
+
+Text: postfix words `leaf[.flags]:offset`, `&`, `|`, `~`, for example "band:0 doc.b:2 & prefix:4 |".  Offsets point into
+`data`, 1-D int32, where each leaf has its header; ids and tables follow behind all headers.  So the text depends on the
+structure alone, and kernels compiled for one text serve all lengths, windows and documents.
+
+With i the position of a query, j a key, d = i - j:
+
+    leaf                  header at its offset                         allowed
+    band                  low, high                                    low <= d <= high
+    doc, doc.b            length, at                                   ids[i] == ids[j], both in 0 .. length - 1
+    prefix, .t, .b        n; at; at                                    j < n
+    global                g                                            i < g or j < g
+    dilated               step                                         d % step == 0
+    strided               step                                         j % step == step - 1
+    block, .b, .h, .bh    size_q, size_k, rows, columns, heads, at     bit (i // size_q, j // size_k) of a table
+
+`at`: where the payload lies in data.  Flags say on what it depends: .b batch, .h head, .t neither.  doc: ids (length,),
+doc.b: (B, length); prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with words = ceil(columns /
+32), column c is bit c % 32 of word c // 32, B and heads 1 without .b, .h.  Outside the table nothing is allowed.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OPERATORS = ("&", "|", "~")
+
+
+class Leaf(NamedTuple):
+    """One leaf of a text.  offset: of its header in data."""
+
+    name: str
+    by_batch: bool
+    by_head: bool
+    offset: int
+
+
+class Part(NamedTuple):
+    """What a leaf puts into data.  word: name and flags; payload: int32, 1-D, its place is the header's last number."""
+
+    word: str
+    header: tuple[int, ...]
+    payload: Tensor | None = None
+
+
+def assemble(words: Sequence[Part | str], device: torch.device) -> tuple[str, Tensor]:
+    """Text and data of leaves and operators in postfix order."""
+    text: list[str] = []
+    header: list[int] = []
+    payloads: list[Tensor] = []
+    at = sum(len(w.header) + (w.payload is not None) for w in words if isinstance(w, Part))
+    for word in words:
+        if isinstance(word, str):
+            text.append(word)
+            continue
+        text.append(f"{word.word}:{len(header)}")
+        header += word.header
+        if word.payload is not None:
+            header.append(at)
+            at += word.payload.numel()
+            payloads.append(word.payload.to(device))
+    numbers = torch.tensor(header, dtype=torch.int32, device=device)
+    return " ".join(text), torch.cat([numbers, *payloads]) if payloads else numbers
+
+
+def root(text: str) -> str:
+    """The outermost node: "&", "|", "~", or the leaf's name without its flags."""
+    return text.rsplit(maxsplit=1)[-1].partition(":")[0].partition(".")[0]
+
+
+def offset(text: str) -> int:
+    """Where the header of the leaf `text` lies."""
+    return int(text.partition(":")[2])
+
+
+def flags(text: str) -> str:
+    """On what the leaf `text` depends: "", "b", "h" or "bh"."""
+    return text.partition(":")[0].partition(".")[2]
+
+
+# Each function below stands alone: Triton calls them while it compiles, and the key of a kernel holds only their texts.
+
+
+def first(text: str) -> str:
+    """First operand of the outermost `&` or `|`."""
+    words = text.split()
+    missing, start = 1, len(words) - 1
+    while missing:
+        start -= 1
+        missing += {"&": 1, "|": 1, "~": 0}.get(words[start], -1)
+    return " ".join(words[:start])
+
+
+def second(text: str) -> str:
+    """Second operand of the outermost `&` or `|`; the operand of `~`."""
+    words = text.split()
+    missing, start = 1, len(words) - 1
+    while missing:
+        start -= 1
+        missing += {"&": 1, "|": 1, "~": 0}.get(words[start], -1)
+    return " ".join(words[start:-1])
+
+
+def document_count(text: str) -> int:
+    """How many leaves of documents there are."""
+    return sum(word.startswith("doc") for word in text.split())
+
+
+def document(text: str, number: int) -> str:
+    """The leaf of documents with this number."""
+    return [word for word in text.split() if word.startswith("doc")][number]
+
+
+def document_number(text: str, leaf: str) -> int:
+    """The number of the leaf of documents `leaf`, from 0."""
+    return [word for word in text.split() if word.startswith("doc")].index(leaf)
+
+
+def leaves(text: str) -> tuple[Leaf, ...]:
+    """All leaves, in order."""
+    return tuple(
+        Leaf(root(word), "b" in flags(word), "h" in flags(word), offset(word))
+        for word in text.split()
+        if word not in OPERATORS
+    )
+
+
+def extent(text: str, batch: int, heads: int) -> tuple[int, int]:
+    """(batch, heads) on which the mask depends: 1 where it does not."""
+    found = leaves(text)
+    return batch if any(leaf.by_batch for leaf in found) else 1, heads if any(leaf.by_head for leaf in found) else 1

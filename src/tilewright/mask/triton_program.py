@@ -1,0 +1,112 @@
+"""A mask's program inside a Triton kernel: `allowed` becomes straight code for one text, numbers come from memory.
+
+Only tiles that a table calls partial need it.  Loads are by row and by column, so they cost little beside the tile;
+what they need is in `mask.program`.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.mask import program as _program
+
+root = triton.constexpr_function(_program.root)
+offset = triton.constexpr_function(_program.offset)
+flags = triton.constexpr_function(_program.flags)
+first = triton.constexpr_function(_program.first)
+second = triton.constexpr_function(_program.second)
+
+
+@triton.jit
+def allowed(program: tl.constexpr, data, b, h, positions, keys):
+    """bool tile: may the query at a position see a key?
+
+    program: text of `Mask.program`, not empty.  data: pointer to its int32.  b, h: batch and query head.  positions:
+    (M, 1) int32, i + S_k - S_q, keys: (1, N) int32; or (1, M) and (N, 1) for a transposed tile.  Positions and keys
+    outside the sequence are safe; whether a key lies below S_k is the kernel's question.
+    """
+    result, _ = tl.broadcast(_node(program, data, b, h, positions, keys), positions == keys)
+    return result
+
+
+@triton.jit
+def _node(program: tl.constexpr, data, b, h, positions, keys):
+    """`allowed`, not yet broadcast."""
+    kind: tl.constexpr = root(program)
+    if kind == "&":
+        left = _node(first(program), data, b, h, positions, keys)
+        result = left & _node(second(program), data, b, h, positions, keys)
+    elif kind == "|":
+        left = _node(first(program), data, b, h, positions, keys)
+        result = left | _node(second(program), data, b, h, positions, keys)
+    elif kind == "~":
+        result = ~_node(second(program), data, b, h, positions, keys)
+    else:
+        result = _leaf(program, data + offset(program), data, b, h, positions, keys)
+    return result
+
+
+@triton.jit
+def _leaf(program: tl.constexpr, header, data, b, h, positions, keys):
+    kind: tl.constexpr = root(program)
+    of: tl.constexpr = flags(program)
+    if kind == "band":
+        distance = positions - keys
+        result = (distance >= tl.load(header)) & (distance <= tl.load(header + 1))
+    elif kind == "doc":
+        length = tl.load(header)
+        ids = data + tl.load(header + 1)
+        if of == "b":
+            ids += b * length
+        inside_q, inside_k = (positions >= 0) & (positions < length), (keys >= 0) & (keys < length)
+        own = tl.load(ids + positions, mask=inside_q, other=0)
+        result = (own == tl.load(ids + keys, mask=inside_k, other=0)) & inside_q & inside_k
+    elif kind == "prefix":
+        result = keys < prefix(program, header, data, b)
+    elif kind == "global":
+        count = tl.load(header)
+        result = (positions < count) | (keys < count)
+    elif kind == "dilated":
+        step = tl.load(header)  # divisions by row and by column, not one for each score; positions may be negative
+        result = (positions % step + step) % step == keys % step
+    elif kind == "strided":
+        result = (keys + 1) % tl.load(header) == 0
+    else:
+        tl.static_assert(kind == "block", "a leaf of another name")
+        row, column = positions // tl.load(header), keys // tl.load(header + 1)
+        inside_q = (positions >= 0) & (row < tl.load(header + 2))
+        inside_k = (keys >= 0) & (column < tl.load(header + 3))
+        words = table(program, header, data, b, h) + row * words_of_row(header) + column // 32
+        bits = tl.load(words, mask=inside_q & inside_k, other=0)
+        result = ((bits >> (column % 32)) & 1) == 1
+    return result
+
+
+@triton.jit
+def prefix(program: tl.constexpr, header, data, b):
+    """How many keys a prefix leaf allows in batch b."""
+    of: tl.constexpr = flags(program)
+    count = tl.load(header)
+    if of == "t":
+        count = tl.load(data + count)
+    if of == "b":
+        count = tl.load(data + count + b)
+    return count
+
+
+@triton.jit
+def words_of_row(header):
+    """int32 words in a row of a block table."""
+    return (tl.load(header + 3) + 31) // 32
+
+
+@triton.jit
+def table(program: tl.constexpr, header, data, b, h):
+    """Pointer to the bits of a block table that hold for batch b and head h."""
+    of: tl.constexpr = flags(program)
+    size = tl.load(header + 2) * words_of_row(header)
+    bits = data + tl.load(header + 5)
+    if of == "b" or of == "bh":
+        bits += b * tl.load(header + 4) * size
+    if of == "h" or of == "bh":
+        bits += h * size
+    return bits
