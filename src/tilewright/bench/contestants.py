@@ -47,8 +47,8 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     """Ask dispatch which implementations of this direction can run `sample`."""
     contract = case.contract
     with torch.no_grad(), record() as recording:
-        outputs = tensors(contract.function(*sample.args, **sample.kwargs))
-    forward, forward_args, _, _ = recording.calls[0]
+        contract.function(*sample.args, **sample.kwargs)
+    forward, forward_args, *wish = recording.calls[0]
     forward_plan = recording.plans[0]
     if case.direction == "fwd":
         return _choice(forward, forward_args, forward_plan.backend)
@@ -56,9 +56,12 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     assert gradient is not None, "a case has a backward only where the contract has one"
     positions = gradient.inputs
     needs = [position in positions for position in range(len(forward_args))]
+    with torch.no_grad():
+        outputs = tensors(forward(*forward_args, *wish))  # those too that the public function keeps to itself
+    unused = (None,) * (len(outputs) - len(cotangents))
     saved = gradient.save(forward_args, tuple(outputs))
     plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
-    raw_args = tuple(gradient.raw_args(tuple(cotangents), tuple(saved), plain, needs))
+    raw_args = tuple(gradient.raw_args((*cotangents, *unused), tuple(saved), plain, needs))
     picked = gradient.op.plan(raw_args, "auto", "default").backend
     if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
         picked = "torch"
@@ -101,7 +104,7 @@ def copied(sample: Sample, require_grad: Sequence[int] = ()) -> Sample:
     """A copy of every tensor in `sample`; the positional ones in `require_grad` become leaves."""
     args, kwargs = tree_map(_copy, (sample.args, dict(sample.kwargs)))
     for position in require_grad:
-        if isinstance(args[position], Tensor):  # an optional argument may be absent
+        if position < len(args) and isinstance(args[position], Tensor):  # an optional argument may be absent
             args[position].requires_grad_()
     return Sample(args, kwargs)
 

@@ -6,6 +6,7 @@ from tilewright.ops.activation.silu_and_mul import silu_and_mul
 from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
 from tilewright.ops.activation.swiglu import swiglu
 from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
+from tilewright.ops.attention.fmha import fmha
 from tilewright.ops.gemm.bmm import bmm
 from tilewright.ops.gemm.matmul import matmul
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
@@ -39,6 +40,7 @@ __all__ = [
     "bmm",
     "dequantize",
     "dequantize_weight",
+    "fmha",
     "geglu",
     "gelu_and_mul",
     "group_gemm",

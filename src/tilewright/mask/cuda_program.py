@@ -1,0 +1,37 @@
+"""A mask's program inside a CUDA C++ kernel: a type, for `tilewright/mask_program.cuh`."""
+
+from functools import partial
+
+from tilewright.mask.elements import walk
+from tilewright.mask.program import flags, offset, root
+
+NO_PROGRAM = "tilewright::NoProgram"
+"""Of the empty text."""
+
+_LEAVES = {
+    "band": "MaskBand",
+    "doc": "MaskDocument",
+    "prefix": "MaskPrefix",
+    "global": "MaskGlobal",
+    "dilated": "MaskDilated",
+    "strided": "MaskStrided",
+    "block": "MaskBlock",
+}
+
+
+def cuda_type(program: str) -> str:
+    """The C++ type of a program's text, "tilewright::MaskNot<tilewright::MaskBand<0>>" for "band:0 ~"."""
+    if not program:
+        return NO_PROGRAM
+    return walk(program, _leaf, *(partial(_node, name) for name in ("Not", "Both", "Either")))
+
+
+def _leaf(word: str) -> str:
+    kind, of = root(word), flags(word)
+    depends = {"doc": ("b" in of,), "prefix": (of != "", "b" in of), "block": ("b" in of, "h" in of)}.get(kind, ())
+    values = ", ".join((str(offset(word)), *(str(flag).lower() for flag in depends)))
+    return f"tilewright::{_LEAVES[kind]}<{values}>"
+
+
+def _node(name: str, *operands: str) -> str:
+    return f"tilewright::Mask{name}<{', '.join(operands)}>"

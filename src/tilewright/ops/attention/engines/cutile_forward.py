@@ -1,0 +1,121 @@
+"""Attention forward in cuTile: choice of tiles, and the launch.  The kernel is in `cutile_forward_kernel.py`.
+
+4*B*H*S_q*S_k*D flops without a mask: (2, 16, 8192, 128) cannot beat 1.11 ms at 989 TFLOP/s.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.jit.cutile_launch import Hints
+from tilewright.ops.attention.engines.cutile_forward_kernel import forward_kernel
+from tilewright.ops.attention.engines.cutile_tiles import LOG2E
+
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "refusal"]
+
+MOST_D = 256
+L2_BYTES = 24 << 20  # of keys and values that are read again by other tiles before they are gone
+SLOPES = 2  # bit of `extras` in a bucket, as in fmha/raw.py
+
+
+class Config(NamedTuple):
+    """Tiles of queries and keys, and how they are worked on."""
+
+    block_m: int
+    block_n: int
+    num_warps: int  # that compute, 4 or 8; 4 more load
+    occupancy: int  # blocks that share an SM
+    ahead: bool  # multiply the next scores while these pass through the softmax
+
+
+def padded(width: int) -> int:
+    """Columns of the tile that holds `width` columns: beyond them it holds 0."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The first candidate, by D and what must be held in registers."""
+    return candidates(bucket, dtype)[0]
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Tiles that compile without spills for sm_90."""
+    _, _, _, _, d, d_v, _, extras, _ = bucket
+    widest = max(padded(d), padded(d_v))
+    ahead = not extras & SLOPES  # positions and keys of every score are alive beside two tiles of scores
+    if widest <= 64:
+        found = [Config(64, 128, 4, 2, True), Config(128, 128, 8, 1, True), Config(64, 128, 4, 2, False)]
+    elif widest <= 128:
+        found = [Config(64, 128, 4, 2, True), Config(128, 64, 8, 1, True), Config(64, 128, 4, 2, False)]
+    else:
+        found = [Config(128, 64, 8, 1, True), Config(64, 64, 4, 1, True), Config(64, 128, 4, 1, False)]
+    return tuple(dict.fromkeys(c if ahead else c._replace(ahead=False) for c in found))
+
+
+def _every_config() -> tuple[Config, ...]:
+    """What `configure` returns, found by asking it."""
+    buckets = [(32, 1, 8192, 8192, d, d, 1, extras, 1) for d in (64, 128, 256) for extras in (0, SLOPES)]
+    return tuple(dict.fromkeys(configure(bucket, torch.bfloat16) for bucket in buckets))
+
+
+CONFIGS = _every_config()
+
+
+def refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why this engine cannot run bands over these operands; None if it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bf16 or fp16, got {q.dtype}"
+    d, d_v = q.shape[3], v.shape[3]
+    if max(d, d_v) > MOST_D or not d:
+        return f"has head dimensions from 1 to {MOST_D}, got D={d}, D_v={d_v}"
+    return None
+
+
+def forward(
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    config: Config,
+) -> None:
+    """o (B, H, S_q, D_v) and lse (B, H, S_q) of q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), S_k > 0.
+
+    left, right: the band, -1 unlimited; program must be "".  See `fmha/raw.py`.
+    """
+    batch, heads, s_q, d = q.shape
+    s_k, d_v = v.shape[2:]
+    softcapped, sloped = softcap > 0, slopes is not None
+    forward_kernel(
+        (-(-s_q // config.block_m) * heads * batch,),
+        (
+            *(o, lse, q, k, v),
+            lse if sinks is None else sinks,  # what is not wanted is not read
+            lse if slopes is None else slopes,
+            scale * LOG2E,
+            softcap * LOG2E,
+            left,
+            right,
+            together(heads * batch, heads // k.shape[1], s_k * (d + d_v) * q.element_size()),
+        ),
+        (
+            *(padded(d), padded(d_v), config.block_m, config.block_n),
+            *(left >= 0, right >= 0, s_k % config.block_n != 0),
+            *(softcapped or sloped or scale <= 0, softcapped, sloped, sinks is not None, config.ahead),
+        ),
+        Hints(config.num_warps, config.occupancy),
+    )
+
+
+def together(heads: int, sharing: int, bytes_of_head: int) -> int:
+    """How many heads are walked at a time; `sharing` of them have one head of keys, of `bytes_of_head`."""
+    return min(heads, max(1, L2_BYTES // bytes_of_head) * sharing)

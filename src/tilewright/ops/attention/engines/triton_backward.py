@@ -1,0 +1,146 @@
+"""Attention backward in Triton: one kernel for dk and dv, one for dq, deterministic.
+
+Each computes the scores and do v^T again: 14 * B * H * pairs * D flops of products where a backward that added up dq
+across programs would take 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.attention.engines import triton_tiles as tiling
+from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
+from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
+
+_keys, _queries = TritonKernel(keys_kernel), TritonKernel(queries_kernel)
+
+
+SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
+
+
+class Config(NamedTuple):
+    """keys_*: the `Tile` for dk and dv; queries_*: that for dq.   descriptors: of both, with a copy engine."""
+
+    keys_m: int
+    keys_n: int
+    keys_warps: int
+    keys_stages: int
+    keys_overlap: bool
+    queries_m: int
+    queries_n: int
+    queries_warps: int
+    queries_stages: int
+    queries_overlap: bool
+    descriptors: bool
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """Two accumulators of keys, or one of queries, and two tiles of scores, in 255 registers."""
+    _, _, _, _, d, d_v, _, extras, aligned = bucket
+    widest = max(d, d_v)
+    if dtype.itemsize == 4:
+        return Config(16, 32, 8, 2, False, 32, 16, 8, 2, False, False)
+    if not aligned:
+        return Config(32, 64, 4, 2, False, 64, 32, 4, 2, False, False)
+    if widest <= 64:
+        return Config(64, 128, 8, 2, False, 128, 64, 8, 2, True, True)
+    if widest <= 128:
+        queries = 32 if extras & (SOFTCAP | SLOPES) else 64  # terms of the score need registers
+        return Config(queries, 128, 8, 2, False, 128, 64, 8, 2, False, True)
+    return Config(32, 64, 8, 2, False, 64, 64, 8, 2, False, True)
+
+
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure((32, 1, 8192, 8192, d, d, 1, extras, aligned), dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+        for d in (64, 128, 256)
+        for extras in (0, SOFTCAP)
+        for aligned in (0, 1)
+    )
+)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Halves that compile without spills for sm_90."""
+    d, d_v, aligned = bucket[4], bucket[5], bool(bucket[8])
+    widest = max(d, d_v)
+    if dtype.itemsize == 4 or not aligned:
+        return (configure(bucket, dtype),)
+    keys: tuple[tuple[int, int, int, int, bool], ...]
+    queries: tuple[tuple[int, int, int, int, bool], ...]
+    if widest <= 64:
+        keys = ((64, 128, 8, 2, False), (64, 128, 8, 3, False), (64, 64, 4, 2, False), (64, 64, 4, 2, True))
+        queries = ((128, 64, 8, 2, True), (128, 128, 8, 2, False), (64, 128, 4, 2, True), (64, 64, 4, 2, True))
+    elif widest <= 128:
+        keys = ((64, 128, 8, 2, False), (64, 128, 8, 3, False), (64, 64, 4, 2, False), (32, 128, 8, 2, False))
+        queries = ((128, 64, 8, 2, False), (128, 64, 8, 2, True), (128, 128, 8, 2, False), (64, 64, 4, 2, True))
+    else:
+        keys, queries = ((32, 64, 8, 2, False),), ((64, 64, 8, 2, False), (128, 32, 8, 2, False))
+    return tuple(Config(*k, *q, True) for k in keys for q in queries)
+
+
+def refusal(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    """By what bucket and dtype tell."""
+    if max(q.shape[3], v.shape[3]) > MOST_D:
+        return f"holds heads of up to {MOST_D} numbers"
+    return "has no keys to read" if k.shape[2] == 0 else None
+
+
+def backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    do: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    config: Config,
+) -> None:
+    """dq, dk, dv as the raw op `_fmha_bwd` describes them; delta (B, H, S_q) float32; S_k >= 1.
+
+    sinks: in lse already.
+    """
+    batch, heads, s_q, d = q.shape
+    s_k, d_v = k.shape[2], v.shape[3]
+    group = heads // k.shape[1]
+    left, right = min(left, s_q + s_k), min(right, s_q + s_k)  # no distance is larger: sums stay small
+    widths = (d, d_v, *tiling.parts(d), *tiling.parts(d_v), left >= 0, right >= 0, program, softcap > 0.0)
+    numbers = (left, right, scale, softcap)
+    kept = sum(tiling.parts(d) + tiling.parts(d_v))
+    engine = config.descriptors and tiling.has_descriptors(q)
+
+    tile = tiling.fitted(Tile(*config[:5]), q, kept, d, d_v, (64, 32), "block_m")
+    copied = engine and tiling.describable(q) and tiling.describable(do)
+    table = tiling.table(program, mask_data, q, k, tile, "key")
+    args: tuple[Any, ...] = (
+        dk, dv, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
+        batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(q, do, 1),
+        *tiling.steps(False, dk, dv), *tiling.steps(copied, do, q), *tiling.steps(False, k, v), *table.strides,
+    )  # fmt: skip
+    constants: tuple[Any, ...] = (*widths, copied, tile.overlap, tile.block_m, tile.block_n)
+    tiling.launch(_keys, (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
+
+    tile = tiling.fitted(Tile(*config[5:10]), q, kept, d, d_v, (64, 64))
+    copied = engine and tiling.describable(k) and tiling.describable(v)
+    table = tiling.table(program, mask_data, q, k, tile, "query")
+    args = (
+        dq, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
+        batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(k, v, group),
+        *tiling.steps(False, dq, do, q), *tiling.steps(copied, k, v), *table.strides,
+    )  # fmt: skip
+    ragged = not program and s_k % tile.block_n != 0
+    constants = (*widths, ragged, copied, tile.overlap, tile.block_m, tile.block_n)
+    tiling.launch(_queries, (batch * heads * -(-s_q // tile.block_m),), args, constants, tile)

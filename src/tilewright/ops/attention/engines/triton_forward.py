@@ -1,0 +1,109 @@
+"""Attention forward in Triton: the portable form, for any strides, head dimensions, masks and lengths.
+
+One program a tile of queries; the scores of a tile of keys never leave the chip.  Keys and values come through tensor
+descriptors where the operands are aligned and the GPU has a copy engine (sm_90 and later), else through pointers.
+
+4 * B * H * pairs * D flops, with `pairs` the (query, key) that the mask leaves: (2, 16, 8192, 128) without a mask
+cannot beat 1.11 ms at 989 TFLOP/s.
+"""
+
+import torch
+from torch import Tensor
+
+from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.attention.engines import triton_tiles as tiling
+from tilewright.ops.attention.engines.triton_forward_kernel import forward_kernel
+from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config, Tile
+
+_kernel = TritonKernel(forward_kernel)
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """Two groups of warps of 64 queries each; fewer keys where heads are wide, fewer queries where there are few."""
+    _, _, s_q, _, d, d_v, _, _, aligned = bucket
+    widest = max(d, d_v)
+    if dtype.itemsize == 4:  # products of scalars on NVIDIA: small tiles
+        return Config(32, 32, 8, 2, False, False)
+    if not aligned:
+        return Config(64, 64 if widest <= 128 else 32, 4, 2, False, False)
+    if s_q <= 64:
+        return Config(64, 64, 4, 2, True, True)
+    if widest <= 64:
+        return Config(128, 128, 8, 2, True, True)
+    if d + d_v <= 320 and d_v <= 128:
+        return Config(128, 128, 8, 2, True, True)
+    return Config(128, 64, 8, 2, True, True)
+
+
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure((32, 1, s, s, d, d, 1, 0, aligned), dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+        for s in (64, 8192)
+        for d in (64, 128, 256)
+        for aligned in (0, 1)
+    )
+)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Tiles whose accumulators and scores leave registers for the softmax, and whose stages fit an H200."""
+    d, d_v, aligned = bucket[4], bucket[5], bucket[8]
+    width = sum(tiling.parts(d) + tiling.parts(d_v))
+    if dtype.itemsize == 4:
+        return tuple(Config(32, n, 8, 2, False, False) for n in (16, 32))
+    found = [
+        Config(m, n, m // 16, stages, bool(aligned), overlap)
+        for m in (64, 128)
+        for n in (32, 64, 128)
+        for stages in (2, 3)
+        for overlap in (True, False)
+        if dtype.itemsize * width * (m + stages * n) <= tiling.SHARED_BYTES["sm_90"]
+        and n + sum(tiling.parts(d_v)) <= 320
+    ]
+    return tuple(found)
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    """By what bucket and dtype tell."""
+    if max(q.shape[3], v.shape[3]) > MOST_D:
+        return f"holds heads of up to {MOST_D} numbers"
+    return "has no keys to read" if k.shape[2] == 0 else None
+
+
+def forward(
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    config: Config,
+) -> None:
+    """o (B, H, S_q, D_v) and lse (B, H, S_q) float32, as the raw op `_fmha_fwd` describes them; S_k >= 1."""
+    batch, heads, s_q, d = q.shape
+    s_k, d_v = k.shape[2], v.shape[3]
+    group = heads // k.shape[1]
+    left, right = min(left, s_q + s_k), min(right, s_q + s_k)  # no distance is larger: sums stay small
+    descriptors = config.descriptors and all(map(tiling.describable, (k, v))) and tiling.has_descriptors(k)
+    tile = tiling.fitted(Tile(*config[:4], config.overlap), q, sum(tiling.parts(d)), d, d_v, (128, 64))
+    table = tiling.table(program, mask_data, q, k, tile, "query")
+    args = (
+        o, lse, q, k, v, sinks, slopes, mask_data, table.counts, table.indices,
+        batch, heads, group, s_q, s_k, left, right, scale, softcap, tiling.heads_together(k, v, group),
+        *tiling.steps(False, o, q), *tiling.steps(descriptors, k, v), *table.strides,
+    )  # fmt: skip
+    constants = (
+        d, d_v, *tiling.parts(d), *tiling.parts(d_v), left >= 0, right >= 0, program, softcap > 0.0,
+        softcap > 0.0 or slopes is not None or scale <= 0.0, not program and s_k % tile.block_n != 0,
+        descriptors, tile.overlap, tile.block_m, tile.block_n,
+    )  # fmt: skip
+    grid = (batch * heads * -(-s_q // tile.block_m),)
+    tiling.launch(_kernel, grid, args, constants, tile)

@@ -1,0 +1,158 @@
+"""Attention for prefill and training: any mask, there and back.  The contract; backends are the files beside it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Contract, call, dispatch, register
+from tilewright.mask import Mask
+from tilewright.ops.attention import apart, checks
+from tilewright.ops.attention.arguments import merged, raw_arguments
+from tilewright.ops.attention.fmha import samples
+from tilewright.ops.attention.fmha.cost import cost
+from tilewright.ops.attention.fmha.raw import FORWARD, GRADIENT
+from tilewright.ops.attention.fmha.workloads import CPU_WORKLOADS, WORKLOADS
+from tilewright.ops.attention.reference import attention
+from tilewright.ops.attention.score import split
+
+
+@dispatch("fmha")
+def fmha(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    score_mod: Any = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    layout: str = "BHSD",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o = softmax(s) v over the keys a query may see, s = scale * q k^T; and lse, the logarithm of its denominator.
+
+    q: (B, H, S_q, D)   k: (B, H_kv, S_k, D)   v: (B, H_kv, S_k, D_v), or (B, S, H, D) each with layout="BSHD";
+    bf16|fp16|fp32, the same for all.  Query head h reads key head h // (H / H_kv).  Strides are free, the last of 1:
+    another costs a copy.  Returns o (B, H, S_q, D_v), which lies in memory as q does; with return_lse also lse
+    (B, H, S_q) float32, natural.  scale: D^-0.5 by default.
+
+    mask: one of tilewright.mask, or several of them with & | ~.   causal: mask & causal().
+    The position of query i is i + S_k - S_q: the last query sees the last key (bottom right, as FlashAttention).
+    torch's is_causal is top left, which differs where S_q and S_k do.
+    A query that may see nothing gets 0, and lse -inf (with a sink, lse is the sink).
+
+    score_mod: a modifier of tilewright.ops.attention.score, or a tuple of them, applied in order: softcap and alibi are
+    inside the kernels, relative_bias and callables (score, b, h, q_idx, kv_idx) -> score are torch's FlexAttention.
+    softcap: first of all, s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the denominator.
+    dropout: of the probabilities, by torch's scaled_dot_product_attention; with masks alone, and without lse.
+
+    Scores, softmax and sums are float32; probabilities are rounded to v's dtype before the product with v.
+    NaN in a key that a query may not see does not reach it; in a value it may reach queries of the same tile.
+    Gradients: q, k, v, sinks and the table of relative_bias; also through lse.  They repeat bit for bit in all kernels
+    of this library.
+    backend: run on exactly this backend ("cuda", "triton", "cutile", "torch") or raise BackendError.
+    Raises InputError for shapes, dtypes, masks and modifiers that do not go together.
+    Source: Dao et al., "FlashAttention", 2022; Shah et al., "FlashAttention-3", 2024.
+    """
+    checks.check_layout("fmha", layout)
+    checks.check_heads("fmha", q, k, v)
+    turned = layout == "BSHD"
+    if turned:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    seen, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
+    if dropout or scores.rest or (seen is not None and seen.only_flex):
+        o, lse = _apart(q, k, v, seen, scale, scores, dropout, return_lse, backend)
+    else:
+        o, lse = call(CONTRACT, raw_arguments(q, k, v, seen, scale, scores), backend)
+    if turned:
+        o = o.transpose(1, 2)
+    return (o, lse) if return_lse else o
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    score_mod: Any = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    layout: str = "BHSD",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in plain torch; on a GPU, large problems without score modifiers are cuDNN's or FLASH's."""
+    turned = layout == "BSHD"
+    if turned:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    seen, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
+    if dropout:
+        o, lse = _apart(q, k, v, seen, scale, scores, dropout, return_lse, None)
+    elif scores.rest or (seen is not None and seen.only_flex):
+        o, lse = apart.plain(q, k, v, seen, scale, scores)
+    else:
+        o, lse = attention(*raw_arguments(q, k, v, seen, scale, scores))
+    if turned:
+        o = o.transpose(1, 2)
+    return (o, lse) if return_lse else o
+
+
+def _apart(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Mask | None,
+    scale: float | None,
+    scores: Any,
+    dropout: float,
+    return_lse: bool,
+    backend: str | None,
+) -> tuple[Tensor, Any]:
+    """What no raw op has: (o, lse), lse None under dropout."""
+    checks.check_shapes("fmha", q, k, v)
+    checks.check_dropout("fmha", dropout)
+    if scale is not None:
+        checks.check_scale("fmha", scale)
+    if seen is not None:
+        seen.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if dropout:
+        apart.check_dropped("fmha", scores, return_lse)
+        apart.check_backend("fmha", backend, "dropout")
+        return apart.dropped(q, k, v, seen, scale, dropout), None
+    apart.check_backend(
+        "fmha", backend, "score modifier but softcap, alibi and sinks, and no mask of a foreign function"
+    )
+    return apart.modified(q, k, v, seen, scale, scores)
+
+
+def check(*args: Any) -> None:
+    """Raises InputError for what the docstring of `fmha` excludes."""
+    checks.check_raw("fmha", *args)
+
+
+CONTRACT = register(
+    Contract(
+        name="fmha",
+        family="attention",
+        summary="attention with masks, score modifiers and grouped heads",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=samples.inputs,
+        cost=cost,
+        gradient=GRADIENT,
+        workloads=WORKLOADS,
+        cpu_workloads=CPU_WORKLOADS,
+        edge_cases=samples.EDGE_CASES,
+        bad_inputs=samples.BAD_INPUTS,
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    )
+)

@@ -1,0 +1,161 @@
+"""The raw ops of `fmha`, forward and backward, and how the one is fed from the other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Gradient, RawOp
+from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.raw import OutputSpec
+from tilewright.ops.attention.layout import dense, spec_like
+from tilewright.ops.attention.reference import attention, attention_backward
+from tilewright.ops.gemm.operands import copyable
+from tilewright.ops.rows import accumulate_dtype
+
+BUCKET = ("BH", "group", "S_q", "S_k", "D", "D_v", "mask", "extras", "aligned")
+"""What a choice of kernel may depend on, in both directions; BH, S_q and S_k in powers of two."""
+
+FULL, CAUSAL, BAND, PROGRAM = range(4)
+"""`mask` in a bucket.  CAUSAL is bottom right: the last query sees the last key."""
+
+SOFTCAP, SLOPES, SINKS = 1, 2, 4
+"""Bits of `extras` in a bucket."""
+
+_TENSORS = "Tensor? sinks, Tensor? slopes, Tensor? mask_data"
+_SCALARS = "str program, int left, int right, float scale, float softcap"
+
+
+def bucket(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[int, ...]:
+    """The bucket of a forward, named by `BUCKET`."""
+    return _bucket((q, k, v), sinks, slopes, program, left, right, softcap)
+
+
+def _bucket(
+    tensors: Sequence[Tensor],
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    softcap: float,
+) -> tuple[int, ...]:
+    """tensors: q, k, v, and whatever else the kernel reads."""
+    q, k, v = tensors[:3]
+    heads, s_k = hint(q.shape[1]), hint(k.shape[2])
+    extras = (SOFTCAP if softcap else 0) | (SLOPES if slopes is not None else 0) | (SINKS if sinks is not None else 0)
+    return (
+        row_bucket(hint(q.shape[0]) * heads),
+        heads // max(hint(k.shape[1]), 1),
+        row_bucket(q.shape[2]),
+        row_bucket(s_k) if s_k else 0,
+        hint(q.shape[3]),
+        hint(v.shape[3]),
+        _mask(program, left, right),
+        extras,
+        int(all(copyable(t) for t in tensors)),
+    )
+
+
+def _mask(program: str, left: int, right: int) -> int:
+    if program:
+        return PROGRAM
+    if left < 0 and right < 0:
+        return FULL
+    return CAUSAL if left < 0 and right == 0 else BAND
+
+
+def _backward_bucket(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[int, ...]:
+    return _bucket((q, k, v, do), sinks, slopes, program, left, right, softcap)
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
+    """o lies as q does; lse is by head."""
+    return spec_like(q, v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
+
+
+def _gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *_: Any,
+) -> tuple[OutputSpec, ...]:
+    """Each as its operand lies; that of the sinks has no element where there are none."""
+    of_sinks = ((0,), lse.dtype) if sinks is None else (tuple(sinks.shape), sinks.dtype)
+    return spec_like(q, q.shape[3]), spec_like(k, k.shape[3]), spec_like(v, v.shape[3]), of_sinks
+
+
+def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """All six tensors of the forward, then both results."""
+    return (*args[:6], *outputs)
+
+
+def _raw_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Any, ...]:
+    q, k, v, sinks, slopes, mask_data, o, lse = saved
+    do, dlse = grads
+    # Kernels take it in the operands' dtype, as torch's do, and by row
+    do = torch.zeros_like(o) if do is None else dense(do.to(o.dtype))
+    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+    return do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *args[6:]
+
+
+FORWARD = RawOp(
+    "fmha",
+    "fwd",
+    f"Tensor q, Tensor k, Tensor v, {_TENSORS}, {_SCALARS}",
+    package="tilewright.ops.attention.fmha",
+    outputs=_outputs,
+    reference=attention,
+    bucket=bucket,
+    bucket_names=BUCKET,
+    count=2,
+)
+BACKWARD = RawOp(
+    "fmha",
+    "bwd",
+    f"Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_TENSORS}, {_SCALARS}",
+    package="tilewright.ops.attention.fmha",
+    outputs=_gradients,
+    reference=attention_backward,
+    bucket=_backward_bucket,
+    bucket_names=BUCKET,
+    count=4,
+)
+GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=_save, raw_args=_raw_args)
+"""Of q, k, v and the sinks."""

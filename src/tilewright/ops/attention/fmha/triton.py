@@ -1,0 +1,58 @@
+"""fmha in Triton, both directions: `engines/triton_forward.py` and `engines/triton_backward.py`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.tape import scratch
+from tilewright.ops.attention.engines import triton_backward, triton_forward
+from tilewright.ops.attention.engines.triton_delta import delta, sink_gradient
+from tilewright.ops.attention.engines.triton_tiles import Config
+
+
+@register_impl(
+    "fmha",
+    backend="triton",
+    configure=triton_forward.configure,
+    config_type=Config,
+    configs=triton_forward.CONFIGS,
+    candidates=triton_forward.candidates,
+    supports=triton_forward.refusal,
+)
+def launch(outs: tuple[Tensor, Tensor], *args: Any, config: Config) -> None:
+    """See `raw.FORWARD`."""
+    triton_forward.forward(*outs, *args, config)
+
+
+@register_impl(
+    "fmha",
+    backend="triton",
+    direction="bwd",
+    configure=triton_backward.configure,
+    config_type=triton_backward.Config,
+    configs=triton_backward.CONFIGS,
+    candidates=triton_backward.candidates,
+    supports=triton_backward.refusal,
+)
+def launch_backward(
+    outs: tuple[Tensor, Tensor, Tensor, Tensor],
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *rest: Any,
+    config: triton_backward.Config,
+) -> None:
+    """See `raw.BACKWARD`."""
+    *gradients, dsinks = outs
+    shift = scratch(tuple(lse.shape), torch.float32, lse.device)
+    delta(shift, do, o, dlse)
+    triton_backward.backward(*gradients, do, shift, q, k, v, lse, sinks, *rest, config)
+    if sinks is not None:
+        sink_gradient(dsinks, shift, lse, sinks)

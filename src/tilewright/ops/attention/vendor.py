@@ -1,0 +1,83 @@
+"""What torch itself has for attention on a GPU: cuDNN and FLASH behind scaled_dot_product_attention, called where they
+give the logarithm of the denominator too.  Memory is linear in S.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+
+from tilewright.dispatch.bucket import hint
+
+_aten = torch.ops.aten
+_SMALL = 1 << 18
+"""Scores below which the plain reference runs: its backward repeats bit for bit, and it rounds where kernels do."""
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int, plain: bool) -> bool:
+    """Can `forward` and `backward` do this?  plain: the scores are scale * q k^T and nothing else."""
+    if q.device.type != "cuda" or not plain or program or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    batch, heads, s_q, s_k = (hint(n) for n in (*q.shape[:3], k.shape[2]))
+    # With fewer keys than queries a causal row may see nothing, of which FLASH makes an lse of +inf
+    if batch * heads * s_q * s_k < _SMALL or q.shape[2] > k.shape[2]:
+        return False
+    return _cudnn(q, k, v, left, right) or _flash(q, k, v)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a band."""
+    if _cudnn(q, k, v, left, right):
+        o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, right == 0, scale=scale)
+        return o, lse.squeeze(-1)
+    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    o, lse, *_ = _aten._flash_attention_forward(
+        *rows, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), False, scale=scale, **_window(left, right)
+    )
+    return o.transpose(1, 2), lse
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) for `forward`; also where sinks joined o and lse, because p = exp(s - lse) is all it needs."""
+    sizes = (q.shape[2], k.shape[2])
+    if _cudnn(q, k, v, left, right):
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that does not happen
+        made = _aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse[..., None], seed, seed, None, None, None, *sizes, 0.0, right == 0, scale=scale
+        )
+        return tuple(made)
+    rows = [t.transpose(1, 2) for t in (do, q, k, v, o)]
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    made = _aten._flash_attention_backward(
+        *rows, lse, None, None, *sizes, 0.0, _causal(left, right), seed, seed.new_empty(0), scale=scale,
+        **_window(left, right),
+    )  # fmt: skip
+    return tuple(t.transpose(1, 2) for t in made)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int) -> bool:
+    """cuDNN's causal mask begins at the first key, ours ends at the last: they agree where there are as many."""
+    full, causal = left < 0 and right < 0, _causal(left, right) and q.shape[2] == k.shape[2]
+    return (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[3] % 8 == 0 and can_use_flash_attention(_params(q, k, v, False))
+
+
+def _params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPAParams:
+    return SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+
+
+def _causal(left: int, right: int) -> bool:
+    return left < 0 and right == 0
+
+
+def _window(left: int, right: int) -> dict[str, Any]:
+    """FLASH's names of the band; none for what it calls causal or full."""
+    if left < 0 and right <= 0:
+        return {}
+    return {"window_size_left": left, "window_size_right": right}

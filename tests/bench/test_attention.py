@@ -1,0 +1,75 @@
+"""The suite "attention": every declared row can be made, is counted as its mask says, and has competitors."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilewright.bench.cases import select
+from tilewright.bench.contestants import choice, random_cotangents, reference_outputs
+from tilewright.bench.peers import declared_peers
+from tilewright.dispatch import contract
+from tilewright.ops.attention.arguments import merged
+from tilewright.ops.attention.fmha.cost import pairs
+from tilewright.ops.attention.fmha.samples import MASKS
+from tilewright.ops.attention.fmha.workloads import ANCHORS, COMPILED, SPARSE, UNFUSED, WORKLOADS
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FMHA = contract("fmha")
+
+
+def test_every_declared_row_can_be_made() -> None:
+    cases = select("attention", ops=["fmha"], device=GPU)
+    assert {case.direction for case in cases} == {"fwd", "bwd"}
+    with FakeTensorMode():
+        for workload in {case.workload.name: case.workload for case in cases}.values():
+            sample = FMHA.inputs(workload.params, torch.bfloat16, CPU, 0)
+            assert sample.args[0].shape[2] == workload.params["S"]
+
+
+def test_the_rows_that_the_targets_speak_of() -> None:
+    names = {w.name for w in WORKLOADS}
+    both = {w.name for w in WORKLOADS if w.directions == ("fwd", "bwd")}
+    assert {w.name for w in (*ANCHORS, *SPARSE)} <= names
+    assert {w.name for w in ANCHORS} <= both
+    assert names >= COMPILED
+    assert names >= UNFUSED
+    lengths = {w.params["S"] for w in WORKLOADS}
+    assert lengths == {512 << i for i in range(8)}
+    assert {w.params["D"] for w in WORKLOADS} == {64, 128, 256}
+
+
+@pytest.mark.parametrize("params", [{}, {"causal": True}, {"window": 9}, {"sides": (5, 11)}, {"documents": 4}, *(
+    {"mask": name} for name in MASKS
+)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("s_q", "s_k"), [(50, 50), (20, 50), (50, 20)])
+def test_pairs_are_counted(s_q: int, s_k: int, params: dict) -> None:
+    sizes = {"B": 2, "H": 4, "H_kv": 2, "S_q": s_q, "S_k": s_k, "D": 8}
+    sample = FMHA.inputs({**sizes, **params}, torch.float32, CPU, 0)
+    q, k, _ = sample.args
+    mask = sample.kwargs.get("mask")
+    seen = torch.ones(2, 4, s_q, s_k, dtype=torch.bool) if mask is None else mask.dense(2, 4, s_q, s_k)
+    if params.get("causal"):
+        seen = seen.tril(s_k - s_q)
+    assert pairs(q, k, merged("fmha", mask, bool(params.get("causal")))) == int(seen.sum())
+
+
+def test_a_backward_costs_two_and_a_half_forwards() -> None:
+    sample = FMHA.inputs({"B": 1, "H": 2, "S": 64, "D": 32, "causal": True}, torch.bfloat16, CPU, 0)
+    there, back = (FMHA.cost(sample, direction) for direction in ("fwd", "bwd"))
+    assert 2 * back.flops == 5 * there.flops
+    assert there.flops == 4 * 32 * 2 * 64 * 65 // 2
+
+
+def test_who_competes() -> None:
+    assert {peer.name for peer in declared_peers(FMHA, GPU)} == {"cudnn", "flash", "math", "flex", "fa4"}
+    assert {peer.name for peer in declared_peers(FMHA, CPU)} == {"eager", "compile"}
+
+
+def test_a_backward_can_be_planned_without_the_lse() -> None:
+    """The public function keeps lse to itself; the backward is fed from the raw op."""
+    case = next(c for c in select("attention", ops=["fmha"], device=CPU) if c.direction == "bwd")
+    sample = FMHA.inputs(case.workload.params, torch.bfloat16, CPU, 0)
+    cotangents = random_cotangents(reference_outputs(FMHA, sample, "fwd", ()), 0)
+    found = choice(case, sample, cotangents)
+    assert found.raw.direction == "bwd"
+    assert found.chosen == "torch"
