@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright import mask as masks
 from tilewright.jit import selftest
+from tilewright.ops.attention.engines import fmha_cuda
+from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import model as few_rows
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
@@ -50,12 +53,12 @@ FEW_ROWS = (
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
     (600, 528, 1168, 2, "", _HALF, (192, 128), False),
-    (600, 528, 1168, 2, "", _HALF, (256, 128, 1, 2), False),
-    (300, 528, 1168, 2, "gelu", _HALF, (128, 256), False),
+    (600, 528, 1168, 2, "", _HALF, (256, 128), False),
+    (300, 528, 1168, 2, "gelu", _HALF, (192, 96), False),
     (300, 528, 1168, 2, "silu", _HALF, (128, 192), False),
-    (300, 1040, 640, 1, "swiglu", _HALF, (128, 256), False),
+    (300, 1040, 640, 1, "swiglu", _HALF, (128, 192), False),
     (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
-    (600, 528, 1168, 3, "", _FLOAT, (128, 128), True),
+    (600, 528, 1168, 3, "", _FLOAT, (192, 128), True),
 )
 # rows, columns, depth, activation, tile
 REQUANTISED = ((300, 528, 640, "silu", (128, 128)), (300, 1088, 640, "swiglu", (128, 256)))
@@ -72,7 +75,7 @@ GROUPED = (
     ((20, 0, 64, 1, 63, 16), 520, 328, UNSCALED, True, "dense", (64, 128, 1, 2)),
     ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (128, 128)),
     ((300, 0, 1, 64, 129), 528, 384, 2, True, "fp8", (192, 128)),
-    ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (256, 128, 1, 2)),
+    ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (256, 128)),
     ((3, 0, 17, 1, 40, 0), 520, 1032, UNSCALED, False, "few_rows", (32, 2, 2)),
     ((3, 0, 17, 1, 40, 0), 520, 1040, 2, False, "few_rows", (16, 2, 2)),
     ((9, 0, 16, 16), 520, 1040, 3, True, "few_rows", (16, 1, 1)),
@@ -81,13 +84,21 @@ GROUPED = (
 ALONG_K = (
     ((1, 63, 0, 66, 500), 200, 264, UNSCALED, (128, 128, 1, 1), False),
     ((0, 77, 650, 0, 1), 384, 264, UNSCALED, (128, 128, 2, 1), True),
-    ((128, 0, 384), 384, 272, 3, (128, 128), True),
+    ((128, 0, 384), 384, 272, 3, (192, 128), True),
 )
 # rows, columns, depth, bits, activation, (tokens, tiles, warps, split, blocks a multiprocessor)
 WEIGHT_ONLY = (
     (1, 520, 2064, 8, "", (8, 2, 4, 4, 2)),
     (13, 520, 2080, 4, "gelu", (16, 2, 4, 2, 1)),
     (61, 512, 1040, 4, "swiglu", (64, 2, 4, 1, 1)),
+)
+# queries, keys, D, band, mask of the keys, modified scores, config
+ATTENTION = (
+    (300, 450, 128, (-1, 0), "", False, fmha_cuda.Config(2, 128, 2, 2)),
+    (300, 450, 64, (90, 20), "", True, fmha_cuda.Config(3, 128, 2, 2, polynomial=8)),
+    (450, 300, 256, (-1, 0), "", False, fmha_cuda.Config(2, 80, 2, 1)),
+    (300, 450, 128, (-1, -1), "documents", False, fmha_cuda.Config(2, 128, 2, 2)),
+    (300, 450, 64, (-1, -1), "leaves", True, fmha_cuda.Config(3, 128, 2, 2)),
 )
 
 
@@ -191,6 +202,22 @@ def integer_weights(m: int, n: int, k: int, bits: int, activation: str, shape: t
     return _near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
 
 
+def attention_forward(
+    s_q: int, s_k: int, d: int, band: tuple[int, int], mask: str, modified: bool, config: fmha_cuda.Config
+) -> bool:
+    """Grouped heads; modified: with softcap, ALiBi and sinks."""
+    q, k, v = _drawn(2, 4, s_q, d), _drawn(2, 2, s_k, d), _drawn(2, 2, s_k, d)
+    program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
+    sinks, slopes = (torch.rand(4, device=DEVICE) if modified else None for _ in range(2))
+    scale, softcap, (left, right) = d**-0.5, 3.0 if modified else 0.0, band
+    o = _unwritten(2, 4, s_q + 1, d)
+    lse = torch.empty(2, 4, s_q, device=DEVICE)
+    rest = (sinks, slopes, data, program, left, right, scale, softcap)
+    fmha_cuda.forward(o[:, :, :s_q], lse, q, k, v, *rest, config)
+    exact, _ = attention(q.double(), k.double(), v.double(), *rest)
+    return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
+
+
 def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
     found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
@@ -203,6 +230,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("grouped", grouped, GROUPED),
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),
+        ("attention", attention_forward, ATTENTION),
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 
@@ -222,6 +250,14 @@ def _proved(proof: Callable[[torch.device], str | None]) -> bool:
 
 def _near(found: Tensor, exact: Tensor, bound: float = 5e-3) -> bool:
     return bool((found.double() - exact).norm() < bound * exact.norm())
+
+
+def _masks(length: int) -> dict[str, masks.Mask]:
+    """Masks that are no band; the second has every leaf."""
+    documents = masks.document(torch.arange(length, device=DEVICE) // 70) & masks.causal()
+    table = torch.rand(2, 4, -(-length // 64), -(-length // 64), device=DEVICE) > 0.5
+    some = masks.prefix(torch.tensor([3, 40], device=DEVICE)) | masks.global_tokens(3) | masks.strided(5)
+    return {"documents": documents, "leaves": documents | some & masks.dilated(2) | masks.block(table, 64)}
 
 
 def _drawn(*shape: int, dtype: torch.dtype = _HALF, turned: bool = False) -> Tensor:

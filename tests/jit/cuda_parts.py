@@ -11,6 +11,8 @@ from tests.gpu.jit_kernels import Product, Scale, Side, product_mn, scale, share
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers.cuda_build import find_tool
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
+from tilewright.mask import causal, document
+from tilewright.ops.attention.engines import fmha_cuda
 from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import grouped, model, scaled
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
@@ -114,6 +116,16 @@ def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> 
     return launched(lambda: weight_only.launch((d,), x, q, scales, None, activation, torch.bfloat16, config=config))
 
 
+def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float = 1.0, softcap: float = 0.0) -> Any:
+    """Parameters of attention forward, causal, where asked with documents."""
+    q, o = (torch.empty(1, 2, 64, d, dtype=torch.bfloat16) for _ in range(2))
+    program, data = (
+        (causal() & document(torch.zeros(64, dtype=torch.int32))).program("cpu") if documents else ("", None)
+    )
+    rest = (None, None, data, program, -1, -1 if documents else 0, scale, softcap, fmha_cuda.Config(*config))
+    return launched(lambda: fmha_cuda.forward(o, torch.empty(1, 2, 64), q, q, q, *rest))
+
+
 # (kernel, parameters, instructions that must be there)
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
@@ -144,18 +156,25 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
         {"HGMMA": 4, "UTMAREDG": 4},
     ),
     # Scales of each kind, results that are added to or requantised, groups
-    (fp8_cuda.KERNEL, fp8((192, 128), 2), {"UTMALDG": 2, "UTMASTG": 2}),
-    (fp8_cuda.KERNEL, fp8((128, 256), 2), {"UTMALDG": 2, "UTMASTG": 4}),
-    (fp8_cuda.KERNEL, fp8((128, 192), 3, out=torch.float32, into=True), {"UTMALDG": 2, "UTMAREDG": 6}),
-    (fp8_cuda.KERNEL, fp8((128, 256), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 2}),
-    (fp8_cuda.KERNEL, fp8((128, 256), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 2, "UTMASTG": 1}),
-    (fp8_cuda.KERNEL, fp8((128, 128), 2, walk=dense_cuda.ROWS, count=4), {"UTMALDG": 2, "UTMASTG": 2}),
+    (fp8_cuda.KERNEL, fp8((256, 128), 2), {"UTMALDG": 4, "UTMASTG": 4}),
+    (fp8_cuda.KERNEL, fp8((192, 128), 2), {"UTMALDG": 3, "UTMASTG": 2}),
+    (fp8_cuda.KERNEL, fp8((128, 192), 2), {"UTMALDG": 3, "UTMASTG": 3}),
+    (fp8_cuda.KERNEL, fp8((192, 128), 3, out=torch.float32, into=True), {"UTMALDG": 4, "UTMAREDG": 4}),
+    (fp8_cuda.KERNEL, fp8((128, 192), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 2}),
+    (fp8_cuda.KERNEL, fp8((128, 256), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 3, "UTMASTG": 1}),
+    (fp8_cuda.KERNEL, fp8((128, 128), 2, walk=dense_cuda.ROWS, count=4), {"UTMALDG": 3, "UTMASTG": 2}),
     (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
     (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
     (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
+    (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2)), {"HGMMA": 32, "UTMALDG": 18, "UTMASTG": 4}),
+    (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), softcap=3.0), {"HGMMA": 32, "UTMALDG": 18}),
+    (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), documents=True), {"HGMMA": 32, "UTMALDG": 18}),
+    (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2)), {"HGMMA": 24, "UTMALDG": 12, "UTMASTG": 3}),
+    (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2, True, 8)), {"HGMMA": 24, "UTMALDG": 12}),
+    (fmha_cuda.KERNEL, fmha(256, (2, 80, 2, 1), scale=-1.0), {"HGMMA": 42, "UTMALDG": 20, "UTMASTG": 8}),
 ]
 
 

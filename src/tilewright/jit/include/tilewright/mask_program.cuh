@@ -1,10 +1,12 @@
-// A mask's program as a type, MaskBoth<MaskBand<0>, MaskDocument<2, false>>: compiled for its structure alone, its numbers
-// are read from memory.  mask/program.py says what leaves mean and where their numbers lie, mask/cuda_program.py writes the type.
+// A mask's program as a type, MaskBoth<MaskBand<0>, MaskDocument<2, false>>: compiled for its structure alone, its
+// numbers are read from memory.  mask/program.py says what leaves mean and where their numbers lie,
+// mask/cuda_program.py writes the type.
 //
-// Mask::see(data, position, keys): bit c of `row[h]` says whether the query at position + 8 h sees key c of `keys`.  Positions
-// and keys >= 0 may lie outside the sequence; whether a key lies below S_k is the caller's question.
+// Mask::see(data, position, keys): bit c of `row[h]` says whether the query at position + 8 h sees key c of `keys`.
+// Positions and keys >= 0 may lie outside the sequence; whether a key lies below S_k is the caller's question.
 //
-// Leaf after leaf fills its bits, and operators join words: registers hold one leaf at a time, and loops over keys are short.
+// Leaf after leaf fills its bits, and operators join words: registers hold one leaf at a time, and loops over keys are
+// short.
 #pragma once
 
 #include <tilewright/types.cuh>
@@ -101,19 +103,19 @@ template <typename Row> __device__ inline MaskBits see_each(const MaskData& data
 }
 
 template <u32 kAt, bool kByBatch> struct MaskDocument {
-    const int* ids;
-    int length, own;
+    const int* numbers;
+    int ids, length, own;
 
     __device__ MaskDocument(const MaskData& data, int position)
-        : ids(data.numbers + data.numbers[kAt + 1]), length(data.numbers[kAt]), own(0) {
-        if (kByBatch) ids += i64(data.batch) * length;
+        : numbers(data.numbers), ids(numbers[kAt + 1]), length(numbers[kAt]), own(0) {
+        if (kByBatch) ids += data.batch * length;
         if (u32(position) < u32(length)) {
-            own = ids[position];
+            own = numbers[ids + position];
         } else {
             length = 0;  // sees nothing
         }
     }
-    __device__ bool sees(int key) const { return key < length && ids[key] == own; }
+    __device__ bool sees(int key) const { return key < length && numbers[ids + key] == own; }
     __device__ static MaskBits see(const MaskData& data, int position, const MaskKeys& keys) {
         return see_each<MaskDocument>(data, position, keys);
     }
@@ -141,20 +143,20 @@ template <u32 kAt> struct MaskStrided {
 };
 
 template <u32 kAt, bool kByBatch, bool kByHead> struct MaskBlock {
-    const int* bits;  // of the query's row of blocks
-    int size, columns;
+    const int* numbers;
+    int size, columns, words;  // words: where those of the query's row of blocks begin
 
-    __device__ MaskBlock(const MaskData& data, int position) {
-        const int* const header = data.numbers + kAt;
+    __device__ MaskBlock(const MaskData& data, int position) : numbers(data.numbers) {
+        const int* const header = numbers + kAt;
         const int row = position / header[0], rows = header[2];
         size = header[1], columns = header[3];
-        const i64 table = (kByBatch ? i64(data.batch) * header[4] : 0) + (kByHead ? data.head : 0);
-        bits = data.numbers + header[5] + (table * rows + row) * ((columns + 31) / 32);
+        const int table = (kByBatch ? data.batch * header[4] : 0) + (kByHead ? data.head : 0);
+        words = header[5] + (table * rows + row) * ((columns + 31) / 32);
         if (position < 0 || row >= rows) columns = 0;  // sees nothing
     }
     __device__ bool sees(int key) const {
         const int column = key / size;
-        return column < columns && (bits[column / 32] >> column % 32 & 1);
+        return column < columns && (numbers[words + column / 32] >> column % 32 & 1);
     }
     __device__ static MaskBits see(const MaskData& data, int position, const MaskKeys& keys) {
         return see_each<MaskBlock>(data, position, keys);

@@ -1,19 +1,20 @@
 // O = softmax(scale Q K^T) V under a mask, and the log of the sums: attention forward for Hopper.
 //
-// A block stays on its multiprocessor and walks over tiles of 64 queries a warpgroup.  S = Q K^T of a tile of kBlockN keys is
-// multiplied from shared memory; its softmax runs in registers, where P stays as the A of P V.  Two things hide the softmax,
-// which the tensor cores cannot do:
-// - a warpgroup has S of the next keys and P V of these in flight at once, and computes the softmax of the one while the
-//   other still multiplies;
+// A block stays on its multiprocessor and walks over tiles of 64 queries a warpgroup.  S = Q K^T of a tile of kBlockN
+// keys is multiplied from shared memory; its softmax runs in registers, where P stays as the A of P V.  Two things hide
+// the softmax, which the tensor cores cannot do:
+// - a warpgroup has S of the next keys and P V of these in flight at once, and computes the softmax of the one while
+//   the other still multiplies;
 // - warpgroups take turns at issuing, so that while one computes its softmax the others' products run.
-// One thread brings K and V through two rings, another Q, and takes O away, which leaves through the memory of Q.  All walk
-// over the same tiles (schedule.cuh).  A mask is looked at in those tiles alone that it cuts.
-// The order of work is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608); the offset of the softmax may be stale
-// (softmax.cuh), so O is rescaled in few tiles only.
+// One thread brings K and V through two rings, another Q, and takes O away, which leaves through the memory of Q.  All
+// walk over the same tiles (schedule.cuh).  A mask is looked at in those tiles alone that it cuts.  The order of work
+// is FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608); the offset of the softmax may be stale (softmax.cuh), so
+// O is rescaled in few tiles only.
 //
-// Config: kD, kDv (multiples of 16; D and D_v rounded up), kGroups, kBlockN, kStages, kQStages; kTurns; kModify (scores are brought
-// to units of log2 before the softmax: always right; needed for kSoftcap, kSlope, and where scale <= 0); kPolynomial
-// (softmax.cuh); Element; Mask (mask_program.cuh; NoProgram: the band left, right) and Index, of its lists of tiles.
+// Config: kD, kDv (multiples of 16; D and D_v rounded up), kGroups, kBlockN, kStages, kQStages; kTurns; kModify (scores
+// are brought to units of log2 before the softmax: always right; needed for kSoftcap, kSlope, and where scale <= 0);
+// kPolynomial (softmax.cuh); Element; Mask (mask_program.cuh; NoProgram: the band left, right) and Index, of its lists
+// of tiles.
 #pragma once
 
 #include <tilewright/epilogue.cuh>
@@ -60,7 +61,8 @@ __device__ inline void multiply_pv(float (&o)[Config::kDv / 2], const u32 (&p)[C
     using Shape = FmhaShape<Config>;
 #pragma unroll
     for (u32 i = 0; i < Shape::kN / 16; ++i) {
-        wgmma_registers<Shape::kDv, typename Config::Element, Major::Mn>(o, p + 4 * i, wgmma_advance(v, i * 16 * kSpan));
+        const u64 keys = wgmma_advance(v, i * 16 * kSpan);
+        wgmma_registers<Shape::kDv, typename Config::Element, Major::Mn>(o, p + 4 * i, keys);
     }
     wgmma_commit();
 }
@@ -69,9 +71,9 @@ template <typename Config>
 __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o, float* lse, const float* sinks,
-    const float* slopes, const int* mask, const int* counts, const void* indices, int s_q, int s_k, int heads, int batches,
-    int sharing, int left, int right, bool paired, int lists_of_batch, int lists_of_head, int pitch, float scale,
-    float softcap) {
+    const float* slopes, const int* mask, const int* counts, const void* indices, int s_q, int s_k, int heads,
+    int batches, int sharing, int left, int right, bool paired, int lists_of_batch, int lists_of_head, int pitch,
+    float scale, float softcap) {
     using Shape = FmhaShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kGroups = Shape::kGroups, kN = Shape::kN, kScores = kN / 2, kSums = Shape::kDv / 2;
@@ -123,9 +125,11 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
         const int row = tile.row + int(group * kRowsOfGroup);  // first of this warpgroup
         const FmhaScores<kScores> scores{problem.position(row + int(fragment_row()))};
         const float slope = Config::kSlope ? slopes[tile.head] * kLog2E : 0;
-        // Tiles of keys from `whole_end` on, and below `whole`, have a key that a row of ours does not see
-        const int whole_end = right < 0 ? s_k / int(kN) : (min(s_k, max(0, problem.position(row) + right + 1))) / int(kN);
-        const int whole = left < 0 ? 0 : (max(0, problem.position(row + int(kRowsOfGroup) - 1) - left) + int(kN) - 1) / int(kN);
+        // Of a band: tiles of keys from `whole_end` on, and below `whole`, have a key that one of our rows does not see
+        const int last_row = row + int(kRowsOfGroup) - 1;
+        const int keys_end = right < 0 ? s_k : min(s_k, max(0, problem.position(row) + right + 1));
+        const int keys_begin = left < 0 ? 0 : max(0, problem.position(last_row) - left);
+        const int whole_end = keys_end / int(kN), whole = (keys_begin + int(kN) - 1) / int(kN);
         OnlineSoftmax<kScores, Config::kPolynomial> softmax;
         softmax.reset();
 
@@ -137,7 +141,8 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
             }
             if constexpr (FmhaTile<Config>::kProgram) {
                 if (at < tile.partial) {
-                    scores.template cut<typename Config::Mask>(s, tile.key(at), s_k, MaskData{mask, tile.batch, tile.head});
+                    const MaskData data{mask, tile.batch, tile.head};
+                    scores.template cut<typename Config::Mask>(s, tile.key(at), s_k, data);
                 }
             } else {
                 if (at >= whole_end) scores.cut_right(s, tile.key(at), problem);
@@ -177,8 +182,9 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
                 release(barriers.k_empty[ring_k.stage]);
                 ring_k.advance();
                 const bool rescale = normalise(at);
-                if (at > tile.first) barriers.k_full[ring_k.stage].wait(ring_k.parity);  // here it also keeps the assembler
-                wgmma_wait<0>(o);                                                        // from computing P behind this line
+                // Here it also keeps the assembler from computing P behind the line after
+                if (at > tile.first) barriers.k_full[ring_k.stage].wait(ring_k.parity);
+                wgmma_wait<0>(o);
                 release(barriers.v_empty[ring_v.stage]);
                 ring_v.advance();
                 if (rescale) {

@@ -77,7 +77,8 @@ __device__ inline void bring_queries(
             barriers.o_full[ring.stage][group].wait(ring.parity);
 #pragma unroll
             for (u32 i = 0; i < Shape::kBoxesV; ++i) {  // what lies beyond S_q or D_v is not written
-                const u8* const from = stages_q + (ring.stage * Shape::kGroups + group) * Shape::kQBytes + i * kBoxBytes;
+                const u32 place = ring.stage * Shape::kGroups + group;
+                const u8* const from = stages_q + place * Shape::kQBytes + i * kBoxBytes;
                 tma_store(map_o, from, i * Shape::kWide, tile.row + int(group * kRowsOfGroup), tile.head, tile.batch,
                           Keep::NotAtAll);
             }

@@ -1,8 +1,8 @@
 // Which queries a block works on next, and which tiles of keys they see.
 //
 // A block stays on its multiprocessor and takes every gridDim.x-th tile.  The tiles of a head are worked on at the same
-// time, so its keys and values stay in the L2.  Where late queries see more keys than early ones, tiles come in pairs, the
-// longest with the shortest, so that all blocks have the same work: causal with 16 tiles a head leaves 3 % of the
+// time, so its keys and values stay in the L2.  Where late queries see more keys than early ones, tiles come in pairs,
+// the longest with the shortest, so that all blocks have the same work: causal with 16 tiles a head leaves 3 % of the
 // multiprocessors idle, all of it because 7.8 pairs a block are eight, and 20 % with every 132nd tile.
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace tilewright {
 
-// Query i stands at i + s_k - s_q, the last one at the last key.  Allowed keys are those with -right <= position - key <=
-// left; a negative bound is none.
+// Query i stands at i + s_k - s_q, the last one at the last key.  Allowed keys are those with -right <= position - key
+// <= left; a negative bound is none.
 struct FmhaProblem {
     int s_q, s_k, heads, batches, sharing;  // sharing: query heads of a kv head
     int left, right;

@@ -1,8 +1,8 @@
 // Softmax while the scores come, tile by tile, of the two rows that a thread's accumulators belong to.
 //
-// p = 2^(c s - offset), offset = c m, m a maximum of the row that is allowed to be stale: it is renewed only when a score is
-// more than kSlack above it in the exponent.  So p is at most 2^kSlack, nothing is lost in float32 nor in the rounding of p,
-// and in most tiles the four threads of a row need not speak to each other, nor O be rescaled.
+// p = 2^(c s - offset), offset = c m, m a maximum of the row that is allowed to be stale: it is renewed only when a
+// score is more than kSlack above it in the exponent.  So p is at most 2^kSlack, nothing is lost in float32 nor in the
+// rounding of p, and in most tiles the four threads of a row need not speak to each other, nor O be rescaled.
 #pragma once
 
 #include <tilewright/types.cuh>
@@ -20,8 +20,9 @@ __device__ inline float exp2_approximate(float x) {
     return y;
 }
 
-// The same for x < 128 by ordinary arithmetic, of which there is four times as much a cycle; the relative error is 3e-6.
-// 2^x = 2^n 2^r, n the nearest integer; the polynomial in r is the best of its degree, found by Lawson's iteration.
+// The same for x < 128 by ordinary arithmetic, of which there is four times as much a cycle; the relative error is
+// 3e-6.  2^x = 2^n 2^r, n the nearest integer; the polynomial in r is the best of its degree, found by Lawson's
+// iteration.
 __device__ inline float exp2_polynomial(float x) {
     constexpr float kRound = 12582912;  // 1.5 * 2^23: a sum with it has the nearest integer in its low bits
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-127.0f));  // from where on 2^n is made zero
@@ -92,8 +93,8 @@ template <u32 kCount, u32 kPolynomial> struct OnlineSoftmax {
         return renew;
     }
 
-    // After the last step: what O must be multiplied by, and the log of the sum, of row h.  sink: a score of its own, in
-    // units of log2; -infinity: none.
+    // After the last step: what O must be multiplied by, and the log of the sum, of row h.  sink: a score of its own,
+    // in units of log2; -infinity: none.
     __device__ float finish(u32 h, float sink, float& lse) {
         float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
         all += __shfl_xor_sync(~0u, all, 2);
