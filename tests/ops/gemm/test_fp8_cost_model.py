@@ -1,7 +1,8 @@
 """The tile that the engine for scaled e4m3 operands takes."""
 
 import logging
-from math import ceil
+from math import ceil, inf
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tilewright import settings
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
 from tilewright.ops.gemm.engines import few_rows_cuda, fp8_cuda, hopper_fp8_cuda
-from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile, predict, rank, scratch
+from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile, predict, rank
 from tilewright.ops.gemm.scaled_matmul.workloads import DEEPSEEK_V3
 
 FP8 = torch.float8_e4m3fn
@@ -26,8 +27,8 @@ def bucket(m, n, k, out_bits=16, epilogue=0, scaling=TOKEN_BLOCK):
 def chosen(m, n, k, **options):
     """(config, prediction) on 132 SMs."""
     config = fp8_cuda.configure(bucket(m, n, k, **options), FP8)
-    tile = Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n)
-    return config, predict(Problem(m, n, k, scaling=options.get("scaling", TOKEN_BLOCK)), tile)
+    problem = Problem(m, n, k, options.get("out_bits", 16) // 8, scaling=options.get("scaling", TOKEN_BLOCK))
+    return config, predict(problem, Tile(config.block_m, config.block_n))
 
 
 @pytest.mark.parametrize(("n", "k"), DEEPSEEK_V3)
@@ -43,62 +44,71 @@ def test_few_columns_are_one_wave():
     assert prediction.waves == 1
 
 
-MEASURED = {  # us of tiles at the H200's power limit: the three or four fastest of those without a cluster
-    (4096, 4096, 7168): {(128, 128): 211.0, (128, 256): 220.0, (192, 128): 263.9, (128, 192): 269.8},
-    (4096, 7168, 16384): {(128, 128): 818.4, (128, 256): 868.2, (192, 128): 967.8, (128, 192): 1030.0},
-    (8192, 7168, 2048): {(128, 128): 224.6, (128, 256): 229.8, (192, 128): 247.4, (128, 192): 253.0},
-    (4096, 24576, 1536): {(128, 128): 298.4, (128, 256): 300.9, (192, 128): 319.7, (128, 192): 333.9},
-    (4096, 2112, 7168): {(192, 128): 118.4, (128, 192): 124.3, (128, 128): 126.3, (128, 256): 154.8},
-    (4096, 32768, 512): {(192, 128): 159.0, (128, 128): 166.3, (128, 256): 166.7, (128, 192): 176.4},
+MEASURED = {  # M, N, K, scaling: us of the fastest tiles, launch after launch at the H200's power limit
+    (4096, 4096, 7168, 2): {(256, 128): 198.0, (128, 128): 205.8, (192, 128): 215.0},
+    (4096, 7168, 16384, 2): {(256, 128): 792.8, (128, 128): 836.0, (192, 128): 842.9},
+    (4096, 24576, 1536, 2): {(192, 128): 264.0, (128, 192): 273.5, (256, 128): 284.5},
+    (4096, 2112, 7168, 2): {(192, 128): 99.3, (128, 192): 101.7, (192, 96): 114.3},
+    (4096, 7168, 2048, 2): {(256, 128): 96.8, (192, 128): 106.0, (128, 128): 107.4},
+    (4096, 32768, 512, 2): {(192, 128): 149.2, (256, 128): 149.8, (128, 192): 152.8},
+    (4096, 576, 7168, 2): {(192, 96): 30.0, (128, 192): 32.5, (192, 128): 32.6},
+    (8192, 4096, 7168, 2): {(192, 128): 396.3, (256, 128): 404.5, (128, 192): 412.2},
+    (8192, 7168, 16384, 2): {(192, 128): 1585.9, (256, 128): 1618.6, (128, 192): 1632.1},
+    (8192, 24576, 1536, 2): {(192, 128): 530.3, (128, 192): 544.5, (256, 128): 553.6},
+    (8192, 2112, 7168, 2): {(192, 128): 208.6, (128, 192): 219.8, (128, 128): 226.8},
+    (8192, 7168, 2048, 2): {(192, 128): 204.7, (128, 192): 210.9, (256, 128): 211.9},
+    (8192, 32768, 512, 2): {(256, 128): 294.0, (192, 128): 295.5, (128, 192): 306.5},
+    (8192, 576, 7168, 2): {(192, 96): 59.5, (192, 128): 64.9, (128, 192): 65.3},
+    (4096, 7168, 4096, 3): {(192, 128): 283.5, (256, 128): 297.7, (128, 192): 298.2},
+    (7168, 16384, 4096, 3): {(192, 128): 1055.1, (128, 192): 1122.2, (256, 128): 1171.6},
+    (24576, 1536, 4096, 3): {(192, 128): 350.3, (128, 192): 368.2, (256, 128): 382.4},
+    (2112, 7168, 4096, 3): {(192, 128): 141.8, (128, 192): 143.9, (256, 128): 163.0},
+    (7168, 2048, 4096, 3): {(192, 128): 139.5, (128, 192): 146.1, (128, 128): 156.1},
 }
-POWER_TO_SPARE = (4096, 2112, 7168)
-BY_TOKEN = {(128, 256): 320.0, (192, 128): 326.4, (128, 128): 327.8, (128, 192): 338.0}  # 7168x4096x4096, into float32
+
+
+def measured(shape):
+    """The chosen tile's time as measured, or infinity if others were faster; and as predicted."""
+    m, n, k, scaling = shape
+    out_bits = 32 if scaling == TOKEN_TOKEN else 16
+    config, prediction = chosen(m, n, k, scaling=scaling, out_bits=out_bits)
+    return MEASURED[shape].get((config.block_m, config.block_n), inf), prediction.us
 
 
 @pytest.mark.parametrize("shape", MEASURED, ids=str)
-def test_the_choice_is_the_fastest_measured_and_its_time_right(shape):
-    config, prediction = chosen(*shape)
-    measured = MEASURED[shape]
-    assert measured[config.block_m, config.block_n] <= 1.02 * min(measured.values())
-    error = prediction.us / measured[config.block_m, config.block_n] - 1
-    assert 0 < error < 0.08 if shape == POWER_TO_SPARE else abs(error) < 0.02
+def test_the_choice_is_among_the_fastest_measured_and_its_time_near(shape):
+    us, predicted = measured(shape)
+    assert us * 0.95 <= min(MEASURED[shape].values())
+    assert predicted == pytest.approx(us, rel=0.1)
 
 
-def test_the_choice_for_scales_of_tokens_is_the_fastest_measured():
-    config = fp8_cuda.configure(bucket(7168, 4096, 4096, 32, scaling=TOKEN_TOKEN), FP8)
-    assert BY_TOKEN[config.block_m, config.block_n] == min(BY_TOKEN.values())
-    prediction = predict(Problem(7168, 4096, 4096, 4, scaling=TOKEN_TOKEN), Tile(config.block_m, config.block_n))
-    assert prediction.us == pytest.approx(320.0, rel=0.04)
+def test_the_choice_is_as_fast_as_the_fastest_almost_everywhere():
+    lost = [measured(shape)[0] / min(times.values()) for shape, times in MEASURED.items()]
+    assert geometric_mean(lost) < 1 / 0.985
 
 
-def test_a_second_scratch_goes_where_registers_allow():
-    """Sums and scratch of a thread are 192 accumulators at most, 128 where three warpgroups share the registers."""
-    for tile in fp8_cuda.TILES:
-        passes = 2 if tile.block_n > 192 else 1
-        accumulators = (passes + scratch(tile)) * tile.block_n // passes // 2
-        assert accumulators <= (128 if tile.block_m == 192 else 192)
-        assert scratch(tile) == 1 or passes == 1
-    assert scratch(Tile(128, 128)) == scratch(Tile(64, 128)) == 2
-    assert scratch(Tile(192, 128)) == scratch(Tile(128, 192)) == scratch(Tile(128, 256)) == 1
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 2112, 7168), (128, 576, 7168), (256, 7168, 2048), (512, 4096, 7168)])
+def test_few_rows_take_tiles_for_most_multiprocessors_in_one_wave(m, n, k):
+    _, prediction = chosen(m, n, k)
+    assert prediction.waves == 1
+    assert prediction.tiles > 132 / 2 or prediction.tiles == m // 64 * (n // 32), "no smaller tile is left"
 
 
 def test_scales_of_columns_cost_more_than_scales_of_blocks():
-    tile = Tile(128, 256)
+    tile = Tile(128, 128)
     blocks, tokens = (predict(Problem(4096, 4096, 4096, scaling=s), tile) for s in (TOKEN_BLOCK, TOKEN_TOKEN))
     assert tokens.tensor_us > blocks.tensor_us
 
 
-def test_a_cluster_halves_what_the_l2_sends():
-    problem = Problem(4096, 4096, 7168)
-    alone, pair = predict(problem, Tile(192, 128)), predict(problem, Tile(192, 128, 1, 2))
-    assert pair.l2_us == pytest.approx(alone.l2_us * (96 + 128) / (192 + 128))
+def test_multiprocessors_without_a_tile_leave_power_to_the_others():
+    full, half = (predict(Problem(256 * m, 128 * 66, 7168), Tile(256, 128)) for m in (2, 1))
+    assert half.waves == full.waves == 1
+    assert full.us / 2 < half.us < full.us
 
 
-def test_predictions_that_are_alike_give_the_larger_tile():
-    tiles = [Tile(128, 128), Tile(128, 256, 2, 1), Tile(128, 256)]
-    assert rank(Problem(64, 64, 4 << 20), tiles)[0][0] == Tile(128, 128), "half the work"
-    tiles = [Tile(128, 192, 2, 1), Tile(128, 192), Tile(192, 128)]
-    assert rank(Problem(768, 768, 8192), tiles)[0][0] == Tile(192, 128)
+def test_equal_predictions_give_the_larger_tile():
+    stored = Problem(4096, 4096, 16, out_bytes=1 << 20)  # what counts is the result's way to DRAM
+    assert rank(stored, [Tile(64, 128), Tile(256, 128), Tile(128, 128)])[0][0] == Tile(256, 128)
 
 
 SIZES = st.one_of(st.integers(1, 300), st.sampled_from((512, 1024, 2048, 8064)))
@@ -122,16 +132,14 @@ def test_every_choice_can_be_compiled_and_launched(m, n, k, out_bits, epilogue, 
 
 def check_legal(config, out_bits, gated, scaling):
     """The static assertions of sm90_fp8_gemm.cuh."""
-    passes = 2 if config.block_n > 192 else 1
+    passes, waves = (2 if config.block_n > 192 else 1), (2 if config.block_m > 192 else 1)
     columns = config.block_n // passes
-    assert config.block_m in (64, 128, 192)
-    assert (passes + config.scratch) * columns <= (2 if config.block_m == 192 else 3) * 128
-    assert config.scratch == 1 or passes == 1
-    assert columns <= 128 or 128 % (columns - 128) == 0 or columns % (columns - 128) == 0, "two blocks of scales"
+    assert config.block_m in (64, 128, 192, 256)
+    assert (passes * waves + 1) * columns <= (2 if config.block_m == 192 else 3) * 128
+    assert columns <= 192, "three blocks of scales"
     assert not gated or config.block_n % 32 == 0
     assert out_bits > 8 or columns == 128
     assert out_bits > 8 or not gated or passes == 2
-    assert config.cluster_m == config.cluster_n == 1
     assert fp8_cuda._shared_bytes(config, scaling) <= 232448 - 1024
 
 

@@ -6,6 +6,7 @@ import torch
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
 from tilewright.ops.gemm.engines import fp8_cuda as engine
+from tilewright.ops.gemm.engines.dense_cuda import ROWS, Groups
 from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
 from tilewright.ops.gemm.scaling import Scaling
@@ -33,10 +34,9 @@ def operands(rows, columns, depth, scaling=Scaling.TOKEN_BLOCK, batch=1, device=
     return a, b, scales(of_a, rows), scales(of_b, columns)
 
 
-def made(block_m, block_n, cluster_m=1, cluster_n=1, scaling=Scaling.TOKEN_BLOCK, **fields):
-    """The config of a tile as the engine makes it, with other fields."""
-    config = engine._config(Tile(block_m, block_n, cluster_m, cluster_n), Problem(1, 1, 1, scaling=scaling))
-    return config._replace(**fields)
+def made(block_m, block_n, scaling=Scaling.TOKEN_BLOCK):
+    """The config of a tile as the engine makes it."""
+    return engine._config(Tile(block_m, block_n), Problem(1, 1, 1, scaling=scaling))
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -108,50 +108,52 @@ def run_fp8(config, given, activation="", bias=None, alpha=1.0):
     return q, scales
 
 
-def test_a_cluster_loads_halves_of_what_it_shares(launches):
-    run(made(192, 128, 1, 2), operands(600, 520, 384))
+def test_a_stage_is_a_copy_of_each_operand_and_of_the_scales_of_rows(launches):
+    run(made(192, 128), operands(600, 520, 384))
     assert launches.maps == [
-        ((1, 600, 384), (1, 96, 128), 128),
+        ((1, 600, 384), (1, 192, 128), 128),
         ((1, 520, 384), (1, 128, 128), 128),
         ((1, 600, 520), (1, 64, 64), 128),
+        ((1, 3, 600), (1, 1, 192), 0),
     ]
     (grid, args, params, options) = launches.calls[0]
-    assert grid == (4 * 3 * 2,)  # four rows of tiles, five columns in pairs
-    assert options["cluster"] == (2, 1, 1)
+    assert grid == (4 * 5,)
     assert options["block"] == 512
-    assert args[4:6] == (600, 3 * 600), "of row scales: from 128 of K to the next, from matrix to matrix"
-    assert args[7:9] == (3, 5 * 3), "of block scales: from 128 columns to the next, from matrix to matrix"
+    assert args[8:10] == (3, 5 * 3), "of block scales: from 128 columns to the next, from matrix to matrix"
     assert args[-5:-1] == (600, 520, 384, 1)
     assert (params.kScaling, params.kBlockM, params.kBlockN, params.kStages) == (2, 192, 128, 4)
 
 
-def test_slots_of_scales_have_what_a_tile_needs():
+def test_stages_hold_the_scales_of_their_tile():
     def floats(config, scaling):
-        """Of a slot; what is left of shared memory without stages and slots is staged of D."""
-        config = config._replace(stages=0)
-        return (engine._shared_bytes(config, scaling) - engine._shared_bytes(config, Scaling.ROW)) // (4 * 2)
+        config = config._replace(stages=1)
+        return (engine._shared_bytes(config, scaling) - engine._shared_bytes(config, Scaling.ROW)) // 4
 
-    assert floats(made(192, 128), Scaling.TOKEN_BLOCK) == 192, "a row's, times that of the one block"
-    assert floats(made(128, 64), Scaling.TOKEN_BLOCK) == 128
-    assert floats(made(128, 192), Scaling.TOKEN_BLOCK) == 2 * 128, "192 columns touch two blocks"
-    assert floats(made(128, 160), Scaling.TOKEN_BLOCK) == 2 * 128
-    assert floats(made(128, 256), Scaling.TOKEN_BLOCK) == 2 * 128
-    assert floats(made(128, 112), Scaling.TOKEN_BLOCK) == 2 * 128
-    assert floats(made(128, 144), Scaling.TOKEN_BLOCK) == 2 * 128, "tiles begin at multiples of 16"
-    assert floats(made(128, 160), Scaling.TOKEN_TOKEN) == 128 + 160
-    assert floats(made(128, 160), Scaling.TENSOR) == 0
+    line = 32  # floats that begin where copies may
+    assert floats(made(192, 128), Scaling.TOKEN_BLOCK) == 192 + line + line, "rows before the tile, blocks of columns"
+    assert floats(made(128, 256), Scaling.TOKEN_BLOCK) == 128 + line + line
+    assert floats(made(256, 128), Scaling.TOKEN_BLOCK) == 2 * (128 + line) + line, "a copy has at most 256 rows"
+    assert floats(made(128, 96), Scaling.TOKEN_TOKEN) == 128 + line + 96
+    assert floats(made(128, 192), Scaling.TENSOR) == 0
+
+
+def test_groups_begin_at_any_row_and_copies_of_scales_at_multiples_of_four(launches):
+    given = operands(600, 256, 384)
+    d, groups = torch.empty(1, 600, 256, dtype=bf16), Groups(ROWS, 1, ends=torch.tensor([600]))
+    engine.gemm(d, *given, None, None, 1.0, "", made(256, 128), groups)
+    assert launches.maps[3] == ((1, 3, 600), (1, 1, 128 + 4), 0), "in two halves"
 
 
 def test_a_result_in_place_is_added_by_the_copy_engine(launches):
     given = operands(128, 128, 128, Scaling.TOKEN_TOKEN)
     d = torch.zeros(1, 128, 128)
-    engine.gemm(d, *given, None, d, 1.0, "", made(192, 128, scaling=3))
+    engine.gemm(d, *given, None, d, 1.0, "", made(128, 128, 3))
     assert launches.calls[-1][2].kInto
-    engine.gemm(d, *given, None, d.clone(), 1.0, "", made(192, 128, scaling=3))
+    engine.gemm(d, *given, None, d.clone(), 1.0, "", made(128, 128, 3))
     assert not launches.calls[-1][2].kInto
     assert launches.calls[-1][2].kAddend == 2
     half = torch.zeros(1, 128, 128, dtype=bf16)
-    engine.gemm(half, *given, None, half, 1.0, "", made(192, 128, scaling=3))
+    engine.gemm(half, *given, None, half, 1.0, "", made(128, 128, 3))
     assert not launches.calls[-1][2].kInto, "sums in bf16 would be rounded twice"
 
 
@@ -159,18 +161,16 @@ def test_a_result_in_fp8_leaves_in_strips_of_128_bytes_beside_its_scales(launche
     given = operands(300, 544, 384)
     run_fp8(made(128, 256), given, "swiglu")
     assert launches.maps[2] == ((1, 300, 272), (1, 64, 128), 128)
-    stored, pitch, batch = launches.calls[0][1][14:17]
+    stored, pitch, batch = launches.calls[0][1][15:18]
     assert stored.shape == (1, 300, 3)
     assert (pitch, batch) == (300, 900)
 
 
 def test_no_more_blocks_than_multiprocessors(launches):
     launches.processors = 131
-    run(made(128, 192, 2, 1), operands(4096, 4096, 128))
-    assert launches.calls[0][0] == (130,)
-    launches.processors = 1
-    run(made(128, 192, 2, 1), operands(256, 192, 128))
-    assert launches.calls[1][0] == (2,), "a cluster is whole"
+    run(made(128, 192), operands(4096, 4096, 128))
+    run(made(128, 192), operands(256, 192, 128))
+    assert [call[0] for call in launches.calls] == [(131,), (2,)]
 
 
 # ----------------------------------------------------------------------------------------------- what it compiles
@@ -178,7 +178,8 @@ def test_no_more_blocks_than_multiprocessors(launches):
 
 @pytest.mark.parametrize("scaling", range(4))
 def test_every_config_fits_shared_memory(scaling):
-    for tile in {*engine.TILES, *engine.TILES_FP8}:
+    problems = [Problem(1, 1, 1, out_bytes, scaling=scaling) for out_bytes in (1, 2)]
+    for tile in {tile for problem in problems for tile in engine._legal(problem)}:
         config = engine._config(tile, Problem(1, 1, 1, scaling=scaling))
         assert config in (*engine.CONFIGS, *engine.CONFIGS_FP8)
         assert engine._shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
@@ -192,7 +193,7 @@ def test_every_config_fits_shared_memory(scaling):
 
 def test_configs_of_fp8_results_are_whole_blocks_of_scales():
     assert {config.block_n for config in engine.CONFIGS_FP8} == {128, 256}
-    assert {config.block_m for config in engine.CONFIGS_FP8} == {64, 128}
+    assert {config.block_m for config in engine.CONFIGS_FP8} == {64, 128, 256}
 
 
 OPTIONS = (  # activation, Out, Bias, C
@@ -202,17 +203,13 @@ OPTIONS = (  # activation, Out, Bias, C
     ("", fp32, None, fp32),  # compiled twice: c may be the result
     ("silu", fp8, bf16, None),
 )
-ALONE = [config for config in engine.CONFIGS if config.cluster_m == config.cluster_n == 1]
 INSTANCES = [
-    (config, scaling, OPTIONS[(n + scaling) % len(OPTIONS)])
-    for n, config in enumerate(ALONE)
+    (made(*tile[:2], scaling), scaling, OPTIONS[(n + scaling) % len(OPTIONS)])
     for scaling in range(4)
-    if engine._shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
+    for n, tile in enumerate(engine._legal(Problem(1, 1, 1, scaling=scaling)))
 ] + [
-    (made(192, 128, 1, 2), 2, OPTIONS[0]),
-    (made(192, 128, 2, 1), 2, OPTIONS[1]),
-    (made(128, 192, 2, 1), 3, OPTIONS[0]),
-    (made(128, 256, 1, 2), 2, ("swiglu", fp8, bf16, None)),
+    (made(128, 256), 2, ("swiglu", fp8, bf16, None)),
+    (made(256, 128), 2, ("gelu", fp8, bf16, None)),
     (made(64, 256), 1, ("swiglu", fp8, None, None)),
 ]
 
@@ -224,7 +221,8 @@ def test_instances_use_the_matrix_units_and_spill_nothing(config, scaling, optio
     activation, out, bias, c = options
     if out == fp8 and config not in engine.CONFIGS_FP8 and activation != "swiglu":
         out = bf16
-    if activation == "swiglu" and config.block_n % 32:
+    gated = [(tile.block_m, tile.block_n) for tile in engine._legal(Problem(1, 1, 1, gated=True, scaling=scaling))]
+    if activation == "swiglu" and out != fp8 and (config.block_m, config.block_n) not in gated:
         activation = "relu"
     given = operands(8, 512, 256, Scaling(scaling))
     bias = None if bias is None else torch.zeros(512, dtype=bias)
@@ -235,13 +233,13 @@ def test_instances_use_the_matrix_units_and_spill_nothing(config, scaling, optio
             c = None if c is None else torch.zeros(1, 8, columns_out(512, activation), dtype=c)
             run(config, given, activation, out, bias, c)
     assert len(collector.jobs) == (2 if c is not None and c.dtype == out == fp32 else 1)
-    passes = 2 if config.block_n > 192 else 1
+    products = 4 * (2 if max(config.block_m, config.block_n) > 192 else 1)  # of 32 of K, for a step of 128
     for job in collector.jobs:
         info = job.compile().info
         assert info["stack_bytes"] == info["spill_stores"] == 0
         assert not info["instructions"].keys() & {"LDL", "STL"}
-        # 128 of K are four times 32, in two passes; or in four places of the loop that exchanges two accumulators
-        assert info["instructions"]["QGMMA"] == 4 * (passes if config.scratch == 1 else 4)
+        assert info["instructions"]["QGMMA"] % products == 0
+        assert info["instructions"]["QGMMA"] >= 5 * products, "the loop is unrolled, and its rest is not"
         assert info["shared_bytes"] <= 1024
         assert info["warnings"] == []
 
@@ -265,16 +263,17 @@ def exact(given, bias, c, alpha, activation):
 
 COMPUTED = {  # rows, columns, depth, batch, scaling, config, activation, out
     "one tile": (192, 128, 256, 1, 2, made(192, 128), "", bf16),
-    "ragged everything, a cluster": (1001, 1032, 1168, 1, 2, made(192, 128, 1, 2), "gelu", bf16),
-    "two blocks of scales a tile": (1001, 1160, 1168, 1, 2, made(128, 192, 2, 1), "", fp32),
+    "ragged everything": (1001, 1032, 1168, 1, 2, made(192, 128), "gelu", bf16),
+    "two blocks of scales a tile": (1001, 1160, 1168, 1, 2, made(128, 192), "", fp32),
     "three quarters of a block": (1001, 1160, 1168, 1, 2, made(128, 96), "", fp16),
-    "two scratches, one step": (300, 264, 128, 1, 2, made(128, 128), "", bf16),
-    "two scratches, three steps": (300, 264, 384, 3, 2, made(128, 128), "", bf16),
-    "two passes over columns": (700, 1296, 912, 1, 2, made(128, 256, 2, 1), "swiglu", bf16),
+    "one step": (300, 264, 128, 1, 2, made(128, 128), "", bf16),
+    "seven steps": (300, 264, 896, 3, 2, made(128, 128), "", bf16),
+    "two waves of rows": (1001, 1032, 1168, 2, 2, made(256, 128), "gelu", fp32),
+    "three warpgroups": (700, 1296, 912, 1, 2, made(192, 96), "swiglu", bf16),
     "many tiles": (2000, 2048, 1152, 1, 2, made(192, 128), "", bf16),
-    "tensor scales": (1001, 1032, 1168, 2, 0, made(192, 128, 1, 2), "relu", bf16),
-    "row scales": (1001, 1032, 1168, 2, 1, made(128, 256), "silu", bf16),
-    "token by token": (1001, 1032, 1168, 1, 3, made(192, 128, scaling=3), "", fp32),
+    "tensor scales": (1001, 1032, 1168, 2, 0, made(192, 128), "relu", bf16),
+    "row scales": (1001, 1032, 1168, 2, 1, made(192, 128), "silu", bf16),
+    "token by token": (1001, 1032, 1168, 1, 3, made(192, 128, 3), "", fp32),
     "few rows": (13, 520, 2048, 1, 2, made(64, 32), "", bf16),
 }
 
@@ -312,7 +311,7 @@ def in_steps(q):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [made(64, 256), made(128, 128), made(128, 256), made(64, 128)])
+@pytest.mark.parametrize("config", [made(64, 256), made(128, 128), made(128, 256), made(256, 128), made(64, 128)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_fp8_result_is_the_cast_of_the_float32_one(config, activation):
     on_hopper()
@@ -334,7 +333,7 @@ def test_an_fp8_result_is_the_cast_of_the_float32_one(config, activation):
 def test_accumulation_in_place_adds_once():
     on_hopper()
     given = operands(600, 520, 1024, Scaling.TOKEN_TOKEN, device="cuda")
-    config = made(192, 128, 1, 2, scaling=3)
+    config = made(128, 128, 3)
     start = torch.randn(1, 600, 520, device="cuda")
     d = start.clone()
     engine.gemm(d, *given, None, d, 1.0, "", config)
@@ -347,4 +346,4 @@ def test_scales_of_nothing_are_not_read():
     """Columns of K beyond the edge are zeros, and so are their scales: 0 * NaN would be NaN."""
     on_hopper()
     given = operands(65, 136, 144, Scaling.TOKEN_TOKEN, device="cuda")
-    assert not run(made(192, 128, scaling=3), given).isnan().any()
+    assert not run(made(128, 128, 3), given).isnan().any()

@@ -39,24 +39,27 @@ __device__ inline u16 pack_e4m3(float low, float high) {
     return packed;
 }
 
-// Shape: kPasses, over columns, of kColumns each; Pass, the Config of one.
+// Shape: 64 rows have kPasses, over columns, of kColumns each; a warpgroup kWaves times 64 rows and kBuffers of kBoxBytes.
 template <typename Config, typename Shape, bool kQuantises> struct Fp8Epilogue {
     using Args = EpilogueArgs<Config, typename Config::Out>;
-    using Write = TileEpilogue<typename Shape::Pass>;
+    using One = TileEpilogue<Config>;
+    static constexpr u32 kBoxes = (One::kRowBytes + kSpan - 1) / kSpan;  // of 64 rows
+    // All at once if there is room, else half of what there is room for
+    static constexpr bool kRoom = Shape::kWaves * kBoxes <= Shape::kBuffers;
+    static constexpr u32 kTogether = kRoom ? kBoxes : Shape::kBuffers > 1 ? Shape::kBuffers / 2 : 1;
+    using Write = TileEpilogue<Config, kTogether, Shape::kBuffers / kTogether>;
     Write tile;
 
     __device__ explicit Fp8Epilogue(const Args& a)
         : tile{a.map, a.bias, a.c, 0.0f, a.c_pitch, a.c_batch, a.m, a.n, Write::kGated ? a.n / 2 : a.n,
                a.buffers, a.barrier, a.stored, a.stored_pitch, a.stored_batch} {}
 
-    // Sums of rows from `row` on and columns of op(B) from `column` on; see TileEpilogue.
+    // Sums of 64 rows from `row` on and columns of op(B) from `column` on; see TileEpilogue.
     template <u32 kCount>
     __device__ void write(float (&sums)[Shape::kPasses][kCount], float alpha, u32 row, u32 column, u32 batch, u32 row_end) {
         tile.alpha = alpha;
-#pragma unroll
-        for (u32 pass = 0; pass < Shape::kPasses; ++pass) {
-            tile.write(sums[pass], row, column + pass * Shape::kColumns, batch, row_end);
-        }
+        constexpr u32 kAll = Shape::kPasses * kCount;
+        tile.write(*reinterpret_cast<const float (*)[kAll]>(sums), row, column, batch, row_end);
     }
 };
 
@@ -85,7 +88,7 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
 
             u8* const to = args.buffers + buffer * kBoxBytes;
             const bool leader = threadIdx.x % 128 == 0;
-            if (leader) tma_wait_read<kTileBuffers - 1>();  // the last store from this buffer has left it
+            if (leader) tma_wait_read<Shape::kBuffers - 1>();  // the last store from this buffer has left it
             sync_threads(args.barrier, 128);
             stage(sums, pass, inverse, to);
             fence_shared_for_async();
@@ -96,7 +99,7 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
                 tma_store(args.map, to, at, row, batch);
                 tma_commit();
             }
-            buffer = (buffer + 1) % kTileBuffers;
+            buffer = (buffer + 1) % Shape::kBuffers;
             if (threadIdx.x % 4 == 0 && at < args.n / kJoined) {
                 float* const scales = args.stored + batch * args.stored_batch + at / 128 * args.stored_pitch;
 #pragma unroll

@@ -24,11 +24,12 @@ template <bool kPair, typename T> __device__ inline void load_two(const T* from,
     }
 }
 
-// What one warpgroup does with its accumulators.
-template <typename Config> struct TileEpilogue {
+// What one warpgroup does with its accumulators: kTogether boxes of 128 bytes a row are staged between two barriers, while
+// the copy engine reads those of kTurns - 1 times before.
+template <typename Config, u32 kTogether = 1, u32 kTurns = kTileBuffers> struct TileEpilogue {
     using Out = typename Config::Out;
     static constexpr Activation kActivation = Activation(Config::kActivation);
-    static constexpr u32 kN = Config::kBlockN, kBuffers = kTileBuffers;
+    static constexpr u32 kN = Config::kBlockN;
     static constexpr bool kGated = kActivation == Activation::Swiglu;
     static constexpr u32 kGroupBytes = (kGated ? 8 : 16) * sizeof(Out);  // of a row of D, of 16 columns of accumulators
     static constexpr u32 kRowBytes = kN / 16 * kGroupBytes;
@@ -46,11 +47,11 @@ template <typename Config> struct TileEpilogue {
     float alpha;
     i64 c_pitch, c_batch;
     u32 m, n, n_out;
-    u8* buffers;  // kBuffers of this warpgroup
+    u8* buffers;  // kTogether * kTurns of this warpgroup
     u32 barrier;  // of this warpgroup
     Out* d = nullptr;  // kCutRows: what `map` describes
     i64 d_pitch = 0, d_batch = 0;
-    u32 buffer = 0;
+    u32 turn = 0;
 
     // Registers hold two chunks of C, or of the bias; not of both, nor those of C beside a gated tile's accumulators.
     static constexpr bool kEarly = Config::kBias ? Config::kAddend == 0 : Config::kAddend > 0 && !kGated;
@@ -80,9 +81,12 @@ template <typename Config> struct TileEpilogue {
             } else {
                 read(operands[0], first, row, column, batch);
             }
-            u8* const to = buffers + buffer * kBoxBytes;
-            if (leader) tma_wait_read<kBuffers - 1>();  // the last store from this buffer has left it
-            sync_threads(barrier, 128);
+            const u32 box = first / kChunk % kTogether;
+            u8* const to = buffers + (turn * kTogether + box) * kBoxBytes;
+            if (box == 0) {
+                if (leader) tma_wait_read<kTurns - 1>();  // the last stores from these buffers have left them
+                sync_threads(barrier, 128);
+            }
 #pragma unroll
             for (u32 g = 0; g < kChunk && first + g < kN / 16; ++g) {
                 float f[8];
@@ -96,28 +100,37 @@ template <typename Config> struct TileEpilogue {
                 finish(f, sums + 8 * (first + g), ours.addend[g], b);
                 stage(f, to, own_row, g * kGroupBytes);
             }
-            fence_shared_for_async();
-            sync_threads(barrier, 128);
-            const u32 at = first * kGroupBytes;
-            if (!whole) {
-                store_rows(to, row, row_end - row, column_out + at / sizeof(Out), min(kSpan, kRowBytes - at), batch);
-            } else if (leader) {
+            if (box + 1 == kTogether || first + kChunk >= kN / 16) {
+                fence_shared_for_async();
+                sync_threads(barrier, 128);
 #pragma unroll
-                for (u32 byte = 0; byte < kSpan && at + byte < kRowBytes; byte += kStrip) {
-                    const int x = column_out + (at + byte) / sizeof(Out);
-                    if constexpr (Config::kInto) {
-                        tma_add(map, to + byte * 64, x, row, batch);
-                    } else {
-                        tma_store(map, to + byte * 64, x, row, batch);
-                    }
+                for (u32 i = 0; i <= box; ++i) {
+                    leave(to - (box - i) * kBoxBytes, (first / kChunk - box + i) * kSpan, row, column_out, batch, row_end, whole);
                 }
+                if (leader) tma_commit();  // of nothing too: the wait above counts turns
+                turn = (turn + 1) % kTurns;
             }
-            if (leader) tma_commit();  // of nothing too: the wait above counts chunks
-            buffer = (buffer + 1) % kBuffers;
         }
     }
 
   private:
+    // The staged rows of a box, which begins with byte `at` of the tile's rows of D, by one thread or, unless `whole`, by all.
+    __device__ void leave(const u8* staged, u32 at, u32 row, u32 column_out, u32 batch, u32 row_end, bool whole) {
+        if (!whole) {
+            store_rows(staged, row, row_end - row, column_out + at / sizeof(Out), min(kSpan, kRowBytes - at), batch);
+        } else if (threadIdx.x % 128 == 0) {
+#pragma unroll
+            for (u32 byte = 0; byte < kSpan && at + byte < kRowBytes; byte += kStrip) {
+                const int x = column_out + (at + byte) / sizeof(Out);
+                if constexpr (Config::kInto) {
+                    tma_add(map, staged + byte * 64, x, row, batch);
+                } else {
+                    tma_store(map, staged + byte * 64, x, row, batch);
+                }
+            }
+        }
+    }
+
     // The first `rows` of the 64 staged rows of `bytes` bytes, each by ordinary stores of 16 bytes.
     __device__ void store_rows(const u8* staged, u32 row, u32 rows, u32 column, u32 bytes, u32 batch) {
         struct alignas(16) Piece { u32 words[4]; };

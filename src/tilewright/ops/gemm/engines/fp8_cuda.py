@@ -1,6 +1,6 @@
 """GEMM of e4m3 operands with scales in CUDA C++ for Hopper: every 128 of K is promoted to float32.
 
-A tile of 128x256 multiplies 128 * 256 * 128 * 2 flops for each 48 KB that reach its SM, and takes 128 * 256 results
+A tile of 192x128 multiplies 192 * 128 * 128 * 2 flops for each 40 KB that reach its SM, and takes 192 * 128 results
 over with one FMA each, on the ordinary cores, beside the tensor cores.  So 4096x7168x16384 cannot beat 0.49 ms at 1979
 TFLOP/s.  What is left to choose is the tile, `fp8_cost_model.py` does, and how promotion hides: see sm90_fp8_gemm.cuh.
 
@@ -9,7 +9,6 @@ Operands run along K: WGMMA reads 8-bit elements no other way.  Few rows are for
 
 import logging
 from functools import cache
-from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from tilewright.hardware.device import device_info
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
-from tilewright.jit.tensor_map import TensorMap, tensor_map
+from tilewright.jit.tensor_map import tensor_map
 from tilewright.log import log_once
 from tilewright.ops.gemm.engines import fp8_cost_model, sm90_operands
 from tilewright.ops.gemm.engines.cost_model import strip_bytes
@@ -32,25 +31,23 @@ from tilewright.ops.gemm.scaling import Scaling, scaling_of
 
 _SPAN = 128  # bytes and elements of K in a stage
 _SHARED = 232448 - 1024  # bytes of a block, without its barriers
-_STAGED = 2 * 64 * _SPAN  # of D, a warpgroup
+_BOX = 64 * _SPAN  # of D, 64 rows
+_MAX_BUFFERS = 4  # such boxes a warpgroup
 _MAX_STAGES = 8
-_SLOTS = 2  # of scales
+_MAX_BOX_ROWS = 256  # that one copy brings
+_BLOCKS = 3  # of 128 columns that a tile may touch
+_SPARE = 4  # rows of scales before a tile: copies begin at multiples of 16 bytes
 _FP8 = torch.float8_e4m3fn
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Config(NamedTuple):
-    """block_m x block_n of D a block; stages of the ring; blocks of a cluster, at most two, along M or along N; band:
-    rows of tiles walked together.  scratch: accumulators beside the sums.
-    """
+    """block_m x block_n of D a block; stages of the ring; band: rows of tiles walked together."""
 
     block_m: int
     block_n: int
     stages: int
-    cluster_m: int
-    cluster_n: int
     band: int
-    scratch: int
 
 
 class Params(NamedTuple):
@@ -59,10 +56,7 @@ class Params(NamedTuple):
     kBlockM: int
     kBlockN: int
     kStages: int
-    kClusterM: int
-    kClusterN: int
     kScaling: int
-    kScratch: int
     kWalk: int
     kActivation: int
     kBias: bool
@@ -77,7 +71,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(
     Path(__file__).with_name("sm90_fp8_gemm.cuh"),
     "sm90_fp8_gemm",
-    "TTTPqqPqqPPfqqPqqPP?iiiii",
+    "TTTTTPqPqqPPfqqPqqPP?iiiii",
     archs=("sm_90a",),
     dependent=True,
 )
@@ -188,22 +182,24 @@ def _launch(
     n = b.shape[-1]
     batches = groups.count or a.shape[0]
     scaling = scaling_of(a, b, scale_a, scale_b)
-    strip = (
-        _SPAN if d.dtype == _FP8 else strip_bytes(columns_out(_pass_columns(config.block_n), activation) * d.itemsize)
+    strip = _SPAN if d.dtype == _FP8 else strip_bytes(columns_out(config.block_n, activation) * d.itemsize)
+    operands = (
+        tensor_map(a, (1, config.block_m, _SPAN), swizzle=_SPAN),
+        tensor_map(b.mT, (1, config.block_n, _SPAN), swizzle=_SPAN),
     )
+    by_token = scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN), scaling == Scaling.TOKEN_TOKEN
+    rows = _copied_rows(config.block_m) + (_SPARE if groups.walk == ROWS else 0)
     maps = (
-        _operand(a, config.block_m, config.cluster_n),
-        _operand(b.mT, config.block_n, config.cluster_m),
+        *operands,
         tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
+        tensor_map(scale_a.mT, (1, 1, rows)) if by_token[0] else operands[0],  # else it is not read
+        tensor_map(scale_b.mT, (1, 1, config.block_n)) if by_token[1] else operands[1],
     )
     params = Params(
         kBlockM=config.block_m,
         kBlockN=config.block_n,
         kStages=config.stages,
-        kClusterM=config.cluster_m,
-        kClusterN=config.cluster_n,
         kScaling=int(scaling),
-        kScratch=config.scratch,
         kWalk=groups.walk,
         kActivation=ACTIVATIONS.index(activation),
         kBias=bias is not None,
@@ -216,8 +212,8 @@ def _launch(
     )
     args = (
         *maps,
-        *(scale_a, scale_a.stride(2), scale_a.stride(0)),
-        *(scale_b, scale_b.stride(2 if scaling == Scaling.TOKEN_TOKEN else 1), scale_b.stride(0)),
+        *(scale_a, scale_a.stride(0)),
+        *(scale_b, scale_b.stride(1), scale_b.stride(0)),
         0 if bias is None else bias,
         0 if addend is None else addend,
         alpha,
@@ -226,28 +222,16 @@ def _launch(
         *(groups.starts, groups.ends, groups.apart),
         *(m, n, k, batches, config.band),
     )
-    cluster = config.cluster_m * config.cluster_n
-    most = usable_sms(d.device) // cluster
-    units = -(-m // (config.block_m * config.cluster_m)) * -(-n // (config.block_n * config.cluster_n)) * batches
-    blocks = max(1, most if groups.walk == ROWS else min(units, most)) * cluster  # rows are the device's secret
+    most = usable_sms(d.device)
+    tiles = -(-m // config.block_m) * -(-n // config.block_n) * batches
+    blocks = max(1, most if groups.walk == ROWS else min(tiles, most))  # rows are the device's secret
     KERNEL(
         (blocks,),
         args,
         params,
         block=128 * (1 + _groups(config.block_m)),
         shared_bytes=_shared_bytes(config, scaling),
-        cluster=(cluster, 1, 1) if cluster > 1 else None,
     )
-
-
-def _operand(rows: Tensor, block: int, shared: int) -> TensorMap | None:
-    """Map of an operand (B, M or N, K) for one of `shared` blocks that load a tile of `block` rows together."""
-    return tensor_map(rows, (1, block // shared, _SPAN), swizzle=_SPAN)
-
-
-def _pass_columns(block_n: int) -> int:
-    """Of op(B) that a warpgroup multiplies at once, and that leave together."""
-    return block_n if block_n <= 192 else block_n // 2
 
 
 # ------------------------------------------------------------------------------------------------------- what to choose
@@ -257,10 +241,10 @@ def _tiles(widths: dict[int, tuple[int, ...]]) -> tuple[Tile, ...]:
     return tuple(Tile(m, n) for m, columns in widths.items() for n in columns)
 
 
-TILES = _tiles({64: (32, 64, 96, 128), 128: (64, 96, 112, 128, 144, 160, 192, 256), 192: (96, 128)})
-"""What there is to choose from.  Pairs of blocks gained 1 % for the best tile of one shape, and lost up to 11 %."""
+TILES = _tiles({64: (32, 64, 96, 128), 128: (64, 96, 128, 192), 192: (96, 128), 256: (128,)})
+"""What there is to choose from.  No shape was fastest with columns of 112, 144, 160, 176 or 256, or with a cluster."""
 
-TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256)})
+TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
 """For results in e4m3: columns are whole blocks of scales.  Gated, 256 of op(B) are one."""
 
 
@@ -269,7 +253,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Co
     sms = device_info("cuda").sm_count or 132
     chosen = _configure(tuple(bucket), batch, sms)
     if settings.current().print_configs:
-        tile = Tile(chosen.block_m, chosen.block_n, chosen.cluster_m, chosen.cluster_n)
+        tile = Tile(chosen.block_m, chosen.block_n)
         words = fp8_cost_model.predict(_problem(bucket, batch, sms), tile)
         log_once(("fp8", bucket, batch), f"fp8 GEMM {tuple(bucket)} on {sms} SMs: {chosen}, {words}", logging.WARNING)
     return chosen
@@ -297,53 +281,68 @@ def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
-    """A gated tile leaves whole strips of 32 bytes, or a block of scales."""
+    """A gated tile leaves whole strips of 32 bytes, or a block of scales.  Two waves of rows leave no registers for
+    scales of rows at the end.
+    """
     quantised = problem.out_bytes == 1
     return tuple(
         tile
         for tile in (TILES_FP8 if quantised else TILES)
         if not problem.gated or tile.block_n % (256 if quantised else 32) == 0
+        if problem.scaling != Scaling.ROW or _waves(tile.block_m) == 1
     )
 
 
 def _config(tile: Tile, problem: Problem) -> Config:
-    scratch = fp8_cost_model.scratch(tile)
-    config = Config(tile.block_m, tile.block_n, 0, tile.cluster_m, tile.cluster_n, 0, scratch)
+    config = Config(tile.block_m, tile.block_n, 0, 0)
     fixed = _shared_bytes(config, problem.scaling)
     stages = (_SHARED - fixed) // (_shared_bytes(config._replace(stages=1), problem.scaling) - fixed)
     return config._replace(stages=min(_MAX_STAGES, stages), band=fp8_cost_model.band(tile, problem.sms))
 
 
+def _waves(block_m: int) -> int:
+    """Times 64 rows that a warpgroup multiplies."""
+    return 2 if block_m > 192 else 1
+
+
 def _groups(block_m: int) -> int:
-    """Warpgroups that multiply, 64 rows each."""
-    return block_m // 64
+    """Warpgroups that multiply."""
+    return block_m // 64 // _waves(block_m)
 
 
 def _shared_bytes(config: Config, scaling: int) -> int:
-    """Stages of A and B, what is staged of D, and slots of scales."""
-    stage = (config.block_m + config.block_n) * _SPAN
-    return config.stages * stage + _groups(config.block_m) * _STAGED + _SLOTS * _slot_bytes(config, scaling)
+    """Stages of A, B and their scales, and what is staged of D: all of a bf16 tile up to four boxes a warpgroup."""
+    stage = (config.block_m + config.block_n) * _SPAN + _scale_bytes(config, scaling)
+    boxes = min(_MAX_BUFFERS, _waves(config.block_m) * -(-config.block_n // 64))
+    return config.stages * stage + _groups(config.block_m) * boxes * _BOX
 
 
-def _slot_bytes(config: Config, scaling: int) -> int:
-    """Of the scales of a step, of rows for each block of columns that a tile may touch; or of both."""
-    if scaling == Scaling.TOKEN_BLOCK:
-        alike = gcd(config.block_n, 128)
-        floats = -(-(128 - alike + config.block_n) // 128) * config.block_m
-    elif scaling == Scaling.TOKEN_TOKEN:
-        floats = config.block_m + config.block_n
-    else:
+def _copied_rows(block_m: int) -> int:
+    """Rows whose scales one copy brings, without those before the tile."""
+    return block_m // (2 if block_m + _SPARE > _MAX_BOX_ROWS else 1)
+
+
+def _scale_bytes(config: Config, scaling: int) -> int:
+    """Of the scales in a stage: of rows in one or two parts, and of blocks of columns or of columns."""
+    if scaling not in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
         return 0
+    rows = _copied_rows(config.block_m)
+    columns = config.block_n if scaling == Scaling.TOKEN_TOKEN else _BLOCKS
+    return config.block_m // rows * _lines(rows + _SPARE) + _lines(columns)
+
+
+def _lines(floats: int) -> int:
+    """Bytes of whole lines, where copies may begin."""
     return -(-4 * floats // 128) * 128
 
 
-def _configs(tiles: tuple[Tile, ...]) -> tuple[Config, ...]:
-    problems = [Problem(1, 1, 1, scaling=scaling, sms=132) for scaling in range(4)]
-    return tuple(dict.fromkeys(_config(tile, problem) for problem in problems for tile in tiles))
+def _configs(out_bytes: int) -> tuple[Config, ...]:
+    problems = [Problem(1, 1, 1, out_bytes, scaling=scaling, sms=132) for scaling in range(4)]
+    return tuple(dict.fromkeys(_config(tile, problem) for problem in problems for tile in _legal(problem)))
 
 
-CONFIGS: tuple[Config, ...] = _configs(TILES)
+CONFIGS: tuple[Config, ...] = _configs(2)
 """Every config that `configure` can return on a GPU of 132 multiprocessors."""
 
-CONFIGS_FP8: tuple[Config, ...] = _configs(TILES_FP8)
+CONFIGS_FP8: tuple[Config, ...] = _configs(1)
 """The same of results in e4m3."""

@@ -18,10 +18,7 @@ class Config(NamedTuple):
     stages: int
     block_m: int = 0
     block_n: int = 0
-    cluster_m: int = 0
-    cluster_n: int = 0
     band: int = 0
-    scratch: int = 0
     tokens: int = 0
     split: int = 0
     ctas: int = 0

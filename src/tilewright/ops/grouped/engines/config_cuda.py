@@ -18,7 +18,6 @@ class Config(NamedTuple):
     cluster_m: int = 0
     cluster_n: int = 0
     band: int = 0
-    scratch: int = 0
     tokens: int = 0
     split: int = 0
     ctas: int = 0
