@@ -29,7 +29,7 @@ def test_a_row_is_summed_in_the_layout_of_the_plain_norm(rows, n, warps, dtype):
     fused, shared = lines(
         _rms_norm_fp8_kernel,
         (q, scales, None, x, None, weight, 64, n, 64, n, 0, n // unit, 64, 0, 1e-6, 0.0),
-        (False, False, False, False, unit, rows, block),
+        (False, False, False, False, True, unit, rows, block),
         warps,
     )
 
@@ -43,3 +43,28 @@ def test_a_row_is_summed_in_the_layout_of_the_plain_norm(rows, n, warps, dtype):
     moved = [line for line in fused if "convert_layout" in line and f"x{block}x" in line]
     assert not moved, "a row goes through shared memory"
     assert shared <= 1024  # partial sums of warps, scales on their way to their places
+
+
+@pytest.mark.parametrize(
+    ("n", "warps", "columns"), [(4096, 2, 1024), (7168, 2, 1024), (14336, 4, 2048), (7168, 4, 1024)]
+)
+def test_parts_of_a_row_stay_where_they_were_loaded(n, warps, columns):
+    """Nothing is masked, and only sums and scales pass through shared memory."""
+    from tilewright.ops.norm.rms_norm_fp8.triton_parts import _rms_norm_fp8_parts_kernel
+
+    count = n // columns
+    x, weight = torch.empty(64, n, dtype=torch.bfloat16, device="meta"), torch.empty(n, device="meta").bfloat16()
+    q = torch.empty(64, n, dtype=torch.float8_e4m3fn, device="meta")
+    scales = torch.empty(n // 128, 64, device="meta").mT
+    text, shared = lines(
+        _rms_norm_fp8_parts_kernel,
+        (q, scales, x, weight, n, 64, n, 64, 0, 1e-6, 0.0),
+        (False, False, False, True, count, (count - 1).bit_length(), columns),
+        warps,
+    )
+    loads = [line for line in text if "tt.load" in line]
+    assert len(loads) == 2 * count
+    assert all(re.search(r"tt\.load %\w+ :", line) for line in loads), "a mask"
+    moved = [line for line in text if "convert_layout" in line and re.search(r"x(64|128)x(bf16|f16|f32|i32|f8)", line)]
+    assert not moved, "a row goes through shared memory"
+    assert shared <= 1024

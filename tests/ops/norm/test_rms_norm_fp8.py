@@ -136,6 +136,42 @@ def test_options_batches_and_dtypes_have_the_bits_of_the_two_kernels(kernels, de
     check_equal(kernels, x, residual, weight, fused.Options(*options), config)
 
 
+def exact_sums(shape, dtype, device):
+    """Values whose squares add up without rounding, in whatever order."""
+    spans = torch.exp2(torch.randint(-2, 3, (shape[-1] // 128,))).repeat_interleave(128)
+    x = torch.randint(-7, 8, shape) * spans
+    return x.to(device, dtype), torch.randn(shape[-1]).to(device, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [(1e-6, 0.0, False, False), (1e-5, 1.0, True, True)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 1536), torch.bfloat16), ((2, 3, 3584), torch.float16), ((3, 512), torch.bfloat16)]
+)
+def test_parts_of_rows_have_the_bits_of_the_two_kernels(kernels, device, shape, dtype, options):
+    _, fused = kernels
+    x, weight = exact_sums(shape, dtype, device)
+    configs = [config for config in fused.candidates((8, shape[-1]), dtype) if config.columns]
+    assert configs
+    for config in configs:
+        check_equal(kernels, x, None, weight, fused.Options(*options), config)
+        check_equal(kernels, x, None, weight.float(), fused.Options(*options), config)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parts_of_rows_with_nan_or_infinity_say_so(kernels, device):
+    _, fused = kernels
+    x, weight = exact_sums((4, 1536), torch.bfloat16, device)
+    x[1, 5], x[2, 1535] = torch.nan, torch.inf
+    q, scales, _ = outputs(x.shape, device)
+    fused.run(q, scales, None, x, None, weight, fused.Options(1e-6, 0.0, False, False), fused.Config(1, 1, 512))
+    wrong = torch.isnan(q.float() * scales.repeat_interleave(128, -1))
+    assert wrong[1].all()
+    assert wrong[2, 1535]
+    assert not wrong[0].any()
+    assert not wrong[3].any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(2, 16500), (2, 2, 20000)])
 def test_rows_too_long_for_registers_have_the_bits_of_the_two_kernels(kernels, device, shape):
@@ -151,7 +187,10 @@ def test_rows_apart_in_memory_are_read_where_they_are(kernels, device):
     around = torch.full((6, 400), torch.nan, dtype=torch.bfloat16, device=device)
     x = around[:, 7:263].normal_()
     _, _, weight = problem((6, 256), x.dtype, device)
-    check_equal(kernels, x, None, weight, fused.Options(1e-6, 0.0, False, False), fused.configure((8, 256), x.dtype))
+    options = fused.Options(1e-6, 0.0, False, False)
+    check_equal(kernels, x, None, weight, options, fused.configure((8, 256), x.dtype))
+    # Parts of another length, which a symbolic size may have chosen, do not divide these rows
+    check_equal(kernels, x, None, weight, options, fused.Config(1, 4, 1024))
 
 
 @pytest.mark.parametrize("device", DEVICES)

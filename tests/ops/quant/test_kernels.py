@@ -121,7 +121,7 @@ def test_every_number_of_e4m3_and_what_rounds_to_it(device, by_integers, monkeyp
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256).view(torch.float8_e4m3fn)
     wide = torch.empty(1, 256, device=device)
     one = torch.ones(1, 1, device=device)
-    back.launch((wide,), codes, one, torch.float32, config=back.Config(1, 2, 1))
+    back.launch((wide,), codes, one, torch.float32, config=back.Config(rows=1, groups=2, num_warps=1, vector=8))
     assert_same_bits((wide,), (codes.float(),), "decode")
 
     known = codes.float()[0, :127]  # the positive numbers; then NaN

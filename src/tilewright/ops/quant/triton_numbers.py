@@ -31,10 +31,123 @@ def speaks_ptx(q: Tensor) -> bool:
     return q.dtype != torch.uint8 and target_of(q).startswith("sm_")
 
 
+def compares_pairs(t: Tensor) -> bool:
+    """Has the device of `t` an instruction for two 16-bit maxima?  From Hopper on."""
+    return re.fullmatch(r"sm_(9\d|1\d\d)a?", target_of(t)) is not None
+
+
 @triton.jit
 def magnitude(x):
     """|x| as an integer that orders as the number does."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def packed(x):
+    """x (M, N) for keeping: 16-bit numbers as words of two neighbours (M, N / 2) int32, first lowest; wider as it is.
+
+    Neighbours come from memory in one register, and as a word they stay there until `unpacked`: a kernel that needs all
+    maxima before it can go on holds twice as much.
+    """
+    if x.dtype.primitive_bitwidth == 16:
+        low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (x.shape[0], x.shape[1] // 2, 2)))
+        result = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        result = x
+    return result
+
+
+@triton.jit
+def packed_magnitudes(kept):
+    """`magnitude` of what `packed` made: of wide numbers 32 bits, of pairs two of 16 in a word."""
+    if kept.dtype == tl.int32:
+        result = kept & 0x7FFF7FFF
+    else:
+        result = magnitude(kept)
+    return result
+
+
+@triton.jit
+def larger_pair(a, b):
+    """Both maxima of two words of magnitudes."""
+    return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a, b) & -65536)
+
+
+@triton.jit
+def larger_pair_native(a, b):
+    """The same in one instruction."""
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def halves(words, DTYPE: tl.constexpr):
+    """The two numbers of DTYPE in each word, in float32."""
+    if DTYPE.is_bf16():  # as words: as halves of one, ptxas takes it apart and puts it together again
+        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def larger_size(a, b, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
+    """The larger of two `packed_magnitudes`, element by element."""
+    if not PAIRS:
+        sizes = tl.maximum(a, b)
+    elif NATIVE:
+        sizes = larger_pair_native(a, b)
+    else:
+        sizes = larger_pair(a, b)
+    return sizes
+
+
+@triton.jit
+def largest_size(sizes, AXIS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
+    """The largest of `packed_magnitudes` along AXIS, None for all."""
+    if not PAIRS:
+        found = tl.max(sizes, AXIS)
+    elif NATIVE:
+        found = tl.reduce(sizes, AXIS, larger_pair_native)
+    else:
+        found = tl.reduce(sizes, AXIS, larger_pair)
+    return found
+
+
+@triton.jit
+def size_amax(sizes, AXIS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Largest `magnitude` along AXIS, 1 or None for all, of numbers of DTYPE with these `packed_magnitudes`."""
+    PAIRS: tl.constexpr = DTYPE.primitive_bitwidth == 16
+    found = largest_size(sizes, AXIS, PAIRS, NATIVE)
+    if PAIRS:
+        low, high = halves(found, DTYPE)
+        amax = tl.maximum(magnitude(low), magnitude(high))
+    else:
+        amax = found
+    return amax
+
+
+@triton.jit
+def unpacked_halves(kept, factor, DTYPE: tl.constexpr):
+    """Even and odd columns, each (M, N / 2) float32, of what `packed` made of numbers of DTYPE, times `factor`."""
+    if kept.dtype == tl.int32:
+        low, high = halves(kept, DTYPE)
+    else:
+        low, high = tl.split(tl.reshape(kept.to(tl.float32), (kept.shape[0], kept.shape[1] // 2, 2)))
+    return low * factor, high * factor
+
+
+@triton.jit
+def unpacked(kept, even, odd, DTYPE: tl.constexpr):
+    """float32 (M, N) of what `packed` made of numbers of DTYPE, even columns times `even`, odd ones times `odd`."""
+    if kept.dtype == tl.int32:
+        low, high = halves(kept, DTYPE)
+        result = tl.reshape(tl.join(low * even, high * odd), (kept.shape[0], 2 * kept.shape[1]))
+    else:
+        result = kept.to(tl.float32) * even
+    return result
 
 
 @triton.jit
@@ -57,6 +170,15 @@ def exponent(scale):
 def inverse(scale):
     """1 / scale, correctly rounded: multiply by it, then `encode`."""
     return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def inverse_native(scale):
+    """`inverse` of a scale, which is normal or infinite or NaN, without a branch for what it cannot be."""
+    guess = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+    return tl.where(scale == float("inf"), 0.0, tl.fma(guess, tl.fma(-scale, guess, 1.0), guess))
 
 
 @triton.jit

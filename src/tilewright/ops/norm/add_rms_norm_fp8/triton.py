@@ -7,17 +7,17 @@ us at 4.2 TB/s.  The three kernels of a model without fusion move 13.03*M*N.
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.norm.rms_norm.triton import Config, candidates, every
-from tilewright.ops.norm.rms_norm_fp8.triton import Options, configure, run
+from tilewright.ops.norm.rms_norm.triton import every
+from tilewright.ops.norm.rms_norm_fp8.triton import Config, Options, candidates_whole, configure_whole, run
 
 
 @register_impl(
     "add_rms_norm_fp8",
     backend="triton",
-    configure=configure,
+    configure=configure_whole,
     config_type=Config,
-    configs=every(configure),
-    candidates=candidates,
+    configs=every(configure_whole),
+    candidates=candidates_whole,
 )
 def launch(
     outs: tuple[Tensor, Tensor, Tensor],

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.hardware import device_info
 from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import SOURCES, check_matrix
 from tilewright.ops.quant.layout import TENSOR
@@ -24,8 +25,9 @@ def per_tensor_cast_to_fp8(x: Tensor, *, backend: str | None = None) -> tuple[Te
     scale: (1, 1) float32 on the device, one for all matrices of a batch.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
 
-    x is read twice, once for the scale; what the cache still holds of it costs nothing the second time.  A NaN or an
-    infinity anywhere is the scale of everything.  Gradients and errors as in `per_token_cast_to_fp8`.
+    x is read twice, the first time for its scale: 5 bytes an element of a bf16 x much larger than the last-level cache
+    move through memory, and 3 of one that stays in it.  A NaN or an infinity anywhere is the scale of everything.
+    Gradients and errors as in `per_token_cast_to_fp8`.
     """
     made: tuple[Tensor, Tensor] = call(CONTRACT, (x,), backend)
     return made
@@ -61,8 +63,10 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Reads x, at least once, and writes q."""
-    return samples.cast_cost(sample, TENSOR)
+    """Reads x, then again what the last-level cache cannot hold of it, and writes q."""
+    once = samples.cast_cost(sample, TENSOR)
+    again = max(0, once.bytes_read - device_info(sample.args[0].device).l2_bytes)
+    return Cost(once.flops, once.bytes_read + again, once.bytes_written)
 
 
 CONTRACT = register(

@@ -28,8 +28,11 @@ CONFIGS = (Config(16, 4), Config(32, 4), Config(64, 8))
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """16 rows: 2048 elements, 32 bytes a thread of a bf16 result."""
-    return CONFIGS[0]
+    """16 elements a thread, 16 bytes of 8 bits; 32 of 4 bits.
+
+    H200, 2026-11, 28672x4096: int8 86.9 us with 16 rows, 87.8 with 32; int4 76.3 and 74.3.
+    """
+    return Config(16, 4) if bucket[2] == 8 else Config(32, 4)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
@@ -69,7 +72,7 @@ _kernel = TritonKernel(_dequantize_kernel)
     backend="triton",
     configure=configure,
     config_type=Config,
-    configs=CONFIGS[:1],
+    configs=CONFIGS[:2],
     candidates=candidates,
     supports=no_float64,
 )
