@@ -25,9 +25,26 @@ ARCHITECTURES = ("sm_90", "sm_100", "sm_120")
 # Bytes of stack a thread.  At N=8192 the backward of add_rms_norm holds four rows; ptxas for sm_120 misses by a little.
 # Operands that are not aligned come element by element through registers, which sm_120 needs for the accumulator: its
 # matrix unit reads nothing else.  Aligned products spill nowhere, says tests/ops/gemm.
-ALLOWED = {("rms_norm_backward_kernel", "sm_120"): 16, ("gemm_kernel", "sm_120"): 1136}
+# Attention's tiles are chosen for sm_90; other matrix units leave less room beside them.
+ALLOWED = {
+    ("rms_norm_backward_kernel", "sm_120"): 16,
+    ("gemm_kernel", "sm_120"): 1136,
+    ("fmha_forward_kernel", "sm_120"): 1136,
+    ("fmha_queries_kernel", "sm_120"): 1136,
+    ("fmha_keys_kernel", "sm_120"): 1728,
+    ("fmha_keys_kernel", "sm_100"): 1728,
+}
 # One engine multiplies for several ops, and tests/ops/gemm compiles its configurations: here are the forms of a call,
 # by the first words of their cases: layouts, few rows, epilogues, results of float32, operands that are not aligned.
+ATTENTION = (
+    "8x16x2048x128_causal",
+    "2x16x8192x128_full",
+    "1x32/8x16384x128_causal",
+    "4x32x4096x64_causal",
+    "sides",
+    "alibi",
+    "d_256",
+)
 PRODUCTS = {
     "matmul": (
         "llama8b_qkv_m4096",
@@ -41,6 +58,8 @@ PRODUCTS = {
         "scale",
     ),
     "bmm": ("mla_absorb_m64", "experts_m4096"),
+    "fmha": ATTENTION,
+    "fmha_bwd": ATTENTION,
 }
 IMPLEMENTATIONS = {
     op.key: (contract, op, implementation)
@@ -103,7 +122,8 @@ def product_faults(info, arch, workers):
     """A product is multiplied by matrix units; on sm_90 a group of warps of its own loads, unless registers must."""
     if arch == "sm_90" and not info["instructions"].keys() & {"HGMMA", "QGMMA"}:
         yield f"no warpgroup multiplies: {info['instructions']}"
-    if info["threads"] not in (workers, workers + 128):
+    loading = (0, 128, 256) if arch == "sm_100" else (0, 128)  # threads beside them, which load, and start products
+    if info["threads"] - workers not in loading:
         yield f"{info['threads']} threads for {workers} that multiply"
 
 

@@ -43,13 +43,13 @@ def raw_call(contract: Contract, op: RawOp, purpose: str, params: Mapping[str, A
         sample = contract.inputs(params, dtype, torch.device("cpu"), 0)
     args, kwargs = tree_map(_without_memory, (sample.args, dict(sample.kwargs)))
     with torch.no_grad(), record() as notes:
-        outputs = contract.function(*args, **kwargs)
+        contract.function(*args, **kwargs)
     ((_, raw_args, _, _),) = notes.calls
     if op is contract.forward:
         return RawCall(purpose, op, raw_args)
     gradient = contract.gradient
     assert gradient is not None
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = contract.forward.allocate(raw_args, "meta")  # all of them; the public function may keep some for itself
     plain = tuple(None if isinstance(a, Tensor) else a for a in raw_args)
     needs = tuple(isinstance(a, Tensor) for a in raw_args)
     grads = tuple(torch.empty_like(out) for out in outputs)

@@ -11,8 +11,9 @@ error where the kernel promised that there is none.
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -69,7 +70,22 @@ def _binary(name: str) -> Any:
     return apply
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "mod", "lt", "ge", "floordiv"):
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "mod",
+    "lt",
+    "le",
+    "ge",
+    "eq",
+    "floordiv",
+):
     setattr(Tile, f"__{_name}__", _binary(f"__{_name}__"))
 
 
@@ -163,8 +179,20 @@ class Language:
         return Tile(x.values.exp2())
 
     @staticmethod
+    def log2(x: Tile) -> Tile:
+        return Tile(x.values.log2())
+
+    @staticmethod
+    def tanh(x: Tile, *, rounding_mode: Any) -> Tile:
+        return Tile(x.values.tanh())
+
+    @staticmethod
+    def abs(x: Tile) -> Tile:
+        return abs(x)
+
+    @staticmethod
     def truediv(x: Any, y: Tile, *, rounding_mode: Any, flush_to_zero: bool) -> Tile:
-        return Tile(x / y.values)
+        return Tile((x.values if isinstance(x, Tile) else x) / y.values)
 
     @staticmethod
     def load(
@@ -174,6 +202,7 @@ class Language:
         *,
         order: tuple[int, ...] | None = None,
         padding_mode: Any = None,
+        allow_tma: bool = True,
     ) -> Tile:
         """The array's axes are permuted by `order` before it is cut into tiles; outside is what `padding_mode` says."""
         if shape == ():
@@ -243,9 +272,21 @@ def _power_of_two(size: int) -> int:
     return size
 
 
+def _modules(fn: FunctionType, found: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The globals of `fn` and of every function that it uses: files of kernels share functions."""
+    if id(fn.__globals__) not in found:
+        found[id(fn.__globals__)] = fn.__globals__
+        for value in fn.__globals__.copy().values():
+            if isinstance(value, FunctionType) and "ct" in value.__globals__:
+                _modules(value, found)
+    return found
+
+
 def _run(kernel: CutileKernel, grid: tuple[int, ...], args: Any, constants: Any, hints: Any) -> None:
     _grid[:] = (*grid, 1, 1)[:3]
-    with mock.patch.dict(kernel.fn.__globals__, {"ct": Language}):
+    with ExitStack() as stack:
+        for names in _modules(kernel.fn, {}).values():
+            stack.enter_context(mock.patch.dict(names, {"ct": Language}))
         for place in itertools.product(*map(range, grid)):
             _block[:] = (*place, 0, 0)[:3]
             kernel.fn(*args, *constants)

@@ -32,11 +32,12 @@ def raw_call(name, direction, workload, dtype):
     subject = contract(name)
     sample = subject.inputs(workload.params, dtype, torch.device("cpu"), 7)
     with record() as notes:
-        outputs = subject.function(*sample.args, backend="torch", **sample.kwargs)
+        subject.function(*sample.args, backend="torch", **sample.kwargs)
     ((op, args, _, _),) = notes.calls
     if direction == "fwd":
         return op, args
     gradient = subject.gradient
+    outputs = op.reference(*args)  # all of them; the public function may keep some for itself
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     generator = torch.Generator().manual_seed(8)
     grads = tuple(torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs)
@@ -74,7 +75,8 @@ def test_edge_case(name, direction, workload, dtype):
     op, args = raw_call(name, direction, workload, dtype)
     implementation = implementations(op.op, op.direction, op.package)["cutile"]
     if implementation.supports is not None and (refused := implementation.supports(*args)):
-        assert dtype == torch.float32, refused  # every case runs in one dtype at least
+        # every case runs in one dtype at least, but for masks of attention that are programs
+        assert dtype == torch.float32 or "programs" in refused, refused
         return
     bucket = op.bucket_of(args, "default")
     configs = [implementation.configure(bucket, dtype)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ops.gemm.bounds import Place
+from tests.ops.gemm.bounds import Place, run
 from tests.ops.grouped.problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place
 
 from tilewright.errors import InputError
@@ -95,7 +95,7 @@ def test_sizes_that_lie(place):
     device = place.device
     a, b = torch.randn(20, 16, device=device).to(HALF), torch.randn(3, 16, 24, device=device).to(HALF)
     out = torch.full((20, 24), -7.0, dtype=HALF, device=device)
-    grouped_matmul(a, b, int32((5, 3, 99), device), out=out, backend=place.backend)
+    run(grouped_matmul, a, b, int32((5, 3, 99), device), out=out, place=place)
     torch.testing.assert_close(out[:3], a[:3] @ b[0], rtol=2**-7, atol=2**-6)
     torch.testing.assert_close(out[5:], a[5:] @ b[2], rtol=2**-7, atol=2**-6)
     grouped_matmul(a, b, int32((-4, 2, 2), device), out=out.fill_(-7.0), backend=place.backend)
@@ -113,7 +113,7 @@ def test_a_result_of_any_alignment(place):
     a, b = a.to(place.device), b.to(place.device)
     memory = torch.full((20 * 31 + 1,), -7.0, dtype=HALF, device=place.device)
     out = memory[1:].view(20, 31)[:, 2:26]
-    grouped_matmul(a, b, int32((3, 11), place.device), out=out, backend=place.backend)
+    run(grouped_matmul, a, b, int32((3, 11), place.device), out=out, place=place)
     torch.testing.assert_close(out[3:11], a[3:11] @ b[1], rtol=2**-7, atol=2**-6)
     out[:11].fill_(-7.0)
     assert (memory == -7).all()

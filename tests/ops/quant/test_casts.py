@@ -114,3 +114,18 @@ def test_the_gradient_of_scales_is_refused():
     q, scales = per_token_cast_to_fp8(torch.randn(4, 128))
     with pytest.raises(InputError, match="8-bit numbers have none"):
         dequantize(q, scales.requires_grad_())
+
+
+def test_a_scale_for_the_tensor_costs_a_second_read_of_what_the_cache_cannot_hold():
+    from tilewright.dispatch import Sample
+    from tilewright.hardware import device_info
+    from tilewright.ops.quant.per_tensor_cast_to_fp8 import CONTRACT
+
+    def read(m, n):
+        return CONTRACT.cost(Sample((torch.empty(m, n, dtype=torch.bfloat16, device="meta"),)), "fwd").bytes_read
+
+    cache = device_info("meta").l2_bytes
+    assert cache > 0
+    assert read(1, 4096) == 2 * 4096
+    rows = cache // 4096  # twice the cache
+    assert read(rows, 4096) == 2 * (2 * 4096 * rows) - cache

@@ -76,7 +76,8 @@ def quantise(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     amax = cut.abs().amax(-1)
     scales = torch.where(amax < AMAX_MIN, 0.0, amax * INVERSE[bits]).to(torch.bfloat16)
     stored = scales.to(torch.float32)
-    inverse = torch.where(stored == 0, 0.0, 1.0 / stored)
+    # In float64, as compilers make an approximate division of a float32 one; rounded, it is the float32 reciprocal
+    inverse = torch.where(stored == 0, 0.0, (1.0 / stored.to(torch.float64)).to(torch.float32))
     scaled = cut * inverse[..., None]
     q = torch.where(scaled.isnan(), 0.0, scaled.round()).flatten(1)[:, :depth].to(torch.int8)
     packed = q.contiguous() if bits == 8 else pack(q)

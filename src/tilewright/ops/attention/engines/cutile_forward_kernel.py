@@ -22,8 +22,8 @@ def _fmha_forward_kernel(
     # Everything is in units of log2; cap, too.  MODIFIED: scores are finished before the softmax sees them, else the
     # scale joins the exponent.  AHEAD: the next scores are multiplied while these pass through the softmax.
     tiles, s_k = ct.cdiv(q.shape[2], BLOCK_M), k.shape[2]
-    n, b, h = place(ct.bid(0), tiles, q, together)
-    m = tiles - 1 - n  # the last tiles first, which have most keys under a causal mask
+    from_last, b, h = place(ct.bid(0), tiles, q, together)
+    m = tiles - 1 - from_last  # the last tiles first, which have most keys under a causal mask
     kv = h // (q.shape[1] // k.shape[1])
     first = m * BLOCK_M + s_k - q.shape[2]
     begin, full, full_end, end = tiles_of_keys(first, s_k, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT)

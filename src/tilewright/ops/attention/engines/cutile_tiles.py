@@ -1,4 +1,4 @@
-"""What the attention kernels in cuTile share: which tile a block works on, what a band lets it see, how it is loaded."""
+"""What the attention kernels in cuTile share: which tile a block works on, what a band lets it see, and loads."""
 
 from tilewright.jit.cutile_language import ct
 

@@ -1,22 +1,31 @@
-"""fmha in cuTile, forward: `engines/cutile_forward.py`."""
+"""fmha in cuTile, forward and backward: `engines/cutile_forward.py` and `engines/cutile_backward.py`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import cutile_forward
+from tilewright.ops.attention.engines import cutile_backward, cutile_forward
 from tilewright.ops.attention.fmha import raw
 
 
 def _supports(*args: Any) -> str | None:
-    q, _, v, *_ = args
-    bucket = dict(zip(raw.BUCKET, raw.bucket(*args), strict=True))
-    if bucket["mask"] == raw.PROGRAM:
+    return _refusal(raw.FORWARD.bucket_of(args, "default"), args[0], args[2])
+
+
+def _supports_backward(*args: Any) -> str | None:
+    return _refusal(raw.BACKWARD.bucket_of(args, "default"), args[2], args[4])
+
+
+def _refusal(bucket: Sequence[int], q: Tensor, v: Tensor) -> str | None:
+    """In words, of a call in this bucket."""
+    of = dict(zip(raw.BUCKET, bucket, strict=True))
+    if of["mask"] == raw.PROGRAM:
         return "has causal masks and windows; others are programs, which triton evaluates"
-    if not bucket["S_k"]:
+    if not of["S_k"]:
         return "has no keys to read"
-    if not bucket["aligned"]:
+    if not of["aligned"]:
         return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
     return cutile_forward.refusal(q, v)
 
@@ -33,3 +42,18 @@ def _supports(*args: Any) -> str | None:
 def launch(outs: tuple[Tensor, Tensor], *args: Any, config: cutile_forward.Config) -> None:
     """See `raw.FORWARD`."""
     cutile_forward.forward(*outs, *args, config)
+
+
+@register_impl(
+    "fmha",
+    backend="cutile",
+    direction="bwd",
+    configure=cutile_backward.configure,
+    config_type=cutile_backward.Config,
+    configs=cutile_backward.CONFIGS,
+    candidates=cutile_backward.candidates,
+    supports=_supports_backward,
+)
+def launch_backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], *args: Any, config: cutile_backward.Config) -> None:
+    """See `raw.BACKWARD`."""
+    cutile_backward.backward(*outs, *args, config)

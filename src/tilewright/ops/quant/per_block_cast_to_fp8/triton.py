@@ -183,10 +183,10 @@ def run(
     b, r, c = every.shape
     strides = (every.stride(0), every.stride(1), scales.stride(-3) if x.dim() > 2 else 0, *scale_strides)
     grid = (b * triton.cdiv(r, BLOCK) * triton.cdiv(c, config.columns),)
-    # Without vectors every element has an address of its own, which takes the registers of half of the elements
+    # Without vectors every element has an address of its own, and 32 elements a thread fill its registers
     ragged = (c | every.stride(1)) % 16 != 0 or (transpose and r % 4 != 0)
     far = BLOCK * max(r, c, every.stride(1)) >= 1 << 31  # are places within a program's tile beyond 32 bits?
-    stored, options = as_stored(q), {"num_warps": 16 if ragged else config.num_warps}
+    stored, options = as_stored(q), {"num_warps": config.columns // 8 if ragged else config.num_warps}
     if transpose and r % 4 == 0 and q.data_ptr() % 4 == 0:
         args = (stored, scales, every, r // 4, c, *strides)
         constants = (blocks, ue8m0, compares_pairs(q), speaks_ptx(stored), far, config.columns, config.vector)

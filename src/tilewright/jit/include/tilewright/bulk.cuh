@@ -1,0 +1,50 @@
+// Runs of bytes between global and shared memory by the copy engine, without a tensor map; and the counters in global memory
+// that put the copies of different blocks into an order.  [PTX ISA: cp.async.bulk, cp.reduce.async.bulk, ld.acquire]
+//
+// Addresses and sizes are multiples of 16 bytes.  Stores and sums form the groups of tma_commit(), as those of tma.cuh do.
+#pragma once
+
+#include <tilewright/mbarrier.cuh>
+
+namespace tilewright {
+
+// The bytes are counted by `full`, which must have been told with expect().
+__device__ inline void bulk_load(void* to, const void* from, u32 bytes, Barrier& full) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(full.address())
+                 : "memory");
+}
+
+__device__ inline void bulk_store(void* to, const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+// Floats, added to those that are there.
+__device__ inline void bulk_add(float* to, const void* from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+// Until at most kLeft of this thread's groups have yet to be seen in global memory.
+template <u32 kLeft> __device__ inline void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Who reads a value that set_flag wrote sees all that its writer had seen.
+__device__ inline int read_flag(const int* flag) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+__device__ inline void set_flag(int* flag, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+// Between copies that the copy engine made (and bulk_wait saw) and set_flag; and between read_flag and copies that it makes.
+// [fence.proxy.async]
+__device__ inline void fence_global_for_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+}  // namespace tilewright

@@ -1,0 +1,119 @@
+"""Attention backward in cuTile: one kernel for dq, one for dk and dv, deterministic.
+
+Each computes the scores and do v^T again: 14 * B * H * pairs * D flops of products where a backward that added up dq
+across blocks would take 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.jit.cutile_launch import Hints
+from tilewright.jit.tape import scratch
+from tilewright.ops.attention.engines.cutile_backward_kernel import keys_kernel, queries_kernel, sinks_kernel
+from tilewright.ops.attention.engines.cutile_forward import padded, together
+from tilewright.ops.attention.engines.cutile_tiles import LOG2E
+
+__all__ = ["CONFIGS", "Config", "backward", "candidates", "configure"]
+
+_SUMMED = 1024  # rows whose shares of a sink's gradient are summed side by side
+
+
+class Config(NamedTuple):
+    """queries_*: of the kernel for dq; keys_*: of that for dk and dv.   m, n: queries and keys of a tile; num_warps:
+    that compute, 4 or 8, and 4 more load; occupancy: blocks that share an SM.
+    """
+
+    queries_m: int
+    queries_n: int
+    queries_num_warps: int
+    queries_occupancy: int
+    keys_m: int
+    keys_n: int
+    keys_num_warps: int
+    keys_occupancy: int
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    """The first candidate, by D."""
+    return candidates(bucket, dtype)[0]
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """Pairs that compile without spills for sm_90 under a causal mask."""
+    widest = max(padded(bucket[4]), padded(bucket[5]))
+    queries: tuple[tuple[int, int, int, int], ...]
+    keys: tuple[tuple[int, int, int, int], ...]
+    if widest <= 64:
+        queries = ((64, 128, 4, 2), (128, 128, 8, 1), (64, 64, 4, 2))
+        keys = ((64, 128, 8, 1), (64, 64, 4, 2))
+    elif widest <= 128:
+        queries = ((64, 64, 4, 2), (128, 128, 8, 1), (128, 64, 8, 1))
+        keys = ((64, 128, 8, 1),)
+    else:
+        queries, keys = ((64, 64, 4, 1), (64, 64, 8, 1)), ((64, 64, 8, 1),)
+    return tuple(Config(*q, *k) for k in keys for q in queries)
+
+
+CONFIGS = tuple(configure((32, 1, 8192, 8192, d, d, 1, 0, 1), torch.bfloat16) for d in (64, 128, 256))
+
+
+def backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dsinks: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+    config: Config,
+) -> None:
+    """Gradients of q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v) and sinks (H,), S_k > 0.
+
+    left, right: the band, -1 unlimited; program must be "".  See `fmha/raw.py`.
+    """
+    batch, heads, s_q, d = q.shape
+    kv_heads, s_k, d_v = v.shape[1:]
+    sharing, item = heads // kv_heads, q.element_size()
+    delta = scratch(tuple(lse.shape), dtype=lse.dtype, device=lse.device)
+    any_slopes = lse if slopes is None else slopes  # what is not wanted is not read
+    # what the kernels do to a score, in units of log2: exp2(inner * s), or exp2(cap * tanh(inner * s))
+    scalars = (scale, scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E, left, right)
+    form = (left >= 0, right >= 0)
+    c = config
+    queries_kernel(
+        (-(-s_q // c.queries_m) * heads * batch,),
+        (
+            *(dq, delta, do, o, lse if dlse is None else dlse, q, k, v, lse, any_slopes, *scalars),
+            together(heads * batch, sharing, s_k * (d + d_v) * item),
+        ),
+        (
+            *(padded(d), padded(d_v), c.queries_m, c.queries_n, *form, s_k % c.queries_n != 0),
+            *(softcap > 0, slopes is not None, dlse is not None),
+        ),
+        Hints(c.queries_num_warps, c.queries_occupancy),
+    )
+    keys_kernel(
+        (-(-s_k // c.keys_n) * kv_heads * batch,),
+        (
+            *(dk, dv, do, q, k, v, lse, delta, any_slopes, *scalars),
+            together(kv_heads * batch, 1, sharing * s_q * (d + d_v) * item),
+        ),
+        (padded(d), padded(d_v), c.keys_m, c.keys_n, *form, softcap > 0, slopes is not None),
+        Hints(c.keys_num_warps, c.keys_occupancy),
+    )
+    if sinks is not None:
+        sinks_kernel((heads,), (dsinks, delta, lse, sinks), (_SUMMED,), Hints(4))

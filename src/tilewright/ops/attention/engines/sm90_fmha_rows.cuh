@@ -1,0 +1,64 @@
+// Before the backward kernel: two floats a query, and everything at its start.
+//
+// rows[tile][0] = log2 of the sum of a query's exponentials, +infinity where it sees nothing or is not there, so that P is 0;
+// rows[tile][1] = delta = sum of dO * O, less the gradient of the log.  A block has a tile of kBlockM queries, whose flag it
+// lowers (and whose dQ it clears, if kClear), 16 threads a row.
+//
+// Config: kBlockM, kClear, Element.
+#pragma once
+
+#include <tilewright/ptx.cuh>
+
+#include "sm90_fmha/softmax.cuh"
+
+namespace tilewright {
+
+constexpr u32 kRowsThreads = 256;
+
+template <typename Config>
+__global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
+    const typename Config::Element* d_o, const typename Config::Element* o, const float* lse, const float* dlse, float* rows,
+    int* flags, float* sums, int s_q, int d_v, int heads, int columns, i64 do_batch, i64 do_head, i64 do_row, i64 o_batch,
+    i64 o_head, i64 o_row) {
+    using Element = typename Config::Element;
+    constexpr u32 kM = Config::kBlockM, kLanes = 16, kWide = 8;
+    struct alignas(16) Chunk { Element of[kWide]; };
+
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int tiles = (s_q + int(kM) - 1) / int(kM), line = int(blockIdx.x) / tiles;
+    const int first = (int(blockIdx.x) - line * tiles) * int(kM), lane = int(threadIdx.x % kLanes);
+    const Element* const from_do = d_o + line / heads * do_batch + line % heads * do_head;
+    const Element* const from_o = o + line / heads * o_batch + line % heads * o_head;
+    for (u32 r = threadIdx.x / kLanes; r < kM; r += kRowsThreads / kLanes) {
+        const int row = first + int(r);
+        const bool there = row < s_q;
+        float delta = 0;
+        if (there) {
+            for (int c = lane * int(kWide); c < d_v; c += int(kLanes * kWide)) {
+                const Chunk a = *reinterpret_cast<const Chunk*>(from_do + row * do_row + c);
+                const Chunk b = *reinterpret_cast<const Chunk*>(from_o + row * o_row + c);
+#pragma unroll
+                for (u32 i = 0; i < kWide; ++i) delta += to_float(a.of[i]) * to_float(b.of[i]);
+            }
+        }
+#pragma unroll
+        for (u32 other = kLanes / 2; other > 0; other /= 2) delta += __shfl_xor_sync(~0u, delta, other);
+        if (lane != 0) continue;
+        const i64 at = i64(line) * s_q + row;
+        const float log = there ? lse[at] : -infinity();
+        if (there && dlse != nullptr) delta -= dlse[at];
+        float* const to = rows + i64(blockIdx.x) * (2 * kM) + r;
+        to[0] = log == -infinity() ? infinity() : log * kLog2E;
+        to[kM] = delta;
+    }
+    if (threadIdx.x == 0) flags[blockIdx.x] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) flags[gridDim.x] = 0;  // the counter of tiles
+    if constexpr (Config::kClear) {
+        struct alignas(16) Four { float of[4]; };
+        Four* const to = reinterpret_cast<Four*>(sums + i64(blockIdx.x) * kM * columns);
+        for (int i = int(threadIdx.x); i < int(kM) * columns / 4; i += int(kRowsThreads)) to[i] = {};
+    }
+}
+
+}  // namespace tilewright

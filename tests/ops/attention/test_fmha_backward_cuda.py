@@ -1,0 +1,242 @@
+"""The backward for Hopper's tensor cores: what it refuses, launches and compiles; on a Hopper GPU, what it computes."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.hardware.device import DeviceInfo
+from tilewright.jit.collect import collect
+from tilewright.jit.compilers import nvrtc
+from tilewright.ops.attention.engines import fmha_backward_cuda as engine
+from tilewright.ops.attention.engines.fmha_backward_cuda import Config
+from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.reference import attention, attention_backward
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+SHARED_LIMIT = 232448  # bytes a block may have on sm_90, 1 KB of it for barriers
+POISON = 7.0
+
+
+class Problem(NamedTuple):
+    """do, dlse, q, k, v, and what follows o and lse in a raw call."""
+
+    do: Tensor
+    dlse: Tensor | None
+    tensors: tuple[Tensor, Tensor, Tensor]
+    options: tuple[Any, ...]
+
+
+def problem(
+    s_q=333, s_k=410, d=128, d_v=None, heads=4, kv_heads=2, batch=2, dtype=bf16, device="cpu", by_token=False, **options
+) -> Problem:
+    """options: left, right, scale, softcap; sinks, slopes, dlse: True for some."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(rows, count, width):
+        shape = (batch, rows, count, width) if by_token else (batch, count, rows, width)
+        t = torch.randn(shape, generator=generator, device=device).to(dtype)
+        return t.transpose(1, 2) if by_token else t
+
+    d_v = d_v or d
+    per_head = [torch.rand(heads, device=device) if options.get(n) else None for n in ("sinks", "slopes")]
+    scalars = (options.get("left", -1), options.get("right", -1), options.get("scale", d**-0.5))
+    dlse = torch.randn(batch, heads, s_q, generator=generator, device=device) if options.get("dlse") else None
+    tensors = made(s_q, heads, d), made(s_k, kv_heads, d), made(s_k, kv_heads, d_v)
+    return Problem(made(s_q, heads, d_v), dlse, tensors, (*per_head, None, "", *scalars, options.get("softcap", 0.0)))
+
+
+def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
+    """The gradients; behind each head of dq, dk and dv, three rows that nobody may write."""
+    around = [torch.full((*t.shape[:2], t.shape[2] + 3, t.shape[3]), POISON).to(t) for t in p.tensors]
+    made = [t[:, :, :-3] for t in around]
+    sinks = p.options[0]
+    dsinks = torch.full((0 if sinks is None else len(sinks),), torch.nan, device=p.do.device)
+    engine.backward(*made, dsinks, p.do, p.dlse, *p.tensors, o, lse, *p.options, config)
+    assert all((t[:, :, -3:] == POISON).all() for t in around), "rows of another head"
+    return [*made, dsinks]
+
+
+def launch(p: Problem, config: Config) -> None:
+    run(p, config, torch.empty_like(p.do), torch.empty(p.do.shape[:3]))
+
+
+def bucket_of(d: int, d_v: int | None = None, extras: int = 0, mask: int = raw.CAUSAL) -> tuple[int, ...]:
+    return (8, 1, 512, 512, d, d_v or d, mask, extras, 1)
+
+
+# ----------------------------------------------------------------------------------------------- what it refuses
+
+REFUSED = {
+    "another GPU": ("sm_90", "sm_100", {}),
+    "float32": ("bf16 or fp16", "sm_90", {"dtype": fp32}),
+    "wide heads": ("up to 128", "sm_90", {"d": 136}),
+    "wide values": ("up to 128", "sm_90", {"d_v": 136}),
+    "rows of values that are no vectors": ("multiples of 8", "sm_90", {"d": 64, "d_v": 60}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_it_cannot_do_is_said(monkeypatch, case):
+    words, arch, change = REFUSED[case]
+    monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
+    q, _, v = problem(**change).tensors
+    assert words in str(engine.refusal(q, v))
+    q, _, v = problem().tensors
+    assert (engine.refusal(q, v) is None) == (arch == "sm_90")
+
+
+# ----------------------------------------------------------------------------------------------- what it launches
+
+
+class Launches:
+    """Stands where the kernels and the maps are, and notes what they are given."""
+
+    def __init__(self, monkeypatch):
+        self.maps, self.rows, self.main, self.queries = [], [], [], []
+        monkeypatch.setattr(engine, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box)))
+        monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
+        for name, calls in (("ROWS", self.rows), ("KERNEL", self.main), ("QUERIES", self.queries)):
+            monkeypatch.setattr(engine, name, lambda *args, calls=calls, **options: calls.append((*args, options)))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    return Launches(monkeypatch)
+
+
+def test_a_causal_launch(launches):
+    launch(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, right=0), Config(64, 2, 2, 2, last_queries_first=True))
+    lines, part, keys = (1, 1, 64, 64), (1, 1, 64, 64), (1, 1, 128, 64)
+    assert launches.maps == [
+        ((2, 32, 1000, 128), lines),
+        ((2, 8, 1100, 128), keys),
+        ((2, 8, 1100, 128), keys),
+        ((2, 32, 1000, 128), lines),
+        ((2, 8, 1100, 128), part),
+        ((2, 8, 1100, 128), part),
+    ]
+    (grid, args, _, options) = launches.main[0]
+    assert grid == (132,)
+    rows, sums, flags = args[6:9]
+    assert rows.shape == (2 * 32 * 16, 2, 64), "a tile of 64 queries"
+    assert sums.shape == (2 * 32 * 16, 64, 128)
+    assert flags.shape == (2 * 32 * 16 + 1,), "and the counter"
+    assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 8, 2), (
+        "eight heads of 4.1 MB that share the L2, the last queries first"
+    )
+    assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
+    assert launches.rows[0][0] == launches.queries[0][0] == (2 * 32 * 16,)
+    assert not launches.rows[0][2].kClear, "the first to add stores"
+
+
+def test_sums_without_an_order_begin_at_zero(launches):
+    launch(problem(), Config(64, 2, 2, 2, ordered=False))
+    assert launches.rows[0][2].kClear
+
+
+def test_bounds_beyond_all_keys_do_not_overflow(launches):
+    launch(problem(left=2**31 - 1, right=2**31 - 1), Config(64, 2, 2, 2))
+    assert launches.main[0][1][15:17] == (743, 743)
+
+
+# ----------------------------------------------------------------------------------------------- what it compiles
+
+EVERYTHING = {"softcap": 3.0, "slopes": True}
+SIZES = ((16, 16), (64, 64), (80, 80), (128, 128), (128, 64), (64, 128))
+
+
+@pytest.mark.parametrize(("d", "d_v"), SIZES)
+@pytest.mark.parametrize("extras", [0, raw.SOFTCAP])
+def test_every_config_fits_shared_memory(d, d_v, extras):
+    bucket = bucket_of(d, d_v, extras)
+    assert engine.candidates(bucket, bf16)[0] == engine.configure(bucket, bf16)
+    for config in engine.candidates(bucket, bf16):
+        assert config in engine.CONFIGS
+        params = engine._params(d, d_v, bool(extras), True, bf16, config)
+        assert engine.shared_bytes(params) + 1024 <= SHARED_LIMIT
+
+
+INSTANCES = [
+    (d, d_v, change, config)
+    for d, d_v in SIZES
+    for change in ({}, {"slopes": True}, {"dtype": fp16, **EVERYTHING})
+    for config in engine.candidates(bucket_of(d, d_v, int("softcap" in change)), bf16)
+]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize(("d", "d_v", "change", "config"), INSTANCES)
+def test_instances_use_the_matrix_units_and_spill_little(monkeypatch, d, d_v, change, config):
+    monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
+    with collect("sm_90") as collector:
+        launch(problem(d=d, d_v=d_v, right=0, **change), config)
+    rows, main, queries = (job.compile().info for job in collector.jobs)
+    assert rows["spill_stores"] == queries["spill_stores"] == 0
+    steps, steps_v, of_m = -(-d // 16), -(-d_v // 16), config.block_m // 16
+    # S of the first tile, of the next in the loop; dP, dV, dK and dQ in the loop and before or behind it
+    assert main["instructions"]["HGMMA"] == 2 * (steps + steps_v + 2 * of_m + 8)
+    assert main["warnings"] == [], "the assembler serialised wgmma, or ignored setmaxnreg"
+    assert main["spill_stores"] <= 64, "words of those who move, which have 24 registers"
+    assert main["shared_bytes"] <= 1024
+
+
+# ----------------------------------------------------------------------------------------------- what it computes
+
+
+def on_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"right": 0},
+    "one tile": {"s_q": 128, "s_k": 128, "right": 0},
+    "one query": {"s_q": 1, "s_k": 1000, "right": 0},
+    "one key": {"s_q": 70, "s_k": 1, "dlse": True},
+    "rows without keys": {"s_q": 500, "s_k": 123, "right": 0},
+    "rows of nothing but a sink": {"s_q": 500, "s_k": 123, "right": 0, "sinks": True},
+    "keys that nobody sees": {"s_q": 100, "s_k": 900, "left": 50, "right": 0},
+    "window": {"s_q": 900, "s_k": 1000, "left": 70, "right": 33},
+    "to the left alone": {"s_q": 700, "s_k": 900, "left": 200},
+    "to the right alone": {"s_q": 700, "s_k": 500, "right": 64},
+    "by token": {"by_token": True, "right": 0},
+    "fp16": {"dtype": fp16, "right": 0},
+    "many tiles": {"s_q": 1111, "s_k": 1111, "batch": 4, "heads": 8, "right": 0, "dlse": True},
+    "more tiles than blocks": {"s_q": 512, "s_k": 640, "batch": 8, "heads": 16, "kv_heads": 16, "right": 0},
+    "softcap": {"softcap": 1.5},
+    "everything": {"left": 90, "right": 20, "sinks": True, "dlse": True, **EVERYTHING},
+    "scale 0": {"scale": 0.0, "dlse": True},
+    "scale below 0": {"scale": -0.3, "right": 0},
+    **{f"D = {d}": {"d": d, "right": 0} for d in (8, 32, 64, 72, 80, 96)},
+    "D = 64 with everything": {"d": 64, "right": 0, "sinks": True, **EVERYTHING},
+    "values are narrower": {"d": 128, "d_v": 64, "right": 0},
+    "values are wider": {"d": 64, "d_v": 128, "right": 0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", COMPUTED)
+def test_bands(case):
+    """Against float64, in units of what rounding P, dS and o costs; in poisoned memory; the same bits again."""
+    on_hopper()
+    p = problem(device="cuda", **COMPUTED[case])
+    dtype = p.do.dtype
+    wide = [None if t is None else t.double() for t in (p.do, p.dlse, *p.tensors, *p.options[:2])]
+    o, lse = attention(*wide[2:], *p.options[2:])
+    exact = attention_backward(*wide[:5], o, lse, *wide[5:], *p.options[2:])
+    given = o.to(dtype), lse.float()
+    eps = torch.finfo(dtype).eps
+    bucket = raw.BACKWARD.bucket(p.do, p.dlse, *p.tensors, *given, *p.options)
+    for config in engine.candidates(bucket, dtype):
+        made = run(p, config, *given)
+        for name, found, wanted in zip(("dq", "dk", "dv", "dsinks"), made, exact, strict=True):
+            error = (found.double() - wanted).abs()
+            size = wanted.abs().max() if wanted.numel() else torch.ones(())
+            assert (error <= 8 * eps * size + 1e-5).all(), name
+            assert error.norm() <= 2 * eps * wanted.norm() + 1e-5 * error.numel() ** 0.5, name
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(run(p, config, *given), made, strict=True)), "the same bits"
