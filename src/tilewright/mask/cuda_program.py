@@ -1,4 +1,4 @@
-"""A mask's program inside a CUDA C++ kernel: a type, for `tilewright/mask_program.cuh`."""
+"""A mask's program inside a CUDA C++ kernel: a type, for `mask_program.cuh` of the attention engines."""
 
 from functools import partial
 

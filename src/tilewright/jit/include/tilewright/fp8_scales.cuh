@@ -5,7 +5,7 @@
 // the end.
 #pragma once
 
-#include <tilewright/async_copy.cuh>
+#include <tilewright/copies.cuh>
 #include <tilewright/epilogue.cuh>
 #include <tilewright/tma.cuh>
 

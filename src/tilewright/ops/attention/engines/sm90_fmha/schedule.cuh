@@ -6,7 +6,7 @@
 // multiprocessors idle, all of it because 7.8 pairs a block are eight, and 20 % with every 132nd tile.
 #pragma once
 
-#include <tilewright/mask_program.cuh>
+#include "mask_program.cuh"
 #include "shape.cuh"
 
 namespace tilewright {

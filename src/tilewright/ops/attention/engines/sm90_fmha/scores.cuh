@@ -2,7 +2,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
-#include <tilewright/mask_program.cuh>
+#include "mask_program.cuh"
 
 #include "schedule.cuh"
 #include "softmax.cuh"

@@ -1,7 +1,7 @@
 // Those who move: one thread draws tiles and brings their operands, others take away what the warpgroups computed.
 #pragma once
 
-#include <tilewright/bulk.cuh>
+#include <tilewright/copies.cuh>
 
 #include "schedule.cuh"
 

@@ -1,7 +1,8 @@
-// Runs of bytes between global and shared memory by the copy engine, without a tensor map; and the counters in global memory
-// that put the copies of different blocks into an order.  [PTX ISA: cp.async.bulk, cp.reduce.async.bulk, ld.acquire]
+// Copies between global and shared memory without a tensor map: runs of bytes by the copy engine, single words where it asks
+// for more alignment; and the flags in global memory that put the copies of different blocks into an order.
+// [PTX ISA: cp.async.bulk, cp.reduce.async.bulk, cp.async, cp.async.mbarrier.arrive, ld.acquire]
 //
-// Addresses and sizes are multiples of 16 bytes.  Stores and sums form the groups of tma_commit(), as those of tma.cuh do.
+// Addresses and sizes of runs are multiples of 16 bytes.  Stores and sums form the groups of tma_commit(), as in tma.cuh.
 #pragma once
 
 #include <tilewright/mbarrier.cuh>
@@ -31,6 +32,17 @@ __device__ inline void bulk_add(float* to, const void* from, u32 bytes) {
 // Until at most kLeft of this thread's groups have yet to be seen in global memory.
 template <u32 kLeft> __device__ inline void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// One word of four bytes, or zero if it is not `there`; then nothing is read.
+__device__ inline void copy_word(void* to, const void* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 4 : 0)
+                 : "memory");
+}
+
+// Arrives at `barrier` when all copies that this thread has asked for have landed; one of the arrivals it was made for.
+__device__ inline void arrive_after_copies(Barrier& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier.address()) : "memory");
 }
 
 // Who reads a value that set_flag wrote sees all that its writer had seen.
