@@ -135,11 +135,9 @@ def _raw_args(
     return do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *args[6:]
 
 
-def _vendor_first(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Until a table has the sizes, cuDNN and FLASH are the better guess for halves.  A mask of more than a band is
-    beyond them.
-    """
-    return dtype.itemsize == 2 and bucket[BUCKET.index("mask")] != PROGRAM
+def _unmeasured(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Until a table has the sizes, the reference computes: cuDNN or FLASH for bands, plain torch for other masks."""
+    return True
 
 
 FORWARD = RawOp(
@@ -152,7 +150,7 @@ FORWARD = RawOp(
     bucket=bucket,
     bucket_names=BUCKET,
     count=2,
-    torch_first=_vendor_first,
+    torch_first=_unmeasured,
 )
 BACKWARD = RawOp(
     "fmha",
@@ -164,7 +162,7 @@ BACKWARD = RawOp(
     bucket=_backward_bucket,
     bucket_names=BUCKET,
     count=4,
-    torch_first=_vendor_first,
+    torch_first=_unmeasured,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=_save, raw_args=_raw_args)
 """Of q, k, v and the sinks."""
