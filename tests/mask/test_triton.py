@@ -62,6 +62,7 @@ def test_more_tiles_than_one_step_takes(device, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_packed_documents_are_cheap():
     """The table of 131072 tokens in 1000 documents: at most 10 MB, and no synchronisation."""
     cu = torch.linspace(0, 131072, 1001, device="cuda").int()
@@ -70,8 +71,8 @@ def test_packed_documents_are_cheap():
     program = mask.program("cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         table = masks.tile_table_of(*program, 1, 32, 131072, 131072, 128, 128)
     finally:
         torch.cuda.set_sync_debug_mode("default")
