@@ -26,7 +26,7 @@ def bench_suite(
         str | None,
         typer.Argument(
             metavar="[SUITE]",
-            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only or all.",
+            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only, attention or all.",
         ),
     ] = None,
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,

@@ -70,14 +70,16 @@ def _of_case(case: Case) -> RawCall:
     with FakeTensorMode(), torch.no_grad():
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)
         with record() as notes:
-            outputs = contract.function(*sample.args, **sample.kwargs)
-        ((op, args, _, _),) = notes.calls
+            public = contract.function(*sample.args, **sample.kwargs)
+        ((op, args, *wish),) = notes.calls
         if case.direction == "fwd" or gradient is None:
             return RawCall(op, args)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        made = op(*args, *wish)  # those too that the public function keeps to itself, which get no gradient
+        outputs = made if isinstance(made, tuple) else (made,)
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(isinstance(a, Tensor) for a in args)
-        grads = tuple(torch.empty_like(out) for out in outputs)
+        wanted = len(public) if isinstance(public, tuple) else 1
+        grads = tuple(torch.empty_like(out) if i < wanted else None for i, out in enumerate(outputs))
         return RawCall(gradient.op, gradient.raw_args(grads, gradient.save(args, outputs), plain, needs))
 
 
