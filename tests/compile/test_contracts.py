@@ -20,7 +20,11 @@ from tilewright.dispatch import contracts, table
 pytestmark = pytest.mark.compile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
-IMPLEMENTATIONS = {op.key: (contract, op, impl) for contract, op, impl in triton_implementations()}
+# Its tiles are not chosen by measurement yet, some spill, and `auto` does not take it: no cost of it is settled
+UNSETTLED = {"attention"}
+IMPLEMENTATIONS = {
+    op.key: (contract, op, impl) for contract, op, impl in triton_implementations() if contract.family not in UNSETTLED
+}
 TABLES = sorted((Path(tilewright.__file__).parent / "tables").glob("*.json"))
 
 

@@ -40,8 +40,7 @@ CONFIGS = tuple(
         configure((32, 1, s, s, d, d, 1, 0, aligned), dtype)
         for dtype in (torch.bfloat16, torch.float32)
         for s in (64, 8192)
-        for d in (64, 128, 256)
-        for aligned in (0, 1)
+        for d, aligned in ((64, 0), (64, 1), (128, 1), (256, 1))
     )
 )
 
