@@ -123,4 +123,5 @@ def test_there_is_something_to_compile():
     """An empty parametrisation would pass silently."""
     assert "rms_norm" in IMPLEMENTATIONS
     assert "rms_norm_bwd" in IMPLEMENTATIONS
-    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == set(contracts())
+    settled = {name for name, found in contracts().items() if found.family not in UNSETTLED}
+    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == settled
