@@ -115,6 +115,11 @@ def test_a_causal_launch(launches):
     assert options["shared_bytes"] == 2 * 2 * 2 * 64 * 128 + 2 * 2 * 2 * 128 * 128
 
 
+def test_a_side_that_no_distance_reaches_stays_in_int32(launches):
+    run(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, left=2**31 - 1, right=2**31 - 1), Config(2, 128, 2, 2))
+    assert launches.calls[0][1][15:17] == (2100, 2100)
+
+
 @pytest.mark.parametrize(
     ("band", "heads", "paired"),
     [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewright.jit.cutile_launch import Hints
 from tilewright.jit.tape import scratch
+from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines.cutile_backward_kernel import keys_kernel, queries_kernel, sinks_kernel
 from tilewright.ops.attention.engines.cutile_forward import padded, together
 from tilewright.ops.attention.engines.cutile_tiles import LOG2E
@@ -87,6 +88,7 @@ def backward(
     """
     batch, heads, s_q, d = q.shape
     kv_heads, s_k, d_v = v.shape[1:]
+    left, right = within(left, right, s_q, s_k)
     sharing, item = heads // kv_heads, q.element_size()
     delta = scratch(tuple(lse.shape), dtype=lse.dtype, device=lse.device)
     any_slopes = lse if slopes is None else slopes  # what is not wanted is not read

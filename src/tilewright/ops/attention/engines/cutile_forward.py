@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.jit.cutile_launch import Hints
+from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines.cutile_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.cutile_tiles import LOG2E
 
@@ -94,6 +95,7 @@ def forward(
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
+    left, right = within(left, right, s_q, s_k)
     softcapped, sloped = softcap > 0, slopes is not None
     forward_kernel(
         (-(-s_q // config.block_m) * heads * batch,),

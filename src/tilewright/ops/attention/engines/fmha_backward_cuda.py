@@ -16,6 +16,7 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
+from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines.triton_delta import delta, sink_gradient
 
 # As in the headers: bytes of a row of a box; keys of a warpgroup and of a block; warpgroups
@@ -105,8 +106,7 @@ def backward(
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
     sharing = heads // k.shape[1]
-    most = s_q + s_k  # a bound beyond it is none that counts, and must not overflow
-    left, right = min(left, most), min(right, most)
+    left, right = within(left, right, s_q, s_k)
     params = _params(d, d_v, softcap > 0, slopes is not None, q.dtype, config)
     tiles, columns = batch * heads * -(-s_q // config.block_m), _columns(params)
     rows = scratch((tiles, 2, config.block_m), torch.float32, q.device)

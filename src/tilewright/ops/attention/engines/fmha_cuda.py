@@ -18,6 +18,7 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.mask.cuda_program import cuda_type
 from tilewright.mask.tables import TileTable, tile_table_of
+from tilewright.ops.attention.band import within
 from tilewright.ops.attention.fmha.raw import BUCKET, PROGRAM
 
 _SPAN, _ROWS = 128, 64  # as in the header: bytes of a row of a box, queries of a warpgroup
@@ -86,6 +87,7 @@ def forward(
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
+    left, right = within(left, right, s_q, s_k)
     sharing = heads // k.shape[1]
     block_m = config.groups * _ROWS
     table = None

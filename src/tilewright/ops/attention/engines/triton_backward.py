@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
@@ -116,7 +117,7 @@ def backward(
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
-    left, right = min(left, s_q + s_k), min(right, s_q + s_k)  # no distance is larger: sums stay small
+    left, right = within(left, right, s_q, s_k)
     widths = (d, d_v, *tiling.parts(d), *tiling.parts(d_v), left >= 0, right >= 0, program, softcap > 0.0)
     numbers = (left, right, scale, softcap)
     kept = sum(tiling.parts(d) + tiling.parts(d_v))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config, Tile
@@ -90,7 +91,7 @@ def forward(
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
-    left, right = min(left, s_q + s_k), min(right, s_q + s_k)  # no distance is larger: sums stay small
+    left, right = within(left, right, s_q, s_k)
     descriptors = config.descriptors and all(map(tiling.describable, (k, v))) and tiling.has_descriptors(k)
     tile = tiling.fitted(Tile(*config[:4], config.overlap), q, sum(tiling.parts(d)), d, d_v, (128, 64))
     table = tiling.table(program, mask_data, q, k, tile, "query")

@@ -10,13 +10,8 @@ from tilewright.ops.attention.fmha import raw
 
 
 def _supports(*args: Any) -> str | None:
-    q, _, v, *_ = args
-    bucket = dict(zip(raw.BUCKET, raw.bucket(*args), strict=True))
-    if not bucket["S_k"]:
-        return "has no keys to read"
-    if not bucket["aligned"]:
-        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
-    return fmha_cuda.refusal(q, v)
+    bucket = raw.FORWARD.bucket_of(args, "default")
+    return raw.unaddressable(bucket) or fmha_cuda.refusal(args[0], args[2])
 
 
 @register_impl(
@@ -33,15 +28,9 @@ def launch(outs: tuple[Tensor, Tensor], *args: Any, config: fmha_cuda.Config) ->
     fmha_cuda.forward(*outs, *args, config)
 
 
-def _supports_backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> str | None:
-    bucket = dict(zip(raw.BUCKET, raw.BACKWARD.bucket(do, dlse, q, k, v, *rest), strict=True))
-    if bucket["mask"] == raw.PROGRAM:
-        return "has causal masks and windows backward; others are programs, which triton evaluates"
-    if not bucket["S_k"]:
-        return "has no keys to read"
-    if not bucket["aligned"]:
-        return "needs addresses and strides of q, k, v and do that are multiples of 16 bytes"
-    return fmha_backward_cuda.refusal(q, v)
+def _supports_backward(*args: Any) -> str | None:
+    bucket = raw.BACKWARD.bucket_of(args, "default")
+    return raw.only_bands(bucket) or raw.unaddressable(bucket) or fmha_backward_cuda.refusal(args[2], args[4])
 
 
 @register_impl(

@@ -19,15 +19,7 @@ def _supports_backward(*args: Any) -> str | None:
 
 
 def _refusal(bucket: Sequence[int], q: Tensor, v: Tensor) -> str | None:
-    """In words, of a call in this bucket."""
-    of = dict(zip(raw.BUCKET, bucket, strict=True))
-    if of["mask"] == raw.PROGRAM:
-        return "has causal masks and windows; others are programs, which triton evaluates"
-    if not of["S_k"]:
-        return "has no keys to read"
-    if not of["aligned"]:
-        return "needs addresses and strides of q, k and v that are multiples of 16 bytes"
-    return cutile_forward.refusal(q, v)
+    return raw.only_bands(bucket) or raw.unaddressable(bucket) or cutile_forward.refusal(q, v)
 
 
 @register_impl(

@@ -27,6 +27,22 @@ _TENSORS = "Tensor? sinks, Tensor? slopes, Tensor? mask_data"
 _SCALARS = "str program, int left, int right, float scale, float softcap"
 
 
+def unaddressable(bucket: Sequence[int]) -> str | None:
+    """Why a kernel that reads through tensor maps cannot take calls of this bucket; None if it can."""
+    of = dict(zip(BUCKET, bucket, strict=True))
+    if not of["S_k"]:
+        return "has no keys to read"
+    if not of["aligned"]:
+        return "needs addresses and strides of q, k and v, and of do, that are multiples of 16 bytes"
+    return None
+
+
+def only_bands(bucket: Sequence[int]) -> str | None:
+    """Why a kernel that has no programs cannot take calls of this bucket; None if it can."""
+    program = bucket[BUCKET.index("mask")] == PROGRAM
+    return "has causal masks and windows; others are programs, which triton evaluates" if program else None
+
+
 def bucket(
     q: Tensor,
     k: Tensor,
