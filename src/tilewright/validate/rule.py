@@ -149,7 +149,8 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
     noise = [errors(j, exact, dtype) for j in jittered]
     info = torch.finfo(dtype)
     relative = info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
-    rms = size.whole / number.whole.sqrt()
+    # Of what is not exactly zero: rows that a mask leaves empty say nothing about how large the others' terms are
+    rms = size.whole / (exact != 0).sum().clamp_min(1).sqrt()
     limits = []
     for field in Errors._fields:
         their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
