@@ -4,7 +4,8 @@ As many programs as the GPU holds at one time walk over the output tiles in band
 A and columns of B in L2; the walk and the loop along K are one flattened loop, so that the loads of the next tile run
 under the epilogue of the last.  Operands come through pointers and masks or, where the bucket is aligned and the GPU
 has a copy engine (sm_90 and later), through tensor descriptors.  Few rows make too few tiles to fill a GPU: there K is
-split, each part leaves a float32 partial product, and a second launch adds them in a fixed order.
+split, each part leaves a float32 partial product, and a second launch adds them in a fixed order.  Tiles of one row
+(block_m 1) are another kernel's, `row_triton.py`.
 
 2*M*N*K flops; (M*K + K*N) * itemsize + M*N*itemsize_out bytes.  8192^3 in bf16 cannot beat 1.11 ms at 989 TFLOP/s,
 16x4096x7168 not 14 us at 4.2 TB/s.
@@ -22,6 +23,7 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.jit.triton_target import target_of
+from tilewright.ops.gemm.engines import row_triton
 from tilewright.ops.gemm.engines.tile_triton_kernel import gemm_kernel, reduce_kernel
 from tilewright.ops.gemm.engines.triton_tiles import (
     Config,
@@ -87,15 +89,17 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         exact = ((16, 64, 32, 4), (32, 64, 32, 4), (64, 32, 32, 4), (64, 64, 16, 4), (64, 64, 32, 4), (64, 64, 32, 8))
         return tuple(Config(*tile, stages, 8, False, 1) for tile in exact for stages in (2, 3))
     forms = (True, False) if is_aligned else (False,)
+    single = tuple(row_triton.candidates()) if m == 1 else ()
     if m <= 64:
         space = product((32, 64, 128), (deep, 2 * deep), (4, 6), forms, (1, 2, 4, 8))
         rows = max(m, 16)
-        return tuple(
+        tiles_of_rows = (
             Config(rows, n, block_k, 4, stages, 8, form, splits)
             for n, block_k, stages, form, splits in space
             if stages * (rows + n) * block_k * dtype.itemsize <= 160 << 10
             and (splits == 1 or k >= 4 * splits * block_k)
-        )[:64]
+        )
+        return (*single, *tiles_of_rows)[:64]
     tiles = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8)]
     if dtype.itemsize == 2:
         tiles += [(64, 256, 4), (128, 256, 8), (256, 128, 8)]
@@ -145,6 +149,9 @@ def gemm(
     c_strides = (0, 0, 0) if c is None else c.stride()
     finish = (bias, c, scale, alpha)
     finish_strides = (0 if bias is None else bias.stride(0), *c_strides)
+    if config.block_m == 1:
+        row_triton.gemm(d, a, b, finish, finish_strides, activation, config)
+        return
     if splits == 1:
         _multiply(d, a, b, finish, finish_strides, activation, 1, config)
         return
