@@ -72,6 +72,16 @@ def test_non_finite_elements_have_no_error():
     assert found.ulp == 0
 
 
+def test_cancelled_elements_have_no_ulp():
+    """1e-7 in place of zero is a billion ULP, and one rounding of the terms; small values that do not cancel count."""
+    exact = torch.cat((torch.ones(900), torch.zeros(200), torch.full((200,), 1e-9))).double()
+    off = exact.clone()
+    off[900:1100] = 1e-7
+    assert errors(off.float(), exact, torch.float32).ulp == 0
+    off[1100:] *= 1 + 1e-5
+    assert errors(off.float(), exact, torch.float32).ulp > 50
+
+
 def test_same_bits_tells_zeros_apart_and_accepts_nan():
     zero, nan = torch.tensor([0.0]), torch.tensor([torch.nan])
     assert not same_bits(zero, -zero)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from tilewright.validate.bits import bits
 
 TILE = 64
+CANCELLED = 2.0**-40  # of the typical value: less is what float64 leaves of terms that cancel, and has no right digit
 
 
 class Errors(NamedTuple):
@@ -72,12 +73,23 @@ def counts(like: Tensor) -> Errors:
     return Errors(*(s.square() for s in sizes))
 
 
+def typical(exact: Tensor) -> Tensor:
+    """The root mean square of what is finite and not zero: elements that a mask leaves empty say nothing of the others;
+    0 where there are none.
+    """
+    squares = torch.where(exact.isfinite(), exact, 0.0).square()
+    return (squares.sum() / (squares != 0).sum().clamp_min(1)).sqrt()
+
+
 def errors(value: Tensor, exact: Tensor, dtype: torch.dtype) -> Errors:
-    """Errors of `value` against float64 `exact`, over the elements where both are finite; ULPs are those of `dtype`."""
+    """Errors of `value` against float64 `exact`, over the elements where both are finite; ULPs are those of `dtype`, of
+    elements that do not cancel.
+    """
     finite = testable(value).isfinite() & exact.isfinite()
     difference = torch.where(finite, value.to(torch.float64) - exact, 0.0)
     steps = (ordered(value.to(dtype)) - ordered(exact.to(dtype))).abs()
-    return norms(difference, ulp_quantile(torch.where(finite, steps, 0)))
+    telling = finite & (exact.abs() > CANCELLED * typical(exact))
+    return norms(difference, ulp_quantile(torch.where(telling, steps, 0)))
 
 
 def testable(t: Tensor) -> Tensor:

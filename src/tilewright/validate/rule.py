@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms, testable
+from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms, testable, typical
 
 FLOOR_ULP = 2.0
 MIN_PART = 16
 _NOTHING = (0.0,) * 8  # the numbers of a tensor that has no errors to measure
-SUM_ORDER = 2.0**-20  # of a typical part: what a float32 sum of another order leaves where the terms cancel
+SUM_ORDER = 2.0**-19  # of a typical part: what a float32 sum of another order leaves where the terms cancel
 NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests says nothing about relative errors
 
 
@@ -149,8 +149,7 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
     noise = [errors(j, exact, dtype) for j in jittered]
     info = torch.finfo(dtype)
     relative = info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
-    # Of what is not exactly zero: rows that a mask leaves empty say nothing about how large the others' terms are
-    rms = size.whole / (exact != 0).sum().clamp_min(1).sqrt()
+    rms = typical(exact)
     limits = []
     for field in Errors._fields:
         their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
