@@ -13,7 +13,7 @@ from tilewright.dispatch.backends import missing
 from tilewright.errors import BackendError
 from tilewright.ops.gemm.operands import LAYOUTS
 from tilewright.validate import check as validate
-from tilewright.validate.bits import bits, same_bits
+from tilewright.validate.bits import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -120,24 +120,7 @@ def raw_args(subject, sample):
     return notes.calls[0][1]
 
 
-# The same bits, always.
-
-
-@on_every_kernel
-@pytest.mark.parametrize("size", [(1, 576, 7168), (8, 2112, 7168), (64, 576, 7168), (64, 4096, 16384)], ids=str)
-def test_a_thousand_repeats_have_the_same_bits(size, place):
-    """Split sums are added in one order, whoever comes first; a second stream makes blocks come in other orders."""
-    a, b = operands(*size, "nt", HALF, "cuda")
-    first = bits(run(ops.matmul, a, b, place=place))
-    different = torch.zeros((), device="cuda", dtype=torch.int64)
-    noise, side = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
-    for i in range(1000):
-        if i % 50 == 0:
-            with torch.cuda.stream(side):
-                noise = torch.mm(noise, noise).clamp(-1, 1)
-        different += (bits(ops.matmul(a, b, backend=place.backend)) != first).any()
-    torch.cuda.synchronize()
-    assert int(different) == 0
+# The same bits, in every batch.  `test_repeats.py` has repeats.
 
 
 @on_every_kernel
