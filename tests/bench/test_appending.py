@@ -108,6 +108,25 @@ def test_the_command_appends(there: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [row.case for row in load(there / "norm.json").rows] == ["run 1", "run 2"]
 
 
+def test_the_command_resumes(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def run(suite: str, *args: Any, **options: Any) -> Results:
+        asked.append(options)
+        row = replace(WON, case=f"run {len(asked)}")
+        return Results(suite, describe("cpu").to_dict(), rows=[row], unbegun=2 - len(asked))
+
+    monkeypatch.setattr("tilewright.bench.suite.run", run)
+    first, second = (
+        CliRunner().invoke(app, [*TINY, "--budget", "1.5m", "--resume", "--json", "norm.json"]) for _ in range(2)
+    )
+    assert first.exit_code == second.exit_code == 0, first.output + second.output
+    assert "1 cases not begun" in first.output and "not begun" not in second.output
+    assert [options["budget"] for options in asked] == [90.0, 90.0]
+    assert [set(options["without"]) for options in asked] == [set(), {replace(WON, case="run 1").key}]
+    assert [row.case for row in load(there / "norm.json").rows] == ["run 1", "run 2"]
+
+
 def test_the_command_refuses_before_it_measures(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilewright.bench.suite.run", lambda *args, **options: pytest.fail("measured"))
     alone = CliRunner().invoke(app, [*TINY, "--append"])

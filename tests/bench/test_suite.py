@@ -84,6 +84,14 @@ def test_a_row_holds_what_was_measured(planted: Callable[..., None]) -> None:
     assert any("rms_norm custom float32 fwd" in line for line in lines)
 
 
+def test_what_a_budget_leaves_is_no_failure_and_another_run_takes_it(planted: Callable[..., None]) -> None:
+    planted(right)
+    nothing = small(budget=0.0)
+    assert (nothing.rows, nothing.unbegun, nothing.ok) == ([], 2, True)
+    forward, backward = small(budget=3600.0).rows
+    assert [row.key for row in small(without={forward.key}).rows] == [backward.key]
+
+
 def test_an_implementation_with_one_wrong_row_fails_the_run_and_is_not_timed(planted: Callable[..., None]) -> None:
     planted(one_wrong_row)
     results = small()

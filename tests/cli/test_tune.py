@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tilewright.cli.tune import _seconds, _share
+from tilewright.cli.options import seconds
+from tilewright.cli.tune import _share
 from tilewright.dispatch import table
 from tilewright.dispatch.contract import _contracts
 from tilewright.errors import UsageError
@@ -35,9 +36,9 @@ def test_an_op_is_tuned_into_the_table_that_is_named(tilewright, place, fake_op)
     assert found["tuned"][0]["after"]["config"] == row.config == {"kind": "right", "passes": 1}
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2 h", 7200)])
-def test_a_budget_is_a_time(text, seconds):
-    assert _seconds(text) == seconds
+@pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2 h", 7200)])
+def test_a_budget_is_a_time(text, expected):
+    assert seconds(text) == expected
 
 
 @pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("0.03", 0.03), ("0", 0.0)])
@@ -48,7 +49,7 @@ def test_a_gain_is_a_share(text, share):
 @pytest.mark.parametrize("text", ["soon", "5 weeks", "-1m", "0s", ""])
 def test_other_budgets_are_refused(text):
     with pytest.raises(UsageError, match="write it as 90s, 5m or 1h"):
-        _seconds(text)
+        seconds(text)
 
 
 @pytest.mark.parametrize("text", ["much", "100%", "3", "-1%"])

@@ -99,7 +99,10 @@ class Choice:
 
 @dataclass
 class Results:
-    """A run: machine block, rows, failures (these make it fail) and contestants left out (these do not)."""
+    """A run: machine block, rows, failures (these make it fail) and contestants left out (these do not).
+
+    unbegun: cases that its budget left for another run; not part of the JSON.
+    """
 
     suite: str
     machine: dict[str, Any]
@@ -107,6 +110,7 @@ class Results:
     failures: list[Note] = field(default_factory=list)
     left_out: list[Note] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    unbegun: int = 0
 
     @property
     def ok(self) -> bool:

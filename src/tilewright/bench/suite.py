@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,8 @@ def run(
     against: Sequence[str] | None = None,
     *,
     rows: Sequence[str] | None = None,
+    without: Collection[tuple[str, ...]] = (),
+    budget: float | None = None,
     device: torch.device | str | None = None,
     timing: Timing = "sustained",
     progress: Progress | None = None,
@@ -40,13 +42,18 @@ def run(
     """Measure every implementation of ours and every available peer on the cases of `suite`.
 
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
-    against: names of the peers to run; None runs all. timing: "sustained" or "paused". progress: gets one line of
-    text a row. Raises UsageError for names that do not exist. A case that fails is recorded in `Results.failures`,
-    and the run goes on.
+    against: names of the peers to run; None runs all. without: keys of cases to leave out. budget: seconds after which
+    no case is begun; what was left stands in `Results.unbegun`. timing: "sustained" or "paused". progress: gets one
+    line of text a row. Raises UsageError for names that do not exist. A case that fails is recorded in
+    `Results.failures`, and the run goes on.
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
-    chosen = select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=where)
+    chosen = [
+        item
+        for item in select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=where)
+        if item.key not in without
+    ]
     if against is not None:
         check_names({item.contract.name: item.contract for item in chosen}.values(), where, against)
     with _side_stream(where), _repeatable_backward():
@@ -60,10 +67,15 @@ def run(
         )
         say(HEADER)
         began = time.monotonic()
+        begun = 0
         for item in chosen:
+            if budget is not None and time.monotonic() - began >= budget:
+                break
             _one(shared, item, results, say)
+            begun += 1
         say(f"{len(results.rows)} rows in {time.monotonic() - began:.0f} s")
-    results.failures += missing([item.key for item in chosen], results)
+    results.unbegun = len(chosen) - begun
+    results.failures += missing([item.key for item in chosen[:begun]], results)
     results.machine = machine.describe(where, before=before, after=machine.clocks(where), ceilings=ceilings).to_dict()
     return results
 

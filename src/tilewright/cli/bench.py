@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewright.cli.options import DeviceOption, DtypeOption, JsonOption, device, names, need
+from tilewright.cli.options import DeviceOption, DtypeOption, JsonOption, device, names, need, seconds
 from tilewright.cli.output import check_writable, emit, say, write_json
 from tilewright.errors import UsageError
 
@@ -55,6 +55,12 @@ def bench_suite(
     output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Page that --report writes.")] = Path(
         "docs/performance.md"
     ),
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="TIME", help="Begin no case after this time: 90s, 5m, 1h.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Measure only the cases that the --json FILE has no row of; keep its rows.")
+    ] = False,
     append: Annotated[
         bool, typer.Option("--append", help="Keep the rows of the --json FILE that this run does not measure.")
     ] = False,
@@ -84,7 +90,8 @@ def bench_suite(
     if table is not None and table.exists():
         read(table)  # rows are merged into it at the end; a file that is no table is refused now
     place = device(device_name)
-    earlier = _earlier(json_file, place) if append else None
+    within = None if budget is None else seconds(budget)
+    earlier = _earlier(json_file, place) if append or resume else None
     wanted = [c for c in contracts().values() if suite in ("all", c.family) and (not ops or c.name in ops)]
     found = run(
         suite,
@@ -93,11 +100,15 @@ def bench_suite(
         sizes(case, wanted) if case else None,
         names(against),
         rows=names(rows),
+        without={row.key for row in earlier.rows} if resume and earlier is not None else (),
+        budget=within,
         device=place,
         timing=timing.value,
         progress=say if json_file == "-" else print,
     )
     write_json((found if earlier is None else appended(earlier, found)).to_json(), json_file)
+    if found.unbegun:
+        say(f"{found.unbegun} cases not begun: the budget was used up. --resume measures them.")
     for note in found.failures:
         say(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
     if not found.ok:
@@ -107,9 +118,9 @@ def bench_suite(
 
 
 def _earlier(json_file: str | None, place: str) -> "Results | None":
-    """What lies in the file that --append adds to; None where there is none yet.  Refused before anything is timed."""
+    """What lies in the file that is added to; None where there is none yet.  Refused before anything is timed."""
     if json_file in (None, "-"):
-        raise UsageError("--append adds to the file of --json; give both.")
+        raise UsageError("--append and --resume add to the file of --json; give both.")
     from tilewright.bench.machine import describe
     from tilewright.bench.schema import check_same_machine, load
 

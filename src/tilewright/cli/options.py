@@ -1,5 +1,6 @@
 """Options that several commands share, and how their text is read."""
 
+import re
 from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,8 @@ from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Dtype(StrEnum):
@@ -62,6 +65,14 @@ def torch_dtype(name: Dtype | None) -> "torch.dtype | None":
 def names(text: str | None) -> list[str] | None:
     """["a", "b"] from "a, b"; None stays None."""
     return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def seconds(budget: str) -> float:
+    """90.0 from "90", "90s" or "1.5m"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", budget.strip())
+    if found is None or float(found[1]) == 0:
+        raise UsageError(f"--budget {budget}: write it as 90s, 5m or 1h.")
+    return float(found[1]) * _UNITS[found[2] or "s"]
 
 
 def need(extra: str, *modules: str) -> None:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewright.cli.options import BackendOption, DeviceOption, DtypeOption, JsonOption, device
+from tilewright.cli.options import BackendOption, DeviceOption, DtypeOption, JsonOption, device, seconds
 from tilewright.cli.output import check_writable, emit, say
 from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
     from tilewright.bench.cases import Case
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Direction(StrEnum):
@@ -65,7 +63,7 @@ def tune_ops(
     """
     check_writable(json_file, table)
     place = device(device_name)
-    within, gain = None if budget is None else _seconds(budget), _share(min_gain)
+    within, gain = None if budget is None else seconds(budget), _share(min_gain)
     import tilewright.ops  # noqa: F401  (binds the contracts)
     from tilewright.cli.case import sizes
     from tilewright.dispatch import contracts
@@ -90,14 +88,6 @@ def tune_ops(
     emit(report.to_dict(), str(report), json_file)
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _seconds(text: str) -> float:
-    """90.0 from "90", "90s" or "1.5m"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if found is None or float(found[1]) == 0:
-        raise UsageError(f"--budget {text}: write it as 90s, 5m or 1h.")
-    return float(found[1]) * _UNITS[found[2] or "s"]
 
 
 def _share(text: str) -> float:
