@@ -5,7 +5,7 @@ A and columns of B in L2; the walk and the loop along K are one flattened loop, 
 under the epilogue of the last.  Operands come through pointers and masks or, where the bucket is aligned and the GPU
 has a copy engine (sm_90 and later), through tensor descriptors.  Few rows make too few tiles to fill a GPU: there K is
 split, each part leaves a float32 partial product, and a second launch adds them in a fixed order.  Tiles of one row
-(block_m 1) are another kernel's, `row_triton.py`.
+(block_m 1) are another kernel's, `few_rows/row_triton.py`.
 
 2*M*N*K flops; (M*K + K*N) * itemsize + M*N*itemsize_out bytes.  8192^3 in bf16 cannot beat 1.11 ms at 989 TFLOP/s,
 16x4096x7168 not 14 us at 4.2 TB/s.
@@ -23,7 +23,7 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.jit.triton_target import target_of
-from tilewright.ops.gemm.engines import row_triton
+from tilewright.ops.gemm.engines.few_rows import row_triton
 from tilewright.ops.gemm.engines.tile_triton_kernel import gemm_kernel, reduce_kernel
 from tilewright.ops.gemm.engines.triton_tiles import (
     Config,

@@ -21,7 +21,7 @@ SHARED_ELSEWHERE = 99 << 10  # sm_86, sm_89, sm_120
 
 class Config(NamedTuple):
     """block_m, block_n, block_k: elements of a tile; block_n counts columns of op(B), two for each of a gated result.
-    block_m = 1: products of scalars, see `row_triton.py`, which takes no notice of band, descriptors and splits.
+    block_m = 1: products of scalars (`few_rows/row_triton.py`), without band, descriptors and splits.
 
     band: tile rows walked together.   descriptors: copy engine where there is one.   splits: parts of K, 1 for none.
     num_stages is what an H200 gets; less where shared memory is smaller.

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines.row_triton_kernel import row_kernel
+from tilewright.ops.gemm.engines.few_rows.row_triton_kernel import row_kernel
 from tilewright.ops.gemm.engines.triton_tiles import Config, needs_wide_offsets, vector_width, vector_width_of_c
 from tilewright.ops.gemm.operands import Major, major_b
 

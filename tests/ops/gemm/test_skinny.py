@@ -1,0 +1,133 @@
+"""The kernel for up to 16 rows: what it refuses and launches, how it compiles, and on a Hopper GPU what it computes."""
+
+import pytest
+import torch
+from tests.ops.gemm.bounds import check, operands
+
+from tilewright.jit.collect import collect
+from tilewright.jit.compilers import nvrtc
+from tilewright.ops.gemm.engines.few_rows import skinny as engine
+from tilewright.ops.gemm.engines.few_rows.skinny import Config
+from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+POISON = -77.0
+SIZES = [(rows, n, k) for rows in (1, 8, 9, 16) for n, k in ((576, 7168), (2112, 7168), (4096, 4096), (24576, 1536))]
+
+
+def candidates(rows, columns, depth):
+    return list(engine.candidates((rows, columns, depth, 0, 1, 16, 0), bf16))
+
+
+def run(config, a, b, activation="", out=bf16, **terms):
+    """The result, after a look at what surrounds it."""
+    shape = (a.shape[0], a.shape[1], columns_out(b.shape[-1], activation))
+    around = torch.full((shape[0] + 1, shape[1] + 3, shape[2] + 8), POISON, dtype=out, device=a.device)
+    d = around[: shape[0], : shape[1], : shape[2]]
+    d.fill_(torch.nan)
+    given = {"bias": None, "c": None, "alpha": 1.0, **terms}
+    engine.gemm(d, a, b, given["bias"], given["c"], None, given["alpha"], activation, config)
+    made = d.clone()
+    d.fill_(POISON)
+    assert (around == POISON).all(), "written beside the result"
+    return made
+
+
+@pytest.mark.parametrize(("rows", "columns", "depth"), SIZES)
+def test_candidates_fit_and_fill_a_multiprocessor(rows, columns, depth):
+    found = candidates(rows, columns, depth)
+    assert 0 < len(found) <= 16
+    for config in found:
+        assert config.tokens >= rows
+        assert config.ctas * engine.shared_bytes(config) <= 228 << 10
+        assert config.warps * config.ctas * (config.stages - 1) >= 48, "KB of weights on their way"
+        assert config.split == 1 or columns < 132 * 16
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("at most 16", {"a": torch.zeros(17, 64, dtype=bf16)}),
+        ("along K", {"b": torch.zeros(64, 128, dtype=bf16)}),
+        ("along K", {"a": torch.zeros(64, 8, dtype=bf16).T}),
+        ("bf16 or fp16", {"a": torch.zeros(8, 64), "b": torch.zeros(128, 64).T}),
+        ("16 bytes", {"a": torch.zeros(8, 63, dtype=bf16), "b": torch.zeros(128, 63, dtype=bf16).T}),
+    ],
+)
+def test_what_it_cannot_do_is_said(words, change):
+    given = {"a": torch.zeros(8, 64, dtype=bf16), "b": torch.zeros(128, 64, dtype=bf16).T}
+    assert engine.refusal(*given.values(), None, None, None, 1.0, "", bf16) is None
+    assert words in str(engine.refusal(*{**given, **change}.values(), None, None, None, 1.0, "", bf16))
+
+
+def test_every_tile_of_every_product_is_a_block_or_a_cluster(monkeypatch):
+    calls = []
+    monkeypatch.setattr(engine, "KERNEL", lambda *args, **options: calls.append((*args, options)))
+    a, b = torch.zeros(3, 20, 320, dtype=bf16), torch.zeros(3, 200, 320, dtype=bf16).mT
+    engine.gemm(torch.zeros(3, 20, 200, dtype=bf16), a, b, None, None, None, 1.0, "", Config(16, 4, 8, 2, 1))
+    ((grid, args, _, options),) = calls
+    assert grid == (3 * 2 * 13 * 2,)
+    assert options == {"block": 128, "shared_bytes": 4 * 8 * 4 * 512, "cluster": (2, 1, 1)}
+    assert args[6:10] == (200 * 320, 320, 20 * 320, 320)
+
+
+INSTANCES = [
+    (config, ACTIVATIONS[n % 5], (bf16, fp16)[n % 2], (bf16, fp32, fp16)[n % 3], (bf16, fp32)[n % 2])
+    for n, config in enumerate((*candidates(8, 576, 7168), *candidates(16, 576, 7168)))
+]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize(("config", "activation", "element", "out", "bias"), INSTANCES)
+def test_instances_use_the_matrix_units_and_spill_nothing(config, activation, element, out, bias):
+    a, b = torch.zeros(1, 8, 2048, dtype=element), torch.zeros(1, 512, 2048, dtype=element).mT
+    d = torch.empty(1, 8, columns_out(512, activation), dtype=out)
+    terms = torch.zeros(512, dtype=bias), torch.zeros(d.shape)
+    with collect("sm_90") as collector:
+        engine.gemm(d, a, b, *terms, None, 1.0, activation, config)
+    (job,) = collector.jobs
+    info = job.compile().info
+    assert info["stack_bytes"] == info["spill_stores"] == 0
+    assert info["instructions"]["HMMA"] == 2 * config.stages * config.tokens // 8
+    assert info["registers"] * 32 * config.warps * config.ctas <= 65536
+    assert info["shared_bytes"] + engine.ring_bytes(config) + 1024 == engine.shared_bytes(config)
+    assert info["warnings"] == []
+
+
+COMPUTED = {  # rows, columns, depth, batch, config, activation, element, out
+    "one row": (1, 2112, 7168, 1, Config(8, 16, 8, 1, 1), "", bf16, bf16),
+    "eight rows, a cluster": (8, 576, 7168, 1, Config(8, 8, 8, 4, 2), "", bf16, bf16),
+    "ragged everything": (13, 203, 328, 1, Config(16, 4, 4, 2, 4), "gelu", bf16, fp32),
+    "sixteen rows": (16, 4096, 4096, 1, Config(16, 16, 4, 1, 1), "silu", fp16, fp16),
+    "gated": (5, 1024, 4096, 1, Config(8, 8, 4, 1, 4), "swiglu", bf16, bf16),
+    "fewer chunks than warps": (3, 64, 72, 1, Config(8, 16, 8, 2, 1), "", bf16, bf16),
+    "many tiles": (2, 40000, 512, 1, Config(8, 4, 8, 1, 4), "relu", bf16, bf16),
+    "a batch": (7, 200, 640, 5, Config(8, 4, 8, 1, 4), "", bf16, bf16),
+    "more rows than tokens": (29, 320, 512, 2, Config(8, 8, 8, 1, 2), "", bf16, bf16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", COMPUTED)
+def test_results(case):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    rows, columns, depth, batch, config, activation, element, out = COMPUTED[case]
+    a, b = operands(rows, columns, depth, "nt", element, "cuda", lead=(batch,), magnitudes=8)
+    c = torch.randn(batch, rows, columns_out(columns, activation), device="cuda")
+    terms = {"bias": torch.randn(columns, device="cuda"), "c": c, "alpha": 0.75}
+    made = run(config, a, b, activation, out, **terms)
+    check(made, a, b, **terms, activation=activation or None)
+    for _ in range(20):
+        assert torch.equal(run(config, a, b, activation, out, **terms), made), "the same bits every time"
+
+
+@pytest.mark.gpu
+def test_nan_reaches_its_column_and_its_row_alone():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    a, b = operands(5, 72, 600, "nt", bf16, "cuda", lead=(1,))
+    b[0, 599, 71] = a[0, 4, 0] = torch.nan
+    wrong = run(Config(8, 4, 8, 1, 4), a, b).isnan()
+    assert bool(wrong[0, :, 71].all()) and bool(wrong[0, 4].all()) and int(wrong.sum()) == 5 + 72 - 1
