@@ -27,7 +27,7 @@ from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, er
 FLOOR_ULP = 2.0
 MIN_PART = 16
 _NOTHING = (0.0,) * 8  # the numbers of a tensor that has no errors to measure
-SUM_ORDER = 2.0**-19  # of what a part lacks to a typical one: a float32 sum of another order, where terms cancel
+SUM_ORDER = 2.0**-18  # of what a part lacks to half a typical one: a float32 sum of another order, where terms cancel
 NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests says nothing about relative errors
 
 
@@ -156,7 +156,7 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
         if field in PARTS:
             telling = own > NEARLY_ZERO * rms * n.sqrt()
             their = torch.maximum(their, torch.where(telling, their / own, 0.0).max() * own)
-            cancelled = SUM_ORDER * (rms * n.sqrt() - own).clamp_min(0)
+            cancelled = SUM_ORDER * (rms * n.sqrt() / 2 - own).clamp_min(0)
         floor = FLOOR_ULP if field == "ulp" else relative * own + info.smallest_normal * info.eps * n.sqrt()
         if field in PARTS:
             floor = floor + cancelled
