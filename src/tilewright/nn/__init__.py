@@ -1,9 +1,22 @@
 """torch.nn.Module faces of the ops, with the parameter names of the modules they stand in for."""
 
+from tilewright.nn.attention import Attention
+from tilewright.nn.differential_attention import DifferentialAttention
 from tilewright.nn.fp8_linear import FP8Linear
 from tilewright.nn.linear import Linear
 from tilewright.nn.mlp import GeGLUMLP, SwiGLUMLP
 from tilewright.nn.norm import AddRMSNorm, LayerNorm, RMSNorm
 from tilewright.nn.rotary import RotaryEmbedding
 
-__all__ = ["AddRMSNorm", "FP8Linear", "GeGLUMLP", "LayerNorm", "Linear", "RMSNorm", "RotaryEmbedding", "SwiGLUMLP"]
+__all__ = [
+    "AddRMSNorm",
+    "Attention",
+    "DifferentialAttention",
+    "FP8Linear",
+    "GeGLUMLP",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLUMLP",
+]

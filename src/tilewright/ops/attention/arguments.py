@@ -65,7 +65,7 @@ def _mask(mask: Mask | None, q: Tensor, k: Tensor) -> tuple[str, Tensor | None, 
 
 def _without_values(q: Tensor) -> bool:
     """Are only sizes wanted, as in `explain` and the tuner?  Masks and modifiers then hold tensors of another kind."""
-    return q.is_meta or (is_fake(q) and not torch.compiler.is_compiling())
+    return q.is_meta or (not torch.compiler.is_compiling() and is_fake(q))
 
 
 def _of_heads(t: Tensor | None, q: Tensor) -> Tensor | None:
