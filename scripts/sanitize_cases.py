@@ -20,6 +20,7 @@ from tilewright.ops.attention.engines import fmha_cuda
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import model as few_rows
+from tilewright.ops.gemm.engines.few_rows import skinny
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.engines import k_cuda, rows_cuda
@@ -49,6 +50,10 @@ FEW_ROWS = (
     (16, 520, 2056, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
     (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
     (64, 9032, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
+)
+SKINNY = (
+    (5, 520, 2056, "nt", "gelu", _HALF, skinny.Config(8, 8, 8, 2, 2)),
+    (13, 520, 584, "nt", "swiglu", _FLOAT, skinny.Config(16, 4, 4, 1, 4)),
 )
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
@@ -224,6 +229,7 @@ def cases() -> dict[str, Callable[[], bool]]:
     runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
         ("dense", partial(product, dense_cuda), DENSE),
         ("few rows", partial(product, few_rows_cuda), FEW_ROWS),
+        ("skinny", partial(product, skinny), SKINNY),
         ("fp8", scaled_product, FP8),
         ("requantised", requantised, REQUANTISED),
         ("few rows scaled", scaled_few_rows, FEW_ROWS_SCALED),
