@@ -17,8 +17,8 @@
 #pragma once
 
 #include <tilewright/cluster.cuh>
+#include <tilewright/copies.cuh>
 #include <tilewright/mma_sync.cuh>
-#include <tilewright/own_copies.cuh>
 
 #include "finish.cuh"
 
