@@ -7,6 +7,7 @@ import torch
 from tests.models.test_replaced import REPLACED, logits, relative_error
 from tests.models.zoo import build, tokens
 
+from tilewright.dispatch import record
 from tilewright.models import patch
 from tilewright.models.experts import run_plainly
 
@@ -62,3 +63,27 @@ def test_compiled(mode: str) -> None:
     with torch.no_grad():
         truth = exact(input_ids=ids, use_cache=False).logits.double()
     assert relative_error(got, truth) <= 2 * relative_error(eager, truth) + 1e-6
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_attention_alone(name: str, dtype: torch.dtype, side: str) -> None:
+    """Causal masks, windows and soft caps by Triton's kernels, with padding, which is a program."""
+    ids, mask = tokens(2, 200).cuda(), torch.ones(2, 200, dtype=torch.long, device="cuda")
+    if side != "none":
+        mask[1, slice(77) if side == "left" else slice(-77, None)] = 0
+    options = {"attn_implementation": "eager", "head_dim": 64} if name == "gemma2" else {}
+    model = build(name, **{**WIDE, **options}).cuda().to(dtype)
+
+    def run(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        return made
+
+    exact, unpatched = run(copy.deepcopy(model).double()), run(model)
+    patch(model, verify=False, ops=["attention"], backend="triton")
+    with record() as recording:
+        got = run(model)
+    assert {(plan.op, plan.backend) for plan in recording.plans} == {("fmha", "triton")}
+    assert relative_error(got, exact) <= 2 * relative_error(unpatched, exact) + 1e-6

@@ -28,6 +28,7 @@ def test_patched_model_runs_triton(name: str, dtype: torch.dtype) -> None:
     with record() as recording:
         got = logits(model, ids)
     assert {plan.backend for plan in recording.plans} == {"triton"}
+    assert "fmha" in {plan.op for plan in recording.plans}
     assert relative_error(got, exact) <= 2 * relative_error(unpatched, exact) + 1e-6
 
 
@@ -46,3 +47,24 @@ def test_training_step_runs_triton() -> None:
     assert {plan.backend for plan in recording.plans} == {"triton"}
     assert {plan.direction for plan in recording.plans} == {"fwd", "bwd"}
     assert relative_error(patched, exact) <= 3 * relative_error(unpatched, exact) + 1e-6
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_padded_attention_runs_triton(name: str, side: str) -> None:
+    """Windows, soft caps and sinks, and a program for the padding."""
+    from tests.models.test_attention import close
+
+    from tilewright.dispatch import record
+    from tilewright.models import patch
+
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, slice(6) if side == "left" else slice(-6, None)] = 0
+    model = build(name, attn_implementation="sdpa" if name == "mistral" else "eager")
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+        patch(model, verify=False, ops=["attention"], backend="triton")
+        with record() as recording:
+            got = model(input_ids=ids, attention_mask=mask).logits
+    assert {(plan.op, plan.backend) for plan in recording.plans} == {("fmha", "triton")}
+    close(got[mask.bool()], expected[mask.bool()])

@@ -1,8 +1,9 @@
 """Patching models: `patch(model)` replaces what our ops compute, verifies it, and can undo it."""
 
 from tilewright.models.agreement import Agreement
+from tilewright.models.attention import register_attention
 from tilewright.models.patching import Patch, patch
 from tilewright.models.report import Report, Row
 from tilewright.models.verification import Comparison, Verification
 
-__all__ = ["Agreement", "Comparison", "Patch", "Report", "Row", "Verification", "patch"]
+__all__ = ["Agreement", "Comparison", "Patch", "Report", "Row", "Verification", "patch", "register_attention"]

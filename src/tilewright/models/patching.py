@@ -42,8 +42,9 @@ def patch(
             model.generate(...)
 
     A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names is
-    involved. Only instances change; no class, module or registry of transformers is touched, and other models are not
-    affected. Attention stays SDPA with the model's masks, windows and dropout; mixture-of-experts weights are left.
+    involved. Only instances change; no class or module of transformers is touched, its registries of attention get
+    names of ours and lose none, and other models are not affected. Attention keeps its masks, windows and dropout: it
+    is SDPA, or `ops.fmha` where that was measured faster or `backend` names it; mixture-of-experts weights are left.
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
     before for all others and wherever a gradient is wanted.
 
@@ -99,7 +100,7 @@ class Patch:
         self._swaps: dict[nn.Module, type[nn.Module]] = {}
         self._fp8: dict[nn.Module, WeightCasts] = {}
         rows = list(self._plan(allowed, backend, fp8_linears.heads(model) if fp8 else None))
-        row, self._rebindings = attention.switch(model, "attention" in allowed)
+        row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
         self._report = Report(tuple(rows if row is None else [*rows, row]))
         self._active = False
 

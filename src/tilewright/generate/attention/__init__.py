@@ -20,6 +20,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.errors import InputError
+from tilewright.models.attention import interface
+from tilewright.models.attention.choice import lost_by_sdpa
 
 NAMES = ("split_kv", "sdpa", "grouped", "model")
 _PREFIX = "tilewright_decode_"
@@ -35,9 +37,10 @@ def resolve(model: Any, requested: str, device: torch.device) -> str:
             f"the model attends through {own!r}, which takes no dense mask over a static cache. "
             'Call model.set_attn_implementation("sdpa") first.'
         )
-    # An eager model may do more than softmax(QK)V (soft caps, sinks); a model without the registry cannot be
-    # redirected.
+    # An eager model may do more than softmax(QK)V (soft caps, sinks), and so may one that runs ops.fmha; a model
+    # without the registry cannot be redirected.
     replaceable = own not in (None, "eager") and getattr(model, "_supports_attention_backend", False)
+    replaceable = replaceable and not _eager_in_steps(model)
     if requested == "auto":
         if not replaceable:
             return "model"
@@ -62,12 +65,12 @@ def decoder_config(model: Any) -> Any:
 @contextmanager
 def attention_of(model: Any, name: str) -> Iterator[None]:
     """Let `model` attend through `name` inside the block. Only its own config object is touched, and restored."""
-    if name == "model":
-        yield
-        return
     config = decoder_config(model)
     before = config._attn_implementation
-    config._attn_implementation = _register(name)
+    if name != "model":
+        config._attn_implementation = _register(name)
+    elif _eager_in_steps(model):
+        config._attn_implementation = "eager"
     try:
         yield
     finally:
@@ -98,6 +101,12 @@ def _runs_triton(device: torch.device) -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+def _eager_in_steps(model: Any) -> bool:
+    """Does the model run ops.fmha for soft caps or sinks?  Its steps are eager: their masks are numbers to be added."""
+    own = decoder_config(model)._attn_implementation
+    return own is not None and own.startswith(interface.NAME) and bool(lost_by_sdpa(model))
 
 
 @cache

@@ -1,8 +1,15 @@
-"""Attention stays PyTorch's scaled dot product attention: a model that runs it eagerly is switched to "sdpa".
+"""Which attention a model runs: one name in its configuration, which transformers looks up on every call.
 
-transformers builds masks for padding and windows from the configured implementation and passes dropout on, so the
-switch is one configuration value and all three keep their meaning. The configuration object may be shared with other
-models, so the patched model gets its own copy and `undo` gives the shared one back.
+    ops.fmha   on a GPU whose tables hold sizes of this model's heads that a kernel of ours won, where each call asks
+               the tables again; or on the backend that `patch(backend=)` names
+    SDPA       instead of eager attention, everywhere else
+
+transformers builds masks for padding and windows from the configured name and passes dropout on, so all three keep
+their meaning.  SDPA does not apply logit soft-capping and sinks, `ops.fmha` does: a model that attends eagerly for them
+moves there alone, and one that already runs SDPA without them stays, because it would compute something else.
+
+The configuration object may be shared with other models, so the patched model gets its own copy and `undo` gives the
+shared one back.
 """
 
 import copy
@@ -11,12 +18,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from tilewright.dispatch import contract
+from tilewright.errors import BackendError
+from tilewright.models.attention import interface, measured
 from tilewright.models.report import Row
+from tilewright.models.wide import dominant_dtype
+from tilewright.ops.attention.fmha.raw import SINKS, SOFTCAP
 
-# What transformers' sdpa path accepts and does not apply.
-_IGNORED_BY_SDPA = {"softcap": "logit soft-capping", "s_aux": "attention sinks"}
+_IGNORED_BY_SDPA = {"softcap": ("logit soft-capping", SOFTCAP), "s_aux": ("attention sinks", SINKS)}
+"""What transformers' sdpa path accepts and does not apply: its meaning, and what `ops.fmha` calls it."""
+_PROBED = 16  # queries and keys of the call that is planned, and not run, to learn whether a backend takes it
 
 
 @dataclass(frozen=True)
@@ -37,47 +51,134 @@ class Rebinding:
         self.module.__dict__[self.name] = self.old
 
 
-def switch(model: nn.Module, allowed: bool) -> tuple[Row | None, list[Rebinding]]:
+def switch(model: nn.Module, allowed: bool, backend: str | None = None) -> tuple[Row | None, list[Rebinding]]:
     """The row for the report (None for a model without a configured attention), and what to rebind."""
     config = getattr(model, "config", None)
     current = getattr(config, "_attn_implementation", None)
     if current is None:
         return None, []
-    name = type(model).__name__
-    lost = sorted({meaning for module in model.modules() for meaning in _lost_by_sdpa(module)})
+    name, lost = type(model).__name__, lost_by_sdpa(model)
+    ours, why_not = _ours(model, current, backend) if allowed else (None, "")
+    if ours is not None:
+        return Row("", name, "attention", "replaced", ours[1]), list(_rebindings(model, config, ours[0]))
     if current != "eager":
         remark = f"; transformers ignores its {' and '.join(lost)} there" if lost and current == "sdpa" else ""
-        return Row("", name, "attention", "left", f"already runs {current!r}{remark}"), []
+        return Row("", name, "attention", "left", f"already runs {current!r}{remark}{why_not}"), []
     reason = None
     if not allowed:
         reason = "not in ops="
-    elif not all(m._supports_sdpa for m in model.modules() if hasattr(m, "_supports_sdpa")):
-        reason = "the model class does not support SDPA"
     elif lost:
         reason = f"runs eagerly for its {' and '.join(lost)}, which SDPA ignores"
+    elif not all(m._supports_sdpa for m in model.modules() if hasattr(m, "_supports_sdpa")):
+        reason = "the model class does not support SDPA"
     elif getattr(config, "output_attentions", False):
         reason = "the configuration asks for attention weights, which SDPA does not return"
     if reason:
-        return Row("", name, "attention", "left", reason), []
-    return Row("", name, "attention", "replaced", "SDPA instead of eager"), list(_rebindings(model, config))
+        return Row("", name, "attention", "left", reason + why_not), []
+    text = f"SDPA instead of eager{why_not}"
+    return Row("", name, "attention", "replaced", text), list(_rebindings(model, config, "sdpa"))
 
 
-def _rebindings(model: nn.Module, config: Any) -> Iterator[Rebinding]:
-    copies: dict[int, Any] = {}
-    copy.deepcopy(config, copies)  # fills `copies` with every nested configuration too
-    copies[id(config)]._attn_implementation = "sdpa"
+def lost_by_sdpa(model: nn.Module) -> list[str]:
+    """What SDPA would ignore of what the model's attention passes, in words."""
+    return sorted(meaning for word, (meaning, _) in _IGNORED_BY_SDPA.items() if word in _passed(model))
+
+
+def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[str, str] | None, str]:
+    """((name to register, text of the report) or None, why not where somebody asked for it)."""
+    layers = list(_attention_layers(model))
+    if backend in (None, "auto"):
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if not layers or _obstacle(model, current, layers):
+            return None, ""
+        extras = sum(bit for word, (_, bit) in _IGNORED_BY_SDPA.items() if word in _passed(model))
+        configs = {id(c): c for layer in layers if (c := getattr(layer, "config", None)) is not None}.values()
+        sizes = sum(measured.won(c, dominant_dtype(model), device, extras) for c in configs)
+        if not sizes:
+            return None, ""
+        text = f"ops.fmha where it was measured faster (sizes with these heads: {sizes}), else {current} as before"
+        interface.register_attention()
+        return (interface.MEASURED, text), ""
+    if backend == "torch":
+        return None, ""  # whose attention SDPA is
+    if not layers:
+        return None, f"; ops.fmha[{backend}] does not take it: its layers do not ask transformers' registry"
+    if reason := _obstacle(model, current, layers) or _refusal(model, backend):
+        return None, f"; ops.fmha[{backend}] does not take it: {reason}"
+    interface.register_attention()
+    return (interface.register_backend(backend), f"ops.fmha[{backend}] instead of {current}"), ""
+
+
+def _obstacle(model: nn.Module, current: str, layers: list[nn.Module]) -> str | None:
+    """Why `ops.fmha` would not compute what the model computes now, whatever the backend."""
+    if current not in ("eager", "sdpa"):
+        return f"it runs {current!r}"
+    passed = _passed(model)
+    refused = [what for word, what in interface.REFUSED.items() if word in passed]
+    if refused:
+        return f"it passes {' and '.join(refused)}"
+    if getattr(model.config, "output_attentions", False):
+        return "the configuration asks for attention weights"
+    lost = lost_by_sdpa(model)
+    if current == "sdpa" and lost:
+        return f"SDPA ignores its {' and '.join(lost)}, ops.fmha would not"
     for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if id(value) in copies and hasattr(value, "_attn_implementation"):
-                yield Rebinding(module, name, value, copies[id(value)])
+        if hasattr(module, "_supports_sdpa") and not (module._supports_sdpa or lost):
+            return f"{type(module).__name__} supports no other attention than its own"
+    if any(interface.eager_of(layer) is None for layer in layers):
+        return "its eager attention is not beside its layers"
+    return None
 
 
-def _lost_by_sdpa(module: nn.Module) -> Iterator[str]:
+def _refusal(model: nn.Module, backend: str) -> str | None:
+    """Why `backend` cannot run heads of this model over a few keys; None if it can."""
+    found = contract("fmha").forward
+    parameter = next(model.parameters())
+    for config in {id(c): c for layer in _attention_layers(model) if (c := getattr(layer, "config", None))}.values():
+        shape = measured.heads_of(config)
+        if shape is None:
+            continue
+        group, d, d_v = shape
+        dtype = dominant_dtype(model)
+        q, k, v = (
+            torch.empty(1, heads, _PROBED, width, device=parameter.device, dtype=dtype)
+            for heads, width in ((group, d), (1, d), (1, d_v))
+        )
+        try:
+            found.plan((q, k, v, None, None, None, "", -1, 0, 1.0, 0.0), f"{backend}!", "default")
+        except BackendError as error:
+            return str(error)
+    return None
+
+
+def _attention_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that look their attention up in transformers' registry."""
+    for module in model.modules():
+        code = _forward_code(module)
+        if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
+            yield module
+
+
+def _passed(model: nn.Module) -> set[object]:
+    """Words in the forwards of attention layers: among them the names of what they pass."""
+    codes = {code for layer in _attention_layers(model) if (code := _forward_code(layer)) is not None}
+    return {word for code in codes for constant in code.co_consts for word in _words(constant)}
+
+
+def _forward_code(module: nn.Module) -> Any:
     forward = inspect.getattr_static(type(module), "forward", None)
-    if inspect.isfunction(forward) and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names:
-        passed = {word for constant in forward.__code__.co_consts for word in _words(constant)}
-        yield from (meaning for keyword, meaning in _IGNORED_BY_SDPA.items() if keyword in passed)
+    return inspect.unwrap(forward).__code__ if inspect.isfunction(forward) else None
 
 
 def _words(constant: object) -> tuple[object, ...]:
     return constant if isinstance(constant, tuple) else (constant,)
+
+
+def _rebindings(model: nn.Module, config: Any, name: str) -> Iterator[Rebinding]:
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)  # fills `copies` with every nested configuration too
+    copies[id(config)]._attn_implementation = name
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            if id(value) in copies and hasattr(value, "_attn_implementation"):
+                yield Rebinding(module, attribute, value, copies[id(value)])

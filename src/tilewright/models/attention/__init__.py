@@ -1,0 +1,6 @@
+"""Attention of models: which one a patched model runs (`choice`), and `ops.fmha` under a name of transformers'."""
+
+from tilewright.models.attention.choice import Rebinding, lost_by_sdpa, switch
+from tilewright.models.attention.interface import register_attention
+
+__all__ = ["Rebinding", "lost_by_sdpa", "register_attention", "switch"]

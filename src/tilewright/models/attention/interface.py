@@ -1,0 +1,211 @@
+"""`ops.fmha` under the names that transformers looks attention up by.
+
+    tilewright             ops.fmha; the dispatcher chooses
+    tilewright_<backend>   ops.fmha on exactly this backend
+    tilewright_measured    ops.fmha where the tables say that a kernel of ours is faster, else what the model ran before
+
+Each name also makes masks (`masks`).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tilewright.dispatch.backends import BACKENDS
+from tilewright.errors import InputError
+from tilewright.mask import Mask, causal, prefix, window
+from tilewright.models.attention import masks, measured
+from tilewright.models.attention.carrier import CarriedMask, Seen, seen_in
+from tilewright.ops.attention.fmha import fmha
+
+NAME = "tilewright"
+MEASURED = f"{NAME}_measured"
+REFUSED = {
+    "position_bias": "a position bias",
+    "head_mask": "a mask of heads",
+    "indices": "indices of keys",
+    "block_indices": "indices of blocks",
+}
+"""Arguments of transformers' attention functions that change the result and that `ops.fmha` does not take here."""
+
+
+def register_attention() -> str:
+    """Let transformers' models run `ops.fmha`: `model.set_attn_implementation("tilewright")`.  Returns that name.
+
+    Adds this name, and those that `patch` uses, to AttentionInterface and AttentionMaskInterface and changes no entry
+    of theirs; a second call changes nothing.  `patch` calls it; a process that unpickles a patched model has to.
+    GQA, `scaling`, `sliding_window`, `softcap`, sinks (`s_aux`), `dropout` and all masks of transformers are honoured.
+    A position bias, masks of heads, weights (`output_attentions`) and masks of other numbers than 0 and -inf are
+    InputErrors of the call.
+    """
+    for backend in BACKENDS:
+        register_backend(backend)
+    _register(MEASURED, attend_measured)
+    return _register(NAME, attend)
+
+
+def register_backend(backend: str) -> str:
+    """The name of `ops.fmha` on `backend`, strictly; added if it is new."""
+    return _register(f"{NAME}_{backend}", partial(attend, backend=backend))
+
+
+def _register(name: str, function: Callable[..., Any]) -> str:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if name not in AttentionInterface():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, masks.attention_mask)
+    return name
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' AttentionInterface calls.
+
+    query: (B, H, S_q, D)   key: (B, H_kv, S_k, D)   value: (B, H_kv, S_k, D_v); bf16|fp16|fp32
+    attention_mask: what `masks` made, or (B, 1, S_q, S_k) bool, or 0 and -inf.  None: causal from the first
+    key on if `is_causal`, or else the module's attribute of that name, says so, as transformers' "sdpa" reads it.
+    s_aux: (H,) sinks.   Returns (B, S_q, H, D_v) and None.
+    Raises InputError for what `register_attention` says, BackendError where `backend` cannot run the call.
+    """
+    _refuse(kwargs, attention_mask)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    query, key, value = _cast(query, key, value)
+    seen = _seen(query, key, attention_mask, is_causal, sliding_window)
+    o = fmha(
+        query,
+        _fitted(key, seen.keys),
+        _fitted(value, seen.keys),
+        mask=seen.mask,
+        scale=scaling,
+        softcap=softcap or None,
+        sinks=s_aux,
+        dropout=dropout,
+        backend=backend,
+    )
+    assert isinstance(o, Tensor)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def attend_measured(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` where the tables say that a kernel of ours won, else what transformers has: SDPA, or eager for extras.
+
+    Dropout and graphs of torch.compile, whose sizes may be symbols, are transformers' too.
+    """
+    _refuse(kwargs, attention_mask)
+    query, key, value = _cast(query, key, value)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    softcap, s_aux = kwargs.get("softcap"), kwargs.get("s_aux")
+    if not kwargs.get("dropout") and not torch.compiler.is_compiling():
+        seen = _seen(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
+        fitted = _fitted(key, seen.keys), _fitted(value, seen.keys)
+        if measured.ours(query, *fitted, seen.mask, softcap or None, s_aux):
+            return attend(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
+    if isinstance(attention_mask, CarriedMask):
+        attention_mask = attention_mask.elements
+    theirs: Callable[..., Any] | None = None
+    if softcap or s_aux is not None:
+        theirs, attention_mask = eager_of(module), _added(attention_mask, query, key, is_causal)
+    if theirs is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        theirs = sdpa_attention_forward
+    made: tuple[Tensor, Tensor | None] = theirs(
+        module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
+    )
+    return made
+
+
+def eager_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function beside the module's class that attends eagerly; None where its forward knows none."""
+    for cls in type(module).__mro__:
+        forward = vars(cls).get("forward")
+        found = getattr(forward, "__globals__", {}).get("eager_attention_forward")
+        if callable(found):
+            return found
+    return None
+
+
+def _refuse(kwargs: dict[str, Any], attention_mask: Tensor | None) -> None:
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise InputError(
+                f'attention: the model passes {name}, {what}, which "{NAME}" does not apply. Use '
+                'set_attn_implementation("sdpa") or "eager".'
+            )
+    if kwargs.get("output_attentions"):
+        raise InputError('attention: weights are never stored. Use set_attn_implementation("eager") for them.')
+    if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:
+        raise InputError(
+            "attention: cu_seq_lens_q without a mask. Pass position_ids that begin again with every sequence: the "
+            "model's mask then holds them apart."
+        )
+
+
+def _seen(query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool, sliding: int | None) -> Seen:
+    """Mask and number of keys of a call."""
+    s_q, s_k = query.shape[2], key.shape[2]
+    if attention_mask is not None:
+        return seen_in(attention_mask, s_q, s_k)
+    if sliding is not None and sliding >= s_k:
+        sliding = None  # all keys are within it
+    if not is_causal:
+        if sliding is not None:
+            raise InputError(
+                f"attention: a window of {sliding} over {s_k} keys without a mask, for a layer that is not causal."
+            )
+        return Seen(None, s_k)
+    if s_q == 1:
+        return Seen(None if sliding is None else window(sliding - 1), s_k)
+    # Queries begin at the first key, and keys behind the last query are seen by none: a static cache being filled
+    mask: Mask = causal() if sliding is None else window(sliding - 1)
+    return Seen(mask if s_q <= s_k else mask & prefix(s_k), s_q)
+
+
+def _cast(*tensors: Tensor) -> Iterator[Tensor]:
+    """Under autocast what SDPA gets there: rotary embeddings leave queries and keys in float32."""
+    device = tensors[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (t if dtype is None else t.to(dtype) for t in tensors)
+
+
+def _fitted(x: Tensor, keys: int) -> Tensor:
+    """The first `keys` rows of (B, H, S_k, D); rows of zeros behind where there are fewer."""
+    return x[:, :, :keys] if keys <= x.shape[2] else F.pad(x, (0, 0, 0, keys - x.shape[2]))
+
+
+def _added(attention_mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
+    """The mask as eager attention adds it to the scores."""
+    if attention_mask is None and is_causal and query.shape[2] > 1:
+        attention_mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()[None, None]
+    if attention_mask is None or attention_mask.is_floating_point():
+        return attention_mask
+    zeros = torch.zeros(attention_mask.shape, dtype=query.dtype, device=query.device)
+    return zeros.masked_fill(~attention_mask, torch.finfo(query.dtype).min)

@@ -1,0 +1,217 @@
+"""Masks as transformers describes them, a function of indices and a padding mask, in closed form.
+
+transformers builds every mask from a few functions and `and_masks`, `or_masks` of them.  What they return are closures,
+which are recognised by the code object that all closures of one function share; what they closed over are the numbers
+of the mask.  A function that is none of them is evaluated once, at every score.
+
+Its query i has index i + q_offset and its key j index j + kv_offset; ours stand at the last keys.  So only the keys up
+to the last query's own are looked at where nobody may see more, as in a static cache that is not full, and otherwise
+intervals are moved.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright import mask as masks
+from tilewright.errors import InputError
+from tilewright.log import log_once
+from tilewright.mask import Mask
+from tilewright.models.attention.carrier import CarriedMask, Seen, by_keys
+
+MaskFunction = Callable[..., Any]
+"""(batch, head, query, key) -> allowed, as transformers calls it."""
+
+
+class _Unknown(Exception):
+    """A function without a closed form here."""
+
+
+class _Place(NamedTuple):
+    """Where queries and keys stand.  keys: how many of them count; lag: our position of a query less its own place."""
+
+    q_length: int
+    keys: int
+    kv_offset: int
+    lag: int
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers' AttentionMaskInterface calls: a mask for layers that run "tilewright", None for none.
+
+    attention_mask: (B, S) padding, True or 1 for a token.  None where a layer's `is_causal` says everything.
+    Inside torch.compile, and for one query of a static cache (whose place only the device knows), the elements.
+    Raises InputError for a padding mask of other than two dimensions.
+    """
+    from transformers import masking_utils
+
+    function: MaskFunction = masking_utils.causal_mask_function if mask_function is None else mask_function
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise InputError(f"attention: the padding mask is {tuple(attention_mask.shape)}; needs (B, S).")
+    tokens = None if attention_mask is None else attention_mask.to(device, torch.bool)
+    everything = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
+        "kv_offset": kv_offset, "mask_function": function, "attention_mask": tokens, "device": device, **kwargs,
+    }  # fmt: skip
+    plain = tokens is None and isinstance(q_offset, int) and q_offset == kv_offset == 0
+    if torch.compiler.is_compiling() or (q_length == 1 and isinstance(q_offset, Tensor)):
+        if plain and allow_is_causal_skip and q_length == kv_length and function is masking_utils.causal_mask_function:
+            return None
+        if plain and allow_is_bidirectional_skip and function is masking_utils.bidirectional_mask_function:
+            return None
+        return _elements(everything)
+    start = int(q_offset) - kv_offset  # the place of the first query among the keys
+    end = start + q_length
+    keys = end if end >= kv_length or _within_causal(function) else kv_length
+    if start < 0 or not q_length or not kv_length:
+        return _elements(everything)
+    place = _Place(q_length, keys, kv_offset, keys - end)
+    try:
+        allowed = _closed_form(function, place)
+    except _Unknown as unknown:
+        log_once(
+            ("attention-mask", str(unknown)),
+            f"attention: {unknown} has no closed form here, it is evaluated at every score of S_q x S_k",
+        )
+        return _elements(everything)
+    padding = None if tokens is None else _padding(tokens, kv_length, place)
+    if padding is not None:
+        allowed = allowed & padding
+    elif keys > kv_length:
+        allowed = allowed & masks.prefix(kv_length)
+    left, right = allowed.band() or (0, -1)
+    if left < 0 or left > keys:
+        if right == 0 and allow_is_causal_skip and (keys == kv_length if q_length == 1 else start == 0):
+            return None
+        if (right < 0 or right > keys) and allow_is_bidirectional_skip and padding is None:
+            return None
+    return CarriedMask(Seen(allowed, keys), (batch_size, q_length, kv_length), torch.device(device))
+
+
+def _elements(everything: dict[str, Any]) -> Tensor | None:
+    from transformers.masking_utils import sdpa_mask
+
+    made: Tensor | None = sdpa_mask(**everything, allow_is_causal_skip=False)
+    return made
+
+
+def _padding(tokens: Tensor, kv_length: int, place: _Place) -> Mask | None:
+    """The keys that are tokens; None where all of them are.  Waits for the device, as transformers' own masks do."""
+    tokens = _at_keys(tokens, min(kv_length, place.keys), place.kv_offset, False)
+    if bool(tokens.all()):
+        return None
+    return by_keys(F.pad(tokens, (0, place.keys - tokens.shape[1]))[:, None, None])
+
+
+def _at_keys(values: Tensor, keys: int, kv_offset: int, missing: int) -> Tensor:
+    """(B, keys) of (B, indices): a column a key, `missing` where there is no such index."""
+    found = values[:, kv_offset : kv_offset + keys]
+    return F.pad(found, (0, keys - found.shape[1]), value=missing)
+
+
+def _within_causal(function: MaskFunction) -> bool:
+    """Is no key behind a query's own allowed?  False also where nobody knows."""
+    kinds = _kinds()
+    if function is kinds["causal"]:
+        return True
+    parts = _captured(function).get("mask_functions", ())
+    if _is(function, "and"):
+        return any(_within_causal(part) for part in parts)
+    return _is(function, "or") and all(_within_causal(part) for part in parts)
+
+
+def _closed_form(function: MaskFunction, place: _Place) -> Mask:
+    if function is _kinds()["causal"]:
+        return _at_least(place.lag)
+    if function is _kinds()["bidirectional"]:
+        return masks.window(None, None)
+    captured = _captured(function)
+    if _is(function, "and") or _is(function, "or"):
+        parts = [_closed_form(part, place) for part in captured["mask_functions"]]
+        made = parts[0]
+        for part in parts[1:]:
+            made = made & part if _is(function, "and") else made | part
+        return made
+    if _is(function, "window"):
+        return ~_at_least(captured["sliding_window"] + place.lag)
+    if _is(function, "window_both"):
+        reach = captured["sliding_window"]
+        return _at_least(place.lag - reach) & ~_at_least(place.lag + reach + 1)
+    if _is(function, "padding"):
+        return by_keys(_at_keys(captured["padding_mask"].bool(), place.keys, place.kv_offset, False)[:, None, None])
+    if place.lag == 0:
+        return _documents(function, captured, place)
+    raise _Unknown(f"{_name(function)} over a cache that is not full")
+
+
+def _documents(function: MaskFunction, captured: dict[str, Any], place: _Place) -> Mask:
+    """Masks that compare a number of the query with one of the key."""
+    if _is(function, "chunks"):
+        padding = captured["left_padding"]
+        places = torch.arange(place.keys, device=padding.device) + place.kv_offset
+        return masks.document((places - padding[:, None]) // captured["chunk_size"])
+    if _is(function, "packed"):
+        return masks.document(_at_keys(captured["packed_sequence_mask"], place.keys, place.kv_offset, -1))
+    if _is(function, "blocks"):
+        ids = _at_keys(captured["block_sequence_ids"], place.keys, place.kv_offset, -1)
+        return masks.document(ids) & by_keys((ids >= 0)[:, None, None])
+    raise _Unknown(_name(function))
+
+
+def _at_least(distance: int) -> Mask:
+    """position - key >= distance."""
+    return ~masks.window(distance - 1, None) if distance > 0 else masks.window(None, -distance)
+
+
+def _is(function: MaskFunction, kind: str) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and code is getattr(_kinds()[kind], "__code__", None)
+
+
+def _captured(function: MaskFunction) -> dict[str, Any]:
+    """What a closure closed over, by name."""
+    cells, code = getattr(function, "__closure__", None), getattr(function, "__code__", None)
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code and cells else {}
+
+
+def _name(function: MaskFunction) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+@cache
+def _kinds() -> dict[str, MaskFunction | None]:
+    """One closure of each function that makes them, and the two that are none; None for what a version lacks."""
+    from transformers import masking_utils
+
+    def one(maker: str, *args: Any) -> MaskFunction | None:
+        found: Callable[..., MaskFunction] | None = getattr(masking_utils, maker, None)
+        return None if found is None else found(*args)
+
+    return {
+        "causal": masking_utils.causal_mask_function,
+        "bidirectional": getattr(masking_utils, "bidirectional_mask_function", None),
+        "and": one("and_masks"),
+        "or": one("or_masks"),
+        "window": one("sliding_window_overlay", 1),
+        "window_both": one("sliding_window_bidirectional_overlay", 1),
+        "chunks": one("chunked_overlay", 1, None),
+        "packed": one("packed_sequence_mask_function", None),
+        "padding": one("padding_mask_function", None),
+        "blocks": one("blockwise_overlay", None),
+    }

@@ -1,0 +1,75 @@
+"""What the tables say of attention: whether a kernel of ours won the sizes of a model, and of one call."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import table
+from tilewright.dispatch.preference import resolve
+from tilewright.dispatch.registry import GENERATION
+from tilewright.hardware import device_info
+from tilewright.mask import Mask
+from tilewright.ops.attention.arguments import raw_arguments
+from tilewright.ops.attention.fmha.raw import BACKWARD, BAND, CAUSAL, FORWARD, FULL, PROGRAM
+from tilewright.ops.attention.layout import by_token
+from tilewright.ops.attention.score import split
+
+_HEADS = [1 << n for n in range(13)]  # buckets of B * H that are looked for
+_LENGTHS = [1 << n for n in range(5, 18)]  # and of S
+
+_verdicts: dict[tuple[Any, ...], bool] = {}
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Does dispatch have a kernel of ours for this call of `ops.fmha`, and for its backward if one is wanted?
+
+    A preference in force (`use_backend`) counts as if it were measured.  Asked once for each bucket of sizes.
+    """
+    raw = raw_arguments(q.detach(), k.detach(), v.detach(), mask, None, split("fmha", None, softcap, sinks))
+    wish, numerics = resolve(None)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    bucket = FORWARD.bucket_of(raw, numerics)
+    key = (GENERATION[0], bucket, by_token(q), q.dtype, q.device, wish, numerics, grad)
+    found = _verdicts.get(key)
+    if found is None:
+        found = FORWARD.plan(raw, wish, numerics).backend != "torch"
+        if found and grad:
+            o, lse = FORWARD.allocate(raw, q.device)
+            back = BACKWARD.plan((o, None, *raw[:3], o, lse, *raw[3:]), wish, numerics)
+            found = back.backend != "torch"
+        _verdicts[key] = found
+    return found
+
+
+def won(config: Any, dtype: torch.dtype, device: torch.device, extras: int) -> int:
+    """How many sizes of a forward the tables in force have that ours won, for heads as `config` describes them.
+
+    extras: SOFTCAP | SINKS of `fmha.raw`, what the model passes besides its mask.
+    """
+    shape = heads_of(config)
+    if shape is None:
+        return 0
+    info, name = device_info(device), str(dtype).removeprefix("torch.")
+    rows = (table.lookup("fmha", "fwd", text, name, "default", info) for text in _buckets(*shape, extras))
+    return sum(int(row.backend != "torch") for row in rows if row is not None)
+
+
+def heads_of(config: Any) -> tuple[int, int, int] | None:
+    """(query heads of a key head, D, D_v) by transformers' names; None where a configuration has none of them."""
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    if not heads or not width:
+        return None
+    nope, rope = getattr(config, "qk_nope_head_dim", None), getattr(config, "qk_rope_head_dim", None)
+    if nope is not None and rope is not None:  # latent attention
+        return 1, nope + rope, config.v_head_dim
+    d = getattr(config, "head_dim", None) or width // heads
+    return heads // (getattr(config, "num_key_value_heads", None) or heads), d, d
+
+
+def _buckets(group: int, d: int, d_v: int, extras: int) -> Iterator[str]:
+    for heads, length, mask in itertools.product(_HEADS, _LENGTHS, (FULL, CAUSAL, BAND, PROGRAM)):
+        yield FORWARD.bucket_text((heads, group, length, length, d, d_v, mask, extras, 1))
