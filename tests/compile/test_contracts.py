@@ -20,10 +20,10 @@ from tilewright.dispatch import contracts, table
 pytestmark = pytest.mark.compile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
-# Its tiles are not chosen by measurement yet, some spill, and `auto` does not take it: no cost of it is settled
-UNSETTLED = {"attention"}
+# Tiles of attention are not chosen by measurement yet, some spill, and `auto` does not take them: no cost is settled
+UNSETTLED = {"fmha", "fmha_varlen", "mla"}
 IMPLEMENTATIONS = {
-    op.key: (contract, op, impl) for contract, op, impl in triton_implementations() if contract.family not in UNSETTLED
+    op.key: (contract, op, impl) for contract, op, impl in triton_implementations() if contract.name not in UNSETTLED
 }
 TABLES = sorted((Path(tilewright.__file__).parent / "tables").glob("*.json"))
 
@@ -123,5 +123,4 @@ def test_there_is_something_to_compile():
     """An empty parametrisation would pass silently."""
     assert "rms_norm" in IMPLEMENTATIONS
     assert "rms_norm_bwd" in IMPLEMENTATIONS
-    settled = {name for name, found in contracts().items() if found.family not in UNSETTLED}
-    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == settled
+    assert {contract.name for contract, _, _ in IMPLEMENTATIONS.values()} == set(contracts()) - UNSETTLED

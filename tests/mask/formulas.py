@@ -18,6 +18,16 @@ def by_formula(rule, batch, heads, s_q, s_k):
 IDS = [[0, 0, 0, 1, 1, 2, 2, 2, 2, 4, 4], [7, 7, 7, 7, 7, 7, 8, 9, 9, 9, 9]]
 TABLE = [[[[1, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]], [[0, 0, 1], [1, 1, 1], [0, 1, 0], [0, 0, 1]]]]
 
+
+def packed(i, j, cu_q, cu_k, left=None, right=None):
+    """May query i of packed sequences see key j?  Document by document."""
+    for d in range(len(cu_q) - 1):
+        if cu_q[d] <= i < cu_q[d + 1] and cu_k[d] <= j < cu_k[d + 1]:
+            distance = (i - cu_q[d + 1]) - (j - cu_k[d + 1])
+            return (left is None or distance <= left) and (right is None or distance >= -right)
+    return False
+
+
 # name: mask for S_k = 11, B = 2, H = 2; may the query at p of batch b and head h see key j?
 FORMULAS = {
     "causal": (masks.causal(), lambda b, h, p, j: p >= j),
@@ -70,6 +80,23 @@ def ids(shape, sorted_ids=True):
         return masks.document(found.sort(-1)[0] if sorted_ids else found)
 
     return st.builds(made, st.integers(0, 2**31))
+
+
+@st.composite
+def boundaries(draw, documents, length):
+    """cu_seqlens of so many documents, empty ones too, that may end before `length`."""
+    return [0, *sorted(draw(st.lists(st.integers(0, length), min_size=documents, max_size=documents)))]
+
+
+@st.composite
+def packings(draw, s_q, s_k):
+    """(mask, cu_q, cu_k, left, right) of packed sequences."""
+    count = draw(st.integers(0, 6))
+    cu_q, cu_k = draw(boundaries(count, s_q)), draw(boundaries(count, s_k))
+    side = st.none() | st.integers(0, 40)
+    left, right = draw(side), draw(side)
+    mask = masks.sequences(torch.tensor(cu_q), torch.tensor(cu_k), length_q=s_q, length_k=s_k, window=(left, right))
+    return mask, cu_q, cu_k, left, right
 
 
 def documents(batch, s_k, sorted_ids=True):

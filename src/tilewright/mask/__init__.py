@@ -3,6 +3,7 @@
     from tilewright import mask
     mask.causal() & mask.window(4095)              one band: kernels need nothing else
     mask.causal() & mask.document(cu_seqlens=cu)   packed documents
+    mask.sequences(cu_q, cu_k, length_q=.., ..)    packed, with other keys than queries
     mask.causal() | mask.prefix(256)               a prefix LM
 
 Kernels skip empty tiles and do no mask arithmetic in full ones; tables of tiles come from closed forms (`classify`),
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tilewright.mask.algebra import Mask
 from tilewright.mask.elements import evaluate
 from tilewright.mask.leaves import block, causal, dilated, document, global_tokens, prefix, strided, window
+from tilewright.mask.packed import sequences
 from tilewright.mask.tables import TileTable, tile_table, tile_table_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = [
     "from_block_mask",
     "global_tokens",
     "prefix",
+    "sequences",
     "strided",
     "tile_table",
     "tile_table_of",

@@ -4,7 +4,7 @@ Interval arithmetic on the positions and keys of a tile; documents by the least 
 by sums over rectangles.  Leaves are exact.  Operators follow Kleene's logic, so a tile may be called partial that is
 full or empty, never the other way; "every" of a conjunction and "some" of a disjunction stay exact.  Documents whose
 ids never decrease, joined by & with a band that holds d = 0, are exact too: where two tiles share a document, their
-nearest pair lies in it.
+nearest pair lies in it.  Packed sequences need no band beside them: their intervals have one inside.
 """
 
 from typing import NamedTuple
@@ -80,6 +80,8 @@ def _leaf(word: str, data: Tensor, sizes: Sizes, where: _Tiles) -> States:
         return States(some, (low <= nearest) & (furthest <= high))
     if kind == "doc":
         return _document(word, data, sizes, where)
+    if kind == "seq":
+        return _sequences(word, data, sizes, where)
     if kind == "prefix":
         n = prefixes(word, data, sizes.batch)
         return States(j0 < n, j1 < n)
@@ -101,6 +103,21 @@ def _document(word: str, data: Tensor, sizes: Sizes, where: _Tiles) -> States:
     some = torch.maximum(low_q, low_k) <= torch.minimum(high_q, high_k)
     every = (low_q == high_q) & (low_k == high_k) & (low_q == low_k) & (where.p0 >= 0)
     return States(some[:, None], every[:, None])
+
+
+def _sequences(word: str, data: Tensor, sizes: Sizes, where: _Tiles) -> States:
+    """The queries that see a key of j0 .. j1 are among those that end behind j0 and begin no later than j1, an interval
+    because neither ever decreases; all others of that interval see nothing.
+    """
+    rows = torch.arange(3, device=data.device)[:, None] * sizes.s_q + torch.arange(sizes.s_q, device=data.device)
+    first, end, count = data[data[offset(word) + 2] + rows]
+    i0, i1 = where.p0 - (sizes.s_k - sizes.s_q), where.p1 - (sizes.s_k - sizes.s_q)
+    a = torch.maximum(i0, torch.searchsorted(end, where.j0, right=True))
+    b = torch.minimum(i1, torch.searchsorted(first, where.j1, right=True) - 1)
+    there = a <= b
+    a, b = a.clamp(max=sizes.s_q - 1), b.clamp(min=0)
+    some = there & ((first[a] < end[a]) | (count[a] < count[b]))
+    return States(some, (first[i1] <= where.j0) & (where.j1 < end[i0]))
 
 
 def _bounds(word: str, data: Tensor, batch: int, start: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:

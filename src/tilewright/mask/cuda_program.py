@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from tilewright.errors import BackendError
 from tilewright.mask.elements import walk
 from tilewright.mask.program import flags, offset, root
 
@@ -11,6 +12,7 @@ NO_PROGRAM = "tilewright::NoProgram"
 _LEAVES = {
     "band": "MaskBand",
     "doc": "MaskDocument",
+    "seq": "MaskSequences",
     "prefix": "MaskPrefix",
     "global": "MaskGlobal",
     "dilated": "MaskDilated",
@@ -20,7 +22,10 @@ _LEAVES = {
 
 
 def cuda_type(program: str) -> str:
-    """The C++ type of a program's text, "tilewright::MaskNot<tilewright::MaskBand<0>>" for "band:0 ~"."""
+    """The C++ type of a program's text, "tilewright::MaskNot<tilewright::MaskBand<0>>" for "band:0 ~".
+
+    BackendError for a leaf that C++ does not have.
+    """
     if not program:
         return NO_PROGRAM
     return walk(program, _leaf, *(partial(_node, name) for name in ("Not", "Both", "Either")))
@@ -28,6 +33,8 @@ def cuda_type(program: str) -> str:
 
 def _leaf(word: str) -> str:
     kind, of = root(word), flags(word)
+    if kind not in _LEAVES:
+        raise BackendError(f'the mask\'s leaf {kind!r} is not written in CUDA C++. Try backend="triton".')
     depends = {"doc": ("b" in of,), "prefix": (of != "", "b" in of), "block": ("b" in of, "h" in of)}.get(kind, ())
     values = ", ".join((str(offset(word)), *(str(flag).lower() for flag in depends)))
     return f"tilewright::{_LEAVES[kind]}<{values}>"

@@ -28,6 +28,9 @@ def evaluate(program: str, data: Tensor, positions: Tensor, keys: Tensor, batch:
             others, inside_k = document_ids(word, data, batch, keys)
             same = own[:, :, None] == others[:, None]
             result = (same & inside_q[:, None] & inside_k)[:, None]
+        elif kind == "seq":
+            first, end = (row[:, None] for row in seen_intervals(word, data, positions))
+            result = (first <= keys) & (keys < end)
         elif kind == "prefix":
             result = keys < prefixes(word, data, batch)
         elif kind == "global":
@@ -66,6 +69,15 @@ def document_ids(word: str, data: Tensor, batch: int, places: Tensor) -> tuple[T
     rows = torch.arange(batch if "b" in flags(word) else 1, device=data.device)[:, None]
     inside = (places >= 0) & (places < length)
     return data[torch.where(inside, at + rows * length + places, 0)], inside
+
+
+def seen_intervals(word: str, data: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """First key of the queries at these positions and the one behind the last; (0, 0) where there is no query."""
+    length, shift, at = data[offset(word)], data[offset(word) + 1], data[offset(word) + 2]
+    queries = positions - shift
+    inside = (queries >= 0) & (queries < length)
+    first, end = (data[torch.where(inside, at + row * length + queries, 0)] * inside for row in range(2))
+    return first, end
 
 
 def prefixes(word: str, data: Tensor, batch: int) -> Tensor:

@@ -11,13 +11,15 @@ With i the position of a query, j a key, d = i - j:
     doc, doc.b            length, at                                   ids[i] == ids[j], both in 0 .. length - 1
     prefix, .t, .b        n; at; at                                    j < n
     global                g                                            i < g or j < g
+    seq                   length, shift, at                            first[q] <= j < end[q], q = i - shift
     dilated               step                                         d % step == 0
     strided               step                                         j % step == step - 1
     block, .b, .h, .bh    size_q, size_k, rows, columns, heads, at     bit (i // size_q, j // size_k) of a table
 
 `at`: where the payload lies in data.  Flags say on what it depends: .b batch, .h head, .t neither.  doc: ids (length,),
-doc.b: (B, length); prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with words = ceil(columns /
-32), column c is bit c % 32 of word c // 32, B and heads 1 without .b, .h.  Outside the table nothing is allowed.
+doc.b: (B, length); seq: (3, length), of every query first, end, and how many up to it see a key, shift = S_k - S_q;
+prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with words = ceil(columns / 32), column c is bit
+c % 32 of word c // 32, B and heads 1 without .b, .h.  Outside the table nothing is allowed.
 """
 
 from collections.abc import Sequence
@@ -62,8 +64,15 @@ def assemble(words: Sequence[Part | str], device: torch.device) -> tuple[str, Te
             header.append(at)
             at += word.payload.numel()
             payloads.append(word.payload.to(device))
-    numbers = torch.tensor(header, dtype=torch.int32, device=device)
-    return " ".join(text), torch.cat([numbers, *payloads]) if payloads else numbers
+    numbers = _numbers(header, device)
+    return " ".join(text), torch.cat([*numbers, *payloads]) if len(numbers) + len(payloads) > 1 else numbers[0]
+
+
+def _numbers(values: Sequence[int], device: torch.device) -> list[Tensor]:
+    """On `device`, one after another.  On a GPU each is a fill: a copy from the host waits and breaks a capture."""
+    if device.type == "cuda":
+        return [torch.full((1,), value, dtype=torch.int32, device=device) for value in values]
+    return [torch.tensor(values, dtype=torch.int32, device=device)]
 
 
 def root(text: str) -> str:
@@ -105,18 +114,18 @@ def second(text: str) -> str:
 
 
 def document_count(text: str) -> int:
-    """How many leaves of documents there are."""
-    return sum(word.startswith("doc") for word in text.split())
+    """How many leaves of documents there are, "doc" and "seq"."""
+    return sum(word.startswith(("doc", "seq")) for word in text.split())
 
 
 def document(text: str, number: int) -> str:
     """The leaf of documents with this number."""
-    return [word for word in text.split() if word.startswith("doc")][number]
+    return [word for word in text.split() if word.startswith(("doc", "seq"))][number]
 
 
 def document_number(text: str, leaf: str) -> int:
     """The number of the leaf of documents `leaf`, from 0."""
-    return [word for word in text.split() if word.startswith("doc")].index(leaf)
+    return [word for word in text.split() if word.startswith(("doc", "seq"))].index(leaf)
 
 
 def leaves(text: str) -> tuple[Leaf, ...]:

@@ -60,6 +60,13 @@ def _leaf(program: tl.constexpr, header, data, b, h, positions, keys):
         inside_q, inside_k = (positions >= 0) & (positions < length), (keys >= 0) & (keys < length)
         own = tl.load(ids + positions, mask=inside_q, other=0)
         result = (own == tl.load(ids + keys, mask=inside_k, other=0)) & inside_q & inside_k
+    elif kind == "seq":
+        length = tl.load(header)
+        queries = positions - tl.load(header + 1)
+        seen = data + tl.load(header + 2) + queries
+        inside = (queries >= 0) & (queries < length)
+        result = keys >= tl.load(seen, mask=inside, other=0)
+        result &= keys < tl.load(seen + length, mask=inside, other=0)
     elif kind == "prefix":
         result = keys < prefix(program, header, data, b)
     elif kind == "global":

@@ -1,7 +1,8 @@
 """Tables of tiles on the GPU: the closed forms of `classify`, written as lists for kernels.
 
 Documents first: one program a tile finds the least and largest id in it, reading the ids twice (once as tiles of
-queries, once of keys): 1 MB at 131072 tokens.  Then one program a row of the table classifies CHUNK tiles at a time,
+queries, once of keys): 1 MB at 131072 tokens; of packed sequences, by binary search, which queries may see a tile of
+keys.  Then one program a row of the table classifies CHUNK tiles at a time,
 once to count the partial ones, which come first in the list, and once to write; at 1024 x 1024 tiles it writes 2 MB.
 """
 
@@ -40,13 +41,31 @@ def _bounds_kernel(
     places += tl.where(of_query, S_k - S_q, 0)
     inside &= places >= 0
     for n in tl.static_range(document_count(PROGRAM)):
-        ids = data + tl.load(data + offset(document(PROGRAM, n)) + 1)
-        if flags(document(PROGRAM, n)) == "b":
-            ids += b * S_k
-        found = tl.load(ids + places, mask=inside, other=0)
         to = bounds + 2 * ((n * tl.num_programs(1) + b) * tl.num_programs(0) + tile)
-        tl.store(to, tl.min(tl.where(inside, found, _MOST), 0))
-        tl.store(to + 1, tl.max(tl.where(inside, found, _LEAST), 0))
+        if root(document(PROGRAM, n)) == "seq":
+            firsts = data + tl.load(data + offset(document(PROGRAM, n)) + 2)
+            queries = tl.where(of_query, 0, S_q)  # tiles of queries need no search
+            tl.store(to, _count_below(firsts + S_q, queries, start + 1))
+            tl.store(to + 1, _count_below(firsts, queries, end) - 1)
+        else:
+            ids = data + tl.load(data + offset(document(PROGRAM, n)) + 1)
+            if flags(document(PROGRAM, n)) == "b":
+                ids += b * S_k
+            found = tl.load(ids + places, mask=inside, other=0)
+            tl.store(to, tl.min(tl.where(inside, found, _MOST), 0))
+            tl.store(to + 1, tl.max(tl.where(inside, found, _LEAST), 0))
+
+
+@triton.jit
+def _count_below(numbers, count, limit):
+    """How many of `numbers` (count,), which never decrease, are below `limit`."""
+    low, high = count * 0, count
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(numbers + middle) < limit
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
 
 
 @triton.jit
@@ -84,6 +103,18 @@ def _states(
             low_k, high_k = tl.load(row + 2 * (tiles_q + k)), tl.load(row + 2 * (tiles_q + k) + 1)
             some = tl.maximum(low_q, low_k) <= tl.minimum(high_q, high_k)
             every = (low_q == high_q) & (low_k == high_k) & (low_q == low_k) & (p0 >= 0)
+        elif kind == "seq":
+            firsts = data + tl.load(data + offset(PROGRAM) + 2)
+            ends, counts = firsts + S_q, firsts + 2 * S_q
+            tiles = tiles_q + tiles_k
+            row = bounds + 2 * (document_number(WHOLE, PROGRAM) * tl.num_programs(2) * tiles + tiles_q + k)
+            i0, i1 = q * block_m, tl.minimum(q * block_m + block_m, S_q) - 1
+            a, z = tl.maximum(i0, tl.load(row)), tl.minimum(i1, tl.load(row + 1))
+            there = a <= z
+            a, z = tl.minimum(a, S_q - 1), tl.maximum(z, 0)
+            some = (tl.load(firsts + a) < tl.load(ends + a)) | (tl.load(counts + a) < tl.load(counts + z))
+            some &= there
+            every = (tl.load(firsts + i1) <= j0) & (tl.load(ends + i0) > j1)
         else:
             some, every = _closed_form(PROGRAM, data + offset(PROGRAM), data, b, h, p0, p1, j0, j1)
     return some, every

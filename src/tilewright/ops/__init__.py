@@ -7,6 +7,9 @@ from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
 from tilewright.ops.activation.swiglu import swiglu
 from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
 from tilewright.ops.attention.fmha import fmha
+from tilewright.ops.attention.fmha_varlen import fmha_varlen
+from tilewright.ops.attention.merge_states import merge_states
+from tilewright.ops.attention.mla import mla
 from tilewright.ops.gemm.bmm import bmm
 from tilewright.ops.gemm.matmul import matmul
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
@@ -41,6 +44,7 @@ __all__ = [
     "dequantize",
     "dequantize_weight",
     "fmha",
+    "fmha_varlen",
     "geglu",
     "gelu_and_mul",
     "group_gemm",
@@ -50,6 +54,8 @@ __all__ = [
     "layer_norm",
     "masked_matmul",
     "matmul",
+    "merge_states",
+    "mla",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",

@@ -171,6 +171,9 @@ ALL_LEAVES = (
     (DOCUMENTS | masks.prefix(torch.tensor([3, 40])) | masks.global_tokens(3))
     & ~masks.strided(3) & (masks.dilated(2) | masks.block(torch.ones(2, 4, 7, 7, dtype=torch.bool), 64))
 )  # fmt: skip
+PACKED = masks.sequences(
+    torch.tensor([0, 100, 333]), torch.tensor([0, 150, 400]), length_q=333, length_k=410, causal=True
+)
 EVERYTHING = {"softcap": 3.0, "slopes": True, "sinks": True}
 SIZES = (32, 64, 80, 128, 192, 256)
 
@@ -215,7 +218,7 @@ def test_bands_use_the_matrix_units_and_spill_nothing(d, change, config):
 
 @pytest.mark.compile
 @needs_nvrtc
-@pytest.mark.parametrize("mask", [DOCUMENTS, ALL_LEAVES], ids=["documents", "all leaves"])
+@pytest.mark.parametrize("mask", [DOCUMENTS, PACKED, ALL_LEAVES], ids=["documents", "packed", "all leaves"])
 @pytest.mark.parametrize("d", SIZES)
 def test_programs_leave_the_products_as_they_are(d, mask):
     p = problem(d=d, mask=mask)

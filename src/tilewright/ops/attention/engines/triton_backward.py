@@ -109,38 +109,45 @@ def backward(
     scale: float,
     softcap: float,
     config: Config,
+    pe: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """dq, dk, dv as the raw op `_fmha_bwd` describes them; delta (B, H, S_q) float32; S_k >= 1.
 
-    sinks: in lse already.
+    sinks: in lse already.   pe: dq_pe, dk_pe, q_pe and k_pe, as the forward takes the last two; dk_pe (B, H_kv, S_k,
+    D_pe) float32, contiguous, gets the gradient of k_pe from the queries of each key head.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
     left, right = within(left, right, s_q, s_k)
-    widths = (d, d_v, *tiling.parts(d), *tiling.parts(d_v), left >= 0, right >= 0, program, softcap > 0.0)
+    dq_pe, dk_pe, q_pe, k_pe = pe or (None,) * 4
+    d_pe = 0 if k_pe is None else k_pe.shape[3]
+    parts = (*tiling.parts(d), *tiling.parts(d_v), d_pe, tiling.part(d_pe))
+    widths = (d, d_v, *parts, left >= 0, right >= 0, program, softcap > 0.0)
     numbers = (left, right, scale, softcap)
-    kept = sum(tiling.parts(d) + tiling.parts(d_v))
+    kept = sum(tiling.parts(d) + tiling.parts(d_v)) + tiling.part(d_pe)
     engine = config.descriptors and tiling.has_descriptors(q)
 
-    tile = tiling.fitted(Tile(*config[:5]), q, kept, d, d_v, (64, 32), "block_m")
-    copied = engine and tiling.describable(q) and tiling.describable(do)
+    tile = tiling.fitted(Tile(*config[:5]), q, kept, d, d_v, (64, 32), "block_m", d_pe)
+    copied = engine and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "key")
     args: tuple[Any, ...] = (
         dk, dv, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(q, do, 1),
         *tiling.steps(False, dk, dv), *tiling.steps(copied, do, q), *tiling.steps(False, k, v), *table.strides,
+        dk_pe, q_pe, k_pe, *tiling.steps(copied, q_pe), *tiling.steps(False, k_pe),
     )  # fmt: skip
     constants: tuple[Any, ...] = (*widths, copied, tile.overlap, tile.block_m, tile.block_n)
     tiling.launch(_keys, (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
 
-    tile = tiling.fitted(Tile(*config[5:10]), q, kept, d, d_v, (64, 64))
-    copied = engine and tiling.describable(k) and tiling.describable(v)
+    tile = tiling.fitted(Tile(*config[5:10]), q, kept, d, d_v, (64, 64), d_pe=d_pe)
+    copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
         dq, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(k, v, group),
         *tiling.steps(False, dq, do, q), *tiling.steps(copied, k, v), *table.strides,
+        dq_pe, q_pe, k_pe, *tiling.steps(False, dq_pe, q_pe), *tiling.steps(copied, k_pe),
     )  # fmt: skip
     ragged = not program and s_k % tile.block_n != 0
     constants = (*widths, ragged, copied, tile.overlap, tile.block_m, tile.block_n)

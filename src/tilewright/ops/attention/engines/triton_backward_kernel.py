@@ -14,6 +14,8 @@ from tilewright.ops.attention.engines.triton_scores import (
     LOG2E,
     describe,
     keys_of_tile,
+    last_listed,
+    listed,
     packed,
     place,
     queries_of_tile,
@@ -49,6 +51,17 @@ def _gradient(
 
 
 @triton.jit
+def _add(
+    acc, ds, at, descriptor, b, h, start, total, stride, COLUMN: tl.constexpr, DIM: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip  # acc: (M, WIDTH) fp32   ds: (M, BLOCK), packed
+    """acc + ds x, over the rows of x from `start` and its columns from COLUMN."""
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    x = rows(at, descriptor, b, h, start, total, stride, COLUMN, acc.shape[1], DIM, ds.shape[1], DESCRIPTORS)
+    return tl.dot(unpacked(ds, DTYPE), x, acc, input_precision="ieee")
+
+
+@triton.jit
 def keys_kernel(
     dk, dv, do, delta, q, k, v, lse, slopes, data, counts, indices,  # dk, k: (B, H // group, S_k, D)   dv, v: D_V
     B, H, group, S_q, S_k, left, right, scale, softcap, chunk,  # q: (B, H, S_q, D)   do: D_V   delta, lse: fp32
@@ -56,17 +69,22 @@ def keys_kernel(
     stride_dob, stride_doh, stride_dos, stride_qb, stride_qh, stride_qs,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_table_b, stride_table_h, pitch,
+    dk_pe, q_pe, k_pe, stride_qpb, stride_qph, stride_qps, stride_kpb, stride_kph, stride_kps,  # None where P is 0
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr,
     DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of BLOCK_N keys of one kv head: a loop over its query heads and their tiles of BLOCK_M queries."""
+    """dk, dv of BLOCK_N keys of one kv head: a loop over its query heads and their tiles of BLOCK_M queries.
+
+    P > 0: as in the forward; dk_pe (B, H // group, S_k, D_PE) fp32, contiguous, is one kv head's share of k_pe's.
+    """
     DTYPE: tl.constexpr = q.dtype.element_ty
     MASKED: tl.constexpr = LEFT or RIGHT or PROGRAM != ""
     heads_kv = H // group
     tile_n, head_kv = place(tl.program_id(0), tl.cdiv(S_k, BLOCK_N), B * heads_kv, chunk, LEFT and not RIGHT)
     b, h_kv = head_kv // heads_kv, head_kv % heads_kv
-    q0, q1, do0, do1 = q, q, do, do
+    q0, q1, do0, do1, qp = q, q, do, do, q_pe
     if DESCRIPTORS:
         q0 = describe(q, B, H, S_q, stride_qb, stride_qh, stride_qs, D, D0, BLOCK_M)
         do0 = describe(do, B, H, S_q, stride_dob, stride_doh, stride_dos, D_V, V0, BLOCK_M)
@@ -74,6 +92,8 @@ def keys_kernel(
             q1 = describe(q, B, H, S_q, stride_qb, stride_qh, stride_qs, D, D1, BLOCK_M)
         if V1 > 0:
             do1 = describe(do, B, H, S_q, stride_dob, stride_doh, stride_dos, D_V, V1, BLOCK_M)
+        if P > 0:
+            qp = describe(q_pe, B, H, S_q, stride_qpb, stride_qph, stride_qps, D_PE, P, BLOCK_M)
     start_n = tile_n * BLOCK_N
     k += b.to(tl.int64) * stride_kb + h_kv.to(tl.int64) * stride_kh
     v += b.to(tl.int64) * stride_vb + h_kv.to(tl.int64) * stride_vh
@@ -87,6 +107,10 @@ def keys_kernel(
     if V1 > 0:
         v1 = rows(v, None, b, h_kv, start_n, S_k, stride_vs, V0, V1, D_V, BLOCK_N, False)
         dv1 = tl.zeros((BLOCK_N, V1), tl.float32)
+    if P > 0:
+        k_pe += b.to(tl.int64) * stride_kpb
+        kp = rows(k_pe, None, b, 0, start_n, S_k, stride_kps, 0, P, D_PE, BLOCK_N, False)
+        dkp = tl.zeros((BLOCK_N, P), tl.float32)
     keys = start_n + tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, BLOCK_M)
 
@@ -94,13 +118,16 @@ def keys_kernel(
         h = h_kv * group + g
         at_q = q + (b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh)
         at_do = do + (b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh)
+        at_qp = q_pe
+        if P > 0:
+            at_qp = q_pe + (b.to(tl.int64) * stride_qpb + h.to(tl.int64) * stride_qph)
         line_of_row = (b * H + h).to(tl.int64) * S_q
         slope = 0.0 if slopes is None else tl.load(slopes + h)
         if PROGRAM != "":
             line = b * stride_table_b + h * stride_table_h + tile_n
             partial = tl.load(counts + line * 2)
             count = partial + tl.load(counts + line * 2 + 1)
-            listed = indices + line.to(tl.int64) * pitch
+            tiles = indices + line.to(tl.int64) * pitch
         else:
             first, end, whole_from, whole_to = queries_of_tile(
                 start_n, tl.minimum(start_n + BLOCK_N, S_k) - 1, S_q, S_k, left, right, BLOCK_M, LEFT, RIGHT
@@ -110,8 +137,7 @@ def keys_kernel(
             ds = packed(zeros_in_disguise(S_q, BLOCK_N, BLOCK_M), DTYPE)
         for e in tl.range(0, count):
             if PROGRAM != "":
-                start = tl.load(listed + e).to(tl.int32) * BLOCK_M
-                before = tl.load(listed + tl.maximum(e - 1, 0)).to(tl.int32) * BLOCK_M if OVERLAP else start
+                start, before = listed(tiles, e, BLOCK_M, OVERLAP)
                 is_partial = e < partial
             else:
                 start = (first + e) * BLOCK_M
@@ -122,17 +148,20 @@ def keys_kernel(
             if D1 > 0:
                 q1_tile = rows(at_q, q1, b, h, start, S_q, stride_qs, D0, D1, D, BLOCK_M, DESCRIPTORS)
                 s = tl.dot(k1, q1_tile.T, s, input_precision="ieee")
+            if P > 0:
+                qp_tile = rows(at_qp, qp, b, h, start, S_q, stride_qps, 0, P, D_PE, BLOCK_M, DESCRIPTORS)
+                s = tl.dot(kp, qp_tile.T, s, input_precision="ieee")
             do0_tile = rows(at_do, do0, b, h, start, S_q, stride_dos, 0, V0, D_V, BLOCK_M, DESCRIPTORS)
             dp = tl.dot(v0, do0_tile.T, input_precision="ieee")
             if V1 > 0:
                 do1_tile = rows(at_do, do1, b, h, start, S_q, stride_dos, V0, V1, D_V, BLOCK_M, DESCRIPTORS)
                 dp = tl.dot(v1, do1_tile.T, dp, input_precision="ieee")
             if OVERLAP:
-                last = rows(at_q, q0, b, h, before, S_q, stride_qs, 0, D0, D, BLOCK_M, DESCRIPTORS)
-                dk0 = tl.dot(unpacked(ds, DTYPE), last, dk0, input_precision="ieee")
+                dk0 = _add(dk0, ds, at_q, q0, b, h, before, S_q, stride_qs, 0, D, DESCRIPTORS)
                 if D1 > 0:
-                    last = rows(at_q, q1, b, h, before, S_q, stride_qs, D0, D1, D, BLOCK_M, DESCRIPTORS)
-                    dk1 = tl.dot(unpacked(ds, DTYPE), last, dk1, input_precision="ieee")
+                    dk1 = _add(dk1, ds, at_q, q1, b, h, before, S_q, stride_qs, D0, D, DESCRIPTORS)
+                if P > 0:
+                    dkp = _add(dkp, ds, at_qp, qp, b, h, before, S_q, stride_qps, 0, D_PE, DESCRIPTORS)
             i = start + offs_m
             log = tl.load(lse + line_of_row + i, mask=i < S_q, other=float("inf")) * LOG2E
             shift = tl.load(delta + line_of_row + i, mask=i < S_q, other=0.0)
@@ -151,18 +180,18 @@ def keys_kernel(
                 dk0 = tl.dot(ds, q0_tile, dk0, input_precision="ieee")
                 if D1 > 0:
                     dk1 = tl.dot(ds, q1_tile, dk1, input_precision="ieee")
+                if P > 0:
+                    dkp = tl.dot(ds, qp_tile, dkp, input_precision="ieee")
         if OVERLAP:
             if PROGRAM != "":
-                before = 0
-                if count > 0:
-                    before = tl.load(listed + count - 1).to(tl.int32) * BLOCK_M
+                before = last_listed(tiles, count, BLOCK_M)
             else:
                 before = tl.maximum(first + count - 1, 0) * BLOCK_M
-            last = rows(at_q, q0, b, h, before, S_q, stride_qs, 0, D0, D, BLOCK_M, DESCRIPTORS)
-            dk0 = tl.dot(unpacked(ds, DTYPE), last, dk0, input_precision="ieee")
+            dk0 = _add(dk0, ds, at_q, q0, b, h, before, S_q, stride_qs, 0, D, DESCRIPTORS)
             if D1 > 0:
-                last = rows(at_q, q1, b, h, before, S_q, stride_qs, D0, D1, D, BLOCK_M, DESCRIPTORS)
-                dk1 = tl.dot(unpacked(ds, DTYPE), last, dk1, input_precision="ieee")
+                dk1 = _add(dk1, ds, at_q, q1, b, h, before, S_q, stride_qs, D0, D, DESCRIPTORS)
+            if P > 0:
+                dkp = _add(dkp, ds, at_qp, qp, b, h, before, S_q, stride_qps, 0, D_PE, DESCRIPTORS)
 
     dk += b.to(tl.int64) * stride_dkb + h_kv.to(tl.int64) * stride_dkh
     dv += b.to(tl.int64) * stride_dvb + h_kv.to(tl.int64) * stride_dvh
@@ -172,6 +201,9 @@ def keys_kernel(
         store_rows(dk, dk1 * scale, start_n, S_k, stride_dks, D0, D)
     if V1 > 0:
         store_rows(dv, dv1, start_n, S_k, stride_dvs, V0, D_V)
+    if P > 0:
+        dk_pe += (b * heads_kv + h_kv).to(tl.int64) * S_k * D_PE
+        store_rows(dk_pe, dkp * scale, start_n, S_k, D_PE, 0, D_PE)
 
 
 @triton.jit
@@ -181,17 +213,23 @@ def queries_kernel(
     stride_dqb, stride_dqh, stride_dqs, stride_dob, stride_doh, stride_dos, stride_qb, stride_qh, stride_qs,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_table_b, stride_table_h, pitch,
+    dq_pe, q_pe, k_pe, stride_dqpb, stride_dqph, stride_dqps, stride_qpb, stride_qph, stride_qps,  # None where P is 0
+    stride_kpb, stride_kph, stride_kps,
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr,
     DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries of one head: a loop over the tiles of BLOCK_N keys that they may see."""
+    """dq of BLOCK_M queries of one head: a loop over the tiles of BLOCK_N keys that they may see.
+
+    P > 0: as in the forward; dq_pe (B, H, S_q, D_PE).
+    """
     DTYPE: tl.constexpr = q.dtype.element_ty
     MASKED: tl.constexpr = LEFT or RIGHT or RAGGED or PROGRAM != ""
     tile_m, head = place(tl.program_id(0), tl.cdiv(S_q, BLOCK_M), B * H, chunk, RIGHT and not LEFT)
     b, h = head // H, head % H
     h_kv = h // group
-    k0, k1, v0, v1 = k, k, v, v
+    k0, k1, v0, v1, kp = k, k, v, v, k_pe
     if DESCRIPTORS:
         heads_kv = H // group
         k0 = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, D0, BLOCK_N)
@@ -200,6 +238,8 @@ def queries_kernel(
             k1 = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, D1, BLOCK_N)
         if V1 > 0:
             v1 = describe(v, B, heads_kv, S_k, stride_vb, stride_vh, stride_vs, D_V, V1, BLOCK_N)
+        if P > 0:
+            kp = describe(k_pe, B, 1, S_k, stride_kpb, stride_kph, stride_kps, D_PE, P, BLOCK_N)
     q += b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     do += b.to(tl.int64) * stride_dob + h.to(tl.int64) * stride_doh
     k += b.to(tl.int64) * stride_kb + h_kv.to(tl.int64) * stride_kh
@@ -223,6 +263,11 @@ def queries_kernel(
         dq1 = tl.zeros((BLOCK_M, D1), tl.float32)
     if V1 > 0:
         do1 = rows(do, None, b, h, start_m, S_q, stride_dos, V0, V1, D_V, BLOCK_M, False)
+    if P > 0:
+        q_pe += b.to(tl.int64) * stride_qpb + h.to(tl.int64) * stride_qph
+        k_pe += b.to(tl.int64) * stride_kpb
+        qp = rows(q_pe, None, b, h, start_m, S_q, stride_qps, 0, P, D_PE, BLOCK_M, False)
+        dqp = tl.zeros((BLOCK_M, P), tl.float32)
     i = start_m + tl.arange(0, BLOCK_M)
     row = head.to(tl.int64) * S_q + i
     log = tl.load(lse + row, mask=i < S_q, other=float("inf")) * LOG2E
@@ -235,8 +280,7 @@ def queries_kernel(
 
     for e in tl.range(0, count):
         if PROGRAM != "":
-            start = tl.load(indices + e).to(tl.int32) * BLOCK_N
-            before = tl.load(indices + tl.maximum(e - 1, 0)).to(tl.int32) * BLOCK_N if OVERLAP else start
+            start, before = listed(indices, e, BLOCK_N, OVERLAP)
             is_partial = e < partial
         else:
             start = (end - 1 - e) * BLOCK_N
@@ -247,17 +291,20 @@ def queries_kernel(
         if D1 > 0:
             k1_tile = rows(k, k1, b, h_kv, start, S_k, stride_ks, D0, D1, D, BLOCK_N, DESCRIPTORS)
             s = tl.dot(q1, k1_tile.T, s, input_precision="ieee")
+        if P > 0:
+            kp_tile = rows(k_pe, kp, b, 0, start, S_k, stride_kps, 0, P, D_PE, BLOCK_N, DESCRIPTORS)
+            s = tl.dot(qp, kp_tile.T, s, input_precision="ieee")
         v_tile = rows(v, v0, b, h_kv, start, S_k, stride_vs, 0, V0, D_V, BLOCK_N, DESCRIPTORS)
         dp = tl.dot(do0, v_tile.T, input_precision="ieee")
         if V1 > 0:
             v_tile = rows(v, v1, b, h_kv, start, S_k, stride_vs, V0, V1, D_V, BLOCK_N, DESCRIPTORS)
             dp = tl.dot(do1, v_tile.T, dp, input_precision="ieee")
         if OVERLAP:
-            last = rows(k, k0, b, h_kv, before, S_k, stride_ks, 0, D0, D, BLOCK_N, DESCRIPTORS)
-            dq0 = tl.dot(unpacked(ds, DTYPE), last, dq0, input_precision="ieee")
+            dq0 = _add(dq0, ds, k, k0, b, h_kv, before, S_k, stride_ks, 0, D, DESCRIPTORS)
             if D1 > 0:
-                last = rows(k, k1, b, h_kv, before, S_k, stride_ks, D0, D1, D, BLOCK_N, DESCRIPTORS)
-                dq1 = tl.dot(unpacked(ds, DTYPE), last, dq1, input_precision="ieee")
+                dq1 = _add(dq1, ds, k, k1, b, h_kv, before, S_k, stride_ks, D0, D, DESCRIPTORS)
+            if P > 0:
+                dqp = _add(dqp, ds, k_pe, kp, b, 0, before, S_k, stride_kps, 0, D_PE, DESCRIPTORS)
         _, ds = _gradient(
             s, dp, log[:, None], shift[:, None], positions[:, None], (start + offs_n)[None, :], scale, softcap, slope,
             is_partial, S_k, left, right, data, b, h, LEFT, RIGHT, PROGRAM, MASKED, SOFTCAP, slopes is not None,
@@ -269,18 +316,18 @@ def queries_kernel(
             dq0 = tl.dot(ds, k0_tile, dq0, input_precision="ieee")
             if D1 > 0:
                 dq1 = tl.dot(ds, k1_tile, dq1, input_precision="ieee")
+            if P > 0:
+                dqp = tl.dot(ds, kp_tile, dqp, input_precision="ieee")
     if OVERLAP:
-        before = 0
         if PROGRAM != "":
-            if count > 0:
-                before = tl.load(indices + count - 1).to(tl.int32) * BLOCK_N
+            before = last_listed(indices, count, BLOCK_N)
         else:
             before = tl.minimum(first, tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N
-        last = rows(k, k0, b, h_kv, before, S_k, stride_ks, 0, D0, D, BLOCK_N, DESCRIPTORS)
-        dq0 = tl.dot(unpacked(ds, DTYPE), last, dq0, input_precision="ieee")
+        dq0 = _add(dq0, ds, k, k0, b, h_kv, before, S_k, stride_ks, 0, D, DESCRIPTORS)
         if D1 > 0:
-            last = rows(k, k1, b, h_kv, before, S_k, stride_ks, D0, D1, D, BLOCK_N, DESCRIPTORS)
-            dq1 = tl.dot(unpacked(ds, DTYPE), last, dq1, input_precision="ieee")
+            dq1 = _add(dq1, ds, k, k1, b, h_kv, before, S_k, stride_ks, D0, D, DESCRIPTORS)
+        if P > 0:
+            dqp = _add(dqp, ds, k_pe, kp, b, 0, before, S_k, stride_kps, 0, D_PE, DESCRIPTORS)
 
     dq += b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
     # Where a row sees nothing, its tile may hold 0 * NaN
@@ -288,3 +335,6 @@ def queries_kernel(
     store_rows(dq, tl.where(nothing, 0.0, dq0 * scale), start_m, S_q, stride_dqs, 0, D)
     if D1 > 0:
         store_rows(dq, tl.where(nothing, 0.0, dq1 * scale), start_m, S_q, stride_dqs, D0, D)
+    if P > 0:
+        dq_pe += b.to(tl.int64) * stride_dqpb + h.to(tl.int64) * stride_dqph
+        store_rows(dq_pe, tl.where(nothing, 0.0, dqp * scale), start_m, S_q, stride_dqps, 0, D_PE)

@@ -86,23 +86,33 @@ def forward(
     scale: float,
     softcap: float,
     config: Config,
+    pe: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """o (B, H, S_q, D_v) and lse (B, H, S_q) float32, as the raw op `_fmha_fwd` describes them; S_k >= 1."""
+    """o (B, H, S_q, D_v) and lse (B, H, S_q) float32, as the raw op `_fmha_fwd` describes them; S_k >= 1.
+
+    pe: q_pe (B, H, S_q, D_pe) and k_pe (B, 1, S_k, D_pe); then s = scale * (q k^T + q_pe k_pe^T).
+    """
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
     left, right = within(left, right, s_q, s_k)
-    descriptors = config.descriptors and all(map(tiling.describable, (k, v))) and tiling.has_descriptors(k)
-    tile = tiling.fitted(Tile(*config[:4], config.overlap), q, sum(tiling.parts(d)), d, d_v, (128, 64))
+    q_pe, k_pe = pe or (None, None)
+    d_pe = 0 if k_pe is None else k_pe.shape[3]
+    copied = (k, v) if k_pe is None else (k, v, k_pe)
+    descriptors = config.descriptors and all(map(tiling.describable, copied)) and tiling.has_descriptors(k)
+    kept = sum(tiling.parts(d)) + tiling.part(d_pe)
+    tile = tiling.fitted(Tile(*config[:4], config.overlap), q, kept, d, d_v, (128, 64), d_pe=d_pe)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
         o, lse, q, k, v, sinks, slopes, mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, left, right, scale, softcap, tiling.heads_together(k, v, group),
         *tiling.steps(False, o, q), *tiling.steps(descriptors, k, v), *table.strides,
+        q_pe, k_pe, *tiling.steps(False, q_pe), *tiling.steps(descriptors, k_pe),
     )  # fmt: skip
     constants = (
-        d, d_v, *tiling.parts(d), *tiling.parts(d_v), left >= 0, right >= 0, program, softcap > 0.0,
-        softcap > 0.0 or slopes is not None or scale <= 0.0, not program and s_k % tile.block_n != 0,
+        d, d_v, *tiling.parts(d), *tiling.parts(d_v), d_pe, tiling.part(d_pe),
+        left >= 0, right >= 0, program, softcap > 0.0, softcap > 0.0 or slopes is not None or scale <= 0.0,
+        not program and s_k % tile.block_n != 0,
         descriptors, tile.overlap, tile.block_m, tile.block_n,
     )  # fmt: skip
     grid = (batch * heads * -(-s_q // tile.block_m),)

@@ -15,6 +15,8 @@ from tilewright.ops.attention.engines.triton_scores import (
     MINUS_INFINITY,
     describe,
     keys_of_tile,
+    last_listed,
+    listed,
     packed,
     place,
     rows,
@@ -44,12 +46,17 @@ def forward_kernel(
     stride_ob, stride_oh, stride_os, stride_qb, stride_qh, stride_qs,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     stride_table_b, stride_table_h, pitch,
+    q_pe, k_pe, stride_qpb, stride_qph, stride_qps, stride_kpb, stride_kph, stride_kps,  # None where P is 0
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, GENERAL: tl.constexpr,
     RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(s) v, lse = log of the sum of e^s."""
+    """o = softmax(s) v, lse = log of the sum of e^s.
+
+    P > 0: q_pe (B, H, S_q, D_PE) and k_pe (B, 1, S_k, D_PE) add their product to the scores of all heads.
+    """
     DTYPE: tl.constexpr = v.dtype.element_ty
     MASKED: tl.constexpr = LEFT or RIGHT or RAGGED or PROGRAM != ""
     tiles = tl.cdiv(S_q, BLOCK_M)
@@ -58,7 +65,7 @@ def forward_kernel(
     h_kv = h // group
     q += b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     o += b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-    k0, k1, v0, v1 = k, k, v, v
+    k0, k1, v0, v1, kp = k, k, v, v, k_pe
     if DESCRIPTORS:
         heads_kv = H // group
         k0 = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, D0, BLOCK_N)
@@ -67,6 +74,8 @@ def forward_kernel(
             k1 = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, D1, BLOCK_N)
         if V1 > 0:
             v1 = describe(v, B, heads_kv, S_k, stride_vb, stride_vh, stride_vs, D_V, V1, BLOCK_N)
+        if P > 0:
+            kp = describe(k_pe, B, 1, S_k, stride_kpb, stride_kph, stride_kps, D_PE, P, BLOCK_N)
     k += b.to(tl.int64) * stride_kb + h_kv.to(tl.int64) * stride_kh
     v += b.to(tl.int64) * stride_vb + h_kv.to(tl.int64) * stride_vh
 
@@ -90,6 +99,10 @@ def forward_kernel(
     q0 = rows(q, None, b, h, start_m, S_q, stride_qs, 0, D0, D, BLOCK_M, False)
     if D1 > 0:
         q1 = rows(q, None, b, h, start_m, S_q, stride_qs, D0, D1, D, BLOCK_M, False)
+    if P > 0:
+        q_pe += b.to(tl.int64) * stride_qpb + h.to(tl.int64) * stride_qph
+        k_pe += b.to(tl.int64) * stride_kpb
+        qp = rows(q_pe, None, b, h, start_m, S_q, stride_qps, 0, P, D_PE, BLOCK_M, False)
     m = tl.full((BLOCK_M,), MINUS_INFINITY, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if OVERLAP:
@@ -101,8 +114,7 @@ def forward_kernel(
 
     for e in tl.range(0, count):
         if PROGRAM != "":
-            start = tl.load(indices + e).to(tl.int32) * BLOCK_N
-            start_v = tl.load(indices + tl.maximum(e - 1, 0)).to(tl.int32) * BLOCK_N if OVERLAP else start
+            start, start_v = listed(indices, e, BLOCK_N, OVERLAP)
         else:
             start = (end - 1 - e) * BLOCK_N
             start_v = tl.minimum(start + BLOCK_N, (end - 1) * BLOCK_N) if OVERLAP else start
@@ -112,6 +124,9 @@ def forward_kernel(
         if D1 > 0:
             k_tile = rows(k, k1, b, h_kv, start, S_k, stride_ks, D0, D1, D, BLOCK_N, DESCRIPTORS)
             s = tl.dot(q1, k_tile.T, s, input_precision="ieee")
+        if P > 0:
+            k_tile = rows(k_pe, kp, b, 0, start, S_k, stride_kps, 0, P, D_PE, BLOCK_N, DESCRIPTORS)
+            s = tl.dot(qp, k_tile.T, s, input_precision="ieee")
         if OVERLAP:
             acc0 = _add(acc0, alpha, p, v, v0, b, h_kv, start_v, S_k, stride_vs, 0, D_V, DESCRIPTORS)
             if V1 > 0:
@@ -142,10 +157,8 @@ def forward_kernel(
                 acc1 = _add(acc1, alpha, p, v, v1, b, h_kv, start_v, S_k, stride_vs, V0, D_V, DESCRIPTORS)
 
     if OVERLAP:  # the product of the last tile
-        start_v = 0
         if PROGRAM != "":
-            if count > 0:
-                start_v = tl.load(indices + count - 1).to(tl.int32) * BLOCK_N
+            start_v = last_listed(indices, count, BLOCK_N)
         else:
             start_v = tl.minimum(first, tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N
         acc0 = _add(acc0, alpha, p, v, v0, b, h_kv, start_v, S_k, stride_vs, 0, D_V, DESCRIPTORS)

@@ -139,6 +139,23 @@ def queries_of_tile(j0, j1, S_q, S_k, left, right, BLOCK: tl.constexpr, LEFT: tl
 
 
 @triton.jit
+def listed(tiles, e, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Where tile `e` of a list starts, and with OVERLAP the one before it; the first has itself before it."""
+    start = tl.load(tiles + e).to(tl.int32) * BLOCK
+    before = tl.load(tiles + tl.maximum(e - 1, 0)).to(tl.int32) * BLOCK if OVERLAP else start
+    return start, before
+
+
+@triton.jit
+def last_listed(tiles, count, BLOCK: tl.constexpr):
+    """Where the last of `count` tiles of a list starts; 0 where there is none."""
+    start = 0
+    if count > 0:
+        start = tl.load(tiles + count - 1).to(tl.int32) * BLOCK
+    return start
+
+
+@triton.jit
 def packed(p, DTYPE: tl.constexpr):
     """`p` rounded to DTYPE, as integers: Triton would keep a floating operand that goes round a loop in shared memory,
     and wait for each product with it.

@@ -1,5 +1,6 @@
 """What the Triton engines of attention share on the host: tiles and their fit, the parts of a head, descriptors."""
 
+from collections.abc import Sequence
 from contextvars import copy_context
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +46,11 @@ def parts(d: int) -> tuple[int, int]:
     return (2 * first, 0) if second == first else (first, second)
 
 
+def part(d: int) -> int:
+    """The one power of two, at least 16, that covers `d`; 0 for nothing."""
+    return max(16, triton.next_power_of_2(d)) if d else 0
+
+
 def has_descriptors(t: Tensor) -> bool:
     """Has the GPU of `t` a copy engine that Triton's tensor descriptors describe tiles to?"""
     arch = target_of(t)
@@ -59,9 +65,15 @@ def describable(t: Tensor) -> bool:
     return at % vector == 0 and all(step > 0 and step % vector == 0 for step in steps)
 
 
-def steps(copied: bool, *tensors: Tensor) -> tuple[int, ...]:
+def steps(copied: bool, *tensors: Tensor | None) -> tuple[int | None, ...]:
     """Strides of batch, head and row of each; copied: by a descriptor, where a dimension of one element needs some."""
-    return tuple(step for t in tensors for step in (_pitches(t) if copied else t.stride()[:3]))
+    return tuple(step for t in tensors for step in _steps(copied, t))
+
+
+def _steps(copied: bool, t: Tensor | None) -> Sequence[int | None]:
+    if t is None:
+        return None, None, None
+    return _pitches(t) if copied else t.stride()[:3]
 
 
 def _pitches(t: Tensor) -> tuple[int, int, int]:
@@ -77,25 +89,27 @@ def heads_together(k: Tensor, v: Tensor, group: int) -> int:
 
 
 def fitted(
-    tile: Tile, t: Tensor, kept: int, d: int, d_v: int, most: tuple[int, int], streamed: str = "block_n"
+    tile: Tile, t: Tensor, kept: int, d: int, d_v: int, most: tuple[int, int], streamed: str = "block_n", d_pe: int = 0
 ) -> Tile:
     """`tile`, which an H200 was asked about, as the GPU of `t` can run it.
 
-    streamed: the side whose operands, of d and d_v, come in stages; the other side keeps `kept` numbers a row.  Only
-    sm_90 has products that run beside other instructions of the same warp.  Others multiply from registers: tiles of at
-    most `most` rows, kept and streamed, and half of that for heads of more than 128.
+    streamed: the side whose operands, of d, d_pe and d_v, come in stages; the other side keeps `kept` numbers a row.
+    Only sm_90 has products that run beside other instructions of the same warp.  Others multiply from registers: tiles
+    of at most `most` rows, kept and streamed, and half of that for heads of more than 128.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
     other = "block_m" if streamed == "block_n" else "block_n"
     if arch not in ("cpu", "sm_90"):
-        rows = {side: n // (2 if max(d, d_v) > 128 else 1) for side, n in zip((other, streamed), most, strict=True)}
+        rows = {
+            side: n // (2 if max(d + d_pe, d_v) > 128 else 1) for side, n in zip((other, streamed), most, strict=True)
+        }
         tile = tile._replace(overlap=False, **{side: min(getattr(tile, side), n) for side, n in rows.items()})
         if arch.startswith("gfx"):
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
         elif size == 2 and tile.block_m * tile.block_n <= 2048:
             tile = tile._replace(num_warps=4)
-    row = sum(parts(d) + parts(d_v))
+    row = sum(parts(d) + parts(d_v)) + part(d_pe)
     while (
         tile.num_stages > 1
         and size * (getattr(tile, other) * kept + tile.num_stages * getattr(tile, streamed) * row) > shared

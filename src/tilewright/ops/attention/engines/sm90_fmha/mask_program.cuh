@@ -72,6 +72,20 @@ template <u32 kAt> struct MaskBand {
     }
 };
 
+// Of packed sequences: every query sees an interval, whose first key and end are in memory.
+template <u32 kAt> struct MaskSequences {
+    __device__ static MaskBits see(const MaskData& data, int position, const MaskKeys& keys) {
+        const int length = data.numbers[kAt], shift = data.numbers[kAt + 1];
+        const int* const first = data.numbers + data.numbers[kAt + 2];
+        const auto row = [&](int at) {
+            const int query = at - shift;
+            if (u32(query) >= u32(length)) return 0u;
+            return keys.before(first[length + query]) & ~keys.before(first[query]);
+        };
+        return {{row(position), row(position + 8)}};
+    }
+};
+
 // kStored: the number of keys is itself in memory, one for each batch where kByBatch.
 template <u32 kAt, bool kStored, bool kByBatch> struct MaskPrefix {
     __device__ static MaskBits see(const MaskData& data, int, const MaskKeys& keys) {

@@ -1,0 +1,109 @@
+"""Packed sequences as a leaf: what every query sees is one interval of keys, between two numbers.
+
+Within a sequence the last query stands at the last key, so the query at i of document d has position
+i - cu_q[d + 1] + cu_k[d + 1] among all keys; its keys are those of its document, cut by a band around that position.
+Both ends of the intervals never decrease from query to query, which is why tiles are classified exactly: the queries
+that see a key of a tile lie between two places that a binary search finds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
+from tilewright.mask.leaves import causal as causal_band
+from tilewright.mask.leaves import window as window_band
+from tilewright.mask.program import Part
+
+
+def sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    length_q: int,
+    length_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+) -> Mask:
+    """Query and key in the same document, of sequences packed end to end; `causal` and `window` within each.
+
+    cu_seqlens_q, cu_seqlens_k: (documents + 1,) int, from 0, never decreasing, where the queries and the keys of each
+    document begin; the keys' are the queries' by default.  Either side of a document may be empty.  length_q, length_k:
+    S_q and S_k of the attention; tokens behind the last document see nothing and are seen by none.
+    In each document the last query sees the last key (bottom right); window: (left, right) around that position, None
+    for no limit.  Made on the tensors' device without a synchronisation, so it may be made in a CUDA graph or under
+    torch.compile.  Raises InputError for shapes and dtypes that do not fit.
+    """
+    cu_q, cu_k = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if cu.dim() != 1 or cu.numel() < 1 or cu.is_floating_point() or cu.dtype == torch.bool:
+            raise refuse(name, (tuple(cu.shape), cu.dtype), "(documents + 1,) int")
+    if cu_q.shape != cu_k.shape or cu_q.device != cu_k.device:
+        given = [(tuple(cu.shape), str(cu.device)) for cu in (cu_q, cu_k)]
+        raise refuse("cu_seqlens", given, "queries and keys have as many documents, on one device")
+    band = window_band(None, None) if window is None else window_band(*window)
+    if causal:
+        band &= causal_band()
+    assert isinstance(band, Band), "an intersection of bands is one"
+    keys = length_q if length_k is None else length_k
+    return Sequences(_table(cu_q, cu_k, length_q, keys, band), keys)
+
+
+def _table(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band) -> Tensor:
+    """int32 (3, length_q): `Sequences.table`, in as few steps as torch allows, because each is a launch."""
+    same, cu_q, cu_k = cu_k is cu_q, cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32)
+    queries = torch.arange(length_q, dtype=torch.int32, device=cu_q.device)
+    # How many documents begin at a query or before it: in the one of this number, or behind the last
+    number = torch.bucketize(queries, cu_q, right=True)
+    bounds = torch.cat((cu_k[:1], cu_k, cu_k[-1:]))
+    begin, end = bounds.unfold(0, 2, 1)[number].unbind(1)
+    position = queries if same else queries + (bounds[1:] - torch.cat((cu_q, cu_q[-1:])))[number]
+    first = begin
+    furthest = length_q + length_k  # no distance is as long, and positions stay in int32
+    if band.high != HIGHEST:
+        first = torch.maximum(begin, position - min(band.high, furthest))
+    if band.low != LOWEST:
+        end = (position + (min(-band.low, furthest) + 1)).clamp(begin, end)
+    return torch.stack((first, end, (first < end).cumsum(0, dtype=torch.int32)))
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences(Mask):
+    """table: (3, S_q) int32, of every query the first key that it sees and the one behind the last, which never
+    decrease (first >= end: none), and how many queries up to it see any.
+    """
+
+    table: Tensor
+    length_k: int
+
+    def __repr__(self) -> str:
+        return f"sequences({self.table.shape[1]}, {self.length_k})"
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """As everywhere."""
+        made = self.table.shape[1], self.length_k
+        if made != (s_q, s_k):
+            raise InputError(f"sequences: made for (S_q, S_k) = {made}; the attention has {(s_q, s_k)}")
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        (first, end, _), length = self.table, self.table.shape[1]
+        shift = self.length_k - length
+
+        def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            i = (q - shift).clamp(0, length - 1)
+            return (i == q - shift) & (first[i] <= k) & (k < end[i])
+
+        return allowed
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return Sequences(self.table.to(device), self.length_k)
+
+    def _words(self) -> Iterator[Part | str]:
+        length = self.table.shape[1]
+        yield Part("seq", (length, self.length_k - length), self.table.flatten())

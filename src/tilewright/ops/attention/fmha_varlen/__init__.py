@@ -1,0 +1,138 @@
+"""Attention over sequences of any lengths, packed end to end.  The contract; backends are the files beside it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewright.dispatch import Contract, call, dispatch, register
+from tilewright.mask import Mask, sequences
+from tilewright.ops.attention import apart
+from tilewright.ops.attention.arguments import raw_arguments
+from tilewright.ops.attention.checks import check_raw, check_scale, check_shapes
+from tilewright.ops.attention.fmha_varlen import samples
+from tilewright.ops.attention.fmha_varlen.cost import cost
+from tilewright.ops.attention.fmha_varlen.oracle import band, one_by_one
+from tilewright.ops.attention.fmha_varlen.raw import FORWARD, GRADIENT
+from tilewright.ops.attention.fmha_varlen.tokens import OP, Operands, by_head, check_distances, check_tokens
+from tilewright.ops.attention.fmha_varlen.workloads import CPU_WORKLOADS, WORKLOADS
+from tilewright.ops.attention.score import Scores, split
+
+
+@dispatch("fmha_varlen")
+def fmha_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    score_mod: Any = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fmha` of many sequences at once: tokens of sequence n see those of sequence n alone.
+
+    q: (T_q, H, D)   k: (T_k, H_kv, D)   v: (T_k, H_kv, D_v)   bf16|fp16|fp32, the same for all; strides, heads and
+    scale as in `fmha`.   cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 beside q, from 0, never decreasing, at most
+    T: where each sequence begins.  The keys' are the queries' by default, and then T_k = T_q.  Sequences may be empty
+    on either side.  Returns o (T_q, H, D_v); with return_lse also lse (H, T_q) float32, natural.
+
+    The numbers in cu_seqlens stay on the device: nothing waits for them, so there is no max_seqlen, one CUDA graph
+    serves all lengths of T_q and T_k tokens, and torch.compile sees one graph.
+    Tokens behind the last sequence: o = 0, lse = -inf (with a sink, lse is the sink), gradients 0.  So for queries that
+    see nothing.  k may hold NaN there, and q in a forward; v must be finite, and for gradients all three and what
+    arrives for o.
+
+    causal, window: within each sequence, whose last query sees its last key (bottom right).   window: (left, right)
+    keys around that position, None for no limit on a side.
+    score_mod, sinks, softcap: as in `fmha`; a callable gets places of packed tokens as q_idx and kv_idx; alibi and
+    relative_bias need one cu_seqlens for both.
+    This is fmha under `mask.sequences(...)`, made in every call in 11 small steps on a GPU, causal 13, with a window
+    15, and 4 more with cu_seqlens_k.  Layers that share their sequences make it once:
+    `fmha(q[None], k[None], v[None], mask=made, layout="BSHD")`.
+
+    Gradients: q, k, v, sinks and the table of relative_bias; also through lse.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
+    Raises InputError for shapes, dtypes and options that do not go together.
+    """
+    check_tokens(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    scores = split(OP, score_mod, softcap, sinks)
+    check_distances(scores, cu_seqlens_k)
+    mask = sequences(cu_seqlens_q, cu_seqlens_k, length_q=q.shape[0], length_k=k.shape[0], causal=causal, window=window)
+    heads = by_head(q, k, v)
+    if scores.rest:
+        o, lse = _apart(heads, mask, scale, scores, backend)
+    else:
+        o, lse = call(CONTRACT, _arguments(heads, mask, scale, scores), backend)
+    o = o[0].transpose(0, 1)
+    return (o, lse[0]) if return_lse else o
+
+
+def _arguments(heads: Operands, mask: Mask, scale: float | None, scores: Scores) -> tuple[Any, ...]:
+    """Those of `fmha`'s raw op.  The program is made where the tensors are, which may be nowhere (meta, fake)."""
+    plain = raw_arguments(*heads, None, scale, scores)
+    text, data = mask.program(heads[0].device)
+    return (*plain[:5], data, text, *plain[7:])
+
+
+def _apart(
+    heads: Operands, mask: Mask, scale: float | None, scores: Scores, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """What no raw op has."""
+    check_shapes(OP, *heads)
+    if scale is not None:
+        check_scale(OP, scale)
+    apart.check_backend(OP, backend, "score modifier but softcap, alibi and sinks")
+    return apart.modified(*heads, mask, scale, scores)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    score_mod: Any = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in plain torch, sequence by sequence; it reads cu_seqlens, and so waits for a GPU."""
+    scores = split(OP, score_mod, softcap, sinks)
+    cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    o, lse = one_by_one(q, k, v, cu_seqlens_q, cu_k, band(causal, window), scale, scores)
+    return (o, lse) if return_lse else o
+
+
+def check(*args: Any) -> None:
+    """Raises InputError for what the docstring of `fmha_varlen` excludes and `check_tokens` cannot see."""
+    check_raw(OP, *args)
+
+
+CONTRACT = register(
+    Contract(
+        name=OP,
+        family="attention",
+        summary="attention over packed sequences of any lengths",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=samples.inputs,
+        cost=cost,
+        gradient=GRADIENT,
+        workloads=WORKLOADS,
+        cpu_workloads=CPU_WORKLOADS,
+        edge_cases=samples.EDGE_CASES,
+        bad_inputs=samples.BAD_INPUTS,
+        batch_dim=None,
+    )
+)

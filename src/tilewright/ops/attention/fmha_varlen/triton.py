@@ -1,0 +1,27 @@
+"""fmha_varlen in Triton, both directions: the kernels of `fmha`, which skip the tiles that no sequence shares."""
+
+from tilewright.dispatch import register_impl
+from tilewright.ops.attention.engines import triton_backward, triton_forward
+from tilewright.ops.attention.engines.triton_tiles import Config
+from tilewright.ops.attention.fmha import triton as fmha
+
+launch = register_impl(
+    "fmha_varlen",
+    backend="triton",
+    configure=triton_forward.configure,
+    config_type=Config,
+    configs=triton_forward.CONFIGS,
+    candidates=triton_forward.candidates,
+    supports=triton_forward.refusal,
+)(fmha.launch)
+
+launch_backward = register_impl(
+    "fmha_varlen",
+    backend="triton",
+    direction="bwd",
+    configure=triton_backward.configure,
+    config_type=triton_backward.Config,
+    configs=triton_backward.CONFIGS,
+    candidates=triton_backward.candidates,
+    supports=triton_backward.refusal,
+)(fmha.launch_backward)

@@ -1,0 +1,55 @@
+"""What `mla` refuses before anything is launched, in words."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.ops.attention import checks
+
+NAMES = ("q", "q_pe", "k", "k_pe", "v")
+
+
+def check_dimensions(*tensors: Any) -> None:
+    """Five tensors of four dimensions each."""
+    q, q_pe, k, k_pe, v = tensors
+    checks.check_heads("mla", q, k, v)
+    for name, t in (("q_pe", q_pe), ("k_pe", k_pe)):
+        if not isinstance(t, Tensor):
+            raise InputError(f"mla: {name} is a {type(t).__name__}; needs a torch.Tensor.")
+        if t.dim() != 4:
+            raise InputError(
+                f"mla: {name} is {tuple(t.shape)}; needs (B, H, S, D_pe), or (B, S, H, D_pe) with layout='BSHD'; "
+                "H of k_pe is 1."
+            )
+
+
+def check(
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+) -> None:
+    """Raises InputError for raw arguments that cannot run."""
+    check_dimensions(q, q_pe, k, k_pe, v)
+    checks.check_raw("mla", q, k, v, None, None, mask_data, program, left, right, scale, 0.0)
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(NAMES, (q, q_pe, k, k_pe, v), strict=True))
+    if q.shape[1] != k.shape[1]:
+        raise InputError(f"mla: {shapes} as (B, H, S, D); q, k and v must have one number of heads.")
+    if q_pe.shape[:3] != q.shape[:3]:
+        raise InputError(f"mla: {shapes} as (B, H, S, D); q_pe must be as q but for D.")
+    if k_pe.shape[:3] != (k.shape[0], 1, k.shape[2]):
+        raise InputError(f"mla: {shapes} as (B, H, S, D); k_pe must be as k but for D, and have one head.")
+    if q_pe.shape[3] != k_pe.shape[3] or q_pe.shape[3] == 0:
+        raise InputError(f"mla: {shapes} as (B, H, S, D); q_pe and k_pe must agree in D_pe, which is at least 1.")
+    for name, t in (("q_pe", q_pe), ("k_pe", k_pe)):
+        if t.dtype != q.dtype or t.device != q.device:
+            raise InputError(f"mla: {name} is {t.dtype} on {t.device}, q {q.dtype} on {q.device}; they must agree.")
+        if t.stride(-1) != 1:
+            raise InputError(f"mla: {name} has another last stride than 1. Call .contiguous().")

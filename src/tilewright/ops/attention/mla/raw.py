@@ -1,0 +1,186 @@
+"""The raw ops of `mla`, forward and backward, their reference, and how the one is fed from the other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Gradient, RawOp
+from tilewright.dispatch.bucket import hint
+from tilewright.dispatch.raw import OutputSpec
+from tilewright.ops.attention.fmha import raw as fmha
+from tilewright.ops.attention.layout import by_token, dense, spec_like
+from tilewright.ops.attention.reference import attention, attention_backward
+from tilewright.ops.gemm.operands import copyable
+from tilewright.ops.rows import accumulate_dtype
+
+BUCKET = ("BH", "S_q", "S_k", "D", "D_pe", "D_v", "mask", "aligned")
+"""What a choice of kernel may depend on, in both directions; BH, S_q and S_k in powers of two, `mask` as in fmha."""
+
+_INPUTS = "Tensor q, Tensor q_pe, Tensor k, Tensor k_pe, Tensor v"
+_SCALARS = "str program, int left, int right, float scale"
+
+
+def of_fmha(bucket: Sequence[int]) -> tuple[int, ...]:
+    """The bucket of the `fmha` over q beside q_pe and k beside k_pe, which chooses the tiles."""
+    batch_heads, s_q, s_k, d, d_pe, d_v, mask, aligned = bucket
+    return batch_heads, 1, s_q, s_k, d + d_pe, d_v, mask, 0, aligned
+
+
+def joined(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (B, H, S, D + D_pe) of `fmha`, with k_pe repeated for every head; they lie as q and k do."""
+    return _beside(q, q_pe), _beside(k, k_pe.expand(-1, k.shape[1], -1, -1))
+
+
+def _beside(x: Tensor, rotated: Tensor) -> Tensor:
+    """The columns of both, in x's order of heads and tokens."""
+    if by_token(x):
+        return torch.cat((x.transpose(1, 2), rotated.transpose(1, 2)), -1).transpose(1, 2)
+    return torch.cat((x, rotated), -1)
+
+
+def reference(
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of the attention over joined tensors; differentiable in all five."""
+    return attention(*joined(q, q_pe, k, k_pe), v, None, None, mask_data, program, left, right, scale, 0.0)
+
+
+def reference_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """(dq, dq_pe, dk, dk_pe, dv): parts of the joined gradients; dk_pe is the sum over heads, in float32."""
+    d = q.shape[3]
+    rest = (None, None, mask_data, program, left, right, scale, 0.0)
+    dq, dk, dv, _ = attention_backward(do, dlse, *joined(q, q_pe, k, k_pe), v, o, lse, *rest)
+    dk_pe = dk[..., d:].sum(1, keepdim=True, dtype=lse.dtype).to(k_pe.dtype)
+    return dq[..., :d], dq[..., d:], dk[..., :d], dk_pe, dv
+
+
+def _bucket(tensors: Sequence[Tensor], program: str, left: int, right: int) -> tuple[int, ...]:
+    """tensors: q, q_pe, k, k_pe, v, and whatever else the kernel reads."""
+    q, q_pe, k, _, v = tensors[:5]
+    modifiers, scale, softcap = (None,) * 3, 1.0, 0.0
+    batch_heads, _, s_q, s_k, d, d_v, mask, _, _ = fmha.bucket(
+        q, k, v, *modifiers, program, left, right, scale, softcap
+    )
+    aligned = int(all(copyable(t) for t in tensors))
+    return batch_heads, s_q, s_k, d, hint(q_pe.shape[3]), d_v, mask, aligned
+
+
+def _forward_bucket(
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[int, ...]:
+    return _bucket((q, q_pe, k, k_pe, v), program, left, right)
+
+
+def _backward_bucket(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask_data: Tensor | None,
+    program: str,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[int, ...]:
+    return _bucket((q, q_pe, k, k_pe, v, do), program, left, right)
+
+
+def _outputs(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
+    """o lies as q does; lse is by head."""
+    return spec_like(q, v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
+
+
+def _gradients(
+    do: Tensor, dlse: Tensor | None, q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: Any
+) -> tuple[OutputSpec, ...]:
+    """Each as its operand lies."""
+    return tuple(spec_like(t, t.shape[3]) for t in (q, q_pe, k, k_pe, v))
+
+
+def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """All six tensors of the forward, then both results."""
+    return (*args[:6], *outputs)
+
+
+def _raw_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
+) -> tuple[Any, ...]:
+    *inputs, mask_data, o, lse = saved
+    do, dlse = grads
+    # Kernels take it in the operands' dtype, as torch's do, and by row
+    do = torch.zeros_like(o) if do is None else dense(do.to(o.dtype))
+    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+    return do, dlse, *inputs, o, lse, mask_data, *args[6:]
+
+
+def _unmeasured(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Until a table has the sizes, the reference computes: cuDNN where it takes them, plain torch elsewhere."""
+    return True
+
+
+FORWARD = RawOp(
+    "mla",
+    "fwd",
+    f"{_INPUTS}, Tensor? mask_data, {_SCALARS}",
+    package="tilewright.ops.attention.mla",
+    outputs=_outputs,
+    reference=reference,
+    bucket=_forward_bucket,
+    bucket_names=BUCKET,
+    count=2,
+    torch_first=_unmeasured,
+)
+BACKWARD = RawOp(
+    "mla",
+    "bwd",
+    f"Tensor do, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, Tensor? mask_data, {_SCALARS}",
+    package="tilewright.ops.attention.mla",
+    outputs=_gradients,
+    reference=reference_backward,
+    bucket=_backward_bucket,
+    bucket_names=BUCKET,
+    count=5,
+    torch_first=_unmeasured,
+)
+GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3, 4), save=_save, raw_args=_raw_args)
+"""Of q, q_pe, k, k_pe and v."""

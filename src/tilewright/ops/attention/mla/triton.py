@@ -1,0 +1,124 @@
+"""mla in Triton, both directions: the engines of fmha with a second pair of score operands.
+
+q beside q_pe and k beside k_pe are never put together: the scores are the sum of two products, and k_pe is read once
+for all heads that are worked on together.  dk_pe: each head's share in float32, 4 * B * H * S_k * D_pe bytes, then
+their sum in one order.  A loop over the heads inside a key tile's program would need none of that memory, but leave
+S_k / 64 programs a batch, too few for the GPU at the lengths of training.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import register_impl
+from tilewright.jit.tape import scratch
+from tilewright.ops.attention.engines import triton_backward, triton_forward
+from tilewright.ops.attention.engines.triton_delta import delta
+from tilewright.ops.attention.engines.triton_head_sum import head_sum
+from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config
+from tilewright.ops.attention.fmha.raw import PROGRAM
+from tilewright.ops.attention.mla.raw import BUCKET, of_fmha
+
+
+def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+    return triton_forward.configure(of_fmha(bucket), dtype)
+
+
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    return triton_forward.candidates(of_fmha(bucket), dtype)
+
+
+def supports(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> str | None:
+    if max(q.shape[3] + q_pe.shape[3], v.shape[3]) > MOST_D:
+        return f"holds heads of up to {MOST_D} numbers, D + D_pe or D_v"
+    return "has no keys to read" if k.shape[2] == 0 else None
+
+
+@register_impl(
+    "mla",
+    backend="triton",
+    configure=configure,
+    config_type=Config,
+    configs=triton_forward.CONFIGS,
+    candidates=candidates,
+    supports=supports,
+)
+def launch(
+    outs: tuple[Tensor, Tensor],
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    mask_data: Tensor | None,
+    *rest: Any,
+    config: Config,
+) -> None:
+    """See `raw.FORWARD`."""
+    triton_forward.forward(*outs, q, k, v, None, None, mask_data, *rest, 0.0, config, pe=(q_pe, k_pe))
+
+
+_KEYS = ((64, 64, 8, 2, False), (32, 128, 8, 2, False))
+_QUERIES = ((128, 64, 8, 2, False), (128, 64, 8, 2, True), (64, 64, 8, 2, False))
+"""Halves for DeepSeek's widths that compile without spills for sm_90, the first of each under every mask."""
+
+
+def _latent(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Are keys of 129 to 192 numbers and values of at most 128 copied, in 16 bits?"""
+    of = dict(zip(BUCKET, bucket, strict=True))
+    return 128 < of["D"] + of["D_pe"] <= 192 and of["D_v"] <= 128 and bool(of["aligned"]) and dtype.itemsize == 2
+
+
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> triton_backward.Config:
+    if _latent(bucket, dtype):
+        return triton_backward.Config(*_KEYS[0], *_QUERIES[0], True)
+    return triton_backward.configure(of_fmha(bucket), dtype)
+
+
+def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[triton_backward.Config, ...]:
+    if not _latent(bucket, dtype):
+        return triton_backward.candidates(of_fmha(bucket), dtype)
+    settled = _KEYS[:1] if bucket[BUCKET.index("mask")] == PROGRAM else _KEYS
+    return tuple(triton_backward.Config(*k, *q, True) for k in settled for q in _QUERIES)
+
+
+def supports_backward(do: Tensor, dlse: Tensor | None, *rest: Any) -> str | None:
+    return supports(*rest)
+
+
+@register_impl(
+    "mla",
+    backend="triton",
+    direction="bwd",
+    configure=configure_backward,
+    config_type=triton_backward.Config,
+    configs=(triton_backward.Config(*_KEYS[0], *_QUERIES[0], True), *triton_backward.CONFIGS),
+    candidates=candidates_backward,
+    supports=supports_backward,
+)
+def launch_backward(
+    outs: tuple[Tensor, ...],
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    q_pe: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    mask_data: Tensor | None,
+    *rest: Any,
+    config: triton_backward.Config,
+) -> None:
+    """See `raw.BACKWARD`."""
+    dq, dq_pe, dk, dk_pe, dv = outs
+    shift = scratch(tuple(lse.shape), torch.float32, lse.device)
+    shares = scratch((*k.shape[:3], k_pe.shape[3]), torch.float32, k.device)
+    delta(shift, do, o, dlse)
+    of_scores = (dq_pe, shares, q_pe, k_pe)
+    triton_backward.backward(
+        dq, dk, dv, do, shift, q, k, v, lse, None, None, mask_data, *rest, 0.0, config, pe=of_scores
+    )
+    head_sum(dk_pe, shares)
