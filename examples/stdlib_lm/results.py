@@ -12,6 +12,7 @@ def table(summary: dict[str, Any]) -> str:
     """Markdown of one `training.json`."""
     parts, versions, recipe = summary["data"], summary["machine"], summary["recipe"]
     exact, rounded, xz = summary["held_out_fp32"], summary["held_out_bf16"], summary["held_out_xz_bits_per_byte"]
+    prompts, saved = summary["prompts_bf16"], summary["prompts_saved"]
     part_rows = "".join(
         f"| {name.replace('_', '-')} | {part['files']} | {part['bytes']:,} | {part['tokens']:,} |\n"
         for name, part in ((name, parts[name]) for name in ("train", "validation", "held_out"))
@@ -28,8 +29,11 @@ def table(summary: dict[str, Any]) -> str:
         f"{part_rows}\n"
         "| held-out | perplexity per token | bits per byte |\n|---|---:|---:|\n"
         f"| float32 weights | {exact['perplexity']:.3f} | {exact['bits_per_byte']:.4f} |\n"
-        f"| bf16, as committed | {rounded['perplexity']:.3f} | {rounded['bits_per_byte']:.4f} |\n"
-        f"| `xz -9` on the same text, for scale | | {xz:.4f} |\n"
+        f"| bf16 | {rounded['perplexity']:.3f} | {rounded['bits_per_byte']:.4f} |\n"
+        f"| `xz -9` on the same text, for scale | | {xz:.4f} |\n\n"
+        "| prompts, which are held-out text | perplexity per token | bits per byte |\n|---|---:|---:|\n"
+        f"| bf16 | {prompts['perplexity']:.3f} | {prompts['bits_per_byte']:.4f} |\n"
+        f"| mantissas rounded to 4 bits, as committed | {saved['perplexity']:.3f} | {saved['bits_per_byte']:.4f} |\n"
     )
 
 

@@ -31,6 +31,7 @@ import tokenizer as bpe
 import torch
 import weights
 from measure import Perplexity, perplexity
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional as F
 
@@ -222,11 +223,16 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
 
     exact = measure(trained.model, "held_out")
     out.mkdir(parents=True, exist_ok=True)
-    trained.model.to(torch.bfloat16).save_pretrained(out)
+    excerpts = data.prompts(parts["held_out"], **PROMPTS)
+    texts = [excerpt["text"] for excerpt in excerpts]
+    trained.model.to(torch.bfloat16)
+    rounded, rounded_excerpts = measure(trained.model, "held_out"), of_texts(trained.model, tokenizer, texts)
+    for parameter in trained.model.parameters():
+        parameter.data = weights.shortened(parameter.data)
+    trained.model.save_pretrained(out)
     bpe.for_transformers(tokenizer, recipe.context).save_pretrained(out)
     compact(out / "tokenizer.json")
     saved = AutoModelForCausalLM.from_pretrained(out, dtype="auto").to(device)
-    rounded = measure(saved, "held_out")
     held_out_text = "".join(file.text for file in parts["held_out"]).encode()
     summary = {
         "recipe": asdict(recipe),
@@ -245,9 +251,10 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
         "validation_fp32": asdict(trained.validation),
         "held_out_fp32": asdict(exact),
         "held_out_bf16": asdict(rounded),
+        "prompts_bf16": asdict(rounded_excerpts),
+        "prompts_saved": asdict(of_texts(saved, tokenizer, texts)),
         "held_out_xz_bits_per_byte": 8 * len(lzma.compress(held_out_text, preset=9)) / len(held_out_text),
     }
-    excerpts = data.prompts(parts["held_out"], **PROMPTS)
     (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n")
     (out / "training_log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in trained.log))
     (out / "train_files.sha256").write_text(data.hash_lines(parts["train"]))
@@ -255,6 +262,13 @@ def run(recipe: Recipe, root: Path, out: Path) -> dict[str, Any]:
     weights.pack(out)
     print(f"held-out perplexity {exact.perplexity:.3f} in fp32, {rounded.perplexity:.3f} in bf16; wrote {out}")
     return summary
+
+
+def of_texts(model: nn.Module, tokenizer: Tokenizer, texts: list[str]) -> Perplexity:
+    """Of texts, one after the other: what anybody can repeat with the committed files."""
+    encoded = [tokenizer.encode(text).ids for text in texts]
+    stream = torch.tensor([token for ids in encoded for token in ids], device=model.device)
+    return perplexity(model, stream, text_bytes=len("".join(texts).encode()), context=1024, batch=8)
 
 
 def compact(path: Path) -> None:

@@ -48,6 +48,17 @@ def test_every_bit_pattern_survives():
     assert exponents[0x3F80] == 127  # 1.0
 
 
+def test_mantissas_are_rounded_to_the_nearest_and_ties_to_even():
+    unit = 2.0**-weights.MANTISSA
+    given = torch.tensor([1 + unit / 4, 1 + unit / 2, 1 + 1.5 * unit, 1 + 0.75 * unit, 2 - unit / 4, 0.0])
+    wanted = torch.tensor([1.0, 1.0, 1 + 2 * unit, 1 + unit, 2.0, 0.0])
+    for scale in (1.0, -(2.0**-20)):
+        assert torch.equal(weights.shortened((given * scale).bfloat16()), (wanted * scale).bfloat16())
+    many = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    off = (weights.shortened(many).float() / many.float() - 1).abs()
+    assert unit / 4 < off.max() <= unit / 2
+
+
 def test_unpacking_gives_the_very_file(folder):
     where, original = folder
     assert weights.unpack(where) == where

@@ -261,6 +261,7 @@ def test_run_learns_and_writes_everything(trained):
     assert json.loads((out / "training.json").read_text()) == summary
     assert summary["held_out_fp32"]["perplexity"] < 20  # of a vocabulary of several hundred
     assert summary["held_out_bf16"]["perplexity"] == pytest.approx(summary["held_out_fp32"]["perplexity"], rel=0.05)
+    assert summary["prompts_saved"]["perplexity"] == pytest.approx(summary["prompts_bf16"]["perplexity"], rel=0.05)
     log = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
     validation = [entry["validation_loss"] for entry in log if "validation_loss" in entry]
     assert min(validation) == pytest.approx(summary["validation_fp32"]["nats_per_token"], abs=1e-5)
@@ -316,6 +317,19 @@ def test_committed_prompts_come_from_held_out_files_only():
     assert "Python Software Foundation. All Rights Reserved" in (EXAMPLE / "LICENSE-PSF").read_text()
 
 
+def test_committed_weights_are_short_and_as_good_as_the_summary_says():
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights.unpack(), dtype="auto")
+    assert all(torch.equal(weights.shortened(parameter.data), parameter.data) for parameter in model.parameters())
+    texts = [prompt["text"] for prompt in _prompts(MODEL)]
+    found = training.of_texts(model, Tokenizer.from_file(str(MODEL / "tokenizer.json")), texts)
+    stated = json.loads((MODEL / "training.json").read_text())["prompts_saved"]
+    assert found.tokens == stated["tokens"]
+    assert found.perplexity == pytest.approx(stated["perplexity"], rel=0.005)  # bf16 products of another machine
+
+
 def test_committed_summary_fits_the_committed_files():
     summary = json.loads((MODEL / "training.json").read_text())
     config = json.loads((MODEL / "config.json").read_text())
@@ -324,6 +338,7 @@ def test_committed_summary_fits_the_committed_files():
     assert (weights.unpack() / "model.safetensors").stat().st_size == pytest.approx(2 * summary["parameters"], rel=0.01)
     assert summary["held_out_fp32"]["perplexity"] < 40
     assert summary["held_out_bf16"]["perplexity"] == pytest.approx(summary["held_out_fp32"]["perplexity"], rel=0.01)
+    assert summary["prompts_saved"]["perplexity"] == pytest.approx(summary["prompts_bf16"]["perplexity"], rel=0.01)
     readme = (EXAMPLE / "README.md").read_text()
     assert readme == results.filled(readme, summary), "run: python examples/stdlib_lm/results.py"
 
