@@ -74,6 +74,11 @@ FEW_ROWS_SCALED = (
     (33, 520, 2064, 2, "", 64, 4, 1),
     (33, 520, 2064, 3, "swiglu", 64, 2, 1),
 )
+SKINNY_SCALED = (
+    (5, 520, 2064, 2, "", skinny.Config(8, 8, 4, 2, 2)),
+    (13, 528, 1168, 3, "swiglu", skinny.Config(16, 8, 3, 1, 2)),
+    (3, 528, 1168, 1, "gelu", skinny.Config(8, 4, 4, 1, 4)),
+)
 # rows of groups, columns, depth, scaling, in matrices of their own, kernel, tile or (tokens, split, blocks)
 GROUPED = (
     ((3, 0, 64, 1, 200, 0), 520, 328, UNSCALED, False, "dense", (128, 256, 1, 1)),
@@ -157,6 +162,15 @@ def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, token
     return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
 
 
+def scaled_skinny(m: int, n: int, k: int, scaling: int, activation: str, config: skinny.Config) -> bool:
+    """The same by the other kernel for few rows."""
+    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
+    bias, c = _drawn(n), _drawn(1, m, columns_out(n, activation))
+    d = _unwritten(*c.shape)
+    skinny.scaled(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
+    return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
+
+
 def grouped(
     sizes: Sequence[int], n: int, k: int, scaling: int, apart: bool, kernel: str, shape: tuple[int, ...]
 ) -> bool:
@@ -233,6 +247,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("fp8", scaled_product, FP8),
         ("requantised", requantised, REQUANTISED),
         ("few rows scaled", scaled_few_rows, FEW_ROWS_SCALED),
+        ("skinny scaled", scaled_skinny, SKINNY_SCALED),
         ("grouped", grouped, GROUPED),
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.ops.gemm import scaled_problems
 from tests.ops.gemm.bounds import check, operands
 
 from tilewright.jit.collect import collect
@@ -9,14 +10,16 @@ from tilewright.jit.compilers import nvrtc
 from tilewright.ops.gemm.engines.few_rows import skinny as engine
 from tilewright.ops.gemm.engines.few_rows.skinny import Config
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
+from tilewright.ops.gemm.scaling import Scaling
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+bf16, fp16, fp32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+SCALINGS = [Scaling.TENSOR, Scaling.ROW, Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN]
 POISON = -77.0
 SIZES = [(rows, n, k) for rows in (1, 8, 9, 16) for n, k in ((576, 7168), (2112, 7168), (4096, 4096), (24576, 1536))]
 
 
-def candidates(rows, columns, depth):
-    return list(engine.candidates((rows, columns, depth, 0, 1, 16, 0), bf16))
+def candidates(rows, columns, depth, *scaling):
+    return list(engine.candidates((rows, columns, depth, 0, 1, 16, 0, *scaling), FP8 if scaling else bf16))
 
 
 def run(config, a, b, activation="", out=bf16, **terms):
@@ -26,7 +29,10 @@ def run(config, a, b, activation="", out=bf16, **terms):
     d = around[: shape[0], : shape[1], : shape[2]]
     d.fill_(torch.nan)
     given = {"bias": None, "c": None, "alpha": 1.0, **terms}
-    engine.gemm(d, a, b, given["bias"], given["c"], None, given["alpha"], activation, config)
+    if "scales" in terms:
+        engine.scaled(d, a, b, *terms["scales"], given["bias"], given["c"], given["alpha"], activation, config)
+    else:
+        engine.gemm(d, a, b, given["bias"], given["c"], None, given["alpha"], activation, config)
     made = d.clone()
     d.fill_(POISON)
     assert (around == POISON).all(), "written beside the result"
@@ -34,13 +40,15 @@ def run(config, a, b, activation="", out=bf16, **terms):
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), SIZES)
-def test_candidates_fit_and_fill_a_multiprocessor(rows, columns, depth):
-    found = candidates(rows, columns, depth)
+@pytest.mark.parametrize("scaling", [engine.UNSCALED, *SCALINGS])
+def test_candidates_fit_and_fill_a_multiprocessor(scaling, rows, columns, depth):
+    found = candidates(rows, columns, depth, *([] if scaling == engine.UNSCALED else [int(scaling)]))
     assert 0 < len(found) <= 16
+    kilobytes = 1 if scaling == engine.UNSCALED else 2  # of weights in a stage of a warp
     for config in found:
         assert config.tokens >= rows
-        assert config.ctas * engine.shared_bytes(config) <= 228 << 10
-        assert config.warps * config.ctas * (config.stages - 1) >= 48, "KB of weights on their way"
+        assert config.ctas * engine.shared_bytes(config, scaling) <= 228 << 10
+        assert config.warps * config.ctas * (config.stages - 1) * kilobytes >= 48, "KB of weights on their way"
         assert config.split == 1 or columns < 132 * 16
 
 
@@ -95,6 +103,30 @@ def test_instances_use_the_matrix_units_and_spill_nothing(config, activation, el
     assert info["warnings"] == []
 
 
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_instances_use_the_matrix_units_and_spill_nothing(scaling, rows):
+    for n, config in enumerate(candidates(rows, 576, 7168, int(scaling))[:6]):
+        activation, out = ACTIVATIONS[n % 5], (bf16, fp32, fp16)[n % 3]
+        a, b = torch.zeros(1, 8, 2048).to(FP8), torch.zeros(1, 512, 2048).to(FP8).mT
+        scales = [
+            layout.empty(size, 2048, torch.device("cpu"), 1)
+            for layout, size in zip(scaling.layouts, (8, 512), strict=True)
+        ]
+        d = torch.empty(1, 8, columns_out(512, activation), dtype=out)
+        with collect("sm_90") as collector:
+            engine.scaled(d, a, b, *scales, torch.zeros(512), None, 1.0, activation, config)
+        (job,) = collector.jobs
+        info = job.compile().info
+        assert info["stack_bytes"] == info["spill_stores"] == 0
+        assert info["instructions"]["HMMA"] == 8 * config.stages * config.tokens // 8, "e4m3 are two 16-bit products"
+        assert info["registers"] * 32 * config.warps * config.ctas <= 65536
+        assert info["shared_bytes"] + engine.ring_bytes(config, scaling) + 1024 == engine.shared_bytes(config, scaling)
+        assert info["warnings"] == []
+
+
 COMPUTED = {  # rows, columns, depth, batch, config, activation, element, out
     "one row": (1, 2112, 7168, 1, Config(8, 16, 8, 1, 1), "", bf16, bf16),
     "eight rows, a cluster": (8, 576, 7168, 1, Config(8, 8, 8, 4, 2), "", bf16, bf16),
@@ -121,6 +153,37 @@ def test_results(case):
     check(made, a, b, **terms, activation=activation or None)
     for _ in range(20):
         assert torch.equal(run(config, a, b, activation, out, **terms), made), "the same bits every time"
+
+
+SCALED = {  # rows, columns, depth, batch, config, activation, out
+    "one row": (1, 2112, 7168, 1, Config(8, 16, 4, 1, 1), "", bf16),
+    "eight rows, a cluster": (8, 576, 7168, 1, Config(8, 8, 4, 4, 2), "", bf16),
+    "ragged everything": (13, 208, 336, 1, Config(16, 4, 3, 2, 2), "gelu", fp32),
+    "gated": (16, 1040, 4096, 1, Config(16, 8, 3, 1, 2), "swiglu", bf16),
+    "fewer steps than warps": (3, 64, 144, 1, Config(8, 8, 4, 2, 1), "", bf16),
+    "a batch, and more rows than tokens": (29, 208, 640, 3, Config(8, 4, 4, 1, 4), "", bf16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", scaled_problems.PAIRS)
+@pytest.mark.parametrize("case", SCALED)
+def test_scaled_results(case, pair):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    rows, columns, depth, batch, config, activation, out = SCALED[case]
+    problem = scaled_problems.operands(rows, columns, depth, pair, (batch,), "cuda")
+    c = torch.randn(batch, rows, columns_out(columns, activation), device="cuda")
+    bias, scales = torch.randn(columns, device="cuda"), (problem.scale_a, problem.scale_b)
+    made = run(config, problem.a, problem.b, activation, out, scales=scales, bias=bias, c=c, alpha=0.75)
+    exact, (x, y) = problem.exact(bias, c, 0.75, activation), problem.dequantised()
+    z = (0.75 * (x @ y) + bias).abs().max()
+    off = 2e-6 * depth**0.5 * (x.abs() @ y.abs()).max() * (2.5 * z if activation == "swiglu" else 1.13)  # float32 sums
+    rounding = {bf16: 2**-8, fp32: 2**-22}[out]
+    assert ((made.double() - exact).abs() <= rounding * exact.abs() + off).all()
+    for _ in range(20):
+        again = run(config, problem.a, problem.b, activation, out, scales=scales, bias=bias, c=c, alpha=0.75)
+        assert torch.equal(again, made), "the same bits every time"
 
 
 @pytest.mark.gpu

@@ -86,6 +86,12 @@ __device__ inline void load_piece(u32 (&words)[4], u32 address) {
                  : "memory");
 }
 
+__device__ inline float load_word(u32 address) {
+    float word;
+    asm volatile("ld.shared::cta.f32 %0, [%1];" : "=f"(word) : "r"(address) : "memory");
+    return word;
+}
+
 // The line at an address comes to the L2.  Returns nothing, so that it may run ahead of the kernel before.
 __device__ inline void fetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
