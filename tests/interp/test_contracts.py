@@ -17,13 +17,16 @@ pytestmark = pytest.mark.interp
 
 CPU = torch.device("cpu")
 BOTH_HALVES = 2
-"""Edge cases of an op that run in a second type of 16 bits too: the same kernel, but for conversions.  A GPU runs all."""
+"""Edge cases that run in a second type of 16 bits too: the same kernel, but for conversions.  All where an op promises
+the reference's bits, and on a GPU.
+"""
 
 
 def _dtypes(contract, place):
     """Of the edge case at this place."""
     first, *others = contract.dtypes
-    return first, *(d for d in others if d.itemsize != first.itemsize or place < BOTH_HALVES)
+    every = contract.promises.reference_bits or place < BOTH_HALVES
+    return first, *(dtype for dtype in others if every or dtype.itemsize != first.itemsize)
 
 
 CASES = [
