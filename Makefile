@@ -10,7 +10,7 @@ SETUP := pyproject.toml constraints.txt scripts/setup_env.py
 SUITES := norm activation rope softmax quant gemm_fp8 grouped weight_only attention
 WORKERS ?= 2
 GPU_WORKERS ?= 8
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
