@@ -26,7 +26,19 @@ def main() -> None:
     given = parser.parse_args()
     shutil.rmtree(DRAFTS, ignore_errors=True)
     environment = os.environ | {"TILEWRIGHT_UPDATE_RESOURCES": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "compile", "tests/compile", "-n", given.workers]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "compile",
+        "tests/compile",
+        "-n",
+        given.workers,
+        "--dist",
+        "worksteal",
+    ]
     command += ["-k", given.tests] if given.tests else []
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
