@@ -18,6 +18,12 @@ POISON = -77.0
 SIZES = [(rows, n, k) for rows in (1, 8, 9, 16) for n, k in ((576, 7168), (2112, 7168), (4096, 4096), (24576, 1536))]
 
 
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
 def candidates(rows, columns, depth, *scaling):
     return list(engine.candidates((rows, columns, depth, 0, 1, 16, 0, *scaling), FP8 if scaling else bf16))
 
@@ -141,10 +147,9 @@ COMPUTED = {  # rows, columns, depth, batch, config, activation, element, out
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("case", COMPUTED)
 def test_results(case):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     rows, columns, depth, batch, config, activation, element, out = COMPUTED[case]
     a, b = operands(rows, columns, depth, "nt", element, "cuda", lead=(batch,), magnitudes=8)
     c = torch.randn(batch, rows, columns_out(columns, activation), device="cuda")
@@ -166,11 +171,10 @@ SCALED = {  # rows, columns, depth, batch, config, activation, out
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("pair", scaled_problems.PAIRS)
 @pytest.mark.parametrize("case", SCALED)
 def test_scaled_results(case, pair):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     rows, columns, depth, batch, config, activation, out = SCALED[case]
     problem = scaled_problems.operands(rows, columns, depth, pair, (batch,), "cuda")
     c = torch.randn(batch, rows, columns_out(columns, activation), device="cuda")
@@ -187,9 +191,8 @@ def test_scaled_results(case, pair):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 def test_nan_reaches_its_column_and_its_row_alone():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     a, b = operands(5, 72, 600, "nt", bf16, "cuda", lead=(1,))
     b[0, 599, 71] = a[0, 4, 0] = torch.nan
     wrong = run(Config(8, 4, 8, 1, 4), a, b).isnan()

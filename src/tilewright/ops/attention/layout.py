@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.raw import OutputSpec
-
 LAYOUTS = ("BHSD", "BSHD")
 """What a caller may call the order of dimensions; inside it is always BHSD, with strides."""
 
@@ -14,7 +12,7 @@ def by_token(x: Tensor) -> bool:
     return bool(x.stride(1) < x.stride(2))
 
 
-def spec_like(x: Tensor, width: int) -> OutputSpec:
+def spec_like(x: Tensor, width: int) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]:
     """An output (B, H, S, width), dense, in x's dtype and order."""
     b, h, s, _ = x.shape
     if by_token(x):

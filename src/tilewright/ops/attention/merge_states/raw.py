@@ -93,7 +93,7 @@ def _outputs(
     o: Tensor, lse: Tensor, other: Tensor | None, other_lse: Tensor | None, out_dtype: torch.dtype
 ) -> tuple[OutputSpec, ...]:
     """o' lies as the first state does, by head or by token."""
-    shape, _, strides = spec_like(o[0], o.shape[4])  # type: ignore[misc]
+    shape, _, strides = spec_like(o[0], o.shape[4])
     return (shape, out_dtype, strides), (tuple(lse.shape[1:]), lse.dtype)
 
 
@@ -107,7 +107,7 @@ def _gradients(
 def _stack_specs(o: Tensor | None, lse: Tensor | None, like: Tensor, like_lse: Tensor) -> tuple[OutputSpec, OutputSpec]:
     if o is None or lse is None:
         return ((0,), like.dtype), ((0,), like_lse.dtype)
-    shape, dtype, strides = spec_like(o[0], o.shape[4])  # type: ignore[misc]
+    shape, dtype, strides = spec_like(o[0], o.shape[4])
     states, elements = o.shape[0], o.shape[1] * o.shape[2] * o.shape[3] * o.shape[4]
     return ((states, *shape), dtype, (elements, *strides)), (tuple(lse.shape), lse.dtype)
 
