@@ -107,7 +107,7 @@ def launches(monkeypatch):
 
 
 def test_a_causal_launch(launches):
-    launch(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, right=0), Config(64, 2, 2, 2, last_queries_first=True))
+    launch(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, right=0), Config(64, 2, 2, 2))
     lines, part, keys = (1, 1, 64, 64), (1, 1, 64, 64), (1, 1, 128, 64)
     assert launches.maps == [
         ((2, 32, 1000, 128), lines),
@@ -123,17 +123,15 @@ def test_a_causal_launch(launches):
     assert rows.shape == (2 * 32 * 16, 2, 64), "a tile of 64 queries"
     assert sums.shape == (2 * 32 * 16, 64, 128)
     assert flags.shape == (2 * 32 * 16 + 1,), "and the counter"
-    assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 8, 2), (
-        "eight heads of 4.1 MB that share the L2, the last queries first"
-    )
+    assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 8, True), "eight heads of 4.1 MB that share the L2, alternating"
     assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
     assert launches.rows[0][0] == launches.queries[0][0] == (2 * 32 * 16,)
-    assert not launches.rows[0][2].kClear, "the first to add stores"
 
 
-def test_sums_without_an_order_begin_at_zero(launches):
-    launch(problem(), Config(64, 2, 2, 2, ordered=False))
-    assert launches.rows[0][2].kClear
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (100, 0)])
+def test_tiles_of_like_work_come_in_one_direction(launches, left, right):
+    launch(problem(left=left, right=right), Config(64, 2, 2, 2))
+    assert launches.main[0][1][18] is False
 
 
 def test_bounds_beyond_all_keys_do_not_overflow(launches):

@@ -29,17 +29,13 @@ _THREADS = 256  # of the small kernels
 
 class Config(NamedTuple):
     """block_m: queries of a tile.  stages: of the rings of Q and dO.  ds_stages: of dS between the warpgroups.
-    out_stages: tiles of dQ that wait to leave.  ordered: whether dq is added up in one order.  last_keys_first: whether
-    tiles of keys are begun from the last.  last_queries_first: whether each walks over its queries from the last.
+    out_stages: tiles of dQ that wait to leave.
     """
 
     block_m: int
     stages: int
     ds_stages: int
     out_stages: int
-    ordered: bool = True
-    last_keys_first: bool = False
-    last_queries_first: bool = False
 
 
 class Params(NamedTuple):
@@ -51,7 +47,6 @@ class Params(NamedTuple):
     kStages: int
     kDsStages: int
     kOutStages: int
-    kOrdered: bool
     kSoftcap: bool
     kSlope: bool
     Element: torch.dtype
@@ -61,16 +56,15 @@ class RowsParams(NamedTuple):
     """What sm90_fmha_rows is compiled for."""
 
     kBlockM: int
-    kClear: bool
     Element: torch.dtype
 
 
 _FOLDER = Path(__file__).parent
 KERNEL = CudaKernel(
-    _FOLDER / "sm90_fmha_backward.cuh", "sm90_fmha_backward", "TTTTTTPPPPiiiiiiiiiff", archs=("sm_90a",), dependent=True
+    _FOLDER / "sm90_fmha_backward.cuh", "sm90_fmha_backward", "TTTTTTPPPPiiiiiiii?ff", archs=("sm_90a",), dependent=True
 )
 ROWS = CudaKernel(
-    _FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_rows", "PPPPPPPiiiiqqqqqq", archs=("sm_90a",), dependent=True
+    _FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_rows", "PPPPPPiiiqqqqqq", archs=("sm_90a",), dependent=True
 )
 QUERIES = CudaKernel(
     _FOLDER / "sm90_fmha_queries.cuh", "sm90_fmha_queries", "PPiiiiiifqqq", archs=("sm_90a",), dependent=True
@@ -108,19 +102,19 @@ def backward(
     sharing = heads // k.shape[1]
     left, right = within(left, right, s_q, s_k)
     params = _params(d, d_v, softcap > 0, slopes is not None, q.dtype, config)
-    tiles, columns = batch * heads * -(-s_q // config.block_m), _columns(params)
+    tiles = batch * heads * -(-s_q // config.block_m)
     rows = scratch((tiles, 2, config.block_m), torch.float32, q.device)
-    sums = scratch((tiles, config.block_m, columns), torch.float32, q.device)
+    sums = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
     flags = scratch((tiles + 1,), torch.int32, q.device)
     ROWS(
         (tiles,),
         (
-            *(do, o, lse, 0 if dlse is None else dlse, rows, flags, sums),
-            *(s_q, d_v, heads, columns),
+            *(do, o, lse, 0 if dlse is None else dlse, rows, flags),
+            *(s_q, d_v, heads),
             *do.stride()[:3],
             *o.stride()[:3],
         ),
-        RowsParams(config.block_m, not config.ordered, q.dtype),
+        RowsParams(config.block_m, q.dtype),
         block=_THREADS,
     )
     lines, keys, part = (1, 1, config.block_m, _WIDE), (1, 1, _KEYS, _WIDE), (1, 1, _ROWS, _WIDE)
@@ -133,7 +127,7 @@ def backward(
             *(tensor_map(t, box, swizzle=_SPAN) for t, box in boxes),
             *(rows, sums, flags, 0 if slopes is None else slopes),
             *(s_q, s_k, heads, batch, sharing, left, right, min(kv_heads, max(1, _L2_BYTES // of_head))),
-            config.last_keys_first + 2 * config.last_queries_first,
+            (left < 0) != (right < 0),  # tiles of keys differ in work
             scale,
             softcap,
         ),
@@ -189,7 +183,6 @@ def _params(d: int, d_v: int, softcap: bool, slope: bool, dtype: torch.dtype, co
         kStages=config.stages,
         kDsStages=config.ds_stages,
         kOutStages=config.out_stages,
-        kOrdered=config.ordered,
         kSoftcap=softcap,
         kSlope=slope,
         Element=dtype,
@@ -198,7 +191,7 @@ def _params(d: int, d_v: int, softcap: bool, slope: bool, dtype: torch.dtype, co
 
 # ------------------------------------------------------------------------------------------------------- what to choose
 
-_WIDE_TILES = (Config(64, 2, 2, 2), Config(64, 2, 2, 2, last_keys_first=True))
+_WIDE_TILES = (Config(64, 2, 2, 2),)
 _NARROW_TILES = (Config(128, 2, 2, 2), Config(64, 3, 2, 2))
 _NARROW_SOFTCAP = (Config(64, 3, 2, 2),)  # 128 queries leave no registers for the derivative of the cap
 

@@ -29,8 +29,7 @@ _INDICES = {torch.int16: "short", torch.int32: "int"}
 
 class Config(NamedTuple):
     """groups: warpgroups of 64 queries; block_n: keys of a tile; stages: of the rings of K and V; q_stages: of Q;
-    turns: whether warpgroups issue their products one after another; polynomial: every so many exponentials, one is
-    computed without the special-function unit, 0: none.
+    turns: whether warpgroups issue their products one after another.
     """
 
     groups: int
@@ -38,7 +37,6 @@ class Config(NamedTuple):
     stages: int
     q_stages: int
     turns: bool = True
-    polynomial: int = 0
 
 
 class Params(NamedTuple):
@@ -51,7 +49,6 @@ class Params(NamedTuple):
     kStages: int
     kQStages: int
     kTurns: bool
-    kPolynomial: int
     kModify: bool
     kSoftcap: bool
     kSlope: bool
@@ -161,7 +158,6 @@ def _params(
         kStages=config.stages,
         kQStages=config.q_stages,
         kTurns=config.turns,
-        kPolynomial=config.polynomial,
         kModify=softcap or slope or unsigned,
         kSoftcap=softcap,
         kSlope=slope,
@@ -182,15 +178,14 @@ def _steps(table: TileTable | None) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------------------- what to choose
 
 _TILES: dict[int, tuple[Config, ...]] = {
-    64: (Config(3, 128, 2, 2), Config(3, 128, 2, 2, polynomial=8), Config(3, 128, 2, 2, polynomial=4)),
-    128: (Config(2, 128, 2, 2), Config(2, 128, 2, 2, turns=False)),
-    192: (Config(2, 96, 2, 1), Config(2, 112, 2, 1)),
-    256: (Config(2, 80, 2, 1), Config(2, 64, 2, 1)),
+    64: (Config(3, 128, 2, 2),),
+    128: (Config(2, 128, 2, 2, turns=False), Config(2, 128, 2, 2)),
+    192: (Config(2, 112, 2, 1), Config(2, 96, 2, 1)),
+    256: (Config(2, 64, 2, 1), Config(2, 80, 2, 1)),
 }
-"""By the largest D; the first is what `configure` takes.
+"""By the largest D; the first is what `configure` takes: the fastest on an H200.
 
-On an H200 (128, 2, 2) at D = 128 is ahead of all of 96 to 192 keys by 2 to 10 % on five shapes, and at D = 64 three
-warpgroups of two by 30 %.
+At D = 128 tiles of 96 to 192 other keys are 2 to 10 % slower on five shapes, and at D = 64 two warpgroups 30 %.
 """
 
 

@@ -13,8 +13,7 @@
 //
 // Config: kD, kDv (multiples of 16; D and D_v rounded up), kGroups, kBlockN, kStages, kQStages; kTurns; kModify (scores
 // are brought to units of log2 before the softmax: always right; needed for kSoftcap, kSlope, and where scale <= 0);
-// kPolynomial (softmax.cuh); Element; Mask (mask_program.cuh; NoProgram: the band left, right) and Index, of its lists
-// of tiles.
+// Element; Mask (mask_program.cuh; NoProgram: the band left, right) and Index, of its lists of tiles.
 #pragma once
 
 #include <tilewright/epilogue.cuh>
@@ -77,6 +76,7 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
     using Shape = FmhaShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kGroups = Shape::kGroups, kN = Shape::kN, kScores = kN / 2, kSums = Shape::kDv / 2;
+    constexpr bool kUneven = !FmhaTile<Config>::kProgram && kGroups * kRowsOfGroup > kN;
 
     extern __shared__ __align__(1024) u8 stages_q[];
     u8* const stages_k = stages_q + Shape::kQStages * kGroups * Shape::kQBytes;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
         const int keys_end = right < 0 ? s_k : min(s_k, max(0, problem.position(row) + right + 1));
         const int keys_begin = left < 0 ? 0 : max(0, problem.position(last_row) - left);
         const int whole_end = keys_end / int(kN), whole = (keys_begin + int(kN) - 1) / int(kN);
-        OnlineSoftmax<kScores, Config::kPolynomial> softmax;
+        OnlineSoftmax<kScores> softmax;
         softmax.reset();
 
         float s[kScores], o[kSums];
@@ -160,6 +160,19 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
         barriers.q_full[ring_q.stage][group].wait(ring_q.parity);
         if (tile.first < tile.end) {
             int at = tile.end - 1;
+            if constexpr (kUneven) {  // tiles that the warpgroups behind this one alone see; it keeps its turns
+                const int last_end = right < 0 ? s_k : min(s_k, problem.position(last_row) + right + 1);
+                for (const int end = max((last_end + int(kN) - 1) / int(kN), tile.first + 1); at >= end; --at) {
+                    barriers.k_full[ring_k.stage].wait(ring_k.parity);
+                    turn.take();
+                    turn.pass();
+                    release(barriers.k_empty[ring_k.stage]);
+                    ring_k.advance();
+                    barriers.v_full[ring_v.stage].wait(ring_v.parity);
+                    release(barriers.v_empty[ring_v.stage]);
+                    ring_v.advance();
+                }
+            }
             barriers.k_full[ring_k.stage].wait(ring_k.parity);
             turn.take();
             wgmma_fence();

@@ -5,11 +5,11 @@
 // both warpgroups and goes through shared memory.  The products of one step run while what the tensor cores cannot do is done
 // for another: exp beside dP^T, dS beside dV, the meeting of the warpgroups beside dK, and dQ leaves beside the next S^T.
 //
-// dQ sums over blocks.  The copy engine adds each tile to floats in global memory, which lie as the registers do; under
-// kOrdered a flag a tile makes it wait for the block whose turn is before, so that results repeat bit for bit.
+// dQ sums over blocks.  The copy engine adds each tile to floats in global memory, which lie as the registers do; a flag a
+// tile makes it wait for the block whose turn is before, so that results repeat bit for bit (see schedule.cuh).
 // The five products of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), in another order.
 //
-// Config: kD, kDv (multiples of 16; D and D_v rounded up), kBlockM, kStages (of Q and dO), kDsStages, kOutStages, kOrdered,
+// Config: kD, kDv (multiples of 16; D and D_v rounded up), kBlockM, kStages (of Q and dO), kDsStages, kOutStages,
 // kSoftcap, kSlope; Element.
 #pragma once
 
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
     const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv, const float* rows, float* sums,
     int* flags, const float* slopes, int s_q, int s_k, int heads, int batches, int sharing, int left, int right, int together,
-    int order, float scale, float softcap) {
+    bool alternating, float scale, float softcap) {
     using Shape = BackwardShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kM = Shape::kM, kN = Shape::kN;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const BackwardProblem problem{s_q, s_k, heads, batches, sharing, left, right, together, order};
+    const BackwardProblem problem{s_q, s_k, heads, batches, sharing, left, right, together, alternating};
 
     if (group == kBackwardGroups) {
         give_registers<24>();
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
             multiply_rows<Element, kM, Shape::kDv, kN * kSpan, kM * kSpan>(
                 dp, own_v, wgmma_advance(first_do, stage * Shape::kDoBytes));
             wgmma_wait<1>(s);
-            const int row = visit.m(problem, tile) * int(kM);
+            const int row = visit.m(tile) * int(kM);
             const BackwardSeen seen = seen_queries<kM>(problem, key, row);
             const float* const logs = reinterpret_cast<const float*>(shared + Shape::kAtRows + stage * Shape::kRowBytes);
             if constexpr (Config::kSlope) units.slope = slopes[tile.head * sharing + visit.head] * kLog2E;

@@ -2,9 +2,9 @@
 //
 // rows[tile][0] = log2 of the sum of a query's exponentials, +infinity where it sees nothing or is not there, so that P is 0;
 // rows[tile][1] = delta = sum of dO * O, less the gradient of the log.  A block has a tile of kBlockM queries, whose flag it
-// lowers (and whose dQ it clears, if kClear), 16 threads a row.
+// lowers, 16 threads a row.
 //
-// Config: kBlockM, kClear, Element.
+// Config: kBlockM, Element.
 #pragma once
 
 #include <tilewright/ptx.cuh>
@@ -18,8 +18,7 @@ constexpr u32 kRowsThreads = 256;
 template <typename Config>
 __global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
     const typename Config::Element* d_o, const typename Config::Element* o, const float* lse, const float* dlse, float* rows,
-    int* flags, float* sums, int s_q, int d_v, int heads, int columns, i64 do_batch, i64 do_head, i64 do_row, i64 o_batch,
-    i64 o_head, i64 o_row) {
+    int* flags, int s_q, int d_v, int heads, i64 do_batch, i64 do_head, i64 do_row, i64 o_batch, i64 o_head, i64 o_row) {
     using Element = typename Config::Element;
     constexpr u32 kM = Config::kBlockM, kLanes = 16, kWide = 8;
     struct alignas(16) Chunk { Element of[kWide]; };
@@ -54,11 +53,6 @@ __global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
     }
     if (threadIdx.x == 0) flags[blockIdx.x] = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) flags[gridDim.x] = 0;  // the counter of tiles
-    if constexpr (Config::kClear) {
-        struct alignas(16) Four { float of[4]; };
-        Four* const to = reinterpret_cast<Four*>(sums + i64(blockIdx.x) * kM * columns);
-        for (int i = int(threadIdx.x); i < int(kM) * columns / 4; i += int(kRowsThreads)) to[i] = {};
-    }
 }
 
 }  // namespace tilewright

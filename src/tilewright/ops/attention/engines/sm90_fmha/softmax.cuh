@@ -20,21 +20,6 @@ __device__ inline float exp2_approximate(float x) {
     return y;
 }
 
-// The same for x < 128 by ordinary arithmetic, of which there is four times as much a cycle; the relative error is
-// 3e-6.  2^x = 2^n 2^r, n the nearest integer; the polynomial in r is the best of its degree, found by Lawson's
-// iteration.
-__device__ inline float exp2_polynomial(float x) {
-    constexpr float kRound = 12582912;  // 1.5 * 2^23: a sum with it has the nearest integer in its low bits
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-127.0f));  // from where on 2^n is made zero
-    const float sum = x + kRound, r = x - (sum - kRound);
-    float p = 0.009582862257957458f;
-    p = p * r + 0.05590646341443062f;
-    p = p * r + 0.24024099111557007f;
-    p = p * r + 0.6931241750717163f;
-    p = p * r + 1.0f;
-    return p * __int_as_float((__float_as_int(sum) << 23) + 0x3F800000);
-}
-
 __device__ inline float log2_approximate(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -47,8 +32,7 @@ __device__ inline float reciprocal(float x) {
     return y;
 }
 
-// kPolynomial: every so many exponentials, one leaves the special-function unit alone; 0: none.
-template <u32 kCount, u32 kPolynomial> struct OnlineSoftmax {
+template <u32 kCount> struct OnlineSoftmax {
     float highest[2];  // scores above it renew the offset; -infinity: there was no score yet
     float offset[2];   // 0 before the first score
     float sum[2];      // of this thread's p
@@ -85,9 +69,7 @@ template <u32 kCount, u32 kPolynomial> struct OnlineSoftmax {
 #pragma unroll
         for (u32 i = 0; i < kCount; ++i) {
             const u32 h = i % 4 / 2;
-            const bool spared = kPolynomial > 0 && i % kPolynomial == kPolynomial - 1;
-            const float x = s[i] * c - offset[h];
-            s[i] = spared ? exp2_polynomial(x) : exp2_approximate(x);
+            s[i] = exp2_approximate(s[i] * c - offset[h]);
             sum[h] += s[i];
         }
         return renew;

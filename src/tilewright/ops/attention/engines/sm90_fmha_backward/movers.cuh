@@ -36,7 +36,7 @@ __device__ inline void bring_operands(
         bool resident = false;
 #pragma unroll 1
         for (BackwardVisit visit(tile); visit.head < tile.heads; visit.next(tile)) {
-            const int m = visit.m(problem, tile), head = tile.head * problem.sharing + visit.head;
+            const int m = visit.m(tile), head = tile.head * problem.sharing + visit.head;
             Barrier& q_full = barriers.q_full[ring.stage];
             barriers.q_empty[ring.stage].wait(ring.parity ^ 1);
             q_full.expect(Shape::kRowBytes);
@@ -86,13 +86,11 @@ __device__ inline void take_away(
 #pragma unroll 1
         for (BackwardVisit visit(tile); visit.head < tile.heads; visit.next(tile)) {
             if (!mine()) continue;
-            const int m = visit.m(problem, tile), at = tile.place + visit.head * problem.tiles<Shape::kM>() + m;
-            const int rank = Config::kOrdered ? problem.rank<Shape::kM>(tile.key, m) : 1;
-            if (Config::kOrdered) {
-                while (read_flag(flags + at) != rank) {
-                }
-                fence_global_for_async();
+            const int m = visit.m(tile), at = tile.place + visit.head * problem.tiles<Shape::kM>() + m;
+            const int rank = tile.template rank<Shape::kM>(problem, m);
+            while (read_flag(flags + at) != rank) {
             }
+            fence_global_for_async();
             float* to = sums + i64(at) * (kBackwardGroups * Shape::kPartBytes / sizeof(float));
 #pragma unroll 1
             for (u32 g = 0; g < kBackwardGroups; ++g, to += Shape::kPartBytes / sizeof(float)) {
@@ -105,11 +103,9 @@ __device__ inline void take_away(
             tma_commit();
             tma_wait_read<0>();
             barriers.out_empty[own].arrive();
-            if (Config::kOrdered) {
-                bulk_wait<0>();
-                fence_global_for_async();
-                set_flag(flags + at, rank + 1);
-            }
+            bulk_wait<0>();
+            fence_global_for_async();
+            set_flag(flags + at, rank + 1);
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {  // what lies beyond S_k, D or D_v is not written

@@ -2,6 +2,12 @@
 //
 // Blocks draw numbers from a counter.  Those that add to one dQ do so in the order of their numbers, so whom a block waits for
 // has drawn before it, and works: no number of blocks that fit the machine can lock up.
+//
+// The order costs time only where two want to add to the same tile at once.  Under a causal mask tile j of keys meets
+// queries from j on.  If all tiles of a head begin together and walk forwards, query i meets j = i, i - 1, ... one step after
+// another: nobody waits, but the tiles end one after another, the shortest first.  Whoever ends then draws of the next
+// heads, the longest first, and walks backwards: tile j, begun j steps later, meets query i one step after tile j - 1.  So
+// both the work and the order come out even when sections of heads alternate.
 #pragma once
 
 #include "shape.cuh"
@@ -14,7 +20,8 @@ struct BackwardProblem {
     int s_q, s_k, heads, batches, sharing;  // sharing: query heads of a kv head
     int left, right;
     int together;  // kv heads that are walked at a time, so that their queries stay in the L2
-    int order;     // 1: tiles of keys of a head from the last; 2: each meets its tiles of queries from the last; 3: both
+    bool alternating;  // sections of heads begin with their last keys, the last section and every second before it with
+                       // the first; else all with the last
 
     __device__ int position(int row) const { return row + s_k - s_q; }
     template <u32 kM> __device__ int tiles() const { return (s_q + int(kM) - 1) / int(kM); }  // of queries
@@ -28,16 +35,12 @@ struct BackwardProblem {
         const int keys = right < 0 ? s_k : max(0, min(s_k, last + right + 1));
         return (keys + int(kBackwardKeys) - 1) / int(kBackwardKeys);
     }
-    // How many add to it before those that begin at `key`.
-    template <u32 kM> __device__ int rank(int key, int m) const {
-        const int n = key / int(kBackwardKeys);
-        return order & 1 ? end_keys<kM>(m) - 1 - n : n - first_keys<kM>(m);
-    }
 };
 
 // In shared memory: whoever draws a tile writes it, all others read.
 struct BackwardTile {
     int key;          // first of the keys; negative: there is no more
+    bool last_first;  // keys of this head come from the last, queries from the first; else the other way about
     int head, batch;  // the kv head
     int first, end;   // tiles of queries that see them
     int heads;        // query heads to meet: 0 if nothing sees them
@@ -51,7 +54,8 @@ struct BackwardTile {
         const int of_section = of_keys * problem.together, section = number / of_section;
         const int within = number - section * of_section, begin = section * problem.together;
         const int width = min(problem.together, all - begin), turn = within / width, which = begin + within - turn * width;
-        key = (problem.order & 1 ? of_keys - 1 - turn : turn) * int(kBackwardKeys);
+        last_first = !problem.alternating || (all - 1) / problem.together % 2 != section % 2;
+        key = (last_first ? of_keys - 1 - turn : turn) * int(kBackwardKeys);
         batch = which / kv_heads;
         head = which - batch * kv_heads;
         const int away = problem.s_k - problem.s_q, tiles = problem.tiles<kM>();
@@ -61,6 +65,11 @@ struct BackwardTile {
         end = bottom < 0 ? 0 : min(tiles, bottom / int(kM) + 1);
         heads = first < end ? problem.sharing : 0;
         place = (batch * problem.heads + head * problem.sharing) * tiles;
+    }
+    // How many add to dQ of tile `m` before this one.
+    template <u32 kM> __device__ int rank(const BackwardProblem& problem, int m) const {
+        const int n = key / int(kBackwardKeys);
+        return last_first ? problem.end_keys<kM>(m) - 1 - n : n - problem.first_keys<kM>(m);
     }
 };
 
@@ -72,9 +81,7 @@ struct BackwardVisit {
     __device__ void next(const BackwardTile& tile) {
         if (++at == tile.end) at = tile.first, ++head;
     }
-    __device__ int m(const BackwardProblem& problem, const BackwardTile& tile) const {
-        return problem.order & 2 ? tile.first + tile.end - 1 - at : at;
-    }
+    __device__ int m(const BackwardTile& tile) const { return tile.last_first ? at : tile.first + tile.end - 1 - at; }
 };
 
 }  // namespace tilewright
