@@ -121,7 +121,7 @@ def test_the_command_resumes(there: Path, monkeypatch: pytest.MonkeyPatch) -> No
         CliRunner().invoke(app, [*TINY, "--budget", "1.5m", "--resume", "--json", "norm.json"]) for _ in range(2)
     )
     assert first.exit_code == second.exit_code == 0, first.output + second.output
-    assert "1 cases not begun" in first.output and "not begun" not in second.output
+    assert "1 cases not measured" in first.output and "not measured" not in second.output
     assert [options["budget"] for options in asked] == [90.0, 90.0]
     assert [set(options["without"]) for options in asked] == [set(), {replace(WON, case="run 1").key}]
     assert [row.case for row in load(there / "norm.json").rows] == ["run 1", "run 2"]

@@ -84,6 +84,20 @@ def test_a_row_holds_what_was_measured(planted: Callable[..., None]) -> None:
     assert any("rms_norm custom float32 fwd" in line for line in lines)
 
 
+def test_an_interruption_keeps_what_was_measured(planted: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(right)
+    whole = suite._one
+
+    def interrupted(shared: Any, item: Any, results: Any, say: Any) -> None:
+        if results.rows:
+            raise KeyboardInterrupt
+        whole(shared, item, results, say)
+
+    monkeypatch.setattr(suite, "_one", interrupted)
+    found = small()
+    assert (len(found.rows), found.unbegun, found.ok) == (1, 1, True)
+
+
 def test_what_a_budget_leaves_is_no_failure_and_another_run_takes_it(planted: Callable[..., None]) -> None:
     planted(right)
     nothing = small(budget=0.0)

@@ -43,7 +43,7 @@ def run(
 
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
     against: names of the peers to run; None runs all. without: keys of cases to leave out. budget: seconds after which
-    no case is begun; what was left stands in `Results.unbegun`. timing: "sustained" or "paused". progress: gets one
+    no case is begun; what was left, then or by an interruption, stands in `Results.unbegun`. timing: "sustained" or "paused". progress: gets one
     line of text a row. Raises UsageError for names that do not exist. A case that fails is recorded in
     `Results.failures`, and the run goes on.
     """
@@ -68,11 +68,14 @@ def run(
         say(HEADER)
         began = time.monotonic()
         begun = 0
-        for item in chosen:
-            if budget is not None and time.monotonic() - began >= budget:
-                break
-            _one(shared, item, results, say)
-            begun += 1
+        try:
+            for item in chosen:
+                if budget is not None and time.monotonic() - began >= budget:
+                    break
+                _one(shared, item, results, say)
+                begun += 1
+        except KeyboardInterrupt:  # what was measured is worth keeping
+            say("interrupted")
         say(f"{len(results.rows)} rows in {time.monotonic() - began:.0f} s")
     results.unbegun = len(chosen) - begun
     results.failures += missing([item.key for item in chosen[:begun]], results)

@@ -108,7 +108,7 @@ def bench_suite(
     )
     write_json((found if earlier is None else appended(earlier, found)).to_json(), json_file)
     if found.unbegun:
-        say(f"{found.unbegun} cases not begun: the budget was used up. --resume measures them.")
+        say(f"{found.unbegun} cases not measured: the budget was used up, or you interrupted. --resume measures them.")
     for note in found.failures:
         say(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
     if not found.ok:
