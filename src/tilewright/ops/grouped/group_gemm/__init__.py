@@ -1,4 +1,4 @@
-"""Products of different shapes in one launch.  The contract."""
+"""Products of different shapes in one call.  The contract."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.gemm.checks import RESULTS, check_operands, check_out_dtype
-from tilewright.ops.gemm.operands import LAYOUTS, layout_code, unit_stride
+from tilewright.ops.gemm.operands import LAYOUTS, aligned, layout_code, unit_stride
 from tilewright.ops.gemm.reference import product
 
 _UNIT = 16  # elements: where a result may begin, 32 bytes of a half type
@@ -25,17 +25,17 @@ def group_gemm(
     out_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> list[Tensor]:
-    """[a @ b for a, b in zip(list_a, list_b)], accumulated in float32 and rounded once, in one launch.
+    """[a @ b for a, b in zip(list_a, list_b)], accumulated in float32 and rounded once, in one call.
 
     list_a: matrices (M_i, K_i), list_b: (K_i, N_i), of any shapes and strides, bf16|fp16|fp32, all of one dtype on one
     device.   Returns the products (M_i, N_i) in out_dtype (by default that of the operands), views of one allocation.
     For equal shapes `bmm` is simpler, for groups of rows of one matrix `grouped_matmul`.   backend: run on exactly this
-    backend ("triton", "torch") or raise BackendError.   No gradient.
+    backend ("cuda", "triton", "torch") or raise BackendError.   No gradient.
     Raises InputError for empty lists, lists of different lengths, and what `matmul` refuses of each pair.
     """
     args = _arguments(list_a, list_b, out_dtype)
     made: Tensor = call(CONTRACT, args, backend)
-    return [made[at : at + m * n].view(m, n) for at, m, n in zip(*_places(*args[:4]), strict=True)]
+    return [made[at : at + m * n].view(m, n) for at, m, n in zip(*places(*args[:4]), strict=True)]
 
 
 def _arguments(list_a: Any, list_b: Any, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ def _arguments(list_a: Any, list_b: Any, out_dtype: torch.dtype | None) -> tuple
     return a[0], b[0], a[1:], b[1:], out_dtype or a[0].dtype
 
 
-def _places(
+def places(
     a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor]
 ) -> tuple[list[int], list[int], list[int]]:
     """Where each product begins in one tensor, and its rows and columns."""
@@ -64,7 +64,7 @@ def _places(
 def _outputs(
     a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype
 ) -> tuple[tuple[tuple[int], torch.dtype]]:
-    starts, m, n = _places(a, b, more_a, more_b)
+    starts, m, n = places(a, b, more_a, more_b)
     return (((starts[-1] + m[-1] * n[-1],), out_dtype),)
 
 
@@ -88,7 +88,8 @@ def _bucket(
 ) -> tuple[int, ...]:
     lefts, rights = (a, *more_a), (b, *more_b)
     most = [max(hint(t.shape[dim]) for t in ts) for ts, dim in ((lefts, 0), (rights, 1), (lefts, 1))]
-    return row_bucket(most[0]), most[1], most[2], len(lefts), layout_code(a, b), 8 * out_dtype.itemsize
+    copied = all(aligned(x, y, y.shape[1], out_dtype) for x, y in zip(lefts, rights, strict=True))
+    return row_bucket(most[0]), most[1], most[2], len(lefts), layout_code(a, b), 8 * out_dtype.itemsize, int(copied)
 
 
 FORWARD = RawOp(
@@ -99,7 +100,7 @@ FORWARD = RawOp(
     outputs=_outputs,
     reference=_raw,
     bucket=_bucket,
-    bucket_names=("M", "N", "K", "G", "layout", "out_bits"),
+    bucket_names=("M", "N", "K", "G", "layout", "out_bits", "aligned"),
     dtypes=RESULTS,
 )
 
@@ -164,7 +165,7 @@ CONTRACT = register(
     Contract(
         name="group_gemm",
         family="grouped",
-        summary="products of different shapes in one launch",
+        summary="products of different shapes in one call",
         reference=reference,
         forward=FORWARD,
         check=check,
