@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
 from tilewright.bench.cases import select
 from tilewright.bench.contestants import choice, random_cotangents, reference_outputs
@@ -10,8 +11,10 @@ from tilewright.bench.peers import declared_peers
 from tilewright.dispatch import contract
 from tilewright.ops.attention.arguments import merged
 from tilewright.ops.attention.fmha.cost import pairs
+from tilewright.ops.attention.fmha.peers import DenseMask
 from tilewright.ops.attention.fmha.samples import MASKS
-from tilewright.ops.attention.fmha.workloads import ANCHORS, COMPILED, SPARSE, UNFUSED, WORKLOADS
+from tilewright.ops.attention.fmha.variants import VARIANTS
+from tilewright.ops.attention.fmha.workloads import ANCHORS, COMPILED, DENSE, MASKED, SPARSE, UNFUSED, WORKLOADS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FMHA = contract("fmha")
@@ -29,18 +32,49 @@ def test_every_declared_row_can_be_made() -> None:
 def test_the_rows_that_the_targets_speak_of() -> None:
     names = {w.name for w in WORKLOADS}
     both = {w.name for w in WORKLOADS if w.directions == ("fwd", "bwd")}
-    assert {w.name for w in (*ANCHORS, *SPARSE)} <= names
+    assert {w.name for w in (*ANCHORS, *SPARSE, *MASKED)} <= names
+    assert len(names) == len(WORKLOADS)
     assert {w.name for w in ANCHORS} <= both
-    assert names >= COMPILED
+    assert names >= COMPILED >= DENSE
     assert names >= UNFUSED
     lengths = {w.params["S"] for w in WORKLOADS}
     assert lengths == {512 << i for i in range(8)}
     assert {w.params["D"] for w in WORKLOADS} == {64, 128, 256}
 
 
+def test_a_budget_measures_anchors_and_masks_before_the_grids() -> None:
+    first = (*ANCHORS, *SPARSE, *MASKED)
+    assert WORKLOADS[: len(first)] == first
+
+
+def test_masks_are_compared_over_one_shape() -> None:
+    kinds = ("B", "H", "H_kv", "S", "D")
+    causal = next(w for w in WORKLOADS if w.name == "1x32/8x16384x128_causal")
+    assert {tuple(w.params[size] for size in kinds) for w in (*MASKED, causal)} == {(1, 32, 8, 16384, 128)}
+    assert {w.name for w in MASKED} | {causal.name} == DENSE
+
+
+@pytest.mark.parametrize("params", [
+    *({"variant": name} for name in VARIANTS), {"causal": True}, {"documents": 4}, {"causal": True, "alibi": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_dense_mask_is_the_same_attention(params: dict, *, repeats: bool) -> None:
+    sizes = {"B": 2, "H": 4, "H_kv": 2, "S": 300, "D": 16}
+    sample = FMHA.inputs({**sizes, **params}, torch.float32, CPU, 0)
+    call = DenseMask("dense", SDPBackend.MATH, repeats).make(sample)
+    assert call is not None
+    torch.testing.assert_close(call(), FMHA.reference(*sample.args, **sample.kwargs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("params", [{}, {"causal": True, "softcap": 5.0}, {"window": 9, "sinks": True}], ids=str)
+def test_what_is_no_dense_mask_is_not_offered(params: dict) -> None:
+    sample = FMHA.inputs({"B": 1, "H": 2, "S": 30, "D": 16, **params}, torch.float32, CPU, 0)
+    assert DenseMask("dense", SDPBackend.MATH).make(sample) is None
+
+
 @pytest.mark.parametrize("params", [{}, {"causal": True}, {"window": 9}, {"sides": (5, 11)}, {"documents": 4}, *(
     {"mask": name} for name in MASKS
-)], ids=str)  # fmt: skip
+), *({"variant": name} for name in VARIANTS)], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("s_q", "s_k"), [(50, 50), (20, 50), (50, 20)])
 def test_pairs_are_counted(s_q: int, s_k: int, params: dict) -> None:
     sizes = {"B": 2, "H": 4, "H_kv": 2, "S_q": s_q, "S_k": s_k, "D": 8}
@@ -61,7 +95,9 @@ def test_a_backward_costs_two_and_a_half_forwards() -> None:
 
 
 def test_who_competes() -> None:
-    assert {peer.name for peer in declared_peers(FMHA, GPU)} == {"cudnn", "flash", "math", "flex", "fa4"}
+    assert {peer.name for peer in declared_peers(FMHA, GPU)} == {
+        "cudnn", "flash", "math", "dense_mask", "dense_mask_cudnn", "flex", "fa4",
+    }  # fmt: skip
     assert {peer.name for peer in declared_peers(FMHA, CPU)} == {"eager", "compile"}
 
 

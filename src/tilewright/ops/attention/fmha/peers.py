@@ -1,4 +1,6 @@
-"""Other attentions: cuDNN, FLASH and plain torch by scaled_dot_product_attention, FlexAttention, FlashAttention 4."""
+"""Other attentions: cuDNN, FLASH, plain torch and dense masks by scaled_dot_product_attention, FlexAttention,
+FlashAttention 4.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +13,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.dispatch import Sample
+from tilewright.mask.program import extent
 from tilewright.ops.attention import apart
 from tilewright.ops.attention.arguments import merged
-from tilewright.ops.attention.fmha.workloads import COMPILED, UNFUSED
+from tilewright.ops.attention.fmha.workloads import COMPILED, DENSE, UNFUSED
 from tilewright.ops.attention.score import Scores, combined, split
 from tilewright.ops.peer import Call
 
@@ -83,6 +86,59 @@ class Unfused(Fused):
     """With all scores in memory, which short sequences alone allow."""
 
     cases = UNFUSED
+
+
+@dataclass(frozen=True)
+class DenseMask:
+    """scaled_dot_product_attention with the mask as a tensor, made beforehand: (1, 1, S_q, S_k) booleans, which torch
+    turns into a bias of q's dtype in every call, or with alibi that bias itself, (1, H, S_q, S_k).
+
+    repeats: the kernel has no grouped heads; key heads are repeated beforehand, at no charge.
+    """
+
+    name: str
+    kernel: SDPBackend
+    repeats: bool = False
+    devices: tuple[str, ...] = ("cuda",)
+    cases = DENSE
+
+    def available(self) -> bool:
+        """torch brings it; whether it takes a problem shows when it runs."""
+        return True
+
+    def make(self, sample: Sample) -> Call | None:
+        """None for what is no sum: a soft cap, sinks, other modifiers."""
+        p = Problem.of(sample)
+        if p is None or p.mask is None or p.scores.sinks is not None or p.scores.softcap or p.scores.rest:
+            return None
+        s_q, s_k, group = p.q.shape[2], p.k.shape[2], p.q.shape[1] // p.k.shape[1]
+        dense = p.mask.dense(*extent(p.mask.program("cpu")[0], *p.q.shape[:2]), s_q, s_k, p.q.device)
+        if p.scores.slopes is not None:
+            dense = biased(dense, p.scores.slopes, p.q.dtype)
+        k, v = (t.repeat_interleave(group, 1) for t in (p.k, p.v)) if self.repeats else (p.k, p.v)
+
+        def call() -> Tensor:
+            with sdpa_kernel(self.kernel):
+                return F.scaled_dot_product_attention(
+                    p.q, k, v, dense, scale=p.scale, enable_gqa=p.q.shape[1] != k.shape[1]
+                )
+
+        return call
+
+
+def biased(allowed: Tensor, slopes: Tensor, dtype: torch.dtype) -> Tensor:
+    """alibi as a bias, -inf where a key may not be seen.
+
+    allowed: (B, H or 1, S_q, S_k) bool   slopes: (H,)   Returns (B, H, S_q, S_k) of dtype, made a head at a time.
+    """
+    batch, _, s_q, s_k = allowed.shape
+    seen = allowed.expand(-1, len(slopes), -1, -1)
+    positions = torch.arange(s_k - s_q, s_k, device=allowed.device)
+    distance = (positions[:, None] - torch.arange(s_k, device=allowed.device)).abs()
+    bias = torch.empty(batch, len(slopes), s_q, s_k, dtype=dtype, device=allowed.device)
+    for head, slope in enumerate(slopes):
+        bias[:, head] = torch.where(seen[:, head], -slope * distance, -torch.inf)
+    return bias
 
 
 class Flex:
@@ -165,6 +221,8 @@ PEERS = (
     Fused("cudnn", SDPBackend.CUDNN_ATTENTION),
     Fused("flash", SDPBackend.FLASH_ATTENTION),
     Unfused("math", SDPBackend.MATH),
+    DenseMask("dense_mask_cudnn", SDPBackend.CUDNN_ATTENTION),
+    DenseMask("dense_mask", SDPBackend.EFFICIENT_ATTENTION, repeats=True),
     Flex(),
     FlashAttention4(),
 )

@@ -11,14 +11,16 @@ from tilewright import mask as masks
 from tilewright.dispatch import BadInput, Sample, Workload
 from tilewright.ops import rows
 from tilewright.ops.attention import score
+from tilewright.ops.attention.fmha.variants import VARIANTS
 
 _OPTIONS = ("scale", "softcap", "return_lse")
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: B, H, S (or S_q and S_k), D, optional H_kv, D_v; causal, window (keys a causal window has), documents
-    (how many end to end, each causal), mask (a name of `MASKS`); alibi, sinks, scale, softcap, return_lse; layout: by
-    head in memory by default, "token" (a view of a projection), "packed" (views of one of q, k and v), "BSHD".
+    (how many end to end, each causal), mask (a name of `MASKS`), variant (of `VARIANTS`); alibi, sinks, scale, softcap,
+    return_lse; layout: by head in memory by default, "token" (a view of a projection), "packed" (views of one of q, k
+    and v), "BSHD".
     """
     g = rows.generator(seed)
     batch, heads, d = params["B"], params["H"], params["D"]
@@ -78,6 +80,8 @@ def _mask(params: Mapping[str, Any], s_k: int) -> masks.Mask | None:
         return masks.window(*params["sides"])
     if "documents" in params:
         return masks.document(documents(params["documents"], s_k)) & masks.causal()
+    if "variant" in params:
+        return VARIANTS[params["variant"]](s_k)
     return MASKS[params["mask"]](s_k) if "mask" in params else None
 
 

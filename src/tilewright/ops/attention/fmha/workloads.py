@@ -1,6 +1,7 @@
-"""What the bench measures.  `params` of a row: B, H, H_kv, S, D, and causal, window or documents.
+"""What the bench measures.  `params` of a row: B, H, H_kv, S, D, and causal, window, documents or variant.
 
-Names: B x H[/H_kv] x S x D, then what the mask is.
+Names: B x H[/H_kv] x S x D, then what the mask is; those that compare masks are `mask_` and its name, all of one shape.
+A budget ends a run before the last rows, so the grids come last.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from tilewright.dispatch import Workload
 from tilewright.dispatch.contract import Direction
+from tilewright.ops.attention.fmha.variants import VARIANTS
 
 _BOTH: tuple[Direction, ...] = ("fwd", "bwd")
 _FORWARD: tuple[Direction, ...] = ("fwd",)
@@ -74,11 +76,32 @@ SPARSE = (
     _row(2, 64, 8, 8192, 64, "sinks_window128", _FORWARD, window=128, sinks=True),
 )
 
-WORKLOADS = tuple({row.name: row for row in (*_HEADS, *_GROUPED, *SPARSE, *ANCHORS)}.values())
+_CAUSAL, _FULL = (_plain(1, 32, 8, 16384, 128, causal, _FORWARD) for causal in (True, False))
+
+
+def _masked(name: str, **mask: Any) -> Workload:
+    """Of the shape of `_CAUSAL`, to which these rows compare."""
+    sizes = {size: _FULL.params[size] for size in ("B", "H", "H_kv", "S", "D")}
+    return Workload(f"mask_{name}", {**sizes, **mask}, (torch.bfloat16,), _FORWARD)
+
+
+MASKED = (
+    _masked(f"window{WINDOW}", window=WINDOW),
+    _masked("documents", documents=64),
+    *(_masked(name, variant=name) for name in VARIANTS),
+    _masked("alibi", causal=True, alibi=True),
+    _masked("softcap", causal=True, softcap=50.0),
+)
+"""One row a kind of mask; the causal one is an anchor."""
+
+_EARLY = {row.name: row for row in (*ANCHORS, *SPARSE, *MASKED, _FULL)}
+WORKLOADS = (*_EARLY.values(), *(row for row in (*_HEADS, *_GROUPED) if row.name not in _EARLY))
 """An anchor that is in a grid too is one row, with both directions."""
 CPU_WORKLOADS = (_plain(1, 4, 2, 256, 64, True, _BOTH),)
 
-COMPILED = frozenset(row.name for row in (*ANCHORS, *SPARSE))
+COMPILED = frozenset(row.name for row in (*ANCHORS, *SPARSE, *MASKED))
 """Rows on which FlexAttention competes: each compiles its kernels anew."""
+DENSE = frozenset(row.name for row in (_CAUSAL, *MASKED))
+"""Rows on which torch competes with the mask as a tensor of S x S elements, which long sequences cannot afford."""
 UNFUSED = frozenset(row.name for row in WORKLOADS if row.params["S"] <= 1024)
 """Rows on which torch's own products compete, all scores in memory."""
