@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewright import mask as masks
 from tilewright.jit import selftest
-from tilewright.ops.attention.engines import fmha_cuda
+from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import model as few_rows
@@ -100,7 +100,7 @@ ALONG_K = (
 WEIGHT_ONLY = (
     (1, 520, 2064, 8, "", (8, 2, 4, 4, 2)),
     (13, 520, 2080, 4, "gelu", (16, 2, 4, 2, 1)),
-    (61, 512, 1040, 4, "swiglu", (64, 2, 4, 1, 1)),
+    (61, 512, 1056, 4, "swiglu", (64, 2, 4, 1, 1)),
 )
 # queries, keys, D, band, mask of the keys, modified scores, config
 ATTENTION = (
@@ -109,6 +109,13 @@ ATTENTION = (
     (450, 300, 256, (-1, 0), "", False, fmha_cuda.Config(2, 80, 2, 1)),
     (300, 450, 128, (-1, -1), "documents", False, fmha_cuda.Config(2, 128, 2, 2)),
     (300, 450, 64, (-1, -1), "leaves", True, fmha_cuda.Config(3, 128, 2, 2)),
+)
+# queries, keys, D, band, modified scores, config
+ATTENTION_BACKWARD = (
+    (300, 450, 128, (-1, 0), False, fmha_backward_cuda.Config(64, 2, 2, 2)),
+    (450, 300, 128, (90, 20), True, fmha_backward_cuda.Config(64, 2, 2, 2)),
+    (300, 450, 64, (-1, 0), False, fmha_backward_cuda.Config(128, 2, 2, 2)),
+    (300, 450, 40, (-1, -1), True, fmha_backward_cuda.Config(64, 3, 2, 2)),
 )
 
 
@@ -237,6 +244,25 @@ def attention_forward(
     return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
 
 
+def attention_backward(
+    s_q: int, s_k: int, d: int, band: tuple[int, int], modified: bool, config: fmha_backward_cuda.Config
+) -> bool:
+    """The same; gradients of q, k and v."""
+    q, k, v, do = _drawn(2, 4, s_q, d), _drawn(2, 2, s_k, d), _drawn(2, 2, s_k, d), _drawn(2, 4, s_q, d)
+    sinks, slopes = (torch.rand(4, device=DEVICE) if modified else None for _ in range(2))
+    rest: tuple[Any, ...] = (sinks, slopes, None, "", *band, d**-0.5, 3.0 if modified else 0.0)
+    exact: Any = [t.double().requires_grad_() for t in (q, k, v)]
+    o, lse = attention(*exact, *rest)
+    wanted = torch.autograd.grad(o, exact, do.double())
+    o, lse = o.detach().to(_HALF), lse.detach().float()
+    wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
+    made: Any = [w[:, :, :-1] for w in wide]
+    dsinks = torch.empty(4 if modified else 0, device=DEVICE)
+    fmha_backward_cuda.backward(*made, dsinks, do, None, q, k, v, o, lse, *rest, config=config)
+    beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
+    return beyond and all(_near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
+
+
 def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
     found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
@@ -252,6 +278,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),
         ("attention", attention_forward, ATTENTION),
+        ("attention backward", attention_backward, ATTENTION_BACKWARD),
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 

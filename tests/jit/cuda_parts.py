@@ -173,7 +173,6 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), softcap=3.0), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), documents=True), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2)), {"HGMMA": 24, "UTMALDG": 12, "UTMASTG": 3}),
-    (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2, True, 8)), {"HGMMA": 24, "UTMALDG": 12}),
     (fmha_cuda.KERNEL, fmha(256, (2, 80, 2, 1), scale=-1.0), {"HGMMA": 42, "UTMALDG": 28, "UTMASTG": 8}),
 ]
 

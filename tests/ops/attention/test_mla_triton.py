@@ -1,4 +1,4 @@
-"""The Triton engines with a second pair of score operands, against float64 over joined tensors; both loops.
+"""The Triton engines with a second pair of score operands, against float64 over joined tensors; both loads.
 
 Outputs lie inside larger, poisoned tensors: an element left out and one written beside both fail.
 """
@@ -67,7 +67,7 @@ def named(name) -> Split:
 def run_forward(p: Split, fast: bool) -> dict[str, torch.Tensor]:
     from tilewright.ops.attention.engines import triton_forward, triton_tiles
 
-    config = triton_tiles.Config(32, 32, 4, 2, fast, fast)
+    config = triton_tiles.Config(32, 32, 4, 2, fast)
     o, around = poisoned(p.whole.do)
     lse = torch.full(p.q.shape[:3], torch.nan)
     triton_forward.forward(o, lse, p.q, p.k, p.whole.v, *p.rest(), config, pe=(p.q_pe, p.k_pe))
@@ -77,7 +77,7 @@ def run_forward(p: Split, fast: bool) -> dict[str, torch.Tensor]:
     return made
 
 
-pointers_and_descriptors = pytest.mark.parametrize("fast", [False, True], ids=["pointers", "descriptors and overlap"])
+pointers_and_descriptors = pytest.mark.parametrize("fast", [False, True], ids=["pointers", "descriptors"])
 
 
 @pointers_and_descriptors
@@ -102,7 +102,7 @@ def test_backward(name, fast):
     delta = torch.full(p.q.shape[:3], torch.nan)
     dlse = torch.where(forward["lse"].isinf(), 0.0, 0.3)
     triton_delta.delta(delta, p.whole.do, forward["o"], dlse)
-    config = triton_backward.Config(16, 32, 4, 2, fast, 32, 16, 4, 2, fast, fast)
+    config = triton_backward.Config(16, 32, 4, 2, 32, 16, 4, 2, fast)
     triton_backward.backward(
         dq, dk, dv, p.whole.do, delta, p.q, p.k, p.whole.v, forward["lse"], *p.rest(), config,
         pe=(dq_pe, shares, p.q_pe, p.k_pe),

@@ -5,6 +5,7 @@ import torch
 from tests.ops.gemm import scaled_problems
 from tests.ops.gemm.bounds import check, operands
 
+from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
 from tilewright.ops.gemm.engines.few_rows import skinny as engine
@@ -72,6 +73,21 @@ def test_what_it_cannot_do_is_said(words, change):
     given = {"a": torch.zeros(8, 64, dtype=bf16), "b": torch.zeros(128, 64, dtype=bf16).T}
     assert engine.refusal(*given.values(), None, None, None, 1.0, "", bf16) is None
     assert words in str(engine.refusal(*{**given, **change}.values(), None, None, None, 1.0, "", bf16))
+
+
+def test_sums_beside_the_rings_count():
+    """One stage more, of which the rings alone would fit, is refused."""
+    rows, columns, depth, _, fits, *_ = SCALED["one row"]
+    deeper = fits._replace(stages=fits.stages + 1)
+    a, b = torch.zeros(1, rows, depth).to(FP8), torch.zeros(1, columns, depth).to(FP8).mT
+    scales = [
+        layout.empty(size, depth, torch.device("cpu"), 1)
+        for layout, size in zip(Scaling.TOKEN_TOKEN.layouts, (rows, columns), strict=True)
+    ]
+    assert engine.ring_bytes(deeper, Scaling.TOKEN_TOKEN) <= 232448 < engine.shared_bytes(deeper, Scaling.TOKEN_TOKEN)
+    assert engine.shared_bytes(fits, Scaling.TOKEN_TOKEN) <= 228 << 10
+    with pytest.raises(InputError, match="take fewer stages or warps"):
+        run(deeper, a, b, scales=scales)
 
 
 def test_every_tile_of_every_product_is_a_block_or_a_cluster(monkeypatch):
@@ -161,7 +177,7 @@ def test_results(case):
 
 
 SCALED = {  # rows, columns, depth, batch, config, activation, out
-    "one row": (1, 2112, 7168, 1, Config(8, 16, 4, 1, 1), "", bf16),
+    "one row": (1, 2112, 7168, 1, Config(8, 16, 3, 1, 1), "", bf16),
     "eight rows, a cluster": (8, 576, 7168, 1, Config(8, 8, 4, 4, 2), "", bf16),
     "ragged everything": (13, 208, 336, 1, Config(16, 4, 3, 2, 2), "gelu", fp32),
     "gated": (16, 1040, 4096, 1, Config(16, 8, 3, 1, 2), "swiglu", bf16),

@@ -131,12 +131,12 @@ __device__ inline void scale_sums(float (&sums)[kPasses][kCount], const float* o
     constexpr u32 kAll = kPasses * 2 * kCount;
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
     sync_threads(barrier, 128);
-    for (u32 i = threadIdx.x % 128; i < kAll; i += 128) staged[i] = column + i < columns ? __ldg(of_columns + column + i) : 0.0f;
+    for (u32 i = threadIdx.x % 128; i < kAll; i += 128) staged[i] = column + i < columns ? of_columns[column + i] : 0.0f;
     float of[2];
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
         const u32 r = row + fragment_row() + 8 * h;
-        of[h] = r < rows ? __ldg(of_rows + r) : 0.0f;
+        of[h] = r < rows ? of_rows[r] : 0.0f;
     }
     sync_threads(barrier, 128);
 #pragma unroll

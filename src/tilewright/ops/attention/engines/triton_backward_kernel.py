@@ -1,8 +1,7 @@
 """The backward kernels: gradients of keys and values by tiles of keys, gradients of queries by tiles of queries.
 
 Both compute the probabilities again from q, k and lse.  No sums are shared between programs, so that the results are
-the same bits in every run.  OVERLAP: the products that end a tile are issued one tile later, and run on the matrix
-units while the next tile goes through exp2; what they read is then loaded a second time, from L2.
+the same bits in every run.
 """
 
 # mypy: ignore-errors
@@ -14,17 +13,12 @@ from tilewright.ops.attention.engines.triton_scores import (
     LOG2E,
     describe,
     keys_of_tile,
-    last_listed,
-    listed,
-    packed,
     place,
     queries_of_tile,
     rows,
     store_rows,
     transformed,
-    unpacked,
     visible,
-    zeros_in_disguise,
 )
 
 
@@ -51,17 +45,6 @@ def _gradient(
 
 
 @triton.jit
-def _add(
-    acc, ds, at, descriptor, b, h, start, total, stride, COLUMN: tl.constexpr, DIM: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):  # fmt: skip  # acc: (M, WIDTH) fp32   ds: (M, BLOCK), packed
-    """acc + ds x, over the rows of x from `start` and its columns from COLUMN."""
-    DTYPE: tl.constexpr = at.dtype.element_ty
-    x = rows(at, descriptor, b, h, start, total, stride, COLUMN, acc.shape[1], DIM, ds.shape[1], DESCRIPTORS)
-    return tl.dot(unpacked(ds, DTYPE), x, acc, input_precision="ieee")
-
-
-@triton.jit
 def keys_kernel(
     dk, dv, do, delta, q, k, v, lse, slopes, data, counts, indices,  # dk, k: (B, H // group, S_k, D)   dv, v: D_V
     B, H, group, S_q, S_k, left, right, scale, softcap, chunk,  # q: (B, H, S_q, D)   do: D_V   delta, lse: fp32
@@ -73,7 +56,7 @@ def keys_kernel(
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys of one kv head: a loop over its query heads and their tiles of BLOCK_M queries.
 
@@ -133,15 +116,12 @@ def keys_kernel(
                 start_n, tl.minimum(start_n + BLOCK_N, S_k) - 1, S_q, S_k, left, right, BLOCK_M, LEFT, RIGHT
             )
             count = tl.maximum(end - first, 0)
-        if OVERLAP:
-            ds = packed(zeros_in_disguise(S_q, BLOCK_N, BLOCK_M), DTYPE)
         for e in tl.range(0, count):
             if PROGRAM != "":
-                start, before = listed(tiles, e, BLOCK_M, OVERLAP)
+                start = tl.load(tiles + e).to(tl.int32) * BLOCK_M
                 is_partial = e < partial
             else:
                 start = (first + e) * BLOCK_M
-                before = tl.maximum(start - BLOCK_M, first * BLOCK_M) if OVERLAP else start
                 is_partial = (start < whole_from * BLOCK_M) | (start >= whole_to * BLOCK_M)
             q0_tile = rows(at_q, q0, b, h, start, S_q, stride_qs, 0, D0, D, BLOCK_M, DESCRIPTORS)
             s = tl.dot(k0, q0_tile.T, input_precision="ieee")
@@ -156,12 +136,6 @@ def keys_kernel(
             if V1 > 0:
                 do1_tile = rows(at_do, do1, b, h, start, S_q, stride_dos, V0, V1, D_V, BLOCK_M, DESCRIPTORS)
                 dp = tl.dot(v1, do1_tile.T, dp, input_precision="ieee")
-            if OVERLAP:
-                dk0 = _add(dk0, ds, at_q, q0, b, h, before, S_q, stride_qs, 0, D, DESCRIPTORS)
-                if D1 > 0:
-                    dk1 = _add(dk1, ds, at_q, q1, b, h, before, S_q, stride_qs, D0, D, DESCRIPTORS)
-                if P > 0:
-                    dkp = _add(dkp, ds, at_qp, qp, b, h, before, S_q, stride_qps, 0, D_PE, DESCRIPTORS)
             i = start + offs_m
             log = tl.load(lse + line_of_row + i, mask=i < S_q, other=float("inf")) * LOG2E
             shift = tl.load(delta + line_of_row + i, mask=i < S_q, other=0.0)
@@ -173,25 +147,12 @@ def keys_kernel(
             dv0 = tl.dot(p, do0_tile, dv0, input_precision="ieee")
             if V1 > 0:
                 dv1 = tl.dot(p, do1_tile, dv1, input_precision="ieee")
-            if OVERLAP:
-                ds = packed(ds, DTYPE)
-            else:
-                ds = ds.to(DTYPE)
-                dk0 = tl.dot(ds, q0_tile, dk0, input_precision="ieee")
-                if D1 > 0:
-                    dk1 = tl.dot(ds, q1_tile, dk1, input_precision="ieee")
-                if P > 0:
-                    dkp = tl.dot(ds, qp_tile, dkp, input_precision="ieee")
-        if OVERLAP:
-            if PROGRAM != "":
-                before = last_listed(tiles, count, BLOCK_M)
-            else:
-                before = tl.maximum(first + count - 1, 0) * BLOCK_M
-            dk0 = _add(dk0, ds, at_q, q0, b, h, before, S_q, stride_qs, 0, D, DESCRIPTORS)
+            ds = ds.to(DTYPE)
+            dk0 = tl.dot(ds, q0_tile, dk0, input_precision="ieee")
             if D1 > 0:
-                dk1 = _add(dk1, ds, at_q, q1, b, h, before, S_q, stride_qs, D0, D, DESCRIPTORS)
+                dk1 = tl.dot(ds, q1_tile, dk1, input_precision="ieee")
             if P > 0:
-                dkp = _add(dkp, ds, at_qp, qp, b, h, before, S_q, stride_qps, 0, D_PE, DESCRIPTORS)
+                dkp = tl.dot(ds, qp_tile, dkp, input_precision="ieee")
 
     dk += b.to(tl.int64) * stride_dkb + h_kv.to(tl.int64) * stride_dkh
     dv += b.to(tl.int64) * stride_dvb + h_kv.to(tl.int64) * stride_dvh
@@ -218,7 +179,7 @@ def queries_kernel(
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head: a loop over the tiles of BLOCK_N keys that they may see.
 
@@ -275,16 +236,13 @@ def queries_kernel(
     positions = p0 + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     slope = 0.0 if slopes is None else tl.load(slopes + h)
-    if OVERLAP:
-        ds = packed(zeros_in_disguise(S_q, BLOCK_M, BLOCK_N), DTYPE)
 
     for e in tl.range(0, count):
         if PROGRAM != "":
-            start, before = listed(indices, e, BLOCK_N, OVERLAP)
+            start = tl.load(indices + e).to(tl.int32) * BLOCK_N
             is_partial = e < partial
         else:
             start = (end - 1 - e) * BLOCK_N
-            before = tl.minimum(start + BLOCK_N, (end - 1) * BLOCK_N) if OVERLAP else start
             is_partial = (start < whole_from * BLOCK_N) | (start >= whole_to * BLOCK_N)
         k0_tile = rows(k, k0, b, h_kv, start, S_k, stride_ks, 0, D0, D, BLOCK_N, DESCRIPTORS)
         s = tl.dot(q0, k0_tile.T, input_precision="ieee")
@@ -299,35 +257,16 @@ def queries_kernel(
         if V1 > 0:
             v_tile = rows(v, v1, b, h_kv, start, S_k, stride_vs, V0, V1, D_V, BLOCK_N, DESCRIPTORS)
             dp = tl.dot(do1, v_tile.T, dp, input_precision="ieee")
-        if OVERLAP:
-            dq0 = _add(dq0, ds, k, k0, b, h_kv, before, S_k, stride_ks, 0, D, DESCRIPTORS)
-            if D1 > 0:
-                dq1 = _add(dq1, ds, k, k1, b, h_kv, before, S_k, stride_ks, D0, D, DESCRIPTORS)
-            if P > 0:
-                dqp = _add(dqp, ds, k_pe, kp, b, 0, before, S_k, stride_kps, 0, D_PE, DESCRIPTORS)
         _, ds = _gradient(
             s, dp, log[:, None], shift[:, None], positions[:, None], (start + offs_n)[None, :], scale, softcap, slope,
             is_partial, S_k, left, right, data, b, h, LEFT, RIGHT, PROGRAM, MASKED, SOFTCAP, slopes is not None,
         )  # fmt: skip
-        if OVERLAP:
-            ds = packed(ds, DTYPE)
-        else:
-            ds = ds.to(DTYPE)
-            dq0 = tl.dot(ds, k0_tile, dq0, input_precision="ieee")
-            if D1 > 0:
-                dq1 = tl.dot(ds, k1_tile, dq1, input_precision="ieee")
-            if P > 0:
-                dqp = tl.dot(ds, kp_tile, dqp, input_precision="ieee")
-    if OVERLAP:
-        if PROGRAM != "":
-            before = last_listed(indices, count, BLOCK_N)
-        else:
-            before = tl.minimum(first, tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N
-        dq0 = _add(dq0, ds, k, k0, b, h_kv, before, S_k, stride_ks, 0, D, DESCRIPTORS)
+        ds = ds.to(DTYPE)
+        dq0 = tl.dot(ds, k0_tile, dq0, input_precision="ieee")
         if D1 > 0:
-            dq1 = _add(dq1, ds, k, k1, b, h_kv, before, S_k, stride_ks, D0, D, DESCRIPTORS)
+            dq1 = tl.dot(ds, k1_tile, dq1, input_precision="ieee")
         if P > 0:
-            dqp = _add(dqp, ds, k_pe, kp, b, 0, before, S_k, stride_kps, 0, D_PE, DESCRIPTORS)
+            dqp = tl.dot(ds, kp_tile, dqp, input_precision="ieee")
 
     dq += b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
     # Where a row sees nothing, its tile may hold 0 * NaN

@@ -1,7 +1,6 @@
 """The forward kernel: one tile of queries of one head, an online softmax along the tiles of keys that it may see.
 
-OVERLAP: the product with V of one tile is issued after the scores of the next tile, and runs on the matrix units while
-these scores go through the softmax.  A tile of keys that every query sees skips all mask arithmetic.
+A tile of keys that every query sees skips all mask arithmetic.
 """
 
 # mypy: ignore-errors
@@ -15,28 +14,12 @@ from tilewright.ops.attention.engines.triton_scores import (
     MINUS_INFINITY,
     describe,
     keys_of_tile,
-    last_listed,
-    listed,
-    packed,
     place,
     rows,
     store_rows,
     transformed,
-    unpacked,
     visible,
-    zeros_in_disguise,
 )
-
-
-@triton.jit
-def _add(
-    acc, alpha, p, at, descriptor, b, h, start, total, stride, COLUMN: tl.constexpr, D_V: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):  # fmt: skip  # acc: (BLOCK_M, WIDTH) fp32   p: (BLOCK_M, BLOCK_N), packed
-    """acc * alpha + p v, over the rows of v from `start` and its columns from COLUMN."""
-    DTYPE: tl.constexpr = at.dtype.element_ty
-    v = rows(at, descriptor, b, h, start, total, stride, COLUMN, acc.shape[1], D_V, p.shape[1], DESCRIPTORS)
-    return tl.dot(unpacked(p, DTYPE), v, acc * alpha[:, None], input_precision="ieee")
 
 
 @triton.jit
@@ -50,8 +33,7 @@ def forward_kernel(
     D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     D_PE: tl.constexpr, P: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, GENERAL: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(s) v, lse = log of the sum of e^s.
 
@@ -105,19 +87,15 @@ def forward_kernel(
         qp = rows(q_pe, None, b, h, start_m, S_q, stride_qps, 0, P, D_PE, BLOCK_M, False)
     m = tl.full((BLOCK_M,), MINUS_INFINITY, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if OVERLAP:
-        p = packed(zeros_in_disguise(S_q, BLOCK_M, BLOCK_N), DTYPE)
-        alpha = tl.full((BLOCK_M,), 1.0, tl.float32)
     acc0 = tl.zeros((BLOCK_M, V0), tl.float32)
     if V1 > 0:
         acc1 = tl.zeros((BLOCK_M, V1), tl.float32)
 
     for e in tl.range(0, count):
         if PROGRAM != "":
-            start, start_v = listed(indices, e, BLOCK_N, OVERLAP)
+            start = tl.load(indices + e).to(tl.int32) * BLOCK_N
         else:
             start = (end - 1 - e) * BLOCK_N
-            start_v = tl.minimum(start + BLOCK_N, (end - 1) * BLOCK_N) if OVERLAP else start
         s = tl.dot(
             q0, rows(k, k0, b, h_kv, start, S_k, stride_ks, 0, D0, D, BLOCK_N, DESCRIPTORS).T, input_precision="ieee"
         )
@@ -127,10 +105,6 @@ def forward_kernel(
         if P > 0:
             k_tile = rows(k_pe, kp, b, 0, start, S_k, stride_kps, 0, P, D_PE, BLOCK_N, DESCRIPTORS)
             s = tl.dot(qp, k_tile.T, s, input_precision="ieee")
-        if OVERLAP:
-            acc0 = _add(acc0, alpha, p, v, v0, b, h_kv, start_v, S_k, stride_vs, 0, D_V, DESCRIPTORS)
-            if V1 > 0:
-                acc1 = _add(acc1, alpha, p, v, v1, b, h_kv, start_v, S_k, stride_vs, V0, D_V, DESCRIPTORS)
         keys = start + offs_n
         if GENERAL:
             s, _ = transformed(s, positions[:, None], keys[None, :], scale, softcap, slope, SOFTCAP, slopes is not None)
@@ -150,20 +124,12 @@ def forward_kernel(
         alpha = tl.exp2(m * factor - base)
         total = total * alpha + tl.sum(p, 1)
         m = new
-        p = packed(p, DTYPE)
-        if not OVERLAP:
-            acc0 = _add(acc0, alpha, p, v, v0, b, h_kv, start_v, S_k, stride_vs, 0, D_V, DESCRIPTORS)
-            if V1 > 0:
-                acc1 = _add(acc1, alpha, p, v, v1, b, h_kv, start_v, S_k, stride_vs, V0, D_V, DESCRIPTORS)
-
-    if OVERLAP:  # the product of the last tile
-        if PROGRAM != "":
-            start_v = last_listed(indices, count, BLOCK_N)
-        else:
-            start_v = tl.minimum(first, tl.cdiv(S_k, BLOCK_N) - 1) * BLOCK_N
-        acc0 = _add(acc0, alpha, p, v, v0, b, h_kv, start_v, S_k, stride_vs, 0, D_V, DESCRIPTORS)
+        p = p.to(DTYPE)
+        v_tile = rows(v, v0, b, h_kv, start, S_k, stride_vs, 0, V0, D_V, BLOCK_N, DESCRIPTORS)
+        acc0 = tl.dot(p, v_tile, acc0 * alpha[:, None], input_precision="ieee")
         if V1 > 0:
-            acc1 = _add(acc1, alpha, p, v, v1, b, h_kv, start_v, S_k, stride_vs, V0, D_V, DESCRIPTORS)
+            v_tile = rows(v, v1, b, h_kv, start, S_k, stride_vs, V0, V1, D_V, BLOCK_N, DESCRIPTORS)
+            acc1 = tl.dot(p, v_tile, acc1 * alpha[:, None], input_precision="ieee")
 
     # A row without keys has total = 0; what its accumulator holds may be 0 * NaN
     m2 = m * factor

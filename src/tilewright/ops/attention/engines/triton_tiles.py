@@ -25,17 +25,15 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     descriptors: bool
-    overlap: bool
 
 
 class Tile(NamedTuple):
-    """One kernel's launch: block_m queries and block_n keys.   overlap: products run under the next tile's softmax."""
+    """One kernel's launch: block_m queries and block_n keys."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    overlap: bool
 
 
 def parts(d: int) -> tuple[int, int]:
@@ -94,8 +92,8 @@ def fitted(
     """`tile`, which an H200 was asked about, as the GPU of `t` can run it.
 
     streamed: the side whose operands, of d, d_pe and d_v, come in stages; the other side keeps `kept` numbers a row.
-    Only sm_90 has products that run beside other instructions of the same warp.  Others multiply from registers: tiles
-    of at most `most` rows, kept and streamed, and half of that for heads of more than 128.
+    Only sm_90 multiplies from shared memory in groups of four warps.  Others multiply from registers: tiles of at most
+    `most` rows, kept and streamed, and half of that for heads of more than 128.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
@@ -104,7 +102,7 @@ def fitted(
         rows = {
             side: n // (2 if max(d + d_pe, d_v) > 128 else 1) for side, n in zip((other, streamed), most, strict=True)
         }
-        tile = tile._replace(overlap=False, **{side: min(getattr(tile, side), n) for side, n in rows.items()})
+        tile = tile._replace(**{side: min(getattr(tile, side), n) for side, n in rows.items()})
         if arch.startswith("gfx"):
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
         elif size == 2 and tile.block_m * tile.block_n <= 2048:

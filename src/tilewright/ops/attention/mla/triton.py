@@ -59,8 +59,8 @@ def launch(
     triton_forward.forward(*outs, q, k, v, None, None, mask_data, *rest, 0.0, config, pe=(q_pe, k_pe))
 
 
-_KEYS = ((64, 64, 8, 2, False), (32, 128, 8, 2, False))
-_QUERIES = ((128, 64, 8, 2, False), (128, 64, 8, 2, True), (64, 64, 8, 2, False))
+_KEYS = ((64, 64, 8, 2), (32, 128, 8, 2))
+_QUERIES = ((128, 64, 8, 2), (64, 64, 8, 2))
 """Halves for DeepSeek's widths that compile without spills for sm_90, the first of each under every mask."""
 
 

@@ -26,7 +26,8 @@ template <typename Config> class BlockScales {
         if constexpr (kThere) {
             const u32 block = in.begin * kChunks + skip + lane_index();
             const bool needed = block < min(in.end * kChunks, (in.depth + 127) / 128);
-            return needed ? __ldg(row(in, at) + block) : 0;
+            // Not by __ldg: what that reads must not change while the kernel runs, which begins before the one before ends
+            return needed ? row(in, at)[block] : 0;
         }
         return 0;
     }
@@ -136,7 +137,9 @@ __device__ inline void multiply_and_promote(
     const auto factors = [&](u32 chunk) {
         return Factors<Config>(stages.scales(ring.stage), at.row, chunk, common[chunk]);
     };
+    // Scales are read by all lanes with ordinary loads: __syncwarp puts them before the arrival, which lane 0 makes for all
     const auto release = [&](u32 stage) {
+        if constexpr (Layout<Config>::kScaledAlongK) __syncwarp();
         if (lane_index() == 0) stages.empty[stage].arrive();
     };
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.errors import InputError
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.ops.gemm.engines.few_rows.launch import stores_vectors
 from tilewright.ops.gemm.engines.sm90_operands import refusal as refusal_of_operands
@@ -22,7 +23,7 @@ from tilewright.ops.gemm.scaling import Scaling, scaling_of
 MAX_ROWS = 16
 UNSCALED = -1  # beside the values of Scaling: 16-bit operands
 _TILE, _LANES, _PIECE = 16, 32, 16  # weight rows of a tile, lanes of a warp, bytes that a lane copies at once
-_PROCESSORS, _SHARED = 132, 228 << 10  # of an H200, and the bytes that the blocks of one share
+_PROCESSORS, _SHARED = 132, 228 << 10  # of an H200, and the bytes that the blocks of one share, 1 KB each the system's
 _ON_THE_WAY = 48 << 10  # bytes of weights that a multiprocessor waits for, at least
 _SCALES = {Scaling.TOKEN_BLOCK: 1, Scaling.TOKEN_TOKEN: 2}  # of the weights that a lane needs of 128 of K
 
@@ -149,7 +150,13 @@ def _result(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None, alpha: float) -> 
 def _launch(
     kernel: CudaKernel, config: Config, scaling: int, args: tuple[object, ...], params: object, a: Tensor, b: Tensor
 ) -> None:
-    """A block, or a cluster, for each tile of each product."""
+    """A block, or a cluster, for each tile of each product.  Raises InputError where a block fits none."""
+    needed = shared_bytes(config, scaling)
+    if needed > _SHARED:
+        raise InputError(
+            f"skinny: {config} needs {needed} bytes of shared memory, rings, sums and the system's, of the {_SHARED} "
+            "of a multiprocessor; take fewer stages or warps, as `candidates` does"
+        )
     tiles = a.shape[0] * -(-a.shape[1] // config.tokens) * -(-b.shape[2] // _TILE)
     kernel(
         (tiles * config.split,),
