@@ -21,7 +21,7 @@ from tilewright.bench.tables import write_table
 from tilewright.bench.timing import interleave
 from tilewright.dispatch import Cost, Sample, contract, register_impl, table
 from tilewright.dispatch.backends import missing as missing_backend
-from tilewright.errors import InputError, UsageError
+from tilewright.errors import InputError, KernelMissingError, UsageError
 
 CPU = torch.device("cpu")
 SMALL = {"M": 16, "N": 64}
@@ -104,6 +104,23 @@ def test_what_a_budget_leaves_is_no_failure_and_another_run_takes_it(planted: Ca
     assert (nothing.rows, nothing.unbegun, nothing.ok) == ([], 2, True)
     forward, backward = small(budget=3600.0).rows
     assert [row.key for row in small(without={forward.key}).rows] == [backward.key]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_kernel_that_cannot_be_made_here_costs_no_row(planted: Callable[..., None], direction: str) -> None:
+    """`auto` goes on without it, and so does its row."""
+
+    def absent(*args: Any, config: Any) -> None:
+        raise KernelMissingError("in no cache, and no compiler is here")
+
+    planted(absent if direction == "fwd" else right)
+    if direction == "bwd":
+        register_impl("rms_norm", backend="cpu", direction="bwd")(absent)
+    results = small()
+    assert results.ok, results.failures
+    assert [row.chosen for row in results.rows] == (["torch", "torch"] if direction == "fwd" else ["cpu", "auto"])
+    left_out = [(note.direction, note.name) for note in results.left_out if "in no cache" in note.reason]
+    assert left_out == ([("fwd", "cpu")] if direction == "fwd" else [("bwd", "cpu")])
 
 
 def test_an_implementation_with_one_wrong_row_fails_the_run_and_is_not_timed(planted: Callable[..., None]) -> None:

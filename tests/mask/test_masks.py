@@ -94,6 +94,16 @@ def test_a_program_made_without_gradients_serves_a_backward():
         assert not mask.program("cpu")[1].is_inference()
 
 
+def test_the_program_of_a_mask_that_an_op_makes_causal_is_kept():
+    """A call that is captured into a CUDA graph may copy nothing: the one before has."""
+    mask = masks.document(torch.tensor([0, 0, 1, 1]))
+    text, data = (mask & masks.causal()).program("cpu")
+    assert (mask & masks.causal()).program("cpu")[1] is data
+    assert (text, data.tolist()) == ("band:0 doc:2 &", [0, 2**31 - 1, 4, 4, 0, 0, 1, 1])
+    assert (mask & masks.window(3)).program("cpu")[1].tolist()[:2] == [0, 3]
+    assert mask.program("cpu")[1].tolist() == [4, 2, 0, 0, 1, 1]
+
+
 def test_a_program_made_in_a_compiled_graph_is_that_of_eager():
     outer = masks.causal() & masks.document(torch.tensor([0, 0, 1, 1]))
 

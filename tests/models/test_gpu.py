@@ -81,7 +81,9 @@ def test_attention_alone(name: str, dtype: torch.dtype, side: str) -> None:
             made: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
         return made
 
-    exact, unpatched = run(copy.deepcopy(model).double()), run(model)
+    # Not float64: Gemma's eager softmax is of float32, where the least float64 is -inf and a row of padding NaN
+    exact, unpatched = run(copy.deepcopy(model).float()), run(model)
+    assert exact.isfinite().all()
     patch(model, verify=False, ops=["attention"], backend="triton")
     with record() as recording:
         got = run(model)

@@ -154,6 +154,34 @@ def test_rows_that_are_zero_leave_the_others_their_cancellation(empty):
     assert any("row 0 off by" in fault for fault in wanted.judge((exact + 2 * off).float()).faults)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_terms_that_cancel_are_rounded_as_torch_rounds_them(seed):
+    """Rows (dp - delta) k of a gradient, delta a rounded number.  In row 3 the two cancel; there torch's rounding is
+    small by luck, and ours as large as elsewhere.  32 times as much is a fault.
+    """
+    g = torch.Generator().manual_seed(seed)
+    dp, k = torch.randn(64, generator=g), torch.randn(64, 64, generator=g).bfloat16()
+    delta, usual = dp * (torch.rand(64, generator=g) - 0.5), 2.0**-9 / 3**0.5
+    delta[3] = 0.97 * dp[3]
+
+    def uniform(size):
+        return size * (2 * torch.rand(64, generator=g) - 1)
+
+    def rows(dp, delta):
+        return (dp - delta)[:, None] * k.to(dp.dtype)
+
+    def off_in_row_3(error):
+        off = uniform(2.0**-9)
+        off[3] = error
+        return rows(dp, delta + dp * off).bfloat16()
+
+    exact = dp.double(), delta.double()  # jitter too: numbers of a single float32 hardly feel half a rounding
+    noisy = [rows(*(t + t * uniform(2.0**-24).double() for t in exact)) for _ in range(JITTERS)]
+    wanted = standard("dq", rows(*exact), off_in_row_3(usual / 16), noisy, 3.0)
+    assert wanted.judge(off_in_row_3(-usual)).faults == ()
+    assert any("row 3" in fault for fault in wanted.judge(off_in_row_3(-32 * usual)).faults)
+
+
 def test_a_fault_says_by_how_much():
     wanted, a, b = product_standard((4, 64), torch.float32)
     (fault,) = [f for f in wanted.judge(silu(a) * b * 1.5).faults if "of its norm" in f]

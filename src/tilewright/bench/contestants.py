@@ -49,7 +49,7 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     with torch.no_grad(), record() as recording:
         contract.function(*sample.args, **sample.kwargs)
     forward, forward_args, *wish = recording.calls[0]
-    forward_plan = recording.plans[0]
+    forward_plan = forward.plan(forward_args, *wish)  # what ran: the recorded one may have had no kernel here
     if case.direction == "fwd":
         return _choice(forward, forward_args, forward_plan.backend)
     gradient = contract.gradient
@@ -62,12 +62,13 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     saved = gradient.save(forward_args, tuple(outputs))
     plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
     raw_args = tuple(gradient.raw_args((*cotangents, *unused), tuple(saved), plain, needs))
-    picked = gradient.op.plan(raw_args, "auto", "default").backend
     if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
-        picked = "torch"
-    elif picked == "torch":  # a torch backward under our forward recomputes: neither ours nor torch's autograd
-        picked = "auto"
-    return _choice(gradient.op, raw_args, picked)
+        return _choice(gradient.op, raw_args, "torch")
+    with torch.no_grad():
+        gradient.op(*raw_args, "auto", "default")  # as in the forward, running it settles what can run
+    picked = gradient.op.plan(raw_args, "auto", "default").backend
+    # A torch backward under our forward recomputes: neither ours nor torch's autograd
+    return _choice(gradient.op, raw_args, "auto" if picked == "torch" else picked)
 
 
 def contestants(case: Case, found: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:

@@ -43,9 +43,9 @@ def run(
 
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
     against: names of the peers to run; None runs all. without: keys of cases to leave out. budget: seconds after which
-    no case is begun; what was left, then or by an interruption, stands in `Results.unbegun`. timing: "sustained" or "paused". progress: gets one
-    line of text a row. Raises UsageError for names that do not exist. A case that fails is recorded in
-    `Results.failures`, and the run goes on.
+    no case is begun; what was left, then or by an interruption, stands in `Results.unbegun`. timing: "sustained" or
+    "paused". progress: gets one line of text a row. Raises UsageError for names that do not exist. A case that fails is
+    recorded in `Results.failures`, and the run goes on.
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)

@@ -30,7 +30,13 @@ class Mask:
     """
 
     def __and__(self, other: "Mask") -> "Mask":
-        return _joined(And, self, other) if isinstance(other, Mask) else NotImplemented
+        if not isinstance(other, Mask):
+            return NotImplemented
+        joined = _joined(And, self, other)
+        if isinstance(other, Band) and (other.low, other.high) == (0, HIGHEST) and not torch.compiler.is_compiling():
+            # An op with causal=True makes this in every call: the program stays with the mask that stays
+            joined.__dict__["_programs"] = self.__dict__.setdefault("_programs_and_causal", {})
+        return joined
 
     def __or__(self, other: "Mask") -> "Mask":
         return _joined(Or, self, other) if isinstance(other, Mask) else NotImplemented
@@ -63,14 +69,15 @@ class Mask:
         InputError where only FlexAttention can evaluate the mask.
         """
         device = torch.device(device)
-        kept: dict[torch.device, tuple[str, Tensor]] = self.__dict__.setdefault("_programs", {})
+        kept: dict[torch.device, tuple[str, Tensor]] = getattr(self, "_programs", {})
         found = kept.get(device)
         if found is None:
             with torch.inference_mode(False):  # a later backward may need it
                 found = assemble(tuple(self._words()), device)
             # neither a fake tensor nor the memory of a compiled graph
-            if type(found[1]) is Tensor and not torch.compiler.is_compiling():
-                kept[device] = found
+            if not torch.compiler.is_compiling() and type(found[1]) is Tensor:
+                # `__dict__` here alone: the Dynamo of torch 2.11 cannot trace it
+                self.__dict__.setdefault("_programs", {})[device] = found
         return found
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:

@@ -46,7 +46,7 @@ def sequences(
         raise refuse("cu_seqlens", given, "queries and keys have as many documents, on one device")
     band = window_band(None, None) if window is None else window_band(*window)
     if causal:
-        band &= causal_band()
+        band = band & causal_band()  # in two steps: the Dynamo of torch 2.11 knows no `&=` of ours
     assert isinstance(band, Band), "an intersection of bands is one"
     keys = length_q if length_k is None else length_k
     return Sequences(_table(cu_q, cu_k, length_q, keys, band), keys)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from tilewright.dispatch import Contract, Sample
 from tilewright.validate.rule import Standard, standard
 
-JITTERS = 4
+JITTERS = 8
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ order of summation.
 
 The rule holds for the whole tensor and for every row, column and 64x64 tile of it. A part is compared with torch's
 error in the same part, or with torch's largest relative error in any part that is not nearly zero. Where terms cancel,
-torch may have no error at all by luck: a part under half the typical size is allowed what a float32 sum of typical
-parts may lose in another order, the more the smaller it is. Parts of fewer than 16 elements are not judged alone: the
-ratio of two single rounding errors is luck.
+torch may have no error at all by luck, and a rounding of the terms is large beside what is left: such a part is
+compared with what jitter moves in it, times the ratio of torch's error to jitter's in the whole tensor. And a part
+under half the typical size is allowed what a float32 sum of typical parts may lose in another order, the more the
+smaller it is. Parts of fewer than 16 elements are not judged alone: the ratio of two single rounding errors is luck.
 NaN and infinity must stand exactly where the oracle, rounded to the output dtype, has them.
 
 Integers have no rounding: ours must be the reference's.
@@ -148,21 +149,23 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
     theirs = errors(baseline, exact, dtype)
     number = counts(exact)
-    noise = [errors(j, exact, dtype) for j in jittered]
+    noise = Errors(*(torch.stack(e).amax(0) for e in zip(*(errors(j, exact, dtype) for j in jittered), strict=True)))
     info = torch.finfo(dtype)
     relative = info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
     rms = typical(exact)
+    coarser = torch.where(noise.whole > 0, theirs.whole / noise.whole, 0.0)
     limits = []
     for field in Errors._fields:
         their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
         if field in PARTS:
             telling = own > NEARLY_ZERO * rms * n.sqrt()
             their = torch.maximum(their, torch.where(telling, their / own, 0.0).max() * own)
+            their = torch.maximum(their, coarser * getattr(noise, field))
             cancelled = SUM_ORDER * (rms * n.sqrt() / 2 - own).clamp_min(0)
         floor = FLOOR_ULP if field == "ulp" else relative * own + info.smallest_normal * info.eps * n.sqrt()
         if field in PARTS:
             floor = floor + cancelled
-        limit = factor * their + floor + torch.stack([getattr(e, field) for e in noise]).amax(0)
+        limit = factor * their + floor + getattr(noise, field)
         limits.append(torch.where(n < MIN_PART, torch.inf, limit) if field in PARTS else limit)
     return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits))
 

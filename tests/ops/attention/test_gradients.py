@@ -7,7 +7,7 @@ from tests.ops.gemm.bounds import PLACES, run
 
 from tilewright import mask as masks
 from tilewright import ops
-from tilewright.errors import InputError
+from tilewright.errors import BackendError, InputError
 from tilewright.ops.attention import score
 from tilewright.ops.attention.fmha.samples import MASKS
 
@@ -107,7 +107,11 @@ def test_the_formulas_gradients(name, outputs, dtype, place):
 
     wide = [None if g is None else g.double() for g in (do, dlse)]
     wanted = grads(lambda leaves: formula(*leaves, **options), [t.double() for t in tensors], wide)
-    made = grads(ours, tensors, (do, dlse))
+    try:
+        made = grads(ours, tensors, (do, dlse))
+    except BackendError as error:  # the backward takes less than the forward
+        assert place.device == "cuda"
+        pytest.skip(str(error))
     whole, tile = (6 * torch.finfo(dtype).eps, 12 * torch.finfo(dtype).eps) if dtype == HALF else (1e-5, 2e-5)
     for tensor, got, exact in zip(tensors, made, wanted, strict=True):
         assert got.dtype == tensor.dtype

@@ -5,13 +5,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ops.gemm.bounds import Place, run
-from tests.ops.grouped.problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place
+from tests.ops.grouped.problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
 
 from tilewright.errors import InputError
+from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.grouped_matmul import grouped_matmul
 from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
 from tilewright.ops.grouped.masked_matmul import masked_matmul
+from tilewright.ops.grouped.reference import _scaled_along_k, product_along_k, scaled
+from tilewright.ops.quant.layout import TOKEN
 
 SIZES = {
     "ragged": (5, 0, 37, 1, 70),
@@ -85,6 +88,21 @@ def test_accumulation(place):
 @on_every_place
 def test_scales_along_k(place):
     along_k(place, (128, 0, 384), layout="nt", dtype=FP8, scaled_=True, c=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_scaled_groups_in_cublas(turned, monkeypatch):
+    """What is handed to it: groups apart by zeros, whatever stands outside of all of them."""
+    monkeypatch.setattr(
+        scaled_cublas, "product", lambda a, b, of_a, of_b, dtype: scaled(a, of_a) @ scaled(b.mT, of_b).mT
+    )
+    (a, of_a), (b, of_b) = (operand((rows, 640), FP8, "cpu", turned=turned, layout=TOKEN) for rows in (24, 40))
+    ends, c = int32((128, 128, 512), "cpu"), torch.randn(3, 24, 40)
+    wanted = product_along_k(a, b.mT, of_a, of_b, c, ends, torch.float32)
+    a.view(torch.uint8)[:, 512:] = 0x7F
+    of_b[:, 4:] = torch.nan
+    made = _scaled_along_k(a, b.mT, of_a, of_b, c, ends, torch.float32)
+    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-3)
 
 
 @on_every_place

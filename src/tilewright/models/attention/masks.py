@@ -59,9 +59,10 @@ def attention_mask(
     Inside torch.compile, and for one query of a static cache (whose place only the device knows), the elements.
     Raises InputError for a padding mask of other than two dimensions.
     """
-    from transformers import masking_utils
+    # Not by way of the package, a lazy module: the Dynamo of torch 2.11 takes none
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    function: MaskFunction = masking_utils.causal_mask_function if mask_function is None else mask_function
+    function: MaskFunction = causal_mask_function if mask_function is None else mask_function
     if attention_mask is not None and attention_mask.dim() != 2:
         raise InputError(f"attention: the padding mask is {tuple(attention_mask.shape)}; needs (B, S).")
     tokens = None if attention_mask is None else attention_mask.to(device, torch.bool)
@@ -71,9 +72,9 @@ def attention_mask(
     }  # fmt: skip
     plain = tokens is None and isinstance(q_offset, int) and q_offset == kv_offset == 0
     if torch.compiler.is_compiling() or (q_length == 1 and isinstance(q_offset, Tensor)):
-        if plain and allow_is_causal_skip and q_length == kv_length and function is masking_utils.causal_mask_function:
+        if plain and allow_is_causal_skip and q_length == kv_length and function is causal_mask_function:
             return None
-        if plain and allow_is_bidirectional_skip and function is masking_utils.bidirectional_mask_function:
+        if plain and allow_is_bidirectional_skip and function is bidirectional_mask_function:
             return None
         return _elements(everything)
     start = int(q_offset) - kv_offset  # the place of the first query among the keys

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.checks import FP8
-from tilewright.ops.gemm.operands import Major, columns_out, copyable, major_a, major_b
+from tilewright.ops.gemm.operands import Major, apply_epilogue, columns_out, copyable, major_a, major_b
 from tilewright.ops.gemm.reference import product
-from tilewright.ops.gemm.scaling import granularity
+from tilewright.ops.gemm.scaling import Scaling, granularity, scaling_of
 from tilewright.ops.quant.numbers import restore
 
 
@@ -71,7 +72,13 @@ def product_along_k(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """a[:, group g] @ b[group g, :] + c[g] of every group; raw arguments of `k_grouped_matmul`."""
+    """a[:, group g] @ b[group g, :] + c[g] of every group; raw arguments of `k_grouped_matmul`.
+
+    Of scaled float8 on a GPU, what cuBLAS makes of each group, where it takes them: it sums as tensor cores do.
+    """
+    if scale_a is not None and scale_b is not None and _cublas_has_it(a, b, scale_a, scale_b):
+        summed = _scaled_along_k(a, b, scale_a, scale_b, c, ends, out_dtype)
+        return summed if out is None else out.copy_(summed)
     a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
     if a.dtype == torch.float64:
         out_dtype = torch.float64
@@ -82,6 +89,31 @@ def product_along_k(
     ]
     result = torch.stack(made) if made else a.new_zeros(shape, dtype=out_dtype)
     return result if out is None else out.copy_(result)
+
+
+def _cublas_has_it(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Are these float8 with a scale for 128 of t, on a GPU whose cuBLAS multiplies such?"""
+    if a.dtype != FP8 or a.device.type != "cuda" or scaling_of(a, b, scale_a, scale_b) is not Scaling.TOKEN_TOKEN:
+        return False
+    return scaled_cublas.takes(a.device.index or 0, Scaling.TOKEN_TOKEN)
+
+
+def _scaled_along_k(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, c: Tensor | None, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Every group by cuBLAS, with zeros for the numbers of all others; scale_a (M, T/128), scale_b (N, T/128)."""
+    first, last = bounds(None, ends, 1, b.shape[0])
+    at = torch.arange(b.shape[0], device=b.device)
+    blocks = 128 * torch.arange(scale_a.shape[1], device=b.device)
+    made = []
+    for g in range(ends.shape[0]):
+        inside, touched = (at >= first[g]) & (at < last[g]), (blocks + 128 > first[g]) & (blocks < last[g])
+        left, right = (torch.where(inside, t.view(torch.uint8), 0).view(t.dtype) for t in (a, b.mT))
+        of_a, of_b = (_zeroed(t, touched) for t in (scale_a, scale_b))
+        z = scaled_cublas.product(left, right.mT, of_a, of_b, torch.float32)
+        assert z is not None, "asked before"
+        made.append(apply_epilogue(z, None, None if c is None else c[g], "", out_dtype))
+    return torch.stack(made) if made else a.new_zeros((0, a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 def _slices_of_k(a: Tensor, b: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
