@@ -256,9 +256,10 @@ def attention_backward(
     wanted = torch.autograd.grad(o, exact, do.double())
     o, lse = o.detach().to(_HALF), lse.detach().float()
     wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
-    made: Any = [w[:, :, :-1] for w in wide]
+    made = [w[:, :, :-1] for w in wide]
     dsinks = torch.empty(4 if modified else 0, device=DEVICE)
-    fmha_backward_cuda.backward(*made, dsinks, do, None, q, k, v, o, lse, *rest, config=config)
+    args: tuple[Any, ...] = (*made, dsinks, do, None, q, k, v, o, lse, *rest, config)
+    fmha_backward_cuda.backward(*args)
     beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
     return beyond and all(_near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tilewright.dispatch import numerics, use_backend
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
+from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
 from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
@@ -231,7 +231,7 @@ def _capturing(t: Tensor) -> bool:
 def result_dtype(x: Tensor) -> torch.dtype:
     """Autocast's, or that of x."""
     device = x.device.type
-    if x.dtype != torch.float64 and is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if x.dtype != torch.float64 and device in AUTOCASTS and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from tilewright import ops
 from tilewright.dispatch import numerics, use_backend
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
+from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.gemm.activation import activated
 from tilewright.ops.gemm.operands import ACTIVATIONS
 
@@ -76,7 +76,7 @@ class Linear(nn.Linear):
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     device = x.device.type
-    if x.dtype == torch.float64 or not is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or device not in AUTOCASTS or not torch.is_autocast_enabled(device):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -7,6 +7,7 @@ from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
 from tilewright.ops.activation.swiglu import swiglu
 from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
 from tilewright.ops.attention.fmha import fmha
+from tilewright.ops.attention.fmha_fp8 import fmha_fp8
 from tilewright.ops.attention.fmha_varlen import fmha_varlen
 from tilewright.ops.attention.merge_states import merge_states
 from tilewright.ops.attention.mla import mla
@@ -44,6 +45,7 @@ __all__ = [
     "dequantize",
     "dequantize_weight",
     "fmha",
+    "fmha_fp8",
     "fmha_varlen",
     "geglu",
     "gelu_and_mul",

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from tilewright.dispatch.bucket import hint
+from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.mask import evaluate
 from tilewright.ops.attention import vendor
 from tilewright.ops.attention.layout import laid_like
@@ -229,7 +229,7 @@ def _plain(options: Options) -> bool:
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     """Autocast off; on a device that has none (meta), nothing."""
-    return torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if device in AUTOCASTS else nullcontext()
 
 
 class _Attention(torch.autograd.Function):

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
+from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
 
@@ -127,7 +127,7 @@ class _Multiply(torch.autograd.Function):
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     """Autocast off; on a device that has none (meta), nothing."""
-    return torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if device in AUTOCASTS else nullcontext()
 
 
 def _scaled(t: Tensor, alpha: float) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 
 from tilewright.errors import InputError
+from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention.layout import readable
 from tilewright.ops.rows import FLOATS
 
@@ -54,7 +54,7 @@ def results(o: Tensor, lse: Tensor, given: Tensor | Sequence[Tensor]) -> tuple[T
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     """One tensor, in the dtype to which torch promotes theirs: autocast would choose another."""
     common, kind = _result(None, *tensors), tensors[0].device.type
-    with torch.autocast(kind, enabled=False) if is_autocast_available(kind) else nullcontext():
+    with torch.autocast(kind, enabled=False) if kind in AUTOCASTS else nullcontext():
         return torch.stack([t.to(common) for t in tensors])
 
 
