@@ -67,8 +67,8 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     with torch.no_grad():
         gradient.op(*raw_args, "auto", "default")  # as in the forward, running it settles what can run
     picked = gradient.op.plan(raw_args, "auto", "default").backend
-    # A torch backward under our forward recomputes: neither ours nor torch's autograd
-    return _choice(gradient.op, raw_args, "auto" if picked == "torch" else picked)
+    # A torch backward that recomputes under our forward is neither ours nor torch's autograd
+    return _choice(gradient.op, raw_args, "auto" if picked == "torch" and gradient.recomputes else picked)
 
 
 def contestants(case: Case, found: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:

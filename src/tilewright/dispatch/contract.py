@@ -78,7 +78,8 @@ class Gradient:
     gradient is None). The raw op's outputs are the gradients of the arguments at `inputs`, in order; where one output
     serves two arguments, `expand` maps outputs to gradients.  `others(grads, saved, args, needs)` gives, by position,
     the gradients of further arguments, which plain torch computes.  `covers(args)` is False for raw arguments that have
-    no gradient as one op, because the public function takes them apart when one is wanted.
+    no gradient as one op, because the public function takes them apart when one is wanted.  `recomputes`: does the
+    reference of the backward run the forward again?  Then torch is no choice under a forward of ours.
     """
 
     op: RawOp
@@ -88,6 +89,7 @@ class Gradient:
     expand: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
     others: _Others | None = None
     covers: Callable[[Sequence[Any]], bool] = lambda args: True
+    recomputes: bool = True
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def test_a_causal_launch(launches):
     assert rows.shape == (2 * 32 * 16, 2, 64), "a tile of 64 queries"
     assert sums.shape == (2 * 32 * 16, 64, 128)
     assert flags.shape == (2 * 32 * 16 + 1,), "and the counter"
-    assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 8, True), "eight heads of 4.1 MB that share the L2, alternating"
+    assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 15, True), "15 heads of 9 tiles occupy 132 processors"
     assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
     assert launches.rows[0][0] == launches.queries[0][0] == (2 * 32 * 16,)
 

@@ -87,9 +87,11 @@ def row(
 def table_choice(case: Case, found: Choice, ours: Mapping[str, Samples]) -> TableChoice | None:
     """Fastest of ours that a table can ask for.
 
-    Not torch in the backward: it is timed as torch's autograd, and under our forward it would recompute instead.
+    Not torch in a backward that would recompute under our forward: it is timed as torch's autograd.
     """
-    eligible = [n for n in found.names if n in ours and (case.direction == "fwd" or n != "torch")]
+    gradient = case.contract.gradient
+    apart = case.direction == "bwd" and gradient is not None and gradient.recomputes
+    eligible = [n for n in found.names if n in ours and not (apart and n == "torch")]
     if not eligible:
         return None
     best = min(eligible, key=lambda name: ours[name].median)

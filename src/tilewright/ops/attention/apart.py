@@ -20,6 +20,8 @@ from tilewright.mask import Mask
 from tilewright.ops.attention.score import Alibi, Scores, Softcap, combined
 from tilewright.ops.rows import accumulate_dtype
 
+_VERSIONS = 1024
+
 
 def check_backend(op: str, backend: str | None, what: str) -> None:
     """Only the torch backend has `what`.  Says once that it runs there."""
@@ -138,6 +140,16 @@ def _uncompiled() -> Callable[..., Any]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Uncompiled it would hold all scores in memory."""
+    """Uncompiled it would hold all scores in memory.
+
+    Dynamo counts the versions of one function, eight unless told otherwise; every modifier, mask and size is one here.
+    """
+    import torch._dynamo.config as dynamo
+
     compiled: Callable[..., Any] = torch.compile(_uncompiled(), dynamic=False)
-    return compiled
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with dynamo.patch(recompile_limit=_VERSIONS, accumulated_recompile_limit=_VERSIONS):
+            return compiled(*args, **kwargs)
+
+    return attend

@@ -64,15 +64,18 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); the last is empty without sinks.  rest: the fields of `Options`."""
     options = Options(*rest)
-    wide = lse.dtype
+    wide, sinks = lse.dtype, options.sinks
+    theirs = dlse is None and vendor.takes(q, k, v, options.program, options.left, options.right, _plain(options))
+    if theirs and sinks is None:  # a pass over do and o less
+        dq, dk, dv = vendor.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
+        return dq, dk, dv, lse.new_empty(0)
     delta = (do.to(wide) * o.to(wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    if dlse is None and vendor.takes(q, k, v, options.program, options.left, options.right, _plain(options)):
+    if theirs:
         dq, dk, dv = vendor.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
     else:
         dq, dk, dv = _backward(do, delta, q, k, v, lse, options)
-    sinks = options.sinks
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)
     share = torch.exp(sinks.to(wide)[:, None] - lse)  # of the denominator; lse is at least the sink, so never NaN

@@ -120,13 +120,14 @@ def backward(
     lines, keys, part = (1, 1, config.block_m, _WIDE), (1, 1, _KEYS, _WIDE), (1, 1, _ROWS, _WIDE)
     boxes = ((q, lines), (k, keys), (v, keys), (do, lines), (dk, part), (dv, part))
     of_head = s_q * sharing * ((d + d_v) * q.itemsize + d * sums.itemsize)
-    kv_heads = batch * k.shape[1]
+    kv_heads, of_keys, processors = batch * k.shape[1], -(-s_k // _KEYS), usable_sms(q.device)
+    together = max(_L2_BYTES // of_head, -(-processors // of_keys))  # sections that occupy the GPU alternate best
     KERNEL(
-        (min(-(-s_k // _KEYS) * kv_heads, usable_sms(q.device)),),
+        (min(of_keys * kv_heads, processors),),
         (
             *(tensor_map(t, box, swizzle=_SPAN) for t, box in boxes),
             *(rows, sums, flags, 0 if slopes is None else slopes),
-            *(s_q, s_k, heads, batch, sharing, left, right, min(kv_heads, max(1, _L2_BYTES // of_head))),
+            *(s_q, s_k, heads, batch, sharing, left, right, min(kv_heads, together)),
             (left < 0) != (right < 0),  # tiles of keys differ in work
             scale,
             softcap,

@@ -180,5 +180,5 @@ BACKWARD = RawOp(
     count=4,
     torch_first=_unmeasured,
 )
-GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=_save, raw_args=_raw_args)
+GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=_save, raw_args=_raw_args, recomputes=False)
 """Of q, k, v and the sinks."""

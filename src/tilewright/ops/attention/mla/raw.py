@@ -182,5 +182,5 @@ BACKWARD = RawOp(
     count=5,
     torch_first=_unmeasured,
 )
-GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3, 4), save=_save, raw_args=_raw_args)
+GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3, 4), save=_save, raw_args=_raw_args, recomputes=False)
 """Of q, q_pe, k, k_pe and v."""
