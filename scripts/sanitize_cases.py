@@ -20,7 +20,6 @@ from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import model as few_rows
-from tilewright.ops.gemm.engines.few_rows import skinny
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.engines import k_cuda, rows_cuda
@@ -51,10 +50,6 @@ FEW_ROWS = (
     (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
     (64, 9032, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
 )
-SKINNY = (
-    (5, 520, 2056, "nt", "gelu", _HALF, skinny.Config(8, 8, 8, 2, 2)),
-    (13, 520, 584, "nt", "swiglu", _FLOAT, skinny.Config(16, 4, 4, 1, 4)),
-)
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
     (600, 528, 1168, 2, "", _HALF, (192, 128), False),
@@ -73,11 +68,6 @@ FEW_ROWS_SCALED = (
     (13, 520, 2064, 1, "relu", 16, 1, 2),
     (33, 520, 2064, 2, "", 64, 4, 1),
     (33, 520, 2064, 3, "swiglu", 64, 2, 1),
-)
-SKINNY_SCALED = (
-    (5, 520, 2064, 2, "", skinny.Config(8, 8, 4, 2, 2)),
-    (13, 528, 1168, 3, "swiglu", skinny.Config(16, 8, 3, 1, 2)),
-    (3, 528, 1168, 1, "gelu", skinny.Config(8, 4, 4, 1, 4)),
 )
 # rows of groups, columns, depth, scaling, in matrices of their own, kernel, tile or (tokens, split, blocks)
 GROUPED = (
@@ -166,15 +156,6 @@ def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, token
     config = few_rows.deepest(tokens, split, ctas, scaling)
     assert config is not None
     few_rows_cuda.scaled(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
-    return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
-
-
-def scaled_skinny(m: int, n: int, k: int, scaling: int, activation: str, config: skinny.Config) -> bool:
-    """The same by the other kernel for few rows."""
-    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
-    bias, c = _drawn(n), _drawn(1, m, columns_out(n, activation))
-    d = _unwritten(*c.shape)
-    skinny.scaled(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
     return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
 
 
@@ -270,11 +251,9 @@ def cases() -> dict[str, Callable[[], bool]]:
     runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
         ("dense", partial(product, dense_cuda), DENSE),
         ("few rows", partial(product, few_rows_cuda), FEW_ROWS),
-        ("skinny", partial(product, skinny), SKINNY),
         ("fp8", scaled_product, FP8),
         ("requantised", requantised, REQUANTISED),
         ("few rows scaled", scaled_few_rows, FEW_ROWS_SCALED),
-        ("skinny scaled", scaled_skinny, SKINNY_SCALED),
         ("grouped", grouped, GROUPED),
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),

@@ -279,9 +279,9 @@ def _disk_unusable(process: _Process, error: OSError) -> None:
 
 def _missing(key: BuildKey, root: Path) -> str:
     return (
-        f"{key.name} for {key.arch} is not in the kernel cache ({root}), and no {key.kind} compiler is here to make "
-        f"it. Either: {_INSTALL.get(key.kind, 'install one')}. Or bring a bundle from a machine that has one: there "
-        f"`tilewright warmup --arch {key.arch} --out kernels.zip`, here `tilewright cache import kernels.zip`."
+        f"{key.name} for {key.arch} is not in the kernel cache, and no {key.kind} compiler is here to make it. Either: "
+        f"{_INSTALL.get(key.kind, 'install one')}. Or bring a bundle from a machine that has one: there `tilewright "
+        f"warmup --arch {key.arch} --out kernels.zip`, here `tilewright cache import kernels.zip`. The cache: {root}."
     )
 
 

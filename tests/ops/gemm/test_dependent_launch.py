@@ -7,7 +7,6 @@ import torch
 from tests.ops.gemm.test_few_rows_scaled import deepest, operands
 
 from tilewright.ops.gemm.engines import few_rows_cuda
-from tilewright.ops.gemm.engines.few_rows import skinny
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.samples import random_weight
@@ -20,10 +19,10 @@ STEPS, WIDTH = 300, 1024
 bf16, fp32 = torch.bfloat16, torch.float32
 
 
-def dense(engine, config):
+def dense(config):
     """y = W x, where W keeps the length of x on average."""
     w = (torch.randn(1, WIDTH, WIDTH, device="cuda") / WIDTH**0.5).to(bf16)
-    return lambda y, x, step: engine.gemm(y, x, w.mT, None, None, None, 1.0, "", config)
+    return lambda y, x, step: few_rows_cuda.gemm(y, x, w.mT, None, None, None, 1.0, "", config)
 
 
 def integers(bits, shape):
@@ -36,17 +35,15 @@ def integers(bits, shape):
     return lambda y, x, step: weight_only.launch((y[0],), x[0], q, scales, None, "", bf16, config=config)
 
 
-def scaled(engine, rows, columns, depth, scaling, config):
+def scaled(rows, columns, depth, scaling, config):
     """y = alpha A B + x, with another alpha at each step."""
     a, b, *scales = operands(rows, columns, depth, scaling, device="cuda")
-    return lambda y, x, step: engine.scaled(y, a, b, *scales, None, x, (step % 7 + 1) / 8, "", config)
+    return lambda y, x, step: few_rows_cuda.scaled(y, a, b, *scales, None, x, (step % 7 + 1) / 8, "", config)
 
 
 CASES = {  # rows, columns, type of what is written, and the launch
-    "few rows, alone": (8, WIDTH, bf16, lambda: dense(few_rows_cuda, few_rows_cuda.Config(8, 4, 1, 2))),
-    "few rows, a cluster": (8, WIDTH, bf16, lambda: dense(few_rows_cuda, few_rows_cuda.Config(8, 3, 4, 3))),
-    "skinny": (5, WIDTH, bf16, lambda: dense(skinny, skinny.Config(8, 8, 4, 1, 4))),
-    "skinny, a cluster": (5, WIDTH, bf16, lambda: dense(skinny, skinny.Config(8, 4, 4, 2, 4))),
+    "few rows, alone": (8, WIDTH, bf16, lambda: dense(few_rows_cuda.Config(8, 4, 1, 2))),
+    "few rows, a cluster": (8, WIDTH, bf16, lambda: dense(few_rows_cuda.Config(8, 3, 4, 3))),
     "4 bits": (13, WIDTH, bf16, lambda: integers(4, (16, 2, 4, 2, 1))),
     "8 bits": (1, WIDTH, bf16, lambda: integers(8, (8, 2, 4, 4, 2))),
     **{
@@ -54,17 +51,11 @@ CASES = {  # rows, columns, type of what is written, and the launch
             1,
             576,
             fp32,
-            lambda scaling=scaling: scaled(few_rows_cuda, 1, 576, 7168, scaling, deepest(8, 7, 3, scaling)),
+            lambda scaling=scaling: scaled(1, 576, 7168, scaling, deepest(8, 7, 3, scaling)),
         )
         for scaling in Scaling
         if scaling is not Scaling.OTHER
     },
-    "scaled, skinny": (
-        1,
-        576,
-        fp32,
-        lambda: scaled(skinny, 1, 576, 7168, Scaling.TOKEN_TOKEN, skinny.Config(8, 4, 4, 4, 4)),
-    ),
 }
 
 

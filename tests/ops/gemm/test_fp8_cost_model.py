@@ -13,7 +13,6 @@ from tilewright import settings
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
 from tilewright.ops.gemm.engines import few_rows_cuda, fp8_cuda, hopper_fp8_cuda
-from tilewright.ops.gemm.engines.few_rows import skinny
 from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile, predict, rank
 from tilewright.ops.gemm.scaled_matmul.workloads import DEEPSEEK_V3
 
@@ -154,13 +153,11 @@ def test_few_rows_go_to_their_own_engine():
     assert hopper_fp8_cuda.configure(bucket(INVARIANT_ROWS, 4096, 7168), FP8).kernel == "dense"
     tried = hopper_fp8_cuda.candidates(bucket(64, 4096, 7168), FP8)
     assert {config.kernel for config in tried} == {"few_rows", "dense"}
-    assert "skinny" in {config.kernel for config in hopper_fp8_cuda.candidates(bucket(16, 4096, 7168), FP8)}
 
 
-@pytest.mark.parametrize("kernel", ["few_rows", "skinny", "dense"])
+@pytest.mark.parametrize("kernel", ["few_rows", "dense"])
 def test_a_config_reaches_the_engine_that_it_names(kernel, monkeypatch):
     calls = []
-    monkeypatch.setattr(skinny, "scaled", lambda *args: calls.append(("skinny", args)))
     monkeypatch.setattr(few_rows_cuda, "scaled", lambda *args: calls.append(("few_rows", args)))
     monkeypatch.setattr(fp8_cuda, "gemm", lambda *args: calls.append(("dense", args)))
     tried = hopper_fp8_cuda.candidates(bucket(512 if kernel == "dense" else 16, 4096, 7168), FP8)
@@ -170,7 +167,7 @@ def test_a_config_reaches_the_engine_that_it_names(kernel, monkeypatch):
     ((name, args),) = calls
     assert name == kernel
     assert args[:9] == given
-    own = {"few_rows": few_rows_cuda, "skinny": skinny, "dense": fp8_cuda}[kernel].Config
+    own = {"few_rows": few_rows_cuda, "dense": fp8_cuda}[kernel].Config
     assert args[9] == own(*(getattr(config, field) for field in own._fields))
 
 

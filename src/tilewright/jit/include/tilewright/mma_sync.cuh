@@ -27,17 +27,4 @@ __device__ inline void mma_16x8x16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3
     }
 }
 
-// The same of 16 bytes of K, whatever the elements: 16 of them at 16 bits, 32 e4m3, four in a register in place of two.
-// Before Blackwell, e4m3 are made float16 for it; that is exact, and sums are float32.  [PTX ISA: mma.m16n8k32]
-template <typename Element>
-__device__ inline void mma_16x8(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if constexpr (Same<Element, float8_e4m3>::value) {
-        asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    } else {
-        mma_16x8x16<Element>(d, a0, a1, a2, a3, b0, b1);
-    }
-}
-
 }  // namespace tilewright

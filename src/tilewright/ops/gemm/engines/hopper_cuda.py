@@ -1,4 +1,4 @@
-"""The CUDA C++ engines as one backend: few rows of A stream the weights, in two ways, more fill the tensor cores."""
+"""The two CUDA C++ engines as one backend: few rows of A stream the weights, more of them fill the tensor cores."""
 
 from typing import Any, NamedTuple
 
@@ -7,17 +7,15 @@ from torch import Tensor
 
 from tilewright.hardware.device import device_info
 from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda
-from tilewright.ops.gemm.engines.few_rows import skinny
 
-_ENGINES = {"dense": dense_cuda, "few_rows": few_rows_cuda, "skinny": skinny}
+_ENGINES = {"dense": dense_cuda, "few_rows": few_rows_cuda}
 _A_ALONG_K = (0, 1)  # the layouts nt and nn
-_BOTH_ALONG_K = 0
 
 
 class Config(NamedTuple):
-    """The engine and its configuration; fields that belong to another one keep their defaults."""
+    """The engine and its configuration; fields that belong to the other one keep their defaults."""
 
-    kernel: str  # "dense", "few_rows" or "skinny"
+    kernel: str  # "dense" or "few_rows"
     stages: int
     block_m: int = 0
     block_n: int = 0
@@ -27,7 +25,6 @@ class Config(NamedTuple):
     tokens: int = 0
     split: int = 0
     ctas: int = 0
-    warps: int = 0
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
@@ -38,13 +35,10 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Co
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """What the tuner may try: of all engines that can run."""
-    found = []
-    if _few(bucket):
-        found += [_named("few_rows", config) for config in few_rows_cuda.candidates(bucket, dtype)]
-    if bucket[0] <= skinny.MAX_ROWS and bucket[3] == _BOTH_ALONG_K:
-        found += [_named("skinny", config) for config in skinny.candidates(bucket, dtype)]
-    return (*found, *(_named("dense", config) for config in dense_cuda.candidates(bucket, dtype, batch)))
+    """What the tuner may try: of both engines where both can run."""
+    few = few_rows_cuda.candidates(bucket, dtype) if _few(bucket) else ()
+    dense = dense_cuda.candidates(bucket, dtype, batch)
+    return (*(_named("few_rows", config) for config in few), *(_named("dense", config) for config in dense))
 
 
 def refusal(

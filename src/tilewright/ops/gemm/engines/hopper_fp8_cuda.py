@@ -1,5 +1,5 @@
-"""The CUDA C++ engines for scaled e4m3 operands as one backend: few rows of A stream the weights, in two ways, more of
-them fill the tensor cores.
+"""The two CUDA C++ engines for scaled e4m3 operands as one backend: few rows of A stream the weights, more of them fill
+the tensor cores.
 """
 
 from typing import Any, NamedTuple
@@ -9,13 +9,12 @@ from torch import Tensor
 
 from tilewright.hardware.device import device_info
 from tilewright.ops.gemm.engines import few_rows_cuda, fp8_cuda
-from tilewright.ops.gemm.engines.few_rows import skinny
 
 
 class Config(NamedTuple):
-    """The engine and its configuration; fields that belong to another one keep their defaults."""
+    """The engine and its configuration; fields that belong to the other one keep their defaults."""
 
-    kernel: str  # "dense", "few_rows" or "skinny"
+    kernel: str  # "dense" or "few_rows"
     stages: int
     block_m: int = 0
     block_n: int = 0
@@ -23,7 +22,6 @@ class Config(NamedTuple):
     tokens: int = 0
     split: int = 0
     ctas: int = 0
-    warps: int = 0
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -34,13 +32,10 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """What the tuner may try: of all engines that can run."""
-    found = []
-    if _few(bucket):
-        found += [_named("few_rows", config) for config in few_rows_cuda.candidates_scaled(bucket, dtype)]
-    if bucket[0] <= skinny.MAX_ROWS:
-        found += [_named("skinny", config) for config in skinny.candidates(bucket, dtype)]
-    return (*found, *(_named("dense", config) for config in fp8_cuda.candidates(bucket, dtype)))
+    """What the tuner may try: of both engines where both can run."""
+    few = few_rows_cuda.candidates_scaled(bucket, dtype) if _few(bucket) else ()
+    dense = fp8_cuda.candidates(bucket, dtype)
+    return (*(_named("few_rows", config) for config in few), *(_named("dense", config) for config in dense))
 
 
 def refusal(
@@ -54,7 +49,7 @@ def refusal(
     activation: str,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """Why no engine can run these arguments; None if one can.  All take the same."""
+    """Why neither engine can run these arguments; None if one can.  Both take the same."""
     return other_machine(a) or fp8_cuda.refusal(a, b, scale_a, scale_b, bias, c, alpha, activation, out_dtype)
 
 
@@ -80,8 +75,6 @@ def gemm(
     args = d, a, b, scale_a, scale_b, bias, c, alpha, activation
     if config.kernel == "few_rows":
         few_rows_cuda.scaled(*args, _own(few_rows_cuda.Config, config))
-    elif config.kernel == "skinny":
-        skinny.scaled(*args, _own(skinny.Config, config))
     else:
         fp8_cuda.gemm(*args, _own(fp8_cuda.Config, config))
 
