@@ -153,9 +153,9 @@ def _raw_args(
     return do, dlse, *inputs, o, lse, mask_data, *args[6:]
 
 
-def _unmeasured(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Until a table has the sizes, the reference computes: cuDNN where it takes them, plain torch elsewhere."""
-    return True
+def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Until a table has the sizes: as for `fmha`."""
+    return dtype.itemsize == 4 or bucket[BUCKET.index("mask")] in (fmha.FULL, fmha.CAUSAL)
 
 
 FORWARD = RawOp(
@@ -168,7 +168,7 @@ FORWARD = RawOp(
     bucket=_forward_bucket,
     bucket_names=BUCKET,
     count=2,
-    torch_first=_unmeasured,
+    torch_first=_torch_first,
 )
 BACKWARD = RawOp(
     "mla",
@@ -180,7 +180,7 @@ BACKWARD = RawOp(
     bucket=_backward_bucket,
     bucket_names=BUCKET,
     count=5,
-    torch_first=_unmeasured,
+    torch_first=_torch_first,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3, 4), save=_save, raw_args=_raw_args, recomputes=False)
 """Of q, q_pe, k, k_pe and v."""
