@@ -12,6 +12,7 @@ from tests.harness.registry import own_registry
 
 from tilewright.bench import cases, peers, suite
 from tilewright.bench.cases import select
+from tilewright.bench.contestants import Contestant
 from tilewright.bench.measure import Effort
 from tilewright.bench.measure import case as measure
 from tilewright.bench.schema import missing
@@ -96,6 +97,28 @@ def test_an_interruption_keeps_what_was_measured(planted: Callable[..., None], m
     monkeypatch.setattr(suite, "_one", interrupted)
     found = small()
     assert (len(found.rows), found.unbegun, found.ok) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("us", "left"),
+    [
+        ({"cpu": [1_000], "torch": [60_000, 61_000], "eager": [60_000, 900]}, ["torch"]),
+        ({"cpu": [30_000], "torch": [60_000], "eager": [49_000]}, []),
+        ({"cpu": [90_000, 90_000], "torch": [10], "eager": [49_000]}, []),
+    ],
+    ids=["once was bad luck", "not dozens of times", "auto picks it"],
+)
+def test_who_would_cost_the_others_their_rounds_is_not_interleaved(
+    us: dict[str, list[float]], left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Microseconds of each call, the first one and if it was long the second; `auto` picks "cpu"."""
+    monkeypatch.setattr(measure._Case, "_once", lambda self, call: us[call].pop(0))
+    (item, *_) = select("norm", ops=["rms_norm"], dtype="fp32", case=SMALL, device=CPU)
+    case = object.__new__(measure._Case)
+    case.case, case.left_out = item, []
+    kept = case._keeping_up([(Contestant(name, name != "eager", right), [name]) for name in us], "cpu")
+    assert [note.name for note in case.left_out] == left
+    assert {c.name for c, _ in kept} == set(us) - set(left)
 
 
 def test_what_a_budget_leaves_is_no_failure_and_another_run_takes_it(planted: Callable[..., None]) -> None:

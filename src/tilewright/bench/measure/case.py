@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ _FLOOR_SLACK_US = 0.3  # resolution of an event pair, spread over a sample
 _MATRIX_INTENSITY = 8  # flops a byte; below the ridge point of every processor with matrix units, traffic alone decides
 # When flops take this many times as long as reading all the bytes would, no mix of traffic is the floor
 _CLEARLY_COMPUTE = 2
+_LONG_US, _HOPELESS = 50_000.0, 20.0  # of a call, and times the fastest: whoever is beyond both is not interleaved
 _GRAPH_TELLS_US = 1000.0  # of a longer call a graph says nothing new, and twenty of them take a while
 _PREFIX = "floor:"
 
@@ -90,7 +92,8 @@ class _Case:
         self.peer_names = {c.name for c in field if not c.ours}
         if found.chosen not in err:
             return Measured(None, None, self.left_out, self.failures)
-        prepared = [(c, self._sets(c)) for c in field]
+        prepared = self._keeping_up([(c, self._sets(c)) for c in field], found.chosen)
+        field = [c for c, _ in prepared]
         calls = {c.name: rotate(sets) for c, sets in prepared}
         timed, floor = self._time(calls)
         paused = self._paused(calls, floor)
@@ -159,6 +162,33 @@ class _Case:
     def _sets(self, contestant: Contestant) -> list[Call]:
         made = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
         return [call for call in made if call is not None]
+
+    def _keeping_up(
+        self, prepared: list[tuple[Contestant, list[Call]]], chosen: str
+    ) -> list[tuple[Contestant, list[Call]]]:
+        """Without those whose every round would cost the others dozens, unless `auto` picks them."""
+        once = {c.name: self._once(sets[0]) for c, sets in prepared}
+        least = min(once.values())
+        kept = []
+        for contestant, sets in prepared:
+            us = once[contestant.name]
+            if us > max(_LONG_US, _HOPELESS * least):
+                us = min(us, self._once(sets[0]))
+            if us > max(_LONG_US, _HOPELESS * least) and contestant.name != chosen:
+                reason = f"{us / 1e3:.0f} ms in one call, over {_HOPELESS:.0f} times the fastest: not interleaved"
+                self.left_out.append(Note(*self.case.key, contestant.name, reason))
+            else:
+                kept.append((contestant, sets))
+        return kept
+
+    def _once(self, call: Call) -> float:
+        """Wall time of one call in microseconds."""
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        synchronize()
+        began = perf_counter()
+        self._run(call)
+        synchronize()
+        return (perf_counter() - began) * 1e6
 
     def _time(self, calls: dict[str, Call]) -> tuple[dict[str, Samples], float]:
         """(samples by name, floor in us), all from the same rounds."""
