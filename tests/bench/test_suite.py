@@ -85,6 +85,11 @@ def test_a_row_holds_what_was_measured(planted: Callable[..., None]) -> None:
     assert any("rms_norm custom float32 fwd" in line for line in lines)
 
 
+def test_one_direction_alone(planted: Callable[..., None]) -> None:
+    planted(right)
+    assert [row.direction for row in small(direction="bwd").rows] == ["bwd"]
+
+
 def test_an_interruption_keeps_what_was_measured(planted: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     planted(right)
     whole = suite._one

@@ -33,6 +33,7 @@ def run(
     against: Sequence[str] | None = None,
     *,
     rows: Sequence[str] | None = None,
+    direction: str | None = None,
     without: Collection[tuple[str, ...]] = (),
     budget: float | None = None,
     device: torch.device | str | None = None,
@@ -42,17 +43,17 @@ def run(
     """Measure every implementation of ours and every available peer on the cases of `suite`.
 
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
-    against: names of the peers to run; None runs all. without: keys of cases to leave out. budget: seconds after which
-    no case is begun; what was left, then or by an interruption, stands in `Results.unbegun`. timing: "sustained" or
-    "paused". progress: gets one line of text a row. Raises UsageError for names that do not exist. A case that fails is
-    recorded in `Results.failures`, and the run goes on.
+    direction: "fwd" or "bwd" alone. against: names of the peers to run; None runs all. without: keys of cases to leave
+    out. budget: seconds after which no case is begun; what was left, then or by an interruption, stands in
+    `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row. Raises UsageError for
+    names that do not exist. A case that fails is recorded in `Results.failures`, and the run goes on.
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
     chosen = [
         item
         for item in select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=where)
-        if item.key not in without
+        if item.key not in without and direction in (None, item.direction)
     ]
     if against is not None:
         check_names({item.contract.name: item.contract for item in chosen}.values(), where, against)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewright.cli.options import DeviceOption, DtypeOption, JsonOption, device, names, need, seconds
+from tilewright.cli.options import DeviceOption, DirectionOption, DtypeOption, JsonOption, device, names, need, seconds
 from tilewright.cli.output import check_writable, emit, say, write_json
 from tilewright.errors import UsageError
 
@@ -37,6 +37,7 @@ def bench_suite(
     rows: Annotated[
         str | None, typer.Option("--rows", metavar="PATTERNS", help="Only cases of these names: llama8b_*,*_m64.")
     ] = None,
+    direction: DirectionOption = None,
     against: Annotated[
         str | None, typer.Option("--against", metavar="NAMES", help="Peers, separated by commas; default: all.")
     ] = None,
@@ -100,6 +101,7 @@ def bench_suite(
         sizes(case, wanted) if case else None,
         names(against),
         rows=names(rows),
+        direction=None if direction is None else direction.value,
         without={row.key for row in earlier.rows} if resume and earlier is not None else (),
         budget=within,
         device=place,

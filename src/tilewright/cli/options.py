@@ -23,10 +23,18 @@ class Dtype(StrEnum):
     fp32 = "fp32"
 
 
+class Direction(StrEnum):
+    """Which half of an op."""
+
+    fwd = "fwd"
+    bwd = "bwd"
+
+
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; - prints it alone.")
 ]
 OpArgument = Annotated[str, typer.Argument(metavar="OP", help="An op's name; see `tilewright ops`.")]
+DirectionOption = Annotated[Direction | None, typer.Option("--direction", help="Default: both.")]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Element type; default: what the case declares.")]
 BackendOption = Annotated[
     str | None, typer.Option("--backend", metavar="NAME", help="Exactly this one: cuda, cutile, triton, cpu or torch.")

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewright.cli.options import BackendOption, DeviceOption, DtypeOption, JsonOption, device, seconds
+from tilewright.cli.options import (
+    BackendOption,
+    DeviceOption,
+    DirectionOption,
+    DtypeOption,
+    JsonOption,
+    device,
+    seconds,
+)
 from tilewright.cli.output import check_writable, emit, say
 from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
     from tilewright.bench.cases import Case
-
-
-class Direction(StrEnum):
-    """Which half of an op."""
-
-    fwd = "fwd"
-    bwd = "bwd"
 
 
 class Search(StrEnum):
@@ -44,7 +45,7 @@ def tune_ops(
         str | None, typer.Option("--case", metavar="SIZES", help="Only cases with these sizes: M=8192,N=4096.")
     ] = None,
     dtype: DtypeOption = None,
-    direction: Annotated[Direction | None, typer.Option("--direction", help="Default: both.")] = None,
+    direction: DirectionOption = None,
     backend: BackendOption = None,
     search: Annotated[
         Search, typer.Option("--search", help="The declared order, or a random one for a short budget.")
