@@ -94,9 +94,9 @@ WEIGHT_ONLY = (
 )
 # queries, keys, D, band, mask of the keys, modified scores, config
 ATTENTION = (
-    (300, 450, 128, (-1, 0), "", False, fmha_cuda.Config(2, 128, 2, 2)),
+    (300, 450, 128, (-1, 0), "", False, fmha_cuda.Config(2, 128, 2, 2, turns=False)),
     (300, 450, 64, (90, 20), "", True, fmha_cuda.Config(3, 128, 2, 2)),
-    (450, 300, 256, (-1, 0), "", False, fmha_cuda.Config(2, 80, 2, 1)),
+    (450, 300, 256, (-1, 0), "", False, fmha_cuda.Config(2, 64, 2, 1)),
     (300, 450, 128, (-1, -1), "documents", False, fmha_cuda.Config(2, 128, 2, 2)),
     (300, 450, 64, (-1, -1), "leaves", True, fmha_cuda.Config(3, 128, 2, 2)),
 )

@@ -169,11 +169,11 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
     (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
-    (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2)), {"HGMMA": 32, "UTMALDG": 18, "UTMASTG": 4}),
+    (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2, False)), {"HGMMA": 32, "UTMALDG": 18, "UTMASTG": 4}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), softcap=3.0), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), documents=True), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2)), {"HGMMA": 24, "UTMALDG": 12, "UTMASTG": 3}),
-    (fmha_cuda.KERNEL, fmha(256, (2, 80, 2, 1), scale=-1.0), {"HGMMA": 42, "UTMALDG": 28, "UTMASTG": 8}),
+    (fmha_cuda.KERNEL, fmha(256, (2, 64, 2, 1), scale=-1.0), {"HGMMA": 40, "UTMALDG": 28, "UTMASTG": 8}),
 ]
 
 
