@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilewright.dispatch.bucket import hint
 from tilewright.hardware.autocast import AUTOCASTS
-from tilewright.mask import evaluate
 from tilewright.ops.attention import vendor
+from tilewright.ops.attention.blocks import allowed, products, row_blocks
 from tilewright.ops.attention.layout import laid_like
 from tilewright.ops.rows import accumulate_dtype
 
@@ -106,19 +105,12 @@ class _Block(NamedTuple):
 def _blocks(q: Tensor, k: Tensor, options: Options) -> Iterator[_Block]:
     """All queries, `_BLOCK` scores or one row at a time."""
     s_q, s_k = q.shape[2], k.shape[2]
-    a_row = hint(q.shape[0] * q.shape[1] * s_k)
-    # One block also where nothing is computed (meta); and no guard here but on a size that is none
-    if q.is_meta or a_row * hint(s_q) <= _BLOCK:
-        if q.shape[2]:
-            yield _Block(0, s_q, 0, s_k)
-        return
-    height = max(_BLOCK // a_row, 1)
-    for start in range(0, s_q, height):
-        end = min(start + height, s_q)
+    blocks = list(row_blocks(q, s_k, _BLOCK))
+    for start, end in blocks:
         first, last = 0, s_k
-        if options.left >= 0:
+        if len(blocks) > 1 and options.left >= 0:
             first = min(max(start + s_k - s_q - options.left, 0), s_k)
-        if options.right >= 0:
+        if len(blocks) > 1 and options.right >= 0:
             last = max(min(end + s_k - s_q + options.right, s_k), first)
         yield _Block(start, end, first, last)
 
@@ -133,27 +125,20 @@ class _Scores(NamedTuple):
 
 def _scores(q: Tensor, k: Tensor, block: _Block, s_q: int, s_k: int, options: Options) -> _Scores:
     """q: rows of the block, k: its keys, both wide."""
-    s = options.scale * _products(q, k.mT)
+    s = options.scale * products(q, k.mT)
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
     capped = s
     positions = torch.arange(block.start, block.end, device=q.device) + (s_k - s_q)
     keys = torch.arange(block.first, block.last, device=q.device)
-    distance = positions[:, None] - keys
     if options.slopes is not None:
-        s = s - options.slopes.to(s.dtype)[:, None, None] * distance.abs()
-    allowed = None
-    if options.mask_data is not None:
-        allowed = evaluate(options.program, options.mask_data, positions, keys, q.shape[0], q.shape[1])
-    elif options.left >= 0 or options.right >= 0:
-        allowed = torch.ones_like(distance, dtype=torch.bool)
-        if options.left >= 0:
-            allowed = allowed & (distance <= options.left)
-        if options.right >= 0:
-            allowed = allowed & (distance >= -options.right)
-    if allowed is not None:
-        s = s.masked_fill(~allowed, -math.inf)
-    return _Scores(s, capped, allowed)
+        s = s - options.slopes.to(s.dtype)[:, None, None] * (positions[:, None] - keys).abs()
+    seen = allowed(
+        positions, keys, options.mask_data, options.program, options.left, options.right, q.shape[0], q.shape[1]
+    )
+    if seen is not None:
+        s = s.masked_fill(~seen, -math.inf)
+    return _Scores(s, capped, seen)
 
 
 def _forward_block(q: Tensor, k: Tensor, v: Tensor, block: _Block, options: Options) -> tuple[Tensor, Tensor]:
@@ -173,7 +158,7 @@ def _forward_block(q: Tensor, k: Tensor, v: Tensor, block: _Block, options: Opti
     total = p.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    summed = _products(p.to(v.dtype).to(wide), values.to(wide))
+    summed = products(p.to(v.dtype).to(wide), values.to(wide))
     o = (summed / total.masked_fill(total == 0, 1.0)).to(q.dtype)
     return o, (top + torch.log(total)).squeeze(-1)
 
@@ -188,27 +173,20 @@ def _backward(
         at, inside = slice(block.start, block.end), slice(block.first, block.last)
         rows, out = q[:, :, at].to(wide), do[:, :, at].to(wide)
         keys, values = k[:, :, inside].to(wide), v[:, :, inside].to(wide)
-        s, capped, allowed = _scores(rows, keys, block, q.shape[2], k.shape[2], options)
+        s, capped, seen = _scores(rows, keys, block, q.shape[2], k.shape[2], options)
         level = lse[:, :, at, None]
         p = torch.exp(s - level.masked_fill(level == -math.inf, 0.0))
-        ds = p * (_products(out, values.mT) - delta[:, :, at, None])
+        ds = p * (products(out, values.mT) - delta[:, :, at, None])
         if options.softcap:
             ds = ds * (1.0 - (capped / options.softcap) ** 2)
-        if allowed is not None:
-            ds = ds.masked_fill(~allowed, 0.0)
+        if seen is not None:
+            ds = ds.masked_fill(~seen, 0.0)
         ds = ds.to(q.dtype).to(wide)
-        dq.append((options.scale * _products(ds, keys)).to(q.dtype))
+        dq.append((options.scale * products(ds, keys)).to(q.dtype))
         dk[:, :, inside] += options.scale * _sums(ds, rows, k.shape[1])
         dv[:, :, inside] += _sums(p.to(v.dtype).to(wide), out, v.shape[1])
     made = torch.cat(dq, 2) if dq else torch.zeros_like(q)
     return laid_like(made, q), laid_like(dk.to(k.dtype), k), laid_like(dv.to(v.dtype), v)
-
-
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """a (B, H, M, K) @ b (B, H_kv, K, N): query heads that share a key head are rows of one product."""
-    batch, heads, m, _ = a.shape
-    folded = a.reshape(batch, b.shape[1], heads // b.shape[1] * m, a.shape[3])
-    return (folded @ b).view(batch, heads, m, b.shape[3])
 
 
 def _sums(a: Tensor, b: Tensor, kv_heads: int) -> Tensor:
