@@ -111,3 +111,23 @@ def test_the_real_driver_is_back_after_the_block(driver):
 def test_an_unknown_target_is_named(driver):
     with pytest.raises(ValueError, match="sm_75"), driver.target("sm_75"):
         pass
+
+
+SET = """
+        /*0010*/                   USGXT.U32 UR10, UR4, 0xe ;
+        /*0020*/                   UIADD3.64 UR30, UR6, 0x7e, URZ ;
+        /*0030*/              @!P0 HGMMA.64x16x16.F32.BF16 R88, R24, gdesc[UR28].tnspB, R88 ;
+"""
+
+
+def test_a_descriptor_from_a_register_that_nothing_wrote_is_found():
+    from tests.harness.uniform_registers import unset
+
+    head = "        /*0000*/  UMOV UR4, 0x10 ;\n        /*0008*/  ULDC.64 UR6, c[0x0][0x208] ;"
+    assert unset(head + SET) == []
+    assert unset(SET) == ["USGXT.U32 UR10, UR4, 0xe", "UIADD3.64 UR30, UR6, 0x7e, URZ"]
+    both_from_memory = SET.replace("R88, R24, gdesc", "R88, gdesc")
+    assert unset(head + both_from_memory) == ["HGMMA.64x16x16.F32.BF16 R88, gdesc[UR28].tnspB, R88"]
+    assert unset(head + SET + "        /*0040*/  UIADD3 UR42, UP0, UR42, 0x20, URZ ;") == [
+        "UIADD3 UR42, UP0, UR42, 0x20, URZ"
+    ]

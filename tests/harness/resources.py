@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from tests.harness.uniform_registers import of_binary
 from triton.backends.nvidia.compiler import get_ptxas
 
 # AMD's compiler writes the counts into the assembly's metadata.
@@ -22,6 +23,7 @@ _NVIDIA = {"registers": r"\bREG:(\d+)", "stack_bytes": r"\bSTACK:(\d+)"}
 _PTXAS_SPILLS = r"(\d+) bytes spill (?:stores|loads)"
 
 # Instructions of the matrix units, by target: mma.sync works everywhere, wgmma on sm_90, tcgen05 on sm_100.
+_WIDTH = r"wgmma\.mma_async\.\S*?m64n(\d+)"
 _MATRIX = {"ptx": r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*", "amdgcn": r"\bv_(?:s?mfma|wmma)_\w+"}
 
 
@@ -30,7 +32,8 @@ class Resources:
     """Per thread `registers` and bytes of stack; `spilled`: registers (AMD) or bytes moved (NVIDIA) that did not fit.
 
     A stack without spills holds arrays or return addresses. `multiplies` says that the kernel contains `tl.dot`;
-    `matrix_instructions` are the names of those that do its work.
+    `matrix_instructions` are the names of those that do its work.  `unset`: see `uniform_registers`, read of kernels
+    whose matrix instructions have several widths.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Resources:
     shared_bytes: int
     multiplies: bool
     matrix_instructions: tuple[str, ...]
+    unset: tuple[str, ...] = ()
 
     def faults(self) -> list[str]:
         """What no shipped kernel may do, in words; empty when all is well."""
@@ -48,6 +52,8 @@ class Resources:
             found.append(f"{self.name} spills {self.spilled} at {self.registers} registers")
         if self.multiplies and not self.matrix_instructions:
             found.append(f"{self.name} contains tl.dot but no matrix instruction")
+        if self.unset:
+            found.append(f"{self.name} reads uniform registers that nothing wrote: {self.unset[0]}")
         return found
 
 
@@ -55,6 +61,7 @@ def resources(kernel: Any) -> Resources:
     """Read `kernel`, a `triton.compiler.CompiledKernel` for any of our targets."""
     text = "amdgcn" if "amdgcn" in kernel.asm else "ptx"
     counts = _amd(kernel) if text == "amdgcn" else _nvidia(kernel)
+    several = text == "ptx" and len(set(re.findall(_WIDTH, kernel.asm[text]))) > 1
     return Resources(
         name=kernel.name,
         registers=counts["registers"],
@@ -63,6 +70,7 @@ def resources(kernel: Any) -> Resources:
         shared_bytes=kernel.metadata.shared,
         multiplies="tt.dot" in kernel.asm["ttir"],
         matrix_instructions=tuple(sorted(set(re.findall(_MATRIX[text], kernel.asm[text])))),
+        unset=tuple(of_binary(kernel.asm["cubin"])) if several else (),
     )
 
 

@@ -113,7 +113,7 @@ def forward(
         q_pe, k_pe, *tiling.steps(False, q_pe), *tiling.steps(descriptors, k_pe),
     )  # fmt: skip
     constants = (
-        d, d_v, *tiling.parts(d), *tiling.parts(d_v), d_pe, tiling.part(d_pe),
+        d, d_v, *tiling.parts(d), *tiling.value_parts(d_v, v, descriptors), d_pe, tiling.part(d_pe),
         left >= 0, right >= 0, program, softcap > 0.0, softcap > 0.0 or slopes is not None or scale <= 0.0,
         not program and s_k % tile.block_n != 0,
         descriptors, tile.block_m, tile.block_n,

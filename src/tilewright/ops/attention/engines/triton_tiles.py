@@ -49,6 +49,15 @@ def part(d: int) -> int:
     return max(16, triton.next_power_of_2(d)) if d else 0
 
 
+def value_parts(d_v: int, t: Tensor, descriptors: bool) -> tuple[int, int]:
+    """`parts` of the values on the GPU of `t`; one part on Hopper where values do not come through descriptors.
+
+    Two products of other widths then read the same shared memory, and ptxas (12.8 to 13.4, every level) computes the
+    addresses of the second one from a uniform register that it never writes.
+    """
+    return parts(d_v) if descriptors or target_of(t) != "sm_90" else (part(d_v), 0)
+
+
 def has_descriptors(t: Tensor) -> bool:
     """Has the GPU of `t` a copy engine that Triton's tensor descriptors describe tiles to?"""
     arch = target_of(t)
