@@ -126,6 +126,13 @@ def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float 
     return launched(lambda: fmha_cuda.forward(o, torch.empty(1, 2, 64), q, q, q, *rest))
 
 
+def mla(d: int, d_pe: int, config: tuple[Any, ...]) -> Any:
+    """Parameters of attention forward with rotated parts, causal."""
+    q, q_pe = (torch.empty(1, 2, 64, width, dtype=torch.bfloat16) for width in (d, d_pe))
+    rest = (None, None, None, "", -1, 0, 1.0, 0.0, fmha_cuda.Config(*config))
+    return launched(lambda: fmha_cuda.forward(q, torch.empty(1, 2, 64), q, q, q, *rest, pe=(q_pe, q_pe[:, :1])))
+
+
 # (kernel, parameters, instructions that must be there)
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
@@ -174,6 +181,7 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), documents=True), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2)), {"HGMMA": 24, "UTMALDG": 12, "UTMASTG": 3}),
     (fmha_cuda.KERNEL, fmha(256, (2, 64, 2, 1), scale=-1.0), {"HGMMA": 40, "UTMALDG": 28, "UTMASTG": 8}),
+    (fmha_cuda.KERNEL_PE, mla(128, 64, (2, 128, 2, 1, False)), {"HGMMA": 40, "UTMALDG": 19, "UTMASTG": 4}),
 ]
 
 

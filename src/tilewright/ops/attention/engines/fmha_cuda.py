@@ -40,7 +40,7 @@ class Config(NamedTuple):
 
 
 class Params(NamedTuple):
-    """What sm90_fmha is compiled for."""
+    """What sm90_fmha and sm90_mla are compiled for."""
 
     kD: int
     kDv: int
@@ -57,9 +57,10 @@ class Params(NamedTuple):
     Index: str
 
 
-KERNEL = CudaKernel(
-    Path(__file__).with_name("sm90_fmha.cuh"), "sm90_fmha", "TTTTPPPPPPiiiiiii?iiiff", archs=("sm_90a",), dependent=True
-)
+_FILE, _REST = Path(__file__).with_name("sm90_fmha.cuh"), "PPPPPPiiiiiii?iiiff"
+KERNEL = CudaKernel(_FILE, "sm90_fmha", f"TTTT{_REST}", archs=("sm_90a",), dependent=True)
+KERNEL_PE = CudaKernel(_FILE, "sm90_mla", f"TTTTTT{_REST}", archs=("sm_90a",), dependent=True)
+"""The same with the rotated parts of queries and keys apart."""
 
 
 def forward(
@@ -77,13 +78,16 @@ def forward(
     scale: float,
     softcap: float,
     config: Config,
+    pe: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """o (B, H, S_q, D_v) and lse (B, H, S_q) of q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), S_k > 0.
 
+    pe: q_pe (B, H, S_q, D_pe) and k_pe (B, 1, S_k, D_pe), D_pe <= 64: their products are added to those of q and k.
     left, right: the band, -1 unlimited; program, mask_data: a mask that is no band.  See `fmha/raw.py`.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
+    d = columns(d, 0 if pe is None else pe[0].shape[3])
     left, right = within(left, right, s_q, s_k)
     sharing = heads // k.shape[1]
     block_m = config.groups * _ROWS
@@ -92,16 +96,17 @@ def forward(
         table = tile_table_of(program, mask_data, batch, heads, s_q, s_k, block_m, config.block_n)
     index = torch.int16 if table is None else table.indices.dtype
     params = _params(d, d_v, softcap > 0, slopes is not None, scale <= 0, q.dtype, config, program, index)
+    queries, keys = ((q,), (k,)) if pe is None else ((q, pe[0]), (k, pe[1]))
     maps = (
-        tensor_map(q, (1, 1, _ROWS, _WIDE), swizzle=_SPAN),
-        tensor_map(k, (1, 1, config.block_n, _WIDE), swizzle=_SPAN),
-        tensor_map(v, (1, 1, config.block_n, _WIDE), swizzle=_SPAN),
+        *(tensor_map(t, (1, 1, _ROWS, _WIDE), swizzle=_SPAN) for t in queries),
+        *(tensor_map(t, (1, 1, config.block_n, _WIDE), swizzle=_SPAN) for t in (*keys, v)),
         tensor_map(o, (1, 1, _ROWS, _WIDE), swizzle=_SPAN),
     )
     tiles, processors = -(-s_q // block_m) * heads * batch, usable_sms(q.device)
     # Later queries see more keys where one side alone is bounded, or may under a program; a block has several tiles
     paired = (program != "" or (left < 0) != (right < 0)) and tiles > processors
-    KERNEL(
+    kernel = KERNEL if pe is None else KERNEL_PE
+    kernel(
         (min(tiles, processors),),
         (
             *maps,
@@ -120,15 +125,23 @@ def forward(
     )
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why this engine cannot run over these operands; None if it can."""
-    arch, d, d_v = device_info(q.device).arch, q.shape[3], v.shape[3]
+def columns(d: int, d_pe: int) -> int:
+    """That a score is the sum over; rotated parts, if any, begin with a box of their own."""
+    return -(-d // _WIDE) * _WIDE + d_pe if d_pe else d
+
+
+def refusal(q: Tensor, v: Tensor, d_pe: int = 0) -> str | None:
+    """Why this engine cannot run over these operands, and rotated parts of d_pe numbers; None if it can."""
+    arch, d, d_v = device_info(q.device).arch, columns(q.shape[3], d_pe), v.shape[3]
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got {q.dtype}"
+    if d_pe > _WIDE:
+        return f"has rotated parts of up to {_WIDE} numbers, got D_pe={d_pe}"
     if d > _MAX_D or d_v > d or d_v % 8:
-        return f"has head dimensions up to {_MAX_D}, D_v at most D and a multiple of 8, got D={d}, D_v={d_v}"
+        given = f"D={d}" if not d_pe else f"{d} (D={q.shape[3]} in whole {_WIDE}s, D_pe={d_pe})"
+        return f"has head dimensions up to {_MAX_D}, D_v at most D and a multiple of 8, got {given}, D_v={d_v}"
     return None
 
 

@@ -49,7 +49,7 @@ def mla(
     Scores, softmax and sums are float32; probabilities are rounded to v's dtype before the product with v.
     Gradients: of all five, also through lse; that of k_pe is the sum over heads, in float32.  They repeat bit for bit
     in all kernels of this library.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes and masks that do not go together.
     Source: DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", 2024.
     """

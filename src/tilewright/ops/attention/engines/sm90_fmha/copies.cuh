@@ -1,4 +1,6 @@
 // The two producers, a thread each: one keeps the rings of K and V filled, the other brings Q and takes O away.
+//
+// Maps: FmhaMaps, or MlaMaps, whose last box of Q and of K is that of the rotated columns.
 #pragma once
 
 #include "schedule.cuh"
@@ -6,12 +8,24 @@
 
 namespace tilewright {
 
+struct FmhaMaps {
+    static constexpr bool kRotated = false;
+    const TensorMap &q, &k, &v, &o;
+};
+
+// Rotated columns of their own, at most a box, behind those of q and k; all heads have the same in k_pe.
+struct MlaMaps {
+    static constexpr bool kRotated = true;
+    const TensorMap &q, &q_pe, &k, &k_pe, &v, &o;
+};
+
 // Keys and values from the last tile to the first, in the order in which they are multiplied: K is one tile ahead of V.
-template <typename Config>
+template <typename Config, typename Maps>
 __device__ inline void bring_keys(
-    const FmhaProblem& problem, const FmhaLists& lists, FmhaBarriers<Config>& barriers, const TensorMap& map_k,
-    const TensorMap& map_v, u8* stages_k, u8* stages_v) {
+    const FmhaProblem& problem, const FmhaLists& lists, FmhaBarriers<Config>& barriers, const Maps& maps, u8* stages_k,
+    u8* stages_v) {
     using Shape = FmhaShape<Config>;
+    constexpr u32 kOfK = Shape::kBoxes - Maps::kRotated;
     Ring<Shape::kStages> ring_k, ring_v;
     FmhaSchedule<Config> schedule(problem, lists);
     for (FmhaTile<Config> tile; schedule.next(tile);) {
@@ -22,9 +36,13 @@ __device__ inline void bring_keys(
             barriers.k_empty[ring_k.stage].wait(ring_k.parity ^ 1);
             full.expect(Shape::kKBytes);
 #pragma unroll
-            for (u32 i = 0; i < Shape::kBoxes; ++i) {
+            for (u32 i = 0; i < kOfK; ++i) {
                 u8* const to = stages_k + ring_k.stage * Shape::kKBytes + i * Shape::kN * kSpan;
-                tma_load(to, map_k, full, i * Shape::kWide, key, head, tile.batch);
+                tma_load(to, maps.k, full, i * Shape::kWide, key, head, tile.batch);
+            }
+            if constexpr (Maps::kRotated) {
+                u8* const to = stages_k + ring_k.stage * Shape::kKBytes + kOfK * Shape::kN * kSpan;
+                tma_load(to, maps.k_pe, full, 0, key, 0, tile.batch);
             }
             ring_k.advance();
         };
@@ -36,7 +54,7 @@ __device__ inline void bring_keys(
 #pragma unroll
             for (u32 i = 0; i < Shape::kBoxesV; ++i) {
                 u8* const to = stages_v + ring_v.stage * Shape::kVBytes + i * Shape::kN * kSpan;
-                tma_load(to, map_v, full, i * Shape::kWide, key, head, tile.batch);
+                tma_load(to, maps.v, full, i * Shape::kWide, key, head, tile.batch);
             }
             ring_v.advance();
         };
@@ -49,21 +67,26 @@ __device__ inline void bring_keys(
 }
 
 // Q of a tile, and when a warpgroup has put its O there, O away and the Q that comes kQStages tiles later in.
-template <typename Config>
+template <typename Config, typename Maps>
 __device__ inline void bring_queries(
-    const FmhaProblem& problem, const FmhaLists& lists, FmhaBarriers<Config>& barriers, const TensorMap& map_q,
-    const TensorMap& map_o, u8* stages_q) {
+    const FmhaProblem& problem, const FmhaLists& lists, FmhaBarriers<Config>& barriers, const Maps& maps,
+    u8* stages_q) {
     using Shape = FmhaShape<Config>;
+    constexpr u32 kOfQ = Shape::kBoxes - Maps::kRotated;
     FmhaSchedule<Config> ahead(problem, lists), schedule(problem, lists);
     Ring<Shape::kQStages> ring;
     const auto bring = [&](const FmhaTile<Config>& tile, u32 stage, u32 group) {
         Barrier& full = barriers.q_full[stage][group];
         full.expect(Shape::kQBytes);
+        const int row = tile.row + int(group * kRowsOfGroup);
 #pragma unroll
-        for (u32 i = 0; i < Shape::kBoxes; ++i) {
+        for (u32 i = 0; i < kOfQ; ++i) {
             u8* const to = stages_q + (stage * Shape::kGroups + group) * Shape::kQBytes + i * kBoxBytes;
-            tma_load(to, map_q, full, i * Shape::kWide, tile.row + int(group * kRowsOfGroup), tile.head, tile.batch,
-                     Keep::NotAtAll);
+            tma_load(to, maps.q, full, i * Shape::kWide, row, tile.head, tile.batch, Keep::NotAtAll);
+        }
+        if constexpr (Maps::kRotated) {
+            u8* const to = stages_q + (stage * Shape::kGroups + group) * Shape::kQBytes + kOfQ * kBoxBytes;
+            tma_load(to, maps.q_pe, full, 0, row, tile.head, tile.batch, Keep::NotAtAll);
         }
     };
     FmhaTile<Config> later;
@@ -79,7 +102,7 @@ __device__ inline void bring_queries(
             for (u32 i = 0; i < Shape::kBoxesV; ++i) {  // what lies beyond S_q or D_v is not written
                 const u32 place = ring.stage * Shape::kGroups + group;
                 const u8* const from = stages_q + place * Shape::kQBytes + i * kBoxBytes;
-                tma_store(map_o, from, i * Shape::kWide, tile.row + int(group * kRowsOfGroup), tile.head, tile.batch,
+                tma_store(maps.o, from, i * Shape::kWide, tile.row + int(group * kRowsOfGroup), tile.head, tile.batch,
                           Keep::NotAtAll);
             }
             tma_commit();
