@@ -9,15 +9,16 @@ from tilewright.ops.gemm.operands import apply_epilogue
 
 PLACES = [
     pytest.param(Place("cpu", "torch"), id="cpu-torch"),
+    pytest.param(Place("cpu", "triton"), id="interpreter", marks=pytest.mark.interp),
     *(pytest.param(Place("cuda", b), id=b, marks=pytest.mark.gpu) for b in ("triton", "torch")),
 ]
 on_every_place = pytest.mark.parametrize("place", PLACES)
 
 
 @on_every_place
-@pytest.mark.parametrize("parts", [1, 2, 3, 17])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 9, 17])
 def test_the_order_of_the_sum_is_that_of_the_parts(parts, place):
-    """Magnitudes over 40 octaves: any other order, or a tree, rounds differently."""
+    """Magnitudes over 40 octaves: any other order, or a tree, rounds differently.  8 parts are read at once."""
     partials = torch.randn(parts, 5, 1100) * torch.exp2(40 * torch.rand(parts, 5, 1100) - 20)
     wanted = partials[0].clone()
     for part in partials[1:]:
@@ -48,6 +49,31 @@ def test_the_epilogue_is_that_of_matmul(activation, place):
     torch.testing.assert_close(made, ops.matmul(a, b, backend="torch", **options), rtol=1e-5, atol=1e-5)
     wanted = apply_epilogue(partials.double().sum(0), bias, c, activation or "", torch.float32)
     torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
+
+
+@on_every_place
+@pytest.mark.parametrize("parts", [1, 2, 9])
+def test_the_sign_of_a_zero_is_that_of_the_sum(parts, place):
+    partials = torch.full((parts, 3, 40), -0.0, device=place.device)
+    partials[-1, :, ::2] = 0.0
+    signs = ops.splitk_reduce(partials, backend=place.backend).signbit()
+    assert signs[:, 1::2].all()
+    assert not signs[:, ::2].any()
+
+
+@on_every_place
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_residual_with_rows_of_any_stride(bias, activation, place):
+    """As one line with rows of its own length, row by row with others."""
+    partials = torch.randn(3, 7, 260, device=place.device)
+    n = 130 if activation else 260
+    options = {"activation": activation, "bias": torch.randn(260, device=place.device) if bias else None}
+    plain = ops.splitk_reduce(partials, backend=place.backend, **options)
+    row = torch.randn(n, device=place.device)
+    for c in (row.repeat(7, 1), row.expand(7, n), torch.nn.functional.pad(row.repeat(7, 1), (0, 6))[:, :n]):
+        made = ops.splitk_reduce(partials, c=c, backend=place.backend, **options)
+        torch.testing.assert_close(made, plain + row, rtol=1e-5, atol=1e-5)
 
 
 @on_every_place

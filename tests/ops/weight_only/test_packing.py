@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
@@ -99,6 +100,36 @@ def test_scales_of_consecutive_rows_lie_side_by_side(n):
     assert scales.stride(1) % 8 == 0, "lines of 16 bytes"
     assert packing.in_layout(scales)
     assert n == 1 or not packing.in_layout(scales.contiguous())
+
+
+def test_rounding_to_bfloat16_is_that_of_a_cast():
+    kept = torch.arange(0, 1 << 16, 7) << 16
+    cut = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # below, at and above ties to even and odd
+    x = (kept[:, None] | cut).to(torch.int32).view(fp32)
+    made, wanted = packing.to_bfloat16(x), x.to(bf16).float()
+    assert torch.equal(made.isnan(), wanted.isnan())
+    numbers = ~wanted.isnan()
+    assert torch.equal(made[numbers].view(torch.int32), wanted[numbers].view(torch.int32)), "the signs of zeros too"
+
+
+class KeptWide(TorchDispatchMode):
+    """What fused operations are to a compiler that does not round what it holds in registers: bfloat16 is float32."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == bf16:
+            kwargs["dtype"] = fp32
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_integers_belong_to_the_stored_scales_where_a_compiler_keeps_float32(bits):
+    w = weight(37, 384, bf16)
+    wanted, wanted_scales = packing.quantise(w, bits)
+    with KeptWide():
+        q, scales = packing.quantise(w, bits)
+    assert torch.equal(q, wanted)
+    assert torch.equal(scales, wanted_scales)
 
 
 def test_the_weights_dtype_does_not_matter_where_its_numbers_are_the_same():

@@ -74,16 +74,26 @@ def quantise(w: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     rows, depth = w.shape
     cut = pad(w.to(torch.float32), (0, -depth % GROUP)).view(rows, groups(depth), GROUP)
     amax = cut.abs().amax(-1)
-    scales = torch.where(amax < AMAX_MIN, 0.0, amax * INVERSE[bits]).to(torch.bfloat16)
-    stored = scales.to(torch.float32)
+    stored = to_bfloat16(torch.where(amax < AMAX_MIN, 0.0, amax * INVERSE[bits]))
     # In float64, as compilers make an approximate division of a float32 one; rounded, it is the float32 reciprocal
     inverse = torch.where(stored == 0, 0.0, (1.0 / stored.to(torch.float64)).to(torch.float32))
     scaled = cut * inverse[..., None]
     q = torch.where(scaled.isnan(), 0.0, scaled.round()).flatten(1)[:, :depth].to(torch.int8)
     packed = q.contiguous() if bits == 8 else pack(q)
     if w.dtype == torch.float64:
-        return packed, scales.to(torch.float64)
-    return packed, layout(torch.bfloat16).empty(rows, depth, w.device).copy_(scales)
+        return packed, stored.to(torch.float64)
+    return packed, layout(torch.bfloat16).empty(rows, depth, w.device).copy_(stored)
+
+
+def to_bfloat16(x: Tensor) -> Tensor:
+    """float32 x rounded to the numbers of bfloat16, as a cast does it, but still float32.
+
+    By arithmetic of integers: a cast there and back is nothing to a compiler that keeps float32 between the operations
+    that it fuses, as torch's Inductor does, and q would be rounded for a scale that is not the stored one.
+    """
+    bits = x.view(torch.int32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
 
 
 def pack(q: Tensor) -> Tensor:

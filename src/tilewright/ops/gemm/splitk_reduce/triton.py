@@ -1,8 +1,9 @@
-"""Split-K's last step in Triton: each program adds one block of columns of one row through all parts, in order.
+"""Split-K's last step in Triton: each program adds one block of the result through all parts, in order.
 
 Traffic: 4*S*M*N bytes read, M*N_out written; S=8, 64x576 is 1.2 MB, a launch of about 2 us that no bandwidth shortens.
-A block is at most 1024 columns, so that 64 rows of a narrow layer still fill the SMs.  The parts are read in a loop of
-independent loads; only their sum is in order, so the result has the same bits on every run.
+What costs is waiting for memory, so it is waited for once: a thread has 16 bytes of each of up to 8 parts on their way
+before it adds the first, and blocks are so small that every SM has some.  Without a bias rows mean nothing and the
+result is one line.  Only the sum is in order, whatever the block: it has the same bits on every run.
 """
 
 from typing import NamedTuple
@@ -14,44 +15,58 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.jit.triton_target import target_of
 from tilewright.ops.gemm.operands import columns_out
 
 
 class Config(NamedTuple):
-    """block_n: columns of the result a program writes."""
+    """block_n: columns of every part that a program reads, four a thread; gated, half as many of the result."""
 
     block_n: int
     num_warps: int
 
 
-_CONFIGS = (Config(128, 1), Config(256, 2), Config(1024, 4))
+_CONFIGS = (Config(128, 1), Config(256, 2), Config(512, 4))
+_PROGRAMS = 264  # two for each SM of an H200
+AT_ONCE = tl.constexpr(8)  # parts on their way together; of 16, ptxas makes two rounds by itself
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The narrowest block that covers a row, so that few rows make many programs, up to 1024 columns."""
-    _, n, _ = bucket
-    return next((config for config in _CONFIGS if n <= config.block_n), _CONFIGS[-1])
+    """The widest block that leaves enough programs, else the narrowest."""
+    m, n, _ = bucket
+    return next((config for config in _CONFIGS[::-1] if m * n >= _PROGRAMS * config.block_n), _CONFIGS[0])
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Every block: the widest that is not mostly padding is not always the fastest."""
+    """Every block."""
     return _CONFIGS
 
 
 @triton.jit
 def _splitk_reduce_kernel(
     d, partials, bias, c, S, M, N, N_OUT, stride_c,  # d: (M, N_OUT)  partials: (S, M, N)  bias: (N,)  c: (M, N_OUT)
-    HAS_BIAS: tl.constexpr, HAS_C: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_C: tl.constexpr, ACTIVATION: tl.constexpr, FIRST: tl.constexpr, MORE: tl.constexpr,
+    FLAT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = offs_n < N_OUT
     GATED: tl.constexpr = ACTIVATION == "swiglu"
-    first = offs_n * 2 if GATED else offs_n
-    z = _sum_of_parts(partials, bias, row, first, mask, S, M, N, HAS_BIAS)
+    BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    row = tl.zeros([], tl.int64) if FLAT else tl.program_id(0).to(tl.int64)
+    block = tl.program_id(0 if FLAT else 1).to(tl.int64)
+    # the sum
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = offs_n < N
+    at = partials + row * N + offs_n
+    size = tl.full([], 1, tl.int64) * M * N  # Triton makes a Python integer of M = 1, which has no dtype to widen
+    z = _added(tl.load(at, mask=mask, other=0.0), at + size, size, mask, FIRST - 1)
+    if MORE:
+        for s in range(FIRST, S, AT_ONCE):
+            z = _added(z, at + s * size, size, mask, AT_ONCE)
+    # the epilogue
+    if HAS_BIAS:
+        z += tl.load(bias + offs_n, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        up = _sum_of_parts(partials, bias, row, first + 1, mask, S, M, N, HAS_BIAS)
-        z = z * tl.sigmoid(z) * up
+        gate, up = tl.split(tl.reshape(z, [BLOCK_OUT, 2]))
+        z = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "relu":
         z = tl.where(z < 0.0, 0.0, z)  # keeps NaN, which a maximum may drop
     elif ACTIVATION == "gelu":
@@ -59,24 +74,27 @@ def _splitk_reduce_kernel(
         z = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     elif ACTIVATION == "silu":
         z = z * tl.sigmoid(z)
+    offs_out = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = offs_out < N_OUT
     if HAS_C:
-        z += tl.load(c + row * stride_c + offs_n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(d + row * N_OUT + offs_n, z.to(d.dtype.element_ty), mask=mask)
+        z += tl.load(c + row * stride_c + offs_out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(d + row * N_OUT + offs_out, z.to(d.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _sum_of_parts(partials, bias, row, columns, mask, S, M, N, HAS_BIAS: tl.constexpr):
-    at = partials + row * N + columns
-    z = tl.load(at, mask=mask, other=0.0)
-    size = tl.full([], 1, tl.int64) * M * N  # Triton makes a Python integer of M = 1, which has no dtype to widen
-    for s in range(1, S):
-        z += tl.load(at + s * size, mask=mask, other=0.0)
-    if HAS_BIAS:
-        z += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+def _added(z, at, size, mask, PARTS: tl.constexpr):
+    """z and the parts from pointers `at` on, in order; no load waits for an addition."""
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (tl.load(at + i * size, mask=mask, other=0.0),)
+    for i in tl.static_range(PARTS):
+        z += parts[i]
     return z
 
 
 _kernel = TritonKernel(_splitk_reduce_kernel)
+# Without a limit ptxas keeps to 32 registers, so that a full SM fits, and the fifth load waits for an addition
+_kernel_nvidia = TritonKernel(_splitk_reduce_kernel, maxnreg=64)
 
 
 def _supports(
@@ -107,6 +125,12 @@ def launch(
 ) -> None:
     s, m, n = partials.shape
     n_out = columns_out(n, activation)
+    flat = bias is None and (c is None or c.stride(0) == n_out)
+    if flat:  # all of it is one row
+        m, n, n_out = 1, m * n, m * n_out
     args = (outs[0], partials, bias, c, s, m, n, n_out, 0 if c is None else c.stride(0))
-    constants = (bias is not None, c is not None, activation, config.block_n)
-    _kernel((m, triton.cdiv(n_out, config.block_n)), args, constants, num_warps=config.num_warps)
+    first = (s - 1) % AT_ONCE.value + 1  # so that all further parts come in full numbers
+    constants = (bias is not None, c is not None, activation, first, s > first, flat, config.block_n)
+    blocks = triton.cdiv(n, config.block_n)
+    kernel = _kernel_nvidia if target_of(partials).startswith("sm_") else _kernel
+    kernel((blocks,) if flat else (m, blocks), args, constants, num_warps=config.num_warps)
