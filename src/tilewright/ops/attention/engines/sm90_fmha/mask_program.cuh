@@ -135,24 +135,34 @@ template <u32 kAt, bool kByBatch> struct MaskDocument {
     }
 };
 
-template <u32 kAt> struct MaskDilated {
-    int step, rest;
+// Keys that leave the remainder `rest` by `step`, which each of the two rows has of its own.  One division: the next key is
+// 1 or 7 further.
+__device__ inline MaskBits see_remainders(int step, int rest0, int rest8, const MaskKeys& keys) {
+    const u32 one = 1 % step, seven = 7 % step;
+    u32 left = keys.first % step;
+    MaskBits bits{};
+#pragma unroll 8
+    for (u32 c = 0; c < keys.count; ++c) {
+        bits.row[0] |= u32(left == u32(rest0)) << c;
+        bits.row[1] |= u32(left == u32(rest8)) << c;
+        left += c % 2 ? seven : one;
+        left = min(left, left - u32(step));  // the difference wraps round to something large where it is negative
+    }
+    return bits;
+}
 
-    __device__ MaskDilated(const MaskData& data, int position)
-        : step(data.numbers[kAt]), rest((position % step + step) % step) {}  // positions may be negative
-    __device__ bool sees(int key) const { return key % step == rest; }
+template <u32 kAt> struct MaskDilated {
     __device__ static MaskBits see(const MaskData& data, int position, const MaskKeys& keys) {
-        return see_each<MaskDilated>(data, position, keys);
+        const int step = data.numbers[kAt];
+        const auto rest = [&](int at) { return (at % step + step) % step; };  // positions may be negative
+        return see_remainders(step, rest(position), rest(position + 8), keys);
     }
 };
 
 template <u32 kAt> struct MaskStrided {
-    int step;
-
-    __device__ MaskStrided(const MaskData& data, int) : step(data.numbers[kAt]) {}
-    __device__ bool sees(int key) const { return (key + 1) % step == 0; }
-    __device__ static MaskBits see(const MaskData& data, int position, const MaskKeys& keys) {
-        return see_each<MaskStrided>(data, position, keys);
+    __device__ static MaskBits see(const MaskData& data, int, const MaskKeys& keys) {
+        const int step = data.numbers[kAt];
+        return see_remainders(step, step - 1, step - 1, keys);
     }
 };
 
