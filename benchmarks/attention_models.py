@@ -1,6 +1,6 @@
 """What our attention brings to whole models: prefill, and a training step, beside torch's.
 
-    python benchmarks/attention_models.py --json FILE [--rounds 10] [--tiny]
+    python benchmarks/attention_models.py --json FILE [--rounds 10] [--calls prefill step] [--tiny]
 
 Models: the trained one of examples/stdlib_lm, and Llama-3.1-8B's shape with random weights (all layers for prefill, 8
 for training).  Attentions of one model in turn, round by round, in one process:
@@ -59,6 +59,9 @@ def step(model, ids):
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+CALLS = {"prefill": prefill, "step": step}
+
+
 def distance(made, exact):
     """Relative, of all tensors together."""
     off = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(made, exact, strict=True))
@@ -71,7 +74,7 @@ def compare(name, model, ids, call, rounds, exact):
     if exact:
         wide = copy.deepcopy(model).float()
         with running(wide, "sdpa"), sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            wanted = [t.cpu() for t in call(wide, ids)]
+            wanted = [t.detach().clone() for t in call(wide, ids)]
         del wide
         torch.cuda.empty_cache()
     calls, rows = {}, {}
@@ -83,7 +86,9 @@ def compare(name, model, ids, call, rounds, exact):
 
         calls[attention] = run
         made = run()
-        rows[attention] = {} if wanted is None else {"error": distance([t.cpu() for t in made], wanted)}
+        rows[attention] = {} if wanted is None else {"error": distance(made, wanted)}
+        del made
+    del wanted
     taken = interleave(calls, device=DEVICE, measure="wall", rounds=rounds, warmup=2)
     for attention, samples in taken.items():
         ratio = paired_ratio(taken["sdpa"], samples)
@@ -98,27 +103,35 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
     parser.add_argument("--tiny", action="store_true", help="a shape for trying the program out")
     options = parser.parse_args()
     register_attention()
     torch.manual_seed(0)
     from factory import factory
 
-    before = machine.clocks(DEVICE)
+    before, rows = machine.clocks(DEVICE), []
+    shape = SHAPES["tiny" if options.tiny else "8b"]
+
+    def write(row):  # at once, for a run that somebody ends
+        rows.append(row)
+        found = machine.describe(DEVICE, before=before, after=machine.clocks(DEVICE)).to_dict()
+        options.json.write_text(json.dumps({"machine": found, "shape": shape, "rows": rows}, indent=1) + "\n")
+
     model, inputs = factory()
     model, ids = model.to(DEVICE, torch.bfloat16), inputs["input_ids"].to(DEVICE)
-    rows = [compare("stdlib_lm", model, ids, call, options.rounds, True) for call in (prefill, step)]
-
-    shape = SHAPES["tiny" if options.tiny else "8b"]
-    for layers, call, sizes in ((shape["layers"], prefill, PROMPTS), (TRAINED_LAYERS, step, TRAINED)):
+    for name in options.calls:
+        write(compare("stdlib_lm", model, ids, CALLS[name], options.rounds, True))
+    work = {"prefill": (shape["layers"], PROMPTS), "step": (TRAINED_LAYERS, TRAINED)}
+    for name in options.calls:
+        layers, sizes = work[name]
         model = build(shape | {"layers": layers}, torch.bfloat16, DEVICE)
         for batch, length in sizes:
             ids = torch.randint(shape["vocab"], (batch, length), device=DEVICE)
-            rows.append(compare(f"llama_8b x {layers} layers", model, ids, call, options.rounds, length <= 8192))
+            exact = length <= 8192
+            write(compare(f"llama_8b x {layers} layers", model, ids, CALLS[name], options.rounds, exact))
         del model
         torch.cuda.empty_cache()
-    found = machine.describe(DEVICE, before=before, after=machine.clocks(DEVICE)).to_dict()
-    options.json.write_text(json.dumps({"machine": found, "shape": shape, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
