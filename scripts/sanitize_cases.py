@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewright import mask as masks
 from tilewright.jit import selftest
 from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
+from tilewright.ops.attention.mla.raw import joined
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import model as few_rows
@@ -100,11 +101,21 @@ ATTENTION = (
     (300, 450, 128, (-1, -1), "documents", False, fmha_cuda.Config(2, 128, 2, 2)),
     (300, 450, 64, (-1, -1), "leaves", True, fmha_cuda.Config(3, 128, 2, 2)),
 )
-# queries, keys, D, band, modified scores, config
+# queries, keys, widths, band, mask of the keys, config
+LATENT = (
+    (300, 450, (128, 64, 128), (-1, 0), "", fmha_cuda.Config(2, 128, 2, 1, turns=False)),
+    (450, 300, (80, 24, 48), (90, 20), "", fmha_cuda.Config(2, 96, 2, 2)),
+    (300, 450, (128, 64, 128), (-1, -1), "leaves", fmha_cuda.Config(2, 128, 2, 1)),
+)
+# queries, keys, D, band or PACKED, modified scores, config
+PACKED = (-2, -2)
 ATTENTION_BACKWARD = (
     (300, 450, 128, (-1, 0), False, fmha_backward_cuda.Config(64, 2, 2, 2)),
     (450, 300, 128, (90, 20), True, fmha_backward_cuda.Config(64, 2, 2, 2)),
     (300, 450, 64, (-1, 0), False, fmha_backward_cuda.Config(128, 2, 2, 2)),
+    (450, 700, 128, PACKED, False, fmha_backward_cuda.Config(64, 2, 2, 2)),
+    (450, 450, 64, PACKED, True, fmha_backward_cuda.Config(64, 3, 2, 2)),
+    (450, 700, 64, PACKED, False, fmha_backward_cuda.Config(128, 2, 2, 2)),
     (300, 450, 40, (-1, -1), True, fmha_backward_cuda.Config(64, 3, 2, 2)),
 )
 
@@ -225,13 +236,40 @@ def attention_forward(
     return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
 
 
+def latent_attention(
+    s_q: int,
+    s_k: int,
+    widths: tuple[int, int, int],
+    band: tuple[int, int],
+    mask: str,
+    config: fmha_cuda.Config,
+) -> bool:
+    """Rotated parts of queries and keys apart; widths: D, D_pe, D_v."""
+    d, d_pe, d_v = widths
+    (q, q_pe), (k, v) = _drawn(2, 4, s_q, d + d_pe).split((d, d_pe), -1), _drawn(2, 4, s_k, d + d_v).split((d, d_v), -1)
+    k_pe = _drawn(2, 1, s_k, d_pe)
+    program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
+    rest = (None, None, data, program, *band, (d + d_pe) ** -0.5, 0.0)
+    o, lse = _unwritten(2, 4, s_q + 1, d_v), torch.empty(2, 4, s_q, device=DEVICE)
+    fmha_cuda.forward(o[:, :, :s_q], lse, q, k, v, *rest, config, pe=(q_pe, k_pe))
+    wide_q, wide_k = joined(q.double(), q_pe.double(), k.double(), k_pe.double())
+    exact, _ = attention(wide_q, wide_k, v.double(), *rest)
+    return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
+
+
 def attention_backward(
     s_q: int, s_k: int, d: int, band: tuple[int, int], modified: bool, config: fmha_backward_cuda.Config
 ) -> bool:
     """The same; gradients of q, k and v."""
     q, k, v, do = _drawn(2, 4, s_q, d), _drawn(2, 2, s_k, d), _drawn(2, 2, s_k, d), _drawn(2, 4, s_q, d)
     sinks, slopes = (torch.rand(4, device=DEVICE) if modified else None for _ in range(2))
-    rest: tuple[Any, ...] = (sinks, slopes, None, "", *band, d**-0.5, 3.0 if modified else 0.0)
+    program, data = "", None
+    if band == PACKED:  # also an empty sequence, and tokens behind the last
+        cu = torch.tensor((0, 90, 90, 301, 430), dtype=torch.int32, device=DEVICE)
+        mask = masks.sequences(cu, cu + (s_k - s_q) * (cu > 0), length_q=s_q, length_k=s_k, causal=True)
+        program, data = mask.program(DEVICE)
+        band = (-1, -1)
+    rest: tuple[Any, ...] = (sinks, slopes, data, program, *band, d**-0.5, 3.0 if modified else 0.0)
     exact: Any = [t.double().requires_grad_() for t in (q, k, v)]
     o, lse = attention(*exact, *rest)
     wanted = torch.autograd.grad(o, exact, do.double())
@@ -258,6 +296,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),
         ("attention", attention_forward, ATTENTION),
+        ("latent attention", latent_attention, LATENT),
         ("attention backward", attention_backward, ATTENTION_BACKWARD),
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}

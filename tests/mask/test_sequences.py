@@ -6,13 +6,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.mask.formulas import bands, boundaries, packed, packings, states
+from tests.mask.formulas import bands, boundaries, intervals, packed, packings, states
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import mask as masks
 from tilewright.errors import InputError
+from tilewright.mask.algebra import Band
 from tilewright.mask.classify import Sizes, classify
+from tilewright.mask.packed import ALONE
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)]
 EXAMPLES = settings(deadline=None, max_examples=150)
@@ -88,6 +90,66 @@ def test_of_equal_sequences_it_is_documents_and_a_band(data, length, side, causa
     expected = documents.dense(1, 1, length, length)[0, 0]
     expected[end:], expected[:, end:] = False, False
     assert torch.equal(made.dense(1, 1, length, length)[0, 0], expected)
+
+
+@EXAMPLES
+@given(data=st.data(), s_q=st.integers(1, 60), s_k=st.integers(1, 60), band=st.none() | bands() | intervals())
+def test_packed_documents_become_sequences_of_an_attention_s_size(data, s_q, s_k, band):
+    """Also behind the last boundary, boundaries behind the last key, and bands on one side of the diagonal."""
+    cu = torch.tensor(data.draw(boundaries(data.draw(st.integers(0, 5)), s_k + 9)))
+    mask = masks.document(cu_seqlens=cu, length=s_k)
+    mask = mask if band is None else mask & band
+    fitted, blocks = mask.fitted(s_q, s_k), (data.draw(st.sampled_from([1, 5, 16])), data.draw(st.sampled_from([1, 8])))
+    assert torch.equal(fitted.dense(1, 1, s_q, s_k), mask.dense(1, 1, s_q, s_k))
+    if isinstance(mask, Band):
+        return  # a band of nothing leaves nothing
+    text, table = fitted.program("cpu")
+    assert text == ALONE
+    first, end = table[3 : 3 + 2 * s_q].view(2, s_q)
+    assert (first.diff() >= 0).all()
+    assert (end.diff() >= 0).all()
+    found = classify(text, table, Sizes(1, 1, s_q, s_k, *blocks))
+    for state, expected in zip(found, states(mask, 1, 1, s_q, s_k, *blocks), strict=True):
+        assert torch.equal(state, expected)
+
+
+def test_what_is_fitted_is_kept():
+    """A call that is captured into a CUDA graph, or makes its mask causal, finds what the one before made."""
+    cu = torch.tensor([0, 3, 5])
+    mask = masks.document(cu_seqlens=cu, length=7)
+    cu.fill_(0)
+    assert mask.fitted(6, 7) is mask.fitted(6, 7)
+    assert (mask & masks.causal()).fitted(6, 7) is (mask & masks.causal()).fitted(6, 7)
+    assert mask.fitted(6, 7) is not mask.fitted(5, 7)
+    assert mask.dense(1, 1, 7, 7)[0, 0].sum() == 9 + 4 + 4
+    with torch.inference_mode():
+        assert not mask.fitted(4, 7).program("cpu")[1].is_inference()
+
+
+def test_what_is_fitted_in_a_compiled_graph_is_that_of_eager():
+    outer = masks.document(cu_seqlens=torch.tensor([0, 3, 5]), length=9)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def numbers(cu):
+        inner = masks.document(cu_seqlens=cu, length=9) & masks.causal()
+        return inner.fitted(9, 9).program("cpu")[1], outer.fitted(7, 9).program("cpu")[1]
+
+    made = numbers(torch.tensor([0, 3, 5]))
+    assert torch.equal(made[0], (outer & masks.causal()).fitted(9, 9).program("cpu")[1])
+    assert torch.equal(made[1], outer.fitted(7, 9).program("cpu")[1])
+    assert made[1] is not outer.fitted(7, 9).program("cpu")[1], "kept, and its memory may be a graph's"
+
+
+@pytest.mark.parametrize("mask", [masks.document(torch.tensor([0, 1, 0])), masks.causal(), masks.prefix(2)], ids=repr)
+def test_others_have_no_cheaper_form(mask):
+    assert mask.fitted(3, 3) is mask
+    both = mask & masks.causal() & masks.dilated(2)
+    assert both.fitted(3, 3) is both
+
+
+def test_packed_documents_and_more_stay_a_program():
+    mask = masks.causal() & masks.document(cu_seqlens=torch.tensor([0, 2, 4])) & masks.dilated(2)
+    assert mask.fitted(4, 4).program("cpu")[0] == "band:0 doc:2 & dilated:4 &"
 
 
 def test_a_block_mask_lists_the_blocks_that_torch_finds():

@@ -63,21 +63,28 @@ def test_more_tiles_than_one_step_takes(device, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_packed_documents_are_cheap():
-    """The table of 131072 tokens in 1000 documents: at most 10 MB, and no synchronisation."""
-    cu = torch.linspace(0, 131072, 1001, device="cuda").int()
-    masks.tile_table(masks.causal() & masks.document(cu_seqlens=cu), 1, 32, 131072, 131072, 128, 128, device="cuda")
-    mask = masks.causal() & masks.document(cu_seqlens=cu, length=131072)
-    program = mask.program("cuda")
+@pytest.mark.parametrize("fitted", [False, True], ids=["by id", "as sequences"])
+def test_packed_documents_are_cheap(fitted):
+    """131072 tokens in 1000 documents, from cu_seqlens to the table: at most 10 MB, and no synchronisation."""
+    n = 131072
+    cu = torch.linspace(0, n, 1001, device="cuda").int()
+    mask = masks.causal() & masks.document(cu_seqlens=cu, length=n)
+
+    def made():
+        fresh = masks.causal() & masks.document(cu_seqlens=cu, length=n)
+        program = (fresh.fitted(n, n) if fitted else fresh).program("cuda")
+        return masks.tile_table_of(*program, 1, 32, n, n, 128, 128)
+
+    made()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        table = masks.tile_table_of(*program, 1, 32, 131072, 131072, 128, 128)
+        table = made()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before <= 10_000_000
-    expected = masks.tile_table(mask, 1, 32, 131072, 131072, 128, 128)
+    expected = masks.tile_table(mask, 1, 32, n, n, 128, 128)
     assert torch.equal(table.counts.cpu(), expected.counts)
 
 

@@ -13,8 +13,9 @@ never from S_q x S_k scores.
 from typing import TYPE_CHECKING, Any
 
 from tilewright.mask.algebra import Mask
+from tilewright.mask.documents import document
 from tilewright.mask.elements import evaluate
-from tilewright.mask.leaves import block, causal, dilated, document, global_tokens, prefix, strided, window
+from tilewright.mask.leaves import block, causal, dilated, global_tokens, prefix, strided, window
 from tilewright.mask.packed import sequences
 from tilewright.mask.tables import TileTable, tile_table, tile_table_of
 

@@ -35,7 +35,8 @@ class Mask:
         joined = _joined(And, self, other)
         if isinstance(other, Band) and (other.low, other.high) == (0, HIGHEST) and not torch.compiler.is_compiling():
             # An op with causal=True makes this in every call: the program stays with the mask that stays
-            joined.__dict__["_programs"] = self.__dict__.setdefault("_programs_and_causal", {})
+            for kept in ("_programs", "_fitted"):
+                joined.__dict__[kept] = self.__dict__.setdefault(f"{kept}_and_causal", {})
         return joined
 
     def __or__(self, other: "Mask") -> "Mask":
@@ -78,6 +79,28 @@ class Mask:
             if not torch.compiler.is_compiling() and type(found[1]) is Tensor:
                 # `__dict__` here alone: the Dynamo of torch 2.11 cannot trace it
                 self.__dict__.setdefault("_programs", {})[device] = found
+        return found
+
+    def fitted(self, s_q: int, s_k: int) -> "Mask":
+        """The same mask in the form that is cheapest for an attention of this size, which it must fit.  Kept."""
+        return self
+
+    fits_bands = False
+    """Has the mask a `fitted_with`?"""
+
+    def fitted_with(self, band: "Band", s_q: int, s_k: int) -> "Mask":
+        """`self & band` as one leaf, for an attention of this size."""
+        raise NotImplementedError
+
+    def _keep_fitted(self, packed: "Mask", band: "Band", s_q: int, s_k: int) -> "Mask":
+        """`packed.fitted_with`, kept with `self`."""
+        kept: dict[tuple[int, int], Mask] = getattr(self, "_fitted", {})
+        found = kept.get((s_q, s_k)) if kept else None  # a look-up settles symbolic sizes of a compiled graph
+        if found is None:
+            with torch.inference_mode(False):
+                found = packed.fitted_with(band, s_q, s_k)
+            if not torch.compiler.is_compiling():
+                self.__dict__.setdefault("_fitted", {})[s_q, s_k] = found
         return found
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
@@ -142,7 +165,7 @@ class Band(Mask):
 
     def __invert__(self) -> Mask:
         if self.low > self.high:
-            return Band(LOWEST, HIGHEST)
+            return EVERYTHING
         if self.low == LOWEST:
             return NOTHING if self.high == HIGHEST else Band(self.high + 1, HIGHEST)
         return Band(LOWEST, self.low - 1) if self.high == HIGHEST else Not(self)
@@ -167,7 +190,7 @@ class Band(Mask):
         yield Part("band", (self.low, self.high))
 
 
-NOTHING = Band(1, 0)
+NOTHING, EVERYTHING = Band(1, 0), Band(LOWEST, HIGHEST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +264,13 @@ class And(_Many):
     def fold(bands: list[Band]) -> list[Band]:
         """The intersection of intervals, one interval."""
         return [Band(max(b.low for b in bands), min(b.high for b in bands))]
+
+    def fitted(self, s_q: int, s_k: int) -> Mask:
+        """As everywhere."""
+        first, second = self.operands[:2]
+        if len(self.operands) > 2 or not isinstance(first, Band) or not second.fits_bands:
+            return self
+        return self._keep_fitted(second, first, s_q, s_k)
 
     @staticmethod
     def settles(band: Band) -> bool:

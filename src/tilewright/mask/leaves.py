@@ -27,29 +27,6 @@ def window(left: int | None, right: int | None = 0) -> Mask:
     return Band(LOWEST if right is None else -right, HIGHEST if left is None else left)
 
 
-def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, length: int | None = None) -> Mask:
-    """Query and key in the same document.
-
-    ids: (S_k,) or (B, S_k) int of 32 bits, the document of every key; with S_q < S_k the queries are the last.  Tile
-    tables are exact where ids never decrease, sound otherwise.  Or cu_seqlens: (documents + 1,) int, from 0, as for
-    packed sequences, with `length` = S_k, which otherwise is read from the device; what lies behind is one document.
-    """
-    if (ids is None) == (cu_seqlens is None):
-        raise InputError("document: give either ids or cu_seqlens=")
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-            raise refuse("cu_seqlens", tuple(cu_seqlens.shape), "(documents + 1,) int")
-        size = int(cu_seqlens[-1]) if length is None else length
-        places = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-        return Document(torch.bucketize(places, cu_seqlens[1:].contiguous(), right=True, out_int32=True)[None])
-    assert ids is not None
-    if ids.dim() not in (1, 2) or ids.is_floating_point() or (ids.dim() == 2 and not len(ids)):
-        raise refuse("ids", (tuple(ids.shape), ids.dtype), "(S_k,) or (B, S_k) int")
-    if length is not None and length != ids.shape[-1]:
-        raise refuse("length", length, f"ids are {ids.shape[-1]} long")
-    return Document(torch.atleast_2d(ids).to(torch.int32, copy=True).contiguous())
-
-
 def prefix(n: int | Tensor) -> Mask:
     """The first n keys, for every query: j < n.  n: int, or (B,) int tensor.  `causal() | prefix(n)` is a prefix LM."""
     if isinstance(n, Tensor):
@@ -93,37 +70,6 @@ def block(table: Tensor, size: int | tuple[int, int]) -> Mask:
 
 
 @dataclass(frozen=True, eq=False)
-class Document(Mask):
-    """ids: (B or 1, S_k) int32."""
-
-    ids: Tensor
-
-    def __repr__(self) -> str:
-        return f"document({tuple(self.ids.shape)})"
-
-    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
-        if self.ids.shape[-1] != s_k:
-            raise InputError(f"document: ids of {self.ids.shape[-1]} keys for S_k = {s_k}")
-        _check_size("document: ids", "B", self.ids.shape[0], batch)
-
-    @property
-    def mask_mod(self) -> MaskMod:
-        """As everywhere."""
-        ids, last = self.ids, self.ids.shape[-1] - 1
-        if self.ids.shape[0] == 1:
-            return lambda b, h, q, k: (ids[0, q.clamp(0, last)] == ids[0, k]) & (q >= 0)
-        return lambda b, h, q, k: (ids[b, q.clamp(0, last)] == ids[b, k]) & (q >= 0)
-
-    def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
-        return Document(self.ids.to(device))
-
-    def _words(self) -> Iterator[Part | str]:
-        yield Part("doc.b" if self.ids.shape[0] > 1 else "doc", (self.ids.shape[-1],), self.ids.flatten())
-
-
-@dataclass(frozen=True, eq=False)
 class Prefix(Mask):
     """n: int, or (B,) int32."""
 
@@ -135,7 +81,7 @@ class Prefix(Mask):
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
         """As everywhere."""
         if isinstance(self.n, Tensor):
-            _check_size("prefix: n", "B", self.n.numel(), batch)
+            check_size("prefix: n", "B", self.n.numel(), batch)
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -225,8 +171,8 @@ class Block(Mask):
                 f"block: table of {tuple(self.table.shape[2:])} blocks of ({self.size_q}, {self.size_k}); "
                 f"S_k = {s_k} needs {needed}"
             )
-        _check_size("block: table", "B", self.table.shape[0], batch)
-        _check_size("block: table", "H", self.table.shape[1], heads)
+        check_size("block: table", "B", self.table.shape[0], batch)
+        check_size("block: table", "H", self.table.shape[1], heads)
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -265,6 +211,7 @@ def _count(name: str, value: int, least: int) -> int:
     return value
 
 
-def _check_size(what: str, axis: str, given: int, needed: int) -> None:
+def check_size(what: str, axis: str, given: int, needed: int) -> None:
+    """InputError unless a tensor is for one of an axis or for all."""
     if given not in (1, needed):
         raise InputError(f"{what} are for {axis} = {given}; the attention has {axis} = {needed}")

@@ -18,6 +18,9 @@ from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
 from tilewright.mask.program import Part
 
+ALONE = "seq:0"
+"""The program of packed sequences and nothing else."""
+
 
 def sequences(
     cu_seqlens_q: Tensor,
@@ -56,18 +59,25 @@ def _table(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band)
     """int32 (3, length_q): `Sequences.table`, in as few steps as torch allows, because each is a launch."""
     same, cu_q, cu_k = cu_k is cu_q, cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32)
     queries = torch.arange(length_q, dtype=torch.int32, device=cu_q.device)
+    return intervals(queries, cu_q, cu_k, band, length_q + length_k, same)
+
+
+def intervals(queries: Tensor, cu_q: Tensor, cu_k: Tensor, band: Band, furthest: int, same: bool = True) -> Tensor:
+    """int32 (3, queries): `Sequences.table` of queries at these places among those that `cu_q` divides; all int32.
+
+    furthest: no distance is as long, and positions stay in int32.  same: are `cu_q` and `cu_k` alike?
+    """
     # How many documents begin at a query or before it: in the one of this number, or behind the last
     number = torch.bucketize(queries, cu_q, right=True)
     bounds = torch.cat((cu_k[:1], cu_k, cu_k[-1:]))
     begin, end = bounds.unfold(0, 2, 1)[number].unbind(1)
     position = queries if same else queries + (bounds[1:] - torch.cat((cu_q, cu_q[-1:])))[number]
-    first = begin
-    furthest = length_q + length_k  # no distance is as long, and positions stay in int32
+    first, behind = begin, end
     if band.high != HIGHEST:
-        first = torch.maximum(begin, position - min(band.high, furthest))
+        first = (position - min(max(band.high, -furthest), furthest)).clamp(begin, end)
     if band.low != LOWEST:
-        end = (position + (min(-band.low, furthest) + 1)).clamp(begin, end)
-    return torch.stack((first, end, (first < end).cumsum(0, dtype=torch.int32)))
+        behind = (position + (min(max(-band.low, -furthest), furthest) + 1)).clamp(begin, end)
+    return torch.stack((first, behind, (first < behind).cumsum(0, dtype=torch.int32)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,13 @@
 """The backward for Hopper's tensor cores: what it refuses, launches and compiles; on a Hopper GPU, what it computes."""
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from tilewright import mask as masks
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
@@ -31,7 +33,7 @@ class Problem(NamedTuple):
 def problem(
     s_q=333, s_k=410, d=128, d_v=None, heads=4, kv_heads=2, batch=2, dtype=bf16, device="cpu", by_token=False, **options
 ) -> Problem:
-    """options: left, right, scale, softcap; sinks, slopes, dlse: True for some."""
+    """options: left, right, scale, softcap; sinks, slopes, dlse: True for some; mask: (S_q, S_k) -> mask."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(rows, count, width):
@@ -44,7 +46,29 @@ def problem(
     scalars = (options.get("left", -1), options.get("right", -1), options.get("scale", d**-0.5))
     dlse = torch.randn(batch, heads, s_q, generator=generator, device=device) if options.get("dlse") else None
     tensors = made(s_q, heads, d), made(s_k, kv_heads, d), made(s_k, kv_heads, d_v)
-    return Problem(made(s_q, heads, d_v), dlse, tensors, (*per_head, None, "", *scalars, options.get("softcap", 0.0)))
+    program, data = "", None
+    if "mask" in options:
+        program, data = options["mask"](s_q, s_k).to(device).fitted(s_q, s_k).program(device)
+    rest = (data, program, *scalars, options.get("softcap", 0.0))
+    return Problem(made(s_q, heads, d_v), dlse, tensors, (*per_head, *rest))
+
+
+def sequences(lengths, lengths_k=None, **band):
+    """Packed, from the first query and key on."""
+    cu_q, cu_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (lengths, lengths_k or lengths))
+
+    def made(s_q, s_k):
+        return masks.sequences(cu_q, cu_k, length_q=s_q, length_k=s_k, **band)
+
+    return made
+
+
+def documents(cu, also=None):
+    def made(_, s_k):
+        mask = masks.document(cu_seqlens=torch.tensor(cu, dtype=torch.int32), length=s_k)
+        return mask if also is None else mask & also
+
+    return made
 
 
 def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
@@ -94,10 +118,11 @@ class Launches:
     """Stands where the kernels and the maps are, and notes what they are given."""
 
     def __init__(self, monkeypatch):
-        self.maps, self.rows, self.main, self.queries = [], [], [], []
+        self.maps, self.rows, self.main, self.queries, self.spans = [], [], [], [], []
         monkeypatch.setattr(engine, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box)))
         monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
-        for name, calls in (("ROWS", self.rows), ("KERNEL", self.main), ("QUERIES", self.queries)):
+        kernels = {"ROWS": self.rows, "KERNEL": self.main, "QUERIES": self.queries, "SPANS": self.spans}
+        for name, calls in kernels.items():
             monkeypatch.setattr(engine, name, lambda *args, calls=calls, **options: calls.append((*args, options)))
 
 
@@ -126,6 +151,28 @@ def test_a_causal_launch(launches):
     assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 15, True), "15 heads of 9 tiles occupy 132 processors"
     assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
     assert launches.rows[0][0] == launches.queries[0][0] == (2 * 32 * 16,)
+    assert launches.spans == []
+    assert args[-1] == launches.queries[0][1][-1] == 0
+
+
+@pytest.mark.parametrize(
+    "mask", [sequences([300, 0, 500], [500, 7, 300], causal=True), documents([0, 400, 1000], masks.causal())]
+)
+def test_a_packed_launch(launches, mask):
+    """One more small kernel; no band is told."""
+    launch(problem(s_q=1000, s_k=1100, mask=mask), Config(64, 2, 2, 2))
+    ((grid, (data, spans, *sizes), _, options),) = launches.spans
+    assert (grid, sizes, options) == ((9,), [1000, 1100], {"block": 128})
+    assert data.tolist()[:3] == [1000, 100, 3]
+    assert spans.shape == (1100 + 16, 2)
+    ((_, args, params, _),) = launches.rows
+    assert params.kSpans
+    assert args[-2] is spans
+    ((_, args, params, _),) = launches.main
+    assert params.kSpans
+    assert args[-1] is spans
+    assert args[15:17] == (-1, -1)
+    assert launches.queries[0][1][-1] is spans
 
 
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (100, 0)])
@@ -152,14 +199,14 @@ def test_every_config_fits_shared_memory(d, d_v, extras):
     assert engine.candidates(bucket, bf16)[0] == engine.configure(bucket, bf16)
     for config in engine.candidates(bucket, bf16):
         assert config in engine.CONFIGS
-        params = engine._params(d, d_v, bool(extras), True, bf16, config)
+        params = engine._params(d, d_v, bool(extras), True, True, bf16, config)
         assert engine.shared_bytes(params) + 1024 <= SHARED_LIMIT
 
 
 INSTANCES = [
     (d, d_v, change, config)
     for d, d_v in SIZES
-    for change in ({}, {"slopes": True}, {"dtype": fp16, **EVERYTHING})
+    for change in ({}, {"slopes": True}, {"dtype": fp16, **EVERYTHING}, {"mask": sequences([100])})
     for config in engine.candidates(bucket_of(d, d_v, int("softcap" in change)), bf16)
 ]
 
@@ -171,8 +218,9 @@ def test_instances_use_the_matrix_units_and_spill_little(monkeypatch, d, d_v, ch
     monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
     with collect("sm_90") as collector:
         launch(problem(d=d, d_v=d_v, right=0, **change), config)
-    rows, main, queries = (job.compile().info for job in collector.jobs)
-    assert rows["spill_stores"] == queries["spill_stores"] == 0
+    *small, main, queries = (job.compile().info for job in collector.jobs)
+    assert len(small) == 1 + ("mask" in change)
+    assert all(info["spill_stores"] == 0 for info in (*small, queries))
     steps, steps_v, of_m = -(-d // 16), -(-d_v // 16), config.block_m // 16
     # S of the first tile, of the next in the loop; dP, dV, dK and dQ in the loop and before or behind it
     assert main["instructions"]["HGMMA"] == 2 * (steps + steps_v + 2 * of_m + 8)
@@ -214,11 +262,37 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "values are narrower": {"d": 128, "d_v": 64, "right": 0},
     "values are wider": {"d": 64, "d_v": 128, "right": 0},
 }
+RAGGED, LONGER, SHORTER = [37, 1, 300, 0, 64, 21], [140, 9, 300, 30, 64, 170], [12, 1, 290, 5, 0, 30]
+COMPUTED |= {
+    "packed": {"s_q": 423, "s_k": 423, "mask": sequences(RAGGED, causal=True)},
+    "packed, full": {"s_q": 423, "s_k": 423, "mask": sequences(RAGGED)},
+    "packed, by token": {"s_q": 423, "s_k": 423, "by_token": True, "mask": sequences(RAGGED, causal=True)},
+    "packed, longer keys": {"s_q": 423, "s_k": 713, "mask": sequences(RAGGED, LONGER, causal=True), "dlse": True},
+    "packed, more queries": {"s_q": 423, "s_k": 338, "mask": sequences(RAGGED, SHORTER, causal=True), "sinks": True},
+    "packed, tokens behind": {"s_q": 600, "s_k": 999, "mask": sequences(RAGGED, LONGER), "dlse": True},
+    "packed, window": {"s_q": 423, "s_k": 713, "mask": sequences(RAGGED, LONGER, window=(40, 10))},
+    "packed, keys that nobody sees": {"s_q": 200, "s_k": 1500, "mask": sequences([70, 99], [900, 600], window=(5, 0))},
+    "packed, keys without queries": {"s_q": 200, "s_k": 900, "mask": sequences([70, 0, 130], [100, 500, 300])},
+    "packed, nothing": {"s_q": 200, "s_k": 300, "mask": sequences([])},
+    "packed, one token each": {"s_q": 300, "s_k": 300, "mask": sequences([1] * 300)},
+    "packed, many tiles": {
+        "s_q": 3000, "s_k": 3000, "heads": 8, "mask": sequences([500, 128, 900, 3, 1000, 256, 213], causal=True),
+    },
+    "packed, fp16 with everything": {
+        "s_q": 423, "s_k": 423, "mask": sequences(RAGGED, causal=True), "dtype": fp16, "sinks": True, **EVERYTHING,
+    },
+    "packed, D = 96": {"s_q": 423, "s_k": 713, "d": 96, "mask": sequences(RAGGED, LONGER, causal=True)},
+    "packed, D = 64": {"s_q": 423, "s_k": 713, "d": 64, "mask": sequences(RAGGED, LONGER, causal=True)},
+    "packed, D = 64, many": {"s_q": 2000, "s_k": 2000, "d": 64, "mask": sequences([700, 1, 900, 399], causal=True)},
+    "documents": {"s_q": 700, "s_k": 700, "mask": documents([0, 100, 100, 612])},
+    "causal documents, last queries": {"s_q": 300, "s_k": 700, "mask": documents([0, 100, 612, 700], masks.causal())},
+    "documents in a window, rows before": {"s_q": 700, "s_k": 500, "mask": documents([0, 100, 400], masks.window(60))},
+}  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", COMPUTED)
-def test_bands(case):
+def test_gradients(case):
     """Against float64, in units of what rounding P, dS and o costs; in poisoned memory; the same bits again."""
     on_hopper()
     p = problem(device="cuda", **COMPUTED[case])

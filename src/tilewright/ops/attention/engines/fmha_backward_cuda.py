@@ -2,7 +2,8 @@
 
 `sm90_fmha_backward.cuh` walks over queries for each tile of keys, and adds dq up in float32 in global memory, in an
 order that does not change from run to run.  A small kernel before it makes two floats a query and lowers the flags of
-that order; one after it rounds dq.  Masks are bands: causal, windows, none.
+that order; one after it rounds dq.  Masks are bands (causal, windows, none) and packed sequences, of which one more
+kernel finds which queries see a key.
 """
 
 from pathlib import Path
@@ -24,7 +25,7 @@ _SPAN, _ROWS, _KEYS, _GROUPS = 128, 64, 128, 2
 _WIDE = _SPAN // 2  # elements of 16 bits
 _MAX_D = 128
 _L2_BYTES = 32 << 20  # of queries, their gradients and sums that blocks of other keys use again before they are gone
-_THREADS = 256  # of the small kernels
+_THREADS, _SPANS_THREADS = 256, 128  # of the small kernels
 
 
 class Config(NamedTuple):
@@ -49,6 +50,7 @@ class Params(NamedTuple):
     kOutStages: int
     kSoftcap: bool
     kSlope: bool
+    kSpans: bool
     Element: torch.dtype
 
 
@@ -56,19 +58,29 @@ class RowsParams(NamedTuple):
     """What sm90_fmha_rows is compiled for."""
 
     kBlockM: int
+    kSpans: bool
     Element: torch.dtype
+
+
+class SpansParams(NamedTuple):
+    """What sm90_fmha_spans is compiled for: nothing that changes."""
 
 
 _FOLDER = Path(__file__).parent
 KERNEL = CudaKernel(
-    _FOLDER / "sm90_fmha_backward.cuh", "sm90_fmha_backward", "TTTTTTPPPPiiiiiiii?ff", archs=("sm_90a",), dependent=True
+    _FOLDER / "sm90_fmha_backward.cuh",
+    "sm90_fmha_backward",
+    "TTTTTTPPPPiiiiiiii?ffP",
+    archs=("sm_90a",),
+    dependent=True,
 )
 ROWS = CudaKernel(
-    _FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_rows", "PPPPPPiiiqqqqqq", archs=("sm_90a",), dependent=True
+    _FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_rows", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
 )
 QUERIES = CudaKernel(
-    _FOLDER / "sm90_fmha_queries.cuh", "sm90_fmha_queries", "PPiiiiiifqqq", archs=("sm_90a",), dependent=True
+    _FOLDER / "sm90_fmha_queries.cuh", "sm90_fmha_queries", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
 )
+SPANS = CudaKernel(_FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_spans", "PPii", archs=("sm_90a",), dependent=True)
 
 
 def backward(
@@ -95,17 +107,18 @@ def backward(
 ) -> None:
     """dq, dk, dv and dsinks as the raw op `_fmha_bwd` describes them; S_k > 0.
 
-    left, right: the band, -1 unlimited; program must be "".  See `fmha/raw.py`.
+    left, right: the band, -1 unlimited; program: "", or that of packed sequences alone.  See `fmha/raw.py`.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
     sharing = heads // k.shape[1]
     left, right = within(left, right, s_q, s_k)
-    params = _params(d, d_v, softcap > 0, slopes is not None, q.dtype, config)
+    params = _params(d, d_v, softcap > 0, slopes is not None, bool(program), q.dtype, config)
     tiles = batch * heads * -(-s_q // config.block_m)
     rows = scratch((tiles, 2, config.block_m), torch.float32, q.device)
     sums = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
     flags = scratch((tiles + 1,), torch.int32, q.device)
+    spans = _spans(mask_data, s_q, s_k, config) if program else 0
     ROWS(
         (tiles,),
         (
@@ -113,8 +126,9 @@ def backward(
             *(s_q, d_v, heads),
             *do.stride()[:3],
             *o.stride()[:3],
+            *(spans, s_k),
         ),
-        RowsParams(config.block_m, q.dtype),
+        RowsParams(config.block_m, bool(program), q.dtype),
         block=_THREADS,
     )
     lines, keys, part = (1, 1, config.block_m, _WIDE), (1, 1, _KEYS, _WIDE), (1, 1, _ROWS, _WIDE)
@@ -131,6 +145,7 @@ def backward(
             (left < 0) != (right < 0),  # tiles of keys differ in work
             scale,
             softcap,
+            spans,
         ),
         params,
         block=_SPAN * (_GROUPS + 1),
@@ -138,7 +153,7 @@ def backward(
     )
     QUERIES(
         (tiles,),
-        (sums, dq, s_q, s_k, d, heads, left, right, scale, *dq.stride()[:3]),
+        (sums, dq, s_q, s_k, d, heads, left, right, scale, *dq.stride()[:3], spans),
         params,
         block=_THREADS,
     )
@@ -148,8 +163,16 @@ def backward(
         sink_gradient(dsinks, shift, lse, sinks)
 
 
+def _spans(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
+    """(S_k + tiles of queries, 2) int32: of each key the queries that see it, and room for what sm90_fmha_rows adds."""
+    assert mask_data is not None, "a program has numbers"
+    spans = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
+    SPANS((-(-s_k // _SPANS_THREADS),), (mask_data, spans, s_q, s_k), SpansParams(), block=_SPANS_THREADS)
+    return spans
+
+
 def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why this engine cannot run bands over these operands; None if it can."""
+    """Why this engine cannot run such masks over these operands; None if it can."""
     arch, d, d_v = device_info(q.device).arch, q.shape[3], v.shape[3]
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
@@ -176,7 +199,7 @@ def _columns(params: Params) -> int:
     return _WIDE if params.kD <= _WIDE else _GROUPS * _WIDE
 
 
-def _params(d: int, d_v: int, softcap: bool, slope: bool, dtype: torch.dtype, config: Config) -> Params:
+def _params(d: int, d_v: int, softcap: bool, slope: bool, spans: bool, dtype: torch.dtype, config: Config) -> Params:
     return Params(
         kD=-(-d // 16) * 16,
         kDv=-(-d_v // 16) * 16,
@@ -186,6 +209,7 @@ def _params(d: int, d_v: int, softcap: bool, slope: bool, dtype: torch.dtype, co
         kOutStages=config.out_stages,
         kSoftcap=softcap,
         kSlope=slope,
+        kSpans=spans,
         Element=dtype,
     )
 

@@ -10,7 +10,7 @@
 // The five products of FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), in another order.
 //
 // Config: kD, kDv (multiples of 16; D and D_v rounded up), kBlockM, kStages (of Q and dO), kDsStages, kOutStages,
-// kSoftcap, kSlope; Element.
+// kSoftcap, kSlope, kSpans (of packed sequences, else a band); Element.
 #pragma once
 
 #include <tilewright/epilogue.cuh>
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
     const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv, const float* rows, float* sums,
     int* flags, const float* slopes, int s_q, int s_k, int heads, int batches, int sharing, int left, int right, int together,
-    bool alternating, float scale, float softcap) {
+    bool alternating, float scale, float softcap, const Interval* spans) {
     using Shape = BackwardShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kM = Shape::kM, kN = Shape::kN;
@@ -78,13 +78,14 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const BackwardProblem problem{s_q, s_k, heads, batches, sharing, left, right, together, alternating};
+    const BackwardProblem<Config::kSpans> problem{
+        {s_q, s_k, heads, batches, sharing, left, right, together, alternating, spans}};
 
     if (group == kBackwardGroups) {
         give_registers<24>();
         const u32 warp = warp_index() - 4 * kBackwardGroups;
         if (warp == 0 && elect_one()) {
-            int* const counter = flags + batches * heads * problem.tiles<kM>();
+            int* const counter = flags + batches * heads * problem.template tiles<kM>();
             bring_operands<Config>(problem, barriers, drawn, shared, map_q, map_k, map_v, map_do, rows, counter);
         } else if (warp >= 1 && warp <= Shape::kOutStages && elect_one()) {
             take_away<Config>(problem, barriers, drawn, shared, warp - 1, map_dk, map_dv, sums, flags);
@@ -130,6 +131,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         const BackwardTile& tile = drawn[ring_tile.stage];
         if (tile.key < 0) break;
         const int key = tile.key + int(group * kRowsOfGroup);
+        const BackwardOwn<Config::kSpans> own_keys(problem, key);
 
         float dk[Shape::kD / 2], dv[Shape::kDv / 2], s[kM / 2];
 #pragma unroll
@@ -159,10 +161,10 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
                 dp, own_v, wgmma_advance(first_do, stage * Shape::kDoBytes));
             wgmma_wait<1>(s);
             const int row = visit.m(tile) * int(kM);
-            const BackwardSeen seen = seen_queries<kM>(problem, key, row);
+            const BackwardSeen seen = seen_queries<kM>(problem, own_keys, key, row);
             const float* const logs = reinterpret_cast<const float*>(shared + Shape::kAtRows + stage * Shape::kRowBytes);
             if constexpr (Config::kSlope) units.slope = slopes[tile.head * sharing + visit.head] * kLog2E;
-            if (must_cut<kM>(problem, key, row)) {
+            if (must_cut<kM>(problem, own_keys, key, row)) {
                 to_probabilities<Config, true>(s, p, logs, units, seen);
             } else {
                 to_probabilities<Config, false>(s, p, logs, units, seen);

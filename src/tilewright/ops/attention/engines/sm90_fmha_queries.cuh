@@ -3,7 +3,7 @@
 // A block has a tile of queries.  A thread reads the 64 bytes that four threads of a warpgroup wrote side by side, which are
 // 8 columns of two rows.
 //
-// Config: kD (a multiple of 16), kBlockM, Element.
+// Config: kD (a multiple of 16), kBlockM, kSpans, Element.
 #pragma once
 
 #include <tilewright/ptx.cuh>
@@ -17,7 +17,7 @@ constexpr u32 kQueriesThreads = 256;
 template <typename Config>
 __global__ void __launch_bounds__(kQueriesThreads) sm90_fmha_queries(
     const float* sums, typename Config::Element* dq, int s_q, int s_k, int d, int heads, int left, int right, float scale,
-    i64 to_batch, i64 to_head, i64 to_row) {
+    i64 to_batch, i64 to_head, i64 to_row, const Interval* spans) {
     using Element = typename Config::Element;
     using Shape = BackwardShape<Config>;
     constexpr u32 kM = Shape::kM, kColumns = Shape::kPartColumns, kEights = kColumns / 8;
@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(kQueriesThreads) sm90_fmha_queries(
 
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const BackwardProblem problem{s_q, s_k, heads, 0, 1, left, right, 1, 0};
-    const int tiles = problem.tiles<kM>(), line = int(blockIdx.x) / tiles, m = int(blockIdx.x) - line * tiles;
-    const bool seeing = problem.first_keys<kM>(m) < problem.end_keys<kM>(m);  // else nobody wrote the sums
+    const BackwardProblem<Config::kSpans> problem{{s_q, s_k, heads, 0, 1, left, right, 1, 0, spans}};
+    const int tiles = problem.template tiles<kM>(), line = int(blockIdx.x) / tiles, m = int(blockIdx.x) - line * tiles;
+    const bool seeing = problem.template first_keys<kM>(m) < problem.template end_keys<kM>(m);  // else nobody wrote the sums
     const Four* const from = reinterpret_cast<const Four*>(sums + i64(blockIdx.x) * kBackwardGroups * kRowsOfGroup * kColumns);
     Element* const to = dq + line / heads * to_batch + line % heads * to_head;
 #pragma unroll

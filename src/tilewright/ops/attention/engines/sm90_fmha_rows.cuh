@@ -2,23 +2,25 @@
 //
 // rows[tile][0] = log2 of the sum of a query's exponentials, +infinity where it sees nothing or is not there, so that P is 0;
 // rows[tile][1] = delta = sum of dO * O, less the gradient of the log.  A block has a tile of kBlockM queries, whose flag it
-// lowers, 16 threads a row.
+// lowers, 16 threads a row.  Of packed sequences: also which tiles of keys meet a tile of queries.
 //
-// Config: kBlockM, Element.
+// Config: kBlockM, kSpans, Element.
 #pragma once
 
 #include <tilewright/ptx.cuh>
 
 #include "sm90_fmha/softmax.cuh"
+#include "sm90_fmha_backward/schedule.cuh"
 
 namespace tilewright {
 
-constexpr u32 kRowsThreads = 256;
+constexpr u32 kRowsThreads = 256, kSpansThreads = 128;
 
 template <typename Config>
 __global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
     const typename Config::Element* d_o, const typename Config::Element* o, const float* lse, const float* dlse, float* rows,
-    int* flags, int s_q, int d_v, int heads, i64 do_batch, i64 do_head, i64 do_row, i64 o_batch, i64 o_head, i64 o_row) {
+    int* flags, int s_q, int d_v, int heads, i64 do_batch, i64 do_head, i64 do_row, i64 o_batch, i64 o_head, i64 o_row,
+    Interval* spans, int s_k) {
     using Element = typename Config::Element;
     constexpr u32 kM = Config::kBlockM, kLanes = 16, kWide = 8;
     struct alignas(16) Chunk { Element of[kWide]; };
@@ -53,6 +55,29 @@ __global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
     }
     if (threadIdx.x == 0) flags[blockIdx.x] = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) flags[gridDim.x] = 0;  // the counter of tiles
+    if constexpr (Config::kSpans) {
+        const BackwardProblem<true> problem{{s_q, s_k, heads, 0, 1, -1, -1, 1, false, spans}};
+        if (line == 0 && threadIdx.x == 0) spans[s_k + int(blockIdx.x)] = problem.meeting<kM>(int(blockIdx.x));
+    }
+}
+
+// Of packed sequences, before that: which queries see a key.
+//
+// Every query sees an interval of keys, none of whose ends ever decreases; so the queries that see key j are those between
+// the first one whose interval ends behind j and the first one whose interval begins behind j, which binary search finds.
+// Whatever the numbers, what it finds never decreases from key to key: the order of sums rests on that alone.
+//
+// numbers: the program `seq:0` of mask/program.py.
+template <typename Config>
+__global__ void __launch_bounds__(kSpansThreads) sm90_fmha_spans(const int* numbers, Interval* spans, int s_q, int s_k) {
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int* const first = numbers + numbers[2];
+    const int* const end = first + s_q;
+    const int key = int(blockIdx.x * kSpansThreads + threadIdx.x);
+    if (key >= s_k) return;
+    const auto until = [&](const int* ends) { return count_first(s_q, [&](int query) { return ends[query] <= key; }); };
+    spans[key] = {until(end), until(first)};
 }
 
 }  // namespace tilewright

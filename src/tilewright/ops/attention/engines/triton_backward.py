@@ -14,7 +14,7 @@ from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
-from tilewright.ops.attention.fmha.raw import PROGRAM
+from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
 
 _keys, _queries = TritonKernel(keys_kernel), TritonKernel(queries_kernel)
 
@@ -48,7 +48,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     if not aligned:
         return Config(32, 64, 4, 2, 64, 32, 4, 2, False)
     if widest <= 128:
-        terms = extras & (SOFTCAP | SLOPES) or mask == PROGRAM  # they need registers
+        terms = extras & (SOFTCAP | SLOPES) or mask in (PROGRAM, PACKED)  # they need registers
         queries = 32 if widest > 64 and terms else 64
         return Config(queries, 64, 4, 2, 64, 64, 4, 2, True)
     return Config(32, 64, 8, 2, 64, 64, 8, 2, True)

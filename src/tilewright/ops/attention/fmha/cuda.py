@@ -28,9 +28,10 @@ def launch(outs: tuple[Tensor, Tensor], *args: Any, config: fmha_cuda.Config) ->
     fmha_cuda.forward(*outs, *args, config)
 
 
-def _supports_backward(*args: Any) -> str | None:
+def supports_backward(*args: Any) -> str | None:
+    """For `raw.BACKWARD`, also under another name."""
     bucket = raw.BACKWARD.bucket_of(args, "default")
-    return raw.only_bands(bucket) or raw.unaddressable(bucket) or fmha_backward_cuda.refusal(args[2], args[4])
+    return raw.only_intervals(bucket) or raw.unaddressable(bucket) or fmha_backward_cuda.refusal(args[2], args[4])
 
 
 @register_impl(
@@ -41,7 +42,7 @@ def _supports_backward(*args: Any) -> str | None:
     config_type=fmha_backward_cuda.Config,
     configs=fmha_backward_cuda.CONFIGS,
     candidates=fmha_backward_cuda.candidates,
-    supports=_supports_backward,
+    supports=supports_backward,
 )
 def launch_backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], *args: Any, config: fmha_backward_cuda.Config) -> None:
     """See `raw.BACKWARD`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import Gradient, RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.dispatch.raw import OutputSpec
+from tilewright.mask.packed import ALONE
 from tilewright.ops.attention.layout import dense, spec_like
 from tilewright.ops.attention.reference import attention, attention_backward
 from tilewright.ops.gemm.operands import copyable
@@ -17,8 +18,10 @@ from tilewright.ops.rows import accumulate_dtype
 BUCKET = ("BH", "group", "S_q", "S_k", "D", "D_v", "mask", "extras", "aligned")
 """What a choice of kernel may depend on, in both directions; BH, S_q and S_k in powers of two."""
 
-FULL, CAUSAL, BAND, PROGRAM = range(4)
-"""`mask` in a bucket.  CAUSAL is bottom right: the last query sees the last key."""
+FULL, CAUSAL, BAND, PROGRAM, PACKED = range(5)
+"""`mask` in a bucket.  CAUSAL is bottom right: the last query sees the last key.  PACKED, of backwards alone: packed
+sequences and nothing else, a program that a kernel can know.
+"""
 
 SOFTCAP, SLOPES, SINKS = 1, 2, 4
 """Bits of `extras` in a bucket."""
@@ -39,8 +42,15 @@ def unaddressable(bucket: Sequence[int]) -> str | None:
 
 def only_bands(bucket: Sequence[int]) -> str | None:
     """Why a kernel that has no programs cannot take calls of this bucket; None if it can."""
-    program = bucket[BUCKET.index("mask")] == PROGRAM
+    program = bucket[BUCKET.index("mask")] in (PROGRAM, PACKED)
     return "has causal masks and windows; others are programs, which triton evaluates" if program else None
+
+
+def only_intervals(bucket: Sequence[int]) -> str | None:
+    """Why a kernel of bands and packed sequences cannot take calls of this bucket; None if it can."""
+    if bucket[BUCKET.index("mask")] != PROGRAM:
+        return None
+    return "has causal masks, windows and packed sequences; others are programs, which triton evaluates"
 
 
 def bucket(
@@ -57,16 +67,14 @@ def bucket(
     softcap: float,
 ) -> tuple[int, ...]:
     """The bucket of a forward, named by `BUCKET`."""
-    return _bucket((q, k, v), sinks, slopes, program, left, right, softcap)
+    return _bucket((q, k, v), sinks, slopes, _mask(program, left, right), softcap)
 
 
 def _bucket(
     tensors: Sequence[Tensor],
     sinks: Tensor | None,
     slopes: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
+    mask: int,
     softcap: float,
 ) -> tuple[int, ...]:
     """tensors: q, k, v, and whatever else the kernel reads."""
@@ -80,7 +88,7 @@ def _bucket(
         row_bucket(s_k) if s_k else 0,
         hint(q.shape[3]),
         hint(v.shape[3]),
-        _mask(program, left, right),
+        mask,
         extras,
         int(all(copyable(t) for t in tensors)),
     )
@@ -111,7 +119,8 @@ def _backward_bucket(
     scale: float,
     softcap: float,
 ) -> tuple[int, ...]:
-    return _bucket((q, k, v, do), sinks, slopes, program, left, right, softcap)
+    mask = PACKED if program == ALONE else _mask(program, left, right)
+    return _bucket((q, k, v, do), sinks, slopes, mask, softcap)
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[OutputSpec, ...]:

@@ -1,9 +1,9 @@
-"""fmha_varlen in CUDA C++ for Hopper, forward: the kernel of `fmha`; its backward has bands alone."""
+"""fmha_varlen in CUDA C++ for Hopper, both directions: the kernels of `fmha`."""
 
 from typing import Any
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import fmha_cuda
+from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.fmha import cuda as fmha
 from tilewright.ops.attention.fmha.raw import unaddressable
 from tilewright.ops.attention.fmha_varlen.raw import FORWARD
@@ -22,3 +22,14 @@ launch = register_impl(
     candidates=fmha_cuda.candidates,
     supports=_supports,
 )(fmha.launch)
+
+launch_backward = register_impl(
+    "fmha_varlen",
+    backend="cuda",
+    direction="bwd",
+    configure=fmha_backward_cuda.configure,
+    config_type=fmha_backward_cuda.Config,
+    configs=fmha_backward_cuda.CONFIGS,
+    candidates=fmha_backward_cuda.candidates,
+    supports=fmha.supports_backward,
+)(fmha.launch_backward)

@@ -18,7 +18,7 @@ __device__ inline void copy_boxes(
 // Draws tiles and says which; K and V of a tile once, Q, dO and the rows' floats through rings.
 template <typename Config>
 __device__ inline void bring_operands(
-    const BackwardProblem& problem, BackwardBarriers<Config>& barriers, BackwardTile (&drawn)[2], u8* shared,
+    const BackwardProblem<Config::kSpans>& problem, BackwardBarriers<Config>& barriers, BackwardTile (&drawn)[2], u8* shared,
     const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v, const TensorMap& map_do, const float* rows,
     int* counter) {
     using Shape = BackwardShape<Config>;
@@ -41,7 +41,7 @@ __device__ inline void bring_operands(
             barriers.q_empty[ring.stage].wait(ring.parity ^ 1);
             q_full.expect(Shape::kRowBytes);
             bulk_load(shared + Shape::kAtRows + ring.stage * Shape::kRowBytes,
-                      rows + i64(tile.place + visit.head * problem.tiles<Shape::kM>() + m) * (kRowsPart * Shape::kM),
+                      rows + i64(tile.place + visit.head * problem.template tiles<Shape::kM>() + m) * (kRowsPart * Shape::kM),
                       Shape::kRowBytes, q_full);
             copy_boxes(shared + Shape::kAtQ + ring.stage * Shape::kQBytes, map_q, q_full, Shape::kBoxes, Shape::kM * kSpan,
                        m * int(Shape::kM), head, tile.batch);
@@ -67,8 +67,8 @@ __device__ inline void bring_operands(
 // global memory, then dV and dK.
 template <typename Config>
 __device__ inline void take_away(
-    const BackwardProblem& problem, BackwardBarriers<Config>& barriers, const BackwardTile (&drawn)[2], const u8* shared,
-    u32 own, const TensorMap& map_dk, const TensorMap& map_dv, float* sums, int* flags) {
+    const BackwardProblem<Config::kSpans>& problem, BackwardBarriers<Config>& barriers, const BackwardTile (&drawn)[2],
+    const u8* shared, u32 own, const TensorMap& map_dk, const TensorMap& map_dv, float* sums, int* flags) {
     using Shape = BackwardShape<Config>;
     const u8* const from = shared + Shape::kAtOut + own * Shape::kOutBytes;
     Ring<2> ring_tile;
@@ -86,7 +86,7 @@ __device__ inline void take_away(
 #pragma unroll 1
         for (BackwardVisit visit(tile); visit.head < tile.heads; visit.next(tile)) {
             if (!mine()) continue;
-            const int m = visit.m(tile), at = tile.place + visit.head * problem.tiles<Shape::kM>() + m;
+            const int m = visit.m(tile), at = tile.place + visit.head * problem.template tiles<Shape::kM>() + m;
             const int rank = tile.template rank<Shape::kM>(problem, m);
             while (read_flag(flags + at) != rank) {
             }

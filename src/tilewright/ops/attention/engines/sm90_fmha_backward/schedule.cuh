@@ -14,18 +14,42 @@
 
 namespace tilewright {
 
-// Query i stands at i + s_k - s_q, the last one at the last key.  Allowed keys are those with -right <= position - key <=
-// left; a negative bound is none.
-struct BackwardProblem {
+// From the first on, before the end.
+struct alignas(8) Interval {
+    int first, end;
+};
+
+// How many of the numbers below `count` satisfy a condition which the first ones do and the others do not.
+template <typename Condition> __device__ inline int count_first(int count, Condition condition) {
+    int low = 0;
+    while (low < count) {
+        const int middle = (low + count) / 2;
+        if (condition(middle)) {
+            low = middle + 1;
+        } else {
+            count = middle;
+        }
+    }
+    return low;
+}
+
+// Query i stands at i + s_k - s_q, the last one at the last key.
+struct BackwardSizes {
     int s_q, s_k, heads, batches, sharing;  // sharing: query heads of a kv head
-    int left, right;
+    int left, right;                        // of a band, negative: no bound
     int together;  // kv heads that are walked at a time, so that their queries stay in the L2
     bool alternating;  // sections of heads begin with their last keys, the last section and every second before it with
                        // the first; else all with the last
+    const Interval* spans;  // of each key, then of each tile of queries; of a band, null
 
     __device__ int position(int row) const { return row + s_k - s_q; }
     template <u32 kM> __device__ int tiles() const { return (s_q + int(kM) - 1) / int(kM); }  // of queries
+};
 
+template <bool kSpans> struct BackwardProblem;
+
+// Allowed keys are those with -right <= position - key <= left.
+template <> struct BackwardProblem<false> : BackwardSizes {
     // Tiles of keys that add to dQ of tile `m`: [first_keys, end_keys).
     template <u32 kM> __device__ int first_keys(int m) const {
         return left < 0 ? 0 : max(0, position(m * int(kM)) - left) / int(kBackwardKeys);
@@ -34,6 +58,35 @@ struct BackwardProblem {
         const int last = position(min(m * int(kM) + int(kM), s_q) - 1);
         const int keys = right < 0 ? s_k : max(0, min(s_k, last + right + 1));
         return (keys + int(kBackwardKeys) - 1) / int(kBackwardKeys);
+    }
+    // Of `tiles` of queries, those that see one of a block's keys from `key` on.
+    template <u32 kM> __device__ Interval seeing(int key, int tiles) const {
+        const int away = s_k - s_q;
+        const int top = right < 0 ? 0 : max(0, key - right - away);  // first and last row that see it
+        const int bottom = left < 0 ? s_q - 1 : key + int(kBackwardKeys) - 1 + left - away;
+        return {top < s_q ? top / int(kM) : tiles, bottom < 0 ? 0 : min(tiles, bottom / int(kM) + 1)};
+    }
+};
+
+// Every key is seen by an interval of queries that is in memory, and neither of its ends ever decreases from key to key.  A
+// tile of keys meets the tiles of queries between its first and its last end; also one tile in whose middle both ends are,
+// for nothing: else the tiles of keys that add to a tile of queries would not be consecutive.
+template <> struct BackwardProblem<true> : BackwardSizes {
+    // Not from the L1: the kernel before may have brought this line there before another block wrote it.
+    template <u32 kM> __device__ int first_keys(int m) const { return __ldcg(&spans[s_k + m].first); }
+    template <u32 kM> __device__ int end_keys(int m) const { return __ldcg(&spans[s_k + m].end); }
+    template <u32 kM> __device__ Interval seeing(int key, int tiles) const {
+        const int first = spans[key].first, end = end_of(key / int(kBackwardKeys));
+        return {first < s_q ? first / int(kM) : tiles, (end + int(kM) - 1) / int(kM)};
+    }
+    // Of tile `n` of keys.
+    __device__ int end_of(int n) const { return spans[min((n + 1) * int(kBackwardKeys), s_k) - 1].end; }
+    // Tiles of keys that meet tile `m` of queries: a begin before its end, and an end behind its begin.
+    template <u32 kM> __device__ Interval meeting(int m) const {
+        const int begin = m * int(kM), end = min(begin + int(kM), s_q);
+        const int of_keys = (s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
+        return {count_first(of_keys, [&](int n) { return end_of(n) <= begin; }),
+                count_first(of_keys, [&](int n) { return spans[n * int(kBackwardKeys)].first < end; })};
     }
 };
 
@@ -46,7 +99,7 @@ struct BackwardTile {
     int heads;        // query heads to meet: 0 if nothing sees them
     int place;        // number of the first of these heads' first tile of queries, over batch and heads
 
-    template <u32 kM> __device__ void find(const BackwardProblem& problem, int number) {
+    template <u32 kM, typename Problem> __device__ void find(const Problem& problem, int number) {
         const int of_keys = (problem.s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
         const int kv_heads = problem.heads / problem.sharing, all = kv_heads * problem.batches;
         key = -1;
@@ -58,18 +111,17 @@ struct BackwardTile {
         key = (last_first ? of_keys - 1 - turn : turn) * int(kBackwardKeys);
         batch = which / kv_heads;
         head = which - batch * kv_heads;
-        const int away = problem.s_k - problem.s_q, tiles = problem.tiles<kM>();
-        const int top = problem.right < 0 ? 0 : max(0, key - problem.right - away);  // first and last row that see it
-        const int bottom = problem.left < 0 ? problem.s_q - 1 : key + int(kBackwardKeys) - 1 + problem.left - away;
-        first = top < problem.s_q ? top / int(kM) : tiles;
-        end = bottom < 0 ? 0 : min(tiles, bottom / int(kM) + 1);
+        const int tiles = problem.template tiles<kM>();
+        const Interval rows = problem.template seeing<kM>(key, tiles);
+        first = rows.first;
+        end = rows.end;
         heads = first < end ? problem.sharing : 0;
         place = (batch * problem.heads + head * problem.sharing) * tiles;
     }
     // How many add to dQ of tile `m` before this one.
-    template <u32 kM> __device__ int rank(const BackwardProblem& problem, int m) const {
+    template <u32 kM, typename Problem> __device__ int rank(const Problem& problem, int m) const {
         const int n = key / int(kBackwardKeys);
-        return last_first ? problem.end_keys<kM>(m) - 1 - n : n - problem.first_keys<kM>(m);
+        return last_first ? problem.template end_keys<kM>(m) - 1 - n : n - problem.template first_keys<kM>(m);
     }
 };
 

@@ -23,8 +23,24 @@ struct BackwardSeen {
     float away[2];
 };
 
+// Which queries see a thread's two keys; and which see all 64 of its warpgroup from `key` on.
+template <bool kSpans> struct BackwardOwn {  // of a band, from distances
+    __device__ BackwardOwn(const BackwardProblem<false>&, int) {}
+};
+template <> struct BackwardOwn<true> {
+    Interval of[2], all;
+
+    __device__ BackwardOwn(const BackwardProblem<true>& problem, int key) {
+        const int last = problem.s_k - 1;
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) of[h] = problem.spans[min(key + int(fragment_row() + 8 * h), last)];
+        all = {problem.spans[min(key + int(kRowsOfGroup) - 1, last)].first, problem.spans[min(key, last)].end};
+    }
+};
+
 template <u32 kM>
-__device__ inline BackwardSeen seen_queries(const BackwardProblem& problem, int key, int row) {
+__device__ inline BackwardSeen seen_queries(
+    const BackwardProblem<false>& problem, const BackwardOwn<false>&, int key, int row) {
     BackwardSeen seen;
     const int position = problem.position(row + int(fragment_column()));
 #pragma unroll
@@ -37,11 +53,31 @@ __device__ inline BackwardSeen seen_queries(const BackwardProblem& problem, int 
     return seen;
 }
 
+template <u32 kM>
+__device__ inline BackwardSeen seen_queries(
+    const BackwardProblem<true>& problem, const BackwardOwn<true>& own, int key, int row) {
+    BackwardSeen seen;
+    const int column = row + int(fragment_column());
+#pragma unroll
+    for (u32 h = 0; h < 2; ++h) {
+        const int at = key + int(fragment_row() + 8 * h);
+        seen.low[h] = own.of[h].first - column;
+        seen.high[h] = at >= problem.s_k ? -1 : own.of[h].end - 1 - column;
+        seen.away[h] = float(problem.position(column) - at);
+    }
+    return seen;
+}
+
 // Has a warpgroup's 64 keys from `key` on one that a query of tile `row` does not see, or that is not there?
-template <u32 kM> __device__ inline bool must_cut(const BackwardProblem& problem, int key, int row) {
+template <u32 kM>
+__device__ inline bool must_cut(const BackwardProblem<false>& problem, const BackwardOwn<false>&, int key, int row) {
     const int last = key + int(kRowsOfGroup) - 1, position = problem.position(row);
     return last >= problem.s_k || (problem.right >= 0 && last > position + problem.right) ||
            (problem.left >= 0 && key < position + int(kM) - 1 - problem.left);
+}
+template <u32 kM>
+__device__ inline bool must_cut(const BackwardProblem<true>& problem, const BackwardOwn<true>& own, int key, int row) {
+    return key + int(kRowsOfGroup) > problem.s_k || own.all.first > row || own.all.end < min(row + int(kM), problem.s_q);
 }
 
 // s becomes P, and under kEarlyDv p holds it rounded; under a softcap, s becomes P times the derivative of the cap.  logs: of

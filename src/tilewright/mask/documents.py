@@ -1,0 +1,112 @@
+"""Documents as a leaf: by the id of every key, or packed end to end, which an attention takes as `Sequences`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewright.errors import InputError
+from tilewright.mask.algebra import EVERYTHING, Band, Mask, MaskMod, refuse
+from tilewright.mask.leaves import check_size
+from tilewright.mask.packed import Sequences, intervals
+from tilewright.mask.program import Part
+
+
+def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, length: int | None = None) -> Mask:
+    """Query and key in the same document.
+
+    ids: (S_k,) or (B, S_k) int of 32 bits, the document of every key; with S_q < S_k the queries are the last.  Tile
+    tables are exact where ids never decrease, sound otherwise.  Or cu_seqlens: (documents + 1,) int, from 0, as for
+    packed sequences, with `length` = S_k, which otherwise is read from the device; what lies behind is one document.
+    Alone or with a band, documents of cu_seqlens reach kernels as `sequences`: one interval of keys a query.
+    """
+    if (ids is None) == (cu_seqlens is None):
+        raise InputError("document: give either ids or cu_seqlens=")
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+            raise refuse("cu_seqlens", tuple(cu_seqlens.shape), "(documents + 1,) int")
+        size = int(cu_seqlens[-1]) if length is None else length
+        return PackedDocuments(cu_seqlens.clamp(max=size).to(torch.int32), size)
+    assert ids is not None
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or (ids.dim() == 2 and not len(ids)):
+        raise refuse("ids", (tuple(ids.shape), ids.dtype), "(S_k,) or (B, S_k) int")
+    if length is not None and length != ids.shape[-1]:
+        raise refuse("length", length, f"ids are {ids.shape[-1]} long")
+    return Document(torch.atleast_2d(ids).to(torch.int32, copy=True).contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class Document(Mask):
+    """ids: (B or 1, S_k) int32."""
+
+    ids: Tensor
+
+    def __repr__(self) -> str:
+        return f"document({tuple(self.ids.shape)})"
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """As everywhere."""
+        if self.ids.shape[-1] != s_k:
+            raise InputError(f"document: ids of {self.ids.shape[-1]} keys for S_k = {s_k}")
+        check_size("document: ids", "B", self.ids.shape[0], batch)
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        ids, last = self.ids, self.ids.shape[-1] - 1
+        if self.ids.shape[0] == 1:
+            return lambda b, h, q, k: (ids[0, q.clamp(0, last)] == ids[0, k]) & (q >= 0)
+        return lambda b, h, q, k: (ids[b, q.clamp(0, last)] == ids[b, k]) & (q >= 0)
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return Document(self.ids.to(device))
+
+    def _words(self) -> Iterator[Part | str]:
+        yield Part("doc.b" if self.ids.shape[0] > 1 else "doc", (self.ids.shape[-1],), self.ids.flatten())
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocuments(Mask):
+    """boundaries: (documents + 1,) int32.  length: of the keys; those behind the last boundary are one document."""
+
+    boundaries: Tensor
+    length: int
+
+    def __repr__(self) -> str:
+        return f"document({(1, self.length)})"
+
+    def by_id(self) -> Document:
+        """The same documents by the id of every key."""
+        places = torch.arange(self.length, device=self.boundaries.device, dtype=torch.int32)
+        return Document(torch.bucketize(places, self.boundaries[1:].contiguous(), right=True, out_int32=True)[None])
+
+    def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
+        """As everywhere."""
+        if self.length != s_k:
+            raise InputError(f"document: ids of {self.length} keys for S_k = {s_k}")
+
+    @property
+    def mask_mod(self) -> MaskMod:
+        """As everywhere."""
+        return self.by_id().mask_mod
+
+    def to(self, device: torch.device | str) -> Mask:
+        """As everywhere."""
+        return PackedDocuments(self.boundaries.to(device), self.length)
+
+    def fitted(self, s_q: int, s_k: int) -> Mask:
+        """As everywhere."""
+        return self._keep_fitted(self, EVERYTHING, s_q, s_k)
+
+    fits_bands = True
+
+    def fitted_with(self, band: Band, s_q: int, s_k: int) -> Mask:
+        """As everywhere."""
+        ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
+        queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
+        return Sequences(intervals(queries, ends, ends, band, s_q + s_k), s_k)
+
+    def _words(self) -> Iterator[Part | str]:
+        yield from self.by_id()._words()
