@@ -109,3 +109,14 @@ def test_a_backward_can_be_planned_without_the_lse() -> None:
     found = choice(case, sample, cotangents)
     assert found.raw.direction == "bwd"
     assert found.chosen == "torch"
+
+
+@pytest.mark.parametrize("name", ["fmha_varlen", "mla"])
+def test_a_backward_is_planned_by_the_shapes_of_the_raw_op(name) -> None:
+    """The public function's results may have fewer dimensions than the raw op's."""
+    case = next(c for c in select("attention", ops=[name], device=CPU) if c.direction == "bwd")
+    subject = contract(name)
+    sample = subject.inputs(case.workload.params, torch.bfloat16, CPU, 0)
+    found = choice(case, sample, random_cotangents(reference_outputs(subject, sample, "fwd", ()), 0))
+    do, q = found.raw_args[0], next(a for a in found.raw_args[1:] if isinstance(a, torch.Tensor) and a.dim() > 2)
+    assert do.dim() == q.dim()

@@ -30,6 +30,9 @@ def test_an_op_may_say_where_torch_is_the_better_guess(double, fast_backend, mon
     assert double.plan((X[:, :4],), "auto", "default").backend == "cpu"
     assert double.plan((X,), "auto", "deterministic").backend == "cpu", "torch promises nothing there"
     assert double.plan((X,), "cpu", "default").backend == "cpu"
+    monkeypatch.setattr(double, "ahead", frozenset({"cpu"}))
+    double.forget_plans()
+    assert double.plan((X,), "auto", "default").backend == "cpu", "a better guess than torch all the same"
 
 
 def test_strict_runs_or_says_why_not_and_what_would(double, fast_backend):

@@ -58,10 +58,11 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     needs = [position in positions for position in range(len(forward_args))]
     with torch.no_grad():
         outputs = tensors(forward(*forward_args, *wish))  # those too that the public function keeps to itself
+    grads = random_cotangents(outputs[: len(cotangents)], 0)  # the public function's results may have other dimensions
     unused = (None,) * (len(outputs) - len(cotangents))
     saved = gradient.save(forward_args, tuple(outputs))
     plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
-    raw_args = tuple(gradient.raw_args((*cotangents, *unused), tuple(saved), plain, needs))
+    raw_args = tuple(gradient.raw_args((*grads, *unused), tuple(saved), plain, needs))
     if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
         return _choice(gradient.op, raw_args, "torch")
     with torch.no_grad():

@@ -40,6 +40,7 @@ class RawOp:
     direct        (out, *args) -> can implementations write this `out`?  Others get a copy of the result; all by default
     reference_writes  the reference takes `out=` too
     torch_first   (bucket, dtype) -> is the reference the better guess where nothing is measured?  Never, by default
+    ahead         backends that are a better guess than the reference all the same
     compose       (run, outs, *args) -> None, of an op that no backend implements, because it is made of others:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
@@ -63,12 +64,13 @@ class RawOp:
         direct: Callable[..., bool] | None = None,
         reference_writes: bool = False,
         torch_first: Callable[[tuple[int, ...], torch.dtype], bool] | None = None,
+        ahead: frozenset[str] = frozenset(),
         compose: Callable[..., None] | None = None,
     ) -> None:
         self.op, self.direction, self.package = op, direction, package
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
-        self.dtypes, self.torch_first, self.compose = dtypes, torch_first, compose
+        self.dtypes, self.torch_first, self.ahead, self.compose = dtypes, torch_first, ahead, compose
         self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")

@@ -95,9 +95,10 @@ def choose(
             why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {gone}'}"
             level = logging.WARNING if gone is None else logging.INFO
             log_once(("row-refused", what, choice.backend), f"{what}: {why}", level)
-    if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype):
-        return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
     first = next(name for name in known(found) if refused[name] is None)
+    torch_first = raw.torch_first if numerics == "default" and first not in raw.ahead else None
+    if torch_first is not None and torch_first(bucket, dtype):
+        return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
     return plan(first, f"{why}; first of the static order that can run")
 
 
