@@ -71,58 +71,77 @@ def _every(choose: Callable[[tuple[int, ...], torch.dtype], Config]) -> tuple[Co
 
 
 @triton.jit
-def _places(at, H, S, stride_b, stride_h, stride_s):
-    """Where rows `at` of (B, H, S) begin."""
-    return at // (H * S) * stride_b + at // S % H * stride_h + at % S * stride_s
+def _indices(at, H, S):
+    """(b, h, s) of rows `at` of (B, H, S); without a division for sizes of 1, which are constants."""
+    return at // S // H, at // S % H, at % S
 
 
 @triton.jit
-def _top(top, lse, places, mask, N, stride_n):
-    """The larger of `top` and the logarithms of N states, for each row."""
-    step = tl.full([], 1, tl.int64) * stride_n  # Triton makes a Python integer of a stride of 1, which has no dtype
-    for i in tl.range(0, N, loop_unroll_factor=UNROLL):
-        top = tl.maximum(top, tl.load(lse + i * step + places, mask=mask, other=0.0))
+def _places(b, h, s, stride_b, stride_h, stride_s):
+    return b * stride_b + h * stride_h + s * stride_s
+
+
+@triton.jit
+def _step(stride_n):
+    return tl.full([], 1, tl.int64) * stride_n  # Triton makes a Python integer of a stride of 1, which has no dtype
+
+
+@triton.jit
+def _ahead(o, lse, at_o, at_lse, mask, inside):
+    """(o, lse) of one state: reads that wait for nothing, and a state that is not there is one that saw no key."""
+    return tl.load(o + at_o, mask=mask, other=0.0), tl.load(lse + at_lse, mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def _top(top, lse, places, mask, START: tl.constexpr, N, stride_n):
+    """The larger of `top` and the logarithms of states START to N, for each row."""
+    for i in tl.range(START, N, loop_unroll_factor=UNROLL):
+        top = tl.maximum(top, tl.load(lse + i * _step(stride_n) + places, mask=mask, other=0.0))
     return top
 
 
 @triton.jit
-def _total(total, lse, places, mask, top, N, stride_n):
-    """`total` and the weights of N states, not yet divided."""
-    step = tl.full([], 1, tl.int64) * stride_n
-    for i in tl.range(0, N, loop_unroll_factor=UNROLL):
-        total += exp(tl.load(lse + i * step + places, mask=mask, other=0.0) - top, True)
+def _total(total, lse, places, mask, top, START: tl.constexpr, N, stride_n):
+    """`total` and the weights of states START to N, not yet divided."""
+    for i in tl.range(START, N, loop_unroll_factor=UNROLL):
+        total += exp(tl.load(lse + i * _step(stride_n) + places, mask=mask, other=0.0) - top, True)
     return total
 
 
 @triton.jit
 def _denominator(
-    lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_n, stride_other_n, ROWS: tl.constexpr
+    log, next_log, lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_n, stride_other_n, AHEAD: tl.constexpr
 ):
-    """(maximum of the logarithms, sum of exp(lse_i - maximum)) of each row; 0 and 0 where no state saw a key."""
-    top = _top(tl.full((ROWS,), float("-inf"), tl.float32), lse, at_lse, inside, N, stride_n)
+    """(maximum of the logarithms, sum of exp(lse_i - maximum), what the two states ahead add to it) of each row; the
+    first two are 0 where no state saw a key.
+    """
+    top = tl.maximum(tl.maximum(tl.full(log.shape, float("-inf"), tl.float32), log), next_log)
+    top = _top(top, lse, at_lse, inside, AHEAD, N, stride_n)
     if other_lse is not None:
-        top = _top(top, other_lse, at_other_lse, inside, N_OTHER, stride_other_n)
+        top = _top(top, other_lse, at_other_lse, inside, 1, N_OTHER, stride_other_n)
     top = tl.where(top == float("-inf"), 0.0, top)  # -inf - -inf would be NaN
-    total = _total(tl.zeros((ROWS,), tl.float32), lse, at_lse, inside, top, N, stride_n)
-    if other_lse is not None:
-        total = _total(total, other_lse, at_other_lse, inside, top, N_OTHER, stride_other_n)
-    return top, total
+    share, next_share = exp(log - top, True), exp(next_log - top, True)
+    if other_lse is None:
+        total = _total(share + next_share, lse, at_lse, inside, top, AHEAD, N, stride_n)
+    else:
+        total = _total(share, lse, at_lse, inside, top, AHEAD, N, stride_n) + next_share
+        total = _total(total, other_lse, at_other_lse, inside, top, 1, N_OTHER, stride_other_n)
+    return top, total, share, next_share
 
 
 @triton.jit
-def _weight(log, top, divisor):
-    return exp(log - top, True) / divisor
+def _weighted(state, log, weight):
+    """By selection: what a state that saw no key holds may be NaN."""
+    return tl.where((log == float("-inf"))[:, None], 0.0, state.to(tl.float32) * weight[:, None])
 
 
 @triton.jit
-def _add(acc, o, lse, at_o, at_lse, mask, inside, top, divisor, N, stride_n, stride_lse_n):
-    """acc (ROWS, BLOCK_D) and the weighted o of N states."""
-    step, step_lse = tl.full([], 1, tl.int64) * stride_n, tl.full([], 1, tl.int64) * stride_lse_n
-    for i in tl.range(0, N, loop_unroll_factor=AT_ONCE):
-        log = tl.load(lse + i * step_lse + at_lse, mask=inside, other=0.0)
-        state = tl.load(o + i * step + at_o, mask=mask, other=0.0).to(tl.float32)
-        # by selection: what a state that saw no key holds may be NaN
-        acc += tl.where((log == float("-inf"))[:, None], 0.0, state * _weight(log, top, divisor)[:, None])
+def _add(acc, o, lse, at_o, at_lse, mask, inside, top, divisor, START: tl.constexpr, N, stride_n, stride_lse_n):
+    """acc (ROWS, BLOCK_D) and the weighted o of states START to N."""
+    for i in tl.range(START, N, loop_unroll_factor=AT_ONCE):
+        log = tl.load(lse + i * _step(stride_lse_n) + at_lse, mask=inside, other=0.0)
+        state = tl.load(o + i * _step(stride_n) + at_o, mask=mask, other=0.0)
+        acc += _weighted(state, log, exp(log - top, True) / divisor)
     return acc
 
 
@@ -135,58 +154,77 @@ def _merge_kernel(
     stride_other_lse_n, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip  # out: (B, H, S, D)   out_lse: (B, H, S)   M = B * H * S
+    AHEAD: tl.constexpr = 2 if other is None else 1
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b, h, s = _indices(at, H, S)
     columns = tl.arange(0, BLOCK_D)[None, :]
     inside = at < M
     mask = inside[:, None] & (columns < D)
-    at_lse = _places(at, H, S, stride_lse_b, stride_lse_h, stride_lse_s)
-    at_other_lse = _places(at, H, S, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s)
-    top, total = _denominator(
-        lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_lse_n, stride_other_lse_n, ROWS
+    at_lse = _places(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
+    at_other_lse = _places(b, h, s, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s)
+    at_o = _places(b, h, s, stride_b, stride_h, stride_s)[:, None] + columns
+    at_other = _places(b, h, s, stride_other_b, stride_other_h, stride_other_s)[:, None] + columns
+
+    state, log = _ahead(o, lse, at_o, at_lse, mask, inside)
+    if other is None:
+        at_next, at_next_lse = at_o + _step(stride_n), at_lse + _step(stride_lse_n)
+        next_state, next_log = _ahead(o, lse, at_next, at_next_lse, mask & (N > 1), inside & (N > 1))
+    else:
+        next_state, next_log = _ahead(other, other_lse, at_other, at_other_lse, mask, inside)
+    top, total, share, next_share = _denominator(
+        log, next_log, lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_lse_n, stride_other_lse_n, AHEAD
     )
     divisor = tl.where(total == 0.0, 1.0, total)
-    tl.store(out_lse + at, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)), mask=inside)
 
-    at_o = _places(at, H, S, stride_b, stride_h, stride_s)[:, None] + columns
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    acc = _add(acc, o, lse, at_o, at_lse, mask, inside, top, divisor, N, stride_n, stride_lse_n)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32) + _weighted(state, log, share / divisor)
+    if other is None:
+        acc += _weighted(next_state, next_log, next_share / divisor)
+    acc = _add(acc, o, lse, at_o, at_lse, mask, inside, top, divisor, AHEAD, N, stride_n, stride_lse_n)
     if other is not None:
-        at_o = _places(at, H, S, stride_other_b, stride_other_h, stride_other_s)[:, None] + columns
+        acc += _weighted(next_state, next_log, next_share / divisor)
         acc = _add(
-            acc, other, other_lse, at_o, at_other_lse, mask, inside, top, divisor, N_OTHER, stride_other_n,
+            acc, other, other_lse, at_other, at_other_lse, mask, inside, top, divisor, 1, N_OTHER, stride_other_n,
             stride_other_lse_n,
         )  # fmt: skip
-    at_out = _places(at, H, S, stride_out_b, stride_out_h, stride_out_s)[:, None] + columns
+    at_out = _places(b, h, s, stride_out_b, stride_out_h, stride_out_s)[:, None] + columns
     tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out_lse + at, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)), mask=inside)
 
 
 @triton.jit
-def _along(total, grad, o, lse, at_o, at_lse, mask, inside, top, divisor, N, stride_n, stride_lse_n):
-    """total (ROWS,) and the weighted products do . o_i of N states."""
-    step, step_lse = tl.full([], 1, tl.int64) * stride_n, tl.full([], 1, tl.int64) * stride_lse_n
-    for i in tl.range(0, N):
-        log = tl.load(lse + i * step_lse + at_lse, mask=inside, other=0.0)
-        state = tl.load(o + i * step + at_o, mask=mask, other=0.0).to(tl.float32)
-        product = tl.sum(grad * state, 1) * _weight(log, top, divisor)
+def _along(
+    total, grad, o, lse, at_o, at_lse, mask, inside, top, divisor, START: tl.constexpr, N, stride_n, stride_lse_n
+):
+    """total (ROWS,) and the weighted products do . o_i of states START to N."""
+    for i in tl.range(START, N):
+        log = tl.load(lse + i * _step(stride_lse_n) + at_lse, mask=inside, other=0.0)
+        state = tl.load(o + i * _step(stride_n) + at_o, mask=mask, other=0.0).to(tl.float32)
+        product = tl.sum(grad * state, 1) * (exp(log - top, True) / divisor)
         total += tl.where(log == float("-inf"), 0.0, product)
     return total
 
 
 @triton.jit
+def _store_gradients(d_o, d_lse, at_do, at, mask, inside, log, weight, product, shift, grad):
+    """Of one state.  product: (ROWS,), do . o_i   shift: (ROWS,), dlse' less the sum of all weighted products"""
+    blind = log == float("-inf")
+    d_state = tl.where(blind[:, None], 0.0, weight[:, None] * grad)
+    tl.store(d_o + at_do, d_state.to(d_o.dtype.element_ty), mask=mask)
+    tl.store(d_lse + at, tl.where(blind, 0.0, weight * (product + shift)), mask=inside)
+
+
+@triton.jit
 def _gradients(
-    d_o, d_lse, at_do, stride_dn, stride_dlse_n, shift, grad, o, lse, at_o, at_lse, at, mask, inside, top, divisor, N,
-    stride_n, stride_lse_n,
-):  # fmt: skip  # d_lse: (N, M) contiguous   shift: (ROWS,), dlse' less the sum of all products
-    step, step_lse = tl.full([], 1, tl.int64) * stride_n, tl.full([], 1, tl.int64) * stride_lse_n
-    step_do, step_dlse = tl.full([], 1, tl.int64) * stride_dn, tl.full([], 1, tl.int64) * stride_dlse_n
-    for i in tl.range(0, N):
-        log = tl.load(lse + i * step_lse + at_lse, mask=inside, other=0.0)
-        state = tl.load(o + i * step + at_o, mask=mask, other=0.0).to(tl.float32)
-        blind, weight = log == float("-inf"), _weight(log, top, divisor)
-        d_log = tl.where(blind, 0.0, weight * (tl.sum(grad * state, 1) + shift))
-        d_state = tl.where(blind[:, None], 0.0, weight[:, None] * grad)
-        tl.store(d_lse + i * step_dlse + at, d_log, mask=inside)
-        tl.store(d_o + i * step_do + at_do, d_state.to(d_o.dtype.element_ty), mask=mask)
+    d_o, d_lse, at_do, stride_dn, stride_dlse_n, shift, grad, o, lse, at_o, at_lse, at, mask, inside, top, divisor,
+    START: tl.constexpr, N, stride_n, stride_lse_n,
+):  # fmt: skip  # d_lse: (N, M) contiguous
+    for i in tl.range(START, N):
+        log = tl.load(lse + i * _step(stride_lse_n) + at_lse, mask=inside, other=0.0)
+        state = tl.load(o + i * _step(stride_n) + at_o, mask=mask, other=0.0).to(tl.float32)
+        _store_gradients(
+            d_o + i * _step(stride_dn), d_lse + i * _step(stride_dlse_n), at_do, at, mask, inside, log,
+            exp(log - top, True) / divisor, tl.sum(grad * state, 1), shift, grad,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -199,42 +237,67 @@ def _merge_backward_kernel(
     stride_other_lse_n, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip  # shapes as above; d_* as what they are gradients of, do: (B, H, S, D)   dlse: (B, H, S) contiguous
+    AHEAD: tl.constexpr = 2 if other is None else 1
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b, h, s = _indices(at, H, S)
     columns = tl.arange(0, BLOCK_D)[None, :]
     inside = at < M
     mask = inside[:, None] & (columns < D)
-    at_lse = _places(at, H, S, stride_lse_b, stride_lse_h, stride_lse_s)
-    at_other_lse = _places(at, H, S, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s)
-    top, total = _denominator(
-        lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_lse_n, stride_other_lse_n, ROWS
+    at_lse = _places(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
+    at_other_lse = _places(b, h, s, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s)
+    at_o = _places(b, h, s, stride_b, stride_h, stride_s)[:, None] + columns
+    at_other = _places(b, h, s, stride_other_b, stride_other_h, stride_other_s)[:, None] + columns
+    at_do = _places(b, h, s, stride_do_b, stride_do_h, stride_do_s)[:, None] + columns
+
+    grad = tl.load(do + at_do, mask=mask, other=0.0)
+    state, log = _ahead(o, lse, at_o, at_lse, mask, inside)
+    if other is None:
+        at_next, at_next_lse = at_o + _step(stride_n), at_lse + _step(stride_lse_n)
+        next_state, next_log = _ahead(o, lse, at_next, at_next_lse, mask & (N > 1), inside & (N > 1))
+    else:
+        next_state, next_log = _ahead(other, other_lse, at_other, at_other_lse, mask, inside)
+    shift = tl.zeros((ROWS,), tl.float32)
+    if dlse is not None:
+        shift = tl.load(dlse + at, mask=inside, other=0.0)
+    top, total, share, next_share = _denominator(
+        log, next_log, lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_lse_n, stride_other_lse_n, AHEAD
     )
     divisor = tl.where(total == 0.0, 1.0, total)
+    weight, next_weight = share / divisor, next_share / divisor
 
-    at_do = _places(at, H, S, stride_do_b, stride_do_h, stride_do_s)[:, None] + columns
-    grad = tl.load(do + at_do, mask=mask, other=0.0).to(tl.float32)
-    at_o = _places(at, H, S, stride_b, stride_h, stride_s)[:, None] + columns
-    at_other = _places(at, H, S, stride_other_b, stride_other_h, stride_other_s)[:, None] + columns
-    along = tl.zeros((ROWS,), tl.float32)
-    along = _along(along, grad, o, lse, at_o, at_lse, mask, inside, top, divisor, N, stride_n, stride_lse_n)
+    grad = grad.to(tl.float32)
+    product, next_product = tl.sum(grad * state.to(tl.float32), 1), tl.sum(grad * next_state.to(tl.float32), 1)
+    along = tl.where(log == float("-inf"), 0.0, product * weight)
+    next_along = tl.where(next_log == float("-inf"), 0.0, next_product * next_weight)
+    if other is None:
+        along += next_along
+    along = _along(along, grad, o, lse, at_o, at_lse, mask, inside, top, divisor, AHEAD, N, stride_n, stride_lse_n)
     if other is not None:
         along = _along(
-            along, grad, other, other_lse, at_other, at_other_lse, mask, inside, top, divisor, N_OTHER, stride_other_n,
-            stride_other_lse_n,
+            along + next_along, grad, other, other_lse, at_other, at_other_lse, mask, inside, top, divisor, 1, N_OTHER,
+            stride_other_n, stride_other_lse_n,
         )  # fmt: skip
-    shift = -along
-    if dlse is not None:
-        shift += tl.load(dlse + at, mask=inside, other=0.0)
+    shift -= along
 
-    at_made = _places(at, H, S, stride_db, stride_dh, stride_ds)[:, None] + columns
+    at_made = _places(b, h, s, stride_db, stride_dh, stride_ds)[:, None] + columns
+    _store_gradients(d_o, d_lse, at_made, at, mask, inside, log, weight, product, shift, grad)
+    if other is None:
+        _store_gradients(
+            d_o + _step(stride_dn), d_lse + _step(M), at_made, at, mask & (N > 1), inside & (N > 1), next_log,
+            next_weight, next_product, shift, grad,
+        )  # fmt: skip
     _gradients(
-        d_o, d_lse, at_made, stride_dn, M, shift, grad, o, lse, at_o, at_lse, at, mask, inside, top, divisor, N,
+        d_o, d_lse, at_made, stride_dn, M, shift, grad, o, lse, at_o, at_lse, at, mask, inside, top, divisor, AHEAD, N,
         stride_n, stride_lse_n,
     )  # fmt: skip
     if other is not None:
-        at_made = _places(at, H, S, stride_dother_b, stride_dother_h, stride_dother_s)[:, None] + columns
+        at_made = _places(b, h, s, stride_dother_b, stride_dother_h, stride_dother_s)[:, None] + columns
+        _store_gradients(
+            d_other, d_other_lse, at_made, at, mask, inside, next_log, next_weight, next_product, shift, grad
+        )
         _gradients(
             d_other, d_other_lse, at_made, stride_dother_n, M, shift, grad, other, other_lse, at_other, at_other_lse,
-            at, mask, inside, top, divisor, N_OTHER, stride_other_n, stride_other_lse_n,
+            at, mask, inside, top, divisor, 1, N_OTHER, stride_other_n, stride_other_lse_n,
         )  # fmt: skip
 
 
