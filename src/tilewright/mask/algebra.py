@@ -83,25 +83,19 @@ class Mask:
 
     def fitted(self, s_q: int, s_k: int) -> "Mask":
         """The same mask in the form that is cheapest for an attention of this size, which it must fit.  Kept."""
-        return self
-
-    fits_bands = False
-    """Has the mask a `fitted_with`?"""
-
-    def fitted_with(self, band: "Band", s_q: int, s_k: int) -> "Mask":
-        """`self & band` as one leaf, for an attention of this size."""
-        raise NotImplementedError
-
-    def _keep_fitted(self, packed: "Mask", band: "Band", s_q: int, s_k: int) -> "Mask":
-        """`packed.fitted_with`, kept with `self`."""
         kept: dict[tuple[int, int], Mask] = getattr(self, "_fitted", {})
         found = kept.get((s_q, s_k)) if kept else None  # a look-up settles symbolic sizes of a compiled graph
         if found is None:
-            with torch.inference_mode(False):
-                found = packed.fitted_with(band, s_q, s_k)
+            found = self.as_leaf(s_q, s_k)
+            if found is None:
+                return self
             if not torch.compiler.is_compiling():
                 self.__dict__.setdefault("_fitted", {})[s_q, s_k] = found
         return found
+
+    def as_leaf(self, s_q: int, s_k: int, band: "Band | None" = None) -> "Mask | None":
+        """`self & band` as one leaf for an attention of this size; None where there is no such leaf."""
+        return None
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
         """InputError if ids or tables do not fit an attention of this size."""
@@ -265,12 +259,12 @@ class And(_Many):
         """The intersection of intervals, one interval."""
         return [Band(max(b.low for b in bands), min(b.high for b in bands))]
 
-    def fitted(self, s_q: int, s_k: int) -> Mask:
+    def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask | None:
         """As everywhere."""
         first, second = self.operands[:2]
-        if len(self.operands) > 2 or not isinstance(first, Band) or not second.fits_bands:
-            return self
-        return self._keep_fitted(second, first, s_q, s_k)
+        if band is not None or len(self.operands) > 2 or not isinstance(first, Band):
+            return None
+        return second.as_leaf(s_q, s_k, first)
 
     @staticmethod
     def settles(band: Band) -> bool:

@@ -96,17 +96,12 @@ class PackedDocuments(Mask):
         """As everywhere."""
         return PackedDocuments(self.boundaries.to(device), self.length)
 
-    def fitted(self, s_q: int, s_k: int) -> Mask:
+    def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask:
         """As everywhere."""
-        return self._keep_fitted(self, EVERYTHING, s_q, s_k)
-
-    fits_bands = True
-
-    def fitted_with(self, band: Band, s_q: int, s_k: int) -> Mask:
-        """As everywhere."""
-        ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
-        queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
-        return Sequences(intervals(queries, ends, ends, band, s_q + s_k), s_k)
+        with torch.inference_mode(False):  # it is kept, for calls of any mode
+            ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
+            queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
+            return Sequences(intervals(queries, ends, ends, EVERYTHING if band is None else band, s_q + s_k), s_k)
 
     def _words(self) -> Iterator[Part | str]:
         yield from self.by_id()._words()

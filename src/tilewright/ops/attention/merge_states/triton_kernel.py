@@ -59,9 +59,13 @@ def _state(o, lse, i, at_o, at_lse, mask, inside, N, stride_n, stride_lse_n):
 
 
 @triton.jit
-def _first(o, lse, at_o, at_lse, mask, inside):
-    """(lse, o) of the first state of a stack."""
-    return tl.load(lse + at_lse, mask=inside, other=0.0), tl.load(o + at_o, mask=mask, other=0.0)
+def _first(
+    o, lse, b, h, s, columns, mask, inside, stride_b, stride_h, stride_s, stride_lse_b, stride_lse_h, stride_lse_s
+):  # fmt: skip
+    """Of the first state of a stack: where the rows of o and of lse are, lse, o."""
+    at_o = _places(b, h, s, stride_b, stride_h, stride_s)[:, None] + columns
+    at_lse = _places(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
+    return at_o, at_lse, tl.load(lse + at_lse, mask=inside, other=0.0), tl.load(o + at_o, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -147,16 +151,17 @@ def merge_kernel(
     columns = tl.arange(0, BLOCK_D)[None, :]
     inside = at < M
     mask = inside[:, None] & (columns < D)
-    at_o = _places(b, h, s, stride_b, stride_h, stride_s)[:, None] + columns
-    at_lse = _places(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
-    log, state = _first(o, lse, at_o, at_lse, mask, inside)
+    at_o, at_lse, log, state = _first(
+        o, lse, b, h, s, columns, mask, inside, stride_b, stride_h, stride_s, stride_lse_b, stride_lse_h, stride_lse_s
+    )
     at_other, at_other_lse, other_state, other_log = at_o, at_lse, state, log
     if other is not None:
         other += begin_other
         other_lse += begin_other_lse
-        at_other = _places(b, h, s, stride_other_b, stride_other_h, stride_other_s)[:, None] + columns
-        at_other_lse = _places(b, h, s, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s)
-        other_log, other_state = _first(other, other_lse, at_other, at_other_lse, mask, inside)
+        at_other, at_other_lse, other_log, other_state = _first(
+            other, other_lse, b, h, s, columns, mask, inside, stride_other_b, stride_other_h, stride_other_s,
+            stride_other_lse_b, stride_other_lse_h, stride_other_lse_s,
+        )  # fmt: skip
 
     top, total = _denominator(
         log, other_log, lse, other_lse, at_lse, at_other_lse, inside, N, N_OTHER, stride_lse_n, stride_other_lse_n
@@ -235,17 +240,18 @@ def merge_backward_kernel(
     inside = at < M
     mask = inside[:, None] & (columns < D)
     at_do = _places(b, h, s, stride_do_b, stride_do_h, stride_do_s)[:, None] + columns
-    at_o = _places(b, h, s, stride_b, stride_h, stride_s)[:, None] + columns
-    at_lse = _places(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
     grad = tl.load(do + at_do, mask=mask, other=0.0)
-    log, state = _first(o, lse, at_o, at_lse, mask, inside)
+    at_o, at_lse, log, state = _first(
+        o, lse, b, h, s, columns, mask, inside, stride_b, stride_h, stride_s, stride_lse_b, stride_lse_h, stride_lse_s
+    )
     at_other, at_other_lse, other_state, other_log = at_o, at_lse, state, log
     if other is not None:
         other += begin_other
         other_lse += begin_other_lse
-        at_other = _places(b, h, s, stride_other_b, stride_other_h, stride_other_s)[:, None] + columns
-        at_other_lse = _places(b, h, s, stride_other_lse_b, stride_other_lse_h, stride_other_lse_s)
-        other_log, other_state = _first(other, other_lse, at_other, at_other_lse, mask, inside)
+        at_other, at_other_lse, other_log, other_state = _first(
+            other, other_lse, b, h, s, columns, mask, inside, stride_other_b, stride_other_h, stride_other_s,
+            stride_other_lse_b, stride_other_lse_h, stride_other_lse_s,
+        )  # fmt: skip
     shift = tl.zeros((ROWS,), tl.float32)
     if dlse is not None:
         shift += tl.load(dlse + at, mask=inside, other=0.0)
