@@ -129,3 +129,14 @@ def test_rows_without_any_ratio_need_no_plot(tmp_path: Path) -> None:
 def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no bench results"):
         report(tmp_path, tmp_path / "performance.md")
+
+
+def test_many_rows_share_lines_of_the_plot(tmp_path: Path) -> None:
+    def height(count: int) -> int:
+        rows = [replace(WON, case=f"case{i}") for i in range(count)]
+        Results("norm", MACHINE, rows=rows).save(tmp_path / "results" / "gpu" / "norm.json")
+        report(tmp_path / "results", tmp_path / "performance.md")
+        with Image.open(tmp_path / "plots" / "gpu-norm.png") as image:
+            return int(image.height)
+
+    assert height(61) == height(1) < height(30)

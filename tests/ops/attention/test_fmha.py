@@ -373,24 +373,3 @@ def test_the_raw_op_refuses_what_the_public_one_never_sends():
             args[at] = value
         with pytest.raises(InputError):
             checked(*args)
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "torchs"),
-    [
-        ({}, HALF, True),
-        ({"causal": True, "sinks": torch.zeros(4)}, HALF, True),
-        ({"mask": masks.window(30)}, HALF, False),
-        ({"mask": masks.causal() | masks.prefix(9)}, HALF, False),
-        ({"causal": True, "softcap": 3.0}, HALF, False),
-        ({"causal": True, "score_mod": score.alibi(torch.ones(4))}, HALF, False),
-        ({"mask": masks.causal() | masks.prefix(9)}, torch.float32, True),
-    ],
-    ids=["full", "sinks", "window", "program", "softcap", "alibi", "float32"],
-)
-def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
-    q, k, v = problem(1, 4, 2, 128, 128, 64, dtype=dtype, device="cpu")
-    with record() as recording:
-        ops.fmha(q, k, v, **options)
-    raw, args, *_ = recording.calls[0]
-    assert raw.torch_first(raw.bucket_of(args, "default"), dtype) is torchs

@@ -54,18 +54,18 @@ def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
 
 
 def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
-    """Write a PNG: one line a case on a log axis; a filled dot is what `auto` picks, a ring our best
+    """Write a PNG: one line a label on a log axis; a filled dot is what `auto` picks, a ring our best
     kernel where that is another.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({"font.size": 8}):
-        figure = Figure(figsize=(8, 1.2 + 0.18 * len(bars)), layout="constrained")
+        lines = {label: i for i, label in enumerate(dict.fromkeys(bar.label for bar in bars))}
+        figure = Figure(figsize=(8, 1.2 + 0.18 * len(lines)), layout="constrained")
         axes = figure.add_subplot()
-        rows = range(len(bars))
-        auto = [(i, bar.auto) for i, bar in zip(rows, bars, strict=True) if bar.auto is not None]
-        own = [(i, bar.own) for i, bar in zip(rows, bars, strict=True) if bar.own is not None and bar.own != bar.auto]
+        auto = [(lines[bar.label], bar.auto) for bar in bars if bar.auto is not None]
+        own = [(lines[bar.label], bar.own) for bar in bars if bar.own is not None and bar.own != bar.auto]
         colours = ["#2a7f62" if ratio >= 1 else "#b3423a" for _, ratio in auto]
         axes.hlines([i for i, _ in auto], 1, [ratio for _, ratio in auto], colors=colours, linewidth=1)
         axes.scatter([r for _, r in auto], [i for i, _ in auto], c=colours, s=14, label="what auto picks", zorder=3)
@@ -82,7 +82,7 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
         ticks = _ticks([r for _, r in (*auto, *own)])
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_yticks(list(rows), [bar.label for bar in bars])
+        axes.set_yticks(list(lines.values()), list(lines))
         axes.invert_yaxis()
         axes.set_title(title, fontsize=9)
         axes.legend(loc="best", fontsize=7)

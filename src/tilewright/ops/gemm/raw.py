@@ -85,7 +85,7 @@ def _direct(out: Tensor, *args: Any) -> bool:
     return copyable(out) or not bucket(*args)[4]
 
 
-def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
+def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
     """Many rows, and nothing that torch would compute apart: what is unmeasured goes to the vendor's library."""
     m, epilogue = bucket[-len(BUCKET)], bucket[-1]
     return dtype == torch.float32 or (dtype != FP8 and m > 64 and epilogue == PLAIN)

@@ -1,6 +1,6 @@
 """The raw ops of `fmha`, forward and backward, and how the one is fed from the other."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,13 +160,31 @@ def _raw_args(
     return do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *args[6:]
 
 
-def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Until a table has the sizes: where torch has one kernel for it, cuDNN or FLASH, and in float32.
+def _in_one_kernel(of: Mapping[str, int]) -> bool:
+    """Has torch a kernel for it, cuDNN or FLASH?  Elsewhere it holds scores in memory, and is 36 to 1470 times slower
+    on an H200 (softcap, documents).
+    """
+    return of["mask"] in (FULL, CAUSAL) and not of["extras"] & (SOFTCAP | SLOPES)
 
-    Elsewhere torch holds scores in memory, and is 36 to 1470 times slower on an H200 (softcap, documents).
+
+def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
+    """Until a table has the sizes.  CUDA C++ was ahead of cuDNN on an H200 in 52 of 54 rows of 512 queries and more;
+    the others are causal, D = 64, of 512 and 1024 (0.95).
     """
     of = dict(zip(BUCKET, bucket, strict=True))
-    return dtype.itemsize == 4 or (of["mask"] in (FULL, CAUSAL) and not of["extras"] & (SOFTCAP | SLOPES))
+    short = 1024 if of["D"] <= 64 and of["mask"] == CAUSAL else 256
+    behind = first != "cuda" or of["S_q"] <= short
+    return dtype.itemsize == 4 or (_in_one_kernel(of) and behind)
+
+
+def _torch_first_backward(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
+    """Until a table has the sizes.  CUDA C++ was ahead of cuDNN on an H200 in all rows of D = 64, and of D = 128 if it
+    was short, or causal without grouped heads; behind by up to 9 % in the other five.
+    """
+    of = dict(zip(BUCKET, bucket, strict=True))
+    ahead = of["D"] <= 64 or of["S_q"] <= 1024 or (of["mask"] == CAUSAL and of["group"] == 1)
+    behind = first != "cuda" or of["S_q"] <= 512 or not ahead
+    return dtype.itemsize == 4 or (_in_one_kernel(of) and behind)
 
 
 FORWARD = RawOp(
@@ -191,7 +209,7 @@ BACKWARD = RawOp(
     bucket=_backward_bucket,
     bucket_names=BUCKET,
     count=4,
-    torch_first=_torch_first,
+    torch_first=_torch_first_backward,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=_save, raw_args=_raw_args, recomputes=False)
 """Of q, k, v and the sinks."""

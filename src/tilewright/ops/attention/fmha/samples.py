@@ -18,9 +18,9 @@ _OPTIONS = ("scale", "softcap", "return_lse")
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: B, H, S (or S_q and S_k), D, optional H_kv, D_v; causal, window (keys a causal window has), documents
-    (how many end to end, each causal), mask (a name of `MASKS`), variant (of `VARIANTS`); alibi, sinks, scale, softcap,
-    return_lse; layout: by head in memory by default, "token" (a view of a projection), "packed" (views of one of q, k
-    and v), "BSHD".
+    (how many packed end to end, each causal), ids (the same by the id of every key), mask (a name of `MASKS`), variant
+    (of `VARIANTS`); alibi, sinks, scale, softcap, return_lse; layout: by head in memory by default, "token" (a view of
+    a projection), "packed" (views of one of q, k and v), "BSHD".
     """
     g = rows.generator(seed)
     batch, heads, d = params["B"], params["H"], params["D"]
@@ -61,6 +61,13 @@ def documents(count: int, length: int) -> Tensor:
     return starts.cumsum(0).int()
 
 
+def _packed(count: int, length: int) -> masks.Mask:
+    """`documents` by where each begins."""
+    starts = documents(count, length).diff().nonzero().flatten() + 1
+    ends = torch.tensor([0]), starts, torch.tensor([length])
+    return masks.document(cu_seqlens=torch.cat(ends).int(), length=length)
+
+
 MASKS: Mapping[str, Callable[[int], masks.Mask]] = {
     "prefix": lambda s: masks.causal() | masks.prefix(s // 3),
     "global": lambda s: masks.window(s // 4, s // 4) | masks.global_tokens(2),
@@ -79,7 +86,9 @@ def _mask(params: Mapping[str, Any], s_k: int) -> masks.Mask | None:
     if "sides" in params:
         return masks.window(*params["sides"])
     if "documents" in params:
-        return masks.document(documents(params["documents"], s_k)) & masks.causal()
+        return _packed(params["documents"], s_k) & masks.causal()
+    if "ids" in params:
+        return masks.document(documents(params["ids"], s_k)) & masks.causal()
     if "variant" in params:
         return VARIANTS[params["variant"]](s_k)
     return MASKS[params["mask"]](s_k) if "mask" in params else None
@@ -113,12 +122,13 @@ EDGE_CASES = (
     _case("sides: a window to both", H=2, S=133, sides=(25, 9)),
     _unequal("late_window: over more keys than queries", 40, 133, window=21),
     _case("documents: end to end", H=2, S=133, documents=5),
+    _case("ids: documents by number", H=2, S=133, ids=5),
     *(_case(f"{name}: a mask of tiles", S=83, mask=name) for name in MASKS),
     _case("softcap: the derivative too", softcap=1.5, causal=True),
     _case("alibi: distances to both sides", alibi=True),
     _case("sinks: in the denominator", sinks=True, causal=True, return_lse=True),
     _unequal("sinks_alone: rows of nothing but a sink", 37, 11, sinks=True, causal=True),
-    _case("everything: all modifiers", softcap=2.0, alibi=True, sinks=True, documents=3, scale=0.3, return_lse=True),
+    _case("everything: all modifiers", softcap=2.0, alibi=True, sinks=True, ids=3, scale=0.3, return_lse=True),
     _case("lse: its gradient arrives", return_lse=True),
     _case("scale: sharp scores", scale=1.0),
     _case("d_80: no power of two", D=80, causal=True),

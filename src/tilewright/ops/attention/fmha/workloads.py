@@ -1,4 +1,4 @@
-"""What the bench measures.  `params` of a row: B, H, H_kv, S, D, and causal, window, documents or variant.
+"""What the bench measures.  `params` of a row: B, H, H_kv, S, D, and causal, window, documents, ids or variant.
 
 Names: B x H[/H_kv] x S x D, then what the mask is; those that compare masks are `mask_` and its name, all of one shape.
 A budget ends a run before the last rows, so the grids come last.
@@ -71,6 +71,7 @@ WINDOW = 4096
 SPARSE = (
     _row(1, 32, 8, 65536, 128, f"window{WINDOW}", _BOTH, window=WINDOW),
     _row(1, 32, 8, 32768, 128, "64documents", _BOTH, documents=64),
+    _row(1, 32, 8, 32768, 128, "64documents_by_id", _BOTH, ids=64),
     _row(2, 16, 16, 8192, 128, "softcap", _FORWARD, causal=True, softcap=50.0),
     _row(2, 16, 16, 8192, 128, "alibi", _FORWARD, causal=True, alibi=True),
     _row(2, 64, 8, 8192, 64, "sinks_window128", _FORWARD, window=128, sinks=True),
