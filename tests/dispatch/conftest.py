@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import RawOp, preference, register_impl, table, unregister_impl
+from tilewright.dispatch import RawOp, fast, preference, register_impl, table, unregister_impl
+from tilewright.jit import tape
 from tilewright.log import forget_logged
 
 DOUBLE = RawOp(
@@ -72,3 +73,11 @@ def fast_backend() -> Iterator[SimpleNamespace]:
 
     yield seen
     unregister_impl("test_double", backend="cpu")
+
+
+@pytest.fixture
+def open_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opens the fast road to CPU tensors."""
+    monkeypatch.setattr(fast, "_current_device", lambda: -1)
+    monkeypatch.setattr(fast, "_HOST", None)
+    monkeypatch.setattr(tape, "_current_stream", lambda device: 0)

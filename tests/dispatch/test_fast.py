@@ -9,7 +9,6 @@ from tests.harness.registry import own_registry
 
 import tilewright.ops
 from tilewright.dispatch import contract, contracts, fast, implementations, register_impl
-from tilewright.jit import tape
 from tilewright.jit.tape import Step, taping
 from tilewright.jit.triton_launch import TritonKernel
 
@@ -20,7 +19,7 @@ SIMPLE = [name for name in contracts() if not name.startswith("test_") and name 
 
 
 @pytest.fixture
-def launches(monkeypatch):
+def launches(monkeypatch, open_road):
     """Kernel launches that were made the ordinary way, and those from a tape."""
     made = {"ordinary": 0, "replayed": 0}
 
@@ -32,9 +31,6 @@ def launches(monkeypatch):
             listening.add(Step(step, (1, 1, 1), None, (), (*args, *constants)))
 
     monkeypatch.setattr(TritonKernel, "__call__", call)
-    monkeypatch.setattr(fast, "_current_device", lambda: -1)
-    monkeypatch.setattr(fast, "_HOST", None)
-    monkeypatch.setattr(tape, "_current_stream", lambda device: 0)
     return made
 
 
@@ -91,7 +87,7 @@ def test_another_signature_is_not_replayed(launches, on_cpu):
         assert launches["replayed"] == 0
 
 
-@pytest.mark.parametrize("closed_by", ["profiler", "recording", "subclass", "transform"])
+@pytest.mark.parametrize("closed_by", ["profiler", "recording", "subclass", "transform", "transform before"])
 def test_the_road_is_closed_for_whoever_must_see_the_op(closed_by, launches, on_cpu):
     on_cpu("rms_norm")
     x, w = torch.randn(4, 64), torch.randn(64)
@@ -107,6 +103,10 @@ def test_the_road_is_closed_for_whoever_must_see_the_op(closed_by, launches, on_
                 tilewright.ops.rms_norm(x, w)
         elif closed_by == "subclass":
             tilewright.ops.rms_norm(x.as_subclass(Subclass), w)
+        elif closed_by == "transform before":
+            kept = []
+            torch.func.vjp(lambda t: kept.append(t) or t, x)
+            tilewright.ops.rms_norm(kept[0], w)
         else:
             torch.func.vjp(lambda t: t * tilewright.ops.rms_norm(x, w).sum(), x)
     assert launches["replayed"] == 1

@@ -47,3 +47,11 @@ def test_a_wish_for_it_keeps_the_forward_and_leaves_the_backward_to_others(forwa
     assert len(forwards) == 1
     expected = torch.autograd.grad(torch.nn.functional.layer_norm(args[0], (6,), *args[1:]).sum(), args)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), args), expected)
+
+
+def test_a_signature_is_remembered_with_and_without_a_gradient(forwards, open_road):
+    for times in range(1, 4):
+        assert ops.layer_norm(*problem(True)).requires_grad
+        assert not ops.layer_norm(*problem(False)).requires_grad
+        assert len(forwards) == times
+    contract("layer_norm").forward.forget_plans()

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewright.dispatch import fast
 from tilewright.dispatch.contract import Contract, bind, bind_function
+from tilewright.dispatch.function import Function
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
 from tilewright.errors import InputError
@@ -59,14 +60,16 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
         return _call_out(contract, args, backend, out)
     if torch.compiler.is_compiling():
         return getattr(torch.ops.tilewright, contract.name)(*args, *resolve(backend))
-    wish, numerics = resolve(backend)
-    found = fast.find(contract.forward, args, wish, numerics)
-    if found is not None and found[0] is not None:
-        if torch.is_grad_enabled() and _any_requires_grad(args):
-            return _OpFunction.apply_plain(contract, found, wish, numerics, *args)
-        return fast.replay(found, args[0])
-    contract.check(*args)
-    return _run(contract, args, wish, numerics, found)
+    raw, (wish, numerics) = contract.forward, resolve(backend)
+    found = fast.find(raw, args, wish, numerics)
+    if found is None or found[0] is None:
+        contract.check(*args)
+        return _run(contract, args, wish, numerics, found)
+    if found[0].plan.launch is None:  # torch's, and so is its gradient
+        return raw.plain(*args)
+    if torch.is_grad_enabled() and _any_requires_grad(args):
+        return _OpFunction.apply(contract, found, wish, numerics, *args)
+    return fast.again(raw, found, args)
 
 
 def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor) -> Tensor:
@@ -78,7 +81,7 @@ def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, ou
         raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
         return out
     found = fast.find(raw, args, wish, numerics, out)
-    if found is None or found[0] is None or not fast.replay_into(found):
+    if found is None or found[0] is None or not fast.again_into(raw, found, args, out):
         with torch.no_grad():
             contract.check(*args)
         _check_out(contract, args, out)
@@ -92,15 +95,18 @@ def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, ou
 
 
 def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, found: fast.Found | None = None) -> Any:
-    """A checked call that has no tape: the first of its signature, or one under tracing, transforms or the profiler."""
-    wants_grad = torch.is_grad_enabled() and _any_requires_grad(args)
-    plan = contract.forward.plan(args, wish, numerics)
+    """A checked call: the first of its signature, or one under tracing, transforms or the profiler."""
+    raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
+    plan = raw.plan(args, wish, numerics)
     if plan.launch is None or (wants_grad and not _has_backward(contract, plan.backend, wish, args[0].device.type)):
-        contract.forward.note(args, wish, numerics)
-        return contract.forward.plain(*args)
+        raw.note(args, plan)
+        made = raw.plain(*args)
+        if found is not None:  # torch's plan, also where `plan` is a kernel that has no backward
+            fast.keep(raw, found, fast.Entry(raw.plan(args, "torch", numerics), None, args[: raw.tensor_count], ()))
+        return made
     if wants_grad:
         return _OpFunction.apply(contract, found, wish, numerics, *args)
-    return _launch(contract.forward, found, args, wish, numerics)
+    return _launch(raw, found, args, wish, numerics)
 
 
 def _has_backward(contract: Contract, backend: str, wish: str, device_type: str) -> bool:
@@ -114,13 +120,13 @@ def _has_backward(contract: Contract, backend: str, wish: str, device_type: str)
 
 
 def _launch(raw: RawOp, found: fast.Found | None, args: tuple[Any, ...], wish: str, numerics: str) -> Any:
-    """One raw op: by its tape, making one, or through torch's dispatcher."""
+    """One raw op: as its signature ran before, making a tape, or through torch's dispatcher."""
     if found is None:
         with torch._C._AutoDispatchBelowAutograd():
             return raw.torch_op(*args, wish, numerics)
     if found[0] is not None:
-        return fast.replay(found, args[0])
-    return fast.run_and_tape(raw, found, args, wish, numerics)
+        return fast.again(raw, found, args)
+    return fast.run(raw, found, args, wish, numerics)
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:
@@ -178,18 +184,11 @@ def _extent(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + fast.span(t)
 
 
-class _OpFunction(torch.autograd.Function):
+class _OpFunction(Function):
     """Autograd of every op: the contract says what to save and how to call the raw backward.
 
     Backend and numerics travel in ctx, because autograd's threads do not see the caller's context managers.
     """
-
-    @classmethod
-    def apply_plain(cls, *args: Any) -> Any:
-        """`apply` where no functorch transform is active: without binding the arguments by inspection, which costs 20
-        us.
-        """
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @staticmethod
     def forward(contract: Contract, found: fast.Found | None, backend: str, numerics: str, *args: Any) -> Any:
@@ -199,7 +198,7 @@ class _OpFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
         contract, _, backend, numerics, *args = inputs
-        plain = tuple(None if isinstance(a, Tensor) else a for a in args)
+        plain = tuple([None if isinstance(a, Tensor) else a for a in args])
         ctx.call = (contract.gradient, backend, numerics, plain)
         ctx.save_for_backward(*contract.gradient.save(args, output if isinstance(output, tuple) else (output,)))
 

@@ -1,4 +1,5 @@
-"""The fast road of an eager call: one dictionary lookup from arguments to a taped launch.
+"""The fast road of an eager call: one dictionary lookup from arguments to a taped launch, or to the plan of a call that
+leaves no tape, as where torch is chosen.
 
 A call whose signature was seen before needs no checks, no selection and no torch dispatcher: the first one passed them
 all. The road is closed, and `find` returns None, wherever somebody has to see the op or may change what it means:
@@ -7,41 +8,46 @@ than the current one.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewright.dispatch.raw import RawOp
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION as _generation
 from tilewright.hardware.device import raw_device as _current_device
 from tilewright.jit.tape import Tape, listen
+
+if TYPE_CHECKING:
+    from tilewright.dispatch.raw import RawOp
+    from tilewright.dispatch.select import Plan
 
 _MAX_ENTRIES = 2048
 _PLAIN = frozenset((Tensor, Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _transforms = torch._C._functorch.peek_interpreter_stack
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # a wrapper has no memory, and may outlive its transform
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _HOST = -1  # what `get_device` says of a CPU's tensor
 _recordings = recordings()
 
 
 class Entry:
-    """What one signature needs at its next call."""
+    """What one signature needs at its next call; no tensor.  `launch` is None where the call left no tape."""
 
-    __slots__ = ("launch", "like", "spans", "specs")
+    __slots__ = ("launch", "like", "plan", "spans", "specs")
 
-    def __init__(self, tape: Tape, args: Sequence[Tensor | None], outs: Sequence[Tensor]) -> None:
-        self.launch = tape.replay
+    def __init__(self, plan: "Plan", tape: Tape | None, args: Sequence[Tensor | None], outs: Sequence[Tensor]) -> None:
+        self.plan = plan
+        self.launch = None if tape is None else tape.replay
         first = args[0]
         assert first is not None
         self.spans = [0 if t is None else span(t) for t in (*args, *outs)]
         # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
-        self.like = len(outs) == 1 and _layout(outs[0]) == _layout(first)
-        self.specs = [(tuple(o.shape), o.stride(), o.dtype, o.device) for o in outs]
+        self.like = tape is not None and len(outs) == 1 and _layout(outs[0]) == _layout(first)
+        self.specs = [(tuple(o.shape), o.dtype, o.stride()) for o in outs]
 
 
 def span(t: Tensor) -> int:
@@ -56,10 +62,10 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 Found = tuple[Entry | None, tuple[Any, ...], list[int]]
-"""The entry of a signature (None: not seen, or it left no tape), its key, and the pointers of the call's tensors."""
+"""The entry of a signature (None: not seen), its key, and the pointers of the call's tensors."""
 
 
-def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None) -> Found | None:
+def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None) -> Found | None:
     """The entry for a call, or None where the road is closed.  The key holds all that a decision or a launch depends
     on; with `out`, also which inputs begin where it begins.
     """
@@ -75,7 +81,7 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tens
     parts: list[Any] = [backend, numerics, device, _generation[0], *args[count:]]
     pointers = []
     for t in args[:count]:
-        if type(t) in _PLAIN:
+        if type(t) in _PLAIN and not _wrapped(t):
             if t.get_device() != device:
                 return None
             pointer = t.data_ptr()
@@ -89,7 +95,7 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tens
     if _grad_enabled():  # checks may depend on who wants a gradient
         parts += [t is not None and t.requires_grad for t in args[:count]]
     if out is not None:
-        if type(out) not in _PLAIN or out.get_device() != device:
+        if type(out) not in _PLAIN or _wrapped(out) or out.get_device() != device:
             return None
         pointer = out.data_ptr()
         same = tuple([i for i, p in enumerate(pointers) if p == pointer]) if pointer in pointers else None
@@ -99,22 +105,30 @@ def find(raw: RawOp, args: Sequence[Any], backend: str, numerics: str, out: Tens
     return raw.tapes.get(key), key, pointers
 
 
-def replay(found: Found, first: Tensor) -> Any:
-    """Make the call again on new tensors: allocate, launch.  Returns a tensor, or a tuple of several."""
+def again(raw: "RawOp", found: Found, args: Sequence[Any]) -> Any:
+    """Make the call again on new tensors, by its tape or else by its plan.  Returns a tensor, or a tuple of several."""
     entry, key, pointers = found
-    if entry.like:  # type: ignore[union-attr]
-        out = torch.empty_like(first)
+    assert entry is not None
+    if entry.like:
+        out = torch.empty_like(args[0])
         pointers.append(out.data_ptr())
-        entry.launch(key[2], pointers)  # type: ignore[union-attr]
+        entry.launch(key[2], pointers)  # type: ignore[misc]
         return out
-    outs = tuple([torch.empty_strided(a, b, dtype=c, device=d) for a, b, c, d in entry.specs])  # type: ignore[union-attr]
-    for out in outs:
-        pointers.append(out.data_ptr())
-    entry.launch(key[2], pointers)  # type: ignore[union-attr]
+    if entry.plan.launch is None:
+        outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p})  # 0: of None, or of nothing
+    else:
+        device = args[0].device
+        outs = tuple([torch.empty_strided(a, c, dtype=b, device=device) for a, b, c in entry.specs])
+        if entry.launch is None:
+            raw.launch_into(outs, args, entry.plan)
+        else:
+            for out in outs:
+                pointers.append(out.data_ptr())
+            entry.launch(key[2], pointers)
     return outs if len(outs) > 1 else outs[0]
 
 
-def replay_into(found: Found) -> bool:
+def again_into(raw: "RawOp", found: Found, args: Sequence[Any], out: Tensor) -> bool:
     """Make the call again, into the `out` it was found with; False, and nothing done, if that lies across an input."""
     entry, key, pointers = found
     assert entry is not None
@@ -123,42 +137,39 @@ def replay_into(found: Found) -> bool:
     for start, size in zip(inputs, entry.spans, strict=False):
         if start != pointer and start < end and pointer < start + size:  # at the very pointer: the key knows of it
             return False
-    entry.launch(key[2], pointers)
+    if entry.launch is None:
+        raw.launch_into((out,), args, entry.plan)
+    else:
+        entry.launch(key[2], pointers)
     return True
 
 
-def run_into(raw: RawOp, found: Found, args: Sequence[Any], backend: str, numerics: str, out: Tensor) -> None:
-    """Run the ordinary way into `out`, and keep a tape of it if one can be made.  The caller has checked both."""
-    key, pointers = found[1], found[2]
-    if key in raw.tapes:
-        raw.write(out, args, backend, numerics)
-        return
-    with listen() as taping:
-        raw.write(out, args, backend, numerics)
-    inputs = args[: raw.tensor_count]
-    # An input that is `out` moves with it
-    others = [None if p == pointers[-1] else t for t, p in zip(inputs, pointers, strict=False)]
-    _keep(raw, key, taping.finish((*others, out)), inputs, (out,))
-
-
-def run_and_tape(raw: RawOp, found: Found, args: Sequence[Any], backend: str, numerics: str) -> Any:
+def run(raw: "RawOp", found: Found, args: Sequence[Any], backend: str, numerics: str) -> Any:
     """Run the ordinary way, and keep a tape of it if one can be made.  The caller has checked the arguments."""
-    key = found[1]
-    plan = raw.plan(args, backend, numerics)
-    if key in raw.tapes:  # known to leave no tape
-        outs = raw.launch(args, plan)
-    else:
-        with listen() as taping:
-            outs = raw.launch(args, plan)
-        inputs = args[: raw.tensor_count]
-        tape = None if plan.launch is None else taping.finish((*inputs, *outs))
-        _keep(raw, key, tape, inputs, outs)
+    with listen() as taping:
+        outs = raw.launch(args, raw.plan(args, backend, numerics))
+    plan = raw.plan(args, backend, numerics)  # again: a launch without a kernel makes another one
+    inputs = args[: raw.tensor_count]
+    tape = None if plan.launch is None else taping.finish((*inputs, *outs))
+    keep(raw, found, Entry(plan, tape, inputs, outs))
     return outs if len(outs) > 1 else outs[0]
 
 
-def _keep(
-    raw: RawOp, key: tuple[Any, ...], tape: Tape | None, inputs: Sequence[Tensor | None], outs: Sequence[Tensor]
-) -> None:
+def run_into(raw: "RawOp", found: Found, args: Sequence[Any], backend: str, numerics: str, out: Tensor) -> None:
+    """`run`, into `out`, which the caller has checked too."""
+    raw.require_writable(args, (out,))
+    with listen() as taping:
+        raw.launch_into((out,), args, raw.plan(args, backend, numerics))
+    plan = raw.plan(args, backend, numerics)
+    inputs = args[: raw.tensor_count]
+    # An input that is `out` moves with it
+    others = [None if p == found[2][-1] else t for t, p in zip(inputs, found[2], strict=False)]
+    tape = None if plan.launch is None else taping.finish((*others, out))
+    keep(raw, found, Entry(plan, tape, inputs, (out,)))
+
+
+def keep(raw: "RawOp", found: Found, entry: Entry) -> None:
+    """Remember `entry` for calls of this signature."""
     if len(raw.tapes) >= _MAX_ENTRIES:
         raw.tapes.clear()
-    raw.tapes[key] = None if tape is None else Entry(tape, inputs, outs)
+    raw.tapes[found[1]] = entry

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from tilewright.dispatch import fast
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError, KernelMissingError
 
+Strided = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 OutputSpec = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtype, Sequence[int]]
 """(shape, dtype), contiguous, or (shape, dtype, strides)."""
 
@@ -39,8 +41,8 @@ class RawOp:
                   contiguous
     direct        (out, *args) -> can implementations write this `out`?  Others get a copy of the result; all by default
     reference_writes  the reference takes `out=` too
-    torch_first   (bucket, dtype) -> is the reference the better guess where nothing is measured?  Never, by default
-    ahead         backends that are a better guess than the reference all the same
+    torch_first   (bucket, dtype, backend) -> is the reference a better guess than `backend`, the first that can run,
+                  where nothing is measured?  Never, by default
     compose       (run, outs, *args) -> None, of an op that no backend implements, because it is made of others:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
@@ -63,21 +65,20 @@ class RawOp:
         refuses_out: Callable[..., str | None] | None = None,
         direct: Callable[..., bool] | None = None,
         reference_writes: bool = False,
-        torch_first: Callable[[tuple[int, ...], torch.dtype], bool] | None = None,
-        ahead: frozenset[str] = frozenset(),
+        torch_first: Callable[[tuple[int, ...], torch.dtype, str], bool] | None = None,
         compose: Callable[..., None] | None = None,
     ) -> None:
         self.op, self.direction, self.package = op, direction, package
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
-        self.dtypes, self.torch_first, self.ahead, self.compose = dtypes, torch_first, ahead, compose
+        self.dtypes, self.torch_first, self.compose = dtypes, torch_first, compose
         self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._plans_generation = 0
         self._kernels: dict[tuple[str, int], bool] = {}
-        self.tapes: dict[Any, Any] = {}  # of `dispatch.fast`
+        self.tapes: dict[tuple[Any, ...], fast.Entry] = {}
         name = f"_{op}_{direction}"
         returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
         LIBRARY.define(f"{name}({schema}, str backend, str numerics) -> {returns}")
@@ -130,11 +131,10 @@ class RawOp:
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
         return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
 
-    def note(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
-        """The plan of a call that is being made: recordings hear of it."""
-        plan = self.plan(args, backend, numerics)
+    def note(self, args: Sequence[Any], plan: Plan) -> Plan:
+        """`plan` itself, of a call that is being made: recordings hear of it."""
         for recording in recordings():
-            recording.add(self, tuple(args), backend, numerics, plan)
+            recording.add(self, tuple(args), plan.wish, plan.numerics, plan)
         return plan
 
     def has_kernels(self, device_type: str) -> bool:
@@ -158,14 +158,14 @@ class RawOp:
 
     def _run(self, *args: Any) -> Any:
         raw = args[:-2]
-        outs = self.launch(raw, self.note(raw, args[-2], args[-1]))
+        outs = self.launch(raw, self.note(raw, self.plan(raw, args[-2], args[-1])))
         return outs[0] if self.count == 1 else outs
 
     def launch(self, raw: Sequence[Any], plan: Plan) -> tuple[Tensor, ...]:
         """Carry out `plan`: allocate the outputs and launch, or compute the reference."""
         if plan.launch is None or raw[0].numel() == 0:
-            made = self._reference(raw)
-            return (made,) if self.count == 1 else tuple(made)
+            specs = [_strided(spec) for spec in self.outputs(*raw)]
+            return self.owned_reference(raw, specs, {a.data_ptr() for a in raw if isinstance(a, Tensor)})
         outs = self.allocate(raw, raw[0].device)
         if not any(out.numel() for out in outs):
             return outs
@@ -184,25 +184,28 @@ class RawOp:
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]
         given = tuple(outs.values())
-        self._require_writable(raw, given)
-        plan = self.note(raw, args[-2], args[-1])
+        self.require_writable(raw, given)
+        self.launch_into(given, raw, self.note(raw, self.plan(raw, args[-2], args[-1])))
+
+    def launch_into(self, given: Sequence[Tensor], raw: Sequence[Any], plan: Plan) -> None:
+        """Carry out `plan` into outputs that are there already, and writable."""
         if not any(out.numel() for out in given):
             return
         if plan.launch is None or raw[0].numel() == 0:
             if self.reference_writes:
                 self.plain(*raw, *given)
                 return
-            made = self._reference(raw)
+            made = self.plain(*raw)
             for to, value in zip(given, (made,) if self.count == 1 else made, strict=True):
                 to.copy_(value)
             return
         try:
             plan.launch(given, *raw, config=plan.config)
         except KernelMissingError as error:
-            self._plan_without(raw, plan, error)
-            self._run_out(*args, **outs)
+            self.launch_into(given, raw, self._plan_without(raw, plan, error))
 
-    def _require_writable(self, raw: Sequence[Any], given: Sequence[Tensor]) -> None:
+    def require_writable(self, raw: Sequence[Any], given: Sequence[Tensor]) -> None:
+        """Raise InputError for outputs in whose strides no implementation writes."""
         for out in given if self.refuses_out is not None else ():
             lacking = self.refuses_out(out, *raw)  # type: ignore[misc]
             if lacking is not None:
@@ -210,7 +213,11 @@ class RawOp:
 
     def write(self, out: Tensor, args: Sequence[Any], backend: str, numerics: str) -> None:
         """The one output, written into `out` without a way through torch: how a composed op runs its parts."""
-        (self._fake_out if is_fake(out) else self._run_out)(*args, backend, numerics, out0=out)
+        found = fast.find(self, args, backend, numerics, out)
+        if found is None:
+            (self._fake_out if is_fake(out) else self._run_out)(*args, backend, numerics, out0=out)
+        elif found[0] is None or not fast.again_into(self, found, args, out):
+            fast.run_into(self, found, args, backend, numerics, out)
 
     def allocate(self, raw: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
@@ -224,28 +231,33 @@ class RawOp:
         with torch.autocast(device, enabled=False):
             return self.reference(*raw)
 
-    def _reference(self, raw: Sequence[Any]) -> Any:
+    def owned_reference(self, raw: Sequence[Any], specs: Sequence[Strided], inputs: set[int]) -> tuple[Tensor, ...]:
+        """The reference's results with the strides of `specs`, none of them at one of the addresses `inputs`."""
         made = self.plain(*raw)
-        inputs = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
         owned = []
-        for value, spec in zip((made,) if self.count == 1 else made, self.outputs(*raw), strict=True):
+        for value, spec in zip((made,) if self.count == 1 else made, specs, strict=True):
             # A custom op may not return a view of its input, and the fake promised these strides.
-            fits = value.stride() == _empty(spec, "meta").stride() and value.data_ptr() not in inputs
+            fits = value.stride() == spec[2] and value.data_ptr() not in inputs
             owned.append(value if fits else _empty(spec, value.device).copy_(value))
-        return owned[0] if self.count == 1 else tuple(owned)
+        return tuple(owned)
 
     def _fake(self, *args: Any) -> Any:
         raw = args[:-2]
         outs = self.allocate(raw, raw[0].device)
         if recordings():
-            plan = self.note(raw, args[-2], args[-1])
+            plan = self.note(raw, self.plan(raw, args[-2], args[-1]))
             if self.compose is not None and plan.launch is not None:
                 plan.launch(outs, *raw, config=plan.config)  # its parts are noted too
         return outs[0] if self.count == 1 else outs
 
     def _fake_out(self, *args: Any, **outs: Tensor) -> None:
         if recordings():
-            self.note(args[:-2], args[-2], args[-1])
+            self.note(args[:-2], self.plan(args[:-2], args[-2], args[-1]))
+
+
+def _strided(spec: OutputSpec) -> Strided:
+    shape, dtype = spec[:2]
+    return tuple(shape), dtype, _empty(spec, "meta").stride()
 
 
 def _empty(spec: OutputSpec, device: torch.device | str) -> Tensor:

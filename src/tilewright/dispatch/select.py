@@ -96,8 +96,7 @@ def choose(
             level = logging.WARNING if gone is None else logging.INFO
             log_once(("row-refused", what, choice.backend), f"{what}: {why}", level)
     first = next(name for name in known(found) if refused[name] is None)
-    torch_first = raw.torch_first if numerics == "default" and first not in raw.ahead else None
-    if torch_first is not None and torch_first(bucket, dtype):
+    if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, first):
         return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
     return plan(first, f"{why}; first of the static order that can run")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch.function import Function
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention import vendor
 from tilewright.ops.attention.blocks import allowed, products, row_blocks
@@ -213,7 +214,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if device in AUTOCASTS else nullcontext()
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     """torch's own graph would keep the scores of every block, and round its gradients elsewhere than kernels do."""
 
     @staticmethod

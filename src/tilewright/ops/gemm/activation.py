@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch.function import Function
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
 
@@ -26,7 +27,7 @@ def activated(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
     return made
 
 
-class _Activated(torch.autograd.Function):
+class _Activated(Function):
     @staticmethod
     def forward(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
         return apply_epilogue(z.to(accumulate_dtype(z.dtype)), None, c, activation, z.dtype)

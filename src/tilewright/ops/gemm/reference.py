@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch.function import Function
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
@@ -97,7 +98,7 @@ def _widened(
     return made
 
 
-class _Multiply(torch.autograd.Function):
+class _Multiply(Function):
     """torch's own gradients would be products under the autocast of whoever calls backward, and torch has none of a
     product of halves into float32.
     """
