@@ -60,6 +60,18 @@ def _load(at, offs, offs_k, rows, k, stride, stride_k, CLAMP: tl.constexpr, EVEN
 
 
 @triton.jit
+def _add_product(acc, x, y, SHORT: tl.constexpr):
+    """acc + x @ y.  SHORT: elements along K that the tensor cores may sum by themselves, 0 without such a limit."""
+    if x.dtype == tl.float32:
+        # Short chains of products, added up, round less than one long chain; a limit that is not zero keeps the
+        # compiler from joining them
+        acc += tl.dot(x, y, input_precision="ieee", max_num_imprecise_acc=x.shape[1])
+    else:
+        acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
+    return acc
+
+
+@triton.jit
 def _sigmoid(x, PRECISE: tl.constexpr):  # of e^-|x|: no overflow
     e = exp(-tl.abs(x), PRECISE)
     large = 1.0 / (1.0 + e)
@@ -202,12 +214,7 @@ def gemm_kernel(
                 k_left = K - start
                 x = _load(at_a, offs_m, offs_k[None, :], M - row, k_left, stride_am, stride_ak, CLAMP_A, EVEN_K)
                 y = _load(at_b, offs_n, offs_k[:, None], N - col, k_left, stride_bn, stride_bk, CLAMP_B, EVEN_K)
-            if x.dtype == tl.float32:
-                # Short chains of products, added up, round less than one long chain; a limit that is not zero keeps
-                # the compiler from joining them
-                acc += tl.dot(x, y, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
-            else:
-                acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
+            acc = _add_product(acc, x, y, SHORT)
         at = split * B + batch
         parts = (acc,)
         if PARTS >= 2:

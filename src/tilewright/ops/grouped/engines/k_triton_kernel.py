@@ -5,7 +5,15 @@
 import triton
 import triton.language as tl
 
-from tilewright.ops.gemm.engines.tile_triton_kernel import _finish, _halves, _load, _multiple, _offsets, _store
+from tilewright.ops.gemm.engines.tile_triton_kernel import (
+    _add_product,
+    _finish,
+    _halves,
+    _load,
+    _multiple,
+    _offsets,
+    _store,
+)
 from tilewright.ops.grouped.engines.rows_triton_kernel import NO_SCALES, _row_scales
 
 
@@ -93,7 +101,7 @@ def k_grouped_kernel(
                 x = _load(in_a, offs_m, offs_k[None, :], M - row, BLOCK_K, stride_am, stride_ak, CLAMP_A, True)
                 y = _load(in_b, offs_n, offs_k[:, None], N - col, BLOCK_K, stride_bn, stride_bk, CLAMP_B, True)
             if SCALING == NO_SCALES:
-                acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
+                acc = _add_product(acc, x, y, SHORT)
             else:
                 part = tl.dot(x, y)  # 128 of K: as far as the tensor cores' own sum may go
                 at = start // 128
@@ -108,7 +116,7 @@ def k_grouped_kernel(
                 left_k = last - start
                 x = _load(in_a, offs_m, offs_k[None, :], M - row, left_k, stride_am, stride_ak, CLAMP_A, False)
                 y = _load(in_b, offs_n, offs_k[:, None], N - col, left_k, stride_bn, stride_bk, CLAMP_B, False)
-                acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
+                acc = _add_product(acc, x, y, SHORT)
         parts = (acc,)
         if PARTS >= 2:
             parts = _halves(acc)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.ops.gemm.engines.tile_triton_kernel import _halves, _load, _multiple, _offsets, _store
+from tilewright.ops.gemm.engines.tile_triton_kernel import _add_product, _halves, _load, _multiple, _offsets, _store
 
 # Columns of the table, of int64: addresses of A and B, elements of D before the result, sizes, strides
 FIELDS = tl.constexpr(10)
@@ -127,7 +127,7 @@ def group_gemm_kernel(
             in_b = at_b + start.to(tl.int64) * stride_bk
             x = _load(in_a, offs_m, offs_k[None, :], M - row, K - start, stride_am, stride_ak, CLAMP_A, False)
             y = _load(in_b, offs_n, offs_k[:, None], N - col, K - start, stride_bn, stride_bk, CLAMP_B, False)
-            acc = tl.dot(x, y, acc, input_precision="ieee")
+            acc = _add_product(acc, x, y, 0)
         parts = (acc,)
         if PARTS >= 2:
             parts = _halves(acc)

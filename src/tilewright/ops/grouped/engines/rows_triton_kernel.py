@@ -9,7 +9,7 @@ Row limits come from device memory.  What a tile reads behind its group is not s
 import triton
 import triton.language as tl
 
-from tilewright.ops.gemm.engines.tile_triton_kernel import _activate, _halves, _load, _multiple, _offsets
+from tilewright.ops.gemm.engines.tile_triton_kernel import _activate, _add_product, _halves, _load, _multiple, _offsets
 
 NO_SCALES = tl.constexpr(-1)
 TOKEN_BLOCK = tl.constexpr(2)
@@ -174,7 +174,7 @@ def grouped_rows_kernel(
                     )  # fmt: skip
                     acc += part * left[:, None] * right[None, :]
             else:
-                acc = tl.dot(x, y, acc, input_precision="ieee", max_num_imprecise_acc=SHORT)
+                acc = _add_product(acc, x, y, SHORT)
         if SCALING != NO_SCALES and SCALING < TOKEN_BLOCK:  # of whole rows, or of everything
             left = _row_scales(scale_a, batch, row, last - row, group * 0, stride_sab, stride_sam, 0, BLOCK_M)
             right = _row_scales(scale_b, group, col, N - col, group * 0, stride_sbb, stride_sbn, 0, BLOCK_N)
