@@ -146,6 +146,19 @@ def test_any_number_of_states_of_any_shape(place, n, lead, d, dtype, listed, see
 
 
 @on_every_place
+@pytest.mark.parametrize("n", [32, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_more_states_than_a_tile_of_them_holds(n, dtype, place):
+    """Rows in parts, too; the states after the first tile have most of the weight."""
+    o, lse = states(n, 3, d=100, dtype=dtype, device=place.device)
+    lse[n // 2 :] += 5.0
+    assert_exact(ops.merge_states(o, lse, backend=place.backend), o, lse, dtype)
+    o[n - 1, 1], lse[n - 1, 1] = torch.nan, -torch.inf
+    made = ops.merge_states(o, lse, backend=place.backend)
+    assert_exact(tuple(t[1] for t in made), o[: n - 1, 1], lse[: n - 1, 1], dtype)
+
+
+@on_every_place
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (2, 1, 1), (1, 5, 1), (3, 1, 1, 1, 1), (2, 1, 1, 33), (1, 2, 2, 2, 7)], ids=str
 )

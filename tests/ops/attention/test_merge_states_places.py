@@ -16,12 +16,12 @@ def scattered(t, order):
     return wide.permute([order.index(i) for i in range(t.dim())])
 
 
-def assert_same(made, wanted):
-    """Bits of o', lse' and the gradients of o; those of lse are sums of D products, in an order that may differ."""
+def assert_same(made, wanted, rtol=0.0):
+    """Bits (or rtol) of o', lse' and the gradients of o; those of lse are sums of D products, in any order."""
     *made, d_lse = made
     *wanted, wanted_d_lse = wanted
     for a, b in zip(made, wanted, strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(d_lse, wanted_d_lse, rtol=1e-5, atol=2e-5)
 
 
@@ -53,8 +53,10 @@ def test_any_order_in_memory_gives_the_same_bits(form, n, place):
 
 @pytest.mark.parametrize("place", KERNELS)
 @pytest.mark.parametrize("counts", [(1, 1), (1, 4), (3, 1), (3, 2)], ids=str)
-def test_two_stacks_and_one_give_the_same_bits(counts, place):
-    """What the raw op takes: the public one has at most one state in each of two."""
+def test_two_stacks_and_one_give_the_same(counts, place):
+    """What the raw op takes: the public one has at most one state in each of two.  Bit for bit for two states; more of
+    one stack are added in another order than those of two.
+    """
     o, lse = states(sum(counts), 2, 3, 5, d=24, device=place.device)
     lse[0, 0, 0] = -torch.inf
     lse[:, 1, 1] = -torch.inf
@@ -68,7 +70,7 @@ def test_two_stacks_and_one_give_the_same_bits(counts, place):
         made = call(contract("merge_states"), (*given, torch.float32), place.backend)
         grads = gradients(made, leaves, cotangents)
         found.append([t.detach() for t in (*made, torch.cat(grads[::2]), torch.cat(grads[1::2]))])
-    assert_same(*found)
+    assert_same(*found, rtol=0.0 if counts == (1, 1) else 1e-6)  # eight roundings
 
 
 def test_dense_rows_are_found_without_a_division():

@@ -33,9 +33,9 @@ def merge_states(
     torch promotes those of the states.   Ring attention keeps its sum in float32:
     `o, lse = merge_states((o, o_i), (lse, lse_i), out_dtype=torch.float32)`.
 
-    Computed in float32, added in the order of the states, rounded once.  A state with an lse of -inf, which saw no key,
-    adds nothing, whatever its o holds; where all are so, o' = 0 and lse' = -inf.  Logarithms to base 2, as those of
-    FlashInfer, must be multiplied by ln 2 before.  Sinks (of `fmha`) belong into one state only.
+    Computed in float32, added in an order that does not change from call to call, rounded once.  A state with an lse of
+    -inf, which saw no key, adds nothing, whatever its o holds; where all are so, o' = 0 and lse' = -inf.  Logarithms to
+    base 2, as those of FlashInfer, must be multiplied by ln 2 before.  Sinks (of `fmha`) belong into one state only.
     Gradients: of every o_i and lse_i, also through lse'.  They repeat bit for bit.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for no states, shapes that differ, o that is not floating, and lse other than float32.

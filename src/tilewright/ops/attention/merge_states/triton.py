@@ -1,15 +1,20 @@
-"""States of attention joined in Triton, there and back.  A program holds some rows of the result, whole, in registers.
+"""States of attention joined in Triton, there and back.  A program holds some rows of the result in registers.
 
-First the logarithms of its rows, N numbers each: their maximum, then the sum of exp(lse_i - maximum), in the order of
-the states.  Then o' = sum_i w_i o_i, w_i = exp(lse_i - maximum) / sum; the weights are computed twice rather than kept,
-so that N is a number of run time.  Backwards do_i = w_i do, dlse_i = w_i (do . o_i - sum_j w_j do . o_j + dlse'): the
-sum first, then all else, with a second reading of all o_i but a stack's first.  (do . o' would spare that walk, but o'
-is rounded and the difference cancels: for one state it must be 0.)
+First the logarithms of its rows, N numbers each: their maximum and the sum of exp(lse_i - maximum).  Then
+o' = sum_i w_i o_i, w_i = exp(lse_i - maximum) / sum.  Backwards do_i = w_i do,
+dlse_i = w_i (do . o_i - sum_j w_j do . o_j + dlse'): the sum first, then all else, with a second reading of the o_i
+that are not kept.  (do . o' would spare that walk, but o' is rounded and the difference cancels: for one state it must
+be 0.)
 
 It should run like a copy.  So the first state of each stack is on its way before anything waits for a logarithm, two
 states are always two stacks of one, without a loop, stores come last (no read passes a store, which might be to the
 same place), and rows of dense tensors are found without a division.  On sm_90 that makes 260 instructions of 1570 for
-two states of bf16.
+two states of bf16.  Up to 128 bytes a thread all states are read together, once, also backwards; beyond, two and two.
+
+A decoding step has few rows and many states (split KV), and one state after another would be a chain of ways to memory.
+There a program has one row, or a part of one, and reads a tile of states (`stack_kernel.py`): lanes and warps share the
+states, each computes the weights of its own, and the sum is made in registers, then among lanes, then among warps, an
+order that the configuration decides.  More states than a tile has come tile after tile.
 
 Traffic at bf16: forward reads N states of M * (2 * D + 4) bytes and writes one, so two states of 8192 x 32 heads with
 D = 128 move 204 MB, 49 us at 4.2 TB/s; backward moves 2 * N + 1 of them, 81 us.
@@ -26,16 +31,21 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.attention.merge_states.stack_kernel import merge_stack_kernel
 from tilewright.ops.attention.merge_states.triton_kernel import merge_backward_kernel, merge_kernel
 from tilewright.ops.rows import no_float64
 
 MANY = 4096  # rows; tiles of 16 of them are two programs for every SM of an H200
 WIDEST = 4096  # elements of a row; the backward has three float32 of each in registers
+IN_FLIGHT = 128  # bytes of states for which a thread waits at one time: 32 registers
+PROGRAMS = 128  # at least so many where there are too few rows: about one for every SM of an H200
+LINE = 128  # bytes of a row that a program has at least then: what the L2 fetches at once
 
 
 class Config(NamedTuple):
     rows: int  # of one program
     num_warps: int
+    parts: int = 1  # programs for one row, if the stack is one of three and more states
 
 
 def _configure(bucket: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Config:
@@ -49,14 +59,22 @@ def _configure(bucket: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Conf
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    return _configure(bucket, dtype, 4096)
+    """For few rows of three and more states a program a row, four 16-byte reads a thread, or a part of a row."""
+    m, d, n = bucket
+    if n <= 2 or m >= MANY:
+        return _configure(bucket, dtype, 4096 if n <= 2 else 2048)
+    row, parts = triton.next_power_of_2(d) * dtype.itemsize, 1
+    while m * parts < PROGRAMS and row // parts > LINE:
+        parts *= 2
+    tile = triton.next_power_of_2(n) * row // parts
+    return Config(1, num_warps=max(1, min(8, tile // 2048)), parts=parts)
 
 
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return _configure(bucket, dtype, 2048)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
     """4 to 32 elements of a tile in each thread."""
     m, d, _ = bucket
     block = triton.next_power_of_2(d)
@@ -68,13 +86,29 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def _every(choose: Callable[[tuple[int, ...], torch.dtype], Config]) -> tuple[Config, ...]:
+def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+    """The same; where a program has one row, of the tile of all states."""
+    _, d, n = bucket
+    tiles = candidates_backward(bucket, dtype)
+    if n <= 2:
+        return tiles
+    elements = triton.next_power_of_2(n) * triton.next_power_of_2(d)
+    return tuple(tile for tile in tiles if tile.rows > 1) + tuple(
+        Config(1, warps, parts)
+        for warps in (1, 2, 4, 8)
+        for parts in (1, 2, 4)
+        if 4 <= elements // (32 * warps * parts) <= 32
+    )
+
+
+def _every(choose: Callable[[tuple[int, ...], torch.dtype], Config], *states: int) -> tuple[Config, ...]:
     """What `choose` returns for heads of usual widths."""
-    sizes = [(m, d, 2) for m in (1, MANY) for d in (64, 128, 256, 512)]
+    sizes = [(m, d, n) for m in (1, 256, MANY) for d in (64, 128, 256, 512) for n in states]
     return tuple(dict.fromkeys(choose(size, dtype) for size in sizes for dtype in (torch.bfloat16, torch.float32)))
 
 
 _forward, _backward = TritonKernel(merge_kernel), TritonKernel(merge_backward_kernel)
+_stack = TritonKernel(merge_stack_kernel)
 
 
 def _split(o: Tensor, other: Tensor | None) -> bool:
@@ -116,9 +150,36 @@ def _numbers(
     return math.prod(lead), h, s, d, n, n_other, *begins, *steps, *by_tensor
 
 
-def _grid_and_constants(rows: int, numbers: tuple[int, ...]) -> tuple[tuple[int], tuple[int, int]]:
-    m, _, _, d, *_ = numbers
-    return (-(-m // rows),), (rows, 1 << (d - 1).bit_length())
+def _fitting(config: Config, block: int, o: Tensor) -> int:
+    """How many states of `block` columns a program may read together, IN_FLIGHT bytes a thread."""
+    d, size, threads = o.shape[-1], o.element_size(), 32 * config.num_warps
+    if d * size % 16:  # read by the element, each into a register of its own, under masks that take registers too
+        size = 8
+    return max(1, IN_FLIGHT * threads // (size * max(threads, config.rows * block)))
+
+
+def _grid_and_constants(
+    config: Config, numbers: tuple[int, ...], o: Tensor
+) -> tuple[tuple[int], tuple[int, int, int, bool]]:
+    """(grid, (ROWS, BLOCK_D, STATES, MORE)): all states together, or one and then two and two."""
+    m, _, _, d, n, n_other, *_ = numbers
+    block = triton.next_power_of_2(d)
+    states = triton.next_power_of_2(max(n, n_other))
+    more = states > _fitting(config, block, o)
+    return (-(-m // config.rows),), (config.rows, block, 1 if more else states, more)
+
+
+def _launch_stack(
+    outs: tuple[Tensor, Tensor], o: Tensor, lse: Tensor, numbers: tuple[int, ...], config: Config
+) -> None:
+    """A program a row, or a part of it."""
+    m, h, s, d, n, *_ = numbers
+    step, _, step_lse, _ = numbers[8:12]
+    single, first, _, logs = (numbers[i : i + 3] for i in range(12, 24, 3))
+    block = max(1, triton.next_power_of_2(d) // config.parts)
+    constants = block, min(triton.next_power_of_2(n), _fitting(config, block, o))
+    args = (*outs, o, lse, h, s, d, n, step, step_lse, *single, *first, *logs)
+    _stack((m, -(-d // block)), args, constants, num_warps=config.num_warps)
 
 
 def _supports(*args: Any) -> str | None:
@@ -131,7 +192,7 @@ def _supports(*args: Any) -> str | None:
     backend="triton",
     configure=configure,
     config_type=Config,
-    configs=_every(configure),
+    configs=_every(configure, 2, 4, 16, 64),
     candidates=candidates,
     supports=_supports,
 )
@@ -147,8 +208,11 @@ def launch(
 ) -> None:
     strides = map(_strides, (outs[0], o, other, lse, other_lse))
     numbers = _numbers(o.shape, 0 if other is None else other.shape[0], *strides)
+    if other is None and o.shape[0] > 2 and config.rows == 1:
+        _launch_stack(outs, o, lse, numbers, config)
+        return
     second = (o, lse) if _split(o, other) else (other, other_lse)
-    grid, constants = _grid_and_constants(config.rows, numbers)
+    grid, constants = _grid_and_constants(config, numbers, o)
     _forward(grid, (*outs, o, lse, *second, *numbers), constants, num_warps=config.num_warps)
 
 
@@ -158,8 +222,8 @@ def launch(
     direction="bwd",
     configure=configure_backward,
     config_type=Config,
-    configs=_every(configure_backward),
-    candidates=candidates,
+    configs=_every(configure_backward, 2),
+    candidates=candidates_backward,
     supports=_supports,
 )
 def launch_backward(
@@ -182,6 +246,6 @@ def launch_backward(
     begin = 0  # of made's logarithms in their tensor
     if _split(o, other):
         second, made, begin = (o, lse), (d_o, d_lse), numbers[0]
-    grid, constants = _grid_and_constants(config.rows, numbers)
+    grid, constants = _grid_and_constants(config, numbers, o)
     args = (d_o, d_lse, *made, do, dlse, o, lse, *second, begin, *numbers)
     _backward(grid, args, constants, num_warps=config.num_warps)
