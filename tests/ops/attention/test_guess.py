@@ -47,7 +47,9 @@ def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
         ("bwd", {"mask": CAUSAL}, False),
         ("bwd", {"mask": CAUSAL, "group": 4}, True),
         ("bwd", {"mask": CAUSAL, "group": 4, "S_q": 1024}, False),
-        ("bwd", {"D": 64, "group": 4}, False),
+        ("bwd", {"mask": CAUSAL, "BH": 4, "S_q": 2048, "S_k": 2048}, True),
+        ("bwd", {"D": 64}, False),
+        ("bwd", {"D": 64, "group": 4}, True),
         ("bwd", {"D": 64, "S_q": 512}, True),
     ],
 )
