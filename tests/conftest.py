@@ -1,8 +1,10 @@
 """Rules of every test process: what is asked for runs, seeds are printed, one Triton mode per process."""
 
+import gc
 import os
 import random
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -34,6 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
     elif os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("TRITON_INTERPRET=1 is for -m interp alone; unset it")
     _limit_threads()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests and their modules are no garbage: nobody looks for any among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _start_interpreter(asked: list[str]) -> None:

@@ -2,9 +2,10 @@
 
 What is compiled is what would be launched: the implementation's own `launch`, given the arguments that the public
 function makes of each workload and edge case, with the configurations `configure` picks there, all that are listed as
-shipped, and those of the committed tuning tables.  Every case is compiled for one GPU, for the others one of each width
-of dtype and configuration.  A spill, or a `tl.dot` that lost the matrix units, is an error, and
-so is a difference from the committed ledger of what each kernel costs.
+shipped, and those of the committed tuning tables.  For `WHOLE`, the GPU that kernels are tuned for, every case is
+compiled; for the others each configuration once, and each other width of dtype once.  Kernels without `tl.dot` are the
+same code for GPUs that are `RELATED`: there each kernel once, and each width of dtype once.  A spill, or a `tl.dot`
+that lost the matrix units, is an error, and so is a difference from the committed ledger of what each kernel costs.
 """
 
 from importlib.metadata import version
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.compile
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 WHOLE = "sm_90"
+# Of one maker, with as many registers; what fits the other's shared memory is asserted to fit here
+RELATED = {"sm_80": "sm_90", "sm_100": "sm_90", "gfx950": "gfx942"}
 # Tiles of attention are not chosen by measurement yet, some spill, and `auto` does not take them: no cost is settled
 UNSETTLED = {"fmha", "fmha_varlen", "mla"}
 IMPLEMENTATIONS = {
@@ -40,6 +43,7 @@ class Compiler:
         self.launched = 0
         self.faults = []
         self.usages = []
+        self.multiplies = False
 
     def __enter__(self):
         self._block = self._target(self.arch)
@@ -49,12 +53,29 @@ class Compiler:
     def __exit__(self, *error):
         self._block.__exit__(*error)
 
-    def launch(self, call: RawCall, dtype, config) -> None:
+    def refused(self, call: RawCall) -> bool:
+        refuses = self.implementation.supports
+        return refuses is not None and refuses(*call.args) is not None
+
+    def repeats(self, call: RawCall, config) -> bool:
+        """Whether `call` launches, on a related GPU, nothing but kernels without `tl.dot` that are compiled already."""
+        if self.arch not in RELATED or self.multiplies or self.refused(call):
+            return False
+        from triton.runtime.jit import JITFunction
+
+        names = set()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JITFunction, "run", lambda kernel, *_, **__: names.add(kernel.fn.__name__))
+            self.implementation.launch(call.outputs(), *call.args, config=config)
+        return names <= {usage.kernel for usage in self.usages}
+
+    def launch(self, call: RawCall, dtype, config) -> bool:
+        """Whether the implementation takes `call`, which is then compiled."""
+        from tests.harness.fake_driver import LIMITS
         from tests.harness.resources import resources
 
-        refuses = self.implementation.supports
-        if refuses is not None and refuses(*call.args) is not None:
-            return
+        if self.refused(call):
+            return False
         seen = len(self.compiled)
         case = f"{call.op.key} {dtype}, {call.purpose}, {config}"
         try:
@@ -66,38 +87,45 @@ class Compiler:
         # A product of float32 operands that keeps their precision is one of scalars: NVIDIA's matrix units round them
         scalar = dtype == torch.float32 and self.arch.startswith("sm_")
         for found in map(resources, self.compiled[seen:]):
+            self.multiplies |= found.multiplies
             faults = [fault for fault in found.faults() if not (scalar and "no matrix instruction" in fault)]
             self.faults += [f"{case}: {fault}" for fault in faults]
             numbers = (found.registers, found.spilled, found.shared_bytes)
             self.usages.append(ledger.Usage(found.name, *numbers, found.matrix_instructions))
+            least = min((LIMITS[a].shared_bytes for a, of in RELATED.items() if of == self.arch), default=None)
+            if least is not None and not found.multiplies and found.shared_bytes > least:
+                self.faults.append(f"{case}: {found.name} has more shared memory than related GPUs have")
+        return True
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("key", IMPLEMENTATIONS)
 def test_every_workload_and_shipped_configuration(key, arch):
     contract, op, implementation = IMPLEMENTATIONS[key]
-    unseen = set(implementation.configs)
-    compiled_once = set()
+    first = contract.dtypes[0]
+    configs, compiled_once = set(), set()
     with Compiler(implementation, arch) as compiler:
         for dtype in contract.dtypes:
-            if arch != WHOLE and dtype != contract.dtypes[0] and dtype.itemsize == contract.dtypes[0].itemsize:
-                continue  # the same registers and the same memory
+            same_width = dtype != first and dtype.itemsize == first.itemsize  # the same registers and the same memory
+            if same_width and arch != WHOLE:
+                continue
             for call in declared_calls(contract, op, dtype):
                 config = None
                 if implementation.configure is not None:
                     config = implementation.configure(op.bucket_of(call.args, "default"), dtype)
-                # On one GPU the first dtype is compiled for every case, one of another width once for each shape of a
-                # kernel, one of the same width (the same registers and the same memory) once for each configuration.
-                kind = (dtype, config)
-                if arch == WHOLE and dtype.itemsize != contract.dtypes[0].itemsize:
-                    kind = (*kind, op.bucket_of(call.args, "batch_invariant"))
-                if (arch == WHOLE and dtype == contract.dtypes[0]) or kind not in compiled_once:
-                    compiler.launch(call, dtype, config)
-                compiled_once.add(kind)
-                unseen.discard(config)
-        for config in unseen:
-            call = call_that_selects(contract, op, config, implementation)
-            compiler.launch(call, call.args[0].dtype, config)
+                every_case = arch == WHOLE and dtype == first
+                # A wider dtype once for each shape of a kernel, where the first is compiled for every case
+                shape = None if arch != WHOLE or same_width else (config, op.bucket_of(call.args, "batch_invariant"))
+                new = (dtype, shape) not in compiled_once
+                new = new or (config not in configs and not compiler.repeats(call, config))
+                if (every_case or new) and compiler.launch(call, dtype, config):
+                    compiled_once.add((dtype, shape))
+                configs.add(config)
+        for config in implementation.configs:
+            if config not in configs:
+                call = call_that_selects(contract, op, config, implementation)
+                if not compiler.repeats(call, config):
+                    compiler.launch(call, call.args[0].dtype, config)
     assert compiler.launched > 0
     assert compiler.compiled
     assert compiler.faults == []

@@ -73,16 +73,28 @@ def _declared_calls(name: str, direction: str, dtype: torch.dtype) -> tuple[RawC
 def call_that_selects(contract: Contract, op: RawOp, config: Any, implementation: Implementation) -> RawCall:
     """A call for which `implementation` chooses `config`: a workload with up to two of its sizes replaced.
 
-    The search walks over buckets, which is cheap, and makes a call only of those that select `config`.
+    The search walks over buckets, which is cheap, and makes a call only of those that select `config`.  What it found
+    is kept for all targets.
     """
+    return _call_that_selects(contract.name, op.direction, config, implementation)
+
+
+@cache
+def _call_that_selects(name: str, direction: str, config: Any, implementation: Implementation) -> RawCall:
     assert implementation.configure is not None
+    contract = contracts()[name]
+    (op,) = [op for op in contract.raw_ops if op.direction == direction]
     workloads = {w.name: w for w in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)}
     for dtype in contract.dtypes:
         for declared in declared_calls(contract, op, dtype):
             params = workloads[declared.purpose].params
-            for first, second in _sizes_that_select(config, op.bucket(*declared.args), dtype, implementation):
+            bucket = op.bucket(*declared.args)
+            for places in combinations(range(len(bucket)), 2):
+                sizes = _selected(bucket, places, dtype, implementation).get(config)
+                if sizes is None:
+                    continue
                 for names in permutations([n for n, size in params.items() if type(size) is int], 2):
-                    changed = dict(zip(names, (first, second), strict=True))
+                    changed = dict(zip(names, sizes, strict=True))
                     try:
                         call = raw_call(contract, op, f"{declared.purpose}, {changed}", {**params, **changed}, dtype)
                     except (ValueError, RuntimeError):
@@ -92,18 +104,19 @@ def call_that_selects(contract: Contract, op: RawOp, config: Any, implementation
     raise AssertionError(f"{op.key}[triton]: no size selects {config}; a configuration nothing can choose is dead")
 
 
-def _sizes_that_select(
-    config: Any, bucket: tuple[int, ...], dtype: torch.dtype, implementation: Implementation
-) -> Iterator[tuple[int, int]]:
-    """For any two places of `bucket` the smallest sizes there that make `configure` return `config`."""
+@cache
+def _selected(
+    bucket: tuple[int, ...], places: tuple[int, int], dtype: torch.dtype, implementation: Implementation
+) -> dict[Any, tuple[int, int]]:
+    """Each configuration that some sizes at two places of `bucket` select, and the smallest sizes that do."""
     assert implementation.configure is not None
-    for i, j in combinations(range(len(bucket)), 2):
-        for sizes in product(SIZES, SIZES):
-            changed = list(bucket)
-            changed[i], changed[j] = sizes
-            if implementation.configure(tuple(changed), dtype) == config:
-                yield sizes
-                break
+    found: dict[Any, tuple[int, int]] = {}
+    for sizes in product(SIZES, SIZES):
+        changed = list(bucket)
+        for place, size in zip(places, sizes, strict=True):
+            changed[place] = size
+        found.setdefault(implementation.configure(tuple(changed), dtype), sizes)
+    return found
 
 
 def _without_memory(value: Any) -> Any:
