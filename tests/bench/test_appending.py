@@ -1,6 +1,7 @@
 """Older result files stay readable, and one suite can be measured in two runs on one machine."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,16 @@ def test_rows_are_chosen_by_name() -> None:
     assert names == {"llama70b_train", *(f"decode_{m}" for m in (1, 2, 4, 8))}
     with pytest.raises(UsageError, match=r"no row of suite 'norm' is called nobody\. Rows: .*decode_1"):
         select("norm", rows=["nobody"], device=gpu)
+
+
+def test_the_file_holds_every_row_before_the_run_ends(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(suite: str, *args: Any, keep: Callable[[Results], None], **options: Any) -> Results:
+        found = Results(suite, describe("cpu").to_dict(), rows=[replace(WON, case="second run")])
+        keep(found)
+        raise SystemExit("killed")
+
+    Results("norm", describe("cpu").to_dict(), rows=[replace(WON, case="first run")]).save(there / "norm.json")
+    monkeypatch.setattr("tilewright.bench.suite.run", run)
+    assert CliRunner().invoke(app, [*TINY, "--append", "--json", "norm.json"]).exit_code == 1
+    assert [row.case for row in load(there / "norm.json").rows] == ["first run", "second run"]
+    assert [path.name for path in there.iterdir()] == ["norm.json"], "no draft is left"

@@ -104,6 +104,13 @@ def test_an_interruption_keeps_what_was_measured(planted: Callable[..., None], m
     assert (len(found.rows), found.unbegun, found.ok) == (1, 1, True)
 
 
+def test_rows_are_kept_one_by_one(planted: Callable[..., None]) -> None:
+    planted(right)
+    kept: list[tuple[int, bool]] = []
+    small(keep=lambda results: kept.append((len(results.rows), "arch" in results.machine)))
+    assert kept == [(1, True), (2, True)]
+
+
 @pytest.mark.parametrize(
     ("us", "left"),
     [

@@ -39,14 +39,16 @@ def run(
     device: torch.device | str | None = None,
     timing: Timing = "sustained",
     progress: Progress | None = None,
+    keep: Callable[[Results], None] | None = None,
 ) -> Results:
     """Measure every implementation of ours and every available peer on the cases of `suite`.
 
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
     direction: "fwd" or "bwd" alone. against: names of the peers to run; None runs all. without: keys of cases to leave
     out. budget: seconds after which no case is begun; what was left, then or by an interruption, stands in
-    `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row. Raises UsageError for
-    names that do not exist. A case that fails is recorded in `Results.failures`, and the run goes on.
+    `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row. keep: gets the results
+    after every case, for a run that may be killed. Raises UsageError for names that do not exist. A case that fails is
+    recorded in `Results.failures`, and the run goes on.
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
@@ -62,7 +64,7 @@ def run(
         ceilings = headline(where)
         effort = _GPU if where.type == "cuda" else _CPU
         shared = Shared(where, timing, effort, against, read_gb_s=ceilings["read_gb_s"])
-        results = Results(suite, machine={})
+        results = Results(suite, machine.describe(where, before=before, ceilings=ceilings).to_dict())
         say(
             f"{len(chosen)} cases on {device_info(where).name}; " + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
         )
@@ -75,6 +77,8 @@ def run(
                     break
                 _one(shared, item, results, say)
                 begun += 1
+                if keep is not None:
+                    keep(results)
         except KeyboardInterrupt:  # what was measured is worth keeping
             say("interrupted")
         say(f"{len(results.rows)} rows in {time.monotonic() - began:.0f} s")

@@ -94,6 +94,10 @@ def bench_suite(
     within = None if budget is None else seconds(budget)
     earlier = _earlier(json_file, place) if append or resume else None
     wanted = [c for c in contracts().values() if suite in ("all", c.family) and (not ops or c.name in ops)]
+
+    def with_earlier(found: "Results") -> str:
+        return (found if earlier is None else appended(earlier, found)).to_json()
+
     found = run(
         suite,
         ops or None,
@@ -107,8 +111,9 @@ def bench_suite(
         device=place,
         timing=timing.value,
         progress=say if json_file == "-" else print,
+        keep=None if json_file == "-" else lambda found: write_json(with_earlier(found), json_file),
     )
-    write_json((found if earlier is None else appended(earlier, found)).to_json(), json_file)
+    write_json(with_earlier(found), json_file)
     if found.unbegun:
         say(f"{found.unbegun} cases not measured: the budget was used up, or you interrupted. --resume measures them.")
     for note in found.failures:

@@ -1,4 +1,4 @@
-"""Where results go.  Paths are examined before the work and written after it."""
+"""Where results go.  Paths are examined before the work; a run of many cases writes after each."""
 
 import json
 import os
@@ -25,11 +25,14 @@ def check_writable(*files: str | Path | None) -> None:
 
 
 def write(file: str | Path, text: str) -> None:
-    """Write a result, with the folders above it."""
-    path = Path(file)
+    """Write a result, with the folders above it.  A file that was there is replaced by a whole one, where it can be."""
+    path = Path(file).resolve()
+    beside = path.is_file() and os.access(path.parent, os.W_OK)
+    draft = path.with_name(f".{path.name}.{os.getpid()}") if beside else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
 
