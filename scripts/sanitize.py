@@ -18,6 +18,8 @@ LIMIT = 200  # seconds for one case; racecheck follows every access to shared me
 TOOLS = ("memcheck", "racecheck", "synccheck")
 CASES = [sys.executable, str(Path(__file__).with_name("sanitize_cases.py"))]
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+_WHERE = re.compile(r"^=+ +(.*(?:Error|Warning|Race|Read|Write|at ).*)$", re.MULTILINE)
+_LINES = 12  # of what was found
 
 
 def main(tools: list[str]) -> int:
@@ -55,7 +57,8 @@ def _sanitized(tool: str, name: str) -> tuple[bool, str]:
     said = "; ".join(_SUMMARY.findall(done.stdout))
     if done.returncode == 0 and said:
         return True, said
-    found = said if done.returncode == 9 else f"{said}; {(done.stdout + done.stderr)[-2000:]}"
+    where = "\n".join(_WHERE.findall(done.stdout)[:_LINES])
+    found = f"{said}\n{where}" if done.returncode == 9 else f"{said}; {(done.stdout + done.stderr)[-2000:]}"
     return False, f"exit {done.returncode}, {found}"
 
 
