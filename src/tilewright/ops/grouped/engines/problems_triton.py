@@ -42,11 +42,11 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """By the largest problem: tiles of 128x128, of 64x64 for small ones, of scalars for float32."""
     m, n = bucket[:2]
     if dtype.itemsize == 4:
-        return Config(64, 64, 16, 4, 3, 8)
+        return Config(64, 64, 16, 8, 3, 8)
     return Config(64, 64, 64, 4, 3, 8) if min(m, n) <= 256 else Config(128, 128, 32, 8, 4, 8)
 
 
-CONFIGS = (Config(64, 64, 16, 4, 3, 8), Config(64, 64, 64, 4, 3, 8), Config(128, 128, 32, 8, 4, 8))
+CONFIGS = (Config(64, 64, 16, 8, 3, 8), Config(64, 64, 64, 4, 3, 8), Config(128, 128, 32, 8, 4, 8))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:

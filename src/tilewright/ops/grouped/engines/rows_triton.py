@@ -31,7 +31,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """The largest tile that still gives FILL tiles if every group has the rows it is expected to have."""
     rows, n, _, groups, _, is_aligned, _, _, scaling = bucket
     if dtype.itemsize == 4:
-        return Config(16, 64, 32, 4, 3, 8, False) if rows <= 16 else Config(64, 64, 16, 4, 3, 8, False)
+        return Config(16, 64, 32, 4, 3, 8, False) if rows <= 16 else Config(64, 64, 16, 8, 3, 8, False)
     deep = 128 // dtype.itemsize  # one row of the copy engine's swizzle; with scales, the elements that share one
     if rows <= 64:
         block_m = min(max(rows, 16), 64)
