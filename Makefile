@@ -12,6 +12,9 @@ WORKERS ?= 2
 GPU_WORKERS ?= 8
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# The processes of a run share compiled modules: each would compile all tests and sources anew, five seconds of it.
+unexport PYTHONDONTWRITEBYTECODE
+
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
 
