@@ -152,6 +152,14 @@ def test_only_gcc_from_11_on_will_do(said: str, version: str | None, tmp_path: P
     assert get_compiler("host").version() == version
 
 
+def test_without_a_path_the_compiler_finds_its_linker_too(kernel: HostKernel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("PATH")
+    y = torch.empty(3)
+    kernel((y, torch.ones(3), 3), Params(torch.float32, torch.float32))
+    assert torch.equal(y, torch.ones(3))
+
+
 def test_a_mistake_in_the_source_is_shown(kernel: HostKernel):
     kernel.file.write_text(CONVERT.replace("Config::kExp", "Config::kMissing"))
     with pytest.raises(CompileError, match=r"cannot compile convert for .*\n.*kMissing") as raised:

@@ -121,7 +121,9 @@ def _run(line: list[str], found: _Found, source: Source) -> None:
     if current().jit_print_command:
         logger.warning("%s", shlex.join(line))
     # In English, so that error lines are recognised
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    # Where there is no PATH the compiler was found on the default one, and looks for its linker there too
+    environment = {"PATH": os.defpath, **os.environ, "LC_ALL": "C"}
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise CompileError(found.version, source, done.stderr)
 
