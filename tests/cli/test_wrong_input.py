@@ -156,6 +156,24 @@ def test_a_path_that_only_fails_when_written_is_refused_too(tilewright, monkeypa
     refused(tilewright("ops", "--json", "ops.json"), "ops.json cannot be written: No space left on device")
 
 
+def test_a_failed_write_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    from tilewright.cli.output import write
+    from tilewright.errors import UsageError
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    result = tmp_path / "result.json"
+    result.write_text("earlier")
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(UsageError, match="No space left on device"):
+        write(result, "later")
+    assert result.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [result], "no draft is left"
+
+
 def test_a_missing_optional_library_is_named_before_the_work(tilewright, belongings, monkeypatch):
     monkeypatch.setattr("tilewright.cli.options.find_spec", lambda name: None if name == "matplotlib" else name)
     done = tilewright("optimize", "notes.py:linear", "--html", "page.html")

@@ -56,7 +56,10 @@ def kernel():
             shape = a.shape
             register.ran.append(shape)
             if taping() is not None:
-                replay = lambda *args: register.replayed.append(shape)  # noqa: E731
+
+                def replay(*_):
+                    register.replayed.append(shape)
+
                 taping().add(Step(replay, (1, 1, 1), None, (), (outs[0], a, b)))
 
     register.ran, register.replayed = [], []

@@ -34,6 +34,8 @@ def write(file: str | Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
+        if beside:
+            draft.unlink(missing_ok=True)
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
 
 

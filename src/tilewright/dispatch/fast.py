@@ -46,7 +46,7 @@ class Entry:
         assert first is not None
         self.spans = [0 if t is None else span(t) for t in (*args, *outs)]
         # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
-        self.like = tape is not None and len(outs) == 1 and _layout(outs[0]) == _layout(first)
+        self.like = len(outs) == 1 and _layout(outs[0]) == _layout(first)
         self.specs = [(tuple(o.shape), o.dtype, o.stride()) for o in outs]
 
 
@@ -109,22 +109,20 @@ def again(raw: "RawOp", found: Found, args: Sequence[Any]) -> Any:
     """Make the call again on new tensors, by its tape or else by its plan.  Returns a tensor, or a tuple of several."""
     entry, key, pointers = found
     assert entry is not None
-    if entry.like:
-        out = torch.empty_like(args[0])
-        pointers.append(out.data_ptr())
-        entry.launch(key[2], pointers)  # type: ignore[misc]
-        return out
+    first = args[0]
     if entry.plan.launch is None:
         outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p})  # 0: of None, or of nothing
+        return outs if len(outs) > 1 else outs[0]
+    if entry.like:
+        outs = (torch.empty_like(first),)
     else:
-        device = args[0].device
-        outs = tuple([torch.empty_strided(a, c, dtype=b, device=device) for a, b, c in entry.specs])
-        if entry.launch is None:
-            raw.launch_into(outs, args, entry.plan)
-        else:
-            for out in outs:
-                pointers.append(out.data_ptr())
-            entry.launch(key[2], pointers)
+        outs = tuple([torch.empty_strided(a, c, dtype=b, device=first.device) for a, b, c in entry.specs])
+    if entry.launch is None:
+        raw.launch_into(outs, args, entry.plan)
+    else:
+        for out in outs:
+            pointers.append(out.data_ptr())
+        entry.launch(key[2], pointers)
     return outs if len(outs) > 1 else outs[0]
 
 

@@ -15,4 +15,5 @@ class Function(torch.autograd.Function):
         """As torch's, without keywords and defaults."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
+        # Of the C++ base, which mypy does not see
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

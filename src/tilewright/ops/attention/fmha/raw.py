@@ -191,7 +191,7 @@ def _torch_first_backward(bucket: tuple[int, ...], dtype: torch.dtype, first: st
     tiles = of["BH"] // of["group"] * (of["S_k"] // _KEYS)
     ahead = of["group"] == 1 and tiles >= _FULL_GPU and (of["mask"] == CAUSAL or of["D"] <= 96)
     longer = of["mask"] == CAUSAL and of["S_k"] > of["S_q"]
-    behind = first != "cuda" or of["S_q"] <= 256 or (of["S_q"] <= 512 and not longer) or not (ahead or longer)
+    behind = first != "cuda" or of["S_q"] <= (256 if longer else 512) or not (ahead or longer)
     return dtype.itemsize == 4 or (_in_one_kernel(of) and behind)
 
 
