@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         for (u32 i = 0; i < Shape::kDv / 2; ++i) dv[i] = 0;
         float dp[kM / 2];
         u32 p[kM / 4], ds[kM / 4], stage = 0;
-        BackwardVisit<Config::kSpans> visit(tile);
+        BackwardVisit visit(tile);
         const auto multiply_s = [&]() {  // of the queries that stand at the ring's next place
             stage = ring.stage;
             barriers.q_full[stage].wait(ring.parity);

@@ -35,7 +35,7 @@ __device__ inline void bring_operands(
         if (tile.key < 0) return;
         bool resident = false;
 #pragma unroll 1
-        for (BackwardVisit<Config::kSpans> visit(tile); visit.more(tile); visit.next(tile)) {
+        for (BackwardVisit visit(tile); visit.more(tile); visit.next(tile)) {
             const int m = visit.m(tile), head = tile.head * problem.sharing + visit.head;
             Barrier& q_full = barriers.q_full[ring.stage];
             barriers.q_empty[ring.stage].wait(ring.parity ^ 1);
@@ -84,7 +84,7 @@ __device__ inline void take_away(
         const BackwardTile& tile = drawn[ring_tile.stage];
         if (tile.key < 0) break;
 #pragma unroll 1
-        for (BackwardVisit<Config::kSpans> visit(tile); visit.more(tile); visit.next(tile)) {
+        for (BackwardVisit visit(tile); visit.more(tile); visit.next(tile)) {
             if (!mine()) continue;
             const int m = visit.m(tile), at = tile.place + visit.head * problem.template tiles<Shape::kM>() + m;
             const int rank = tile.template rank<Shape::kM>(problem, m);

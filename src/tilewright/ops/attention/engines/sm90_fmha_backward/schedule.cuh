@@ -66,6 +66,8 @@ template <> struct BackwardProblem<false> : BackwardSizes {
         const int bottom = left < 0 ? s_q - 1 : key + int(kBackwardKeys) - 1 + left - away;
         return {top < s_q ? top / int(kM) : tiles, bottom < 0 ? 0 : min(tiles, bottom / int(kM) + 1)};
     }
+    // Those before it are visited for all heads, then the others.
+    template <u32 kM> __device__ int cut(const Interval& seeing) const { return seeing.end; }
 };
 
 // Every key is seen by an interval of queries that is in memory, and neither of its ends ever decreases from key to key.  A
@@ -78,6 +80,9 @@ template <> struct BackwardProblem<true> : BackwardSizes {
     template <u32 kM> __device__ Interval seeing(int key, int tiles) const {
         const int first = spans[key].first, end = end_of(key / int(kBackwardKeys));
         return {first < s_q ? first / int(kM) : tiles, (end + int(kM) - 1) / int(kM)};
+    }
+    template <u32 kM> __device__ int cut(const Interval& seeing) const {
+        return min(seeing.first + int(kBackwardKeys / kM), seeing.end);
     }
     // Of tile `n` of keys.
     __device__ int end_of(int n) const { return spans[min((n + 1) * int(kBackwardKeys), s_k) - 1].end; }
@@ -96,6 +101,7 @@ struct BackwardTile {
     bool last_first;  // keys of this head come from the last, queries from the first; else the other way about
     int head, batch;  // the kv head
     int first, end;   // tiles of queries that see them
+    int cut;          // of those: visited for all heads before the others
     int heads;        // query heads to meet: 0 if nothing sees them
     int place;        // number of the first of these heads' first tile of queries, over batch and heads
 
@@ -115,6 +121,7 @@ struct BackwardTile {
         const Interval rows = problem.template seeing<kM>(key, tiles);
         first = rows.first;
         end = rows.end;
+        cut = problem.template cut<kM>(rows);
         heads = first < end ? problem.sharing : 0;
         place = (batch * problem.heads + head * problem.sharing) * tiles;
     }
@@ -126,19 +133,21 @@ struct BackwardTile {
 };
 
 // Walks over the query heads of a tile of keys, and for each over its tiles of queries; all roles in the same order.  Of
-// packed sequences over tiles of queries, and for each over the heads: the last tile of a sequence, which meets few
-// queries, adds to some of them after one of the next sequence, which may meet many; head by head it would wait for all
-// of those (a quarter of the time for 16 or 64 sequences of random lengths).
-template <bool kSpans> struct BackwardVisit {
+// packed sequences first over the tiles of its own positions for all heads, then over the others.  The last tile of a
+// sequence meets few queries, and adds to some of them after the first tile of the next sequence, which may meet
+// many; head by head it would wait for all of those (a quarter of the time for 16 or 64 sequences of random lengths).
+struct BackwardVisit {
     int head, at;
 
     __device__ explicit BackwardVisit(const BackwardTile& tile) : head(0), at(tile.first) {}
-    __device__ bool more(const BackwardTile& tile) const { return kSpans ? at < tile.end : head < tile.heads; }
+    __device__ bool more(const BackwardTile& tile) const { return at < tile.end; }
     __device__ void next(const BackwardTile& tile) {
-        if constexpr (kSpans) {
-            if (++head == tile.heads) head = 0, ++at;
+        const bool own = ++at <= tile.cut;
+        if (at < (own ? tile.cut : tile.end)) return;
+        if (++head < tile.heads) {
+            at = own ? tile.first : tile.cut;
         } else {
-            if (++at == tile.end) at = tile.first, ++head;
+            head = 0;
         }
     }
     __device__ int m(const BackwardTile& tile) const { return tile.last_first ? at : tile.first + tile.end - 1 - at; }
