@@ -56,9 +56,10 @@ def _start_interpreter(asked: list[str]) -> None:
         raise pytest.UsageError("-m interp needs TRITON_INTERPRET=1, set before Triton is imported")
     if "triton" in sys.modules:
         raise pytest.UsageError("Triton was imported before the interpreter's fixes; import it inside tests")
-    from tests.harness import interp_fixes
+    from tests.harness import interp_fixes, interp_speed
 
     interp_fixes.install()
+    interp_speed.install()
 
 
 def _limit_threads() -> None:

@@ -51,6 +51,37 @@ def bf16_sum_kernel(x, out, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_largest(value, place, other, elsewhere):
+    earlier = (value > other) | ((value == other) & (place < elsewhere))
+    return tl.where(earlier, value, other), tl.where(earlier, place, elsewhere)
+
+
+@triton.jit
+def largest_kernel(x, values, places, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    """Largest number of x (M, N) along AXIS, None for all, and its place, broadcast to (M, N) where KEEP."""
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    value, place = tl.reduce((tl.load(x + at), at), AXIS, first_largest, keep_dims=KEEP)
+    if KEEP:
+        tl.store(values + at, tl.broadcast_to(value, M, N))
+        tl.store(places + at, tl.broadcast_to(place, M, N))
+    elif AXIS is None:
+        tl.store(values, value)
+        tl.store(places, place)
+    else:
+        tl.store(values + tl.arange(0, M if AXIS == 1 else N), value)
+        tl.store(places + tl.arange(0, M if AXIS == 1 else N), place)
+
+
+@triton.jit
+def overflow_kernel(x, out):
+    """x: int32.  Sums and products wrap around, in 32 bits and in those of a result of 64."""
+    number = tl.load(x)
+    tl.store(out, (number + number).to(tl.int64))
+    tl.store(out + 1, (number * 3 - 1).to(tl.int64))
+    tl.store(out + 2, number.to(tl.int64) * 3 - 1)
+
+
+@triton.jit
 def cast_kernel(x, out, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     tl.store(out + offsets, tl.load(x + offsets).to(out.dtype.element_ty))

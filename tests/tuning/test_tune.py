@@ -15,6 +15,8 @@ from tilewright.dispatch import explain, table, table_update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import device_info
 from tilewright.tuning import run, tune
+from tilewright.tuning.compiling import compile_candidate
+from tilewright.tuning.worker import Worker
 
 X = torch.randn(64, 4096)
 
@@ -27,6 +29,42 @@ def quick(fake_op):
         return tune(fake_op.NAME, direction="bwd", device="cpu", **options)
 
     return run
+
+
+class Here:
+    """A worker in this process: the bench, whose candidates are right."""
+
+    alive, generation = True, 1
+
+    def __init__(self):
+        self._worker = Worker()
+
+    def ask(self, request, *arguments, timeout):
+        return getattr(self._worker, request)(*arguments)
+
+    def close(self):
+        """There is no process to end."""
+
+
+class CompilersHere(Here):
+    """Those that compile."""
+
+    jobs = 1
+
+    def __init__(self, jobs, architecture, seconds):
+        super().__init__()
+
+    def compile(self, problem, trials, done):
+        for trial in trials:
+            trial.reason = compile_candidate(problem, *trial.choice, trial.default)
+            done()
+
+
+@pytest.fixture
+def at_home(monkeypatch):
+    """No processes, which take seconds to start: for what is decided from a worker's answers."""
+    monkeypatch.setattr(run, "Watched", Here)
+    monkeypatch.setattr(run, "Compilers", CompilersHere)
 
 
 @pytest.fixture
@@ -79,7 +117,7 @@ def test_the_best_wins_and_every_loser_has_its_reason(fake_op, patience):
     assert "dropped 2: hung" in str(report)
 
 
-def test_a_row_changes_only_for_a_gain_worth_it(fake_op, quick):
+def test_a_row_changes_only_for_a_gain_worth_it(fake_op, quick, at_home):
     report = quick(min_gain=1e6)
     (first,) = report.tuned
     assert not first.changed
@@ -98,14 +136,14 @@ def test_a_row_changes_only_for_a_gain_worth_it(fake_op, quick):
     assert report.table.read_bytes() == before
 
 
-def test_a_budget_ends_the_search_but_not_the_measuring(fake_op, quick):
+def test_a_budget_ends_the_search_but_not_the_measuring(fake_op, quick, at_home):
     (tuned,) = quick(budget=0.01).tuned
     assert [trial.reason for trial in tuned.trials] == [None, "not tried: the budget was used up"]
     assert tuned.after.config == fake_op.DEFAULT
     assert tuned.after.us > 0
 
 
-def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, cache_folder, monkeypatch):
+def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, at_home, cache_folder, monkeypatch):
     name = device_info("cpu").name
     (tuned,) = quick().tuned
     (cache_folder / "tables").rename(cache_folder / "kept")

@@ -141,11 +141,12 @@ def test_a_causal_launch(launches):
         ((2, 32, 1000, 128), lines),
         ((2, 8, 1100, 128), part),
         ((2, 8, 1100, 128), part),
+        ((2 * 32 * 16, 2 * 64), (1, 2 * 64)),
     ]
     (grid, args, _, options) = launches.main[0]
     assert grid == (132,)
-    rows, sums, flags = args[6:9]
-    assert rows.shape == (2 * 32 * 16, 2, 64), "a tile of 64 queries"
+    sums, flags = args[7:9]
+    assert launches.rows[0][1][4].shape == (2 * 32 * 16, 2 * 64), "a tile of 64 queries"
     assert sums.shape == (2 * 32 * 16, 64, 128)
     assert flags.shape == (2 * 32 * 16 + 1,), "and the counter"
     assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 15, True), "15 heads of 9 tiles occupy 132 processors"

@@ -159,6 +159,15 @@ def test_a_program_brings_lists_of_tiles(launches, mask, steps):
     assert params.Index == "short"
 
 
+def test_packed_sequences_bring_their_intervals_and_no_lists(launches):
+    p = problem(mask=PACKED)
+    run(p, Config(2, 128, 2, 2))
+    ((_, args, params, _),) = launches.calls
+    assert args[7] is p.options[2]
+    assert (args[8:10], args[18:21]) == ((0, 0), (0, 0, 0))
+    assert params.Mask == "tilewright::MaskSequences<0>"
+
+
 @pytest.mark.parametrize("change", [{"softcap": 3.0}, {"slopes": True}, {"scale": 0.0}, {"scale": -1.0}])
 def test_scores_are_brought_to_their_units_where_a_scale_alone_is_not_enough(launches, change):
     run(problem(**change), Config(2, 128, 2, 2))
@@ -246,6 +255,12 @@ def documents(length, device="cuda"):
     return starts.cumsum(0).int()
 
 
+def packed(length_k, length_q=900, device="cuda", **band):
+    """Empty ones at each end and within, one of a token, one of more keys than queries; and tokens behind the last."""
+    ends = torch.tensor([0, 0, 1, 40, 40, 41, 300, 505, 505, length_q - 70], dtype=torch.int32, device=device)
+    return masks.sequences(ends, ends + 150 * (ends > 300), length_q=length_q, length_k=length_k, **band)
+
+
 def table(rows, columns):
     return torch.rand(2, 4, rows, columns, generator=torch.Generator().manual_seed(1)).cuda() > 0.6
 
@@ -283,6 +298,9 @@ PROGRAMS: dict[str, Any] = {
     "blocks": lambda s: masks.block(table(-(-s // 50), -(-s // 70)), (50, 70)),
     "outside": lambda s: ~masks.window(s // 4, s // 4),
     "nothing": lambda s: masks.causal() & ~masks.causal(),
+    "packed": lambda s: packed(s, causal=True),
+    "packed, without a bound": lambda s: packed(s),
+    "packed windows": lambda s: packed(s, window=(100, 20)),
 }
 
 
@@ -334,18 +352,34 @@ def test_programs(name, d):
 
 
 @pytest.mark.gpu
-def test_a_program_with_all_modifiers():
+@pytest.mark.parametrize("name", ["documents", "packed"])
+def test_a_program_with_all_modifiers(name):
     on_hopper()
-    p = problem(device="cuda", s_q=700, s_k=700, mask=PROGRAMS["documents"](700), **EVERYTHING)
+    p = problem(device="cuda", s_q=900, s_k=1111, mask=PROGRAMS[name](1111), **EVERYTHING)
     judged(p, default(p))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", [{"right": 0}, {"mask": True}], ids=["band", "program"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_packed_sequences(d):
+    on_hopper()
+    ends = torch.arange(0, 8193, 128, device="cuda").mul(3) // 4 * 4 % 8192
+    ends = torch.cat((ends.sort().values, ends.new_tensor([8192]))).int()
+    p = problem(device="cuda", s_q=8192, s_k=8192, d=d, batch=1, mask=masks.sequences(ends, length_q=8192, causal=True))
+    judged(p, default(p))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["band", "documents", "packed"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_keys_that_are_not_allowed_may_be_nan(d, mask):
     on_hopper()
-    given = {"mask": PROGRAMS["documents"](410)} if "mask" in mask else mask
+    ends = torch.tensor([0, 70, 331, 410], dtype=torch.int32, device="cuda")
+    given = {
+        "band": {"right": 0},
+        "documents": {"mask": PROGRAMS["documents"](410)},
+        "packed": {"mask": masks.sequences(ends, length_q=410, causal=True)},
+    }[mask]
     p = problem(device="cuda", s_q=410, d=d, **given)
     config = default(p)
     expected, expected_lse = run(p, config)

@@ -70,7 +70,7 @@ _FOLDER = Path(__file__).parent
 KERNEL = CudaKernel(
     _FOLDER / "sm90_fmha_backward.cuh",
     "sm90_fmha_backward",
-    "TTTTTTPPPPiiiiiiii?ffP",
+    "TTTTTTTPPPiiiiiiii?ffP",
     archs=("sm_90a",),
     dependent=True,
 )
@@ -115,7 +115,7 @@ def backward(
     left, right = within(left, right, s_q, s_k)
     params = _params(d, d_v, softcap > 0, slopes is not None, bool(program), q.dtype, config)
     tiles = batch * heads * -(-s_q // config.block_m)
-    rows = scratch((tiles, 2, config.block_m), torch.float32, q.device)
+    rows = scratch((tiles, 2 * config.block_m), torch.float32, q.device)
     sums = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
     flags = scratch((tiles + 1,), torch.int32, q.device)
     spans = _spans(mask_data, s_q, s_k, config) if program else 0
@@ -140,7 +140,8 @@ def backward(
         (min(of_keys * kv_heads, processors),),
         (
             *(tensor_map(t, box, swizzle=_SPAN) for t, box in boxes),
-            *(rows, sums, flags, 0 if slopes is None else slopes),
+            tensor_map(rows, (1, 2 * config.block_m), swizzle=0),
+            *(sums, flags, 0 if slopes is None else slopes),
             *(s_q, s_k, heads, batch, sharing, left, right, min(kv_heads, together)),
             (left < 0) != (right < 0),  # tiles of keys differ in work
             scale,

@@ -3,7 +3,8 @@
 A tile of 128 queries and 128 keys at D = 128 is 8.4 MFLOP, 2048 cycles of a multiprocessor's tensor cores, and 16384
 exponentials, 1024 cycles of its special-function units: so D = 128 can come near the speed of a GEMM, and at D = 64,
 where both take 1024, every cycle that the two do not overlap is lost.  `sm90_fmha.cuh` says how they overlap.
-A band (causal, windows, none) costs nothing but its tiles; of other masks two small kernels list the tiles first.
+A band (causal, windows, none) and packed sequences cost nothing but their tiles; of other masks two small kernels list
+the tiles first.
 """
 
 from pathlib import Path
@@ -17,6 +18,7 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.mask.cuda_program import cuda_type
+from tilewright.mask.packed import ALONE
 from tilewright.mask.tables import TileTable, tile_table_of
 from tilewright.ops.attention.band import within
 from tilewright.ops.attention.fmha.raw import BUCKET, PROGRAM
@@ -92,7 +94,7 @@ def forward(
     sharing = heads // k.shape[1]
     block_m = config.groups * _ROWS
     table = None
-    if mask_data is not None:
+    if mask_data is not None and program != ALONE:
         table = tile_table_of(program, mask_data, batch, heads, s_q, s_k, block_m, config.block_n)
     index = torch.int16 if table is None else table.indices.dtype
     params = _params(d, d_v, softcap > 0, slopes is not None, scale <= 0, q.dtype, config, program, index)
@@ -113,7 +115,8 @@ def forward(
             lse,
             0 if sinks is None else sinks,
             0 if slopes is None else slopes,
-            *((0, 0, 0) if table is None else (mask_data, *table)),
+            0 if mask_data is None else mask_data,
+            *((0, 0) if table is None else table),
             *(s_q, s_k, heads, batch, sharing, left, right, paired),
             *_steps(table),
             scale,

@@ -24,12 +24,12 @@ template <typename Config>
 __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_fmha(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o, float* lse, const float* sinks,
-    const float* slopes, const int* mask, const int* counts, const void* indices, int s_q, int s_k, int heads,
+    const float* slopes, const int* numbers, const int* counts, const void* indices, int s_q, int s_k, int heads,
     int batches, int sharing, int left, int right, bool paired, int lists_of_batch, int lists_of_head, int pitch,
     float scale, float softcap) {
     const FmhaProblem problem{s_q, s_k, heads, batches, sharing, left, right, paired};
-    const FmhaLists lists{counts, indices, lists_of_batch, lists_of_head, pitch};
-    attend<Config>(FmhaMaps{map_q, map_k, map_v, map_o}, lse, sinks, slopes, mask, problem, lists, scale, softcap);
+    const FmhaMask mask{numbers, counts, indices, lists_of_batch, lists_of_head, pitch};
+    attend<Config>(FmhaMaps{map_q, map_k, map_v, map_o}, lse, sinks, slopes, problem, mask, scale, softcap);
 }
 
 // Queries and keys of two parts, each in tensors of its own.  Scores are sums over all columns, so nothing differs but
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(FmhaShape<Config>::kThreads, 1) sm90_mla(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_q_pe,
     const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_k_pe,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o, float* lse, const float* sinks,
-    const float* slopes, const int* mask, const int* counts, const void* indices, int s_q, int s_k, int heads,
+    const float* slopes, const int* numbers, const int* counts, const void* indices, int s_q, int s_k, int heads,
     int batches, int sharing, int left, int right, bool paired, int lists_of_batch, int lists_of_head, int pitch,
     float scale, float softcap) {
     static_assert(FmhaShape<Config>::kBoxes > 1, "the last box is that of the rotated parts");
     const FmhaProblem problem{s_q, s_k, heads, batches, sharing, left, right, paired};
-    const FmhaLists lists{counts, indices, lists_of_batch, lists_of_head, pitch};
+    const FmhaMask mask{numbers, counts, indices, lists_of_batch, lists_of_head, pitch};
     const MlaMaps maps{map_q, map_q_pe, map_k, map_k_pe, map_v, map_o};
-    attend<Config>(maps, lse, sinks, slopes, mask, problem, lists, scale, softcap);
+    attend<Config>(maps, lse, sinks, slopes, problem, mask, scale, softcap);
 }
 
 }  // namespace tilewright

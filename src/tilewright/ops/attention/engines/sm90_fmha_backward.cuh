@@ -60,8 +60,8 @@ template <typename Config>
 __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_backward(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
-    const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv, const float* rows, float* sums,
-    int* flags, const float* slopes, int s_q, int s_k, int heads, int batches, int sharing, int left, int right, int together,
+    const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
+    const __grid_constant__ TensorMap map_rows, float* sums, int* flags, const float* slopes, int s_q, int s_k, int heads, int batches, int sharing, int left, int right, int together,
     bool alternating, float scale, float softcap, const Interval* spans) {
     using Shape = BackwardShape<Config>;
     using Element = typename Config::Element;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         const u32 warp = warp_index() - 4 * kBackwardGroups;
         if (warp == 0 && elect_one()) {
             int* const counter = flags + batches * heads * problem.template tiles<kM>();
-            bring_operands<Config>(problem, barriers, drawn, shared, map_q, map_k, map_v, map_do, rows, counter);
+            bring_operands<Config>(problem, barriers, drawn, shared, map_q, map_k, map_v, map_do, map_rows, counter);
         } else if (warp >= 1 && warp <= Shape::kOutStages && elect_one()) {
             take_away<Config>(problem, barriers, drawn, shared, warp - 1, map_dk, map_dv, sums, flags);
         }
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         for (u32 i = 0; i < Shape::kDv / 2; ++i) dv[i] = 0;
         float dp[kM / 2];
         u32 p[kM / 4], ds[kM / 4], stage = 0;
-        BackwardVisit visit(tile);
+        BackwardVisit<Config::kSpans> visit(tile);
         const auto multiply_s = [&]() {  // of the queries that stand at the ring's next place
             stage = ring.stage;
             barriers.q_full[stage].wait(ring.parity);

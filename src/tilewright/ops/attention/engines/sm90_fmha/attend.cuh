@@ -52,15 +52,47 @@ __device__ inline void multiply_pv(float (&o)[Config::kDv / 2], const u32 (&p)[C
     wgmma_commit();
 }
 
+// A tile of queries, as a warpgroup sees it.
+template <typename Config> struct FmhaVisit {
+    static constexpr int kN = Config::kBlockN;
+
+    FmhaTile<Config> tile;
+    int row;               // first of this warpgroup
+    // Unless tiles of keys are listed:
+    int whole, whole_end;  // between these tiles each of the warpgroup's rows sees every key
+    int end;               // from here on none sees one
+    Interval own[2];       // of packed sequences: the keys that this thread's rows see
+
+    // The next one; false if there is none.
+    __device__ bool draw(FmhaSchedule<Config>& schedule, const FmhaKeys<typename Config::Mask>& keys, u32 group) {
+        if (!schedule.next(tile)) return false;
+        row = tile.row + int(group * kRowsOfGroup);
+        if constexpr (!FmhaTile<Config>::kListed) {
+            const Interval top = keys.of(row), bottom = keys.of(row + int(kRowsOfGroup) - 1);
+            whole = (bottom.first + kN - 1) / kN, whole_end = top.end / kN;
+            end = max((bottom.end + kN - 1) / kN, tile.first + 1);
+            own[0] = seen(keys, 0), own[1] = seen(keys, 1);
+        }
+        return true;
+    }
+    __device__ Interval seen(const FmhaKeys<typename Config::Mask>& keys, u32 h) const {
+        return keys.of(row + int(fragment_row() + 8 * h));
+    }
+};
+
 // The kernel behind its parameters.
 template <typename Config, typename Maps>
 __device__ __forceinline__ void attend(
-    const Maps& maps, float* lse, const float* sinks, const float* slopes, const int* mask, const FmhaProblem& problem,
-    const FmhaLists& lists, float scale, float softcap) {
+    const Maps& maps, float* lse, const float* sinks, const float* slopes, const FmhaProblem& problem, const FmhaMask& mask,
+    float scale, float softcap) {
     using Shape = FmhaShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kGroups = Shape::kGroups, kN = Shape::kN, kScores = kN / 2, kSums = Shape::kDv / 2;
-    constexpr bool kUneven = !FmhaTile<Config>::kProgram && kGroups * kRowsOfGroup > kN;
+    constexpr bool kPacked = Same<typename Config::Mask, MaskSequences<0>>::value;
+    constexpr bool kUneven = !FmhaTile<Config>::kListed && kGroups * kRowsOfGroup > kN;
+    constexpr u32 kRegisters = kGroups == 3 ? 160 : 232;  // of a thread: scores, P, sums, and all else
+    // The next tile of queries is found beside the last products of this one
+    constexpr bool kEarly = !FmhaTile<Config>::kListed && kScores * 3 / 2 + kSums + 64 <= kRegisters;
 
     extern __shared__ __align__(1024) u8 stages_q[];
     u8* const stages_k = stages_q + Shape::kQStages * kGroups * Shape::kQBytes;
@@ -75,24 +107,22 @@ __device__ __forceinline__ void attend(
     __syncthreads();
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const int s_q = problem.s_q, s_k = problem.s_k, heads = problem.heads;
-    const int left = problem.left, right = problem.right;
 
     if (group == kGroups) {
         give_registers<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(maps.k), tma_prefetch(maps.v);
             if constexpr (Maps::kRotated) tma_prefetch(maps.k_pe);
-            bring_keys<Config>(problem, lists, barriers, maps, stages_k, stages_v);
+            bring_keys<Config>(problem, mask, barriers, maps, stages_k, stages_v);
         } else if (warp_index() == 4 * kGroups + 1 && elect_one()) {
             tma_prefetch(maps.q), tma_prefetch(maps.o);
             if constexpr (Maps::kRotated) tma_prefetch(maps.q_pe);
-            bring_queries<Config>(problem, lists, barriers, maps, stages_q);
+            bring_queries<Config>(problem, mask, barriers, maps, stages_q);
         }
         return;
     }
 
-    take_registers<kGroups == 3 ? 160 : 232>();
+    take_registers<kRegisters>();
     const u64 first_k = wgmma_descriptor<kSpan>(stages_k);
     const u64 first_v = wgmma_descriptor<kSpan>(stages_v, 8 * kSpan, kN * kSpan);
     const float c = Config::kModify ? 1 : scale * kLog2E, slack = Config::kModify ? kSlack : kSlack / c;
@@ -102,37 +132,51 @@ __device__ __forceinline__ void attend(
     const Turn<kGroups, (Config::kTurns && kGroups > 1)> turn{group};
     turn.start();
 
+    const FmhaKeys<typename Config::Mask> keys(problem, mask);
+    FmhaSchedule<Config> schedule(problem, mask);
     Ring<Shape::kQStages> ring_q;
     Ring<Shape::kStages> ring_k, ring_v;
-    FmhaSchedule<Config> schedule(problem, lists);
-    for (FmhaTile<Config> tile; schedule.next(tile); ring_q.advance()) {
+    FmhaVisit<Config> visit;
+    for (bool more = visit.draw(schedule, keys, group); more; ring_q.advance()) {
         u8* const own = stages_q + (ring_q.stage * kGroups + group) * Shape::kQBytes;
         const u64 q = wgmma_descriptor<kSpan>(own);
-        const int row = tile.row + int(group * kRowsOfGroup);  // first of this warpgroup
-        const FmhaScores<kScores> scores{problem.position(row + int(fragment_row()))};
-        const float slope = Config::kSlope ? slopes[tile.head] * kLog2E : 0;
-        // Of a band: tiles of keys from `whole_end` on, and below `whole`, have a key that one of our rows does not see
-        const int last_row = row + int(kRowsOfGroup) - 1;
-        const int keys_end = right < 0 ? s_k : min(s_k, max(0, problem.position(row) + right + 1));
-        const int keys_begin = left < 0 ? 0 : max(0, problem.position(last_row) - left);
-        const int whole_end = keys_end / int(kN), whole = (keys_begin + int(kN) - 1) / int(kN);
+        const FmhaScores<kScores> scores{problem.position(visit.row + int(fragment_row()))};
+        const float slope = Config::kSlope ? slopes[visit.tile.head] * kLog2E : 0;
         OnlineSoftmax<kScores> softmax;
         softmax.reset();
 
         float s[kScores], o[kSums];
         u32 p[kScores / 2];
+        const auto wait_for_keys = [&]() { barriers.k_full[ring_k.stage].wait(ring_k.parity); };
+        const auto multiply_keys = [&]() {
+            multiply_qk<Config>(s, q, wgmma_advance(first_k, ring_k.stage * Shape::kKBytes));
+        };
+        const auto multiply_values = [&]() {
+            barriers.v_full[ring_v.stage].wait(ring_v.parity);
+            multiply_pv<Config>(o, p, wgmma_advance(first_v, ring_v.stage * Shape::kVBytes));
+        };
+        const auto pass_keys = [&]() {
+            release(barriers.k_empty[ring_k.stage]);
+            ring_k.advance();
+        };
+        const auto pass_values = [&]() {
+            release(barriers.v_empty[ring_v.stage]);
+            ring_v.advance();
+        };
         const auto normalise = [&](int at) {
+            const auto key = [&]() { return visit.tile.key(at); };
             if constexpr (Config::kModify) {
-                scores.template modify<Config::kSoftcap, Config::kSlope>(s, tile.key(at), scale, softcap, slope);
+                scores.template modify<Config::kSoftcap, Config::kSlope>(s, key(), scale, softcap, slope);
             }
-            if constexpr (FmhaTile<Config>::kProgram) {
-                if (at < tile.partial) {
-                    const MaskData data{mask, tile.batch, tile.head};
-                    scores.template cut<typename Config::Mask>(s, tile.key(at), s_k, data);
+            if constexpr (FmhaTile<Config>::kListed) {
+                if (at < visit.tile.partial) {
+                    const MaskData data{mask.numbers, visit.tile.batch, visit.tile.head};
+                    scores.template cut<typename Config::Mask>(s, key(), problem.s_k, data);
                 }
             } else {
-                if (at >= whole_end) scores.cut_right(s, tile.key(at), problem);
-                if (at < whole) scores.cut_left(s, tile.key(at), problem);
+                const auto seen = [&](u32 h) { return kPacked ? visit.own[h] : visit.seen(keys, h); };
+                if (at >= visit.whole_end) scores.cut_right(s, key(), seen(0).end, seen(1).end);
+                if (at < visit.whole) scores.cut_left(s, key(), seen(0).first, seen(1).first);
             }
             return softmax.step(s, c, slack);
         };
@@ -142,71 +186,68 @@ __device__ __forceinline__ void attend(
         };
 #pragma unroll
         for (u32 i = 0; i < kSums; ++i) o[i] = 0;
+        FmhaVisit<Config> next;
+        const auto draw_next = [&](bool now) {
+            if (now) more = next.draw(schedule, keys, group);
+        };
 
         barriers.q_full[ring_q.stage][group].wait(ring_q.parity);
-        if (tile.first < tile.end) {
-            int at = tile.end - 1;
+        if (!visit.tile.empty()) {
+            int at = visit.tile.end - 1;
             if constexpr (kUneven) {  // tiles that the warpgroups behind this one alone see; it keeps its turns
-                const int last_end = right < 0 ? s_k : min(s_k, problem.position(last_row) + right + 1);
-                for (const int end = max((last_end + int(kN) - 1) / int(kN), tile.first + 1); at >= end; --at) {
-                    barriers.k_full[ring_k.stage].wait(ring_k.parity);
+                for (; at >= visit.end; --at) {
+                    wait_for_keys();
                     turn.take();
                     turn.pass();
-                    release(barriers.k_empty[ring_k.stage]);
-                    ring_k.advance();
+                    pass_keys();
                     barriers.v_full[ring_v.stage].wait(ring_v.parity);
-                    release(barriers.v_empty[ring_v.stage]);
-                    ring_v.advance();
+                    pass_values();
                 }
             }
-            barriers.k_full[ring_k.stage].wait(ring_k.parity);
+            wait_for_keys();
             turn.take();
             wgmma_fence();
-            multiply_qk<Config>(s, q, wgmma_advance(first_k, ring_k.stage * Shape::kKBytes));
+            multiply_keys();
             turn.pass();
             wgmma_wait<0>(s);
-            release(barriers.k_empty[ring_k.stage]);
-            ring_k.advance();
+            pass_keys();
             normalise(at);
             round();
-            if (at > tile.first) barriers.k_full[ring_k.stage].wait(ring_k.parity);
-            while (--at >= tile.first) {
+            if (at > visit.tile.first) wait_for_keys();
+            while (--at >= visit.tile.first) {
                 turn.take();
                 wgmma_fence();
-                multiply_qk<Config>(s, q, wgmma_advance(first_k, ring_k.stage * Shape::kKBytes));
-                barriers.v_full[ring_v.stage].wait(ring_v.parity);
-                multiply_pv<Config>(o, p, wgmma_advance(first_v, ring_v.stage * Shape::kVBytes));
+                multiply_keys();
+                multiply_values();
                 turn.pass();
                 wgmma_wait<1>(s);
-                release(barriers.k_empty[ring_k.stage]);
-                ring_k.advance();
+                pass_keys();
                 const bool rescale = normalise(at);
                 // Here it also keeps the assembler from computing P behind the line after
-                if (at > tile.first) barriers.k_full[ring_k.stage].wait(ring_k.parity);
+                if (at > visit.tile.first) wait_for_keys();
                 wgmma_wait<0>(o);
-                release(barriers.v_empty[ring_v.stage]);
-                ring_v.advance();
+                pass_values();
                 if (rescale) {
 #pragma unroll
                     for (u32 i = 0; i < kSums; ++i) o[i] *= softmax.factor[i % 4 / 2];
                 }
                 round();
             }
-            barriers.v_full[ring_v.stage].wait(ring_v.parity);
             wgmma_fence();
-            multiply_pv<Config>(o, p, wgmma_advance(first_v, ring_v.stage * Shape::kVBytes));
+            multiply_values();
+            draw_next(kEarly);
             wgmma_wait<0>(o);
-            release(barriers.v_empty[ring_v.stage]);
-            ring_v.advance();
+            pass_values();
         }
 
-        const float sink = sinks == nullptr ? -infinity() : sinks[tile.head] * kLog2E;
+        const float sink = sinks == nullptr ? -infinity() : sinks[visit.tile.head] * kLog2E;
+        const i64 line = (i64(visit.tile.batch) * problem.heads + visit.tile.head) * problem.s_q;
         float inverse[2], logs[2];
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
             inverse[h] = softmax.finish(h, sink, logs[h]);
-            const int at = row + int(fragment_row() + 8 * h);
-            if (fragment_column() == 0 && at < s_q) lse[(i64(tile.batch) * heads + tile.head) * s_q + at] = logs[h];
+            const int at = visit.row + int(fragment_row() + 8 * h);
+            if (fragment_column() == 0 && at < problem.s_q) lse[line + at] = logs[h];
         }
 #pragma unroll
         for (u32 i = 0; i < kSums; ++i) o[i] *= inverse[i % 4 / 2];
@@ -216,6 +257,8 @@ __device__ __forceinline__ void attend(
         fence_shared_for_async();
         __syncwarp();
         release(barriers.o_full[ring_q.stage][group]);
+        draw_next(!kEarly || visit.tile.empty());
+        visit = next;
     }
     turn.end();
 }

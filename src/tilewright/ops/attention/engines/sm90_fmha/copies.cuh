@@ -22,12 +22,12 @@ struct MlaMaps {
 // Keys and values from the last tile to the first, in the order in which they are multiplied: K is one tile ahead of V.
 template <typename Config, typename Maps>
 __device__ inline void bring_keys(
-    const FmhaProblem& problem, const FmhaLists& lists, FmhaBarriers<Config>& barriers, const Maps& maps, u8* stages_k,
+    const FmhaProblem& problem, const FmhaMask& mask, FmhaBarriers<Config>& barriers, const Maps& maps, u8* stages_k,
     u8* stages_v) {
     using Shape = FmhaShape<Config>;
     constexpr u32 kOfK = Shape::kBoxes - Maps::kRotated;
     Ring<Shape::kStages> ring_k, ring_v;
-    FmhaSchedule<Config> schedule(problem, lists);
+    FmhaSchedule<Config> schedule(problem, mask);
     for (FmhaTile<Config> tile; schedule.next(tile);) {
         const int head = tile.head / problem.sharing;
         const auto bring_k = [&](int at) {
@@ -69,11 +69,11 @@ __device__ inline void bring_keys(
 // Q of a tile, and when a warpgroup has put its O there, O away and the Q that comes kQStages tiles later in.
 template <typename Config, typename Maps>
 __device__ inline void bring_queries(
-    const FmhaProblem& problem, const FmhaLists& lists, FmhaBarriers<Config>& barriers, const Maps& maps,
+    const FmhaProblem& problem, const FmhaMask& mask, FmhaBarriers<Config>& barriers, const Maps& maps,
     u8* stages_q) {
     using Shape = FmhaShape<Config>;
     constexpr u32 kOfQ = Shape::kBoxes - Maps::kRotated;
-    FmhaSchedule<Config> ahead(problem, lists), schedule(problem, lists);
+    FmhaSchedule<Config> ahead(problem, mask), schedule(problem, mask);
     Ring<Shape::kQStages> ring;
     const auto bring = [&](const FmhaTile<Config>& tile, u32 stage, u32 group) {
         Barrier& full = barriers.q_full[stage][group];

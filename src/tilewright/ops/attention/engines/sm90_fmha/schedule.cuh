@@ -19,37 +19,60 @@ struct FmhaProblem {
     bool paired;
 
     __device__ int position(int row) const { return row + s_k - s_q; }
-    // One behind the last key, and the first one, that rows [row, row + rows) see.
-    __device__ int keys_end(int row, int rows) const {
-        const int last = position(min(row + rows, s_q) - 1);
-        return right < 0 ? s_k : max(0, min(s_k, last + right + 1));
-    }
-    __device__ int keys_begin(int row) const { return left < 0 ? 0 : max(0, position(row) - left); }
 };
 
-// Of a program: the tiles of keys that each tile of queries needs, partial ones first (mask/tables.py).
-struct FmhaLists {
+// A mask that is no band.
+struct FmhaMask {
+    const int* numbers;  // of its program
+    // The tiles of keys that each tile of queries needs, partial ones first (mask/tables.py); not of packed sequences
     const int* counts;  // partial, full
     const void* indices;
     int of_batch, of_head, pitch;  // from one to the next: rows, rows, indices
 };
 
+// Which keys a query sees where they are an interval, neither of whose ends decreases from query to query: of a band
+// and of packed sequences.
+template <typename Mask> struct FmhaKeys {
+    const FmhaProblem& problem;
+
+    __device__ FmhaKeys(const FmhaProblem& of, const FmhaMask&) : problem(of) {}
+    __device__ Interval of(int row) const {
+        const int at = problem.position(row), s_k = problem.s_k;
+        return {problem.left < 0 ? 0 : max(0, at - problem.left),
+                problem.right < 0 ? s_k : max(0, min(s_k, at + problem.right + 1))};
+    }
+};
+template <> struct FmhaKeys<MaskSequences<0>> {
+    const int *first, *end;
+    int last, s_k;
+
+    __device__ FmhaKeys(const FmhaProblem& problem, const FmhaMask& mask)
+        : first(mask.numbers + mask.numbers[2]), end(first + problem.s_q), last(problem.s_q - 1), s_k(problem.s_k) {}
+    __device__ Interval of(int row) const {
+        const int query = min(row, last);
+        return {max(0, first[query]), min(s_k, end[query])};
+    }
+};
+
 template <typename Config> struct FmhaTile {
-    static constexpr bool kProgram = !Same<typename Config::Mask, NoProgram>::value;
+    static constexpr bool kListed =
+        !Same<typename Config::Mask, NoProgram>::value && !Same<typename Config::Mask, MaskSequences<0>>::value;
     using Index = typename Config::Index;
 
     int row, head, batch;
     int first, end;     // of the tiles of keys, which are walked from the end
-    int partial;        // of a program: those before it need the mask
-    const Index* list;  // of a program: their numbers
+    int partial;        // if they are listed: those before it need the mask
+    const Index* list;  // their numbers
 
     // First key of a tile.
-    __device__ int key(int at) const { return (kProgram ? int(list[at]) : at) * int(Config::kBlockN); }
+    __device__ int key(int at) const { return (kListed ? int(list[at]) : at) * int(Config::kBlockN); }
+    __device__ bool empty() const { return first >= end; }
 };
 
 template <typename Config> class FmhaSchedule {
   public:
-    __device__ FmhaSchedule(const FmhaProblem& problem, const FmhaLists& lists) : problem_(problem), lists_(lists) {}
+    __device__ FmhaSchedule(const FmhaProblem& problem, const FmhaMask& mask)
+        : problem_(problem), mask_(mask), keys_(problem, mask) {}
 
     // The next tile of this block; false when there is none.
     __device__ bool next(FmhaTile<Config>& tile) {
@@ -73,16 +96,16 @@ template <typename Config> class FmhaSchedule {
         tile.row = number * kM;
         tile.batch = head / problem_.heads;
         tile.head = head - tile.batch * problem_.heads;
-        if constexpr (FmhaTile<Config>::kProgram) {
-            const i64 line = i64(tile.batch) * lists_.of_batch + i64(tile.head) * lists_.of_head + number;
+        if constexpr (FmhaTile<Config>::kListed) {
+            const i64 line = i64(tile.batch) * mask_.of_batch + i64(tile.head) * mask_.of_head + number;
             tile.first = 0;
-            tile.partial = lists_.counts[2 * line];
-            tile.end = tile.partial + lists_.counts[2 * line + 1];
-            tile.list = static_cast<const typename Config::Index*>(lists_.indices) + line * lists_.pitch;
+            tile.partial = mask_.counts[2 * line];
+            tile.end = tile.partial + mask_.counts[2 * line + 1];
+            tile.list = static_cast<const typename Config::Index*>(mask_.indices) + line * mask_.pitch;
         } else {
             constexpr int kN = Config::kBlockN;
-            tile.first = problem_.keys_begin(tile.row) / kN;
-            tile.end = max(tile.first, (problem_.keys_end(tile.row, kM) + kN - 1) / kN);
+            tile.first = keys_.of(tile.row).first / kN;
+            tile.end = (keys_.of(min(tile.row + int(kM), problem_.s_q) - 1).end + kN - 1) / kN;
         }
         return true;
     }
@@ -91,7 +114,8 @@ template <typename Config> class FmhaSchedule {
     static constexpr u32 kM = FmhaShape<Config>::kM;
 
     const FmhaProblem& problem_;
-    const FmhaLists& lists_;
+    const FmhaMask& mask_;
+    const FmhaKeys<typename Config::Mask> keys_;
     u32 turn_ = 0;
 };
 

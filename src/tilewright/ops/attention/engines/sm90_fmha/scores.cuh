@@ -29,26 +29,16 @@ template <u32 kCount> struct FmhaScores {
         }
     }
 
-    // -infinity for keys from `problem.s_k` on and for those more than `right` behind the query's position.
-    __device__ void cut_right(float (&s)[kCount], int key, const FmhaProblem& problem) const {
-        const int first = key + int(fragment_column());
-        int last[2];
+    // -infinity for keys from `end` on and before `first`, of the two rows.
+    __device__ static void cut_right(float (&s)[kCount], int key, int end0, int end8) {
+        const int from = key + int(fragment_column()), end[2] = {end0 - from, end8 - from};
 #pragma unroll
-        for (u32 h = 0; h < 2; ++h) {
-            const int there = problem.s_k - 1;
-            last[h] = (problem.right < 0 ? there : min(there, position + int(8 * h) + problem.right)) - first;
-        }
-#pragma unroll
-        for (u32 i = 0; i < kCount; ++i) s[i] = int(i / 4 * 8 + i % 2) <= last[i % 4 / 2] ? s[i] : -infinity();
+        for (u32 i = 0; i < kCount; ++i) s[i] = int(i / 4 * 8 + i % 2) < end[i % 4 / 2] ? s[i] : -infinity();
     }
-
-    // -infinity for keys more than `left` before the query's position.
-    __device__ void cut_left(float (&s)[kCount], int key, const FmhaProblem& problem) const {
-        const int first = position - problem.left - key - int(fragment_column());
+    __device__ static void cut_left(float (&s)[kCount], int key, int first0, int first8) {
+        const int from = key + int(fragment_column()), first[2] = {first0 - from, first8 - from};
 #pragma unroll
-        for (u32 i = 0; i < kCount; ++i) {
-            s[i] = int(i / 4 * 8 + i % 2) >= first + int(i % 4 / 2 * 8) ? s[i] : -infinity();
-        }
+        for (u32 i = 0; i < kCount; ++i) s[i] = int(i / 4 * 8 + i % 2) >= first[i % 4 / 2] ? s[i] : -infinity();
     }
 
     // -infinity for keys that the program does not allow, and for those from s_k on.

@@ -10,6 +10,11 @@ constexpr u32 kSpan = 128;                   // bytes of a row of a box, and the
 constexpr u32 kRowsOfGroup = 64;             // queries of a warpgroup
 constexpr u32 kBoxBytes = kRowsOfGroup * kSpan;
 
+// From the first on, before the end.
+struct alignas(8) Interval {
+    int first, end;
+};
+
 template <typename Config> struct FmhaShape {
     using Element = typename Config::Element;
     static constexpr u32 kD = Config::kD, kDv = Config::kDv, kN = Config::kBlockN;

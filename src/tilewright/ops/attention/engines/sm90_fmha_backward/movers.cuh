@@ -19,8 +19,8 @@ __device__ inline void copy_boxes(
 template <typename Config>
 __device__ inline void bring_operands(
     const BackwardProblem<Config::kSpans>& problem, BackwardBarriers<Config>& barriers, BackwardTile (&drawn)[2], u8* shared,
-    const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v, const TensorMap& map_do, const float* rows,
-    int* counter) {
+    const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v, const TensorMap& map_do,
+    const TensorMap& map_rows, int* counter) {
     using Shape = BackwardShape<Config>;
     Ring<2> ring_tile;
     Ring<1> keys;
@@ -35,14 +35,13 @@ __device__ inline void bring_operands(
         if (tile.key < 0) return;
         bool resident = false;
 #pragma unroll 1
-        for (BackwardVisit visit(tile); visit.more(tile); visit.next(tile)) {
+        for (BackwardVisit<Config::kSpans> visit(tile); visit.more(tile); visit.next(tile)) {
             const int m = visit.m(tile), head = tile.head * problem.sharing + visit.head;
             Barrier& q_full = barriers.q_full[ring.stage];
             barriers.q_empty[ring.stage].wait(ring.parity ^ 1);
             q_full.expect(Shape::kRowBytes);
-            bulk_load(shared + Shape::kAtRows + ring.stage * Shape::kRowBytes,
-                      rows + i64(tile.place + visit.head * problem.template tiles<Shape::kM>() + m) * (kRowsPart * Shape::kM),
-                      Shape::kRowBytes, q_full);
+            tma_load(shared + Shape::kAtRows + ring.stage * Shape::kRowBytes, map_rows, q_full, 0,
+                     tile.place + visit.head * problem.template tiles<Shape::kM>() + m);
             copy_boxes(shared + Shape::kAtQ + ring.stage * Shape::kQBytes, map_q, q_full, Shape::kBoxes, Shape::kM * kSpan,
                        m * int(Shape::kM), head, tile.batch);
             if (!resident) {
@@ -84,7 +83,7 @@ __device__ inline void take_away(
         const BackwardTile& tile = drawn[ring_tile.stage];
         if (tile.key < 0) break;
 #pragma unroll 1
-        for (BackwardVisit visit(tile); visit.more(tile); visit.next(tile)) {
+        for (BackwardVisit<Config::kSpans> visit(tile); visit.more(tile); visit.next(tile)) {
             if (!mine()) continue;
             const int m = visit.m(tile), at = tile.place + visit.head * problem.template tiles<Shape::kM>() + m;
             const int rank = tile.template rank<Shape::kM>(problem, m);

@@ -14,11 +14,6 @@
 
 namespace tilewright {
 
-// From the first on, before the end.
-struct alignas(8) Interval {
-    int first, end;
-};
-
 // How many of the numbers below `count` satisfy a condition which the first ones do and the others do not.
 template <typename Condition> __device__ inline int count_first(int count, Condition condition) {
     int low = 0;
@@ -50,6 +45,8 @@ template <bool kSpans> struct BackwardProblem;
 
 // Allowed keys are those with -right <= position - key <= left.
 template <> struct BackwardProblem<false> : BackwardSizes {
+    static constexpr bool kSpans = false;
+
     // Tiles of keys that add to dQ of tile `m`: [first_keys, end_keys).
     template <u32 kM> __device__ int first_keys(int m) const {
         return left < 0 ? 0 : max(0, position(m * int(kM)) - left) / int(kBackwardKeys);
@@ -66,23 +63,20 @@ template <> struct BackwardProblem<false> : BackwardSizes {
         const int bottom = left < 0 ? s_q - 1 : key + int(kBackwardKeys) - 1 + left - away;
         return {top < s_q ? top / int(kM) : tiles, bottom < 0 ? 0 : min(tiles, bottom / int(kM) + 1)};
     }
-    // Those before it are visited for all heads, then the others.
-    template <u32 kM> __device__ int cut(const Interval& seeing) const { return seeing.end; }
 };
 
 // Every key is seen by an interval of queries that is in memory, and neither of its ends ever decreases from key to key.  A
 // tile of keys meets the tiles of queries between its first and its last end; also one tile in whose middle both ends are,
 // for nothing: else the tiles of keys that add to a tile of queries would not be consecutive.
 template <> struct BackwardProblem<true> : BackwardSizes {
+    static constexpr bool kSpans = true;
+
     // Not from the L1: the kernel before may have brought this line there before another block wrote it.
     template <u32 kM> __device__ int first_keys(int m) const { return __ldcg(&spans[s_k + m].first); }
     template <u32 kM> __device__ int end_keys(int m) const { return __ldcg(&spans[s_k + m].end); }
     template <u32 kM> __device__ Interval seeing(int key, int tiles) const {
         const int first = spans[key].first, end = end_of(key / int(kBackwardKeys));
         return {first < s_q ? first / int(kM) : tiles, (end + int(kM) - 1) / int(kM)};
-    }
-    template <u32 kM> __device__ int cut(const Interval& seeing) const {
-        return min(seeing.first + int(kBackwardKeys / kM), seeing.end);
     }
     // Of tile `n` of keys.
     __device__ int end_of(int n) const { return spans[min((n + 1) * int(kBackwardKeys), s_k) - 1].end; }
@@ -101,7 +95,7 @@ struct BackwardTile {
     bool last_first;  // keys of this head come from the last, queries from the first; else the other way about
     int head, batch;  // the kv head
     int first, end;   // tiles of queries that see them
-    int cut;          // of those: visited for all heads before the others
+    int cut;          // of packed sequences: those before it are visited for all heads, then the others
     int heads;        // query heads to meet: 0 if nothing sees them
     int place;        // number of the first of these heads' first tile of queries, over batch and heads
 
@@ -121,7 +115,7 @@ struct BackwardTile {
         const Interval rows = problem.template seeing<kM>(key, tiles);
         first = rows.first;
         end = rows.end;
-        cut = problem.template cut<kM>(rows);
+        if constexpr (Problem::kSpans) cut = min(first + int(kBackwardKeys / kM), end);
         heads = first < end ? problem.sharing : 0;
         place = (batch * problem.heads + head * problem.sharing) * tiles;
     }
@@ -136,18 +130,23 @@ struct BackwardTile {
 // packed sequences first over the tiles of its own positions for all heads, then over the others.  The last tile of a
 // sequence meets few queries, and adds to some of them after the first tile of the next sequence, which may meet
 // many; head by head it would wait for all of those (a quarter of the time for 16 or 64 sequences of random lengths).
-struct BackwardVisit {
+template <bool kSpans> struct BackwardVisit {
     int head, at;
 
     __device__ explicit BackwardVisit(const BackwardTile& tile) : head(0), at(tile.first) {}
-    __device__ bool more(const BackwardTile& tile) const { return at < tile.end; }
+    __device__ bool more(const BackwardTile& tile) const { return kSpans ? at < tile.end : head < tile.heads; }
     __device__ void next(const BackwardTile& tile) {
-        const bool own = ++at <= tile.cut;
-        if (at < (own ? tile.cut : tile.end)) return;
-        if (++head < tile.heads) {
-            at = own ? tile.first : tile.cut;
-        } else {
-            head = 0;
+        ++at;
+        if constexpr (kSpans) {
+            const bool own = at <= tile.cut;
+            if (at < (own ? tile.cut : tile.end)) return;
+            if (++head < tile.heads) {
+                at = own ? tile.first : tile.cut;
+            } else {
+                head = 0;
+            }
+        } else if (at == tile.end) {
+            at = tile.first, ++head;
         }
     }
     __device__ int m(const BackwardTile& tile) const { return tile.last_first ? at : tile.first + tile.end - 1 - at; }
