@@ -65,15 +65,15 @@ def attention_backward(
     """(dq, dk, dv, dsinks); the last is empty without sinks.  rest: the fields of `Options`."""
     options = Options(*rest)
     wide, sinks = lse.dtype, options.sinks
-    theirs = dlse is None and vendor.takes(q, k, v, options.program, options.left, options.right, _plain(options))
-    if theirs and sinks is None:  # a pass over do and o less
-        dq, dk, dv = vendor.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
+    theirs = None if dlse is not None else _vendor(q, k, v, options)
+    if theirs is not None and sinks is None:  # a pass over do and o less
+        dq, dk, dv = theirs.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
         return dq, dk, dv, lse.new_empty(0)
     delta = (do.to(wide) * o.to(wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    if theirs:
-        dq, dk, dv = vendor.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
+    if theirs is not None:
+        dq, dk, dv = theirs.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
     else:
         dq, dk, dv = _backward(do, delta, q, k, v, lse, options)
     if sinks is None:
@@ -83,8 +83,9 @@ def attention_backward(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    if vendor.takes(q, k, v, options.program, options.left, options.right, _plain(options)):
-        o, lse = vendor.forward(q, k, v, options.left, options.right, options.scale)
+    theirs = _vendor(q, k, v, options)
+    if theirs is not None:
+        o, lse = theirs.forward(q, k, v, options.left, options.right, options.scale)
         return (o, lse) if options.sinks is None else _with_sinks(o, lse, options.sinks)
     blocks = [_forward_block(q, k, v, block, options) for block in _blocks(q, k, options)]
     if not blocks:
@@ -204,9 +205,10 @@ def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return (o * torch.exp(lse - joined)[..., None]).to(o.dtype), joined
 
 
-def _plain(options: Options) -> bool:
-    """Are the scores themselves untouched?  Sinks only join the denominator."""
-    return options.slopes is None and options.softcap == 0.0
+def _vendor(q: Tensor, k: Tensor, v: Tensor, options: Options) -> vendor.Kernels | None:
+    """Whoever computes this band, if any.  Sinks only join the denominator."""
+    plain = options.slopes is None and options.softcap == 0.0
+    return vendor.kernels(q, k, v, options.program, options.left, options.right, plain)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -2,7 +2,8 @@
 give the logarithm of the denominator too.  Memory is linear in S.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +16,51 @@ _SMALL = 1 << 18
 """Scores below which the plain reference runs: its backward repeats bit for bit, and it rounds where kernels do."""
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int, plain: bool) -> bool:
-    """Can `forward` and `backward` do this?  plain: the scores are scale * q k^T and nothing else."""
+class Kernels(NamedTuple):
+    """forward(q, k, v, left, right, scale): (o, lse) of a band.
+
+    backward(do, q, k, v, o, lse, left, right, scale): (dq, dk, dv); also where sinks joined o and lse, because
+    p = exp(s - lse) is all it needs.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor, Tensor]]
+
+
+def kernels(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int, plain: bool) -> Kernels | None:
+    """cuDNN's, else FLASH's, else None.  plain: the scores are scale * q k^T and nothing else."""
     if q.device.type != "cuda" or not plain or program or q.dtype not in (torch.bfloat16, torch.float16):
-        return False
+        return None
     batch, heads, s_q, s_k = (hint(n) for n in (*q.shape[:3], k.shape[2]))
     # With fewer keys than queries a causal row may see nothing, of which FLASH makes an lse of +inf
     if batch * heads * s_q * s_k < _SMALL or q.shape[2] > k.shape[2]:
-        return False
-    return _cudnn(q, k, v, left, right) or _flash(q, k, v)
+        return None
+    # cuDNN's causal mask begins at the first key, ours ends at the last: they agree where there are as many
+    full, causal = left < 0 and right < 0, _causal(left, right) and q.shape[2] == k.shape[2]
+    if (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal)):
+        return CUDNN
+    if q.shape[3] % 8 == 0 and can_use_flash_attention(_params(q, k, v, False)):
+        return FLASH
+    return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(o, lse) of a band."""
-    if _cudnn(q, k, v, left, right):
-        o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, right == 0, scale=scale)
-        return o, lse.squeeze(-1)
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, right == 0, scale=scale)
+    return o, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that does not happen
+    sizes = (q.shape[2], k.shape[2])
+    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse[..., None], seed, seed, None, None, None, *sizes, 0.0, right == 0, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
     rows = [t.transpose(1, 2) for t in (q, k, v)]
     o, lse, *_ = _aten._flash_attention_forward(
         *rows, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), False, scale=scale, **_window(left, right)
@@ -38,34 +68,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float
     return o.transpose(1, 2), lse
 
 
-def backward(
+def _flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
-) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) for `forward`; also where sinks joined o and lse, because p = exp(s - lse) is all it needs."""
-    sizes = (q.shape[2], k.shape[2])
-    if _cudnn(q, k, v, left, right):
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that does not happen
-        made = _aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse[..., None], seed, seed, None, None, None, *sizes, 0.0, right == 0, scale=scale
-        )
-        return tuple(made)
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = [t.transpose(1, 2) for t in (do, q, k, v, o)]
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    made = _aten._flash_attention_backward(
-        *rows, lse, None, None, *sizes, 0.0, _causal(left, right), seed, seed.new_empty(0), scale=scale,
+    dq, dk, dv = _aten._flash_attention_backward(
+        *rows, lse, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), seed, seed.new_empty(0), scale=scale,
         **_window(left, right),
     )  # fmt: skip
-    return tuple(t.transpose(1, 2) for t in made)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int) -> bool:
-    """cuDNN's causal mask begins at the first key, ours ends at the last: they agree where there are as many."""
-    full, causal = left < 0 and right < 0, _causal(left, right) and q.shape[2] == k.shape[2]
-    return (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal))
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.shape[3] % 8 == 0 and can_use_flash_attention(_params(q, k, v, False))
+CUDNN, FLASH = Kernels(_cudnn, _cudnn_backward), Kernels(_flash, _flash_backward)
 
 
 def _params(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPAParams:
