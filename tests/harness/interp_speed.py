@@ -17,10 +17,7 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-Builder = interpreter.InterpreterBuilder
 
-
-# ----------------------------------------------------------------------------------------------------- patched for good
 def bound(member):
     """A builtin of the language that runs in the interpreter, whoever calls it."""
     function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
@@ -45,7 +42,6 @@ def patch_language():
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
 
-# ----------------------------------------------------------------------------------------------------------- reductions
 def generic_reduce(self, inputs):
     """Neighbours are combined, then neighbours of those: any associative function may be asked so."""
     rank, axis = inputs[0].handle.data.ndim, self.axis or 0
@@ -63,7 +59,6 @@ def generic_reduce(self, inputs):
     return [self.to_tensor(result, x.dtype) for result, x in zip(results, inputs, strict=True)]
 
 
-# ----------------------------------------------------------------------------------------------------- types and shapes
 @cache
 def shapes(sizes):
     """Of a tile: its shape as its type has it, as a tensor has it, and how many numbers that is, as both have it."""

@@ -57,24 +57,16 @@ def first_largest(value, place, other, elsewhere):
 
 
 @triton.jit
-def largest_kernel(x, values, places, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr):
-    """Largest number of x (M, N) along AXIS, None for all, and its place, broadcast to (M, N) where KEEP."""
+def largest_kernel(x, values, places, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr):
+    """For each element of x (M, N): the largest number along AXIS, None for all, and its place."""
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    value, place = tl.reduce((tl.load(x + at), at), AXIS, first_largest, keep_dims=KEEP)
-    if KEEP:
-        tl.store(values + at, tl.broadcast_to(value, M, N))
-        tl.store(places + at, tl.broadcast_to(place, M, N))
-    elif AXIS is None:
-        tl.store(values, value)
-        tl.store(places, place)
-    else:
-        tl.store(values + tl.arange(0, M if AXIS == 1 else N), value)
-        tl.store(places + tl.arange(0, M if AXIS == 1 else N), place)
+    value, place = tl.reduce((tl.load(x + at), at), AXIS, first_largest, keep_dims=True)
+    tl.store(values + at, tl.broadcast_to(value, M, N))
+    tl.store(places + at, tl.broadcast_to(place, M, N))
 
 
 @triton.jit
-def overflow_kernel(x, out):
-    """x: int32.  Sums and products wrap around, in 32 bits and in those of a result of 64."""
+def wrapping_kernel(x, out):  # x: one int32  out: three int64, the last computed in 64 bits
     number = tl.load(x)
     tl.store(out, (number + number).to(tl.int64))
     tl.store(out + 1, (number * 3 - 1).to(tl.int64))

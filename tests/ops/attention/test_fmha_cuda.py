@@ -209,7 +209,7 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.
 BANDS = [(d, {}, config) for d in SIZES for config in engine.candidates((8, 1, 512, 512, d, d, 0, 0, 1), bf16)]
 BANDS += [(d, EVERYTHING, None) for d in (128, 192, 256)]
 BANDS += [(64, {"slopes": True}, None), (64, {"softcap": 3.0}, None), (128, {"dtype": fp16, "scale": -1.0}, None)]
-SPILLED_WORDS = 5
+SPILLED_WORDS = 6
 """By each of the 160-register threads of D = 64 under a softcap, beside three passes of its special-function unit."""
 
 

@@ -136,8 +136,15 @@ __device__ __forceinline__ void attend(
     FmhaSchedule<Config> schedule(problem, mask);
     Ring<Shape::kQStages> ring_q;
     Ring<Shape::kStages> ring_k, ring_v;
-    FmhaVisit<Config> visit;
-    for (bool more = visit.draw(schedule, keys, group); more; ring_q.advance()) {
+    FmhaVisit<Config> visit, next;
+    bool more = kEarly && next.draw(schedule, keys, group);
+    for (;; ring_q.advance()) {
+        if constexpr (kEarly) {
+            if (!more) break;
+            visit = next;
+        } else if (!visit.draw(schedule, keys, group)) {
+            break;
+        }
         u8* const own = stages_q + (ring_q.stage * kGroups + group) * Shape::kQBytes;
         const u64 q = wgmma_descriptor<kSpan>(own);
         const FmhaScores<kScores> scores{problem.position(visit.row + int(fragment_row()))};
@@ -186,10 +193,7 @@ __device__ __forceinline__ void attend(
         };
 #pragma unroll
         for (u32 i = 0; i < kSums; ++i) o[i] = 0;
-        FmhaVisit<Config> next;
-        const auto draw_next = [&](bool now) {
-            if (now) more = next.draw(schedule, keys, group);
-        };
+        const auto draw_next = [&]() { more = next.draw(schedule, keys, group); };
 
         barriers.q_full[ring_q.stage][group].wait(ring_q.parity);
         if (!visit.tile.empty()) {
@@ -235,7 +239,7 @@ __device__ __forceinline__ void attend(
             }
             wgmma_fence();
             multiply_values();
-            draw_next(kEarly);
+            if constexpr (kEarly) draw_next();
             wgmma_wait<0>(o);
             pass_values();
         }
@@ -257,8 +261,9 @@ __device__ __forceinline__ void attend(
         fence_shared_for_async();
         __syncwarp();
         release(barriers.o_full[ring_q.stage][group]);
-        draw_next(!kEarly || visit.tile.empty());
-        visit = next;
+        if constexpr (kEarly) {
+            if (visit.tile.empty()) draw_next();
+        }
     }
     turn.end();
 }
