@@ -202,6 +202,11 @@ class TestBinaries:
         assert compiled("sm_90", "nt", BF16, config, out=FP32)["spills"] == 0
         assert compiled("sm_90", "nt", BF16, config, out=FP32, add=FP32)["spills"] == 0
 
+    @pytest.mark.parametrize("sizes", [(1, 9, 64), (1, 33, 64)])
+    def test_rows_that_are_no_whole_vectors_leave_without_the_copy_engine(self, sizes):
+        info = compiled("sm_90", "nt", BF16, default("nt", BF16, m=1, aligned=0), sizes=sizes)
+        assert set(info["instructions"]) == {"HGMMA", "UTMALDG"}
+
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_misaligned_operands_go_without_the_copy_engine(self, layout):
         config = default(layout, BF16, aligned=0)

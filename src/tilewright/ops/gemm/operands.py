@@ -24,7 +24,7 @@ ACTIVATIONS = ("", "relu", "gelu", "silu", "swiglu")
 LAYOUTS = ("nt", "nn", "tn", "tt")
 """Layout codes as BLAS names them, for `a` then `b`: "n" is row-major as written in the product A (M, K) @ B (K, N)."""
 
-_VECTOR = 16  # bytes: what the copy engine moves at once, and its alignment
+VECTOR = 16  # bytes: what the copy engine moves at once, and its alignment
 
 
 class Major(IntEnum):
@@ -77,12 +77,12 @@ def aligned(a: Tensor, b: Tensor, n_out: int, out_dtype: torch.dtype) -> bool:
     Addresses and every stride but the unit one have to be multiples of 16 bytes, and so has a row of the result.
     Addresses of tensors without memory of their own (fake, meta, wrapped by functorch) are their storage offsets.
     """
-    return copyable(a) and copyable(b) and hint(n_out) * out_dtype.itemsize % _VECTOR == 0
+    return copyable(a) and copyable(b) and hint(n_out) * out_dtype.itemsize % VECTOR == 0
 
 
 def copyable(t: Tensor) -> bool:
     """Can the copy engine read or write `t` as it lies in memory?"""
-    if _address(t) % _VECTOR:
+    if _address(t) % VECTOR:
         return False
     size, found = t.element_size(), False
     for dim, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
@@ -91,7 +91,7 @@ def copyable(t: Tensor) -> bool:
         step = hint(stride)
         if step == 1 and not found and dim >= t.dim() - 2:  # a batch has no line of its own, whatever its stride
             found = True
-        elif step * size % _VECTOR or not step:  # the copy engine repeats no row
+        elif step * size % VECTOR or not step:  # the copy engine repeats no row
             return False
     return True
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.cutile_launch import Hints
 from tilewright.ops.gemm.engines.tile_cutile_kernel import kernel
-from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, Major, major_a, major_b
+from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, VECTOR, Major, major_a, major_b
 
 __all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
 
@@ -184,6 +184,7 @@ def gemm(
     batch, m, _ = a.shape
     n = b.shape[2]
     a_turned, b_turned = major_a(a) is Major.MN, major_b(b) is Major.K
+    by_copy = d.shape[2] * d.element_size() % VECTOR == 0  # the copy engine writes: whole vectors alone
     whole = c is not None or not config.slice_n  # c would be read without the copy engine too, which spills
     tiles = batch * -(-m // config.block_m) * -(-n // config.block_n)
     kernel(
@@ -200,7 +201,7 @@ def gemm(
         ),
         (
             a_turned, b_turned, bias is not None, c is not None, scale is not None, ACTIVATIONS.index(activation),
-            config.fast_acc, config.swap, *config[:3], config.block_n if whole else config.slice_n,
+            config.fast_acc, config.swap, by_copy, *config[:3], config.block_n if whole else config.slice_n,
         ),
         Hints(config.num_warps, config.occupancy if config.occupancy > 1 else None),
     )  # fmt: skip

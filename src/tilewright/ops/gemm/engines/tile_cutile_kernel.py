@@ -19,6 +19,7 @@ def _gemm_kernel(
     d, a, b, bias, c, scale, alpha, band,  # d, c: (B, M, N_out)   a: (B, M, K)   b: (B, K, N)   bias: (N,)
     A_TURNED: ct.Constant[bool], B_TURNED: ct.Constant[bool], BIAS: ct.Constant[bool], ADD: ct.Constant[bool],
     SCALED: ct.Constant[bool], ACTIVATION: ct.Constant[int], FAST_ACC: ct.Constant[bool], SWAP: ct.Constant[bool],
+    BY_COPY: ct.Constant[bool],
     BLOCK_M: ct.Constant[int], BLOCK_N: ct.Constant[int], BLOCK_K: ct.Constant[int], SLICE_N: ct.Constant[int],
 ):  # fmt: skip
     # A turned operand is stored with its last two axes swapped.  Where an argument is not wanted, d stands in for it.
@@ -59,7 +60,7 @@ def _gemm_kernel(
             part = _bias_and_activation(acc * factor, bias, n, BIAS, ACTIVATION)
             if ADD:  # c may be d: every element is read by the block that writes it, and needed for what it writes
                 part = part + _load(c, z, m, n, part.shape[0], part.shape[1], False).astype(ct.float32)
-            ct.store(d, (z, m, n), part.astype(d.dtype).reshape((1, *part.shape)))
+            ct.store(d, (z, m, n), part.astype(d.dtype).reshape((1, *part.shape)), allow_tma=BY_COPY)
 
 
 def _load(array, z, row, column, ROWS, COLUMNS, TURNED):
