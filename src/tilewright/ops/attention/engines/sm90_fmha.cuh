@@ -13,7 +13,8 @@
 //
 // Config: kD, kDv (multiples of 16; D and D_v rounded up), kGroups, kBlockN, kStages, kQStages; kTurns; kModify (scores
 // are brought to units of log2 before the softmax: always right; needed for kSoftcap, kSlope, and where scale <= 0);
-// Element; Mask (mask_program.cuh; NoProgram: the band left, right) and Index, of its lists of tiles.
+// Element; Mask (mask_program.cuh; NoProgram: the band left, right; MaskSequences<0>: packed sequences, which have no
+// lists) and Index, of its lists of tiles.
 #pragma once
 
 #include "sm90_fmha/attend.cuh"

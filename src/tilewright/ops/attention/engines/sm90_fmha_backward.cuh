@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
     const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
-    const __grid_constant__ TensorMap map_rows, float* sums, int* flags, const float* slopes, int s_q, int s_k, int heads, int batches, int sharing, int left, int right, int together,
-    bool alternating, float scale, float softcap, const Interval* spans) {
+    const __grid_constant__ TensorMap map_rows, float* sums, int* flags, const float* slopes, int s_q, int s_k, int heads,
+    int batches, int sharing, int left, int right, int together, bool alternating, float scale, float softcap,
+    const Interval* spans) {
     using Shape = BackwardShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kM = Shape::kM, kN = Shape::kN;

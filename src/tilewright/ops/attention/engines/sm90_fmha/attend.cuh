@@ -88,7 +88,6 @@ __device__ __forceinline__ void attend(
     using Shape = FmhaShape<Config>;
     using Element = typename Config::Element;
     constexpr u32 kGroups = Shape::kGroups, kN = Shape::kN, kScores = kN / 2, kSums = Shape::kDv / 2;
-    constexpr bool kPacked = Same<typename Config::Mask, MaskSequences<0>>::value;
     constexpr bool kUneven = !FmhaTile<Config>::kListed && kGroups * kRowsOfGroup > kN;
     constexpr u32 kRegisters = kGroups == 3 ? 160 : 232;  // of a thread: scores, P, sums, and all else
     // The next tile of queries is found beside the last products of this one, where registers hold two (64: all but
@@ -182,7 +181,7 @@ __device__ __forceinline__ void attend(
                     scores.template cut<typename Config::Mask>(s, key(), problem.s_k, data);
                 }
             } else {
-                const auto seen = [&](u32 h) { return kPacked ? visit.own[h] : visit.seen(keys, h); };
+                const auto seen = [&](u32 h) { return FmhaTile<Config>::kPacked ? visit.own[h] : visit.seen(keys, h); };
                 if (at >= visit.whole_end) scores.cut_right(s, key(), seen(0).end, seen(1).end);
                 if (at < visit.whole) scores.cut_left(s, key(), seen(0).first, seen(1).first);
             }

@@ -62,7 +62,7 @@ __device__ inline void bring_keys(
             bring_k(at);
             if (at + 1 < tile.end) bring_v(at + 1);
         }
-        if (tile.first < tile.end) bring_v(tile.first);
+        if (!tile.empty()) bring_v(tile.first);
     }
 }
 

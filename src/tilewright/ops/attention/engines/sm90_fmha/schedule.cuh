@@ -55,8 +55,8 @@ template <> struct FmhaKeys<MaskSequences<0>> {
 };
 
 template <typename Config> struct FmhaTile {
-    static constexpr bool kListed =
-        !Same<typename Config::Mask, NoProgram>::value && !Same<typename Config::Mask, MaskSequences<0>>::value;
+    static constexpr bool kPacked = Same<typename Config::Mask, MaskSequences<0>>::value;
+    static constexpr bool kListed = !kPacked && !Same<typename Config::Mask, NoProgram>::value;
     using Index = typename Config::Index;
 
     int row, head, batch;
