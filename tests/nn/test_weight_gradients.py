@@ -148,7 +148,7 @@ def test_under_autocast(kind):
     assert layer.weight.grad is None
     for _ in range(2):
         with torch.autocast("cpu", HALF):
-            loss, x = loss_of(layer)
+            loss, _ = loss_of(layer)
         loss.backward()
     torch.testing.assert_close(layer.weight.grad, 2 * dweight)
 

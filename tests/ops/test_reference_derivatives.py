@@ -26,8 +26,7 @@ def attention(options: dict[str, Any], lse: bool):
     """fmha of (q, k, v, sinks), both results."""
 
     def run(q, k, v, sinks):
-        made = ops.fmha(q, k, v, sinks=sinks, return_lse=lse, **options)
-        return made
+        return ops.fmha(q, k, v, sinks=sinks, return_lse=lse, **options)
 
     return run
 

@@ -1,6 +1,5 @@
 """Forward-mode derivatives: is somebody computing any?"""
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 

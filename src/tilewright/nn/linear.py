@@ -106,7 +106,7 @@ def _uncompiled(layer: Linear, x: Tensor) -> Tensor:
 
 
 class _WideGradient(torch.autograd.Function):
-    """x @ weight.T + bias.  weight: `parameter`, or what autocast made of it.  The gradient of `parameter` is float32."""
+    """x @ weight.T + bias with a float32 gradient of `parameter`, which is `weight` or what autocast cast to it."""
 
     @staticmethod
     def forward(

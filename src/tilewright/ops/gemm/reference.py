@@ -75,9 +75,8 @@ def _blas(
 ) -> Tensor:
     matrices = a.dim() == 2
     if dtype != a.dtype:
-        if (
-            a.device.type == "cuda" and not level_is_open()
-        ):  # where torch multiplies halves into float32 without rounding in between
+        # A GPU's BLAS multiplies halves into float32 without rounding in between, and has no forward mode
+        if a.device.type == "cuda" and not level_is_open():
             return _widened(a, b, addend, alpha, dtype, out)
         a, b = a.to(dtype), b.to(dtype)
     if addend is None:
