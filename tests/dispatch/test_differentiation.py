@@ -55,7 +55,14 @@ def raw_arguments(name, problem, dtype, seed=0):
     with record() as recording, torch.no_grad():
         subject.function(*sample.args, **sample.kwargs)
     args = next(args for raw, args, *_ in recording.calls if raw is subject.forward)
-    return tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+    return tuple(widened(a) if dtype == torch.float64 else a for a in args)
+
+
+def widened(value):
+    """`value` of float64 where it is of float32, a tensor or the dtype of a result."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+        return value.double()
+    return torch.float64 if value is torch.float32 else value
 
 
 def wanted(name, args):
@@ -114,7 +121,8 @@ def test_a_graph_of_the_gradient_changes_no_gradient(name, problem):
     attached = torch.autograd.grad(outputs, inputs, seeds, create_graph=True)
     torch.testing.assert_close(attached, plain)
     assert not any(g.requires_grad for g in plain)
-    assert any(g.requires_grad for g in attached)
+    linear = name == "apply_rope"  # and so is its gradient, in what comes in alone
+    assert any(g.requires_grad for g in attached) != linear
 
 
 def penalty(function, x, *others):
@@ -134,7 +142,8 @@ def test_a_gradient_penalty_above_a_kernel(name):
     with record() as recording:
         made = penalty(lambda *args: subject.function(*args, backend="cpu"), x, *others)
     torch.testing.assert_close(made, expected.float(), rtol=1e-4, atol=1e-4)
-    assert [(p.direction, p.backend) for p in recording.plans] == [("fwd", "cpu"), ("bwd", "torch")]
+    assert [(p.direction, p.backend) for p in recording.plans[:2]] == [("fwd", "cpu"), ("bwd", "torch")]
+    assert "differentiated" in recording.plans[1].why
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "torch"])
@@ -177,10 +186,6 @@ def test_forward_mode_of_every_op(name, problem, open_road):
 
     _, expected = torch.func.jvp(exact, tuple(plain), tuple(t.double() for t in tangents))
     torch.testing.assert_close(made.double(), expected, rtol=1e-3, atol=1e-3)
-
-
-def widened(value):
-    return value.double() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
 
 def first(made):
@@ -277,9 +282,10 @@ def test_an_out_whose_memory_is_not_its_value_is_refused(reading_kernel, open_ro
     x = torch.randn(4, 64)
     memory = torch.empty(4, 64)
     ops.softmax(x, out=memory)
-    for out in (torch._neg_view(torch.empty(4, 64)), torch._efficientzerotensor(4, 64)):
-        with pytest.raises(InputError, match="resolve_neg"):
-            ops.softmax(x, out=out)
+    with pytest.raises(InputError, match="resolve_neg"):
+        ops.softmax(x, out=torch._neg_view(memory))
+    with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+        ops.softmax(x, out=torch._efficientzerotensor(4, 64))
 
 
 def test_gradients_with_the_negative_bit(open_road):

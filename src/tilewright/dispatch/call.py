@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import fast
 from tilewright.dispatch.contract import Contract, bind, bind_function
-from tilewright.dispatch.differentiation import forward_mode, has_tangent, reference_only
+from tilewright.dispatch.duals import has_tangent, level_is_open
 from tilewright.dispatch.function import Function
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
@@ -102,13 +102,10 @@ def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, fo
     """A checked call: the first of its signature, or one under tracing, transforms or the profiler."""
     raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
     plan = raw.plan(args, wish, numerics)
-    reason = None
-    if forward_mode():
-        reason = "forward mode is open, which only the reference has"
-    elif wants_grad and plan.launch is not None and not _has_backward(contract, plan.backend, wish, args[0].device.type):
-        reason = f"a gradient is wanted, and {plan.backend} has no backward kernel"
-    if reason is not None and plan.launch is not None:
-        plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=wish)
+    if plan.launch is not None:
+        reason = _only_reference(contract, plan.backend, wish, args[0].device.type, wants_grad)
+        if reason is not None:
+            plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=wish)
     if plan.launch is None:
         raw.note(args, plan)
         made = raw.plain(*args)
@@ -118,6 +115,15 @@ def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, fo
     if wants_grad:
         return _OpFunction.apply(contract, found, wish, numerics, *args)
     return _launch(raw, found, args, wish, numerics)
+
+
+def _only_reference(contract: Contract, backend: str, wish: str, device_type: str, wants_grad: bool) -> str | None:
+    """Why the reference runs although `backend` could, in words; None where `backend` runs."""
+    if level_is_open():
+        return f"a level of forward mode is open, which {backend} does not have"
+    if wants_grad and not _has_backward(contract, backend, wish, device_type):
+        return f"a gradient is wanted, and {backend} has no backward kernel"
+    return None
 
 
 def _has_backward(contract: Contract, backend: str, wish: str, device_type: str) -> bool:
@@ -155,12 +161,11 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
         raise InputError(
             f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."
         )
-    if out.is_neg() or out._is_zerotensor():
+    if out.is_neg():
         raise InputError(
-            f"{name}(out=...) got a tensor whose memory is not its value: it has the negative bit, or no memory at all. "
-            "Pass out.resolve_neg(), or a tensor made by torch.empty."
+            f"{name}(out=...) got a tensor with the negative bit. Write elsewhere, or to out.resolve_neg()."
         )
-    if any(has_tangent(t) for t in (*args, out)):
+    if has_tangent(*args, out):
         raise InputError(f"{name}(out=...) has no forward mode, and an argument has a tangent. Drop out=.")
     if contract.forward.torch_out is None:
         raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
@@ -244,7 +249,7 @@ def _differentiate(op: RawOp, args: tuple[Any, ...], backend: str, numerics: str
     """The raw backward; its reference, which is differentiable, where a graph of the gradient is wanted, or tangents
     go through it.
     """
-    if reference_only():
+    if torch.is_grad_enabled() or level_is_open():  # the former in a backward only for a graph of its own
         why = "the gradient is itself differentiated, which only the reference is"
         op.note(args, replace(op.plan(args, "torch", numerics), why=why, wish=backend))
         return op.plain(*args)

@@ -1,4 +1,6 @@
-"""Forward-mode derivatives: is somebody computing any?"""
+"""Forward-mode derivatives.  No kernel computes them: while a level is open, references run, which are plain torch."""
+
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -9,6 +11,8 @@ def level_is_open() -> bool:
     return forward_ad._current_level >= 0
 
 
-def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether one of the tensors carries a tangent."""
-    return level_is_open() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+def has_tangent(*values: Any) -> bool:
+    """Whether one of the tensors among `values` carries a tangent."""
+    return level_is_open() and any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in values
+    )

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import forward_ad as _forward_ad
 from torch.nn import Parameter
 
-from tilewright.dispatch.bounded import Bounded
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION as _generation
 from tilewright.hardware.device import raw_device as _current_device

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from tilewright.dispatch import fast
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bounded import Bounded
-from tilewright.dispatch.differentiation import has_tangent
+from tilewright.dispatch.duals import has_tangent
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations
 from tilewright.dispatch.scalars import converters
@@ -284,7 +284,7 @@ class _Guard:
 
     def __call__(self, *args: Any, **outs: Any) -> Any:
         given = (*args, *outs.values())
-        if any(has_tangent(a) for a in given):
+        if has_tangent(*given):
             raise InputError(
                 f"tilewright::{self.name} is a raw op without forward mode, and an input has a tangent. "
                 "Call the public function in tilewright.ops."

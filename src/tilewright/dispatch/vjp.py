@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from tilewright.dispatch.differentiation import forward_mode
+from tilewright.dispatch.duals import level_is_open
 
 
 def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -21,7 +21,7 @@ def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[
     given = (*inputs, *(g for g in grads if g is not None))
     twice = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     with _autograd():
-        leaves = [_connected(x) if twice or forward_mode() else _detached(x) for x in inputs]
+        leaves = [_connected(x) if twice or level_is_open() else _detached(x) for x in inputs]
         outputs = function(*leaves)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
