@@ -88,7 +88,7 @@ def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Te
         return None
     if device != _current_device() or _modes() or _recordings or _profiling() or _transforms() is not None:
         return None
-    if _forward_ad._current_level >= 0:  # type: ignore[attr-defined]
+    if _forward_ad._current_level >= 0:
         return None
     count = raw.tensor_count
     parts: list[Any] = [backend, numerics, device, _generation[0], *args[count:]]
