@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from tilewright.dispatch.duals import level_is_open
 from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.checks import FP8
 from tilewright.ops.gemm.operands import Major, apply_epilogue, columns_out, copyable, major_a, major_b
@@ -175,7 +176,7 @@ def _torch_has_it(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, 
     """Is this one call of torch's kernel, which rounds bfloat16 once and has its own rules of alignment?"""
     if a.device.type != "cuda" or torch.version.hip is not None or not a.dtype == out_dtype == torch.bfloat16:
         return False
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    differentiated = level_is_open() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     plain = a.shape[0] == 1 and starts is None and activation == "" and not differentiated
     fits = copyable(a) and copyable(b) and major_a(a) is Major.K and major_b(b) is not None
     return plain and fits and b.shape[-1] % 8 == 0 and hasattr(torch, "_grouped_mm")
