@@ -105,6 +105,8 @@ class _Multiply(Function):
     product of halves into float32.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype) -> Tensor:
         return _blas(a, b, addend, alpha, dtype)
