@@ -172,6 +172,7 @@ CASES = {
     "window to the left, narrow": {"left": 3, "right": 0, "s_q": 90},
     "window to the right": {"left": 0, "right": 33, "heads": 4, "heads_kv": 2},
     "one query": {"s_q": 1, "right": 0},
+    "one query and one key, 96 = 64 + 32": {"s_q": 1, "s_k": 1, "d": 96, "sinks": torch.tensor([0.5, -1.0])},
     "80 = 64 + 16, and other values": {"d": 80, "d_v": 32, "s_q": 40, "s_k": 40},
     "24, no power of two": {"d": 24, "d_v": 48, "s_q": 40},
     "softcap and slopes": {"softcap": 2.0, "slopes": torch.tensor([0.5, 0.02]), "right": 0},

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
 from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
 
-_keys, _queries = TritonKernel(keys_kernel), TritonKernel(queries_kernel)
+_keys, _queries = tiling.Looping(keys_kernel, "S_q"), tiling.Looping(queries_kernel, "S_k")
 
 
 SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
@@ -139,7 +138,7 @@ def backward(
         dk_pe, q_pe, k_pe, *tiling.steps(copied, q_pe), *tiling.steps(False, k_pe),
     )  # fmt: skip
     constants: tuple[Any, ...] = (*widths, copied, tile.block_m, tile.block_n)
-    tiling.launch(_keys, (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
+    tiling.launch(_keys.over(s_q), (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
 
     tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe)
     copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
@@ -152,4 +151,4 @@ def backward(
     )  # fmt: skip
     ragged = not program and s_k % tile.block_n != 0
     constants = (*widths, ragged, copied, tile.block_m, tile.block_n)
-    tiling.launch(_queries, (batch * heads * -(-s_q // tile.block_m),), args, constants, tile)
+    tiling.launch(_queries.over(s_k), (batch * heads * -(-s_q // tile.block_m),), args, constants, tile)
