@@ -11,7 +11,7 @@ LAYOUTS = ("BHSD", "BSHD")
 
 
 def by_token(x: Tensor) -> bool:
-    """Does (B, H, S, D) lie in memory as (B, S, H, D)?  With one head or one token it lies as either: for results alone,
+    """Does (B, H, S, D) lie in memory as (B, S, H, D)?  With one head or token it lies as either: for results alone,
     whose strides are made of sizes.
     """
     return bool(x.stride(1) < x.stride(2))
