@@ -117,14 +117,15 @@ def run_backward(p: Problem, config) -> dict[str, Tensor]:
     dlse = torch.where(forward["lse"].isinf(), 0.0, 0.3)
     triton_delta.delta(delta, p.do, forward["o"], dlse)
     grads = [room for room, _ in rooms]
-    triton_backward.backward(*grads, p.do, delta, p.q, p.k, p.v, forward["lse"], *raw(p), config)
+    means = None if p.options.get("sinks") is None else torch.full(p.q.shape[:3], torch.nan)
+    triton_backward.backward(*grads, p.do, delta, p.q, p.k, p.v, forward["lse"], *raw(p), config, means=means)
     made = dict(zip(("dq", "dk", "dv"), (g.clone() for g in grads), strict=True))
     for room, around in rooms:
         room.fill_(POISON)
         assert (around == POISON).all(), "written beside a gradient"
     if p.options.get("sinks") is not None:
         made["dsinks"] = torch.full((p.q.shape[1],), torch.nan)
-        triton_delta.sink_gradient(made["dsinks"], delta, forward["lse"], p.options["sinks"])
+        triton_delta.sink_gradient(made["dsinks"], means, forward["lse"], p.options["sinks"], dlse)
     return made
 
 
@@ -203,3 +204,29 @@ def test_backward(name, fast):
 
 def named(name):
     return problem(**program(PROGRAMS[name])) if name in PROGRAMS else problem(**CASES[name])
+
+
+def test_the_sinks_gradient_has_no_rounding_of_o():
+    """It is a sum over all queries, which may cancel: (113, 203) with one key head, 96 wide, as FlashAttention's suite
+    has it.
+    """
+    from tilewright.dispatch import implementations
+
+    torch.manual_seed(0)
+    p = problem(113, 203, 96, heads=3, dtype=torch.bfloat16, right=0, sinks=torch.randn(3))
+    forward = run_forward(p, FORWARD)
+    (op,) = [op for op in _contract().raw_ops if op.direction == "bwd"]
+    dlse = torch.full(p.q.shape[:3], 0.3)
+    args = (p.do, dlse, p.q, p.k, p.v, forward["o"], forward["lse"], *raw(p))
+    outs = op.allocate(args, "cpu")
+    triton = implementations(op.op, op.direction, op.package)["triton"]
+    triton.launch(outs, *args, config=triton.configure(op.bucket_of(args, "default"), torch.bfloat16))
+    terms = torch.exp(p.options["sinks"][:, None] - forward["lse"]).double().sum((0, 2))
+    assert ((outs[3].double() - exact(p)["dsinks"]).abs() <= 2**-16 * terms * 96**0.5).all()
+
+
+def _contract():
+    from tilewright.dispatch import contract
+    from tilewright.ops import attention  # noqa: F401
+
+    return contract("fmha")

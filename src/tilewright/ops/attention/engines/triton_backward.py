@@ -110,11 +110,13 @@ def backward(
     softcap: float,
     config: Config,
     pe: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    means: Tensor | None = None,
 ) -> None:
     """dq, dk, dv as the raw op `_fmha_bwd` describes them; delta (B, H, S_q) float32; S_k >= 1.
 
     sinks: in lse already.   pe: dq_pe, dk_pe, q_pe and k_pe, as the forward takes the last two; dk_pe (B, H_kv, S_k,
     D_pe) float32, contiguous, gets the gradient of k_pe from the queries of each key head.
+    means: (B, H, S_q) float32, gets the sum of p * (do v^T) over keys: delta but for dlse and the rounding of o.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
@@ -144,7 +146,7 @@ def backward(
     copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
-        dq, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
+        dq, means, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(k, v, group),
         *tiling.steps(False, dq, do, q), *tiling.steps(copied, k, v), *table.strides,
         dq_pe, q_pe, k_pe, *tiling.steps(False, dq_pe, q_pe), *tiling.steps(copied, k_pe),
