@@ -34,8 +34,8 @@ def apply_rope(
     cos, sin:  one row a token, (B or 1, S, W) or packed (T, W); with positions a table (P, W).
     positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  One outside the table raises
                InputError on a CPU; on a GPU nobody waits to look, and the token's rotated elements are NaN.
-    Returns new tensors of the shapes and dtype of q and k, in memory by token or by head as q lies; elements R to D
-    of a head are copied.
+    Returns new tensors of the shapes and dtype of q and k, in memory by token or by head as q lies (k, where q has one
+    head); elements R to D of a head are copied.
 
     The pairs, and where their cos and sin stand:
       default           elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
@@ -103,9 +103,12 @@ def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Ten
     return vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
 
 
-def by_token(x: Tensor) -> bool:
-    """Does (B, H, S, D) lie in memory as (B, S, H, D), the way a projection leaves it?"""
-    return x.dim() == 4 and bool(x.stride(1) < x.stride(2))
+def by_token(*tensors: Tensor) -> bool:
+    """Do these (B, H, S, D) lie in memory as (B, S, H, D), the way a projection leaves them?
+
+    One head steps nowhere, and its stride says nothing: the first tensor with several decides.
+    """
+    return next((bool(x.stride(1) < x.stride(2)) for x in tensors if x.dim() == 4 and x.shape[1] > 1), False)
 
 
 def _laid_by_token(x: Tensor) -> OutputSpec:
@@ -117,8 +120,8 @@ def _laid_by_token(x: Tensor) -> OutputSpec:
 
 
 def _outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
-    """As q lies: attention then hands on what the next projection reads without a copy."""
-    if by_token(q):
+    """As q lies, or k where q has one head: attention then hands on what the next projection reads without a copy."""
+    if by_token(q, k):
         return _laid_by_token(q), _laid_by_token(k)
     return (q.shape, q.dtype), (k.shape, k.dtype)
 
@@ -225,6 +228,7 @@ CONTRACT = register(
             Workload("odd_s: the last tokens are masked", {**_SMALL, "S": 13, "D": 32}),
             Workload("odd_heads: the last heads are masked", {**_SMALL, "H": 11, "H_kv": 3, "D": 32}),
             Workload("mqa: one key head", {**_SMALL, "H": 6, "H_kv": 1}),
+            Workload("one_head: its stride does not say how k lies", {**_SMALL, "H": 1, "H_kv": 3, "layout": "fused"}),
             Workload("contiguous: by head, not by token", {**_SMALL, "layout": "contiguous"}),
             Workload("fused: slices of one projection", {**_SMALL, "layout": "fused"}),
             Workload("own_tables: each sequence its own", {**_SMALL, "tables": "each"}),
