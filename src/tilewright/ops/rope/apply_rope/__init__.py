@@ -174,6 +174,13 @@ def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return tuple(g if g.shape[1] else None for g in grads)
 
 
+def _empty_gradients(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
+) -> dict[int, Tensor]:
+    """Those of a q or k that has no heads itself."""
+    return {i: torch.empty_like(g) for i, g in enumerate(grads) if g is not None and needs[i] and not g.shape[1]}
+
+
 def cost(sample: Sample, direction: str) -> Cost:
     """Reads q and k, every position, and half of each row of the tables that is used; writes q' and k'."""
     q, k, cos, _ = sample.args
@@ -206,6 +213,7 @@ CONTRACT = register(
             save=lambda args, outputs: (args[2], args[3], args[4]),
             raw_args=_backward_args,
             expand=_gradients,
+            others=_empty_gradients,
         ),
         workloads=(
             Workload("llama8b_1x8k", {"B": 1, "S": 8192, **_LLAMA_8B}),
