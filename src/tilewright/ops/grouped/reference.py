@@ -54,12 +54,21 @@ def rows_product(
         for g, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             if start < end:
                 result[0, start:end] = product(a[0, start:end], b[g], None, None, None, 1.0, activation, out_dtype)
-        return result
+        return _differentiable(result, a, b, activation)
     total = result
     for g in range(b.shape[0]):
         made = product(_zeroed(a[0], inside[g]), b[g], None, None, None, 1.0, activation, out_dtype)
         total = torch.where(inside[g], made[None], total)
-    return total if out is None else out.copy_(total)
+    return _differentiable(total, a, b, activation) if out is None else out.copy_(total)
+
+
+def _differentiable(result: Tensor, a: Tensor, b: Tensor, activation: str) -> Tensor:
+    """`result` (1, R, N) with a gradient where a or b wants one, also if no group has rows: then it is zeros."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not result.requires_grad:
+        # (0, K) @ (K, N): no number of either is read
+        no_rows = product(a[0, :0], b[:0].sum(0), None, None, None, 1.0, activation, result.dtype)
+        result = torch.cat((no_rows[None], result), 1)
+    return result
 
 
 def product_along_k(
