@@ -54,6 +54,20 @@ def test_grouped_matmul(rows, ends, n, k, wanted, place):
         torch.testing.assert_close(value.double(), other, rtol=1e-4, atol=1e-4)
 
 
+@on_every_place
+@pytest.mark.parametrize(("rows", "ends", "n", "k"), GROUPS)
+def test_halves_again_and_again(rows, ends, n, k, place):
+    """What torch's own grouped kernel would take, were there anything; the second call and the third go another way."""
+    a = draw(rows, k, device=place.device, dtype=HALF, learns=False)
+    b = draw(len(ends), k, n, device=place.device, dtype=HALF, learns=False)
+    covered = ends[-1] if ends else 0
+    for _ in range(3):
+        made = run(ops.grouped_matmul, a, b, int32(ends, place.device), place=place)
+        assert made.shape == (rows, n)
+        wanted = by_groups(a.double(), b.double(), ends)[:covered]
+        torch.testing.assert_close(made[:covered].double(), wanted, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_grouped_matmul_with_an_activation_and_an_accumulated_gradient(activation):
     """Every expert's weight gets its gradient of zeros, as a distributed optimizer needs it."""

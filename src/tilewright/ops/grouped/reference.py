@@ -187,4 +187,5 @@ def _torch_has_it(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, 
     differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     plain = a.shape[0] == 1 and starts is None and activation == "" and not differentiated
     fits = copyable(a) and copyable(b) and major_a(a) is Major.K and major_b(b) is not None
-    return plain and fits and b.shape[-1] % 8 == 0 and hasattr(torch, "_grouped_mm")
+    fits = fits and b.shape[-1] % 8 == 0 and a.numel() > 0 and b.numel() > 0
+    return plain and fits and hasattr(torch, "_grouped_mm")
