@@ -75,8 +75,7 @@ class RawOp:
         self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._plans_generation = 0
+        self._plans: dict[tuple[Any, ...], tuple[int, Plan]] = {}  # with the generation they were made for
         self._kernels: dict[tuple[str, int], bool] = {}
         self.tapes: dict[tuple[Any, ...], fast.Entry] = {}
         name = f"_{op}_{direction}"
@@ -120,13 +119,20 @@ class RawOp:
     def plan(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
         """The cached plan for this call."""
         key = self._plan_key(args, backend, numerics)
-        plan = self._plans.get(key)
-        if plan is None or self._plans_generation != GENERATION[0]:
-            if self._plans_generation != GENERATION[0] or len(self._plans) > 4096:
-                self._plans.clear()
-            plan = self._plans[key] = choose(self, args, backend, numerics)
-            self._plans_generation = GENERATION[0]
-        return plan
+        found = self._plans.get(key)
+        if found is None or found[0] != GENERATION[0]:
+            found = self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
+        return found[1]
+
+    def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> tuple[int, Plan]:
+        """Decide, and remember for which generation: another thread may register something meanwhile."""
+        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
+            implementations(self.op, self.direction, self.package, args[0].device.type)
+        generation = GENERATION[0]
+        if len(self._plans) > 4096:
+            self._plans.clear()
+        found = self._plans[key] = generation, decide()
+        return found
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
         return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
@@ -177,9 +183,9 @@ class RawOp:
 
     def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
         """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
-        other = choose(self, args, plan.wish, plan.numerics, without={plan.backend: str(error)})
-        self._plans[self._plan_key(args, plan.wish, plan.numerics)] = other
-        return other
+        without = {plan.backend: str(error)}
+        key = self._plan_key(args, plan.wish, plan.numerics)
+        return self._keep_plan(key, args, lambda: choose(self, args, plan.wish, plan.numerics, without))[1]
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]
