@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-import tilewright.ops  # noqa: F401 - binds every contract
+import tilewright.ops
 from tilewright.dispatch import Contract, Sample, contract
 from tilewright.errors import BackendError
 from tilewright.validate.bits import replicas
