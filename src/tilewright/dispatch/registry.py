@@ -4,6 +4,7 @@ considered.
 `@register_impl("rms_norm", backend="triton")` may be called from any package.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -49,6 +50,7 @@ class Implementation:
 
 
 _implementations: dict[tuple[str, str], dict[str, Implementation]] = {}
+_reading = threading.RLock()  # a file registers its first implementation before its last line has run
 GENERATION = [0]
 """Grows with every registration and every table that is written, so that cached plans and tapes know they are old."""
 
@@ -92,15 +94,16 @@ def implementations(op: str, direction: str, package: str, device_type: str | No
 
     With `device_type` the files of backends that cannot run on such a device stay unread.
     """
-    for backend in BACKENDS:
-        module = f"{package}.{backend}"
-        if (
-            backend not in _implementations.get((op, direction), {})
-            and _worth_reading(backend, device_type)
-            and module_exists(module)
-        ):
-            import_module(module)
-    return dict(_implementations.get((op, direction), {}))
+    with _reading:
+        for backend in BACKENDS:
+            module = f"{package}.{backend}"
+            if (
+                backend not in _implementations.get((op, direction), {})
+                and _worth_reading(backend, device_type)
+                and module_exists(module)
+            ):
+                import_module(module)
+        return dict(_implementations.get((op, direction), {}))
 
 
 def _worth_reading(backend: str, device_type: str | None) -> bool:
