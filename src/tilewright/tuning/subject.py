@@ -20,7 +20,7 @@ from tilewright.bench.pacing import MAX_LAUNCHES
 from tilewright.bench.peers import bound
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
-from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl
+from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl, unregister_impl
 from tilewright.dispatch.select import refusal
 from tilewright.tuning.pace import launches
 from tilewright.tuning.problem import Problem, raw_call, shrunk, without_memory
@@ -195,7 +195,7 @@ def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        register_impl(chosen.op, **options)(chosen.launch)
+        unregister_impl(chosen.op, backend=chosen.backend, direction=chosen.direction)
 
 
 def _edges(t: Tensor) -> tuple[Tensor, Tensor]:
