@@ -15,9 +15,9 @@ from tilewright.errors import BackendError, KernelMissingError, RefusedError
 from tilewright.jit.compilers import get_compiler
 from tilewright.jit.host_launch import HostKernel
 from tilewright.validate import MODES, check
+from tilewright.validate.case import Case, NotApplicable
 from tilewright.validate.checking import _run
 from tilewright.validate.modes import Mode, streams
-from tilewright.validate.case import Case, NotApplicable
 
 SMALL = Workload("small", {"M": 6, "N": 40})
 NOT_CPP = "namespace tilewright { template <class Config> void entry(float* y, int threads) { this is no C++; } }"

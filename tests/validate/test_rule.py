@@ -79,7 +79,9 @@ def test_a_row_is_judged_by_its_own_size(name):
         wanted, a, b = product_standard((16, 512), dtype, seed, scales=scales)
         ours = silu(a) * b
         assert wanted.judge(ours).faults == ()
-        off = 0.25 * wanted.exact[7].square().mean().sqrt() * torch.randn(512, generator=torch.Generator().manual_seed(1))
+        off = (
+            0.25 * wanted.exact[7].square().mean().sqrt() * torch.randn(512, generator=torch.Generator().manual_seed(1))
+        )
         ours[7] = (wanted.exact[7] + off).to(dtype)
         assert any("row 7 " in fault for fault in wanted.judge(ours).faults), seed
 

@@ -97,7 +97,9 @@ def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
     """
     known = _implementations.get((op, direction), {})
     if backend not in known:
-        raise InputError(f"unregister_impl({op!r}): no {direction} {backend!r}; registered: {', '.join(known) or 'none'}.")
+        raise InputError(
+            f"unregister_impl({op!r}): no {direction} {backend!r}; registered: {', '.join(known) or 'none'}."
+        )
     GENERATION[0] += 1
     known[backend].pop()
     if not known[backend]:

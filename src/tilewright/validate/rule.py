@@ -51,7 +51,10 @@ FEW = 0.1  # share of the parts that may be larger than a typical one
 
 @dataclass(frozen=True)
 class Standard:
-    """What one output or gradient is judged against.  `limit` holds the largest errors that pass."""
+    """What one output or gradient is judged against.  `limit` holds the largest errors that pass.
+
+    ulps: count them; where not, no fault is found by them.
+    """
 
     name: str
     dtype: torch.dtype
@@ -61,6 +64,7 @@ class Standard:
     size: Errors
     torch: Errors
     limit: Errors
+    ulps: bool = True
 
     def judge(self, ours: object) -> Measure:
         """Measure `ours` and say in words every way in which it fails.  None is how autograd writes a zero gradient."""
@@ -72,7 +76,7 @@ class Standard:
         assert isinstance(ours, Tensor)
         if not self.dtype.is_floating_point:
             return Measure(self.name, *_NOTHING, faults=self._other_integers(ours))
-        found = errors(ours.detach(), self.exact, self.dtype)
+        found = errors(ours.detach(), self.exact, self.dtype, ulps=self.ulps)
         faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
         return self._measure(found, tuple(faults))
 
@@ -149,12 +153,23 @@ class Standard:
         )
 
 
-def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tensor], factor: float) -> Standard:
+def standard(
+    name: str,
+    exact: Tensor,
+    baseline: Tensor,
+    jittered: Sequence[Tensor],
+    factor: float,
+    *,
+    order: float = 0.0,
+    ulps: bool = True,
+) -> Standard:
     """The standard for one tensor.
 
     exact     float64 result of the oracle
     baseline  the reference in the dtype under test, on the same device
     jittered  the reference in float32 (or wider) on inputs jittered by one rounding of that dtype
+    order     relative error that is allowed to every part besides: what another order may change in long sums
+    ulps      judge ULPs too
     """
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
@@ -162,11 +177,15 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
         nothing = Errors(*[zero] * len(Errors._fields))
         return Standard(name, dtype, exact.device, exact, rounded, nothing, nothing, nothing)
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
-    theirs = errors(baseline, exact, dtype)
+    theirs = errors(baseline, exact, dtype, ulps=ulps)
     number = counts(exact)
-    noise = Errors(*(torch.stack(e).amax(0) for e in zip(*(errors(j, exact, dtype) for j in jittered), strict=True)))
+    noise = Errors(
+        *(torch.stack(e).amax(0) for e in zip(*(errors(j, exact, dtype, ulps=ulps) for j in jittered), strict=True))
+    )
     info = torch.finfo(dtype)
-    relative = info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    relative = (
+        order + info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    )
     rms = typical(exact)
     coarser = _ratio(theirs.whole, noise.whole)
     limits = []
@@ -183,7 +202,7 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
             floor = floor + cancelled
         limit = factor * their + floor + getattr(noise, field)
         limits.append(torch.where(n < MIN_PART, torch.inf, limit) if field in PARTS else limit)
-    return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits))
+    return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits), ulps)
 
 
 def _sound(sizes: Tensor, moved: Tensor, rms: Tensor) -> Tensor:

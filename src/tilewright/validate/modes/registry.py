@@ -26,9 +26,7 @@ MODES: dict[str, Mode] = {}
 """Every mode by name, in the order they run."""
 
 
-def mode(
-    name: str, *, heavy: bool = False, once: bool = False, computes: bool = True
-) -> Callable[[Run], Run]:
+def mode(name: str, *, heavy: bool = False, once: bool = False, computes: bool = True) -> Callable[[Run], Run]:
     """Register the decorated function; the first line of its docstring describes the mode."""
 
     def register(run: Run) -> Run:
