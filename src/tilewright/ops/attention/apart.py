@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from tilewright.errors import BackendError, InputError
+from tilewright.errors import InputError, RefusedError
 from tilewright.log import log_once
 from tilewright.mask import Mask
 from tilewright.ops.attention.layout import loadable
@@ -27,7 +27,7 @@ _VERSIONS = 1024
 def check_backend(op: str, backend: str | None, what: str) -> None:
     """Only the torch backend has `what`.  Says once that it runs there."""
     if backend not in (None, "auto", "torch"):
-        raise BackendError(f'{op}[{backend}] has no {what}. Supported here: torch. Try backend="torch".')
+        raise RefusedError(f'{op}[{backend}] has no {what}. Supported here: torch. Try backend="torch".')
     log_once((op, "apart", what), f"{op}: {what} is torch's, no kernel of tilewright has it")
 
 
