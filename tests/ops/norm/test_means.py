@@ -101,7 +101,7 @@ def test_no_approximate_division(name, direction):
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_eps_rows_that_are_none_leave_no_mark(device, name):
-    """A program takes several rows; the last one's spare rows are zeros, and 1 / 0 would reach the weight's gradient."""
+    """A program takes several rows; spare rows are zeros, and 1 / 0 would reach the gradient of the weight."""
     n = 96
     for m in (1, 5, 7):
         x, weight = torch.randn(m, n, device=device), torch.randn(n, device=device)

@@ -34,6 +34,7 @@ def softmax(x: Tensor, dim: int = -1, *, out: Tensor | None = None, backend: str
         raise InputError(f"softmax: dim is {dim}, x is {tuple(x.shape)}; needs {-x.dim()} <= dim < {x.dim()}.")
     if out is not None:
         raise InputError(f"softmax(out=...) works along the last dimension, dim is {dim}. Drop out=.")
+    CONTRACT.check(x)  # before its dimensions are moved
     return call(CONTRACT, (x.movedim(dim, -1),), backend).movedim(-1, dim)
 
 
