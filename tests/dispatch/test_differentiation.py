@@ -69,7 +69,7 @@ def wanted(name, args):
     """Positions of the arguments that have a gradient."""
     subject = contract(name)
     own = [i for i in subject.gradient.inputs if isinstance(args[i], torch.Tensor)]
-    others = [2, 3] if subject.gradient.others is not None and name != "apply_rope" else []  # bias and c
+    others = [2, 3] if name in ("matmul", "bmm") else []  # bias and c
     return own + [i for i in others if isinstance(args[i], torch.Tensor)]
 
 
@@ -331,3 +331,28 @@ def test_an_explanation_names_what_would_run(forward_only):
     with torch.no_grad():
         assert explain("layer_norm", x, w, b).backend == "cpu"
     assert explain("layer_norm", x.detach(), w, b).backend == "cpu"
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "torch"])
+def test_function_transforms_above_a_kernel(backend):
+    x, w, dy = torch.randn(3, 4, 64), torch.rand(64) + 0.5, torch.randn(2, 3, 4, 64)
+    function = lambda x: ops.rms_norm(x, w, backend=backend)  # noqa: E731
+    plain = lambda x: ops.norm.rms_norm.reference(x, w)  # noqa: E731
+    for transform in (
+        torch.func.vmap,
+        lambda f: torch.func.grad(lambda x: f(x).sin().sum()),
+        lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sin().sum())),
+        lambda f: torch.func.grad(lambda x: torch.func.grad(lambda x: f(x).sin().sum())(x).square().sum()),
+        lambda f: lambda x: torch.func.vjp(f, x)[1](dy[0])[0],
+        lambda f: lambda x: torch.func.jacrev(lambda x: f(x).sum(-1))(x[0]),
+        lambda f: lambda x: batched(f, x, dy, create_graph=False),
+        lambda f: lambda x: batched(f, x, dy, create_graph=True),
+    ):
+        torch.testing.assert_close(transform(function)(x), transform(plain)(x), rtol=1e-4, atol=1e-4)
+
+
+def batched(function, x, seeds, create_graph):
+    """Gradients for several gradients of the result at once."""
+    x = x.clone().requires_grad_()
+    (made,) = torch.autograd.grad(function(x), x, seeds, is_grads_batched=True, create_graph=create_graph)
+    return made.detach() if not create_graph else torch.autograd.grad(made.square().sum(), x)[0]

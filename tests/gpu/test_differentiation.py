@@ -86,7 +86,7 @@ def penalty(function, inputs, seed):
     """Gradients of the squared norm of a gradient."""
     inputs = tuple(t.detach().clone().requires_grad_() for t in inputs)
     made = function(*inputs)[0]
-    grads = torch.autograd.grad(made, inputs, seed.to(made.dtype), create_graph=True)
+    grads = torch.autograd.grad(made, inputs, seed.to(made.dtype), create_graph=True, materialize_grads=True)
     total = sum(g.double().square().sum() for g in grads)
     return torch.autograd.grad(total + 0 * sum(t.double().sum() for t in inputs), inputs)
 

@@ -121,6 +121,8 @@ def _only_reference(contract: Contract, backend: str, wish: str, device_type: st
     """Why the reference runs although `backend` could, in words; None where `backend` runs."""
     if level_is_open():
         return f"a level of forward mode is open, which {backend} does not have"
+    if wants_grad and fast.transforms() is not None:  # torch.func.grad differentiates its own gradients at any depth
+        return f"a function transform wants a gradient, through which {backend} has none"
     if wants_grad and not _has_backward(contract, backend, wish, device_type):
         return f"a gradient is wanted, and {backend} has no backward kernel"
     return None

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 _PLAIN = frozenset((Tensor, Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
-_transforms = torch._C._functorch.peek_interpreter_stack
+transforms = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func that is active; None outside of all."""
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # a wrapper has no memory, and may outlive its transform
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _HOST = -1  # what `get_device` says of a CPU's tensor
@@ -86,7 +87,7 @@ def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Te
     device = first.get_device()
     if device == _HOST:  # and there may be no CUDA device to ask for the current one
         return None
-    if device != _current_device() or _modes() or _recordings or _profiling() or _transforms() is not None:
+    if device != _current_device() or _modes() or _recordings or _profiling() or transforms() is not None:
         return None
     if _forward_ad._current_level >= 0:
         return None

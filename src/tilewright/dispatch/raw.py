@@ -81,8 +81,8 @@ class RawOp:
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")
         self.scalars = converters(schema)
-        self._plans: Bounded[tuple[Any, ...], Plan] = Bounded(_PLAN_BYTES)
-        self._plans_generation = 0
+        # Each with the generation it was made for
+        self._plans: Bounded[tuple[Any, ...], tuple[int, Plan]] = Bounded(_PLAN_BYTES)
         self._kernels: dict[tuple[str, int], bool] = {}
         self.tapes: Bounded[tuple[Any, ...], fast.Entry] = Bounded(_TAPE_BYTES)
         name = f"_{op}_{direction}"
@@ -126,14 +126,17 @@ class RawOp:
     def plan(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
         """The cached plan for this call."""
         key = self._plan_key(args, backend, numerics)
-        plan = self._plans.get(key)
-        if plan is None or self._plans_generation != GENERATION[0]:
-            generation = GENERATION[0]
-            if self._plans_generation != generation:
-                self._plans.clear()
-            plan = choose(self, args, backend, numerics)
-            self._plans.put(key, plan)
-            self._plans_generation = generation
+        found = self._plans.get(key)
+        if found is None or found[0] != GENERATION[0]:
+            return self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
+        return found[1]
+
+    def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
+        """Decide, and remember for which generation: another thread may register something meanwhile."""
+        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
+            implementations(self.op, self.direction, self.package, args[0].device.type)
+        generation, plan = GENERATION[0], decide()
+        self._plans.put(key, (generation, plan))
         return plan
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
@@ -185,9 +188,9 @@ class RawOp:
 
     def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
         """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
-        other = choose(self, args, plan.wish, plan.numerics, without={plan.backend: str(error)})
-        self._plans.put(self._plan_key(args, plan.wish, plan.numerics), other)
-        return other
+        without = {plan.backend: str(error)}
+        key = self._plan_key(args, plan.wish, plan.numerics)
+        return self._keep_plan(key, args, lambda: choose(self, args, plan.wish, plan.numerics, without))
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]

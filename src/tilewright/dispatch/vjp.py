@@ -18,6 +18,8 @@ def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[
     Where an input or a gradient requires a gradient and autograd is on, the result has a graph, and so a gradient of
     its own.  Tangents of forward mode go through.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _transformed(function, inputs, grads)
     given = (*inputs, *(g for g in grads if g is not None))
     twice = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     with _autograd():
@@ -26,6 +28,17 @@ def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         return torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], create_graph=twice)
+
+
+def _transformed(
+    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The same inside of torch.func's transforms, where no tensor may be told that it requires a gradient."""
+    outputs, pull = torch.func.vjp(function, *inputs)
+    if isinstance(outputs, Tensor):
+        return tuple(pull(grads[0]))
+    zeros = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]
+    return tuple(pull(tuple(zeros)))
 
 
 def _detached(x: Tensor) -> Tensor:

@@ -227,6 +227,8 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 class _Attention(Function):
     """torch's own graph would keep the scores of every block, and round its gradients elsewhere than kernels do."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         return _forward(q, k, v, Options(*options))

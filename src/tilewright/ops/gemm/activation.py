@@ -29,6 +29,8 @@ def activated(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
 
 
 class _Activated(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
         return apply_epilogue(z.to(accumulate_dtype(z.dtype)), None, c, activation, z.dtype)

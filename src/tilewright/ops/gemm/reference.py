@@ -34,7 +34,7 @@ def product(
         out_dtype = torch.float64
     # On a GPU, BLAS adds to a float32 result of halves too
     inside = a.dtype == out_dtype or (a.device.type == "cuda" and a.dim() == 2 and out_dtype == torch.float32)
-    if activation == "" and scale is None and inside:
+    if activation == "" and scale is None and inside and alpha != 0.0:  # of which BLAS makes 0, also of 0 * NaN
         addend = c if bias is None else bias
         if addend is None and alpha == 1.0:
             return _multiply(a, b, None, 1.0, out_dtype, out)
@@ -104,6 +104,8 @@ class _Multiply(Function):
     """torch's own gradients would be products under the autocast of whoever calls backward, and torch has none of a
     product of halves into float32.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype) -> Tensor:
