@@ -34,7 +34,8 @@ def converters(schema: str) -> list[tuple[str, Callable[[str, str, Any], Any] | 
     return [(name, _KINDS.get(kind)) for kind, name in found if "Tensor" not in kind]
 
 
-def _float(op: str, name: str, value: Any) -> Any:
+def as_float(op: str, name: str, value: Any) -> Any:
+    """`value` as Python's float, or InputError."""
     if type(value) is float or isinstance(value, _SYMBOLIC):
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -42,7 +43,8 @@ def _float(op: str, name: str, value: Any) -> Any:
     raise _refused(op, name, value, "a number")
 
 
-def _int(op: str, name: str, value: Any) -> Any:
+def as_int(op: str, name: str, value: Any) -> Any:
+    """`value` as Python's int, or InputError."""
     if type(value) is int or isinstance(value, _SYMBOLIC):
         return value
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -50,7 +52,8 @@ def _int(op: str, name: str, value: Any) -> Any:
     raise _refused(op, name, value, "an integer")
 
 
-def _bool(op: str, name: str, value: Any) -> Any:
+def as_bool(op: str, name: str, value: Any) -> Any:
+    """`value` as a bool, or InputError."""
     if type(value) is bool or isinstance(value, _SYMBOLIC):
         return value
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, numbers.Integral) and value in (0, 1)):
@@ -58,7 +61,12 @@ def _bool(op: str, name: str, value: Any) -> Any:
     raise _refused(op, name, value, "True or False")
 
 
-_KINDS: dict[str, Callable[[str, str, Any], Any]] = {"float": _float, "int": _int, "SymInt": _int, "bool": _bool}
+_KINDS: dict[str, Callable[[str, str, Any], Any]] = {
+    "float": as_float,
+    "int": as_int,
+    "SymInt": as_int,
+    "bool": as_bool,
+}
 
 
 def _refused(op: str, name: str, value: Any, allowed: str) -> InputError:
