@@ -76,7 +76,7 @@ def errors_by_parameter(seeds: range, device: str, **patching: object) -> dict[s
 
 
 def chosen_experts(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of every layer and token, in order."""
+    """The experts of every layer and token, in order."""
     chosen: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda module, args, out: chosen.append(out[-1].sort(-1).values))
