@@ -2,8 +2,9 @@
 
 TilewrightError
 ├── InputError (ValueError)         a tensor or option an op cannot take: shape, dtype, device, layout
-├── BackendError (RuntimeError)     the backend asked for cannot run this call; says why and what would
-│   └── KernelMissingError          its kernel is in no cache, and the compiler is not installed
+├── BackendError (RuntimeError)     a backend cannot run this call, or failed: compiling, loading or launching a kernel
+│   └── RefusedError                the backend asked for does not take this call; says why and what would
+│       └── KernelMissingError      its kernel is in no cache, and the compiler is not installed
 ├── VerificationError               a result or a patched model failed its accuracy rule
 ├── PatchError                      a model could not be patched, or nothing in it was replaceable
 ├── TableError (ValueError)         a tuning table that must not be used: schema, architecture, contents
@@ -20,10 +21,14 @@ class InputError(TilewrightError, ValueError):
 
 
 class BackendError(TilewrightError, RuntimeError):
-    """The backend asked for cannot run this call."""
+    """A backend cannot run this call, or failed at it: a kernel was not compiled, loaded or launched."""
 
 
-class KernelMissingError(BackendError):
+class RefusedError(BackendError):
+    """The backend asked for does not take this call, as planning knows.  Nothing was launched."""
+
+
+class KernelMissingError(RefusedError):
     """A kernel that would have to be compiled where its compiler is not installed.  Nothing was launched."""
 
 

@@ -14,7 +14,10 @@ def own_registry() -> Iterator[None]:
     for contract in contracts().values():
         for raw in contract.raw_ops:
             implementations(raw.op, raw.direction, raw.package)
-    before = {key: dict(found) for key, found in registry._implementations.items()}
+    before = {
+        key: {backend: list(stack) for backend, stack in found.items()}
+        for key, found in registry._implementations.items()
+    }
     try:
         yield
     finally:

@@ -76,6 +76,7 @@ BACKWARD = RawOp(
 
 def _inputs(params: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     x = torch.randn(params["M"], params["N"], generator=torch.Generator().manual_seed(seed))
+    x[0] *= params.get("loud", 1)
     return Sample((x.to(device, dtype),))
 
 
@@ -142,6 +143,8 @@ def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
         if x.device.type == "cpu":
             time.sleep(PASS_S)
         torch.mul(x[rows], 3 if config.kind == "wrong" else 2, out=out[rows])
+    if config.kind == "quiet_row" and x.shape[0] > 50:
+        out[50] = 0
     beyond = out.untyped_storage().nbytes() - 4 * (out.storage_offset() + out.numel())
     if config.kind == "outside" and beyond:
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(7)

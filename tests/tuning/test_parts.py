@@ -14,6 +14,7 @@ from tilewright.tuning.decide import decide
 from tilewright.tuning.problem import Problem, bucket_of, shrunk, without_memory
 from tilewright.tuning.search import Effort, Race, Track
 from tilewright.tuning.space import Space, Trial, space
+from tilewright.tuning.subject import Subject
 from tilewright.tuning.watched import Watched, WorkerFailed, WorkerLost
 
 
@@ -174,3 +175,13 @@ def test_a_crash_counts_in_a_new_worker_only(deaths, reason, checks):
     track = Track(None, None, bench, Effort(1, 1, 1.0))
     assert track._checked(Trial("cpu", None)) == reason
     assert bench.checks == checks
+
+
+def test_a_row_of_the_timed_problem_is_judged_by_its_own_size(fake_op):
+    """A row of zeros beside one 1000 times larger is 0.1 % of the whole; the small problem lacks it."""
+    params = {"M": 64, "N": 4096, "loud": 1000}
+    subject = Subject(Problem(fake_op.NAME, "fwd", params, torch.bfloat16, "cpu", 0, ("tests.tuning.fake_op",)))
+    assert subject.check("cpu", fake_op.FAST) is None
+    reason = subject.check("cpu", fake_op.Config("quiet_row"))
+    assert reason is not None
+    assert "row 50 off by" in reason

@@ -12,10 +12,11 @@ from tilewright.validate.rule import standard
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def product_standard(shape, dtype, seed=0, factor=2.0):
-    """The standard for silu(a) * b, with its inputs."""
+def product_standard(shape, dtype, seed=0, factor=2.0, scales=1.0):
+    """The standard for silu(a) * b, with its inputs; b's rows are scaled."""
     g = torch.Generator().manual_seed(seed)
-    a, b = (torch.randn(shape, generator=g).to(dtype) for _ in range(2))
+    a, b = (torch.randn(shape, generator=g) for _ in range(2))
+    a, b = a.to(dtype), (b * scales).to(dtype)
     noisy = [silu(a.float() * (1 + 6e-8 * torch.randn(shape, generator=g))) * b.float() for _ in range(JITTERS)]
     return standard("y", silu(a.double()) * b.double(), silu(a) * b, noisy, factor), a, b
 
@@ -58,6 +59,59 @@ def test_one_wrong_part_fails_and_is_named(dtype, place, words):
     ours[place] = (part * (1 + scale)).to(dtype)
     faults = wanted.judge(ours).faults
     assert any(words in fault for fault in faults), faults
+
+
+ONE_OF_MANY = {  # scales of 16 rows; row 7 is off by a quarter of its own root mean square
+    "one is large": ([1e6] + [1.0] * 15, torch.bfloat16),
+    "one is large, in half precision": ([6e4] + [0.06] * 15, torch.float16),
+    "some are large": ([1e6] * 6 + [1.0] * 10, torch.float32),
+    "it is small": ([1.0] * 7 + [1e-6] + [1.0] * 8, torch.bfloat16),
+    "it is small, in single precision": ([1.0] * 7 + [1e-9] + [1.0] * 8, torch.float32),
+    "every size": ([10.0 ** (k - 8) for k in range(16)], torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", ONE_OF_MANY)
+def test_a_row_is_judged_by_its_own_size(name):
+    sizes, dtype = ONE_OF_MANY[name]
+    scales = torch.tensor(sizes)[:, None] / (8 if dtype == torch.float16 else 1)
+    for seed in range(10):
+        wanted, a, b = product_standard((16, 512), dtype, seed, scales=scales)
+        ours = silu(a) * b
+        assert wanted.judge(ours).faults == ()
+        off = (
+            0.25 * wanted.exact[7].square().mean().sqrt() * torch.randn(512, generator=torch.Generator().manual_seed(1))
+        )
+        ours[7] = (wanted.exact[7] + off).to(dtype)
+        assert any("row 7 " in fault for fault in wanted.judge(ours).faults), seed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 64), (64, 16), (200, 300)], ids=str)
+def test_right_rows_of_every_size_pass(dtype, shape):
+    """Rounded once from float32, by another formula, rows from 1e-4 to 1e4: never refused, over many seeds."""
+    for seed in range(40):
+        exponents = 8 * torch.rand(shape[0], 1, generator=torch.Generator().manual_seed(seed)) - 4
+        wanted, a, b = product_standard(shape, dtype, seed, scales=10.0**exponents)
+        ours = (a.float() * b.float() / (1 + torch.exp(-a.float()))).to(dtype)
+        assert wanted.judge(ours).faults == (), f"seed {seed}"
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_sums_of_a_large_row_are_judged_by_it(columns):
+    """Products a @ b in another order: a row of a, or a column of b, 1000 times larger than the others."""
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        a, b = torch.randn(48, 96, generator=g), torch.randn(96, 80, generator=g)
+        (b.mT if columns else a)[5] *= 1000
+        noisy = [(a * (1 + 6e-8 * torch.randn(a.shape, generator=g))) @ b for _ in range(JITTERS)]
+        wanted = standard("y", a.double() @ b.double(), a @ b, noisy, 2.0)
+        chunks = sum(x @ y for x, y in zip(a.split(8, 1), b.split(8), strict=True))
+        assert wanted.judge(chunks).faults == (), seed
+        wrong = a @ b
+        wrong[7, :5] *= 1 + 2.0**-12
+        wrong[7, 6:] *= 1 + 2.0**-12
+        assert wanted.judge(wrong).faults != (), seed
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

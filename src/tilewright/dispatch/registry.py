@@ -4,10 +4,10 @@ considered.
 `@register_impl("rms_norm", backend="triton")` may be called from any package.
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from threading import RLock, local
 from typing import Any
 
 from tilewright.dispatch.backends import BACKENDS, importable, missing, module_exists
@@ -49,8 +49,10 @@ class Implementation:
         return tuple(found)
 
 
-_implementations: dict[tuple[str, str], dict[str, Implementation]] = {}
-_reading = threading.RLock()  # a file registers its first implementation before its last line has run
+_implementations: dict[tuple[str, str], dict[str, list[Implementation]]] = {}
+"""By op, direction and backend, all that were registered; the last one runs, the others wait for it to be taken out."""
+_files = RLock()  # a file registers its first implementation before its last line has run
+_reading = local()  # `.depth`: this thread imports a backend's file
 GENERATION = [0]
 """Grows with every registration and every table that is written, so that cached plans and tapes know they are old."""
 
@@ -68,25 +70,41 @@ def register_impl(
     deterministic: bool = True,
     batch_invariant: bool = True,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`."""
+    """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`.
+
+    It takes the place of an implementation of that name until `unregister_impl`; the one that a backend's file brings
+    never takes the place of another.
+    """
     if direction not in ("fwd", "bwd"):
         raise InputError(f"register_impl({op!r}): direction {direction!r}; allowed are 'fwd' and 'bwd'.")
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
         GENERATION[0] += 1
-        _implementations.setdefault((op, direction), {})[backend] = Implementation(
+        made = Implementation(
             op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs,
             candidates,
         )  # fmt: skip
+        stack = _implementations.setdefault((op, direction), {}).setdefault(backend, [])
+        stack.insert(0 if getattr(_reading, "depth", 0) else len(stack), made)
         return launch
 
     return register
 
 
 def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
-    """Take an implementation out again."""
+    """Take out the implementation registered last; the one whose place it took is there again.
+
+    Raises InputError where there is none.
+    """
+    known = _implementations.get((op, direction), {})
+    if backend not in known:
+        raise InputError(
+            f"unregister_impl({op!r}): no {direction} {backend!r}; registered: {', '.join(known) or 'none'}."
+        )
     GENERATION[0] += 1
-    del _implementations[op, direction][backend]
+    known[backend].pop()
+    if not known[backend]:
+        del known[backend]
 
 
 def implementations(op: str, direction: str, package: str, device_type: str | None = None) -> dict[str, Implementation]:
@@ -94,7 +112,7 @@ def implementations(op: str, direction: str, package: str, device_type: str | No
 
     With `device_type` the files of backends that cannot run on such a device stay unread.
     """
-    with _reading:
+    with _files:
         for backend in BACKENDS:
             module = f"{package}.{backend}"
             if (
@@ -102,8 +120,17 @@ def implementations(op: str, direction: str, package: str, device_type: str | No
                 and _worth_reading(backend, device_type)
                 and module_exists(module)
             ):
-                import_module(module)
-        return dict(_implementations.get((op, direction), {}))
+                _read(module)
+        return {backend: stack[-1] for backend, stack in _implementations.get((op, direction), {}).items()}
+
+
+def _read(module: str) -> None:
+    """Import a backend's file, and those that it imports: what they register lies beneath what is there already."""
+    _reading.depth = getattr(_reading, "depth", 0) + 1
+    try:
+        import_module(module)
+    finally:
+        _reading.depth -= 1
 
 
 def _worth_reading(backend: str, device_type: str | None) -> bool:

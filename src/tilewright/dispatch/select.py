@@ -11,7 +11,7 @@ from tilewright.dispatch.backends import BACKENDS, importable, missing
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.dispatch.configs import from_row
 from tilewright.dispatch.registry import Implementation, implementations
-from tilewright.errors import BackendError, KernelMissingError, TableError
+from tilewright.errors import KernelMissingError, RefusedError, TableError
 from tilewright.hardware import device_info
 from tilewright.log import log_once, logger
 from tilewright.settings import current
@@ -44,7 +44,7 @@ def choose(
 ) -> Plan:
     """The plan for one call.  `backend` as in `dispatch.preference`.  without: backends that cannot run it, and why.
 
-    Raises BackendError when a strict wish cannot be met.
+    Raises RefusedError when a strict wish cannot be met.
     """
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
     if raw.compose is not None:
@@ -80,7 +80,7 @@ def choose(
             f'Try backend="{usable[0]}".'
         )
         if backend.endswith("!") or current().disable_fallback:
-            raise (KernelMissingError if wanted in (without or {}) else BackendError)(message)
+            raise (KernelMissingError if wanted in (without or {}) else RefusedError)(message)
         log_once(("fallback", raw.key, wanted, reason), f"falling back: {message}")
 
     why = "unmeasured here"

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from tilewright.bench.accuracy import Judge, tensors
+from tilewright.bench.accuracy import tensors
 from tilewright.bench.cases import Case as BenchCase
 from tilewright.bench.contestants import Contestant, prepare, random_cotangents, reference_outputs
 from tilewright.bench.graph import capture, interleave_replays
@@ -20,7 +19,7 @@ from tilewright.bench.pacing import MAX_LAUNCHES
 from tilewright.bench.peers import bound
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
-from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl
+from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl, unregister_impl
 from tilewright.dispatch.select import refusal
 from tilewright.tuning.pace import launches
 from tilewright.tuning.problem import Problem, raw_call, shrunk, without_memory
@@ -28,8 +27,15 @@ from tilewright.validate.bits import memory, replicas
 from tilewright.validate.case import Case, Findings
 from tilewright.validate.modes import MODES
 from tilewright.validate.modes.memory import GUARD, guarded, poisoned
+from tilewright.validate.oracle import converted, wider
+from tilewright.validate.rule import Standard, standard
 
 _CHECKS = {"fwd": ("eager", "poison", "inputs_unchanged"), "bwd": ("backward", "poison", "inputs_unchanged")}
+
+_JITTERS = 2  # each is a reference on the whole problem
+_ORDER = (
+    2.0**-20
+)  # a few float32 roundings: sums of a whole problem are long, and no order of summation is the right one
 
 Call = Callable[[], object]
 
@@ -43,7 +49,7 @@ class Subject:
         self.raw, self.args = raw_call(problem, self.sample)
         self.cost = self.contract.cost(self.sample, problem.direction)
         self._shrunk = shrunk(problem)
-        self._small, self._rule = self._small_case(), self._two_times_rule()
+        self._small, self._standards = self._small_case(), self._make_standards()
 
     def implementation(self, backend: str) -> Implementation:
         """The registered implementation of a backend."""
@@ -107,15 +113,24 @@ class Subject:
         return self._judge(outs)
 
     def _judge(self, outs: object) -> str | None:
-        right, error = self._rule([t for t in tensors(outs) if t.numel()])
-        return None if right else f"wrong: relative error {error:.3g}, torch's {self._rule.torch_error:.3g}"
+        judged = (wanted.judge(ours) for wanted, ours in zip(self._standards, tensors(outs), strict=True))
+        return next((f"wrong: {fault}" for measure in judged for fault in measure.faults), None)
 
-    def _two_times_rule(self) -> Judge:
-        """For the whole problem: the reference on float64, and what torch makes of it in the same dtype."""
-        wide = tree_map(lambda a: a.double() if isinstance(a, Tensor) and a.is_floating_point() else a, self.args)
-        exact, torchs = self.raw.reference(*wide), self.raw.plain(*self.args)
+    def _make_standards(self) -> list[Standard]:
+        """For the whole problem, tile by tile: the reference on float64, and what torch makes of it in its dtype."""
+        exact, torchs = self._reference(torch.float64), tensors(self.raw.plain(*self.args))
+        noise = torch.Generator(self.device).manual_seed(self.problem.seed)
+        noisy = [self._reference(wider(Sample(self.args)), noise) for _ in range(_JITTERS)]
         factor = self.contract.tolerance if self.problem.direction == "fwd" else self.contract.gradient_tolerance
-        return Judge([t for t in tensors(exact) if t.numel()], [t for t in tensors(torchs) if t.numel()], factor)
+        return [
+            standard(
+                f"output {i}", exact[i].double(), torchs[i], [n[i] for n in noisy], factor, order=_ORDER, ulps=False
+            )
+            for i in range(len(torchs))
+        ]
+
+    def _reference(self, dtype: torch.dtype, noise: torch.Generator | None = None) -> list[Tensor]:
+        return tensors(self.raw.reference(*converted(self.args, dtype, noise)))
 
     # Being fast.
 
@@ -195,7 +210,7 @@ def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        register_impl(chosen.op, **options)(chosen.launch)
+        unregister_impl(chosen.op, backend=chosen.backend, direction=chosen.direction)
 
 
 def _edges(t: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """One problem under check: an op, one sample of its inputs, the backend asked for, and what the result should be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.dispatch import Contract, Plan, RawOp, Sample, record
-from tilewright.validate.bits import replicas
+from tilewright.errors import RefusedError
+from tilewright.validate.bits import replicas, same_bits
 from tilewright.validate.metrics import Measure
 from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
 
@@ -24,6 +26,13 @@ class RawCall(NamedTuple):
     def plan(self) -> Plan:
         """What the raw op would launch for this call."""
         return self.op.plan(self.args, *self.wish)
+
+
+class Other(NamedTuple):
+    """Another sample and its truth.  To be read only."""
+
+    sample: Sample
+    truth: Truth
 
 
 class Case:
@@ -46,14 +55,23 @@ class Case:
         self.device, self.dtype = self.first.device, self.first.dtype
         self.positions = gradient_inputs(contract, self._sample)
         self.truth = truth(contract, self.sample(), seed)
+        self._others: dict[int, Other] = {}
 
     def sample(self) -> Sample:
         """The inputs, in memory of their own."""
         return Sample(replicas(self._sample.args), replicas(dict(self._sample.kwargs)))
 
-    def other_sample(self) -> Sample:
-        """Other values of the same shapes and dtypes."""
-        return self._make(self.seed + 1)
+    def other(self, number: int = 1) -> "Other":
+        """Other values of the same shapes and dtypes, with their truth: another set for each number from 1.
+
+        Raises NotApplicable where they are the case's own values.
+        """
+        if number not in self._others:
+            sample = self._make(self.seed + number)
+            if all(same_bits(a, b) for a, b in zip(tensors(sample), tensors(self._sample), strict=True)):
+                raise NotApplicable("there are no other values of this kind")
+            self._others[number] = Other(sample, self.truth_of(sample))
+        return self._others[number]
 
     def truth_of(self, sample: Sample, cotangents: Sequence[Tensor] | None = None) -> Truth:
         """The truth of another sample."""
@@ -140,25 +158,40 @@ class Findings:
     measures: list[Measure] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    judged: int = 0  # how many things were looked at
 
     def require(self, condition: bool, fault: str) -> None:
         """Note `fault` unless `condition` holds."""
+        self.judged += 1
         if not condition:
             self.faults.append(fault)
+
+    @contextmanager
+    def part(self, where: str) -> Iterator[str]:
+        """One way of several that a mode tries: where planning refuses it, the others still count.  Yields the words
+        that its faults begin with.
+        """
+        try:
+            yield f"{where}: "
+        except RefusedError as reason:
+            self.refusals.append(f"{where}: {reason}")
 
     def outputs(self, made: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
         """Judge the outputs of one call."""
         standards = (against or self.case.truth).outputs
         self.require(len(made) == len(standards), f"{where}{len(made)} outputs; the reference has {len(standards)}")
         for wanted, ours in zip(standards, made, strict=False):
-            self._note(wanted.judge(ours), where)
+            self.measure(wanted.judge(ours), where)
 
     def gradients(self, made: dict[int, Any], where: str = "", against: Truth | None = None) -> None:
         """Judge gradients by position."""
         standards = (against or self.case.truth).gradients
         for i, ours in made.items():
-            self._note(standards[i].judge(ours), where)
+            self.measure(standards[i].judge(ours), where)
 
-    def _note(self, measure: Measure, where: str) -> None:
+    def measure(self, measure: Measure, where: str = "") -> None:
+        """Note one tensor that was judged."""
+        self.judged += 1
         self.measures.append(measure)
         self.faults.extend(where + fault for fault in measure.faults)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Contract, Sample, Workload, contract, contracts
 from tilewright.dispatch.backends import check_name
-from tilewright.errors import BackendError, InputError
-from tilewright.validate.bits import replicas
+from tilewright.errors import InputError, RefusedError
+from tilewright.validate.bits import bits, replicas
 from tilewright.validate.case import Case, Findings, NotApplicable
 from tilewright.validate.modes import MODES, Mode
 from tilewright.validate.report import CheckReport, Result, Status
@@ -31,6 +32,10 @@ def check(
     compiler: str | None = None,
 ) -> CheckReport:
     """Check one op against its float64 oracle in every execution mode.  Failures are reported, not raised.
+
+    A mode is skipped where it has nothing to say about a case, or where planning refuses the backend asked for before
+    anything is launched.  Whatever goes wrong after that is a failure: a kernel that is not compiled, not loaded, not
+    launched.  A report in which no mode ran the op has not passed.
 
     op        name, contract or public function ("rms_norm", ops.rms_norm).
     sample    a Sample or a tuple of arguments; a Workload or the name of one of the op's workloads or edge cases;
@@ -122,7 +127,7 @@ def _problems(subject: Contract, sample: Any, dtype: torch.dtype | None, device:
         def make(seed: int) -> Sample:
             # the first request is the sample as given; any other is for different values of the same kind
             first = next(iter(variants), seed)
-            return variants.setdefault(seed, kept if seed == first else _reversed_values(kept))
+            return variants.setdefault(seed, kept if seed == first else _other_values(kept, seed - first))
 
         yield _Problem("sample", make)
 
@@ -139,28 +144,38 @@ def _named(subject: Contract, name: str) -> Workload:
     return found
 
 
-def _reversed_values(sample: Sample) -> Sample:
-    """The first argument, or each tensor of it, with its elements in reverse order: other values, of the same kind."""
-    turned = tree_map(lambda t: t.flip(tuple(range(t.dim()))), sample.args[0])
-    return Sample((turned, *sample.args[1:]), sample.kwargs)
+def _other_values(sample: Sample, turn: int) -> Sample:
+    """The elements of the first argument, and of every floating-point tensor, moved on by `turn`: other values, of the
+    same kind.
+    """
+
+    def moved(t: Any) -> Any:
+        return bits(t).flatten().roll(turn).view(t.dtype).view(t.shape) if isinstance(t, Tensor) else t
+
+    def weights(v: Any) -> Any:
+        return moved(v) if isinstance(v, Tensor) and v.is_floating_point() else v
+
+    rest, kwargs = tree_map(weights, (sample.args[1:], dict(sample.kwargs)))
+    return Sample((tree_map(moved, sample.args[0]), *rest), kwargs)
 
 
 def _run(mode: Mode, case: Case) -> Result:
     found = Findings(case)
     began = time.perf_counter()
-    status: Status
-    details: tuple[str, ...]
+    reason = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about settings of its own: TF32, deterministic algorithms
             mode.run(case, found)
-    except (NotApplicable, BackendError) as reason:
-        status, details = "skipped", (str(reason),)
+    except (NotApplicable, RefusedError) as error:
+        reason = str(error)
     except Exception as error:  # noqa: BLE001 - whatever the op raised is the finding
-        status, details = "failed", (*found.faults, f"raised {type(error).__name__}: {error}")
-    else:
-        status = "failed" if found.faults else "passed"
-        details = (*found.faults, *found.notes)
+        found.faults.append(f"raised {type(error).__name__}: {error}")
+    if reason is None and not found.judged:
+        reason = "; ".join(found.refusals) or "nothing was judged"
+    status: Status = "failed" if found.faults else "passed" if reason is None else "skipped"
+    remarks = (*found.notes, *(f"refused: {text}" for text in found.refusals))
+    details = (reason,) if status == "skipped" and reason else (*found.faults, *remarks)
     seconds = time.perf_counter() - began
     dtype = str(case.dtype).removeprefix("torch.")
-    return Result(case.name, dtype, mode.name, status, details, tuple(found.measures), seconds)
+    return Result(case.name, dtype, mode.name, status, details, tuple(found.measures), seconds, mode.computes)

@@ -4,6 +4,7 @@ Norms of the whole tensor see a loss of precision everywhere; those of rows, col
 of a grid going wrong, which the whole would dilute; ULPs see wrong small values beside large ones. All in float64.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch.nn.functional import pad
 from tilewright.validate.bits import bits
 
 TILE = 64
+_BLOCK = 1 << 24  # elements
 CANCELLED = 2.0**-40  # of the typical value: less is what float64 leaves of terms that cancel, and has no right digit
 
 
@@ -58,19 +60,48 @@ def as_matrix(t: Tensor) -> Tensor:
 
 def norms(values: Tensor, ulp: Tensor) -> Errors:
     """`values` float64, not empty, all finite."""
-    squares = as_matrix(values).square()
-    m, n = squares.shape
-    padded = pad(squares, (0, -n % TILE, 0, -m % TILE))
-    tiles = padded.view(padded.shape[0] // TILE, TILE, padded.shape[1] // TILE, TILE).sum((1, 3))
-    return Errors(
-        squares.sum().sqrt(), values.abs().max(), ulp, squares.sum(1).sqrt(), squares.sum(0).sqrt(), tiles.sqrt()
-    )
+    return _norms(as_matrix(values).split(_rows_at_once(values)), ulp)
 
 
 def counts(like: Tensor) -> Errors:
     """How many elements each norm of `like` is taken over."""
-    sizes = norms(torch.ones_like(like, dtype=torch.float64), torch.ones((), device=like.device))
-    return Errors(*(s.square() for s in sizes))
+    m, n = as_matrix(like).shape
+    heights, widths = (_lengths(size, like.device) for size in (m, n))
+    one = torch.ones((), dtype=torch.float64, device=like.device)
+    return Errors(m * n * one, one, one, n * one.expand(m), m * one.expand(n), heights[:, None] * widths)
+
+
+def _lengths(size: int, device: torch.device) -> Tensor:
+    """How much of `size` each tile has along it."""
+    starts = torch.arange(0, size, TILE, dtype=torch.float64, device=device)
+    return (size - starts).clamp_max(TILE)
+
+
+def _rows_at_once(like: Tensor) -> int:
+    """Rows whose squares are in memory at one time: whole tiles of them."""
+    return max(_BLOCK // max(like.shape[-1] if like.dim() else 1, 1) // TILE, 1) * TILE
+
+
+def _norms(blocks: Iterable[Tensor], ulp: Tensor) -> Errors:
+    """The norms of a matrix that comes in blocks of rows."""
+    largest, rows, columns, tiles = [], [], [], []
+    for block in blocks:
+        m, n = block.shape
+        squares = block.square()
+        largest.append(block.abs().max())
+        rows.append(squares.sum(1))
+        columns.append(squares.sum(0))
+        padded = pad(squares, (0, -n % TILE, 0, -m % TILE))
+        tiles.append(padded.view(padded.shape[0] // TILE, TILE, padded.shape[1] // TILE, TILE).sum((1, 3)))
+    total = torch.stack(columns).sum(0)
+    return Errors(
+        total.sum().sqrt(),
+        torch.stack(largest).max(),
+        ulp,
+        torch.cat(rows).sqrt(),
+        total.sqrt(),
+        torch.cat(tiles).sqrt(),
+    )
 
 
 def typical(exact: Tensor) -> Tensor:
@@ -81,15 +112,22 @@ def typical(exact: Tensor) -> Tensor:
     return (squares.sum() / (squares != 0).sum().clamp_min(1)).sqrt()
 
 
-def errors(value: Tensor, exact: Tensor, dtype: torch.dtype) -> Errors:
+def errors(value: Tensor, exact: Tensor, dtype: torch.dtype, *, ulps: bool = True) -> Errors:
     """Errors of `value` against float64 `exact`, over the elements where both are finite; ULPs are those of `dtype`, of
-    elements that do not cancel.
+    elements that do not cancel.  ulps=False: without them, which take most of the time and memory of a large tensor.
     """
-    finite = testable(value).isfinite() & exact.isfinite()
-    difference = torch.where(finite, value.to(torch.float64) - exact, 0.0)
+
+    def difference(pair: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = pair
+        return torch.where(testable(a).isfinite() & b.isfinite(), a.to(torch.float64) - b, 0.0)
+
+    rows = _rows_at_once(exact)
+    pairs = zip(as_matrix(value).split(rows), as_matrix(exact).split(rows), strict=True)
+    if not ulps:
+        return _norms(map(difference, pairs), torch.zeros((), dtype=torch.float64, device=exact.device))
     steps = (ordered(value.to(dtype)) - ordered(exact.to(dtype))).abs()
-    telling = finite & (exact.abs() > CANCELLED * typical(exact))
-    return norms(difference, ulp_quantile(torch.where(telling, steps, 0)))
+    telling = testable(value).isfinite() & exact.isfinite() & (exact.abs() > CANCELLED * typical(exact))
+    return _norms(map(difference, pairs), ulp_quantile(torch.where(telling, steps, 0)))
 
 
 def testable(t: Tensor) -> Tensor:

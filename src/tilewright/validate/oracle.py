@@ -59,23 +59,17 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
         baseline = as_tuple(contract.reference(*sample.args, **sample.kwargs))
     if cotangents is None:
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in baseline]
-    wide = torch.float32 if _widest(sample) != torch.float64 else torch.float64
+    wide = wider(sample)
 
-    def at(dtype: torch.dtype | None, jitter: float = 0.0) -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
-        def convert(v: Any) -> Any:
-            if dtype is None or not isinstance(v, Tensor) or not v.is_floating_point():
-                return v
-            v = v.to(dtype)
-            return v * (1 + jitter * (2 * torch.rand(v.shape, generator=generator) - 1).to(v)) if jitter else v
-
-        args, kwargs, grads = tree_map(convert, (sample.args, dict(sample.kwargs), tuple(cotangents)))
+    def at(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
+        args, kwargs, grads = converted((sample.args, dict(sample.kwargs), tuple(cotangents)), dtype, noise)
         if positions:
             return differentiate(contract.reference, Sample(args, kwargs), positions, grads)
         with torch.no_grad():
             return as_tuple(contract.reference(*args, **kwargs)), {}
 
     exact, same = at(torch.float64), at(None)
-    noisy = [at(wide, torch.finfo(wide).eps / 2) for _ in range(JITTERS)]
+    noisy = [at(wide, generator) for _ in range(JITTERS)]
     names = argument_names(contract)
     outputs = tuple(
         standard(_output_name(i, len(baseline)), exact[0][i], same[0][i], [n[0][i] for n in noisy], contract.tolerance)
@@ -109,9 +103,25 @@ def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def _widest(sample: Sample) -> torch.dtype:
+def wider(sample: Sample) -> torch.dtype:
+    """The type in which jitter is looked at: float32, or float64 where an input has it."""
     dtypes = [a.dtype for a in sample.args if isinstance(a, Tensor) and a.is_floating_point()]
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def converted(values: Any, dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
+    """`values` with floating-point tensors in `dtype` (None: as they are); with `noise`, off by up to one rounding."""
+
+    def convert(v: Any) -> Any:
+        if dtype is None or not isinstance(v, Tensor) or not v.is_floating_point():
+            return v
+        v = v.to(dtype)
+        if noise is None:
+            return v
+        jitter = 2 * torch.rand(v.shape, generator=noise, device=noise.device) - 1
+        return v * (1 + torch.finfo(dtype).eps / 2 * jitter.to(v))
+
+    return tree_map(convert, values)
 
 
 def _output_name(index: int, count: int) -> str:

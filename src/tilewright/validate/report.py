@@ -12,7 +12,10 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Result:
-    """One mode on one case.  `details`: the faults, or why it was skipped, or a remark about how it was run."""
+    """One mode on one case.  `details`: the faults, or why it was skipped, or a remark about how it was run.
+
+    computes: the mode runs the op; others see only what is refused before a launch.
+    """
 
     case: str
     dtype: str
@@ -21,6 +24,7 @@ class Result:
     details: tuple[str, ...]
     measures: tuple[Measure, ...]
     seconds: float
+    computes: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -28,6 +32,7 @@ class Result:
             "case": self.case,
             "dtype": self.dtype,
             "mode": self.mode,
+            "computes": self.computes,
             "status": self.status,
             "details": list(self.details),
             "measures": [m.to_dict() for m in self.measures],
@@ -56,8 +61,13 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """Something was checked and nothing failed."""
-        return not self.failures and any(r.status == "passed" for r in self.results)
+        """The op ran in some mode, and nothing failed."""
+        return not self.failures and self.ran
+
+    @property
+    def ran(self) -> bool:
+        """Some mode ran the op and could judge what it gave."""
+        return any(r.status != "skipped" and r.computes for r in self.results)
 
     @property
     def failed_modes(self) -> tuple[str, ...]:
@@ -78,12 +88,13 @@ class CheckReport:
             "device": self.device,
             "seed": self.seed,
             "passed": self.passed,
+            "ran": self.ran,
             "results": [r.to_dict() for r in self.results],
         }
 
     def __str__(self) -> str:
         count = Counter(r.status for r in self.results)
-        verdict = "passed" if self.passed else "FAILED"
+        verdict = "FAILED" if self.failures else "passed" if self.passed else "NOT CHECKED, nothing ran"
         lines = [
             f"{self.op} [{self.backend}] on {self.device}, seed {self.seed}: {verdict}; "
             f"{count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped"

@@ -8,13 +8,15 @@ the largest error of the reference itself in float32 on inputs jittered by one f
 much cancellation there is in this very problem: a gradient that should be nearly zero has no correct digit in any
 order of summation.
 
-The rule holds for the whole tensor and for every row, column and 64x64 tile of it. A part is compared with torch's
-error in the same part, or with torch's largest relative error in any part that is not nearly zero. Where terms cancel,
-torch may have no error at all by luck, and a rounding of the terms is large beside what is left: such a part is
-compared with what jitter moves in it, times the ratio of torch's error to jitter's in the whole tensor. And a part
-under half the typical size is allowed what a float32 sum of typical parts may lose in another order, the more the
-smaller it is. Parts of fewer than 16 elements are not judged alone: the ratio of two single rounding errors is luck.
-NaN and infinity must stand exactly where the oracle, rounded to the output dtype, has them.
+The rule holds for the whole tensor and for every row, column and 64x64 tile of it, each by its own size: a row 1000
+times larger than the others hides nothing in them. A part is compared with torch's error in the same part, or with
+torch's largest relative error in any part that is sound: large, or no more moved by jitter, for its size, than large
+parts are. Where terms cancel, torch may have no error at all by luck, and a rounding of the terms is large beside what
+is left: such a part is compared with what jitter moves in it, times the ratio of torch's error to jitter's in the whole
+tensor. And where it is not sound and under half the typical size, it is allowed what a float32 sum of typical parts may
+lose in another order, the more the smaller it is; nine tenths of the parts are no larger than a typical one. Parts of
+fewer than 16 elements are not judged alone: the ratio of two single rounding errors is luck. NaN and infinity must
+stand exactly where the oracle, rounded to the output dtype, has them.
 
 Integers have no rounding: ours must be the reference's.
 """
@@ -25,18 +27,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.validate.metrics import PARTS, TILE, Errors, Measure, counts, errors, norms, testable, typical
+from tilewright.validate.metrics import (
+    CANCELLED,
+    PARTS,
+    TILE,
+    Errors,
+    Measure,
+    counts,
+    errors,
+    norms,
+    testable,
+    typical,
+)
 
 FLOOR_ULP = 2.0
 MIN_PART = 16
 _NOTHING = (0.0,) * 8  # the numbers of a tensor that has no errors to measure
 SUM_ORDER = 2.0**-18  # of what a part lacks to half a typical one: a float32 sum of another order, where terms cancel
-NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests says nothing about relative errors
+NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests may be what cancelling terms left
+SOUND = 4.0  # times what jitter moves in large parts, relative to them: terms that cancel are moved by more
+FEW = 0.1  # share of the parts that may be larger than a typical one
 
 
 @dataclass(frozen=True)
 class Standard:
-    """What one output or gradient is judged against.  `limit` holds the largest errors that pass."""
+    """What one output or gradient is judged against.  `limit` holds the largest errors that pass.
+
+    ulps: count them; where not, no fault is found by them.
+    """
 
     name: str
     dtype: torch.dtype
@@ -46,6 +64,7 @@ class Standard:
     size: Errors
     torch: Errors
     limit: Errors
+    ulps: bool = True
 
     def judge(self, ours: object) -> Measure:
         """Measure `ours` and say in words every way in which it fails.  None is how autograd writes a zero gradient."""
@@ -57,7 +76,7 @@ class Standard:
         assert isinstance(ours, Tensor)
         if not self.dtype.is_floating_point:
             return Measure(self.name, *_NOTHING, faults=self._other_integers(ours))
-        found = errors(ours.detach(), self.exact, self.dtype)
+        found = errors(ours.detach(), self.exact, self.dtype, ulps=self.ulps)
         faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
         return self._measure(found, tuple(faults))
 
@@ -134,12 +153,23 @@ class Standard:
         )
 
 
-def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tensor], factor: float) -> Standard:
+def standard(
+    name: str,
+    exact: Tensor,
+    baseline: Tensor,
+    jittered: Sequence[Tensor],
+    factor: float,
+    *,
+    order: float = 0.0,
+    ulps: bool = True,
+) -> Standard:
     """The standard for one tensor.
 
     exact     float64 result of the oracle
     baseline  the reference in the dtype under test, on the same device
     jittered  the reference in float32 (or wider) on inputs jittered by one rounding of that dtype
+    order     relative error that is allowed to every part besides: what another order may change in long sums
+    ulps      judge ULPs too
     """
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
@@ -147,27 +177,54 @@ def standard(name: str, exact: Tensor, baseline: Tensor, jittered: Sequence[Tens
         nothing = Errors(*[zero] * len(Errors._fields))
         return Standard(name, dtype, exact.device, exact, rounded, nothing, nothing, nothing)
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
-    theirs = errors(baseline, exact, dtype)
+    theirs = errors(baseline, exact, dtype, ulps=ulps)
     number = counts(exact)
-    noise = Errors(*(torch.stack(e).amax(0) for e in zip(*(errors(j, exact, dtype) for j in jittered), strict=True)))
+    noise = Errors(
+        *(torch.stack(e).amax(0) for e in zip(*(errors(j, exact, dtype, ulps=ulps) for j in jittered), strict=True))
+    )
     info = torch.finfo(dtype)
-    relative = info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    relative = (
+        order + info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
+    )
     rms = typical(exact)
-    coarser = torch.where(noise.whole > 0, theirs.whole / noise.whole, 0.0)
+    coarser = _ratio(theirs.whole, noise.whole)
     limits = []
     for field in Errors._fields:
         their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
         if field in PARTS:
-            telling = own > NEARLY_ZERO * rms * n.sqrt()
-            their = torch.maximum(their, torch.where(telling, their / own, 0.0).max() * own)
+            sound = _sound(own / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
+            their = torch.maximum(their, torch.where(sound, _ratio(their, own), 0.0).max() * own)
             their = torch.maximum(their, coarser * getattr(noise, field))
-            cancelled = SUM_ORDER * (rms * n.sqrt() / 2 - own).clamp_min(0)
+            usual = _typical_part(own / n.sqrt(), rms)
+            cancelled = torch.where(sound, 0.0, SUM_ORDER * (usual * n.sqrt() / 2 - own).clamp_min(0))
         floor = FLOOR_ULP if field == "ulp" else relative * own + info.smallest_normal * info.eps * n.sqrt()
         if field in PARTS:
             floor = floor + cancelled
         limit = factor * their + floor + getattr(noise, field)
         limits.append(torch.where(n < MIN_PART, torch.inf, limit) if field in PARTS else limit)
-    return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits))
+    return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits), ulps)
+
+
+def _sound(sizes: Tensor, moved: Tensor, rms: Tensor) -> Tensor:
+    """Which parts have relative errors that say something.  sizes: root mean squares of the parts; moved: by jitter."""
+    large = sizes > NEARLY_ZERO * rms
+    usual = _ratio(moved, sizes)[large]
+    if not len(usual):
+        return large
+    return large | ((sizes > CANCELLED * rms) & (moved <= SOUND * usual.median() * sizes))
+
+
+def _typical_part(sizes: Tensor, rms: Tensor) -> Tensor:
+    """The size that all but FEW of the parts do not exceed, of those that are not empty; at most that of the whole."""
+    present = sizes[sizes > CANCELLED * rms]
+    if len(present) < 2:
+        return rms
+    return torch.minimum(rms, present.sort().values[int((1 - FEW) * (len(present) - 1))])
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is."""
+    return torch.where(b > 0, a / b, 0.0)
 
 
 def _part(part: str, index: int, shape: Sequence[int]) -> str:

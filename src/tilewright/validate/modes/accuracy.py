@@ -12,10 +12,11 @@ from tilewright.validate.oracle import as_tuple
 @mode("eager")
 def eager(case: Case, found: Findings) -> None:
     """Forward without gradients, first call and second: the second may replay what the first prepared."""
-    first = case.call(case.sample())
-    again = case.call(case.sample())
-    found.outputs(first)
-    found.outputs(again, "second call: ")
+    found.outputs(case.call(case.sample()))
+    found.outputs(case.call(case.sample()), "second call: ")
+    ran = case.raw_calls(case.sample())[0].plan().backend
+    if case.backend in (None, "auto"):
+        found.notes.append(f"auto takes {ran}")
 
 
 @mode("reference_bits")
@@ -38,11 +39,13 @@ def reference_bits(case: Case, found: Findings) -> None:
 def backward(case: Case, found: Findings) -> None:
     """Forward with gradients, and the gradient of every input for random cotangents."""
     needs_gradient(case)
-    first = case.differentiate(case.sample())
-    again = case.differentiate(case.sample())
-    for (outputs, grads), where in ((first, ""), (again, "second call: ")):
+    for where in ("", "second call: "):
+        outputs, grads = case.differentiate(case.sample())
         found.outputs(outputs, where)
         found.gradients(grads, where)
+    ran = [call.plan().backend for call in case.raw_calls(case.sample())]
+    if case.backend not in (None, "auto", ran[-1]) and ran[0] == case.backend:
+        found.notes.append(f"the backward is {ran[-1]}'s: {case.backend} has none for this call")
 
 
 @mode("gradient_subsets")

@@ -1,8 +1,8 @@
 """Same values, other strides, alignments and sizes."""
 
 from tilewright.dispatch import Sample
-from tilewright.validate.case import Case, Findings, NotApplicable
-from tilewright.validate.layouts import LAYOUTS, misaligned
+from tilewright.validate.case import Case, Findings, NotApplicable, tensors
+from tilewright.validate.layouts import LAYOUTS, misaligned, odd_singles
 from tilewright.validate.modes.registry import mode
 from tilewright.validate.rows import batch_size, rows_of
 
@@ -11,11 +11,14 @@ from tilewright.validate.rows import batch_size, rows_of
 def non_contiguous(case: Case, found: Findings) -> None:
     """Transposed and strided inputs and cotangents, the gaps between elements filled with NaN."""
     for name, change in LAYOUTS.items():
-        found.outputs(case.call(case.mapped(change)), f"{name}: ")
+        with found.part(name) as where:
+            found.outputs(case.call(case.mapped(change)), where)
         if case.positions:
-            outputs, grads = case.differentiate(case.mapped(change), None, [change(c) for c in case.truth.cotangents])
-            found.outputs(outputs, f"{name}, with gradients: ")
-            found.gradients(grads, f"{name}: ")
+            with found.part(f"{name}, with gradients") as where:
+                cotangents = [change(c) for c in case.truth.cotangents]
+                outputs, grads = case.differentiate(case.mapped(change), None, cotangents)
+                found.outputs(outputs, where)
+                found.gradients(grads, where)
 
 
 @mode("offset")
@@ -23,7 +26,22 @@ def offset(case: Case, found: Findings) -> None:
     """Contiguous views that start one element after an aligned address."""
     found.outputs(case.call(case.mapped(misaligned)))
     if case.positions:
-        _, grads = case.differentiate(case.mapped(misaligned), None, [misaligned(c) for c in case.truth.cotangents])
+        with found.part("with gradients") as where:
+            cotangents = [misaligned(c) for c in case.truth.cotangents]
+            _, grads = case.differentiate(case.mapped(misaligned), None, cotangents)
+            found.gradients(grads, where)
+
+
+@mode("single_elements")
+def single_elements(case: Case, found: Findings) -> None:
+    """Dimensions of one element with strides that no dense tensor has."""
+    if not any(1 in t.shape for t in tensors(case.sample())):
+        raise NotApplicable("no dimension has one element")
+    found.outputs(case.call(case.mapped(odd_singles)))
+    if case.positions:
+        cotangents = [odd_singles(c) for c in case.truth.cotangents]
+        outputs, grads = case.differentiate(case.mapped(odd_singles), None, cotangents)
+        found.outputs(outputs, "with gradients: ")
         found.gradients(grads)
 
 

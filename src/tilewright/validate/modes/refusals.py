@@ -9,7 +9,7 @@ from tilewright.validate.case import Case, Findings, NotApplicable, tensors
 from tilewright.validate.modes.registry import mode
 
 
-@mode("bad_inputs", once=True)
+@mode("bad_inputs", once=True, computes=False)
 def bad_inputs(case: Case, found: Findings) -> None:
     """Every bad input of the contract raises its error and writes neither to its inputs nor to out=."""
     if not case.contract.bad_inputs:

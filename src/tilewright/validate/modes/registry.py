@@ -10,24 +10,27 @@ Run = Callable[[Case, Findings], None]
 
 @dataclass(frozen=True)
 class Mode:
-    """heavy: takes seconds (compilation).   once: concerns the op and dtype, not the sizes."""
+    """heavy: takes seconds (compilation).   once: concerns the op and dtype, not the sizes.   computes: it runs the op,
+    where others see only what is refused before.
+    """
 
     name: str
     doc: str
     run: Run
     heavy: bool
     once: bool
+    computes: bool = True
 
 
 MODES: dict[str, Mode] = {}
 """Every mode by name, in the order they run."""
 
 
-def mode(name: str, *, heavy: bool = False, once: bool = False) -> Callable[[Run], Run]:
+def mode(name: str, *, heavy: bool = False, once: bool = False, computes: bool = True) -> Callable[[Run], Run]:
     """Register the decorated function; the first line of its docstring describes the mode."""
 
     def register(run: Run) -> Run:
-        MODES[name] = Mode(name, (run.__doc__ or "").strip().split("\n")[0], run, heavy, once)
+        MODES[name] = Mode(name, (run.__doc__ or "").strip().split("\n")[0], run, heavy, once, computes)
         return run
 
     return register

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tilewright.dispatch import numerics
-from tilewright.validate.bits import same_bits
+from tilewright.validate.bits import replicas, same_bits
 from tilewright.validate.case import Case, Findings, NotApplicable, overwrite
 from tilewright.validate.modes.registry import mode
 from tilewright.validate.rows import output_rows, require_independent_rows, rows_of
@@ -69,13 +69,16 @@ def _parts(size: int) -> list[tuple[int, int]]:
 
 @mode("changed_inputs")
 def changed_inputs(case: Case, found: Findings) -> None:
-    """Other values at the same addresses give other results: nothing is cached by pointer."""
+    """Other values at the same addresses, and then the first again, give their own results: nothing is cached by
+    pointer.
+    """
     sample = case.sample()
     case.call(sample)
-    other = case.other_sample()
-    truth = case.truth_of(other)
-    overwrite(sample, other)
-    found.outputs(case.call(sample), "", truth)
     if case.positions:
-        _, grads = case.differentiate(sample, None, truth.cotangents)
-        found.gradients(grads, "", truth)
+        case.differentiate(sample)
+    for values, truth, where in ((*case.other(), ""), (case.sample(), case.truth, "the first values again: ")):
+        overwrite(sample, values)
+        found.outputs(case.call(sample), where, truth)
+        if case.positions:
+            _, grads = case.differentiate(sample, None, replicas(truth.cotangents))
+            found.gradients(grads, where, truth)

@@ -1,38 +1,48 @@
 """GPU only: work goes to the current stream, can be captured into a graph, and reads its inputs at replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
 
-from tilewright.validate.case import Case, Findings, NotApplicable, overwrite, tensors
+from tilewright.validate.case import Case, Findings, NotApplicable, Other, overwrite, tensors
 from tilewright.validate.modes.registry import mode
 
 T = TypeVar("T")
+REPLAYS = 3
 DELAY = 40_000_000  # clock cycles that the stream is held up: about 20 ms, longer than launching takes
 
 
 @mode("cuda_graph")
 def cuda_graph(case: Case, found: Findings) -> None:
-    """Forward, and forward with backward, captured once and replayed on changed inputs."""
+    """Forward, and forward with backward, captured once and replayed three times, on new data each time."""
     _needs_gpu(case)
-    other = case.other_sample()
-    truth = case.truth_of(other)
     sample = case.sample()
     outputs, replay = _captured(lambda: case.call(sample), case)
-    overwrite(sample, other)
-    replay()
-    found.outputs(outputs, "forward: ", truth)
-    if case.positions:
-        sample = case.sample()
-        cotangents = [c.clone() for c in case.truth.cotangents]
-        made, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
-        overwrite(sample, other)
-        for c, value in zip(cotangents, truth.cotangents, strict=True):
+    for where, other in _replays(case):
+        overwrite(sample, other.sample)
+        replay()
+        found.outputs(outputs, f"{where}: ", other.truth)
+        case.call(case.sample())  # an eager call between two replays shares no memory with the graph
+    if not case.positions:
+        return
+    sample = case.sample()
+    cotangents = [c.clone() for c in case.truth.cotangents]
+    made, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
+    for where, other in _replays(case):
+        overwrite(sample, other.sample)
+        for c, value in zip(cotangents, other.truth.cotangents, strict=True):
             c.copy_(value)
         replay()
-        found.outputs(made[0], "with gradients: ", truth)
-        found.gradients(made[1], "", truth)
+        found.outputs(made[0], f"{where}, with gradients: ", other.truth)
+        found.gradients(made[1], f"{where}: ", other.truth)
+        case.differentiate(case.sample())
+
+
+def _replays(case: Case) -> Iterator[tuple[str, Other]]:
+    """Each replay's name, and the values it is given."""
+    for number in range(1, REPLAYS + 1):
+        yield f"replay {number}", case.other(number)
 
 
 @mode("side_stream")
