@@ -116,7 +116,7 @@ def _wanted(wish: argparse.Namespace) -> list[tuple[int, EdgeProblem]]:
 def _kind(reason: str) -> str:
     """A reason without the sizes of one call, so that equal reasons are counted together."""
     words = reason.split(" Supported here", maxsplit=1)[0].split(" (", maxsplit=1)[0]
-    return "".join("#" if c.isdigit() else c for c in words)[:160]
+    return re.sub(r"\d+", "#", words)[:160]
 
 
 def _work(wish: argparse.Namespace) -> int:
