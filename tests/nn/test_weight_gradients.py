@@ -142,7 +142,7 @@ def test_hooks_after_accumulation_see_the_whole_gradient(kind):
 def test_under_autocast(kind):
     layer = layer_of(kind, torch.float32)
     with torch.autocast("cpu", HALF):
-        loss, x = loss_of(layer)
+        loss, _ = loss_of(layer)
     (dweight,) = torch.autograd.grad(loss, layer.weight)
     assert dweight.dtype == torch.float32
     assert layer.weight.grad is None
