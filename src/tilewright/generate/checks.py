@@ -58,8 +58,8 @@ def special_tokens(
 
 
 def fingerprint(model: Any) -> tuple[object, ...]:
-    """Changes when the model's modules change class or its tensors move, float8 copies of weights among them: a captured
-    graph of it is then out of date.
+    """Changes when the model's modules change class or its tensors and float8 copies move: a captured graph of it is
+    then out of date.
     """
     modules = list(model.modules())
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]

@@ -180,6 +180,13 @@ class DeviceCache(Generic[V]):
         self._captured[key] = entry
         return entry.value
 
+    def peek(self, key: Hashable) -> V | None:
+        """The value of `key` as it was last made outside of captures, of whatever data, for traced code: no order, no
+        version.
+        """
+        entry = self._eager.get(key)
+        return None if entry is None else entry.value
+
     def keys_read_by_graphs(self) -> list[Hashable]:
         """The keys whose values graphs read that were captured after they were made."""
         return [key for key, entry in self._eager.items() if entry.captures]

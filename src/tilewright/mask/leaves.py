@@ -73,7 +73,7 @@ def block(table: Tensor, size: int | tuple[int, int]) -> Mask:
 
 
 class TensorLeaf(Mask):
-    """A leaf that holds a tensor.  Made while a CUDA graph is captured, it holds numbers in replays of that graph alone."""
+    """A leaf that holds a tensor.  One made in the capture of a CUDA graph belongs to that graph alone."""
 
     def __post_init__(self) -> None:
         """Note the stream on which the tensor is made, and the capture, if any."""

@@ -32,6 +32,7 @@ E4M3 = torch.float8_e4m3fn
 _MASTERS = (torch.bfloat16, torch.float16, torch.float32)
 _VECTOR = 16  # tokens: float8 rows of other lengths are not aligned for the copy engine
 
+
 class FP8Linear(nn.Linear):
     """x @ weight.T + bias in float8; takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
 

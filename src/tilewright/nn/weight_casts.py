@@ -40,7 +40,6 @@ class WeightCasts:
     def __init__(self) -> None:
         self._cache: DeviceCache[Cast] = DeviceCache("float8 weights")
         self._sources: dict[str, _Source] = {}
-        self._last: dict[str, Cast] = {}
         self._writes = 0  # that torch does not count
         self._written_by_graphs = self._held = False
 
@@ -57,14 +56,11 @@ class WeightCasts:
 
         place = (storages, *[(w.storage_offset(), w.shape, w.dtype) for w in weights])
         state = (self._writes, *[-1 if w.is_inference() else w._version for w in weights])
-        made = self._cache.get(name, weights[0].device, make, place=place, state=state)
-        if not capturing(weights[0]):
-            self._last[name] = made
-        return made
+        return self._cache.get(name, weights[0].device, make, place=place, state=state)
 
     def last(self, name: str) -> Cast | None:
         """What `of` gave last, of whatever weights: for traced code, which cannot look at versions."""
-        return self._last.get(name)
+        return self._cache.peek(name)
 
     def trained_by_graph(self) -> None:
         """Note that a graph under capture trains the weights."""
@@ -78,7 +74,6 @@ class WeightCasts:
     def clear(self) -> None:
         """Free the copies, but for those that graphs read; the next call makes others."""
         self._cache.clear()
-        self._last.clear()
 
     def addresses(self) -> tuple[int, ...]:
         """Where the copies lie: what a captured graph depends on."""
