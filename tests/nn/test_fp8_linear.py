@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -138,6 +140,76 @@ def test_a_step_of_any_optimizer_is_seen(kind):
     ours(x).sum().backward()
     optimizer.step()
     assert_rounded(ours(x), rounded(x, TOKEN) @ rounded(ours.weight, BLOCK).mT + ours.bias.detach().double())
+
+
+def test_a_step_of_another_model_leaves_the_cast_alone(casts):
+    ours, x = layer(), torch.randn(4, K).to(HALF).requires_grad_()
+    mine = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours(x).sum().backward()
+    mine.step()
+    ours(x).sum().backward()
+    del casts[:]
+    stranger = torch_nn.Linear(2, 2)
+    other_optimizer = torch.optim.AdamW(stranger.parameters(), fused=True)
+    stranger(torch.ones(1, 2)).sum().backward()
+    other_optimizer.step()
+    ours(x).sum().backward()
+    assert casts == []
+    mine.step()
+    ours(x).sum().backward()
+    assert casts == [False, True]
+
+
+def test_a_step_on_a_view_of_the_weight_is_seen(casts):
+    """One flat parameter for all, as FSDP has."""
+    ours, x = layer(torch.float32), torch.randn(4, K)
+    flat = torch_nn.Parameter(ours.weight.detach().flatten())
+    ours.weight = torch_nn.Parameter(flat.detach().view(N, K))
+    optimizer = torch.optim.SGD([flat], lr=0.5)
+    ours.eval()(x)
+    flat.grad = torch.ones_like(flat)
+    optimizer.step()
+    with torch.no_grad():
+        assert_rounded(ours(x), rounded(x, TOKEN) @ rounded(ours.weight, BLOCK).mT + ours.bias.detach().double())
+    assert len(casts) == 2
+
+
+def test_a_trained_weight_with_its_master_elsewhere_is_cast_after_any_step():
+    ours, x = layer(), torch.randn(4, K).to(HALF).requires_grad_()
+    master = ours.weight.detach().float().clone().requires_grad_()
+    optimizer = torch.optim.SGD([master], lr=0.5)
+    ours(x).sum().backward()
+    master.grad = ours.weight.grad.float()
+    optimizer.step()
+    ours.weight.data.copy_(master.detach())
+    with torch.no_grad():
+        assert_rounded(ours(x), rounded(x, TOKEN) @ rounded(ours.weight, BLOCK).mT + ours.bias.detach().double())
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_old_one():
+    """`.data = ` counts no write, and the allocator gives an address away again."""
+    ours, x = layer().eval().requires_grad_(False), torch.randn(4, K).to(HALF)
+    ours(x)
+    for _ in range(20):
+        ours.weight.data = torch.randn(N, K).to(HALF)
+        assert_rounded(ours(x), rounded(x, TOKEN) @ rounded(ours.weight, BLOCK).mT + ours.bias.detach().double())
+
+
+def test_optimizers_are_watched_from_the_first_kept_cast_on():
+    """In a process of its own: others have kept casts in this one."""
+    code = """
+import torch, tilewright.nn as nn
+from torch.optim import optimizer
+assert not optimizer._global_optimizer_post_hooks
+layer = nn.FP8Linear(8, 8)
+assert not optimizer._global_optimizer_post_hooks
+layer(torch.ones(1, 8))
+assert len(optimizer._global_optimizer_post_hooks) == 1
+nn.FP8Linear(8, 8)(torch.ones(1, 8))
+assert len(optimizer._global_optimizer_post_hooks) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_weight_that_changes_before_the_backward_is_noticed():
