@@ -3,6 +3,9 @@
 A case launches a proof kernel or an engine and compares the result with float64; together they reach every part: rings
 that turn, clusters, splits of K, all layouts, scalings and walks, epilogues, ragged edges.  Memory that must not be
 written holds a number that no product gives.  `sanitize.py` runs each of them under compute-sanitizer.
+
+Kernels that stay on the machine get `PROCESSORS` of it: so a block has several tiles one after another, and its ring
+turns, although there are few of them, as a tool needs it that follows every access to shared memory.
 """
 
 import sys
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright import mask as masks
+from tilewright.hardware.sm_budget import set_sm_budget
 from tilewright.jit import selftest
 from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.mla.raw import joined
@@ -34,6 +38,7 @@ from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_m
 
 DEVICE = torch.device("cuda", 0)
 UNWRITTEN = 768.0  # bf16 has it
+PROCESSORS = 4
 UNSCALED = few_rows.UNSCALED
 _HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
 
@@ -46,10 +51,10 @@ DENSE = (
     (200, 512, 520, "nt", "swiglu", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
 )
 FEW_ROWS = (
-    (1, 520, 2056, "nt", "", _HALF, few_rows_cuda.Config(8, 3, 1, 3)),
-    (16, 520, 2056, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
-    (33, 520, 2056, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
-    (64, 9032, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
+    (1, 264, 1032, "nt", "", _HALF, few_rows_cuda.Config(8, 3, 1, 3)),
+    (16, 264, 1032, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
+    (33, 264, 1160, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
+    (64, 328, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
 )
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
@@ -65,10 +70,10 @@ FP8 = (
 REQUANTISED = ((300, 528, 640, "silu", (128, 128)), (300, 1088, 640, "swiglu", (128, 256)))
 # rows, columns, depth, scaling, activation, tokens, split, blocks a multiprocessor
 FEW_ROWS_SCALED = (
-    (1, 520, 2064, 0, "", 8, 2, 2),
-    (13, 520, 2064, 1, "relu", 16, 1, 2),
-    (33, 520, 2064, 2, "", 64, 4, 1),
-    (33, 520, 2064, 3, "swiglu", 64, 2, 1),
+    (1, 264, 1040, 0, "", 8, 2, 2),
+    (13, 264, 1040, 1, "relu", 16, 1, 2),
+    (33, 264, 1552, 2, "", 64, 4, 1),
+    (33, 264, 1040, 3, "swiglu", 64, 2, 1),
 )
 # rows of groups, columns, depth, scaling, in matrices of their own, kernel, tile or (tokens, split, blocks)
 GROUPED = (
@@ -77,9 +82,9 @@ GROUPED = (
     ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (128, 128)),
     ((300, 0, 1, 64, 129), 528, 384, 2, True, "fp8", (192, 128)),
     ((3, 0, 64, 1, 200, 0), 528, 384, 2, False, "fp8", (256, 128)),
-    ((3, 0, 17, 1, 40, 0), 520, 1032, UNSCALED, False, "few_rows", (32, 2, 2)),
-    ((3, 0, 17, 1, 40, 0), 520, 1040, 2, False, "few_rows", (16, 2, 2)),
-    ((9, 0, 16, 16), 520, 1040, 3, True, "few_rows", (16, 1, 1)),
+    ((3, 0, 17, 1, 40, 0), 264, 520, UNSCALED, False, "few_rows", (32, 2, 2)),
+    ((3, 0, 17, 1, 40, 0), 264, 1040, 2, False, "few_rows", (16, 2, 2)),
+    ((9, 0, 16, 16), 264, 528, 3, True, "few_rows", (16, 1, 1)),
 )
 # K of groups, rows, columns, scaling, tile, in place
 ALONG_K = (
@@ -89,9 +94,9 @@ ALONG_K = (
 )
 # rows, columns, depth, bits, activation, (tokens, tiles, warps, split, blocks a multiprocessor)
 WEIGHT_ONLY = (
-    (1, 520, 2064, 8, "", (8, 2, 4, 4, 2)),
-    (13, 520, 2080, 4, "gelu", (16, 2, 4, 2, 1)),
-    (61, 512, 1056, 4, "swiglu", (64, 2, 4, 1, 1)),
+    (1, 264, 1040, 8, "", (8, 2, 4, 4, 2)),
+    (13, 264, 1056, 4, "gelu", (16, 2, 4, 2, 1)),
+    (61, 256, 1056, 4, "swiglu", (64, 2, 4, 1, 1)),
 )
 # queries, keys, D, band, mask of the keys, modified scores, config
 ATTENTION = (
@@ -304,6 +309,7 @@ def cases() -> dict[str, Callable[[], bool]]:
 
 def run_cases(names: Sequence[str]) -> int:
     """Run the named cases, or all; prints and counts the wrong ones."""
+    set_sm_budget(PROCESSORS)
     known = cases()
     wrong = [name for name in names or known if not known[name]()]
     torch.cuda.synchronize()

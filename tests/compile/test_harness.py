@@ -133,3 +133,33 @@ def test_a_descriptor_from_a_register_that_nothing_wrote_is_found():
     assert unset(head + SET + "        /*0040*/  UIADD3 UR42, UP0, UR42, 0x20, URZ ;") == [
         "UIADD3 UR42, UP0, UR42, 0x20, URZ"
     ]
+
+
+PLACED = """
+        /*0000*/                   UMOV UR8, 0x400 ;
+        /*0010*/                   USHF.R.U32.HI UR24, URZ, 0x4, UR8 ;
+        /*0020*/                   USGXT.U32 UR24, UR24, 0xe ;
+        /*0030*/                   UMOV UR25, 0x40000040 ;
+        /*0040*/                   UIADD3 UR26, UP1, UR24, 0x2, URZ ;
+        /*0050*/                   UMOV UR4, URZ ;
+        /*0060*/                   UIADD3.X UR27, UR4, 0x40000040, URZ, UP1, !UPT ;
+.L_x_1:
+        /*0070*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR24], R24, gsb0 ;
+        /*0080*/              @!P0 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+"""
+
+
+def test_a_descriptor_that_describes_no_tile_is_found():
+    from tests.harness.matrix_descriptors import wrong
+
+    assert wrong(PLACED) == []
+    (instruction,) = [line.split("*/")[1].strip(" ;") for line in PLACED.splitlines() if "HGMMA" in line]
+    # As ptxas computed one from the base of the shared memory, where a part of it was to be 0
+    of_the_base = PLACED.replace("UP1, UR24, 0x2", "UP1, UR8, 0x2").replace("UR27, UR4,", "UR27, UR8,")
+    assert wrong(of_the_base) == [instruction]
+    assert wrong(PLACED.replace("UMOV UR25, 0x40000040", "UMOV UR26, 0x40000040")) == [instruction]
+    in_the_loop = "        /*0078*/                   UIADD3 UR25, UR25, 0x1, URZ ;\n        /*0080*/"
+    assert wrong(PLACED.replace("        /*0080*/", in_the_loop)) == []  # no constant any more
+    from_registers = PLACED.replace("R24, gdesc", "R24, R20, gdesc").replace("UMOV UR25", "UMOV UR5")
+    assert wrong(from_registers) == []  # of A nothing is read then

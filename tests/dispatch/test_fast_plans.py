@@ -247,3 +247,17 @@ def test_results_of_a_raw_op_are_its_own_every_time(double, monkeypatch, referen
         assert torch.equal(made, A)
         assert made.data_ptr() != A.data_ptr()
         assert made.is_contiguous()
+
+
+def test_a_first_call_with_one_tensor_twice_takes_no_tape_from_later_ones(kernel):
+    """Nothing tells the two pointers of matmul(x, x) apart, so it leaves no tape; matmul(x, y) leaves one."""
+    kernel()
+    x, y = torch.randn(16, 16).to(HALF), torch.randn(16, 16).to(HALF)
+    ops.matmul(x, x, backend="cpu")
+    ops.matmul(x, x, backend="cpu")
+    assert (len(kernel.ran), len(kernel.replayed)) == (2, 0)
+    ops.matmul(x, y, backend="cpu")
+    assert (len(kernel.ran), len(kernel.replayed)) == (3, 0)
+    ops.matmul(x, y, backend="cpu")
+    ops.matmul(x, x, backend="cpu")
+    assert (len(kernel.ran), len(kernel.replayed)) == (3, 2)

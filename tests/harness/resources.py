@@ -33,7 +33,7 @@ class Resources:
 
     A stack without spills holds arrays or return addresses. `multiplies` says that the kernel contains `tl.dot`;
     `matrix_instructions` are the names of those that do its work.  `unset`: see `uniform_registers`, read of kernels
-    whose matrix instructions have several widths.
+    whose matrix instructions have several widths, and `matrix_descriptors`.
     """
 
     name: str
@@ -53,7 +53,9 @@ class Resources:
         if self.multiplies and not self.matrix_instructions:
             found.append(f"{self.name} contains tl.dot but no matrix instruction")
         if self.unset:
-            found.append(f"{self.name} reads uniform registers that nothing wrote: {self.unset[0]}")
+            found.append(
+                f"{self.name} reads uniform registers that nothing wrote, or no tile's address: {self.unset[0]}"
+            )
         return found
 
 

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from tests.harness.matrix_descriptors import wrong
 
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\S+\s+)?(\S+)\s*(.*?)\s*;")
 _WRITERS = ("U", "R2UR", "S2UR", "CS2UR", "REDUX", "LDCU", "VOTEU")  # what may have a uniform register as its result
@@ -36,14 +37,14 @@ def unset(sass: str) -> list[str]:
 
 
 def of_binary(cubin: bytes) -> list[str]:
-    """`unset` of a compiled kernel, disassembled by Triton's nvdisasm."""
+    """`unset` and `wrong` of a compiled kernel, disassembled by Triton's nvdisasm."""
     # -ndf: without an analysis of branches, which takes a quarter of the time and changes labels alone
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder, "kernel.cubin")
         binary.write_bytes(cubin)
         done = subprocess.run([str(tool), "-c", "-ndf", str(binary)], capture_output=True, text=True, check=True)
-        return unset(done.stdout)
+        return [*unset(done.stdout), *wrong(done.stdout)]
 
 
 def _result(operation: str, operands: list[str]) -> int | None:

@@ -74,6 +74,32 @@ def test_compiled_once_then_from_memory_then_from_disk(kernels, tmp_path):
     assert again.binary == again.path.read_bytes() == BINARY
 
 
+def test_threads_that_open_the_cache_together_share_one_memory(kernels, monkeypatch):
+    opened = []
+
+    class Slow(cache._Process):
+        def __init__(self, folder):
+            opened.append(folder)
+            time.sleep(0.1)
+            super().__init__(folder)
+
+    monkeypatch.setattr(cache, "_Process", Slow)
+    cache.forget()
+    found, together = [], threading.Barrier(4)
+
+    def work():
+        together.wait(timeout=60)
+        found.append(cache._here())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(opened) == 1
+    assert len(found) == 4 and len(set(map(id, found))) == 1
+
+
 def test_an_entry_is_readable(kernels, tmp_path):
     made = cache.get(key(), Builds(tmp_path))
     assert made.path.parent.parent == kernels

@@ -2,9 +2,14 @@
 
 import importlib.util
 import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
+from tests.harness import fake_driver
 from tests.harness import kernels as harness
 from triton import knobs
 
@@ -293,3 +298,89 @@ def test_it_computes_the_same_without_any_compiler(own, kernels, monkeypatch):
     expected = x.float().sum(1)
     torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-3)
     assert torch.equal(first, second)
+
+
+# ---------------------------------------------------------------------------------------------- threads and devices
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Triton compiles for an H200 that is not here; yields what it loads and launches, loading slowly."""
+    events = []
+
+    class Utils(fake_driver._Utils):
+        def load_binary(self, name, blob, shared, device):
+            time.sleep(0.2)
+            events.append(("load", device))
+            return 1, 4096 + device, 0, 0, fake_driver.MAX_THREADS
+
+    class Launcher:
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid = launch_pdl = False
+
+        def __init__(self, src, metadata):
+            self.launch = lambda x, y, z, stream, function, *rest: events.append(("launch", stream, function))
+
+        def __call__(self, x, y, z, stream, function, *rest):
+            events.append(("shell", function))
+
+    where = threading.local()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(where, "index", 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda index: Inside(where, index))
+    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: 1000 + index)
+    monkeypatch.setattr(triton_launch, "_launchable", lambda: False)
+    with fake_driver.target("sm_90"):
+        active = triton.runtime.driver.active
+        active.utils, active.launcher_cls = Utils("sm_90"), Launcher
+        active.get_current_device = torch.cuda.current_device
+        yield events
+
+
+class Inside:
+    """In the place of `torch.cuda.device`."""
+
+    def __init__(self, where, index):
+        self.where, self.index = where, index
+
+    def __enter__(self):
+        self.before, self.where.index = torch.cuda.current_device(), self.index
+
+    def __exit__(self, *_):
+        self.where.index = self.before
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says which GPU it is on, and has an address."""
+
+    @staticmethod
+    def at(index):
+        made = torch.zeros(256).as_subclass(OnGpu)
+        made.index = index
+        return made
+
+    device = property(lambda self: torch.device("cuda", self.index))
+
+
+def test_threads_that_are_first_together_launch_what_is_loaded(tmp_path, gpu):
+    """Triton shows a launcher before the function behind it is loaded."""
+    kernel, together = TritonKernel(load(tmp_path).kernel), threading.Barrier(4)
+    args = scaled_args(x=OnGpu.at(0), y=OnGpu.at(0))
+
+    def work(_):
+        together.wait(timeout=60)
+        kernel((8,), args, (256,), num_warps=4)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert gpu.count(("launch", 1000, 4096)) == 4
+    assert gpu.count(("load", 0)) == 1
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_tensor_of_another_device_is_launched_there(tmp_path, gpu, monkeypatch, hooked):
+    kernel = TritonKernel(load(tmp_path).kernel)
+    monkeypatch.setattr(triton_launch, "_hooked", lambda: hooked)
+    for index in (0, 1):
+        kernel((8,), scaled_args(x=OnGpu.at(index), y=OnGpu.at(index)), (256,), num_warps=4)
+    assert [event for event in gpu if event[0] == "load"] == [("load", 0), ("load", 1)]
+    assert [event[-1] for event in gpu if event[0] != "load"] == [4096, 4097]

@@ -169,10 +169,6 @@ def test_only_wanted_gradients_are_computed(monkeypatch):
     assert ours.weight.grad is None
 
 
-def gradient(ours: FP8Linear) -> torch.Tensor:
-    return ours.weight.grad if hasattr(torch.Tensor, "grad_dtype") else ours.weight.main_grad
-
-
 def test_gradients_are_summed_in_float32_in_place():
     ours, plain = layer(grad_dtype=torch.float32), layer()
     exact = torch.zeros(N, K, dtype=torch.float64)
@@ -183,11 +179,11 @@ def test_gradients_are_summed_in_float32_in_place():
         for each in (ours, plain):
             each(x).backward(dy)
         exact += rounded(dy.mT, TOKEN) @ rounded(x.mT, TOKEN).mT
-        place = place or gradient(ours).data_ptr()
-        assert gradient(ours).data_ptr() == place
-    assert gradient(ours).dtype == torch.float32
-    assert_rounded(gradient(ours), exact)
-    assert (gradient(ours) - exact).norm() < 1e-3 * (plain.weight.grad - exact).norm()
+        place = place or ours.weight.grad.data_ptr()
+        assert ours.weight.grad.data_ptr() == place
+    assert ours.weight.grad.dtype == torch.float32
+    assert_rounded(ours.weight.grad, exact)
+    assert (ours.weight.grad - exact).norm() < 1e-3 * (plain.weight.grad - exact).norm()
 
 
 def test_no_tokens():
@@ -367,7 +363,7 @@ def test_three_products_on_a_gpu(tokens):
     wanted = (
         (y, rounded(x, TOKEN) @ weight.mT + ours.bias.detach().double()),
         (x.grad, rounded(dy, TOKEN) @ weight),
-        (gradient(ours), rounded(dy.mT, TOKEN) @ rounded(x.mT, TOKEN).mT),
+        (ours.weight.grad, rounded(dy.mT, TOKEN) @ rounded(x.mT, TOKEN).mT),
     )
     for got, exact in wanted:
         # Tensor cores keep some 14 bits of a sum of 128 products, and the results above are rounded to bf16

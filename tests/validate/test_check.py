@@ -20,6 +20,7 @@ NAMES = {
     "autocast",
     "inference_mode",
     "non_contiguous",
+    "single_elements",
     "offset",
     "empty",
     "out",

@@ -8,18 +8,20 @@ to fuse.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.autograd.function import once_differentiable
 
 from tilewright.dispatch import fast
 from tilewright.dispatch.contract import Contract, bind, bind_function
+from tilewright.dispatch.duals import has_tangent, level_is_open
 from tilewright.dispatch.function import Function
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
+from tilewright.dispatch.scalars import as_declared
 from tilewright.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,6 +65,7 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
     raw, (wish, numerics) = contract.forward, resolve(backend)
     found = fast.find(raw, args, wish, numerics)
     if found is None or found[0] is None:
+        args = as_declared(raw, args)
         contract.check(*args)
         return _run(contract, args, wish, numerics, found)
     if found[0].plan.launch is None:  # torch's, and so is its gradient
@@ -82,6 +85,7 @@ def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, ou
         return out
     found = fast.find(raw, args, wish, numerics, out)
     if found is None or found[0] is None or not fast.again_into(raw, found, args, out):
+        args = as_declared(raw, args)
         with torch.no_grad():
             contract.check(*args)
         _check_out(contract, args, out)
@@ -98,15 +102,30 @@ def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, fo
     """A checked call: the first of its signature, or one under tracing, transforms or the profiler."""
     raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
     plan = raw.plan(args, wish, numerics)
-    if plan.launch is None or (wants_grad and not _has_backward(contract, plan.backend, wish, args[0].device.type)):
+    if plan.launch is not None:
+        reason = _only_reference(contract, plan.backend, wish, args[0].device.type, wants_grad)
+        if reason is not None:
+            plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=wish)
+    if plan.launch is None:
         raw.note(args, plan)
         made = raw.plain(*args)
-        if found is not None:  # torch's plan, also where `plan` is a kernel that has no backward
-            fast.keep(raw, found, fast.Entry(raw.plan(args, "torch", numerics), None, args[: raw.tensor_count], ()))
+        if found is not None:
+            fast.keep(raw, found, fast.Entry(plan, None, args[: raw.tensor_count], ()))
         return made
     if wants_grad:
         return _OpFunction.apply(contract, found, wish, numerics, *args)
     return _launch(raw, found, args, wish, numerics)
+
+
+def _only_reference(contract: Contract, backend: str, wish: str, device_type: str, wants_grad: bool) -> str | None:
+    """Why the reference runs although `backend` could, in words; None where `backend` runs."""
+    if level_is_open():
+        return f"a level of forward mode is open, which {backend} does not have"
+    if wants_grad and fast.transforms() is not None:  # torch.func.grad differentiates its own gradients at any depth
+        return f"a function transform wants a gradient, through which {backend} has none"
+    if wants_grad and not _has_backward(contract, backend, wish, device_type):
+        return f"a gradient is wanted, and {backend} has no backward kernel"
+    return None
 
 
 def _has_backward(contract: Contract, backend: str, wish: str, device_type: str) -> bool:
@@ -144,6 +163,12 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
         raise InputError(
             f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."
         )
+    if out.is_neg():
+        raise InputError(
+            f"{name}(out=...) got a tensor with the negative bit. Write elsewhere, or to out.resolve_neg()."
+        )
+    if has_tangent(*args, out):
+        raise InputError(f"{name}(out=...) has no forward mode, and an argument has a tangent. Drop out=.")
     if contract.forward.torch_out is None:
         raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
     ((shape, dtype, *_),) = contract.forward.outputs(*args)
@@ -203,20 +228,31 @@ class _OpFunction(Function):
         ctx.save_for_backward(*contract.gradient.save(args, output if isinstance(output, tuple) else (output,)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         gradient, backend, numerics, plain = ctx.call
         needs = ctx.needs_input_grad[4:]
         result: list[Any] = [None] * len(plain)
         if all(grad is None for grad in grads):
             return (None, None, None, None, *result)
+        saved = ctx.saved_tensors  # once: checkpoints compute them anew for a second look
         if any(needs[i] for i in gradient.inputs):
-            args = gradient.raw_args(grads, ctx.saved_tensors, plain, needs)
-            made = _launch(gradient.op, fast.find(gradient.op, args, backend, numerics), args, backend, numerics)
+            args = gradient.raw_args(grads, saved, plain, needs)
+            made = _differentiate(gradient.op, args, backend, numerics)
             outputs = (made,) if gradient.op.count == 1 else tuple(made)
             for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
                 result[i] = grad if needs[i] else None
         if gradient.others is not None:
-            for i, grad in gradient.others(grads, ctx.saved_tensors, plain, needs).items():
+            for i, grad in gradient.others(grads, saved, plain, needs).items():
                 result[i] = grad
         return (None, None, None, None, *result)
+
+
+def _differentiate(op: RawOp, args: tuple[Any, ...], backend: str, numerics: str) -> Any:
+    """The raw backward; its reference, which is differentiable, where a graph of the gradient is wanted, or tangents
+    go through it.
+    """
+    if torch.is_grad_enabled() or level_is_open():  # the former in a backward only for a graph of its own
+        why = "the gradient is itself differentiated, which only the reference is"
+        op.note(args, replace(op.plan(args, "torch", numerics), why=why, wish=backend))
+        return op.plain(*args)
+    return _launch(op, fast.find(op, args, backend, numerics), args, backend, numerics)

@@ -103,6 +103,8 @@ class Contract:
     inputs      (params, dtype, device, seed) -> Sample, with fresh random tensors.
     cost        (sample, direction) -> Cost.
     workloads   what the bench measures on a GPU; `cpu_workloads` on a CPU; `edge_cases` are for `validate.check`.
+    edge_grid   values of params that the grid of edge sizes (`validate.edge_grid`) cannot know: some, or a function of
+                the other params that returns them; None leaves a param out.
     batch_dim   dimension of `args[0]` along which rows are independent; None where there is none.
     in_place    positions of raw arguments that `out` may be: an element is read before it is written, by one thread.
     """
@@ -126,6 +128,7 @@ class Contract:
     promises: Promises = Promises()
     tolerance: float = 2.0
     gradient_tolerance: float = 3.0
+    edge_grid: Mapping[str, Sequence[Any] | Callable[[Mapping[str, Any]], Sequence[Any]]] = field(default_factory=dict)
 
     @property
     def function(self) -> Callable[..., Any]:

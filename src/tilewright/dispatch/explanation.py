@@ -52,13 +52,14 @@ class Explanation:
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Every implementation of `op` for this call, chosen or refused, in words.  Tensors may be real or fake.
 
+    It is the call as it would be made here: where a tensor requires a gradient and autograd is on, one with a gradient.
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
     """
     function = contract(op).function
     given = (*args, *kwargs.values())
     mode = next((a.fake_mode for a in given if hasattr(a, "fake_mode")), None) or FakeTensorMode()
     fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in given]
-    with mode, torch.no_grad(), record() as recording:
+    with mode, record() as recording:
         function(*fake[: len(args)], **dict(zip(kwargs, fake[len(args) :], strict=True)))
     raw, raw_args, _, numerics = recording.calls[0]
     plan = recording.plans[0]

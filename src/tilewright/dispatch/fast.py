@@ -3,8 +3,9 @@ leaves no tape, as where torch is chosen.
 
 A call whose signature was seen before needs no checks, no selection and no torch dispatcher: the first one passed them
 all. The road is closed, and `find` returns None, wherever somebody has to see the op or may change what it means:
-tensor subclasses, dispatch modes (FakeTensor, tracing), functorch transforms, the profiler, a recording, a device other
-than the current one.
+tensor subclasses, dispatch modes (FakeTensor, tracing), functorch transforms, forward mode, the profiler, a recording,
+a device other than the current one; and for tensors whose memory is not their value: with the negative bit, or zeros
+without memory.  Torch's dispatcher gives those their values.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad as _forward_ad
 from torch.nn import Parameter
 
 from tilewright.dispatch.recording import recordings
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
     from tilewright.dispatch.raw import RawOp
     from tilewright.dispatch.select import Plan
 
-_MAX_ENTRIES = 2048
 _PLAIN = frozenset((Tensor, Parameter))
 _modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
-_transforms = torch._C._functorch.peek_interpreter_stack
+transforms = torch._C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func that is active; None outside of all."""
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # a wrapper has no memory, and may outlive its transform
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _HOST = -1  # what `get_device` says of a CPU's tensor
@@ -35,12 +37,22 @@ _recordings = recordings()
 
 
 class Entry:
-    """What one signature needs at its next call; no tensor.  `launch` is None where the call left no tape."""
+    """What one signature needs at its next call; no tensor.  `launch` is None where the call left no tape.
 
-    __slots__ = ("launch", "like", "plan", "spans", "specs")
+    aliased: no tape, because two inputs began at one address; a call without such inputs may leave one.
+    """
 
-    def __init__(self, plan: "Plan", tape: Tape | None, args: Sequence[Tensor | None], outs: Sequence[Tensor]) -> None:
-        self.plan = plan
+    __slots__ = ("aliased", "launch", "like", "plan", "spans", "specs")
+
+    def __init__(
+        self,
+        plan: "Plan",
+        tape: Tape | None,
+        args: Sequence[Tensor | None],
+        outs: Sequence[Tensor],
+        aliased: bool = False,
+    ) -> None:
+        self.plan, self.aliased = plan, aliased
         self.launch = None if tape is None else tape.replay
         first = args[0]
         assert first is not None
@@ -75,16 +87,20 @@ def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Te
     device = first.get_device()
     if device == _HOST:  # and there may be no CUDA device to ask for the current one
         return None
-    if device != _current_device() or _modes() or _recordings or _profiling() or _transforms() is not None:
+    if device != _current_device() or _modes() or _recordings or _profiling() or transforms() is not None:
+        return None
+    if _forward_ad._current_level >= 0:
         return None
     count = raw.tensor_count
     parts: list[Any] = [backend, numerics, device, _generation[0], *args[count:]]
     pointers = []
     for t in args[:count]:
         if type(t) in _PLAIN and not _wrapped(t):
-            if t.get_device() != device:
+            if t.get_device() != device or t.is_neg():
                 return None
             pointer = t.data_ptr()
+            if not pointer and t.numel():
+                return None
             pointers.append(pointer)
             parts += (t.dtype, t.shape, t.stride(), pointer & 15)
         elif t is None:
@@ -95,14 +111,23 @@ def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Te
     if _grad_enabled():  # checks may depend on who wants a gradient
         parts += [t is not None and t.requires_grad for t in args[:count]]
     if out is not None:
-        if type(out) not in _PLAIN or _wrapped(out) or out.get_device() != device:
+        if type(out) not in _PLAIN or _wrapped(out) or out.get_device() != device or out.is_neg():
             return None
         pointer = out.data_ptr()
         same = tuple([i for i, p in enumerate(pointers) if p == pointer]) if pointer in pointers else None
         parts += ("out", out.dtype, out.shape, out.stride(), pointer & 15, same, out.requires_grad)
         pointers.append(pointer)
     key = tuple(parts)
-    return raw.tapes.get(key), key, pointers
+    entry = raw.tapes.get(key)
+    if entry is not None and entry.aliased and not _aliased(pointers):
+        entry = None
+    return entry, key, pointers
+
+
+def _aliased(pointers: Sequence[int]) -> bool:
+    """Do two tensors begin at one address?"""
+    known = [p for p in pointers if p]
+    return len(set(known)) < len(known)
 
 
 def again(raw: "RawOp", found: Found, args: Sequence[Any]) -> Any:
@@ -149,7 +174,8 @@ def run(raw: "RawOp", found: Found, args: Sequence[Any], backend: str, numerics:
     plan = raw.plan(args, backend, numerics)  # again: a launch without a kernel makes another one
     inputs = args[: raw.tensor_count]
     tape = None if plan.launch is None else taping.finish((*inputs, *outs))
-    keep(raw, found, Entry(plan, tape, inputs, outs))
+    aliased = plan.launch is not None and tape is None and _aliased(found[2])
+    keep(raw, found, Entry(plan, tape, inputs, outs, aliased))
     return outs if len(outs) > 1 else outs[0]
 
 
@@ -168,6 +194,4 @@ def run_into(raw: "RawOp", found: Found, args: Sequence[Any], backend: str, nume
 
 def keep(raw: "RawOp", found: Found, entry: Entry) -> None:
     """Remember `entry` for calls of this signature."""
-    if len(raw.tapes) >= _MAX_ENTRIES:
-        raw.tapes.clear()
-    raw.tapes[found[1]] = entry
+    raw.tapes.put(found[1], entry)

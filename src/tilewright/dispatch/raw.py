@@ -13,8 +13,11 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import fast
 from tilewright.dispatch.backends import missing
+from tilewright.dispatch.bounded import Bounded
+from tilewright.dispatch.duals import has_tangent
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations
+from tilewright.dispatch.scalars import converters
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError, KernelMissingError
 
@@ -24,6 +27,8 @@ OutputSpec = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtyp
 
 LIBRARY = torch.library.Library("tilewright", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA")
+_TAPE_BYTES, _PLAN_BYTES = 12 << 20, 4 << 20
+"""Host memory of one direction of an op: 32 MiB for both."""
 
 
 class RawOp:
@@ -75,10 +80,11 @@ class RawOp:
         self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
         self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
         self.tensor_count = schema.count("Tensor")
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._plans_generation = 0
+        self.scalars = converters(schema)
+        # Each with the generation it was made for
+        self._plans: Bounded[tuple[Any, ...], tuple[int, Plan]] = Bounded(_PLAN_BYTES)
         self._kernels: dict[tuple[str, int], bool] = {}
-        self.tapes: dict[tuple[Any, ...], fast.Entry] = {}
+        self.tapes: Bounded[tuple[Any, ...], fast.Entry] = Bounded(_TAPE_BYTES)
         name = f"_{op}_{direction}"
         returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
         LIBRARY.define(f"{name}({schema}, str backend, str numerics) -> {returns}")
@@ -120,12 +126,17 @@ class RawOp:
     def plan(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
         """The cached plan for this call."""
         key = self._plan_key(args, backend, numerics)
-        plan = self._plans.get(key)
-        if plan is None or self._plans_generation != GENERATION[0]:
-            if self._plans_generation != GENERATION[0] or len(self._plans) > 4096:
-                self._plans.clear()
-            plan = self._plans[key] = choose(self, args, backend, numerics)
-            self._plans_generation = GENERATION[0]
+        found = self._plans.get(key)
+        if found is None or found[0] != GENERATION[0]:
+            return self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
+        return found[1]
+
+    def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
+        """Decide, and remember for which generation: another thread may register something meanwhile."""
+        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
+            implementations(self.op, self.direction, self.package, args[0].device.type)
+        generation, plan = GENERATION[0], decide()
+        self._plans.put(key, (generation, plan))
         return plan
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
@@ -177,9 +188,9 @@ class RawOp:
 
     def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
         """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
-        other = choose(self, args, plan.wish, plan.numerics, without={plan.backend: str(error)})
-        self._plans[self._plan_key(args, plan.wish, plan.numerics)] = other
-        return other
+        without = {plan.backend: str(error)}
+        key = self._plan_key(args, plan.wish, plan.numerics)
+        return self._keep_plan(key, args, lambda: choose(self, args, plan.wish, plan.numerics, without))
 
     def _run_out(self, *args: Any, **outs: Tensor) -> None:
         raw = args[:-2]
@@ -275,7 +286,13 @@ class _Guard:
         self.name, self.base, self.overload = name, base, overload or "default"
 
     def __call__(self, *args: Any, **outs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *outs.values())):
+        given = (*args, *outs.values())
+        if has_tangent(*given):
+            raise InputError(
+                f"tilewright::{self.name} is a raw op without forward mode, and an input has a tangent. "
+                "Call the public function in tilewright.ops."
+            )
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in given):
             raise InputError(
                 f"tilewright::{self.name} is a raw op without a gradient, and an input requires one. "
                 "Call the public function in tilewright.ops, or use torch.no_grad()."

@@ -13,7 +13,7 @@ _active: list["Recording"] = []
 """Of the whole process, not of one thread: autograd runs backwards on threads of its own."""
 
 
-@dataclass
+@dataclass(eq=False)  # one leaves the list in force, not the first that has noted the same
 class Recording:
     """`plans`: each distinct plan in order of first use.  `calls`: (raw op, arguments, backend, numerics) of each
     call.

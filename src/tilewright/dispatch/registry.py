@@ -7,7 +7,7 @@ considered.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from threading import local
+from threading import RLock, local
 from typing import Any
 
 from tilewright.dispatch.backends import BACKENDS, importable, missing, module_exists
@@ -51,6 +51,7 @@ class Implementation:
 
 _implementations: dict[tuple[str, str], dict[str, list[Implementation]]] = {}
 """By op, direction and backend, all that were registered; the last one runs, the others wait for it to be taken out."""
+_files = RLock()  # a file registers its first implementation before its last line has run
 _reading = local()  # `.depth`: this thread imports a backend's file
 GENERATION = [0]
 """Grows with every registration and every table that is written, so that cached plans and tapes know they are old."""
@@ -111,15 +112,16 @@ def implementations(op: str, direction: str, package: str, device_type: str | No
 
     With `device_type` the files of backends that cannot run on such a device stay unread.
     """
-    for backend in BACKENDS:
-        module = f"{package}.{backend}"
-        if (
-            backend not in _implementations.get((op, direction), {})
-            and _worth_reading(backend, device_type)
-            and module_exists(module)
-        ):
-            _read(module)
-    return {backend: stack[-1] for backend, stack in _implementations.get((op, direction), {}).items()}
+    with _files:
+        for backend in BACKENDS:
+            module = f"{package}.{backend}"
+            if (
+                backend not in _implementations.get((op, direction), {})
+                and _worth_reading(backend, device_type)
+                and module_exists(module)
+            ):
+                _read(module)
+        return {backend: stack[-1] for backend, stack in _implementations.get((op, direction), {}).items()}
 
 
 def _read(module: str) -> None:

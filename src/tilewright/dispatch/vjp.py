@@ -8,17 +8,49 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
+from tilewright.dispatch.duals import level_is_open
+
 
 def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Gradients of `function(*inputs)` with respect to every input, for output gradients `grads` (None: output
     unused).
+
+    Where an input or a gradient requires a gradient and autograd is on, the result has a graph, and so a gradient of
+    its own.  Tangents of forward mode go through.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _transformed(function, inputs, grads)
+    given = (*inputs, *(g for g in grads if g is not None))
+    twice = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     with _autograd():
-        leaves = [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in inputs]
+        leaves = [_connected(x) if twice or level_is_open() else _detached(x) for x in inputs]
         outputs = function(*leaves)
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         used = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-        return torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used])
+        return torch.autograd.grad([o for o, _ in used], leaves, [g for _, g in used], create_graph=twice)
+
+
+def _transformed(
+    function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The same inside of torch.func's transforms, where no tensor may be told that it requires a gradient."""
+    outputs, pull = torch.func.vjp(function, *inputs)
+    if isinstance(outputs, Tensor):
+        return tuple(pull(grads[0]))
+    zeros = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]
+    return tuple(pull(tuple(zeros)))
+
+
+def _detached(x: Tensor) -> Tensor:
+    return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
+
+
+def _connected(x: Tensor) -> Tensor:
+    """A tensor of its own, so that one given twice has two gradients, which leads back to x and keeps its tangent."""
+    if x.is_inference():
+        return _detached(x)
+    view = x.view_as(x)
+    return view if view.requires_grad else view.requires_grad_()
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class CacheInfo:
 
 _settings: settings.Settings | None = None
 _process: _Process | None = None
+_opening = threading.Lock()  # threads that are first at once share one memory, and its locks
 
 
 def get(key: BuildKey, build: Callable[[], Built] | None) -> Artifact:
@@ -162,13 +163,14 @@ def store() -> Store:
 
 def _here() -> _Process:
     global _process, _settings
-    now = settings.current()
-    if _process is None or now is not _settings:
-        folder = now.cache_dir / "kernels"
-        if _process is None or _process.store.root != folder:
-            _process = _Process(folder)
-        _settings = now
-    return _process
+    now, here = settings.current(), _process  # read once: another thread may forget it
+    if here is None or now is not _settings:
+        with _opening:
+            here, folder = _process, now.cache_dir / "kernels"
+            if here is None or here.store.root != folder:
+                here = _process = _Process(folder)
+            _settings = now
+    return here
 
 
 def _limit() -> int:
@@ -286,8 +288,10 @@ def _missing(key: BuildKey, root: Path) -> str:
 
 
 def _after_fork() -> None:
+    global _opening
+    _opening = threading.Lock()  # a thread that held one does not exist in the child
     if _process is not None:
-        _process.locks = {}  # a thread that held one does not exist in the child
+        _process.locks = {}
 
 
 os.register_at_fork(after_in_child=_after_fork)

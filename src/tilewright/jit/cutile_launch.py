@@ -26,11 +26,11 @@ from tilewright.jit.artifact import Artifact, BuildKey, Built
 from tilewright.jit.collect import collecting
 from tilewright.jit.compilers import CompileError, Source, tileiras
 from tilewright.jit.cutile_language import ct
+from tilewright.jit.strides import VECTOR, plain_strides
 from tilewright.jit.tape import Step, taping
 from tilewright.settings import current
 
 _INT32_MAX = 2**31 - 1
-_VECTOR = 16  # bytes: the widest access, and what torch's allocators align to
 _BYTES = {"P": 8, "i": 4, "f": 4}
 
 
@@ -186,7 +186,7 @@ def _assume(args: tuple[Any, ...], aligned: Any) -> tuple[Assumed, ...]:
 
 
 def _array(t: Tensor, aligned: bool) -> Array:
-    shape, strides, per_vector = t.shape, t.stride(), _VECTOR // t.element_size()
+    shape, strides, per_vector = t.shape, plain_strides(t), VECTOR // t.element_size()
     if max(*shape, *strides) > _INT32_MAX:
         raise BackendError(
             f"sizes and strides of cuTile have 32 bits, given {tuple(shape)} with strides {strides}. "
@@ -202,12 +202,12 @@ def _array(t: Tensor, aligned: bool) -> Array:
 
 
 def _aligned(t: Tensor) -> bool:
-    return t.data_ptr() % _VECTOR == 0
+    return t.data_ptr() % VECTOR == 0
 
 
 def _aligned_when_allocated(t: Tensor) -> bool:
     """Will it be?  Of a tensor without memory, whose storage will begin at a multiple of 16."""
-    return int(t.storage_offset()) * t.element_size() % _VECTOR == 0
+    return int(t.storage_offset()) * t.element_size() % VECTOR == 0
 
 
 def _flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -217,7 +217,7 @@ def _flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
         parameters.append(a)
         if isinstance(a, Tensor):
             parameters += a.shape
-            parameters += a.stride()
+            parameters += plain_strides(a)
     return tuple(parameters)
 
 
@@ -276,7 +276,7 @@ def _constraint(what: Assumed) -> Any:
 
     if not isinstance(what, Array):
         return compilation.ScalarConstraint(ct.int32 if what is int else ct.float32)
-    vector = _VECTOR // what.dtype.itemsize
+    vector = VECTOR // what.dtype.itemsize
     return compilation.ArrayConstraint(
         getattr(ct, str(what.dtype).removeprefix("torch.")),
         len(what.strides) + 1,
@@ -285,7 +285,7 @@ def _constraint(what: Assumed) -> Any:
         stride_constant=[*(None for _ in what.strides), 1 if what.unit else None],
         stride_divisible_by=[*(vector if known else 1 for known in what.strides), 1],
         shape_divisible_by=[*(1 for _ in what.strides), vector if what.length else 1],
-        base_addr_divisible_by=_VECTOR if what.pointer else what.dtype.itemsize,
+        base_addr_divisible_by=VECTOR if what.pointer else what.dtype.itemsize,
         alias_groups=(),
         may_alias_internally=False,
     )

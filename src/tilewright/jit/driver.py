@@ -190,8 +190,13 @@ class _Handle:
 
 @cache
 def _stream(device: int, raw: int) -> Any:
-    """cuda-core's face of a stream that belongs to somebody else."""
-    return _core().Device(device).create_stream(_Handle(raw))
+    """cuda-core's face of a stream that belongs to somebody else.
+
+    cuda-core has an object of a device for every thread, which makes no stream before the thread has used the device.
+    """
+    place = _core().Device(device)
+    place.set_current()
+    return place.create_stream(_Handle(raw))
 
 
 def _translated(error: Exception, doing: str) -> BackendError:

@@ -13,6 +13,7 @@ by Triton.
 """
 
 import functools
+import threading
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -32,6 +33,9 @@ OWN_LAUNCHER = False
 """True: every kernel is compiled through our cache and launched through libcuda, as those of a bundle are."""
 
 _INT32_MAX = 2**31 - 1
+
+# Triton's compiler makes no promise to threads, and what it made shows its launcher before its function is loaded
+_preparing = threading.RLock()
 
 
 class _Ready(NamedTuple):
@@ -84,21 +88,24 @@ class TritonKernel:
             self._collect(collector, args, constants, num_warps, num_stages)
             return
         device = args[0].device
+        index = device.index if device.type == "cuda" else None
+        if index is not None and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self(grid, args, constants, num_warps=num_warps, num_stages=num_stages)
+            return
         tape = taping()
-        if not (self._direct and device.type == "cuda") or _hooked():
+        if not self._direct or index is None or _hooked():
             if tape is not None:
                 tape.spoil()
             self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)
             return
-        index = device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self(grid, args, constants, num_warps=num_warps, num_stages=num_stages)
-            return
         key = (index, num_warps, num_stages, constants, *map(_specialise, args))
         ready = self._ready.get(key)
         if ready is None:
-            ready = self._ready[key] = self._prepare(index, grid, args, constants, num_warps, num_stages)
+            with _preparing:
+                ready = self._ready.get(key)
+                if ready is None:
+                    ready = self._ready[key] = self._prepare(index, grid, args, constants, num_warps, num_stages)
         x, y, z = (*grid, 1, 1)[:3]
         parameters = ready.parameters((*args, *constants), x * y * z, device)
         stream = _current_stream(index)

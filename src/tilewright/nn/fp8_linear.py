@@ -14,14 +14,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilewright.dispatch import numerics, use_backend
+from tilewright.dispatch.duals import has_tangent
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS
+from tilewright.nn.weight_gradient import refuse_second, total, wanted
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
 from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
@@ -29,7 +30,6 @@ from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
 
 E4M3 = torch.float8_e4m3fn
 _MASTERS = (torch.bfloat16, torch.float16, torch.float32)
-_HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.10: a `.grad` of another dtype than its tensor
 _VECTOR = 16  # tokens: float8 rows of other lengths are not aligned for the copy engine
 
 Cast = tuple[Tensor, Tensor]
@@ -94,8 +94,8 @@ class FP8Linear(nn.Linear):
     Any sizes run; kernels for tensor cores want in_features and out_features in multiples of 16.
 
     backend: run the products on exactly this backend or raise BackendError.
-    grad_dtype=torch.float32: as in `tilewright.nn.Linear`: the product adds to the float32 gradient in place, which is
-    `weight.grad` from torch 2.10 on and `weight.main_grad` before.
+    grad_dtype=torch.float32: as in `tilewright.nn.Linear`: the product adds to the float32 `weight.grad` in place.
+    There are no second derivatives and no forward-mode ones: InputError where one is taken.
 
     torch.compile traces calls that want no gradient, and casts the weight in each of them unless it is frozen; it
     leaves training as it is: a graph break, an error with fullgraph=True.
@@ -182,6 +182,11 @@ class FP8Linear(nn.Linear):
         if x.dim() == 1:
             made: Tensor = self.forward(x.unsqueeze(0))
             return made.squeeze(0)
+        if has_tangent(x, self.weight, self.bias):
+            raise InputError(
+                "FP8Linear has no forward-mode derivative: casts to float8 have none. Use torch.nn.Linear there, or "
+                "reverse mode."
+            )
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return _uncompiled(self, x)
         return _product(self, x)
@@ -260,7 +265,7 @@ def _trained(layer: FP8Linear, x: Tensor) -> Tensor:
                 "FP8Linear: grad_dtype needs weight to be a parameter, and here it is computed from others, to which "
                 "no gradient would go on. Remove its parametrization, or leave grad_dtype away."
             )
-        for parameter in layer.parameters() if _HAS_GRAD_DTYPE else ():
+        for parameter in layer.parameters():
             if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
                 parameter.grad_dtype = layer.grad_dtype
     made: Tensor = _Products.apply(x, weight, layer.bias, layer)
@@ -277,20 +282,23 @@ class _Products(torch.autograd.Function):
         return _product(layer, x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients this pass wants; InputError where one of them is differentiated."""
         x, _ = ctx.saved_tensors  # the weight only so that autograd notices a change since
+        to_x, to_weight, to_bias = (*(node for node, _ in ctx.next_functions), None)[:3]
         layer: FP8Linear = ctx.layer
         backend, mode = ctx.wish
-        rows = dz.reshape(-1, dz.shape[-1])
         dx = dweight = dbias = None
-        with use_backend(backend.rstrip("!")), numerics(mode):  # a preference: gradients have layouts of their own
-            if ctx.needs_input_grad[0]:
+        with use_backend(backend.rstrip("!")), numerics(mode), torch.no_grad():  # a preference: others have layouts too
+            rows = dz.reshape(-1, dz.shape[-1])
+            if wanted(to_x):
                 dx = fp8_linear(dz, layer.cast_weight(transpose=True), None, ctx.x_dtype)
-            if ctx.needs_input_grad[1]:
-                dweight = _add_weight_gradient(layer, rows, x.reshape(-1, x.shape[-1]))
-        if ctx.needs_input_grad[2]:
-            dbias = rows.sum(0, dtype=torch.float32)
+            if wanted(to_weight):
+                dweight = _weight_gradient(layer, to_weight, rows, x.reshape(-1, x.shape[-1]))
+            if wanted(to_bias):
+                dbias = rows.sum(0, dtype=torch.float32)
+        if torch.is_grad_enabled():
+            dx, dweight, dbias = refuse_second("FP8Linear", dx, dweight, dbias)
         return dx, dweight, dbias, None
 
 
@@ -302,18 +310,10 @@ def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype, total: Tensor | N
     return scaled_matmul(left, right, scale_a, scale_b, trans_b=True, c=total, out=total, out_dtype=dtype)
 
 
-def _add_weight_gradient(layer: FP8Linear, dz: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient for autograd to add, or None where it was added in place."""
-    parameter = layer.weight
+def _weight_gradient(layer: FP8Linear, node: Any, dz: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient for autograd to add, or None where the product added it to `weight.grad`."""
     if layer.grad_dtype is None:
-        return weight_gradient(dz, x, parameter.dtype)
-    where = "grad" if _HAS_GRAD_DTYPE or parameter.dtype == torch.float32 else "main_grad"
-    total = getattr(parameter, where, None)
-    if total is not None and total.dtype != torch.float32:
-        raise InputError(
-            f"FP8Linear: weight.{where} is {total.dtype}, and grad_dtype is float32. Set it to None first."
-        )
-    made = weight_gradient(dz, x, torch.float32, total)
-    if total is None:
-        setattr(parameter, where, made)
-    return None
+        return weight_gradient(dz, x, layer.weight.dtype)
+    grad = total(layer.weight, node)
+    made = weight_gradient(dz, x, torch.float32, grad)
+    return made if grad is None else None

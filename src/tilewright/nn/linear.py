@@ -5,17 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tilewright import ops
 from tilewright.dispatch import numerics, use_backend
+from tilewright.dispatch.duals import level_is_open
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS
+from tilewright.nn.weight_gradient import total, wanted
 from tilewright.ops.gemm.activation import activated
 from tilewright.ops.gemm.operands import ACTIVATIONS
-
-_HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.10: a `.grad` of another dtype than its tensor
 
 
 class Linear(nn.Linear):
@@ -25,11 +24,9 @@ class Linear(nn.Linear):
     pairs (gate_0, up_0, gate_1, ...) and the result has out_features / 2 columns.
     backend: run on exactly this backend or raise BackendError.
     grad_dtype=torch.float32: gradients of bf16 or fp16 parameters are float32 sums over the micro-batches of a step.
-    That of `weight` is accumulated by the product itself (its `c` and `out` are the gradient so far) and never rounded.
-    It lands in `weight.grad`, which torch lets be float32 from 2.10 on; before, in `weight.main_grad`, where Megatron's
-    optimizers look; `weight.grad` stays None, and the gradient of a bias keeps its dtype.
-
-    Of backward() alone: torch.autograd.grad and hooks on `weight` (those of DDP and FSDP) see no such gradient.
+    That of `weight` is never rounded: from the second one on `backward()` has the product itself add to `weight.grad`
+    (its `c` and `out` are the gradient so far).  torch.autograd.grad, backward(inputs=), create_graph and hooks of
+    `weight.register_hook` work as for any parameter; where one of them has to see the gradient, autograd adds it.
     torch.compile takes no parameter whose `.grad` has another dtype, and leaves the training of such a layer as it is:
     a graph break, an error with fullgraph=True.
     """
@@ -84,10 +81,9 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 def _trained(layer: Linear, x: Tensor) -> Tensor:
     """The forward of a layer with gradients of their own dtype."""
-    if _HAS_GRAD_DTYPE:
-        for parameter in layer.parameters():
-            if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
-                parameter.grad_dtype = layer.grad_dtype
+    for parameter in layer.parameters():
+        if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
+            parameter.grad_dtype = layer.grad_dtype
     if not layer.weight.is_leaf:
         raise InputError(
             "Linear: grad_dtype needs weight to be a parameter, and here it is computed from others, to which no "
@@ -96,9 +92,9 @@ def _trained(layer: Linear, x: Tensor) -> Tensor:
     if layer.weight.dtype == torch.float64:
         raise InputError("Linear: weight is torch.float64, and grad_dtype is narrower. Leave grad_dtype away.")
     x, weight, bias = _autocast(x, layer.weight, layer.bias)
-    if not weight.requires_grad:
+    if not weight.requires_grad or level_is_open():  # the op has forward-mode derivatives, `_WideGradient` has none
         return ops.matmul(x, weight, bias=bias, activation=layer.activation, trans_b=True, backend=layer.backend)
-    z: Tensor = _WideGradient.apply(x, weight, bias, layer.weight, layer.backend)
+    z: Tensor = _WideGradient.apply(x, weight, layer.weight, bias, layer.backend)
     return z if layer.activation is None else activated(z, None, layer.activation)
 
 
@@ -110,35 +106,38 @@ def _uncompiled(layer: Linear, x: Tensor) -> Tensor:
 
 
 class _WideGradient(torch.autograd.Function):
-    """x @ weight.T + bias, whose backward adds the weight's gradient to that of `parameter` in place."""
+    """x @ weight.T + bias with a float32 gradient of `parameter`, which is `weight` or what autocast cast to it."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parameter: nn.Parameter, backend: str | None
+        ctx: Any, x: Tensor, weight: Tensor, parameter: nn.Parameter, bias: Tensor | None, backend: str | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.parameter, ctx.wish = parameter, resolve(backend)
         return ops.matmul(x, weight, bias=bias, trans_b=True, backend=backend)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        """Products of saved tensors by ops that have gradients, so that create_graph gets second derivatives."""
         x, weight = ctx.saved_tensors
+        to_x, _, to_parameter, to_bias = (*(node for node, _ in ctx.next_functions), None)[:4]
+        rows = dz.flatten(0, -2)
+        dx = dparameter = dbias = None
         backend, mode = ctx.wish
         with use_backend(backend.rstrip("!")), numerics(mode):  # a preference: dx and dw have layouts of their own
-            dx = ops.matmul(dz, weight) if ctx.needs_input_grad[0] else None
-            _accumulate(ctx.parameter, dz.flatten(0, -2), x.flatten(0, -2))
-        dbias = dz.flatten(0, -2).sum(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        return dx, None, dbias, None, None
+            if wanted(to_x):
+                dx = ops.matmul(dz, weight)
+            if wanted(to_parameter):
+                dparameter = _weight_gradient(ctx.parameter, to_parameter, rows, x.flatten(0, -2))
+        if wanted(to_bias):
+            dbias = rows.sum(0, dtype=torch.float32)
+        return dx, None, dparameter, dbias, None
 
 
-def _accumulate(parameter: nn.Parameter, dz: Tensor, x: Tensor) -> None:
-    """parameter's gradient += dz.T @ x, in float32 from the first product to the last."""
-    where = "grad" if _HAS_GRAD_DTYPE or parameter.dtype == torch.float32 else "main_grad"
-    total = getattr(parameter, where, None)
-    if total is None:
-        setattr(parameter, where, ops.matmul(dz, x, trans_a=True, out_dtype=torch.float32))
-    elif total.dtype != torch.float32:
-        raise InputError(f"Linear: weight.{where} is {total.dtype}, and grad_dtype is float32. Set it to None first.")
-    else:
-        ops.matmul(dz, x, trans_a=True, c=total, out=total, out_dtype=torch.float32)
+def _weight_gradient(parameter: nn.Parameter, node: Any, dz: Tensor, x: Tensor) -> Tensor | None:
+    """dz.T @ x in float32 for autograd, or None where it was added to `parameter.grad`."""
+    grad = total(parameter, node)
+    if grad is None:
+        return ops.matmul(dz, x, trans_a=True, out_dtype=torch.float32)
+    ops.matmul(dz, x, trans_a=True, c=grad, out=grad, out_dtype=torch.float32)
+    return None

@@ -110,20 +110,25 @@ class Case:
 
     def raw_calls(self, sample: Sample) -> list[RawCall]:
         """The raw calls behind one public call: forward, and backward where there is one."""
-        with record() as notes:
-            self.call(sample)
-        op, args, *wish = notes.calls[0]
-        forward = RawCall(op, args, (wish[0], wish[1]))
-        gradient = self.contract.gradient
-        if gradient is None or not gradient.covers(args):
-            return [forward]
-        plain = tuple(None if isinstance(a, Tensor) else a for a in args)
-        needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
-        with torch.no_grad():
-            outputs = as_tuple(op(*args, *wish))
-        cotangents = tuple(torch.randn_like(o) for o in outputs)
-        raw = gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs)
-        return [forward, RawCall(gradient.op, raw, forward.wish)]
+        return raw_calls(self.contract, self.function, sample)
+
+
+def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) -> list[RawCall]:
+    """The raw calls behind one call of an op's public `function`: forward, and backward where there is one."""
+    with record() as notes, torch.no_grad():
+        function(*sample.args, **sample.kwargs)
+    op, args, *wish = notes.calls[0]
+    forward = RawCall(op, args, (wish[0], wish[1]))
+    gradient = contract.gradient
+    if gradient is None or not gradient.covers(args):
+        return [forward]
+    plain = tuple(None if isinstance(a, Tensor) else a for a in args)
+    needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
+    with torch.no_grad():
+        outputs = as_tuple(op(*args, *wish))
+    cotangents = tuple(torch.randn_like(o) for o in outputs)
+    raw = gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs)
+    return [forward, RawCall(gradient.op, raw, forward.wish)]
 
 
 def tensors(sample: Sample) -> list[Tensor]:

@@ -26,6 +26,13 @@ def every_second(t: Tensor) -> Tensor:
     return _inside(t, (*t.shape, 2))[..., 0].copy_(t)
 
 
+def odd_singles(t: Tensor) -> Tensor:
+    """Strides that mean nothing, those of dimensions of one element, made odd or too large for 32 bits."""
+    odd = (7, 1 << 33, 1)
+    strides = [odd[i % 3] if n == 1 else s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True))]
+    return t.as_strided(t.shape, strides)
+
+
 def misaligned(t: Tensor) -> Tensor:
     """Contiguous, starting one element after an aligned address."""
     return _inside(t, (t.numel() + 2,))[1 : t.numel() + 1].view(t.shape).copy_(t)

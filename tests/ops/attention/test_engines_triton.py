@@ -117,14 +117,15 @@ def run_backward(p: Problem, config) -> dict[str, Tensor]:
     dlse = torch.where(forward["lse"].isinf(), 0.0, 0.3)
     triton_delta.delta(delta, p.do, forward["o"], dlse)
     grads = [room for room, _ in rooms]
-    triton_backward.backward(*grads, p.do, delta, p.q, p.k, p.v, forward["lse"], *raw(p), config)
+    means = None if p.options.get("sinks") is None else torch.full(p.q.shape[:3], torch.nan)
+    triton_backward.backward(*grads, p.do, delta, p.q, p.k, p.v, forward["lse"], *raw(p), config, means=means)
     made = dict(zip(("dq", "dk", "dv"), (g.clone() for g in grads), strict=True))
     for room, around in rooms:
         room.fill_(POISON)
         assert (around == POISON).all(), "written beside a gradient"
     if p.options.get("sinks") is not None:
         made["dsinks"] = torch.full((p.q.shape[1],), torch.nan)
-        triton_delta.sink_gradient(made["dsinks"], delta, forward["lse"], p.options["sinks"])
+        triton_delta.sink_gradient(made["dsinks"], means, forward["lse"], p.options["sinks"], dlse)
     return made
 
 
@@ -172,6 +173,7 @@ CASES = {
     "window to the left, narrow": {"left": 3, "right": 0, "s_q": 90},
     "window to the right": {"left": 0, "right": 33, "heads": 4, "heads_kv": 2},
     "one query": {"s_q": 1, "right": 0},
+    "one query and one key, 96 = 64 + 32": {"s_q": 1, "s_k": 1, "d": 96, "sinks": torch.tensor([0.5, -1.0])},
     "80 = 64 + 16, and other values": {"d": 80, "d_v": 32, "s_q": 40, "s_k": 40},
     "24, no power of two": {"d": 24, "d_v": 48, "s_q": 40},
     "softcap and slopes": {"softcap": 2.0, "slopes": torch.tensor([0.5, 0.02]), "right": 0},
@@ -202,3 +204,29 @@ def test_backward(name, fast):
 
 def named(name):
     return problem(**program(PROGRAMS[name])) if name in PROGRAMS else problem(**CASES[name])
+
+
+def test_the_sinks_gradient_has_no_rounding_of_o():
+    """It is a sum over all queries, which may cancel: (113, 203) with one key head, 96 wide, as FlashAttention's suite
+    has it.
+    """
+    from tilewright.dispatch import implementations
+
+    torch.manual_seed(0)
+    p = problem(113, 203, 96, heads=3, dtype=torch.bfloat16, right=0, sinks=torch.randn(3))
+    forward = run_forward(p, FORWARD)
+    (op,) = [op for op in _contract().raw_ops if op.direction == "bwd"]
+    dlse = torch.full(p.q.shape[:3], 0.3)
+    args = (p.do, dlse, p.q, p.k, p.v, forward["o"], forward["lse"], *raw(p))
+    outs = op.allocate(args, "cpu")
+    triton = implementations(op.op, op.direction, op.package)["triton"]
+    triton.launch(outs, *args, config=triton.configure(op.bucket_of(args, "default"), torch.bfloat16))
+    terms = torch.exp(p.options["sinks"][:, None] - forward["lse"]).double().sum((0, 2))
+    assert ((outs[3].double() - exact(p)["dsinks"]).abs() <= 2**-16 * terms * 96**0.5).all()
+
+
+def _contract():
+    from tilewright.dispatch import contract
+    from tilewright.ops import attention  # noqa: F401
+
+    return contract("fmha")

@@ -173,9 +173,6 @@ def test_what_has_no_gradient_says_so():
         ops.matmul(eight, torch.ones(8, 4).to(torch.float8_e4m3fn))
     with pytest.raises(InputError, match="call tilewright.ops.matmul, which takes it apart"):
         torch.ops.tilewright.matmul(a, b, None, None, None, 1.0, "relu", torch.float32)
-    (grad,) = torch.autograd.grad(ops.matmul(a, b).square().sum(), b, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 @pytest.mark.gpu

@@ -375,3 +375,19 @@ def test_explain_names_what_a_choice_depends_on():
         ({"alpha": torch.ones(1)}, 2),
     ):
         assert explain("matmul", a, b, **options).bucket.endswith(f"epilogue={epilogue}"), options
+
+
+@on_every_place
+@pytest.mark.parametrize("options", [(), ("c",), ("bias",), ("bias", "c")], ids=str)
+def test_nothing_of_nan_is_nan(options, place):
+    """alpha = 0 is a factor: BLAS would leave the product out."""
+    a, b = operands(20, 24, 64, "nt", HALF, place.device)
+    a[3, 5], b[7, 2] = torch.nan, torch.inf
+    given = {"c": torch.ones(20, 24, device=place.device), "bias": torch.ones(24, device=place.device)}
+    given = {name: given[name].to(HALF) for name in options}
+    made = run(ops.matmul, a, b, alpha=0.0, place=place, **given)
+    wanted = torch.full((20, 24), float(len(options)))
+    wanted[3], wanted[:, 2] = torch.nan, torch.nan
+    torch.testing.assert_close(made.cpu().float(), wanted, equal_nan=True)
+    batch = {name: t[None] if name == "c" else t for name, t in given.items()}
+    assert torch.equal(run(ops.bmm, a[None], b[None], alpha=0.0, place=place, **batch)[0].isnan(), made.isnan())

@@ -105,3 +105,25 @@ def test_candidates_keep_their_sums_in_registers(arch):
             assert re.search(r"ld\.global\.\S*evict_first\S*\.v4|cp\.async\.cg", compiled[0].asm["ptx"]), (
                 "16 bytes a load"
             )
+
+
+@pytest.mark.parametrize(
+    ("a_stride", "b_stride", "wide"),
+    [
+        ((1, 1), (1, 4), False),
+        ((1, 1 << 18), (1, 4), False),
+        ((1, 1 << 20), (1, 4), True),
+        ((1, 1), (1 << 20, 1), True),
+    ],
+)
+def test_offsets_inside_a_tile_fit_their_integers(engine, a_stride, b_stride, wide):
+    """2048 steps of 2^20 elements are 2^31."""
+    from tilewright.jit.collect import collect
+
+    a = torch.empty_strided((1, 1, 4096), (0, *a_stride), dtype=HALF, device="meta")
+    b = torch.empty_strided((1, 4096, 64), (0, *b_stride), dtype=HALF, device="meta")
+    d = torch.empty(1, 1, 64, dtype=HALF, device="meta")
+    with collect("sm_90") as collector:
+        engine.gemm(d, a, b, None, None, None, 1.0, "", engine.Config(1, 4, 2048, 4, 1, 1, False, 1))
+    (job,) = collector.jobs
+    assert f"WIDE = {wide}" in job.key.flags

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.ops.gemm.bounds import Place, run
 from tests.ops.grouped.problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
 
-from tilewright.errors import InputError
+from tilewright.errors import BackendError, InputError
 from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.grouped_matmul import grouped_matmul
@@ -221,3 +221,19 @@ def test_scales_in_another_layout_are_copied_once_and_said(caplog, monkeypatch):
     finally:
         monkeypatch.undo()
         tilewright_settings.reload()
+
+
+@on_every_place
+def test_a_group_that_ends_within_a_block_of_scales(place):
+    """With the last row of 200, of which 72 have a scale of their own: no kernel leaves them out."""
+    a, b = torch.randn(24, 200).to(place.device, FP8), torch.randn(40, 200).to(place.device, FP8)
+    scale_a, scale_b = torch.rand(24, 2, device=place.device) + 0.5, torch.rand(40, 2, device=place.device) + 0.5
+    ends = int32((128, 200), place.device)
+    given = {"scale_a": scale_a, "scale_b": scale_b.mT}
+    wanted = [scaled(a[:, r], scale_a[:, i : i + 1]) @ scaled(b[:, r], scale_b[:, i : i + 1]).mT
+              for i, r in enumerate((slice(128), slice(128, 200)))]  # fmt: skip
+    made = k_grouped_matmul(a, b.mT, ends, **given)
+    torch.testing.assert_close(made, torch.stack(wanted), rtol=1e-2, atol=1e-1)
+    if place.backend in ("cuda", "triton"):
+        with pytest.raises(BackendError, match="multiples of 128"):
+            k_grouped_matmul(a, b.mT, ends, **given, backend=place.backend)

@@ -137,3 +137,28 @@ def test_every_number_of_e4m3_and_what_rounds_to_it(device, by_integers, monkeyp
     there.launch((q, scales), x, 128, False, False, config=there.Config(4, 1, 1))
     assert (scales == 1).all()
     assert_same_bits((q,), (x.to(torch.float8_e4m3fn),), "encode")
+
+
+BATCHES = {
+    "dense": lambda s: s,
+    "other order": lambda s: s.transpose(0, 1).contiguous().transpose(0, 1),
+    "one for all outer": lambda s: s[:1].expand_as(s),
+    "one for all inner": lambda s: s[:, :1].expand_as(s),
+    "cut out": lambda s: torch.cat((s, s + 1), 1)[:, : s.shape[1]],
+    "cut out of lines": lambda s: torch.cat((s.mT, s.mT + 1), -1)[..., : s.shape[-2]].mT,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu-torch", *DEVICES])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", [(40, 2), (1, 2), (1, 256), (40, 1), (1, 1)], ids=str)
+def test_scales_of_a_batch_lie_anywhere(shape, batch, device):
+    """Two dimensions of a batch, which no one stride leads through."""
+    from tilewright.ops.quant.dequantize import dequantize
+
+    device, _, backend = device.partition("-")
+    q = torch.randn(2, 3, 40, 256).to(device, torch.float8_e4m3fn)
+    scales = BATCHES[batch](torch.rand(2, 3, *shape, device=device) + 0.5)
+    every = scales.repeat_interleave(40 // shape[0], -2).repeat_interleave(256 // shape[1], -1)
+    made = dequantize(q, scales, dtype=torch.float32, backend=backend or "triton")
+    assert torch.equal(made, q.float() * every)

@@ -17,6 +17,7 @@ from torch.func import vmap
 from tilewright.errors import InputError, RefusedError
 from tilewright.log import log_once
 from tilewright.mask import Mask
+from tilewright.ops.attention.layout import loadable
 from tilewright.ops.attention.score import Alibi, Scores, Softcap, combined
 from tilewright.ops.rows import accumulate_dtype
 
@@ -39,9 +40,11 @@ def check_dropped(op: str, scores: Scores, return_lse: bool) -> None:
 def modified(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) with every step of `scores`, by FlexAttention on a GPU."""
-    if q.device.type != "cuda":
+    """(o, lse) with every step of `scores`, by FlexAttention on a GPU; it takes no tensors without elements."""
+    if q.device.type != "cuda" or not (q.numel() and k.numel()):
         return plain(q, k, v, mask, scale, scores)
+    if not torch.compiler.is_compiling():  # where Inductor knows how its inputs lie
+        q, k, v = map(loadable, (q, k, v))
     from torch.nn.attention.flex_attention import AuxRequest
 
     (batch, heads, s_q, _), s_k = q.shape, k.shape[2]
@@ -106,9 +109,15 @@ def dropped(
     allowed = None
     if mask is not None and not is_causal:
         allowed = mask.dense(q.shape[0], q.shape[1], s_q, s_k, q.device)
-    return F.scaled_dot_product_attention(
+    eager_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
+    if eager_gpu:
+        q, k, v = map(loadable, (q, k, v))
+    o = F.scaled_dot_product_attention(
         q, k, v, allowed, dropout, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+    if eager_gpu and o.requires_grad:
+        o.register_hook(loadable)  # its backward asks nothing of the address of what arrives
+    return o
 
 
 def steps_of(scores: Scores) -> tuple[Any, ...]:

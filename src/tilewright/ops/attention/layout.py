@@ -3,12 +3,17 @@
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.bucket import hint
+from tilewright.ops.gemm.operands import VECTOR, copyable
+
 LAYOUTS = ("BHSD", "BSHD")
 """What a caller may call the order of dimensions; inside it is always BHSD, with strides."""
 
 
 def by_token(x: Tensor) -> bool:
-    """Does (B, H, S, D) lie in memory as (B, S, H, D)?"""
+    """Does (B, H, S, D) lie in memory as (B, S, H, D)?  With one head or token it lies as either: for results alone,
+    whose strides are made of sizes.
+    """
     return bool(x.stride(1) < x.stride(2))
 
 
@@ -33,7 +38,34 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
+def addressable(x: Tensor) -> bool:
+    """Does every row of x (B, H, S, D) begin at a multiple of 16 bytes, and lie together?  So the copy engine and loads
+    of whole vectors need it.  Dimensions of one element step nowhere, whatever their strides.
+    """
+    steps = [hint(step) for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if hint(n) > 1]
+    return hint(x.stride(-1)) == 1 and 1 not in steps and copyable(x)
+
+
 def dense(x: Tensor) -> Tensor:
-    """`x` readable and without repeated elements (stride 0), as the gradient of a sum has them."""
+    """`x` readable, without repeated elements (stride 0), as the gradient of a sum has them, and with rows at multiples
+    of 16 bytes where they are as long: a copy where it is not.
+    """
+    if addressable(x):
+        return x
     repeats = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.clone(memory_format=torch.contiguous_format) if repeats else readable(x)
+    if repeats or hint(x.shape[-1]) * x.element_size() % VECTOR == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    return readable(x)
+
+
+def loadable(x: Tensor) -> Tensor:
+    """`x` as torch's own kernels take it, which ask nothing of addresses and load vectors of 16 bytes: a copy where its
+    rows begin elsewhere, and strides like those of a dense tensor where a dimension has one element.
+    """
+    if not addressable(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+    for dim in range(x.dim() - 2, -1, -1):
+        step = hint(x.stride(dim)) * x.element_size()
+        if hint(x.shape[dim]) == 1 and (step % VECTOR or not step):
+            x = x.squeeze(dim).unsqueeze(dim)
+    return x

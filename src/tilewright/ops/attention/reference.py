@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch.duals import level_is_open
 from tilewright.dispatch.function import Function
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention import vendor
@@ -53,7 +53,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) for the raw arguments; differentiable in q, k, v and sinks."""
     options = Options(sinks, slopes, mask_data, program, left, right, scale, softcap)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks)):
+    if _wants_grad(q, k, v, sinks) and not level_is_open():  # torch's own steps have forward-mode derivatives
         made: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *options)
         return made
     return _forward(q, k, v, options)
@@ -62,10 +62,14 @@ def attention(
 def attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsinks); the last is empty without sinks.  rest: the fields of `Options`."""
+    """(dq, dk, dv, dsinks); the last is empty without sinks.  rest: the fields of `Options`.
+
+    Differentiable where one of the tensors requires a gradient: in steps of torch, through o and lse too.
+    """
     options = Options(*rest)
     wide, sinks = lse.dtype, options.sinks
-    theirs = None if dlse is not None else _vendor(q, k, v, options)
+    differentiable = level_is_open() or _wants_grad(do, dlse, q, k, v, o, lse, sinks)
+    theirs = None if dlse is not None or differentiable else _vendor(q, k, v, options)
     if theirs is not None and sinks is None:  # a pass over do and o less
         dq, dk, dv = theirs.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
         return dq, dk, dv, lse.new_empty(0)
@@ -82,8 +86,12 @@ def attention_backward(
     return dq, dk, dv, -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    theirs = _vendor(q, k, v, options)
+    theirs = None if level_is_open() else _vendor(q, k, v, options)
     if theirs is not None:
         o, lse = theirs.forward(q, k, v, options.left, options.right, options.scale)
         return (o, lse) if options.sinks is None else _with_sinks(o, lse, options.sinks)
@@ -219,6 +227,8 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 class _Attention(Function):
     """torch's own graph would keep the scores of every block, and round its gradients elsewhere than kernels do."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         return _forward(q, k, v, Options(*options))
@@ -230,7 +240,6 @@ class _Attention(Function):
         ctx.rest = inputs[6:]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, slopes, mask_data, o, lse = ctx.saved_tensors
         if do is None and dlse is None:

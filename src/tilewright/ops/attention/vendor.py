@@ -1,5 +1,6 @@
 """What torch itself has for attention on a GPU: cuDNN and FLASH behind scaled_dot_product_attention, called where they
-give the logarithm of the denominator too.  Memory is linear in S.
+give the logarithm of the denominator too.  Memory is linear in S.  Both load vectors of 16 bytes and ask nothing of
+addresses: tensors whose rows begin elsewhere are copied.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from tilewright.dispatch.bucket import hint
+from tilewright.ops.attention.layout import loadable
 
 _aten = torch.ops.aten
 _SMALL = 1 << 18
@@ -45,6 +47,7 @@ def kernels(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = map(loadable, (q, k, v))
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, right == 0, scale=scale)
     return o, lse.squeeze(-1)
 
@@ -52,6 +55,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float)
 def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    do, q, k, v, o = map(loadable, (do, q, k, v, o))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that does not happen
     sizes = (q.shape[2], k.shape[2])
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
@@ -61,7 +65,7 @@ def _cudnn_backward(
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
-    rows = [t.transpose(1, 2) for t in (q, k, v)]
+    rows = [loadable(t).transpose(1, 2) for t in (q, k, v)]
     o, lse, *_ = _aten._flash_attention_forward(
         *rows, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), False, scale=scale, **_window(left, right)
     )
@@ -71,7 +75,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float)
 def _flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = [t.transpose(1, 2) for t in (do, q, k, v, o)]
+    rows = [loadable(t).transpose(1, 2) for t in (do, q, k, v, o)]
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = _aten._flash_attention_backward(
         *rows, lse, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), seed, seed.new_empty(0), scale=scale,

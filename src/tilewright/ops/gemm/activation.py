@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch.duals import level_is_open
 from tilewright.dispatch.function import Function
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
@@ -21,13 +21,16 @@ _aten = torch.ops.aten
 
 def activated(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
     """act(z) + c in float32, rounded once to z's dtype; differentiable in z and c."""
-    if torch.compiler.is_compiling():  # its partitioner finds the same: z is kept, the rest computed again
+    # A compiler's partitioner finds the same: z is kept, the rest computed again.  `_Activated` has no forward mode
+    if torch.compiler.is_compiling() or level_is_open():
         return apply_epilogue(z.to(accumulate_dtype(z.dtype)), None, c, activation, z.dtype)
     made: Tensor = _Activated.apply(z, c, activation)
     return made
 
 
 class _Activated(Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
         return apply_epilogue(z.to(accumulate_dtype(z.dtype)), None, c, activation, z.dtype)
@@ -38,8 +41,8 @@ class _Activated(Function):
         ctx.save_for_backward(z)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Steps of torch with gradients of their own, so that create_graph gets second derivatives."""
         (z,) = ctx.saved_tensors
         wide = accumulate_dtype(z.dtype)
         dz = _gradient(dy.to(wide), z.to(wide), ctx.activation).to(z.dtype) if ctx.needs_input_grad[0] else None
@@ -52,6 +55,14 @@ def _gradient(dy: Tensor, z: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return _aten.gelu_backward(dy, z, approximate="tanh")
     if activation == "silu":
-        return _aten.silu_backward(dy, z)
+        return _silu_gradient(dy, z)
     gate, up = z[..., 0::2], z[..., 1::2]
-    return torch.stack((_aten.silu_backward(dy * up, gate), dy * F.silu(gate)), -1).flatten(-2)
+    return torch.stack((_silu_gradient(dy * up, gate), dy * F.silu(gate)), -1).flatten(-2)
+
+
+def _silu_gradient(dy: Tensor, z: Tensor) -> Tensor:
+    """torch's own has no derivative."""
+    if not torch.is_grad_enabled() and not level_is_open():
+        return _aten.silu_backward(dy, z)
+    share = torch.sigmoid(z)
+    return dy * share * (1.0 + z * (1.0 - share))

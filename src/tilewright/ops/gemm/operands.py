@@ -148,7 +148,7 @@ def folded_out(op: str, out: Any, rows: Sequence[int]) -> Tensor:
         raise InputError(f"{op}: out is a {type(out).__name__}; needs a torch.Tensor.")
     # A dimension of one element steps nowhere: it neither breaks a fold nor vouches for one
     leading = [i for i in range(out.dim() - 1) if out.shape[i] != 1]
-    if any(out.stride(i) != out.shape[j] * out.stride(j) for i, j in pairwise(leading)):
+    if out.numel() and any(out.stride(i) != out.shape[j] * out.stride(j) for i, j in pairwise(leading)):
         raise InputError(
             f"{op}(out=...) has strides {out.stride()}; its leading dimensions must fold into one. "
             "Pass contiguous memory, or leave out= away."

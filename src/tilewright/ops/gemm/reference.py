@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tilewright.dispatch.duals import level_is_open
 from tilewright.dispatch.function import Function
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.gemm.operands import apply_epilogue
@@ -34,7 +34,7 @@ def product(
         out_dtype = torch.float64
     # On a GPU, BLAS adds to a float32 result of halves too
     inside = a.dtype == out_dtype or (a.device.type == "cuda" and a.dim() == 2 and out_dtype == torch.float32)
-    if activation == "" and scale is None and inside:
+    if activation == "" and scale is None and inside and alpha != 0.0:  # of which BLAS makes 0, also of 0 * NaN
         addend = c if bias is None else bias
         if addend is None and alpha == 1.0:
             return _multiply(a, b, None, 1.0, out_dtype, out)
@@ -63,7 +63,8 @@ def _multiply(
     a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
     """alpha * a @ b + addend, rounded once to `dtype`: that of a, or the wider one it is accumulated in."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, addend)):
+    wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, addend))
+    if wants_grad and not level_is_open():  # torch's own products have forward-mode derivatives, `_Multiply` has none
         made: Tensor = _Multiply.apply(a, b, addend, alpha, dtype)
         return made
     return _blas(a, b, addend, alpha, dtype, out)
@@ -74,7 +75,8 @@ def _blas(
 ) -> Tensor:
     matrices = a.dim() == 2
     if dtype != a.dtype:
-        if a.device.type == "cuda":  # where torch multiplies halves into float32 without rounding in between
+        # A GPU's BLAS multiplies halves into float32 without rounding in between, and has no forward mode
+        if a.device.type == "cuda" and not level_is_open():
             return _widened(a, b, addend, alpha, dtype, out)
         a, b = a.to(dtype), b.to(dtype)
     if addend is None:
@@ -103,6 +105,8 @@ class _Multiply(Function):
     product of halves into float32.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype) -> Tensor:
         return _blas(a, b, addend, alpha, dtype)
@@ -114,8 +118,8 @@ class _Multiply(Function):
         ctx.save_for_backward(a if b.requires_grad else None, b if a.requires_grad else None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Steps of torch with gradients of their own, so that create_graph gets second derivatives."""
         a, b = ctx.saved_tensors
         with _without_autocast(dy.device.type):
             da = None if b is None else _scaled(dy.to(b.dtype) @ b.mT, ctx.alpha)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from tilewright.dispatch.duals import level_is_open
 from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.checks import FP8
 from tilewright.ops.gemm.operands import Major, apply_epilogue, columns_out, copyable, major_a, major_b
@@ -54,12 +55,21 @@ def rows_product(
         for g, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             if start < end:
                 result[0, start:end] = product(a[0, start:end], b[g], None, None, None, 1.0, activation, out_dtype)
-        return result
+        return _differentiable(result, a, b, activation)
     total = result
     for g in range(b.shape[0]):
         made = product(_zeroed(a[0], inside[g]), b[g], None, None, None, 1.0, activation, out_dtype)
         total = torch.where(inside[g], made[None], total)
-    return total if out is None else out.copy_(total)
+    return _differentiable(total, a, b, activation) if out is None else out.copy_(total)
+
+
+def _differentiable(result: Tensor, a: Tensor, b: Tensor, activation: str) -> Tensor:
+    """`result` (1, R, N) with a gradient where a or b wants one, also if no group has rows: then it is zeros."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not result.requires_grad:
+        # (0, K) @ (K, N): no number of either is read
+        no_rows = product(a[0, :0], b[:0].sum(0), None, None, None, 1.0, activation, result.dtype)
+        result = torch.cat((no_rows[None], result), 1)
+    return result
 
 
 def product_along_k(
@@ -175,7 +185,8 @@ def _torch_has_it(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, 
     """Is this one call of torch's kernel, which rounds bfloat16 once and has its own rules of alignment?"""
     if a.device.type != "cuda" or torch.version.hip is not None or not a.dtype == out_dtype == torch.bfloat16:
         return False
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    differentiated = level_is_open() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     plain = a.shape[0] == 1 and starts is None and activation == "" and not differentiated
     fits = copyable(a) and copyable(b) and major_a(a) is Major.K and major_b(b) is not None
-    return plain and fits and b.shape[-1] % 8 == 0 and hasattr(torch, "_grouped_mm")
+    fits = fits and b.shape[-1] % 8 == 0 and a.numel() > 0 and b.numel() > 0
+    return plain and fits and hasattr(torch, "_grouped_mm")

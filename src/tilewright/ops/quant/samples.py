@@ -22,7 +22,7 @@ def matrix(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     spans = [torch.rand((*batch, m, 1), generator=g), torch.rand((*batch, 1, -(-n // 128)), generator=g)]
     tall, wide = (torch.exp2(6 * span - 3).to(device) for span in spans)
     x *= tall * wide.repeat_interleave(128, -1)[..., :n]
-    if params.get("special") and m > 3:
+    if params.get("special") and m > 3 and n:
         x[..., 0, n // 2], x[..., 1, n - 1], x[..., 2, 0] = torch.nan, torch.inf, -torch.inf
         x[..., 3, :] = 0.0
     return x.to(dtype)

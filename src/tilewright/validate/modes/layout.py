@@ -1,8 +1,8 @@
 """Same values, other strides, alignments and sizes."""
 
 from tilewright.dispatch import Sample
-from tilewright.validate.case import Case, Findings, NotApplicable
-from tilewright.validate.layouts import LAYOUTS, misaligned
+from tilewright.validate.case import Case, Findings, NotApplicable, tensors
+from tilewright.validate.layouts import LAYOUTS, misaligned, odd_singles
 from tilewright.validate.modes.registry import mode
 from tilewright.validate.rows import batch_size, rows_of
 
@@ -30,6 +30,19 @@ def offset(case: Case, found: Findings) -> None:
             cotangents = [misaligned(c) for c in case.truth.cotangents]
             _, grads = case.differentiate(case.mapped(misaligned), None, cotangents)
             found.gradients(grads, where)
+
+
+@mode("single_elements")
+def single_elements(case: Case, found: Findings) -> None:
+    """Dimensions of one element with strides that no dense tensor has."""
+    if not any(1 in t.shape for t in tensors(case.sample())):
+        raise NotApplicable("no dimension has one element")
+    found.outputs(case.call(case.mapped(odd_singles)))
+    if case.positions:
+        cotangents = [odd_singles(c) for c in case.truth.cotangents]
+        outputs, grads = case.differentiate(case.mapped(odd_singles), None, cotangents)
+        found.outputs(outputs, "with gradients: ")
+        found.gradients(grads)
 
 
 @mode("empty")

@@ -81,7 +81,7 @@ def guard_bands(case: Case, found: Findings) -> None:
         where = "misaligned: " if shift else ""
         if case.contract.forward.torch_out is not None:
             buffer = _out_buffer(case, GUARD, shift)
-            around = _surroundings(buffer)
+            around = surroundings(buffer)
             taken.append(_into(case, buffer) is not None)
             if taken[-1]:
                 launched = True
@@ -147,7 +147,7 @@ def _into(case: Case, buffer: Tensor) -> Tensor | None:
     return made
 
 
-def _surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
+def surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of the bytes before the first element of a view and after its last."""
     everything, size = memory(t), t.element_size()
     start = t.storage_offset() * size
@@ -155,7 +155,7 @@ def _surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _intact(found: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: str) -> None:
-    for side, old, new in zip(("before", "after"), before, _surroundings(t), strict=True):
+    for side, old, new in zip(("before", "after"), before, surroundings(t), strict=True):
         found.require(torch.equal(old, new), f"{what}: memory {side} the output was overwritten")
 
 
@@ -168,7 +168,7 @@ def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> b
     outs = tuple(
         guarded(tuple(t.shape), t.dtype, device, GUARD, shift, t.stride()) for t in call.op.allocate(call.args, "meta")
     )
-    around = [_surroundings(t) for t in outs]
+    around = [surroundings(t) for t in outs]
     plan.launch(outs, *call.args, config=plan.config)
     for i, (t, old) in enumerate(zip(outs, around, strict=True)):
         _intact(found, t, old, f"{where}{call.op.key} output {i}")

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
 from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
 
-_keys, _queries = TritonKernel(keys_kernel), TritonKernel(queries_kernel)
+_keys, _queries = tiling.Looping(keys_kernel, "S_q"), tiling.Looping(queries_kernel, "S_k")
 
 
 SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
@@ -111,11 +110,13 @@ def backward(
     softcap: float,
     config: Config,
     pe: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    means: Tensor | None = None,
 ) -> None:
     """dq, dk, dv as the raw op `_fmha_bwd` describes them; delta (B, H, S_q) float32; S_k >= 1.
 
     sinks: in lse already.   pe: dq_pe, dk_pe, q_pe and k_pe, as the forward takes the last two; dk_pe (B, H_kv, S_k,
     D_pe) float32, contiguous, gets the gradient of k_pe from the queries of each key head.
+    means: (B, H, S_q) float32, gets the sum of p * (do v^T) over keys: delta but for dlse and the rounding of o.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
@@ -139,17 +140,17 @@ def backward(
         dk_pe, q_pe, k_pe, *tiling.steps(copied, q_pe), *tiling.steps(False, k_pe),
     )  # fmt: skip
     constants: tuple[Any, ...] = (*widths, copied, tile.block_m, tile.block_n)
-    tiling.launch(_keys, (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
+    tiling.launch(_keys.over(s_q), (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
 
     tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe)
     copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
-        dq, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
+        dq, means, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
         batch, heads, group, s_q, s_k, *numbers, tiling.heads_together(k, v, group),
         *tiling.steps(False, dq, do, q), *tiling.steps(copied, k, v), *table.strides,
         dq_pe, q_pe, k_pe, *tiling.steps(False, dq_pe, q_pe), *tiling.steps(copied, k_pe),
     )  # fmt: skip
     ragged = not program and s_k % tile.block_n != 0
     constants = (*widths, ragged, copied, tile.block_m, tile.block_n)
-    tiling.launch(_queries, (batch * heads * -(-s_q // tile.block_m),), args, constants, tile)
+    tiling.launch(_queries.over(s_k), (batch * heads * -(-s_q // tile.block_m),), args, constants, tile)

@@ -169,7 +169,7 @@ def keys_kernel(
 
 @triton.jit
 def queries_kernel(
-    dq, do, delta, q, k, v, lse, slopes, data, counts, indices,  # dq, q: (B, H, S_q, D)   do: (B, H, S_q, D_V)
+    dq, means, do, delta, q, k, v, lse, slopes, data, counts, indices,  # dq, q: (B, H, S_q, D)   do: (B, H, S_q, D_V)
     B, H, group, S_q, S_k, left, right, scale, softcap, chunk,  # k, v: (B, H // group, S_k, .)   delta, lse: fp32
     stride_dqb, stride_dqh, stride_dqs, stride_dob, stride_doh, stride_dos, stride_qb, stride_qh, stride_qs,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
@@ -184,6 +184,7 @@ def queries_kernel(
     """dq of BLOCK_M queries of one head: a loop over the tiles of BLOCK_N keys that they may see.
 
     P > 0: as in the forward; dq_pe (B, H, S_q, D_PE).
+    means: None, or (B, H, S_q) fp32 gets sum of p * (do v^T) over keys: what delta is, less dlse, without o's rounding.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     MASKED: tl.constexpr = LEFT or RIGHT or RAGGED or PROGRAM != ""
@@ -236,6 +237,8 @@ def queries_kernel(
     positions = p0 + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     slope = 0.0 if slopes is None else tl.load(slopes + h)
+    if means is not None:
+        mean = tl.zeros((BLOCK_M,), tl.float32)
 
     for e in tl.range(0, count):
         if PROGRAM != "":
@@ -257,10 +260,12 @@ def queries_kernel(
         if V1 > 0:
             v_tile = rows(v, v1, b, h_kv, start, S_k, stride_vs, V0, V1, D_V, BLOCK_N, DESCRIPTORS)
             dp = tl.dot(do1, v_tile.T, dp, input_precision="ieee")
-        _, ds = _gradient(
+        p, ds = _gradient(
             s, dp, log[:, None], shift[:, None], positions[:, None], (start + offs_n)[None, :], scale, softcap, slope,
             is_partial, S_k, left, right, data, b, h, LEFT, RIGHT, PROGRAM, MASKED, SOFTCAP, slopes is not None,
         )  # fmt: skip
+        if means is not None:
+            mean += tl.sum(p * dp, 1)
         ds = ds.to(DTYPE)
         dq0 = tl.dot(ds, k0_tile, dq0, input_precision="ieee")
         if D1 > 0:
@@ -270,6 +275,8 @@ def queries_kernel(
 
     dq += b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
     # Where a row sees nothing, its tile may hold 0 * NaN
+    if means is not None:
+        tl.store(means + row, tl.where(log == float("-inf"), 0.0, mean), mask=i < S_q)
     nothing = (log == float("-inf"))[:, None]
     store_rows(dq, tl.where(nothing, 0.0, dq0 * scale), start_m, S_q, stride_dqs, 0, D)
     if D1 > 0:

@@ -37,8 +37,8 @@ def delta_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sink_kernel(dsinks, delta, lse, sinks, B, H, S, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dsinks[h] = -sum of e^(sinks[h] - lse) * delta over batch and queries, in one order."""
+def sink_kernel(dsinks, delta, dlse, lse, sinks, B, H, S, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """dsinks[h] = -sum of e^(sinks[h] - lse) * (delta - dlse) over batch and queries, in one order."""
     h = tl.program_id(0)
     sink = tl.load(sinks + h)
     total = tl.zeros((STEP,), tl.float32)
@@ -49,7 +49,10 @@ def sink_kernel(dsinks, delta, lse, sinks, B, H, S, STEP: tl.constexpr):  # type
             # lse is at least the sink: a row that is not there, or has only a sink of -inf, gets no share
             log = tl.load(lse + line + offs, mask=offs < S, other=float("inf"))
             share = tl.where(log == float("-inf"), 0.0, tl.exp(sink - log))
-            total += share * tl.load(delta + line + offs, mask=offs < S, other=0.0)
+            mean = tl.load(delta + line + offs, mask=offs < S, other=0.0)
+            if dlse is not None:
+                mean -= tl.load(dlse + line + offs, mask=offs < S, other=0.0)
+            total += share * mean
     tl.store(dsinks + h, -tl.sum(total, 0))
 
 
@@ -64,7 +67,10 @@ def delta(out: Tensor, do: Tensor, o: Tensor, dlse: Tensor | None) -> None:
     _delta(grid, args, (d_v, _ROWS, _COLUMNS), num_warps=4)
 
 
-def sink_gradient(dsinks: Tensor, delta: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """dsinks (H,) float32 = -sum of exp(sinks - lse) * delta over batch and queries; delta, lse (B, H, S_q)."""
+def sink_gradient(dsinks: Tensor, delta: Tensor, lse: Tensor, sinks: Tensor, dlse: Tensor | None = None) -> None:
+    """dsinks (H,) float32 = -sum of exp(sinks - lse) * (delta - dlse) over batch and queries; the others (B, H, S_q).
+
+    dlse: where delta does not hold it already.
+    """
     batch, heads, s_q = lse.shape
-    _sink((heads,), (dsinks, delta, lse, sinks, batch, heads, s_q), (_STEP,), num_warps=8)
+    _sink((heads,), (dsinks, delta, dlse, lse, sinks, batch, heads, s_q), (_STEP,), num_warps=8)

@@ -10,14 +10,13 @@ cannot beat 1.11 ms at 989 TFLOP/s.
 import torch
 from torch import Tensor
 
-from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config, Tile
 from tilewright.ops.attention.fmha.raw import PROGRAM
 
-_kernel = TritonKernel(forward_kernel)
+_kernel = tiling.Looping(forward_kernel, "S_k")
 _SUMS = 192  # registers of a thread that sums of products may take, of 255
 _SCORES = 32  # of them those of scores where a program is evaluated beside them; twice as many spill
 
@@ -119,4 +118,4 @@ def forward(
         descriptors, tile.block_m, tile.block_n,
     )  # fmt: skip
     grid = (batch * heads * -(-s_q // tile.block_m),)
-    tiling.launch(_kernel, grid, args, constants, tile)
+    tiling.launch(_kernel.over(s_k), grid, args, constants, tile)

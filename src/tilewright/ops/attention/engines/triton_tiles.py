@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewright.jit.triton_launch import TritonKernel
 from tilewright.jit.triton_target import target_of
 from tilewright.mask.tables import tile_table_of
 
@@ -34,6 +35,22 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+
+class Looping:
+    """A kernel whose loop runs over the queries or keys that its parameter `length` counts.
+
+    Triton makes a constant of an integer that is 1, and the loop is gone: then two products of other widths read the
+    same shared memory, and ptxas (12.8 to 13.4) computes the addresses of the second one from a uniform register that
+    it never writes, or that holds another number.  So a length of 1 stays a number, as one of 3 is.
+    """
+
+    def __init__(self, fn: Any, length: str) -> None:
+        self._usual, self._of_one = TritonKernel(fn), TritonKernel(triton.jit(fn.fn, do_not_specialize=[length]))
+
+    def over(self, length: int) -> TritonKernel:
+        """The kernel for a loop over so many."""
+        return self._of_one if length == 1 else self._usual
 
 
 def parts(d: int) -> tuple[int, int]:

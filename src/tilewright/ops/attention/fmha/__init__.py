@@ -152,6 +152,7 @@ CONTRACT = register(
         workloads=WORKLOADS,
         cpu_workloads=CPU_WORKLOADS,
         edge_cases=samples.EDGE_CASES,
+        edge_grid=samples.EDGE_GRID,
         bad_inputs=samples.BAD_INPUTS,
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
     )

@@ -10,9 +10,8 @@ from tilewright.dispatch import Gradient, RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.dispatch.raw import OutputSpec
 from tilewright.mask.packed import ALONE
-from tilewright.ops.attention.layout import dense, spec_like
+from tilewright.ops.attention.layout import addressable, dense, spec_like
 from tilewright.ops.attention.reference import attention, attention_backward
-from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.rows import accumulate_dtype
 
 BUCKET = ("BH", "group", "S_q", "S_k", "D", "D_v", "mask", "extras", "aligned")
@@ -36,7 +35,7 @@ def unaddressable(bucket: Sequence[int]) -> str | None:
     if not of["S_k"]:
         return "has no keys to read"
     if not of["aligned"]:
-        return "needs addresses and strides of q, k and v, and of do, that are multiples of 16 bytes"
+        return "needs addresses and strides of q, k and v, and of do and o, that are multiples of 16 bytes"
     return None
 
 
@@ -90,7 +89,7 @@ def _bucket(
         hint(v.shape[3]),
         mask,
         extras,
-        int(all(copyable(t) for t in tensors)),
+        int(all(map(addressable, tensors))),
     )
 
 
@@ -120,7 +119,7 @@ def _backward_bucket(
     softcap: float,
 ) -> tuple[int, ...]:
     mask = PACKED if program == ALONE else _mask(program, left, right)
-    return _bucket((q, k, v, do), sinks, slopes, mask, softcap)
+    return _bucket((q, k, v, do, o), sinks, slopes, mask, softcap)
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[OutputSpec, ...]:

@@ -74,7 +74,7 @@ MASKS: Mapping[str, Callable[[int], masks.Mask]] = {
     "dilated": lambda s: masks.causal() & masks.dilated(3),
     "strided": lambda s: masks.causal() & (masks.window(4) | masks.strided(5)),
     "block": lambda s: masks.block(torch.eye(-(-s // 16), dtype=torch.bool), 16),
-    "heads": lambda s: masks.block(torch.arange(4 * (-(-s // 16)) ** 2).view(1, 4, -(-s // 16), -1) % 3 > 0, 16),
+    "heads": lambda s: masks.block(torch.arange(4 * (-(-s // 16)) ** 2).view(1, 4, *(-(-s // 16),) * 2) % 3 > 0, 16),
     "outside": lambda s: ~masks.window(s // 4, s // 4),
 }
 """Masks that no band is, by name, for keys of any number."""
@@ -136,6 +136,16 @@ EDGE_CASES = (
     _case("d_256: wide heads", B=1, D=256, causal=True),
     _case("empty: no sequences", B=0),
 )
+
+_MASKS = ("mask", "documents", "ids", "sides")
+EDGE_GRID: Mapping[str, Any] = {
+    "H": lambda params: (4,) if params.get("mask") == "heads" else (1, 2, 3, 4, 6, 8),
+    "window": lambda params: (None,) if any(name in params for name in _MASKS) else (None, None, 1, 2, 17, 64, 65),
+    "sinks": (None, None, True),
+    "softcap": (None, None, 1.5),
+    "alibi": (None, None, True),
+}
+"""Heads that a mask of heads has; and every modifier with every size."""
 
 
 def _bad(name: str, match: str, **change: Any) -> BadInput:

@@ -52,7 +52,10 @@ def launch_backward(
     """See `raw.BACKWARD`."""
     *gradients, dsinks = outs
     shift = scratch(tuple(lse.shape), torch.float32, lse.device)
+    # Of sums over all queries, which may cancel: delta holds the rounding of o
+    means = None if sinks is None else scratch(tuple(lse.shape), torch.float32, lse.device)
     delta(shift, do, o, dlse)
-    triton_backward.backward(*gradients, do, shift, q, k, v, lse, sinks, *rest, config)
+    triton_backward.backward(*gradients, do, shift, q, k, v, lse, sinks, *rest, config, means=means)
     if sinks is not None:
-        sink_gradient(dsinks, shift, lse, sinks)
+        assert means is not None
+        sink_gradient(dsinks, means, lse, sinks, dlse)

@@ -116,6 +116,7 @@ CONTRACT = register(
         workloads=WORKLOADS,
         cpu_workloads=CPU_WORKLOADS,
         edge_cases=samples.EDGE_CASES,
+        edge_grid={"H": lambda params: (4,) if params.get("mask") == "heads" else (1, 2, 3, 4, 6, 8)},
         bad_inputs=samples.BAD_INPUTS,
         dtypes=(E4M3,),
     )

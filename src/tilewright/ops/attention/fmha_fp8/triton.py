@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.jit.triton_launch import TritonKernel
 from tilewright.jit.triton_target import target_of
 from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
@@ -26,7 +25,7 @@ from tilewright.ops.attention.fmha_fp8.triton_kernel import forward_kernel
 from tilewright.ops.attention.fmha_fp8.triton_turn import turned
 from tilewright.ops.quant.triton_numbers import as_stored
 
-_kernel = TritonKernel(forward_kernel)
+_kernel = tiling.Looping(forward_kernel, "S_k")
 _LEAST = 32  # numbers along K that the matrix units take at once
 
 
@@ -177,7 +176,7 @@ def launch(
         descriptors, turn, config.block_m, config.block_n,
     )  # fmt: skip
     grid = (batch * heads * -(-s_q // config.block_m),)
-    tiling.launch(_kernel, grid, args, constants, config)
+    tiling.launch(_kernel.over(s_k), grid, args, constants, config)
 
 
 def _scale_steps(scales: Tensor) -> tuple[int, int, int]:

@@ -76,6 +76,21 @@ EDGE_CASES = (
 )
 
 
+_LENGTHS = ((), (0,), (1,), (2, 0), (15, 16, 17), (63, 64, 65), (1, 0, 129), (127, 1, 0, 2), (128,), (17, 17, 17))
+EDGE_GRID: Mapping[str, Any] = {
+    "lengths": _LENGTHS,
+    "lengths_k": lambda params: (
+        [tuple(n + 7 for n in params["lengths"]), tuple(max(n - 1, 0) for n in params["lengths"])]
+        if "lengths_k" in params
+        else [None]
+    ),
+    "sinks": (None, None, True),
+    "softcap": (None, None, 1.5),
+    "alibi": (None, None, True),
+}
+"""Lengths of sequences beside a tile, with keys of as many, more or fewer; and every modifier with every size."""
+
+
 def _bad(name: str, match: str, **change: Any) -> BadInput:
     """q (8, 4, 16), k and v (8, 2, 16), two sequences; with a change to shapes, dtypes or options."""
 

@@ -84,6 +84,7 @@ CONTRACT = register(
         workloads=WORKLOADS,
         cpu_workloads=CPU_WORKLOADS,
         edge_cases=samples.EDGE_CASES,
+        edge_grid={"N": (1, 2, 3, 4, 5, 8, 9, 16, 17)},  # states
         bad_inputs=samples.BAD_INPUTS,
         batch_dim=None,  # rows are independent, but stand in another dimension of the states than of the result
     )

@@ -101,6 +101,7 @@ CONTRACT = register(
         workloads=WORKLOADS,
         cpu_workloads=CPU_WORKLOADS,
         edge_cases=EDGE_CASES,
+        edge_grid={"H": lambda params: (4,) if params.get("mask") == "heads" else (1, 2, 3, 16, 17)},
         bad_inputs=BAD_INPUTS,
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
     )

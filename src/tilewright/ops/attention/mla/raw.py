@@ -10,9 +10,8 @@ from tilewright.dispatch import Gradient, RawOp
 from tilewright.dispatch.bucket import hint
 from tilewright.dispatch.raw import OutputSpec
 from tilewright.ops.attention.fmha import raw as fmha
-from tilewright.ops.attention.layout import by_token, dense, spec_like
+from tilewright.ops.attention.layout import addressable, by_token, dense, spec_like
 from tilewright.ops.attention.reference import attention, attention_backward
-from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.rows import accumulate_dtype
 
 BUCKET = ("BH", "S_q", "S_k", "D", "D_pe", "D_v", "mask", "aligned")
@@ -87,7 +86,7 @@ def _bucket(tensors: Sequence[Tensor], program: str, left: int, right: int) -> t
     batch_heads, _, s_q, s_k, d, d_v, mask, _, _ = fmha.bucket(
         q, k, v, *modifiers, program, left, right, scale, softcap
     )
-    aligned = int(all(copyable(t) for t in tensors))
+    aligned = int(all(map(addressable, tensors)))
     return batch_heads, s_q, s_k, d, hint(q_pe.shape[3]), d_v, mask, aligned
 
 

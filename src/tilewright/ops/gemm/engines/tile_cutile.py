@@ -190,11 +190,11 @@ def gemm(
     kernel(
         (min(tiles, config.occupancy * max(1, usable_sms(d.device))),),
         (
-            _plain(d),
-            _plain(a.mT if a_turned else a),
-            _plain(b.mT if b_turned else b),
+            d,
+            a.mT if a_turned else a,
+            b.mT if b_turned else b,
             d if bias is None else bias,
-            d if c is None else _plain(c),
+            d if c is None else c,
             d if scale is None else scale.reshape(1),
             float(alpha),
             config.band,
@@ -205,11 +205,3 @@ def gemm(
         ),
         Hints(config.num_warps, config.occupancy if config.occupancy > 1 else None),
     )  # fmt: skip
-
-
-def _plain(t: Tensor) -> Tensor:
-    """`t` with strides that suit the copy engine where they mean nothing: those of dimensions of one element."""
-    batch, rows, columns = t.shape
-    pitch = t.stride(1) if rows > 1 else -(-columns // 16) * 16
-    strides = (t.stride(0) if batch > 1 else pitch, pitch, t.stride(2) if columns > 1 else 1)
-    return t if strides == t.stride() else t.as_strided(t.shape, strides)

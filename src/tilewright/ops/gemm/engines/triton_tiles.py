@@ -65,9 +65,9 @@ def vector_width_of_c(c: Tensor | None) -> int:
     return 1 if c is None or c.stride(2) != 1 else vector_width(c, c.shape[2])
 
 
-def needs_wide_offsets(*tensors: Tensor | None) -> bool:
-    """Do offsets inside a tile, of 256 rows or columns, need 64 bits?"""
-    return any(512 * max(t.stride()[1:]) > 2**31 - 1 for t in tensors if t is not None)
+def needs_wide_offsets(*tensors: Tensor | None, reach: int = 256) -> bool:
+    """Do offsets inside a tile, of at most `reach` rows or columns, need 64 bits?"""
+    return any(2 * reach * max(t.stride()[1:]) > 2**31 - 1 for t in tensors if t is not None)
 
 
 class Fit(NamedTuple):

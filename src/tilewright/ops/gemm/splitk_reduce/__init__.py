@@ -103,7 +103,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     s, m, n = params["S"], params["M"], params["N"]
     activation = params.get("activation")
     n += n % 2 if activation == "swiglu" else 0
-    partials = rows.random_tensor((s, m, n), torch.float32, device, g, s**-0.5)
+    partials = rows.random_tensor((s, m, n), torch.float32, device, g, max(s, 1) ** -0.5)
     options: dict[str, Any] = {"out_dtype": dtype}
     if activation is not None:
         options["activation"] = activation

@@ -19,6 +19,7 @@ from tilewright.ops.gemm.engines import dense_cuda, fp8_cuda
 from tilewright.ops.gemm.engines.dense_cuda import Groups
 from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.grouped.engines.config_cuda import Config, named, own
+from tilewright.ops.grouped.k_grouped_matmul.raw import whole_blocks
 from tilewright.ops.grouped.raw import UNSCALED
 
 __all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
@@ -44,7 +45,8 @@ def refusal(
             # Groups begin at any K, and a copy at multiples of 16 bytes of a line
             return "needs a contiguous along M and b along N"
         return dense_cuda.refusal(a, b, None, c, None, 1.0, "", out_dtype)
-    return fp8_cuda.refusal(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
+    lacking = fp8_cuda.refusal(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
+    return lacking or whole_blocks(scale_a, a)
 
 
 def gemm(

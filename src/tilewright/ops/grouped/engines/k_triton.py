@@ -22,6 +22,7 @@ from tilewright.ops.gemm.operands import Major, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling
 from tilewright.ops.grouped.engines.k_triton_kernel import k_grouped_kernel
 from tilewright.ops.grouped.engines.tiles_triton import Config, descriptor_strides, fitted, launch, no_float8
+from tilewright.ops.grouped.k_grouped_matmul.raw import whole_blocks
 from tilewright.ops.grouped.raw import UNSCALED, scaling_code
 
 
@@ -77,7 +78,7 @@ def refusal(
     lacking = no_float8(a)
     if lacking is None and scaling_code(a, b, scale_a, scale_b) not in (UNSCALED, Scaling.TOKEN_TOKEN):
         return "takes scales (M, T/128) and (N, T/128), one for 128 along T"
-    return lacking
+    return lacking or whole_blocks(scale_a, a)
 
 
 _kernel = TritonKernel(k_grouped_kernel)

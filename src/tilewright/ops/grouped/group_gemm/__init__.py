@@ -184,6 +184,15 @@ CONTRACT = register(
             _case("float32: results are wider than operands", (20, 72, 40), (9, 8, 56), out_dtype=torch.float32),
             _case("hollow: products without rows or depth", (20, 24, 40), (0, 8, 56), (9, 8, 0)),
         ),
+        edge_grid={
+            "sizes": (
+                ((0, 8, 16), (1, 1, 1), (2, 2, 2)),
+                ((15, 16, 17), (63, 64, 65), (1, 128, 8)),
+                ((127, 65, 33), (64, 0, 64), (64, 64, 0), (128, 129, 257)),
+                ((256, 255, 31), (2, 257, 128)),
+                ((16, 8, 24),),
+            )
+        },
         bad_inputs=(
             _bad("no matrices", "at least one", _ones(), _ones()),
             _bad("one b too few", "2 matrices a and 1 b", _ones((2, 3), (2, 3)), _ones((3, 4))),

@@ -40,6 +40,13 @@ def bucket(
     )
 
 
+def whole_blocks(scale_a: Tensor | None, a: Tensor) -> str | None:
+    """Why a (M, T) with scales cannot run: a group may end with T, and no kernel reads less than 128 behind a scale."""
+    if scale_a is None or a.shape[1] % 128 == 0:
+        return None
+    return f"needs T in multiples of 128 where 128 along it share a scale, got {a.shape[1]}"
+
+
 def check(
     a: Tensor,
     b: Tensor,

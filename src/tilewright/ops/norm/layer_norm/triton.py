@@ -1,5 +1,7 @@
-"""LayerNorm in Triton.  A program holds whole rows in registers, so mean and variance are exact two-pass sums over one
-read.
+"""LayerNorm in Triton.  A program holds whole rows in registers, so mean and variance are two passes over one read.
+
+The second pass also sums the deviations, which a mean off by an ULP shifts, and takes that mean out of them: so a row
+of one value gives zeros, however large the value and however small eps (Chan, Golub, LeVeque, 1983).
 
 Traffic: forward 4*M*N bytes at bf16, backward 6*M*N; the same floors as RMSNorm.  The backward recomputes mean and
 1/std from the row it reads, and sums the gradients of weight and bias in a fixed order (`column_sums`).
@@ -23,6 +25,7 @@ from tilewright.ops.norm.rms_norm.triton import (
     candidates_backward,
     configure_backward,
     every,
+    mean_of,
     programs,
 )
 from tilewright.ops.rows import as_rows
@@ -52,6 +55,34 @@ def _load_affine(weight, bias, offs_n, N, default: tl.constexpr):
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sums(a, b, AXIS: tl.constexpr):
+    """Sums of a and of b along one axis, in one exchange between threads."""
+    return tl.reduce((a, b), AXIS, _add_both)
+
+
+@triton.jit
+def _variance(deviation, square, N):
+    """(mean deviation, variance) of the sums of deviations from nearly the mean and of their squares."""
+    shift = mean_of(deviation, N)
+    left = tl.where(square < float("inf"), tl.maximum(square - deviation * shift, 0.0), square)  # NaN stays too
+    return shift, mean_of(left, N)
+
+
+@triton.jit
+def _centred(wide, mask, N):
+    """Rows (ROWS, BLOCK_N) without their means, and the variances (ROWS,)."""
+    centred = tl.where(mask, wide - mean_of(tl.sum(wide, 1), N)[:, None], 0.0)
+    deviation, square = _sums(centred, centred * centred, 1)
+    shift, variance = _variance(deviation, square, N)
+    return tl.where(mask, centred - shift[:, None], 0.0), variance
+
+
+@triton.jit
 def _layer_norm_kernel(
     y, x, weight, bias, M, N, stride_x, eps,  # x, y: (M, N)   weight, bias: (N,) or None
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -63,9 +94,8 @@ def _layer_norm_kernel(
     at = offs_m.to(tl.int64)[:, None]
     mask = (offs_m[:, None] < M) & mask_n[None, :]
     wide = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-    centred = tl.where(mask, wide - (tl.sum(wide, 1) / N)[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / N + eps)
-    result = centred * rstd[:, None] * w[None, :] + b[None, :]
+    centred, variance = _centred(wide, mask, N)
+    result = centred * tl.rsqrt(variance + eps)[:, None] * w[None, :] + b[None, :]
     tl.store(y + at * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
 
 
@@ -76,14 +106,18 @@ def _row_statistics(x, row, N, stride_x, eps, BLOCK_N: tl.constexpr):
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         total += tl.load(x + row * stride_x + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    mean = tl.sum(total, 0) / N
+    mean = mean_of(tl.sum(total, 0), N)
+    deviations = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         wide = tl.load(x + row * stride_x + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
         centred = tl.where(offs_n < N, wide - mean, 0.0)
+        deviations += centred
         squares += centred * centred
-    return mean, tl.rsqrt(tl.sum(squares, 0) / N + eps)
+    deviation, square = _sums(deviations, squares, 0)
+    shift, variance = _variance(deviation, square, N)
+    return mean + shift, tl.rsqrt(variance + eps)
 
 
 @triton.jit
@@ -114,11 +148,12 @@ def _layer_norm_backward_kernel(
         mask = (offs_m[:, None] < M) & mask_n[None, :]
         wide = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(dy + at * stride_dy + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        centred = tl.where(mask, wide - (tl.sum(wide, 1) / N)[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, 1) / N + eps)[:, None]
+        centred, variance = _centred(wide, mask, N)
+        rstd = tl.rsqrt(variance + eps)[:, None]
         normed = centred * rstd
         g = grad * w[None, :]
-        result = (g - (tl.sum(g, 1) / N)[:, None] - normed * (tl.sum(g * normed, 1) / N)[:, None]) * rstd
+        sum_g, sum_gn = _sums(g, g * normed, 1)
+        result = (g - mean_of(sum_g, N)[:, None] - normed * mean_of(sum_gn, N)[:, None]) * rstd
         tl.store(dx + at * N + offs_n[None, :], result.to(dx.dtype.element_ty), mask=mask)
         if AFFINE:
             dw += tl.sum(grad * normed, 0)
@@ -147,7 +182,7 @@ def _layer_norm_backward_long_kernel(
         normed = (tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
         sum_g += g
         sum_gn += g * normed  # g is 0 beyond N
-    mean_g, mean_gn = tl.sum(sum_g, 0) / N, tl.sum(sum_gn, 0) / N
+    mean_g, mean_gn = mean_of(tl.sum(sum_g, 0), N), mean_of(tl.sum(sum_gn, 0), N)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask = offs_n < N

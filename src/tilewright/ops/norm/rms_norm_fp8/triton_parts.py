@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.norm.rms_norm.triton import mean_of
 from tilewright.ops.quant.triton_numbers import (
     encode,
     halves,
@@ -77,7 +78,7 @@ def _rms_norm_fp8_parts_kernel(
         low, high = halves(kept[part], DTYPE)
         squares += low * low
         squares += high * high
-    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
+    rstd = tl.rsqrt(mean_of(tl.sum(squares), N) + eps)
     results = ()
     for part in tl.static_range(PARTS):
         w = tl.load(weight + part * COLUMNS + places)

@@ -120,6 +120,7 @@ def launch(outs: tuple[Tensor], q: Tensor, scales: Tensor, dtype: torch.dtype, *
     layout = granularity(q, scales)
     rows = as_rows(q)
     (r, k), m = rows.shape, q.shape[-2]
+    scales = scales.flatten(0, -3) if scales.dim() > 3 else scales  # a copy where no one stride leads through the batch
     step = scales.stride(-3) if scales.dim() > 2 else 0
     args = (outs[0], as_stored(rows), scales, r, k, m, rows.stride(0), step, *scales.stride()[-2:])
     across = triton.cdiv(k, GROUP * config.groups)

@@ -140,7 +140,7 @@ def _softmax_kernel(
     wide = row.to(tl.float32)
     top = tl.maximum(tl.max(wide, 1), LOWEST)
     e = exp(wide - top[:, None], PRECISE)
-    scale = 1.0 / tl.sum(e, 1)
+    scale = tl.div_rn(1.0, tl.sum(e, 1))
     if PACKED:
         e = exp(_again(row, PACKED) - top[:, None], PRECISE)
     result = e * scale[:, None]
@@ -171,7 +171,7 @@ def _softmax_long_kernel(
         total = total * exp(top - higher, PRECISE) + tl.sum(exp(part - higher[None, :], PRECISE), 0)
         top = higher
     highest = tl.max(top, 0)
-    scale = 1.0 / tl.sum(total * exp(top - highest, PRECISE), 0)
+    scale = tl.div_rn(1.0, tl.sum(total * exp(top - highest, PRECISE), 0))
 
     last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
     for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
@@ -208,7 +208,7 @@ def _softmax_scale_kernel(
     top = tl.load(tops + row * parts + offs_p, mask=offs_p < parts, other=LOWEST)
     total = tl.load(totals + row * parts + offs_p, mask=offs_p < parts, other=0.0)
     highest = tl.max(top, 0)
-    scale = 1.0 / tl.sum(total * exp(top - highest, PRECISE), 0)
+    scale = tl.div_rn(1.0, tl.sum(total * exp(top - highest, PRECISE), 0))
     result = exp(values - highest, PRECISE) * scale
     tl.store(y + row.to(tl.int64) * N + offs_n, result.to(y.dtype.element_ty), mask=offs_n < N)
 

@@ -34,8 +34,8 @@ def apply_rope(
     cos, sin:  one row a token, (B or 1, S, W) or packed (T, W); with positions a table (P, W).
     positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  One outside the table raises
                InputError on a CPU; on a GPU nobody waits to look, and the token's rotated elements are NaN.
-    Returns new tensors of the shapes and dtype of q and k, in memory by token or by head as q lies; elements R to D
-    of a head are copied.
+    Returns new tensors of the shapes and dtype of q and k, in memory by token or by head as q lies (k, where q has one
+    head); elements R to D of a head are copied.
 
     The pairs, and where their cos and sin stand:
       default           elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
@@ -103,9 +103,12 @@ def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Ten
     return vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
 
 
-def by_token(x: Tensor) -> bool:
-    """Does (B, H, S, D) lie in memory as (B, S, H, D), the way a projection leaves it?"""
-    return x.dim() == 4 and bool(x.stride(1) < x.stride(2))
+def by_token(*tensors: Tensor) -> bool:
+    """Do these (B, H, S, D) lie in memory as (B, S, H, D), the way a projection leaves them?
+
+    One head steps nowhere, and its stride says nothing: the first tensor with several decides.
+    """
+    return next((bool(x.stride(1) < x.stride(2)) for x in tensors if x.dim() == 4 and x.shape[1] > 1), False)
 
 
 def _laid_by_token(x: Tensor) -> OutputSpec:
@@ -117,8 +120,8 @@ def _laid_by_token(x: Tensor) -> OutputSpec:
 
 
 def _outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
-    """As q lies: attention then hands on what the next projection reads without a copy."""
-    if by_token(q):
+    """As q lies, or k where q has one head: attention then hands on what the next projection reads without a copy."""
+    if by_token(q, k):
         return _laid_by_token(q), _laid_by_token(k)
     return (q.shape, q.dtype), (k.shape, k.dtype)
 
@@ -171,6 +174,13 @@ def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
     return tuple(g if g.shape[1] else None for g in grads)
 
 
+def _empty_gradients(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
+) -> dict[int, Tensor]:
+    """Those of a q or k that has no heads itself."""
+    return {i: torch.empty_like(g) for i, g in enumerate(grads) if g is not None and needs[i] and not g.shape[1]}
+
+
 def cost(sample: Sample, direction: str) -> Cost:
     """Reads q and k, every position, and half of each row of the tables that is used; writes q' and k'."""
     q, k, cos, _ = sample.args
@@ -203,6 +213,7 @@ CONTRACT = register(
             save=lambda args, outputs: (args[2], args[3], args[4]),
             raw_args=_backward_args,
             expand=_gradients,
+            others=_empty_gradients,
         ),
         workloads=(
             Workload("llama8b_1x8k", {"B": 1, "S": 8192, **_LLAMA_8B}),
@@ -225,6 +236,7 @@ CONTRACT = register(
             Workload("odd_s: the last tokens are masked", {**_SMALL, "S": 13, "D": 32}),
             Workload("odd_heads: the last heads are masked", {**_SMALL, "H": 11, "H_kv": 3, "D": 32}),
             Workload("mqa: one key head", {**_SMALL, "H": 6, "H_kv": 1}),
+            Workload("one_head: its stride does not say how k lies", {**_SMALL, "H": 1, "H_kv": 3, "layout": "fused"}),
             Workload("contiguous: by head, not by token", {**_SMALL, "layout": "contiguous"}),
             Workload("fused: slices of one projection", {**_SMALL, "layout": "fused"}),
             Workload("own_tables: each sequence its own", {**_SMALL, "tables": "each"}),

@@ -198,7 +198,7 @@ def rotate(
     sizes = (s, h, h_kv, cos.shape[0], blocks, groups_q, groups)
     strides = (*_head_strides(q, single), *_head_strides(k, single), *table, cos.stride(-1), *rows)
     halves, rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
-    constants = (d, r, interleaved, inverse, single or by_token(outs[0]), tokens, config.heads, halves, rest)
+    constants = (d, r, interleaved, inverse, single or by_token(*outs), tokens, config.heads, halves, rest)
     args = (*outs, q, k, cos, sin, positions, *sizes, *strides)
     _kernel((batch * blocks * groups,), args, constants, num_warps=config.num_warps)
 

@@ -76,7 +76,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     """params: N, K, optional bits, log_uniform (rows and groups of magnitudes over twelve octaves), zeros (a group)."""
     g = rows.generator(seed)
     n, k = params["N"], params["K"]
-    w = rows.random_tensor((n, k), torch.float32, device, g, k**-0.5)
+    w = rows.random_tensor((n, k), torch.float32, device, g, max(k, 1) ** -0.5)
     if params.get("log_uniform"):
         octaves = 12 * torch.rand((n, packing.groups(k)), generator=g) - 6
         w = w * torch.exp2(octaves).to(device).repeat_interleave(packing.GROUP, 1)[:, :k]

@@ -58,8 +58,8 @@ KERNEL = CudaKernel(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The config of the least predicted time."""
-    return model.ranked(model.defaults(bucket[3]), Work(*bucket[:4]))[0]
+    """What the model of its time chooses."""
+    return model.chosen(Work(*bucket[:4]))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:

@@ -6,6 +6,9 @@ odd element of K; x is split the same way, and two products of 64 replace the on
 
 Few rows make few tiles: K is split, each part leaves float32 sums, and a second launch adds them in a fixed order.
 
+Sizes are run-time values.  What is compiled depends on their layout alone: rows that can be read as vectors, columns
+that can be written as vectors, or neither.
+
 Traffic: the weight as stored, N K (1 + 2 / 128) bytes at 8 bits and bf16 scales; 28672 x 4096 of 4 bits, 60.6 MB,
 cannot take less than 14 us at 4.3 TB/s.
 """
@@ -42,15 +45,27 @@ class Config(NamedTuple):
     swapped: bool
 
 
+FEW_ROWS, MORE_ROWS = Config(16, 32, 4, 3, 1, False), Config(64, 32, 4, 3, 1, False)
+SMALL = 1 << 20  # bytes of a weight
+
+
+def is_small(n: int, k: int, bits: int) -> bool:
+    """Is the weight read in less time than a launch takes?"""
+    return n * k * bits <= 8 * SMALL
+
+
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     """Tiles of 64 channels, or 32 where rows or masks need the registers; whole groups of aligned operands are split
     along K until FILL programs have something to do, four groups at least.
 
     Three stages fit the 64 KB of an AMD compute unit, whose compiler pipelines no deeper; an H200's table may say more.
+    A call of unaligned or small operands is bound by neither tiles nor masks, and two kernels serve all of these.
     """
-    m, n, k, _, aligned = bucket[:5]
+    m, n, k, bits, aligned = bucket[:5]
+    if not aligned or is_small(n, k, bits):
+        return FEW_ROWS if m <= FEW_ROWS.block_m else MORE_ROWS
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    whole = bool(aligned) and k % packing.GROUP == 0
+    whole = k % packing.GROUP == 0
     block_n = 64 if rows < 64 and whole and n >= 64 else 32
     tiles, splits = -(-n // block_n), 1
     may_split = whole and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
@@ -166,8 +181,25 @@ def _product(rows, weights, acc, SWAPPED: tl.constexpr):  # rows (BLOCK_M, K), w
     return acc
 
 
-_multiply = TritonKernel(_weight_only_kernel)
+def _specialised(*but: str) -> TritonKernel:
+    """The kernel, compiled for multiples of 16 among its sizes and strides, `but` not among these."""
+    return TritonKernel(triton.jit(_weight_only_kernel.fn, do_not_specialize=("M", "splits", *but)))
+
+
+_TUNED = TritonKernel(_weight_only_kernel)  # M counts too: without it 32 rows of 8 bits spill on Hopper
+_VECTORS = _specialised()  # every other size and stride is a multiple of 16
+_READ_VECTORS = _specialised("N", "stride_y", "stride_sg")  # K and rows of x are
+_SCALARS = _specialised("N", "K", "stride_y", "stride_x", "stride_sg")
 _reduce = TritonKernel(reduce_kernel)
+
+
+def _kernel_for(small: bool, k: int, stride_x: int, *others: int) -> TritonKernel:
+    """By the layout: what of it can be read and written as vectors."""
+    if k % 16 or stride_x % 16:
+        return _SCALARS
+    if any(size % 16 for size in others):
+        return _READ_VECTORS
+    return _VECTORS if small else _TUNED
 
 
 def _supports(
@@ -205,9 +237,11 @@ def launch(
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), splits)
     finish = (bias, activation) if splits == 1 else (None, "")
     args = (to, x, q, scales, finish[0], m, n, k, splits, to.shape[-1], x.stride(0), *scales.stride())
-    even = k % packing.GROUP == 0
-    constants = (packing.bits_of(q), finish[1], splits > 1, even, config.swapped, config.block_m, config.block_n)
-    _multiply(grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    bits = packing.bits_of(q)
+    even = k % packing.GROUP == 0 and not is_small(n, k, bits)
+    constants = (bits, finish[1], splits > 1, even, config.swapped, config.block_m, config.block_n)
+    multiply = _kernel_for(is_small(n, k, bits), k, x.stride(0), n, to.shape[-1], scales.stride(1))
+    multiply(grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
     if splits > 1:
         grid = (triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
         args = (y, to, bias, None, None, 1.0, 1, m, n, splits, 0, y.shape[1], 1, 0, 0, 0)

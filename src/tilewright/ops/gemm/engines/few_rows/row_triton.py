@@ -46,7 +46,7 @@ def gemm(
     args = (d, a, b, *finish, m, n, k, *strides, *finish_strides)
     constants = (
         activation, b_along_k, vector_width(a, k), vector_width(b, k if b_along_k else n), vector_width_of_c(c),
-        vector_width(d, d.shape[2]), k % config.block_k == 0, needs_wide_offsets(d, a, b, c), config.num_stages,
-        config.block_n, config.block_k,
+        vector_width(d, d.shape[2]), k % config.block_k == 0, needs_wide_offsets(d, a, b, c, reach=config.block_k),
+        config.num_stages, config.block_n, config.block_k,
     )  # fmt: skip
     _kernel((batch * m * triton.cdiv(n, config.block_n),), args, constants, num_warps=config.num_warps)

@@ -1,0 +1,66 @@
+"""Numbers among the arguments of a raw op, in the types that its schema declares.
+
+A kernel is compiled for the types of its scalars, and a signature is remembered by their values: numpy's numbers and an
+int for a float become Python's, and a tensor, whose value may change from call to call, is refused.
+"""
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilewright.errors import InputError
+
+if TYPE_CHECKING:
+    from tilewright.dispatch.raw import RawOp
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def as_declared(raw: "RawOp", args: Sequence[Any]) -> tuple[Any, ...]:
+    """`args` with each scalar as Python's float, int or bool.  Raises InputError for what is none."""
+    count = raw.tensor_count
+    scalars = [
+        convert(raw.op, name, value) if convert is not None else value
+        for value, (name, convert) in zip(args[count:], raw.scalars, strict=True)
+    ]
+    return (*args[:count], *scalars)
+
+
+def converters(schema: str) -> list[tuple[str, Callable[[str, str, Any], Any] | None]]:
+    """(name, conversion) of each argument of a raw op's schema that is no tensor; None where any value may pass."""
+    found = [declared.split() for declared in schema.split(", ")]
+    return [(name, _KINDS.get(kind)) for kind, name in found if "Tensor" not in kind]
+
+
+def _float(op: str, name: str, value: Any) -> Any:
+    if type(value) is float or isinstance(value, _SYMBOLIC):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    raise _refused(op, name, value, "a number")
+
+
+def _int(op: str, name: str, value: Any) -> Any:
+    if type(value) is int or isinstance(value, _SYMBOLIC):
+        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    raise _refused(op, name, value, "an integer")
+
+
+def _bool(op: str, name: str, value: Any) -> Any:
+    if type(value) is bool or isinstance(value, _SYMBOLIC):
+        return value
+    if type(value).__name__ in ("bool", "bool_") or (isinstance(value, numbers.Integral) and value in (0, 1)):
+        return bool(value)
+    raise _refused(op, name, value, "True or False")
+
+
+_KINDS: dict[str, Callable[[str, str, Any], Any]] = {"float": _float, "int": _int, "SymInt": _int, "bool": _bool}
+
+
+def _refused(op: str, name: str, value: Any, allowed: str) -> InputError:
+    hint = " Call .item() on it, which waits for its device." if isinstance(value, torch.Tensor) else ""
+    return InputError(f"{op}: {name} is a {type(value).__name__}; needs {allowed}.{hint}")

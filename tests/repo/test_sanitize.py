@@ -1,0 +1,65 @@
+"""The script around compute-sanitizer: what is clean, what is not, and that one case that hangs costs no other."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TOOL = f"""#!{sys.executable}
+import sys, time
+tool, case = sys.argv[sys.argv.index("--tool") + 1], sys.argv[-1]
+if "swiglu" in case:
+    print("========= Invalid __global__ read of size 2 bytes")
+    print("=========     at kernel+0x70")
+    print("========= ERROR SUMMARY: 1 error")
+    sys.exit(9)
+if "relu" in case:
+    print("1 cases, 1 wrong")
+    print("========= ERROR SUMMARY: 0 errors")
+    sys.exit(1)
+print("========= COMPUTE-SANITIZER")
+print("========= RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else "========= ERROR SUMMARY: 0 errors")
+"""
+
+
+@pytest.fixture
+def sanitize(tmp_path):
+    """Runs the script with a stand-in for the tool; returns its exit code and lines."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(*options):
+        command = [sys.executable, str(SCRIPTS / "sanitize.py"), *options]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+def test_runs_are_told_as_they_end_and_counted_by_tool(sanitize):
+    code, lines = sanitize("memcheck", "synccheck", "--cases", "few rows (", "--jobs", "4")
+    assert code == 1
+    assert sum(line.startswith("memcheck: 0 errors: few rows (") or "exit " in line for line in lines) >= 4
+    assert any("exit 9, 1 error" in line for line in lines), "what the tool reports"
+    assert any(line.startswith("synccheck: exit 1, 0 errors") for line in lines), "a result that is wrong"
+    assert "memcheck: 2 of 4 cases clean" in lines and "synccheck: 2 of 4 cases clean" in lines
+
+
+def test_a_clean_tool_passes_and_a_case_that_does_not_end_fails(sanitize):
+    assert sanitize("racecheck", "--cases", "fp8 (600")[0] == 0
+    code, lines = sanitize("racecheck", "--cases", "weight only", "--limit", "0.01")
+    assert code == 1 and sum("did not end in 0.01 s" in line for line in lines) == 3
+
+
+def test_shards_together_are_all_runs_and_bad_wishes_are_refused(sanitize):
+    whole = sanitize("--list")[1]
+    parts = [line for i in range(3) for line in sanitize("--list", "--shard", f"{i}/3")[1]]
+    assert sorted(parts) == sorted(whole) and len(whole) == len(set(whole)) > 150
+    assert sanitize("leakcheck")[0] == 2
+    assert sanitize("memcheck", "--cases", "no such case")[0] == 1, "nothing ran"
