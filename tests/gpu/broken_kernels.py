@@ -16,6 +16,8 @@ from tilewright.dispatch import register_impl, unregister_impl
 
 OP = "rms_norm"
 CACHE: dict[int, Tensor] = {}
+LAUNCHES: dict[str, Tensor] = {}  # counts on the device: graphs count their replays
+LASTS = 5  # launches before a worn out kernel is wrong
 
 
 @triton.jit
@@ -100,6 +102,7 @@ def weight_gradient_kernel(
 def planted(fault: str) -> Iterator[None]:
     """Make the kernels with `fault` the triton backend of rms_norm inside the block."""
     CACHE.clear()
+    LAUNCHES["forward"] = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def forward(outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, *_: object, config: None) -> None:
         _forward(fault, outs[0], x, weight, eps)
@@ -127,6 +130,9 @@ def _forward(fault: str, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> No
     stream = torch.cuda.default_stream() if fault == "wrong_stream" else torch.cuda.current_stream()
     with torch.cuda.stream(stream):
         forward_kernel[(m,)](y, rows, weight, m, n, rows.stride(0), eps, FAULT=fault, BLOCK_N=triton.next_power_of_2(n))
+    if fault == "worn_out":  # as one whose semaphore is never set back
+        LAUNCHES["forward"].add_(1)
+        y.add_((LAUNCHES["forward"] > LASTS).to(y.dtype))
     if fault == "cached_by_pointer":
         CACHE[x.data_ptr()] = y.clone()
 

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.jit_kernels import Scale, scale
 
 from tilewright import ops
-from tilewright.dispatch import Workload, contract
+from tilewright.dispatch import Workload, contract, register_impl, unregister_impl
+from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.jit.driver import load
 from tilewright.validate import check
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +38,7 @@ FAULTS = {
     "out_of_bounds": Fault("guard_bands", True, params={"M": 5, "N": 333}),
     "wrong_stream": Fault("side_stream", True),
     "cached_by_pointer": Fault("cuda_graph", True),
+    "worn_out": Fault("cuda_graph", True),
     "zero_gradient": Fault("backward", False, loud=True),
     "atomic_weight_gradient": Fault("determinism", True, params={"M": 4096, "N": 320}, dtype=torch.float32),
 }
@@ -87,6 +91,49 @@ def test_what_plain_allclose_sees(name):
 def test_the_same_kernels_without_a_fault_pass(dtype):
     made = report("none", Fault("", True, dtype=dtype), "quick")
     assert made.passed, str(made)
+
+
+SCALE = Scale(128, torch.float32)
+
+
+def not_compiled(x, folder):
+    (folder / "scale.cuh").write_text(
+        "namespace tilewright { template <class Config> __global__ void scale(float*) { no }; }"
+    )
+    CudaKernel(folder / "scale.cuh", "scale", "P", archs=("sm_80", "sm_90", "sm_100"))((1,), (x,), SCALE, block=128)
+
+
+def not_loaded(x, folder):
+    load(scale.compile(SCALE).binary, x.get_device(), "nobody")
+
+
+def not_launched(x, folder):
+    scale((1,), (x, x, 2.0, 1.0, True, 1, 0), SCALE, block=128, shared_bytes=300_000)
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"), [(not_compiled, "cannot compile"), (not_loaded, "loading nobody"), (not_launched, "shared")]
+)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_cuda_kernel_that_is_not_compiled_loaded_or_launched_has_failed(fail, words, direction, tmp_path):
+    @register_impl("rms_norm", backend="cuda")
+    @register_impl("rms_norm", backend="cuda", direction="bwd")
+    def launch(outs, *args, config):
+        raw = contract("rms_norm").forward if len(outs) == 1 else contract("rms_norm").gradient.op
+        if raw.direction == direction:
+            fail(torch.ones(4, device="cuda"), tmp_path)
+        made = raw.reference(*args)
+        for out, value in zip(outs, (made,) if len(outs) == 1 else made, strict=True):
+            out.copy_(value)
+
+    mode = "eager" if direction == "fwd" else "backward"
+    try:
+        made = check("rms_norm", Workload("planted", {"M": 8, "N": 64}), modes=[mode], backend="cuda", device="cuda")
+    finally:
+        for each in ("fwd", "bwd"):
+            unregister_impl("rms_norm", backend="cuda", direction=each)
+    assert made.failed_modes == (mode,)
+    assert words in str(made)
 
 
 def _gradients(x, weight, cotangent, backend):

@@ -31,6 +31,11 @@ NAMES = {
     "guard_bands",
     "inputs_unchanged",
     "bad_inputs",
+    "grad_inputs",
+    "checkpoint",
+    "double_backward",
+    "forward_ad",
+    "negative_bit",
 }
 
 

@@ -231,6 +231,21 @@ def test_results_kept_by_the_weights_address_need_new_weights(graphs):
     assert made.failed_modes == ("changed_inputs", "cuda_graph"), str(made)
 
 
+def test_a_row_that_is_small_is_missed_too():
+    """A millionth of the others, and zeros in its place."""
+
+    def launch(outs, *args, config):
+        correct(outs, *args, config=config)
+        if outs[0].shape[0] > 7:
+            outs[0][7] = 0
+
+    x = torch.randn(48, 256)
+    x[7] *= 1e-9
+    made = report(launch, modes=["eager"], sample=Sample((x.bfloat16(), torch.randn(256).bfloat16())))
+    assert made.failed_modes == ("eager",)
+    assert "1 of 48 rows wrong: row 7" in str(made)
+
+
 def test_a_sample_without_other_values_is_skipped():
     made = check(OP, (torch.ones(4, 8), torch.ones(8)), modes=["changed_inputs"], backend="torch", device="cpu")
     assert made.results[0].details == ("there are no other values of this kind",)

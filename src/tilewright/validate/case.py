@@ -114,9 +114,14 @@ class Case:
 
 
 def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) -> list[RawCall]:
-    """The raw calls behind one call of an op's public `function`: forward, and backward where there is one."""
+    """The raw calls behind one call of an op's public `function`: forward, and backward where there is one.
+
+    Raises NotApplicable where there are none: torch computes some options of attention by itself.
+    """
     with record() as notes, torch.no_grad():
         function(*sample.args, **sample.kwargs)
+    if not notes.calls:
+        raise NotApplicable("no raw op is behind this call")
     op, args, *wish = notes.calls[0]
     forward = RawCall(op, args, (wish[0], wish[1]))
     gradient = contract.gradient

@@ -40,7 +40,8 @@ def check(
     op        name, contract or public function ("rms_norm", ops.rms_norm).
     sample    a Sample or a tuple of arguments; a Workload or the name of one of the op's workloads or edge cases;
               None for every edge case (heavy modes then run on the first with a batch of four or more).
-    modes     "all", "quick" (all but the heavy ones: compilation and opcheck), or names from `validate.MODES`.
+    modes     "all", "quick" (all but the heavy ones: opcheck, compilation, gradients of
+              gradients, forward mode), or names from `validate.MODES`.
     backend   strict, as in a call; None for what `auto` chooses.
     dtype     one dtype; None for all of the contract's with sample=None, else the workload's first.
     device    default: the GPU if there is one.

@@ -18,6 +18,9 @@ from tilewright.validate.rule import Standard, standard
 
 JITTERS = 8
 
+Derivation = Callable[[Callable[..., Any], Sample, tuple[Tensor, ...]], dict[str, Tensor]]
+"""(function, sample, further tensors) -> tensors by name: what autograd makes of one call."""
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -86,6 +89,33 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
         for i in positions
     }
     return Truth(outputs, tuple(cotangents), gradients)
+
+
+def derived(
+    contract: Contract, sample: Sample, seed: int, further: Sequence[Tensor], compute: Derivation
+) -> dict[str, Standard]:
+    """Standards, by name, for what `compute` derives from the op, its sample and further tensors, as a jvp from tangents.
+
+    Raises NotImplementedError where the reference cannot be derived so, or overflows on the way.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def at(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> dict[str, Tensor]:
+        args, kwargs, others = converted((sample.args, dict(sample.kwargs), tuple(further)), dtype, noise)
+        try:
+            return compute(contract.reference, Sample(args, kwargs), others)
+        except RuntimeError as error:
+            raise NotImplementedError(str(error).split("\n", 1)[0]) from error
+
+    exact, same = at(torch.float64), at(None)
+    lost = [name for name, t in same.items() if not t.isfinite().all() and exact[name].to(t.dtype).isfinite().all()]
+    if lost:
+        raise NotImplementedError(f"{', '.join(lost)} is not finite in {same[lost[0]].dtype}, and the oracle's is")
+    noisy = [at(wider(sample), generator) for _ in range(JITTERS)]
+    return {
+        name: standard(name, exact[name], same[name], [n[name] for n in noisy], contract.gradient_tolerance)
+        for name in exact
+    }
 
 
 def argument_names(contract: Contract) -> list[str]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tilewright.errors import BackendError
+from tilewright.errors import RefusedError
 from tilewright.validate.layouts import misaligned, padded_rows
 
 TILE = 64
@@ -43,7 +43,7 @@ def run(function, *args, place, **options):
     """The public function on the place's backend; a refusal in words is a skip, and nothing else is."""
     try:
         return function(*args, backend=place.backend, **options)
-    except BackendError as error:
+    except RefusedError as error:
         if place.device == "cpu":
             raise
         pytest.skip(str(error))

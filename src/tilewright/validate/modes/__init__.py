@@ -2,6 +2,7 @@
 
 from tilewright.validate.modes import (  # noqa: I001 - cheap and telling modes run first
     accuracy,
+    autograd,
     layout,
     memory,
     repetition,
@@ -16,6 +17,7 @@ __all__ = [
     "MODES",
     "Mode",
     "accuracy",
+    "autograd",
     "compiled",
     "layout",
     "memory",

@@ -1,0 +1,202 @@
+"""Autograd beyond one backward: some gradients of many, recomputed forwards, gradients of gradients, forward mode, and
+the views that only autograd makes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_mode
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+from tilewright.dispatch import Sample
+from tilewright.validate.bits import replicas
+from tilewright.validate.case import Case, Findings, NotApplicable
+from tilewright.validate.modes.accuracy import needs_gradient
+from tilewright.validate.modes.registry import mode
+from tilewright.validate.oracle import Derivation, argument_names, as_tuple, derived
+from tilewright.validate.rule import Standard
+
+
+@mode("grad_inputs")
+def grad_inputs(case: Case, found: Findings) -> None:
+    """Every input requires a gradient and one is asked for: it is right, and no other tensor's `.grad` is written."""
+    needs_gradient(case)
+    for i in case.positions:
+        name = case.truth.gradients[i].name
+        for way in ("autograd.grad", "backward(inputs=)"):
+            sample, leaves = _with_leaves(case)
+            with torch.enable_grad():
+                outputs = as_tuple(case.function(*sample.args, **sample.kwargs))
+            used, cotangents = _used(outputs, replicas(case.truth.cotangents))
+            if way == "autograd.grad":
+                (grad,) = torch.autograd.grad(used, [leaves[i]], cotangents, allow_unused=True)
+            else:
+                torch.autograd.backward(used, cotangents, inputs=[leaves[i]])
+                grad, leaves[i].grad = leaves[i].grad, None
+            found.gradients({i: grad}, f"{way}, only {name}: ")
+            written = [case.truth.gradients[j].name for j, leaf in leaves.items() if leaf.grad is not None]
+            found.require(not written, f"{way}, only {name}: wrote {', '.join(written)} too")
+
+
+@mode("checkpoint")
+def checkpoint(case: Case, found: Findings) -> None:
+    """Inside torch.utils.checkpoint(use_reentrant=False): the backward computes the forward again."""
+    needs_gradient(case)
+    outputs, grads = case.differentiate(
+        case.sample(), function=partial(checkpointed, case.function, use_reentrant=False)
+    )
+    found.outputs(outputs)
+    found.gradients(grads)
+
+
+@mode("double_backward", heavy=True)
+def double_backward(case: Case, found: Findings) -> None:
+    """Gradients of a gradient penalty, sum(grad * v): by the inputs, and by the cotangents where these require one."""
+    needs_gradient(case)
+    vectors = _like_inputs(case, 1)
+    compute = partial(_twice, case, True)
+    further = (*case.truth.cotangents, *vectors)
+    standards = _derived(case, further, compute, "gradient of a gradient")
+    for where, through in (("cotangents are constants: ", False), ("", True)):
+        made = _twice(case, through, case.function, case.sample(), replicas(further))
+        _judge(found, standards, made, where)
+
+
+@mode("forward_ad", heavy=True)
+def forward_ad(case: Case, found: Findings) -> None:
+    """Forward mode, by dual tensors and by torch.func.jvp: outputs and their tangents."""
+    needs_gradient(case)
+    tangents = _like_inputs(case, 2)
+    standards = _derived(case, tangents, partial(_duals, case), "forward mode")
+    for where, way in (("dual tensors: ", _duals), ("func.jvp: ", _jvp)):
+        _judge(found, standards, way(case, case.function, case.sample(), replicas(tangents)), where)
+
+
+@mode("negative_bit")
+def negative_bit(case: Case, found: Findings) -> None:
+    """Inputs and cotangents whose sign is a bit of the view, and imaginary parts of conjugates, which are strided too."""
+    for name, change in (("negative views", _negative), ("imaginary parts of conjugates", _imaginary)):
+        sample = case.mapped(change)
+        if not any(t.is_neg() for t in (*sample.args, *sample.kwargs.values()) if isinstance(t, Tensor)):
+            continue
+        with found.part(name) as where:
+            found.outputs(case.call(sample), where)
+            if case.positions:
+                cotangents = [change(c) for c in case.truth.cotangents]
+                outputs, grads = case.differentiate(case.mapped(change), None, cotangents)
+                found.outputs(outputs, f"{where}with gradients: ")
+                found.gradients(grads, where)
+    if not found.judged and not found.refusals:
+        raise NotApplicable("no input is of a type that has such views")
+
+
+def _with_leaves(case: Case) -> tuple[Sample, dict[int, Tensor]]:
+    """A sample whose differentiable inputs are leaves, and these by position."""
+    sample = case.sample()
+    args = list(sample.args)
+    for i in case.positions:
+        args[i] = args[i].detach().requires_grad_()
+    return Sample(tuple(args), sample.kwargs), {i: args[i] for i in case.positions}
+
+
+def _used(outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs that depend on a leaf, and their cotangents."""
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    return [o for o, _ in pairs], [c for _, c in pairs]
+
+
+def _like_inputs(case: Case, salt: int) -> tuple[Tensor, ...]:
+    """Normal values for each differentiable input."""
+    generator = torch.Generator().manual_seed(case.seed + salt)
+    args = case.sample().args
+    return tuple(torch.randn(args[i].shape, generator=generator).to(args[i]) for i in case.positions)
+
+
+def _derived(case: Case, further: Sequence[Tensor], compute: Derivation, what: str) -> dict[str, Standard]:
+    try:
+        return derived(case.contract, case.sample(), case.seed, further, compute)
+    except NotImplementedError as error:
+        raise NotApplicable(f"the reference has no {what}: {error}") from error
+
+
+def _judge(found: Findings, standards: dict[str, Standard], made: dict[str, Any], where: str) -> None:
+    for name, ours in made.items():
+        found.measure(standards[name].judge(ours), where)
+
+
+def _twice(
+    case: Case, through: bool, function: Callable[..., Any], sample: Sample, further: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Gradients of sum(grad * v) by the inputs, and with `through` by the cotangents."""
+    reference = function is case.contract.reference
+    count, names = len(case.truth.cotangents), argument_names(case.contract)
+    args = list(sample.args)
+    for i in case.positions:
+        args[i] = args[i].detach().requires_grad_()
+    leaves = {f"dd{names[i]}": args[i] for i in case.positions}
+    cotangents = [c.detach().requires_grad_(through) for c in further[:count]]
+    if through:
+        leaves |= {f"dd{s.name}": c for s, c in zip(case.truth.outputs, cotangents, strict=True)}
+    with torch.enable_grad():
+        outputs = as_tuple(function(*args, **sample.kwargs))
+        used, weights = _used(outputs, cotangents)
+        inputs = [args[i] for i in case.positions]
+        grads = torch.autograd.grad(used, inputs, weights, create_graph=True, allow_unused=True)
+        pairs = [(g, v) for g, v in zip(grads, further[count:], strict=True) if g is not None and g.requires_grad]
+        made: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            made = torch.autograd.grad(
+                [g for g, _ in pairs], list(leaves.values()), [v for _, v in pairs], allow_unused=True
+            )
+    found = dict(zip(leaves, made, strict=True))
+    return {name: _dense(t, leaves[name]) for name, t in found.items()} if reference else found
+
+
+def _duals(case: Case, function: Callable[..., Any], sample: Sample, tangents: Sequence[Tensor]) -> dict[str, Any]:
+    """Outputs and tangents of the function on dual tensors."""
+    args = list(sample.args)
+    with forward_mode.dual_level():
+        for i, tangent in zip(case.positions, tangents, strict=True):
+            args[i] = forward_mode.make_dual(args[i], tangent)
+        pairs = [forward_mode.unpack_dual(o) for o in as_tuple(function(*args, **sample.kwargs))]
+        return _named(case, function, [p.primal for p in pairs], [p.tangent for p in pairs])
+
+
+def _jvp(case: Case, function: Callable[..., Any], sample: Sample, tangents: Sequence[Tensor]) -> dict[str, Any]:
+    """The same by torch.func.jvp."""
+    args = list(sample.args)
+
+    def of_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
+        for i, value in zip(case.positions, inputs, strict=True):
+            args[i] = value
+        return as_tuple(function(*args, **sample.kwargs))
+
+    primals, made = torch.func.jvp(of_inputs, tuple(args[i] for i in case.positions), tuple(tangents))
+    return _named(case, function, primals, made)
+
+
+def _named(
+    case: Case, function: Callable[..., Any], primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> dict[str, Any]:
+    if function is case.contract.reference:  # an output that depends on no input has none
+        tangents = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
+    names = [s.name for s in case.truth.outputs]
+    pushed = {f"tangent of {name}": t for name, t in zip(names, tangents, strict=True)}
+    return dict(zip(names, primals, strict=True)) | pushed
+
+
+def _dense(value: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if value is None else value.detach().clone()
+
+
+def _negative(t: Tensor) -> Tensor:
+    """The same numbers as a view of -t."""
+    return torch._neg_view(t.neg()) if t.is_floating_point() and t.element_size() > 1 else t
+
+
+def _imaginary(t: Tensor) -> Tensor:
+    """The same numbers as every second one of a complex tensor's, where torch has such a type."""
+    return torch.complex(torch.zeros_like(t), -t).conj().imag if t.dtype in (torch.float32, torch.float64) else t
