@@ -134,3 +134,11 @@ def test_a_cpu_call_asks_for_no_cuda_device(monkeypatch):
 
     monkeypatch.setattr(fast, "_current_device", no_gpu)
     tilewright.ops.softmax(torch.randn(2, 3))
+
+
+def test_a_tensor_without_strides_is_refused_by_name_on_the_fast_road_too(open_road):
+    sparse = torch.eye(4).to_sparse()
+    with pytest.raises(tilewright.errors.InputError, match=r"softmax: x is sparse .* needs a dense tensor"):
+        tilewright.ops.softmax(sparse)
+    with pytest.raises(tilewright.errors.InputError, match="sparse"):
+        tilewright.ops.rms_norm(torch.eye(4), torch.ones(4).to_sparse())

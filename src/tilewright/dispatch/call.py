@@ -16,12 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import fast
+from tilewright.dispatch.arguments import as_declared
 from tilewright.dispatch.contract import Contract, bind, bind_function
-from tilewright.dispatch.duals import has_tangent, level_is_open
-from tilewright.dispatch.function import Function
+from tilewright.dispatch.derivatives import Function, has_tangent, level_is_open
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
-from tilewright.dispatch.scalars import as_declared
 from tilewright.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])

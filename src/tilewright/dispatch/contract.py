@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.layouts import refuse_layout
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.dispatch.raw import RawOp
 from tilewright.errors import InputError
 

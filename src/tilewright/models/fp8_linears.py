@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tilewright.dispatch.duals import level_is_open
+from tilewright.dispatch.derivatives import level_is_open
 from tilewright.models.mlps import GatedMlpRecipe
 from tilewright.models.specialise import Recipe, origin, rename_argument, specialise
 from tilewright.models.stand_in import Left, Proposal, obstacle

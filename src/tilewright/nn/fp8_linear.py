@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from tilewright.dispatch import numerics, use_backend
-from tilewright.dispatch.duals import has_tangent
+from tilewright.dispatch.derivatives import has_tangent
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from tilewright.dispatch.duals import level_is_open
+from tilewright.dispatch.derivatives import level_is_open
 from tilewright.errors import InputError
 
 _STREAMS = "tilewright_streams"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.layouts import refuse_layout
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out, major_a, major_b
 from tilewright.ops.rows import FLOATS

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.layouts import refuse_layout
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
 from tilewright.ops.gemm.checks import FP8, check_epilogue
 from tilewright.ops.gemm.operands import ACTIVATIONS

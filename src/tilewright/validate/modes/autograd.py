@@ -77,7 +77,7 @@ def forward_ad(case: Case, found: Findings) -> None:
 
 @mode("negative_bit")
 def negative_bit(case: Case, found: Findings) -> None:
-    """Inputs and cotangents whose sign is a bit of the view, and imaginary parts of conjugates, which are strided too."""
+    """Inputs and cotangents whose sign is a bit of the view, and imaginary parts of conjugates, strided too."""
     for name, change in (("negative views", _negative), ("imaginary parts of conjugates", _imaginary)):
         sample = case.mapped(change)
         if not any(t.is_neg() for t in (*sample.args, *sample.kwargs.values()) if isinstance(t, Tensor)):

@@ -8,8 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.mask.tables import tile_table_of
 
 MOST_D = 256

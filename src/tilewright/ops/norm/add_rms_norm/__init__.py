@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
-from tilewright.dispatch.vjp import vjp
+from tilewright.dispatch.derivatives import vjp
 from tilewright.ops import rows
 from tilewright.ops.norm import rms_norm as rms
 

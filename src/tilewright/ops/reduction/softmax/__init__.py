@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
-from tilewright.dispatch.scalars import as_int
+from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch.arguments import as_int
 from tilewright.dispatch.bucket import hint, row_bucket
-from tilewright.dispatch.scalars import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.weight_only import packing

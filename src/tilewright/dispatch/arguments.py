@@ -1,7 +1,9 @@
-"""Numbers among the arguments of a raw op, in the types that its schema declares.
+"""What arguments of an op may be: numbers in the types that a schema declares, and tensors that lie in strided memory.
 
 A kernel is compiled for the types of its scalars, and a signature is remembered by their values: numpy's numbers and an
-int for a float become Python's, and a tensor, whose value may change from call to call, is refused.
+int for a float become Python's, and a tensor, whose value may change from call to call, is refused.  Shape, strides and
+address are what every op reads first; of sparse and nested tensors torch has none, and would answer with internal
+errors, at another place for each kind.
 """
 
 import numbers
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tilewright.errors import InputError
 
@@ -70,5 +73,21 @@ _KINDS: dict[str, Callable[[str, str, Any], Any]] = {
 
 
 def _refused(op: str, name: str, value: Any, allowed: str) -> InputError:
-    hint = " Call .item() on it, which waits for its device." if isinstance(value, torch.Tensor) else ""
+    hint = " Call .item() on it, which waits for its device." if isinstance(value, Tensor) else ""
     return InputError(f"{op}: {name} is a {type(value).__name__}; needs {allowed}.{hint}")
+
+
+def refuse_layout(op: str, **arguments: Any) -> None:
+    """Raise InputError if one of the arguments, or of a list among them, is a tensor without strides."""
+    for name, value in arguments.items():
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, Tensor) and (t.is_nested or t.layout is not torch.strided):
+                what, advice = _words(t)
+                raise InputError(f"{op}: {name} is {what}; needs a dense tensor (torch.strided). {advice}")
+
+
+def _words(t: Tensor) -> tuple[str, str]:
+    if t.is_nested:
+        return f"a nested tensor ({t.layout})", "Pad it with to_padded_tensor, or call the op on its values()."
+    kind = "sparse" if "sparse" in str(t.layout) else "stored"
+    return f"{kind} ({t.layout})", "Call .to_dense() first."
