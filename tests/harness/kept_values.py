@@ -22,7 +22,7 @@ def _program() -> Use:
 
 def _fitted_program() -> Use:
     made = mask.document(cu_seqlens=torch.arange(0, 4097, 128, device="cuda"), length=4096)
-    return lambda: (made & mask.causal()).fitted_program(4000, 4096, "cuda")[1].clone()
+    return lambda: (made & mask.causal()).fitted_program(4000, 4096, torch.device("cuda"))[1].clone()
 
 
 def _cast() -> Use:

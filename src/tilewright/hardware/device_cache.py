@@ -180,6 +180,15 @@ class DeviceCache(Generic[V]):
         self._captured[key] = entry
         return entry.value
 
+    def find(self, key: Hashable, device: torch.device) -> V | None:
+        """The value of a key without place and state, if the current stream made it and is not captured; else `get`."""
+        entry = self._eager.get(key)
+        if entry is None or device.type != "cuda":
+            return None if entry is None else entry.value
+        if raw_stream(raw_device() if device.index is None else device.index) != entry.stream:
+            return None
+        return None if graph_capture.current_capture(device) is not None else entry.value
+
     def peek(self, key: Hashable) -> V | None:
         """The value of `key` as it was last made outside of captures, of whatever data, for traced code: no order, no
         version.

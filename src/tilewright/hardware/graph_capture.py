@@ -81,7 +81,8 @@ def release() -> int:
     """Let go of what was held for graphs that are gone.  Returns for how many captures something is still held."""
     if not _held:
         return 0
-    ended, alive = [], []
+    ended: list[tuple[int, Any]] = []
+    alive: list[tuple[int, Any]] = []
     with _lock:
         for entry in _held:
             is_over = entry[0] and _libc().sem_trywait(entry[0]) == 0

@@ -73,31 +73,33 @@ class Mask:
         """
         return self._kept_program(torch.device(device), None)
 
-    def fitted_program(self, s_q: int, s_k: int, device: torch.device | str) -> tuple[str, Tensor]:
+    def fitted_program(self, s_q: int, s_k: int, device: torch.device) -> tuple[str, Tensor]:
         """`program` of `fitted(s_q, s_k)`, kept as well."""
-        return self._kept_program(torch.device(device), (s_q, s_k) if self.has_leaf() else None)
+        return self._kept_program(device, (s_q, s_k) if self.has_leaf() else None)
 
     def _kept_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-
-        def make() -> tuple[str, Tensor]:
-            fitted = self if sizes is None else self.fitted(*sizes)
-            return assemble(tuple(fitted._words()), device)
-
         if torch.compiler.is_compiling():  # the memory of a compiled graph is its own; and sizes may be symbols
-            return make()
-
-        def make_here() -> tuple[str, Tensor]:
-            for leaf in self.leaves():
-                leaf.await_tensors()
-            return make()
-
+            return self._new_program(device, sizes)
         # `__dict__` here alone: the Dynamo of torch 2.11 cannot trace it
         programs: DeviceCache[tuple[str, Tensor]] | None = self.__dict__.get("_programs")
         if programs is None:
             programs = self.__dict__.setdefault("_programs", DeviceCache(_KEPT))
-        return programs.get((device, sizes), device, make_here, needs=self)
+        found = programs.find((device, sizes), device)
+        if found is not None:
+            return found
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def make() -> tuple[str, Tensor]:
+            for leaf in self.leaves():
+                leaf.await_tensors()
+            return self._new_program(device, sizes)
+
+        return programs.get((device, sizes), device, make, needs=self)
+
+    def _new_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
+        fitted = self if sizes is None else self.fitted(*sizes)
+        return assemble(tuple(fitted._words()), device)
 
     def await_tensors(self) -> None:
         """Let the current stream read the tensors that a leaf holds."""
@@ -279,8 +281,8 @@ class And(_Many):
 
     def has_leaf(self) -> bool:
         """A band and one other mask that has."""
-        first, second = self.operands[:2]
-        return len(self.operands) == 2 and isinstance(first, Band) and second.has_leaf()
+        operands = self.operands
+        return len(operands) == 2 and operands[1].has_leaf() and isinstance(operands[0], Band)
 
     def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask | None:
         """The second operand within the band that is the first."""
