@@ -214,6 +214,7 @@ def test_float8_refuses_tangents(frozen, grad):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # streams are what this is about
 @each_layer
 def test_streams_of_one_pass_add_one_after_another(kind):
     """Four streams use one weight; what they add in place, and what autograd adds, is ordered, and `backward` waits."""

@@ -62,7 +62,8 @@ def _transformed(
     function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """The same inside of torch.func's transforms, where no tensor may be told that it requires a gradient."""
-    outputs, pull = torch.func.vjp(function, *inputs)
+    made: Any = torch.func.vjp(function, *inputs)  # torch declares the form with auxiliary values, too
+    outputs, pull = made
     if isinstance(outputs, Tensor):
         return tuple(pull(grads[0]))
     zeros = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]
