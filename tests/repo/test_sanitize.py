@@ -21,6 +21,8 @@ if "relu" in case:
     print("1 cases, 1 wrong")
     print("========= ERROR SUMMARY: 0 errors")
     sys.exit(1)
+if "weight only" in case:
+    time.sleep(3600)  # until it is killed
 print("========= COMPUTE-SANITIZER")
 print("========= RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else "========= ERROR SUMMARY: 0 errors")
 """
@@ -53,8 +55,8 @@ def test_runs_are_told_as_they_end_and_counted_by_tool(sanitize):
 
 def test_a_clean_tool_passes_and_a_case_that_does_not_end_fails(sanitize):
     assert sanitize("racecheck", "--cases", "fp8 (600")[0] == 0
-    code, lines = sanitize("racecheck", "--cases", "weight only", "--limit", "0.01")
-    assert code == 1 and sum("did not end in 0.01 s" in line for line in lines) == 3
+    code, lines = sanitize("racecheck", "--cases", "weight only", "--limit", "0.5")
+    assert code == 1 and sum("did not end in 0.5 s" in line for line in lines) == 3
 
 
 def test_shards_together_are_all_runs_and_bad_wishes_are_refused(sanitize):
