@@ -19,6 +19,7 @@ import queue
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -116,7 +117,7 @@ def _wanted(wish: argparse.Namespace) -> list[tuple[int, EdgeProblem]]:
 def _kind(reason: str) -> str:
     """A reason without the sizes of one call, so that equal reasons are counted together."""
     words = reason.split(" Supported here", maxsplit=1)[0].split(" (", maxsplit=1)[0]
-    return "".join("#" if c.isdigit() else c for c in words)[:160]
+    return re.sub(r"\d+", "#", words)[:160]
 
 
 def _work(wish: argparse.Namespace) -> int:
@@ -185,7 +186,7 @@ class _Run:
                 answer = worker.ask(number, backends)
                 self._note(number, problem, backends.pop(0), answer)
                 if answer["status"] in ("crashed", "silent"):
-                    worker.end()
+                    worker.end(patience=0)
                     worker = None
 
     def _note(self, number: int, problem: EdgeProblem, backend: str, answer: dict[str, Any]) -> None:
@@ -213,7 +214,14 @@ class _Worker:
             command = [sanitizer, *options, *command, "--memcheck"]
             env["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # an allocation for every tensor, of its very size
         self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, bufsize=1
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
         )
         self._asked: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -244,14 +252,14 @@ class _Worker:
                 self._asked = [self._asked[0], *self._asked[2:]]
                 return self._with_tool(answer, tool)
 
-    def end(self) -> None:
-        """Let it go; a process that does not is killed."""
+    def end(self, patience: float = 20) -> None:
+        """Let it go; what has not ended after `patience` seconds is killed, with the tool around it."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=patience)
         except (OSError, subprocess.TimeoutExpired):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._said.close()
 

@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -98,18 +99,22 @@ def _sanitized(tool: str, case: str, limit: float) -> tuple[bool, str]:
     options = ["--tool", tool, "--report-api-errors", "no", *only, "--error-exitcode", "9"]
     # An allocation for every tensor, of its very size: else what lies beyond one is torch's pool, and allowed
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else None
-    try:
-        done = subprocess.run(
-            [sanitizer, *options, *CASES, case], capture_output=True, text=True, check=False, timeout=limit, env=env
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"did not end in {limit:g} s"
-    said = "; ".join(_SUMMARY.findall(done.stdout))
-    if done.returncode == 0 and said:
+    command = [sanitizer, *options, *CASES, case]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool, and the case that it started
+            process.communicate()
+            return False, f"did not end in {limit:g} s"
+    said = "; ".join(_SUMMARY.findall(out))
+    if process.returncode == 0 and said:
         return True, said
-    where = "\n".join(_WHERE.findall(done.stdout)[:_LINES])
-    found = f"{said}\n{where}" if done.returncode == 9 else f"{said}; {(done.stdout + done.stderr)[-2000:]}"
-    return False, f"exit {done.returncode}, {found}"
+    where = "\n".join(_WHERE.findall(out)[:_LINES])
+    found = f"{said}\n{where}" if process.returncode == 9 else f"{said}; {(out + errors)[-2000:]}"
+    return False, f"exit {process.returncode}, {found}"
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def wanted(name, args):
     """Positions of the arguments that have a gradient."""
     subject = contract(name)
     own = [i for i in subject.gradient.inputs if isinstance(args[i], torch.Tensor)]
-    others = [2, 3] if subject.gradient.others is not None else []
+    others = [2, 3] if name in ("matmul", "bmm") else []  # bias and c
     return own + [i for i in others if isinstance(args[i], torch.Tensor)]
 
 

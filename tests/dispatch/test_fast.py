@@ -3,6 +3,7 @@
 import importlib
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tests.harness.registry import own_registry
@@ -134,3 +135,29 @@ def test_a_cpu_call_asks_for_no_cuda_device(monkeypatch):
 
     monkeypatch.setattr(fast, "_current_device", no_gpu)
     tilewright.ops.softmax(torch.randn(2, 3))
+
+
+def test_a_tensor_without_strides_is_refused_by_name_on_the_fast_road_too(open_road):
+    sparse = torch.eye(4).to_sparse()
+    with pytest.raises(tilewright.errors.InputError, match=r"softmax: x is sparse .* needs a dense tensor"):
+        tilewright.ops.softmax(sparse)
+    with pytest.raises(tilewright.errors.InputError, match="sparse"):
+        tilewright.ops.rms_norm(torch.eye(4), torch.ones(4).to_sparse())
+
+
+def test_a_backward_after_a_tape_gets_python_numbers(launches, on_cpu):
+    """A number of another kind finds the tape of its equal, and goes on to a backward that is planned first then."""
+    on_cpu("rms_norm")
+    x, w = torch.randn(4, 64, requires_grad=True), torch.randn(64)
+    offsets = []
+
+    @register_impl("rms_norm", backend="cpu", direction="bwd")
+    def launch(outs, dy, x, weight, eps, offset, *rest, config):
+        offsets.append(offset)
+        outs[0].zero_()
+
+    for offset in (1.0, 1.0, np.float32(1.0)):
+        y = tilewright.ops.rms_norm(x, w, offset=offset, backend="cpu")
+        if isinstance(offset, np.floating):
+            torch.autograd.grad(y.sum(), x)
+    assert [type(o) for o in offsets] == [float]

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from tilewright.dispatch.function import Function
+from tilewright.dispatch.derivatives import Function
 
 X = torch.randn(3, 4)
 

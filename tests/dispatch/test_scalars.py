@@ -6,7 +6,7 @@ import torch
 
 from tilewright import ops
 from tilewright.dispatch import contract
-from tilewright.dispatch.scalars import as_declared
+from tilewright.dispatch.arguments import as_declared
 from tilewright.errors import InputError
 
 X, W = torch.randn(4, 64), torch.randn(64)

@@ -1,5 +1,6 @@
 """Kernels first launched from new threads, by autograd's threads too, and on two devices from one process."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import torch
 
 import tilewright as tw
 from tilewright import ops
+from tilewright.dispatch.backends import missing
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +27,12 @@ def test_eight_new_threads_make_the_first_calls(backend):
     """In a process where nothing was loaded before."""
     if backend != "triton" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
+    if missing(backend, "cuda") is not None:
+        pytest.skip(f"{backend} {missing(backend, 'cuda')}")
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.first_calls", backend, *FIRST_CALLS[backend]],
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=900,

@@ -118,12 +118,14 @@ def test_what_is_fitted_is_kept():
     cu = torch.tensor([0, 3, 5])
     mask = masks.document(cu_seqlens=cu, length=7)
     cu.fill_(0)
-    assert mask.fitted(6, 7) is mask.fitted(6, 7)
-    assert (mask & masks.causal()).fitted(6, 7) is (mask & masks.causal()).fitted(6, 7)
-    assert mask.fitted(6, 7) is not mask.fitted(5, 7)
+    causal = [mask & masks.causal() for _ in range(2)]
+    assert mask.fitted_program(6, 7, torch.device("cpu")) is mask.fitted_program(6, 7, torch.device("cpu"))
+    assert causal[0].fitted_program(6, 7, torch.device("cpu")) is causal[1].fitted_program(6, 7, torch.device("cpu"))
+    assert mask.fitted_program(6, 7, torch.device("cpu")) is not mask.fitted_program(5, 7, torch.device("cpu"))
+    assert mask.fitted_program(6, 7, torch.device("cpu")) is not causal[0].fitted_program(6, 7, torch.device("cpu"))
     assert mask.dense(1, 1, 7, 7)[0, 0].sum() == 9 + 4 + 4
     with torch.inference_mode():
-        assert not mask.fitted(4, 7).program("cpu")[1].is_inference()
+        assert not mask.fitted_program(4, 7, torch.device("cpu"))[1].is_inference()
 
 
 def test_what_is_fitted_in_a_compiled_graph_is_that_of_eager():
@@ -132,12 +134,12 @@ def test_what_is_fitted_in_a_compiled_graph_is_that_of_eager():
     @torch.compile(fullgraph=True, backend="eager")
     def numbers(cu):
         inner = masks.document(cu_seqlens=cu, length=9) & masks.causal()
-        return inner.fitted(9, 9).program("cpu")[1], outer.fitted(7, 9).program("cpu")[1]
+        return inner.fitted_program(9, 9, torch.device("cpu"))[1], outer.fitted_program(7, 9, torch.device("cpu"))[1]
 
     made = numbers(torch.tensor([0, 3, 5]))
-    assert torch.equal(made[0], (outer & masks.causal()).fitted(9, 9).program("cpu")[1])
-    assert torch.equal(made[1], outer.fitted(7, 9).program("cpu")[1])
-    assert made[1] is not outer.fitted(7, 9).program("cpu")[1], "kept, and its memory may be a graph's"
+    assert torch.equal(made[0], (outer & masks.causal()).fitted_program(9, 9, torch.device("cpu"))[1])
+    assert torch.equal(made[1], outer.fitted_program(7, 9, torch.device("cpu"))[1])
+    assert made[1] is not outer.fitted_program(7, 9, torch.device("cpu"))[1], "kept, and its memory may be a graph's"
 
 
 @pytest.mark.parametrize("mask", [masks.document(torch.tensor([0, 1, 0])), masks.causal(), masks.prefix(2)], ids=repr)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.errors import InputError, VerificationError
+from tilewright.generate.checks import fingerprint
 from tilewright.models import fp8_linears, patch
 from tilewright.models.specialise import Patched
 from tilewright.ops.quant import numbers
@@ -183,6 +184,48 @@ def test_weights_are_cast_when_a_model_is_patched(monkeypatch: pytest.MonkeyPatc
     patch(model, fp8=True, verify=False)
     monkeypatch.setattr(fp8_linears, "per_block_cast_to_fp8", None)  # as a CUDA graph would capture the cast
     logits(model)
+
+
+def test_uncounted_writes_are_said_to_the_patch() -> None:
+    model, other = wide(), wide()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    p = patch(model, fp8=True, verify=False)
+    patch(other, fp8=True, verify=False)
+    logits(model)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        ours.data.copy_(theirs)
+    p.requantise()
+    assert torch.equal(logits(model), logits(other))
+
+
+def test_an_undone_patch_holds_no_float8_weights() -> None:
+    model = wide()
+    p = patch(model, fp8=True, verify=False)
+    casts = list(p._fp8.values())
+    assert any(c.addresses() for c in casts)
+    p.undo()
+    assert not any(c.addresses() for c in casts)
+
+
+def test_tangents_run_as_before() -> None:
+    layer = nn.Linear(H, H).requires_grad_(False)
+    x, tangent = torch.randn(2, H), torch.randn(2, H)
+    wanted = torch.func.jvp(layer, (x,), (tangent,))
+    patch(layer, fp8=True, verify=False)
+    for ours, theirs in zip(torch.func.jvp(layer, (x,), (tangent,)), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_decoders_fingerprint_knows_where_float8_weights_lie() -> None:
+    model = wide()
+    before = fingerprint(model)
+    p = patch(model, fp8=True, verify=False)
+    patched = fingerprint(model)
+    p.undo()
+    assert len(patched) > len(before)
+    assert fingerprint(model) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec:FutureWarning")

@@ -49,6 +49,12 @@ def test_training_step_runs_triton() -> None:
     assert relative_error(patched, exact) <= 3 * relative_error(unpatched, exact) + 1e-6
 
 
+def test_every_parameter_of_a_mixture_runs_triton() -> None:
+    from tests.models.test_training import errors_by_parameter, judge_parameters
+
+    judge_parameters(errors_by_parameter(range(3), "cpu", backend="triton"))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_padded_attention_runs_triton(name: str, side: str) -> None:

@@ -109,11 +109,12 @@ def test_one_weight_in_two_places_of_a_graph(kind, began):
 
 
 @each_layer
-def test_a_weight_that_torch_multiplies_too(kind):
-    layer = layer_of(kind, torch.float32)
-    wanted = 2 * gradient_of(kind, torch.float32) + 3.0
+@each_dtype
+def test_a_weight_that_torch_multiplies_too(kind, dtype):
+    layer = layer_of(kind, dtype)
+    wanted = 2 * gradient_of(kind, dtype) + 3.0
     loss_of(layer)[0].backward()
-    (loss_of(layer)[0] + 3.0 * layer.weight.sum()).backward()
+    (loss_of(layer)[0] + 3.0 * layer.weight.float().sum()).backward()
     torch.testing.assert_close(layer.weight.grad, wanted)
 
 
@@ -213,6 +214,7 @@ def test_float8_refuses_tangents(frozen, grad):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # streams are what this is about
 @each_layer
 def test_streams_of_one_pass_add_one_after_another(kind):
     """Four streams use one weight; what they add in place, and what autograd adds, is ordered, and `backward` waits."""

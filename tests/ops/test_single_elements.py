@@ -12,7 +12,7 @@ from tests.harness.single_elements import STRIDES, Single, results, singles
 
 from tilewright import ops
 from tilewright.dispatch import contracts, implementations
-from tilewright.jit.strides import plain_strides
+from tilewright.jit.tensor_map import plain_strides
 
 CASES = [*singles()]
 ON_CPU = {name for name, c in contracts().items() if "cpu" in implementations(name, "fwd", c.forward.package)}

@@ -7,9 +7,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_TRACKED_BYTES = 8_000_000
+MAX_WRITTEN_BYTES = 8_000_000  # by people
+MAX_TRACKED_BYTES = 24_000_000
 MAX_LINES = 400  # a file that wants to be longer usually wants another room
 MAX_FOLDER_FILES = 20  # aim at 15
+
+# What programs write: measurements and what is rendered from them, tuning tables, the ledger, the embedded model.
+MADE = (
+    "benchmarks/results/",
+    "docs/ops/",
+    "docs/performance.md",
+    "docs/plots/",
+    "examples/stdlib_lm/model/",
+    "src/tilewright/tables/",
+    "tests/compile/resources/",
+)
 
 # Files that may be longer, each with its reason.
 LONGER: dict[str, int] = {}
@@ -33,10 +45,13 @@ def tracked() -> list[Path]:
     return _tracked()
 
 
-def test_all_tracked_files_together_are_small(tracked):
-    sizes = {path: path.stat().st_size for path in tracked}
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
-    assert sum(sizes.values()) <= MAX_TRACKED_BYTES, [f"{p.relative_to(ROOT)}: {sizes[p]}" for p in largest]
+def test_the_tree_is_small(tracked):
+    sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked}
+    written = {name: size for name, size in sizes.items() if not name.startswith(MADE)}
+    for kind, limit in ((sizes, MAX_TRACKED_BYTES), (written, MAX_WRITTEN_BYTES)):
+        largest = sorted(kind, key=kind.__getitem__, reverse=True)[:5]
+        assert sum(kind.values()) <= limit, [f"{name}: {sizes[name]}" for name in largest]
+    assert all(any(name.startswith(made) for name in sizes) for made in MADE), "nothing is made there"
 
 
 def test_no_python_file_is_too_long(tracked):

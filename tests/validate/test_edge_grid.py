@@ -1,6 +1,7 @@
 """The grid of edge sizes: the same problems everywhere, all drawable; and what it must find in a kernel is found."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -202,6 +203,38 @@ def test_a_process_that_dies_or_is_silent_costs_its_problem_alone(tmp_path):
     assert [found["counts"][status] for status in ("crashed", "failed", "silent")] == [1, 1, 1]
     assert sum(line.startswith("CRASHED") and "signal 6" in line for line in lines) == 1
     assert lines[-1].startswith(f"edge grid, seed 154: {len(sizes)} problems; {2 * len(sizes) - 3} passed, 1 failed")
+
+
+SANITIZER = f"""#!{sys.executable}
+import os, sys
+print("========= COMPUTE-SANITIZER", flush=True)
+os.execv(sys.argv[sys.argv.index("--print-limit") + 2], sys.argv[sys.argv.index("--print-limit") + 2:])
+"""
+REPORTED = """
+import tilewright.ops.reduction.softmax.cpu, os, torch
+from tilewright.dispatch import register_impl
+
+@register_impl("softmax", backend="cpu")
+def launch(outs, x, *, config):
+    outs[0].copy_(torch.softmax(x.float(), -1))
+    assert os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    if x.shape[-1] == 17:
+        print("========= Invalid __global__ write of size 4 bytes")
+        print("=========     at softmax_kernel+0x70", flush=True)
+"""
+
+
+def test_what_memcheck_reports_is_laid_to_the_problem_it_was_at(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "reported.py").write_text(REPORTED)
+    options = ("--ops", "softmax", "--backends", "cpu", "--jobs", "1", "--seed", "154", "--density", "1.2")
+    done, lines = run_script(tmp_path, *options, "--memcheck", "--load", str(tmp_path / "reported.py"))
+    assert done.returncode == 1 and " 8 passed, 1 failed, 0 crashed" in lines[-1]
+    (told,) = [line for line in lines if line.startswith("FAILED")]
+    assert " N=17 " in told and "Invalid __global__ write" in told and "softmax_kernel" in told
 
 
 def test_shards_together_are_the_list(tmp_path):

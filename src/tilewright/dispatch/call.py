@@ -16,12 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import fast
+from tilewright.dispatch.arguments import as_declared, refuse_layout
 from tilewright.dispatch.contract import Contract, bind, bind_function
-from tilewright.dispatch.duals import has_tangent, level_is_open
-from tilewright.dispatch.function import Function
+from tilewright.dispatch.derivatives import Function, has_tangent, level_is_open
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
-from tilewright.dispatch.scalars import as_declared
 from tilewright.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -140,6 +139,8 @@ def _has_backward(contract: Contract, backend: str, wish: str, device_type: str)
 
 def _launch(raw: RawOp, found: fast.Found | None, args: tuple[Any, ...], wish: str, numerics: str) -> Any:
     """One raw op: as its signature ran before, making a tape, or through torch's dispatcher."""
+    if found is None or found[0] is None:  # a backward gets the scalars of a call that took the fast road as they came
+        args = as_declared(raw, args)
     if found is None:
         with torch._C._AutoDispatchBelowAutograd():
             return raw.torch_op(*args, wish, numerics)
@@ -159,6 +160,7 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
     name = contract.name
     if not isinstance(out, Tensor):
         raise InputError(f"{name}: out is a {type(out).__name__}; needs a torch.Tensor.")
+    refuse_layout(name, out=out)
     if torch.is_grad_enabled() and (_any_requires_grad(args) or out.requires_grad):
         raise InputError(
             f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."

@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.dispatch.raw import RawOp
 from tilewright.errors import InputError
 
@@ -147,9 +148,18 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 def bind(contract: Contract) -> Contract:
-    """Make `contract` known.  Its public function must be decorated with `@dispatch(contract.name)`."""
-    _contracts[contract.name] = contract
-    return contract
+    """Make `contract` known; its checks begin with layouts.  Its public function must be decorated with
+    `@dispatch(contract.name)`.
+    """
+    check = contract.check
+    names = [declared.split()[-1] for declared in contract.forward.schema.split(", ")]
+
+    def whole(*args: Any) -> None:
+        refuse_layout(contract.name, **dict(zip(names, args, strict=True)))
+        check(*args)
+
+    bound = _contracts[contract.name] = replace(contract, check=whole)
+    return bound
 
 
 def bind_function(name: str, function: Callable[..., Any]) -> None:

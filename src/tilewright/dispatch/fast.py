@@ -98,11 +98,14 @@ def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Te
         if type(t) in _PLAIN and not _wrapped(t):
             if t.get_device() != device or t.is_neg():
                 return None
-            pointer = t.data_ptr()
+            try:
+                pointer, strides = t.data_ptr(), t.stride()
+            except RuntimeError:  # sparse, or nested: the checks refuse it by name
+                return None
             if not pointer and t.numel():
                 return None
             pointers.append(pointer)
-            parts += (t.dtype, t.shape, t.stride(), pointer & 15)
+            parts += (t.dtype, t.shape, strides, pointer & 15)
         elif t is None:
             parts.append(None)
             pointers.append(0)

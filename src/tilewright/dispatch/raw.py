@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import fast
+from tilewright.dispatch.arguments import converters
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bounded import Bounded
-from tilewright.dispatch.duals import has_tangent
+from tilewright.dispatch.derivatives import has_tangent
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations
-from tilewright.dispatch.scalars import converters
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError, KernelMissingError
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tilewright.errors import InputError
+from tilewright.nn.weight_casts import WeightCasts
 
 _NEEDED = ("input_ids", "position_ids", "past_key_values")
 
@@ -57,7 +58,10 @@ def special_tokens(
 
 
 def fingerprint(model: Any) -> tuple[object, ...]:
-    """Changes when the model's modules change class or its tensors move: a captured graph of it is then out of date."""
+    """Changes when the model's modules change class or its tensors and float8 copies move: a captured graph of it is
+    then out of date.
+    """
     modules = list(model.modules())
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    return (*map(type, modules), *(t.data_ptr() for t in tensors))
+    casts = [value for m in modules for value in vars(m).values() if isinstance(value, WeightCasts)]
+    return (*map(type, modules), *(t.data_ptr() for t in tensors), *(a for c in casts for a in c.addresses()))

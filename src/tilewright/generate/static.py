@@ -76,6 +76,9 @@ class StaticDecoder:
         self._fingerprint: tuple[object, ...] = ()
         on_gpu = self.device.type == "cuda"
         self._idle = torch.cuda.Event() if on_gpu else None
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        if self._idle is not None:  # the buffers above are queued on this stream
+            self._order(torch.cuda.current_stream(self.device))
         self._graphs = StepGraphs(self.device, self._select.generator) if on_gpu and graphs is not False else None
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -230,9 +233,9 @@ class StaticDecoder:
             if len(self._graphs):
                 logger.info("the model changed since its decode step was captured; capturing again")
             self._graphs.clear()
-            self._fingerprint = now
             # Allocate the cache on the caller's stream, not on the one that captures.
             self._prefill(torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device), None)
+            self._fingerprint = checks.fingerprint(self.model)  # with the float8 weights that the first call makes
         for visible in dict.fromkeys(map(self._visible, range(prompt_length, prompt_length + max_new_tokens - 1))):
             key = (self._select.key, visible)
             if key not in self._graphs:
@@ -264,11 +267,21 @@ class StaticDecoder:
                 yield
             return
         with torch.inference_mode(), torch.cuda.device(self.device):
-            torch.cuda.current_stream().wait_event(self._idle)
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._idle)
             try:
                 yield
             finally:
-                self._idle.record()
+                self._order(stream)
+
+    def _order(self, stream: torch.cuda.Stream) -> None:
+        """Let the next call, and every stream whose memory the decoder may hold and free, wait for this one."""
+        assert self._idle is not None
+        self._idle.record(stream)
+        for handle, other in self._streams.items():
+            if handle != stream.cuda_stream:
+                other.wait_event(self._idle)
+        self._streams[stream.cuda_stream] = stream
 
 
 def _own(result: torch.Tensor) -> torch.Tensor:

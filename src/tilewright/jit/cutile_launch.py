@@ -26,8 +26,8 @@ from tilewright.jit.artifact import Artifact, BuildKey, Built
 from tilewright.jit.collect import collecting
 from tilewright.jit.compilers import CompileError, Source, tileiras
 from tilewright.jit.cutile_language import ct
-from tilewright.jit.strides import VECTOR, plain_strides
 from tilewright.jit.tape import Step, taping
+from tilewright.jit.tensor_map import VECTOR, plain_strides
 from tilewright.settings import current
 
 _INT32_MAX = 2**31 - 1

@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewright.errors import BackendError, InputError
 from tilewright.jit.collect import collecting
 
+VECTOR = 16  # bytes: the widest access, what torch's allocators align to, and a multiple of which every stride must be
 _CACHED = 4096  # maps of a few hundred bytes; a model's forward needs a few hundred of them
 _MAX_RANK, _MAX_BOX = 5, 256
 
@@ -84,6 +85,25 @@ class _Memory:
             "typestr": f"{'|' if itemsize == 1 else '<'}u{itemsize}",
             "stream": None,
         }
+
+
+def plain_strides(t: Tensor) -> tuple[int, ...]:
+    """Strides of `t` as a launch may tell of them: where a dimension has one element, 1 if it is the last, else whole
+    vectors that hold a row.
+
+    torch leaves that stride open: it may be 0, odd or beyond 32 bits, and no decision may rest on it.
+    """
+    shape, strides = t.shape, t.stride()
+    if 1 not in shape:
+        return strides
+    found = [strides[-1] if shape[-1] != 1 else 1]
+    per_vector = max(1, VECTOR // t.element_size())
+    step = -(-shape[-1] * found[0] // per_vector) * per_vector
+    for size, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        if size != 1:
+            step = -(-stride // per_vector) * per_vector
+        found.append(stride if size != 1 else step)
+    return tuple(reversed(found))
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...], *, swizzle: int = 0, promotion: int = 256) -> TensorMap | None:

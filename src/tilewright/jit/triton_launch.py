@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import triton
+from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -203,3 +205,18 @@ def _of_triton(compiled: Any) -> _Ready:
         return _Ready(run, function, (packed, None, None, None), lasting=False)
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     return _Ready(run.launch, function, (*flags, None, None, packed, None, None, None))
+
+
+def target_of(t: Tensor) -> str:
+    """What a kernel on `t` is compiled for: "sm_90", "gfx942"; "cpu" in the interpreter.
+
+    A tensor without memory belongs to whoever compiles: a collector, or the driver that Triton was given.
+    """
+    collector = collecting()
+    if collector is not None:
+        return collector.arch
+    given = triton.runtime.driver._active if t.is_meta else None
+    if given is None:
+        return arch(t.device)
+    target = given.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else target.arch

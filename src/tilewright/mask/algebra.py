@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
+from tilewright.hardware.device_cache import DeviceCache
 from tilewright.mask.program import Part, assemble
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 """Sides of a band without a limit."""
+_KEPT = "programs of masks"
 
 
 class Mask:
@@ -34,9 +36,8 @@ class Mask:
             return NotImplemented
         joined = _joined(And, self, other)
         if isinstance(other, Band) and (other.low, other.high) == (0, HIGHEST) and not torch.compiler.is_compiling():
-            # An op with causal=True makes this in every call: the program stays with the mask that stays
-            for kept in ("_programs", "_fitted"):
-                joined.__dict__[kept] = self.__dict__.setdefault(f"{kept}_and_causal", {})
+            # An op with causal=True makes this in every call: the programs stay with the mask that stays
+            joined.__dict__["_programs"] = self.__dict__.setdefault("_programs_and_causal", DeviceCache(_KEPT))
         return joined
 
     def __or__(self, other: "Mask") -> "Mask":
@@ -65,33 +66,52 @@ class Mask:
         return None
 
     def program(self, device: torch.device | str) -> tuple[str, Tensor]:
-        """(text, data): the whole mask for kernels, see `mask.program`.  data: 1-D int32 on `device`.  Kept.
+        """(text, data): the whole mask for kernels, see `mask.program`.  data: 1-D int32 on `device`.
 
-        InputError where only FlexAttention can evaluate the mask.
+        Kept with the mask, for calls on any stream and in any CUDA graph; a compiled graph makes it anew.  InputError
+        where only FlexAttention can evaluate the mask, and for a mask of one capture outside of it.
         """
-        device = torch.device(device)
-        kept: dict[torch.device, tuple[str, Tensor]] = getattr(self, "_programs", {})
-        found = kept.get(device)
-        if found is None:
-            with torch.inference_mode(False):  # a later backward may need it
-                found = assemble(tuple(self._words()), device)
-            # neither a fake tensor nor the memory of a compiled graph
-            if not torch.compiler.is_compiling() and type(found[1]) is Tensor:
-                # `__dict__` here alone: the Dynamo of torch 2.11 cannot trace it
-                self.__dict__.setdefault("_programs", {})[device] = found
-        return found
+        return self._kept_program(torch.device(device), None)
+
+    def fitted_program(self, s_q: int, s_k: int, device: torch.device) -> tuple[str, Tensor]:
+        """`program` of `fitted(s_q, s_k)`, kept as well."""
+        return self._kept_program(device, (s_q, s_k) if self.has_leaf() else None)
+
+    def _kept_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
+        if torch.compiler.is_compiling():  # the memory of a compiled graph is its own; and sizes may be symbols
+            return self._new_program(device, sizes)
+        # `__dict__` here alone: the Dynamo of torch 2.11 cannot trace it
+        programs: DeviceCache[tuple[str, Tensor]] | None = self.__dict__.get("_programs")
+        if programs is None:
+            programs = self.__dict__.setdefault("_programs", DeviceCache(_KEPT))
+        found = programs.find((device, sizes), device)
+        if found is not None:
+            return found
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def make() -> tuple[str, Tensor]:
+            for leaf in self.leaves():
+                leaf.await_tensors()
+            return self._new_program(device, sizes)
+
+        return programs.get((device, sizes), device, make, needs=self)
+
+    def _new_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
+        fitted = self if sizes is None else self.fitted(*sizes)
+        return assemble(tuple(fitted._words()), device)
+
+    def await_tensors(self) -> None:
+        """Let the current stream read the tensors that a leaf holds."""
 
     def fitted(self, s_q: int, s_k: int) -> "Mask":
-        """The same mask in the form that is cheapest for an attention of this size, which it must fit.  Kept."""
-        kept: dict[tuple[int, int], Mask] = getattr(self, "_fitted", {})
-        found = kept.get((s_q, s_k)) if kept else None  # a look-up settles symbolic sizes of a compiled graph
-        if found is None:
-            found = self.as_leaf(s_q, s_k)
-            if found is None:
-                return self
-            if not torch.compiler.is_compiling():
-                self.__dict__.setdefault("_fitted", {})[s_q, s_k] = found
-        return found
+        """The same mask in the form that is cheapest for an attention of this size, which it must fit."""
+        found = self.as_leaf(s_q, s_k) if self.has_leaf() else None
+        return self if found is None else found
+
+    def has_leaf(self) -> bool:
+        """Does `as_leaf` find a leaf?"""
+        return False
 
     def as_leaf(self, s_q: int, s_k: int, band: "Band | None" = None) -> "Mask | None":
         """`self & band` as one leaf for an attention of this size; None where there is no such leaf."""
@@ -259,12 +279,17 @@ class And(_Many):
         """The intersection of intervals, one interval."""
         return [Band(max(b.low for b in bands), min(b.high for b in bands))]
 
+    def has_leaf(self) -> bool:
+        """A band and one other mask that has."""
+        operands = self.operands
+        return len(operands) == 2 and operands[1].has_leaf() and isinstance(operands[0], Band)
+
     def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask | None:
-        """As everywhere."""
+        """The second operand within the band that is the first."""
         first, second = self.operands[:2]
-        if band is not None or len(self.operands) > 2 or not isinstance(first, Band):
+        if band is not None or not self.has_leaf():
             return None
-        return second.as_leaf(s_q, s_k, first)
+        return second.as_leaf(s_q, s_k, first if isinstance(first, Band) else None)
 
     @staticmethod
     def settles(band: Band) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.mask.algebra import EVERYTHING, Band, Mask, MaskMod, refuse
-from tilewright.mask.leaves import check_size
+from tilewright.mask.leaves import TensorLeaf, check_size
 from tilewright.mask.packed import Sequences, intervals
 from tilewright.mask.program import Part
 
@@ -37,7 +37,7 @@ def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, len
 
 
 @dataclass(frozen=True, eq=False)
-class Document(Mask):
+class Document(TensorLeaf):
     """ids: (B or 1, S_k) int32."""
 
     ids: Tensor
@@ -68,7 +68,7 @@ class Document(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class PackedDocuments(Mask):
+class PackedDocuments(TensorLeaf):
     """boundaries: (documents + 1,) int32.  length: of the keys; those behind the last boundary are one document."""
 
     boundaries: Tensor
@@ -96,12 +96,15 @@ class PackedDocuments(Mask):
         """As everywhere."""
         return PackedDocuments(self.boundaries.to(device), self.length)
 
+    def has_leaf(self) -> bool:
+        """`Sequences`, whatever the size."""
+        return True
+
     def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask:
-        """As everywhere."""
-        with torch.inference_mode(False):  # it is kept, for calls of any mode
-            ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
-            queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
-            return Sequences(intervals(queries, ends, ends, EVERYTHING if band is None else band, s_q + s_k), s_k)
+        """The documents as intervals of keys, cut by the band."""
+        ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
+        queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
+        return Sequences(intervals(queries, ends, ends, EVERYTHING if band is None else band, s_q + s_k), s_k)
 
     def _words(self) -> Iterator[Part | str]:
         yield from self.by_id()._words()

@@ -4,12 +4,15 @@ A mask is a value: tensors given to it are copied as int32 (tables as bits), lat
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
+from tilewright.hardware.device_cache import Queued
+from tilewright.hardware.graph_capture import current_capture
 from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
 from tilewright.mask.program import Part
 
@@ -69,8 +72,43 @@ def block(table: Tensor, size: int | tuple[int, int]) -> Mask:
     return Block(full.clone(), _count("size", sizes[0], 1), _count("size", sizes[1], 1))
 
 
+class TensorLeaf(Mask):
+    """A leaf that holds a tensor.  One made in the capture of a CUDA graph belongs to that graph alone."""
+
+    def __post_init__(self) -> None:
+        """Note the stream on which the tensor is made, and the capture, if any."""
+        if torch.compiler.is_compiling():
+            return
+        for value in vars(self).values():
+            if isinstance(value, Tensor) and value.is_cuda and type(value) is Tensor:
+                queued = Queued([value])
+                queued.made_on(value.device)
+                capture = current_capture(value.device)
+                object.__setattr__(self, "_made", (queued, value.device, capture))
+                return
+
+    def await_tensors(self) -> None:
+        """Let the current stream read the tensor.  InputError outside of the capture in which the mask was made."""
+        queued, device, of = vars(self).get("_made", (None, None, None))
+        if queued is None:
+            return
+        now = current_capture(device)
+        if of is not None and of.number is not None and (now is None or now.number != of.number):
+            raise InputError(
+                f"{self!r} was made while a CUDA graph was captured, and holds numbers in replays of that graph alone. "
+                "Make it before the capture, or anew in each."
+            )
+        if now is None or of is not None:
+            queued.read_on(device)
+        else:
+            queued.complete()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, eq=False)
-class Prefix(Mask):
+class Prefix(TensorLeaf):
     """n: int, or (B,) int32."""
 
     n: int | Tensor
@@ -153,7 +191,7 @@ class Strided(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class Block(Mask):
+class Block(TensorLeaf):
     """table: (B or 1, H or 1, rows, columns) bool."""
 
     table: Tensor

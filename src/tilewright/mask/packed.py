@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
+from tilewright.mask.leaves import TensorLeaf
 from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
 from tilewright.mask.program import Part
@@ -81,7 +82,7 @@ def intervals(queries: Tensor, cu_q: Tensor, cu_k: Tensor, band: Band, furthest:
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences(Mask):
+class Sequences(TensorLeaf):
     """table: (3, S_q) int32, of every query the first key that it sees and the one behind the last, which never
     decrease (first >= end: none), and how many queries up to it see any.
     """

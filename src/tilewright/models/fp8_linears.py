@@ -22,10 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tilewright.dispatch.derivatives import level_is_open
 from tilewright.models.mlps import GatedMlpRecipe
 from tilewright.models.specialise import Recipe, origin, rename_argument, specialise
 from tilewright.models.stand_in import Left, Proposal, obstacle
-from tilewright.nn.fp8_linear import Cast, WeightCasts, fp8_linear, result_dtype
+from tilewright.nn.fp8_linear import fp8_linear, result_dtype
+from tilewright.nn.weight_casts import Cast, WeightCasts
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
 from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
@@ -189,8 +191,8 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _runs(module: nn.Module, x: Tensor) -> bool:
-    """Is this a call for float8?  Torch's own forward defines what gradients, vectors and subclasses give."""
-    if type(x) not in _PLAIN or x.dim() < 2 or x.dtype not in _FLOATS:
+    """Is this a call for float8?  Torch's own forward defines what gradients, tangents, vectors and subclasses give."""
+    if type(x) not in _PLAIN or x.dim() < 2 or x.dtype not in _FLOATS or level_is_open():
         return False
     return not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())))
 
@@ -200,14 +202,14 @@ def _cast(module: nn.Module, name: str, weights: Sequence[Tensor]) -> Cast:
     if casts is None:  # of a copy, or of a module that was loaded
         casts = vars(module)[CASTS] = WeightCasts()
 
-    def make() -> Cast:
-        plain = [w.detach() for w in weights]
-        return per_block_cast_to_fp8(plain[0] if len(plain) == 1 else _interleaved(plain))
-
     if torch.compiler.is_compiling():
-        return casts.last(name) or make()
-    made: Cast = casts.of(name, weights, make)
+        return casts.last(name) or _cast_rows(*[w.detach() for w in weights])
+    made: Cast = casts.of(name, weights, _cast_rows)
     return made
+
+
+def _cast_rows(*parts: Tensor) -> Cast:
+    return per_block_cast_to_fp8(parts[0] if len(parts) == 1 else _interleaved(parts))
 
 
 def _interleaved(parts: Sequence[Tensor]) -> Tensor:

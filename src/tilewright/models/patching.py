@@ -16,7 +16,7 @@ from tilewright.models.report import Report, Row
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
 from tilewright.models.stand_in import Left, Proposal
 from tilewright.models.verification import Verification, compare
-from tilewright.nn.fp8_linear import WeightCasts
+from tilewright.nn.weight_casts import WeightCasts
 
 Mode = Literal["inference", "train"]
 _OPS = (
@@ -143,6 +143,18 @@ class Patch:
             raise PatchError("this patch was already undone.")
         self._require_own_classes()
         self._restore()
+        for casts in self._fp8.values():
+            casts.clear()
+
+    def requantise(self) -> None:
+        """Cast float8 weights again, after writes that nobody counts: through `weight.data`, or by a CUDA graph.
+
+        Copies that a captured graph reads are cast now, in the same memory, others in the next call.
+        """
+        for module in self.model.modules():
+            casts = vars(module).get(fp8_linears.CASTS)
+            if casts is not None:
+                casts.requantise()
 
     def __enter__(self) -> Self:
         return self

@@ -9,19 +9,19 @@ of them; activations and gradients in every product they enter.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tilewright.dispatch import numerics, use_backend
-from tilewright.dispatch.duals import has_tangent
+from tilewright.dispatch.derivatives import has_tangent
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS
+from tilewright.nn.weight_casts import Cast, WeightCasts, capturing
 from tilewright.nn.weight_gradient import refuse_second, total, wanted
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
@@ -32,64 +32,17 @@ E4M3 = torch.float8_e4m3fn
 _MASTERS = (torch.bfloat16, torch.float16, torch.float32)
 _VECTOR = 16  # tokens: float8 rows of other lengths are not aligned for the copy engine
 
-Cast = tuple[Tensor, Tensor]
-"""e4m3 and the scales of its blocks."""
-
-
-_steps = 0  # of all optimizers: fused ones write weights without torch counting it in `_version`
-
-
-def _stepped(*_: Any) -> None:
-    global _steps
-    _steps += 1
-
-
-register_optimizer_step_post_hook(_stepped)
-
-
-class WeightCasts:
-    """Float8 copies by name, each kept while the weights that it was made of are what they were: until torch counts a
-    write to one, or an optimizer took a step.
-
-    They are neither copied nor pickled with the module that holds them, but made again.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[str, tuple[Any, Cast]] = {}
-
-    def of(self, name: str, weights: Sequence[Tensor], make: Callable[[], Cast]) -> Cast:
-        """What `make()` gave for these weights, or gives now."""
-        state = [_steps, *((w.data_ptr(), -1 if w.is_inference() else w._version, w.device) for w in weights)]
-        known = self._made.get(name)
-        if known is None or known[0] != state:
-            with torch.inference_mode(False), torch.no_grad():  # what is made for inference may be kept for training
-                known = self._made[name] = state, make()
-        return known[1]
-
-    def last(self, name: str) -> Cast | None:
-        """What `of` gave last, of whatever weights: for traced code, which cannot look at versions."""
-        known = self._made.get(name)
-        return None if known is None else known[1]
-
-    def clear(self) -> None:
-        """Cast again in the next call."""
-        self._made.clear()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "WeightCasts":
-        return WeightCasts()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WeightCasts, ()
-
 
 class FP8Linear(nn.Linear):
     """x @ weight.T + bias in float8; takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
 
     weight: (out_features, in_features) bf16|fp16|fp32, the master that an optimizer updates; its float8 copies, one
     byte an element each, one for the forward and one for dx, are made when they are first needed and kept until an
-    optimizer takes a step, torch counts a write to `weight`, or it is another tensor.  Micro-batches share them.
-    Writes that nobody counts, through `weight.data`, need `requantise()` after them.  A CUDA graph of training casts
-    anew in every replay.
+    optimizer that holds `weight` takes a step, torch counts a write to it, or it is other memory (`WeightCasts`).
+    Micro-batches share them.  Writes that nobody counts, as `weight.data.copy_(...)` and replays of CUDA graphs, need
+    `requantise()` after them.  A CUDA graph of training casts anew in every replay; one of evaluation reads the kept
+    copies, which are made again in the same memory by the next call after a write, and at once by a step, by
+    `load_state_dict` and by `requantise()`.
     x: bf16|fp16|fp32; the result has its dtype, or autocast's.
     Any sizes run; kernels for tensor cores want in_features and out_features in multiples of 16.
 
@@ -160,8 +113,8 @@ class FP8Linear(nn.Linear):
         return self
 
     def requantise(self) -> None:
-        """Cast the weight again in the next call."""
-        self._casts.clear()
+        """Cast the weight again in the next call, and now where a CUDA graph reads its copy."""
+        self._casts.requantise()
 
     def cast_weight(self, transpose: bool = False) -> Cast:
         """(q, scales) of weight (N, K), or of its transpose (K, N), with one scale for 128x128."""
@@ -170,12 +123,14 @@ class FP8Linear(nn.Linear):
             q = self.weight.detach()
             return (q.mT, scales.mT) if transpose else (q, scales)
 
-        def make() -> Cast:
-            return per_block_cast_to_fp8(self.weight.detach(), transpose=transpose)
-
-        if torch.compiler.is_compiling() or (self.training and _capturing(self.weight)):
-            return make()
-        return self._casts.of("transposed" if transpose else "plain", (self.weight,), make)
+        cast = _cast_transposed if transpose else _cast
+        if torch.compiler.is_compiling():
+            return cast(self.weight.detach())
+        if self.training and capturing(self.weight):
+            self._casts.trained_by_graph()
+            return cast(self.weight.detach())
+        trained = self.training and self.weight.requires_grad
+        return self._casts.of("transposed" if transpose else "plain", (self.weight,), cast, trained=trained)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features)."""
@@ -219,7 +174,7 @@ class FP8Linear(nn.Linear):
             q, scales = per_block_cast_to_fp8(given.detach().to(self.weight.device))
             state_dict = {**state_dict, f"{prefix}weight": q, f"{prefix}weight_scale_inv": scales}
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._casts.clear()
+        self._casts.written()
 
 
 def fp8_linear(x: Tensor, weight: Cast, bias: Tensor | None, dtype: torch.dtype, backend: str | None = None) -> Tensor:
@@ -229,8 +184,12 @@ def fp8_linear(x: Tensor, weight: Cast, bias: Tensor | None, dtype: torch.dtype,
     return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
 
 
-def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+def _cast(weight: Tensor) -> Cast:
+    return per_block_cast_to_fp8(weight)
+
+
+def _cast_transposed(weight: Tensor) -> Cast:
+    return per_block_cast_to_fp8(weight, transpose=True)
 
 
 def result_dtype(x: Tensor) -> torch.dtype:

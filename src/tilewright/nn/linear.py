@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.dispatch import numerics, use_backend
-from tilewright.dispatch.duals import level_is_open
+from tilewright.dispatch.derivatives import level_is_open
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS

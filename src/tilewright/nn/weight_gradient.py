@@ -8,10 +8,10 @@ gradient back instead, and `backward(inputs=...)` may not want it at all.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
-from tilewright.dispatch.duals import level_is_open
+from tilewright.dispatch.derivatives import level_is_open
 from tilewright.errors import InputError
 
 _STREAMS = "tilewright_streams"
@@ -28,7 +28,7 @@ def wanted(node: Node | None) -> bool:
         return True
 
 
-def total(parameter: nn.Parameter, node: Node) -> Tensor | None:
+def total(parameter: Tensor, node: Node) -> Tensor | None:
     """`parameter.grad`, (N, K) float32, if this pass of autograd is about to add to it and nobody sees the sum before.
 
     None where the gradient has to be returned: to `autograd.grad`, to a hook of `register_hook`, as the first one, or
@@ -58,7 +58,7 @@ def _order(device: torch.device, node: Node) -> None:
     `backward` wait for its own stream, after the current one.
     """
     here = torch.cuda.current_stream(device)
-    metadata: dict[str, Any] = node.metadata
+    metadata: Any = node.metadata
     streams: list[torch.cuda.Stream] | None = metadata.get(_STREAMS)
     if streams is None:
         streams = metadata[_STREAMS] = []

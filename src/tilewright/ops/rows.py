@@ -20,8 +20,9 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def rows_bucket(x: Tensor) -> tuple[int, int]:
-    """(rows rounded up to a power of two, row length): the tuning key of a row-wise op.  Empty rows count as one element:
-    nothing is launched for them, and no configuration need know of them.
+    """(rows rounded up to a power of two, row length): the tuning key of a row-wise op.
+
+    Empty rows count as one element: nothing is launched for them, and no configuration need know of them.
     """
     n = x.shape[-1]
     return row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n))

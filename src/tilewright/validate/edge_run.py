@@ -7,6 +7,7 @@ what is written there is found afterwards.  Fresh memory, outputs and workspaces
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tilewright.dispatch import Contract, Sample, record
-from tilewright.errors import BackendError, InputError
-from tilewright.validate.case import RawCall, raw_calls, tensors
+from tilewright.dispatch import Contract, Sample
+from tilewright.errors import InputError, RefusedError
+from tilewright.validate.case import NotApplicable, RawCall, raw_calls, tensors
 from tilewright.validate.edge_grid import EdgeProblem
 from tilewright.validate.modes.memory import guarded, poisoned, surroundings
 from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
@@ -89,7 +90,7 @@ def _run(
 
     try:
         if positions:
-            _judge(result, exact, *_planned(both, 1), "with gradients: ")
+            _judge(result, exact, *_planned(both), "with gradients: ")
     except _Refused as reason:
         result.refused_backward, positions = str(reason), ()
     for again in range(_REPEATS):
@@ -97,27 +98,26 @@ def _run(
         grads = both()[1] if positions else {}
         if again == _REPEATS - 1:
             _judge(result, exact, outputs, grads, "on tape: ")
-    for call in raw_calls(contract, function, sample) if not result.refused_backward else ():
-        _launch_guarded(call, problem.offset, device, result)
+    if not result.refused_backward:
+        with suppress(NotApplicable):  # no raw op is behind the call
+            for call in raw_calls(contract, function, sample):
+                _launch_guarded(call, problem.offset, device, result)
     for i, (old, now) in enumerate(zip(before, memory, strict=True)):
         if not torch.equal(old, now):
             at = int((old != now).nonzero()[0])
             result.details.append(f"memory {i} of the inputs, or beside them, was written to: first at byte {at}")
 
 
-def _planned(call: Callable[[], Any], notes_before: int = 0) -> Any:
-    """What `call` returns.  An error that says in words what cannot be done, before any plan was carried out, or, of a
-    call with gradients, after the forward's, is a refusal.
+def _planned(call: Callable[[], Any]) -> Any:
+    """What `call` returns.  What a check or planning says it cannot do is a refusal; a `BackendError` of any other kind
+    is a kernel that was not compiled, loaded or launched.
     """
-    with record() as notes:
-        try:
-            return call()
-        except InputError as reason:
-            raise _Refused(f"InputError: {reason}") from reason
-        except BackendError as reason:
-            if len({raw.key for raw, *_ in notes.calls}) > notes_before:
-                raise
-            raise _Refused(str(reason)) from reason
+    try:
+        return call()
+    except InputError as reason:
+        raise _Refused(f"InputError: {reason}") from reason
+    except RefusedError as reason:
+        raise _Refused(str(reason)) from reason
 
 
 def placed(sample: Sample, offset: int, guard: int) -> Sample:

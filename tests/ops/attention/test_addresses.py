@@ -227,13 +227,14 @@ def test_other_ops_take_it(name, device):
     given = [put(t.view(torch.uint8)).view(t.dtype) for t in coarse]
     ones = torch.ones(1, 4, device=device)
     made, plain = (ops.fmha_fp8(*tensors, ones, ones, ones, causal=True) for tensors in (given, coarse))
-    torch.testing.assert_close(made, plain, rtol=0.02, atol=0.02)
+    assert (made.double() - plain.double()).norm() <= 0.02 * plain.double().norm()  # not the same kernel
 
     lse = torch.randn(1, 4, 700, device=device)
     states = [put(t).requires_grad_() for t in (q, k)]
     merged, _ = ops.merge_states(states, [begun(lse, 4), lse + 1])
     share = torch.sigmoid(torch.tensor(-1.0, device=device))
-    torch.testing.assert_close(merged, share.to(HALF) * q + (1 - share).to(HALF) * k, rtol=0.02, atol=0.02)
+    joined = share.double() * q.double() + (1 - share.double()) * k.double()
+    assert (merged.double() - joined).norm() <= 2 * torch.finfo(HALF).eps * joined.norm()
     first, second = torch.autograd.grad(merged, states, put(do))
     torch.testing.assert_close(first + second, do, rtol=0.02, atol=0.02)
 
@@ -245,7 +246,8 @@ def test_what_torch_does_apart_takes_it(name):
     q, k, v = drawn(1, 4, 4, 256, 256, 64, dtype=HALF, device="cuda")
     do = torch.randn_like(q)
     for options in ({"dropout": 1e-6}, {"score_mod": score.relative_bias(torch.zeros(4, 9, device="cuda"))}):
-        leaves = [PLACED[name](t).requires_grad_() for t in (q, k, v)]
+        # Dynamo asks for `.grad`, and warns of views that were written to
+        leaves = [PLACED[name](t).detach().requires_grad_() for t in (q, k, v)]
         made = ops.fmha(*leaves, **options)
         o, exact = formula(q, k, v, False)
         compare(torch.autograd.grad(made, leaves, PLACED[name](do)), torch.autograd.grad(o, exact, do.double()))

@@ -96,3 +96,21 @@ def test_no_approximate_division(name, direction):
     assert len(texts) >= 4
     assert any("div.rn.f32" in text for text in texts) or (name, direction) == ("softmax", "bwd")
     assert not [line for text in texts for line in text.splitlines() if "div.full" in line or "div.approx" in line]
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_eps_rows_that_are_none_leave_no_mark(device, name):
+    """A program takes several rows; spare rows are zeros, and 1 / 0 would reach the gradient of the weight."""
+    n = 96
+    for m in (1, 5, 7):
+        x, weight = torch.randn(m, n, device=device), torch.randn(n, device=device)
+        given = (x, torch.zeros_like(x), weight) if name == "add_rms_norm" else (x, weight)
+        found = {}
+        for backend in ("triton", "torch"):
+            leaves = [t.clone().requires_grad_() for t in given]
+            made = getattr(ops, name)(*leaves, eps=0.0, backend=backend)
+            y = made if isinstance(made, torch.Tensor) else made[0]
+            found[backend] = (y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y)))
+        for ours, theirs in zip(*found.values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from tilewright import mask as masks
 from tilewright.errors import InputError
+from tilewright.hardware.device_cache import DeviceCache
 from tilewright.log import log_once
 from tilewright.mask import Mask
 
@@ -32,7 +33,7 @@ class CarriedMask(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _seen: Seen
-    _elements: Tensor | None
+    _elements: DeviceCache[tuple[Tensor]]
     _shared: bool
 
     @staticmethod
@@ -40,7 +41,7 @@ class CarriedMask(Tensor):
         """shape: (B, S_q, S_k)."""
         batch, s_q, s_k = shape
         made: CarriedMask = Tensor._make_wrapper_subclass(cls, (batch, 1, s_q, s_k), dtype=torch.bool, device=device)
-        made._seen, made._elements, made._shared = seen, None, False
+        made._seen, made._elements, made._shared = seen, DeviceCache("elements of masks"), False
         return made
 
     def __init__(self, seen: Seen, shape: tuple[int, int, int], device: torch.device) -> None:
@@ -57,15 +58,15 @@ class CarriedMask(Tensor):
     @property
     def elements(self) -> Tensor:
         """The dense mask, made on first use."""
-        if self._elements is None:
-            batch, _, s_q, s_k = self.shape
-            allowed, keys = self._seen
-            if allowed is None:
-                self._elements = torch.ones(self.shape, dtype=torch.bool, device=self.device)
-            else:
-                made = allowed.dense(batch, 1, s_q, keys, self.device)
-                self._elements = F.pad(made, (0, s_k - keys)) if keys < s_k else made[..., :s_k].contiguous()
-        return self._elements
+        return self._elements.get("dense", self.device, self._dense, needs=self._seen)[0]
+
+    def _dense(self) -> tuple[Tensor]:
+        batch, _, s_q, s_k = self.shape
+        allowed, keys = self._seen
+        if allowed is None:
+            return (torch.ones(self.shape, dtype=torch.bool, device=self.device),)
+        made = allowed.dense(batch, 1, s_q, keys, self.device)
+        return (F.pad(made, (0, s_k - keys)) if keys < s_k else made[..., :s_k].contiguous(),)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -59,9 +59,9 @@ def _mask(mask: Mask | None, q: Tensor, k: Tensor) -> tuple[str, Tensor | None, 
     sizes = q.shape[2], k.shape[2]
     if _without_values(q):
         with unset_fake_temporarily():
-            text, data = mask.fitted(*sizes).program(torch.device("cpu"))
+            text, data = mask.fitted_program(*sizes, torch.device("cpu"))
         return text, q.new_empty(data.shape, dtype=data.dtype), -1, -1
-    return *mask.fitted(*sizes).program(q.device), -1, -1
+    return *mask.fitted_program(*sizes, q.device), -1, -1
 
 
 def _without_values(q: Tensor) -> bool:

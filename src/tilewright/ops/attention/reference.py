@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.duals import level_is_open
-from tilewright.dispatch.function import Function
+from tilewright.dispatch.derivatives import Function, level_is_open
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention import vendor
 from tilewright.ops.attention.blocks import allowed, products, row_blocks

@@ -15,6 +15,7 @@ The position of query i is i + S_k - S_q; a plain callable gets i itself as q_id
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,7 @@ def softcap(limit: float) -> Softcap:
 
     Source: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024.
     """
-    if not (isinstance(limit, (int, float)) and 0 < limit < math.inf):
+    if not (isinstance(limit, Real) and 0 < limit < math.inf):
         raise InputError(f"softcap: the limit is {limit!r}; needs a positive finite number.")
     return Softcap(float(limit))
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.dispatch.duals import level_is_open
-from tilewright.dispatch.function import Function
+from tilewright.dispatch.derivatives import Function, level_is_open
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
 

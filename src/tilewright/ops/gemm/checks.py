@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out, major_a, major_b
 from tilewright.ops.rows import FLOATS
@@ -51,11 +52,13 @@ def check_raw(
 
 def are_matrices(a: Tensor, b: Tensor) -> bool:
     """Can `a` and `b` be transposed and folded?  What else may be wrong with them is found before a launch."""
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() > 1 and b.dim() > 1
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and not (a.is_nested or b.is_nested)
+    return both and a.dim() > 1 and b.dim() > 1
 
 
 def check_operands(op: str, a: Tensor, b: Tensor) -> None:
     """Two matrices, of one dtype, on one device."""
+    refuse_layout(op, a=a, b=b)
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
             raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")

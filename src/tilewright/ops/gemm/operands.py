@@ -54,9 +54,14 @@ def _major(t: Tensor, k: int, mn: int) -> Major | None:
 
 
 def unit_stride(t: Tensor) -> Tensor:
-    """`t` itself if one of its last two strides is 1, else a contiguous copy."""
-    strides = t.stride()
-    if strides[-1] == 1 or strides[-2] == 1:
+    """`t` itself if one of its last two strides is 1, else a contiguous copy.  What has no strides is left for the
+    checks.
+    """
+    try:
+        strides = t.stride()
+    except RuntimeError:
+        return t
+    if strides[-1] == 1 or strides[-2] == 1 or t.layout is not torch.strided:
         return t
     # not t.contiguous(), which gives back a tensor of one element whatever its strides
     return t.clone(memory_format=torch.contiguous_format)
@@ -135,7 +140,7 @@ def activate(z: Tensor, activation: str) -> Tensor:
 
 def fold(op: str, name: str, t: Any, rows: Sequence[int]) -> Any:
     """`t` (*rows, N) as (M, N): a view where strides allow.  Anything but such a tensor is left for the checks."""
-    if not isinstance(t, Tensor) or (t.dim() == 2 and len(rows) == 1):
+    if not isinstance(t, Tensor) or (t.dim() == 2 and len(rows) == 1) or t.layout is not torch.strided:
         return t
     if tuple(t.shape[:-1]) != tuple(rows):
         raise InputError(f"{op}: {name} is {tuple(t.shape)}; its leading dimensions are {tuple(rows)}, as those of a.")

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.duals import level_is_open
-from tilewright.dispatch.function import Function
+from tilewright.dispatch.derivatives import Function, level_is_open
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype

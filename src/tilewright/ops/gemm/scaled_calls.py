@@ -45,8 +45,10 @@ def _swapped(scales: Any) -> Any:
 
 
 def _k_major(op: str, name: str, t: Tensor) -> Tensor:
-    """`t` (..., K) itself if it is contiguous along K, else a copy that is, announced once."""
-    if t.stride(-1) == 1:
+    """`t` (..., K) itself if it is contiguous along K, else a copy that is, announced once.  Without strides it is left
+    for the checks.
+    """
+    if t.layout is not torch.strided or t.stride(-1) == 1:
         return t
     if not torch.compiler.is_compiling():  # which cannot trace a log
         log_once(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
 from tilewright.ops.gemm.checks import FP8, check_epilogue
 from tilewright.ops.gemm.operands import ACTIVATIONS
@@ -47,6 +48,7 @@ def check_scaled(
 
 def check_fp8(op: str, a: Any, b: Any) -> None:
     """Two matrices of e4m3 on one device."""
+    refuse_layout(op, a=a, b=b)
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
             raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")

@@ -184,5 +184,5 @@ def bad_inputs() -> tuple[BadInput, ...]:
         bad("bias too short", r"bias is \(5,\); needs \(6,\)", bias=((5,),)),
         bad("bias of integers", "bias is torch.int32; needs", bias=((6,), torch.int32)),
         bad("alpha in words", "alpha is a str; needs a number", alpha="1.0"),
-        bad("alpha in a tensor", "alpha is a Tensor; needs a number. Multiply scale_a", alpha=((1,),)),
+        bad("alpha in a tensor", "alpha is a Tensor; needs a number", alpha=((1,),)),
     )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
 from tilewright.ops.gemm.checks import FP8
 from tilewright.ops.gemm.operands import unit_stride
@@ -60,6 +61,8 @@ def matrices(op: str, a: Any, b: Any, dims: int, form: str) -> None:
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
             raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")
+        if t.is_nested:
+            refuse_layout(op, **{name: t})
     if a.dim() != dims or b.dim() != 3:
         raise InputError(f"{op}: a is {tuple(a.shape)}, b is {tuple(b.shape)}; needs {form}.")
 

@@ -15,7 +15,9 @@ from tilewright.ops.gemm.operands import Major, major_b, unit_stride
 from tilewright.ops.grouped.k_grouped_matmul.raw import FORWARD as ALONG_K
 from tilewright.ops.grouped.reference import product_along_k, rows_product
 
-_SCHEMA = "Tensor dz, Tensor? a, Tensor b, Tensor? starts, Tensor ends, SymInt expected, bool need_da, bool need_db"
+_SCHEMA = (
+    "Tensor dz, Tensor? a, Tensor b, Tensor? starts, Tensor ends, SymInt expected_rows, bool need_da, bool need_db"
+)
 
 
 def gradient_of(forward: RawOp) -> Gradient:

@@ -14,7 +14,7 @@ from tilewright.ops.gemm.scaling import scaling_of
 
 SCHEMA = (
     "Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? starts, Tensor ends, "
-    "SymInt expected, str activation, ScalarType out_dtype"
+    "SymInt expected_rows, str activation, ScalarType out_dtype"
 )
 BUCKET = ("rows", "N", "K", "G", "layout", "aligned", "out_bits", "gated", "scaling")
 UNSCALED = -1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tilewright.dispatch.duals import level_is_open
+from tilewright.dispatch.derivatives import level_is_open
 from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.checks import FP8
 from tilewright.ops.gemm.operands import Major, apply_epilogue, columns_out, copyable, major_a, major_b

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import target_of
 from tilewright.ops.quant import numbers
 
 INFINITY = tl.constexpr(0x7F800000)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
-from tilewright.dispatch.vjp import vjp
+from tilewright.dispatch.derivatives import vjp
 from tilewright.ops.activation import gated
 
 

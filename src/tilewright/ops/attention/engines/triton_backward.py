@@ -130,7 +130,8 @@ def backward(
     kept = sum(tiling.parts(d) + tiling.parts(d_v)) + tiling.part(d_pe)
     engine = config.descriptors and tiling.has_descriptors(q)
 
-    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (64, 32), "block_m", d_pe)
+    terms = bool(program) or softcap > 0.0 or slopes is not None
+    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (64, 32), "block_m", d_pe, terms)
     copied = engine and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "key")
     args: tuple[Any, ...] = (
@@ -142,7 +143,7 @@ def backward(
     constants: tuple[Any, ...] = (*widths, copied, tile.block_m, tile.block_n)
     tiling.launch(_keys.over(s_q), (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
 
-    tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe)
+    tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe, terms=terms)
     copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (

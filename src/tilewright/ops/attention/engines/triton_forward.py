@@ -103,7 +103,8 @@ def forward(
     copied = (k, v) if k_pe is None else (k, v, k_pe)
     descriptors = config.descriptors and all(map(tiling.describable, copied)) and tiling.has_descriptors(k)
     kept = sum(tiling.parts(d)) + tiling.part(d_pe)
-    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe)
+    terms = bool(program) or softcap > 0.0 or slopes is not None
+    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe, terms=terms)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
         o, lse, q, k, v, sinks, slopes, mask_data, table.counts, table.indices,

@@ -8,14 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.mask.tables import tile_table_of
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together; half of what an H200 has
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 SHARED_ELSEWHERE = 99 << 10  # sm_86, sm_89, sm_120
+_AMD_TERMS = 16  # rows of the streamed side: from 32 on products are 32 by 32, 16 scores a lane, and scalars spill
 
 
 class Config(NamedTuple):
@@ -113,13 +113,23 @@ def heads_together(k: Tensor, v: Tensor, group: int) -> int:
 
 
 def fitted(
-    tile: Tile, t: Tensor, kept: int, d: int, d_v: int, most: tuple[int, int], streamed: str = "block_n", d_pe: int = 0
+    tile: Tile,
+    t: Tensor,
+    kept: int,
+    d: int,
+    d_v: int,
+    most: tuple[int, int],
+    streamed: str = "block_n",
+    d_pe: int = 0,
+    terms: bool = False,
 ) -> Tile:
     """`tile`, which an H200 was asked about, as the GPU of `t` can run it.
 
     streamed: the side whose operands, of d, d_pe and d_v, come in stages; the other side keeps `kept` numbers a row.
     Only sm_90 multiplies from shared memory in groups of four warps.  Others multiply from registers: tiles of at most
     `most` rows, kept and streamed, and half of that for heads of more than 128.
+    terms: scores are capped, get a slope or are masked by a program: comparisons of all scores that AMD's GPUs keep in
+    scalar registers.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
@@ -128,6 +138,8 @@ def fitted(
         rows = {
             side: n // (2 if max(d + d_pe, d_v) > 128 else 1) for side, n in zip((other, streamed), most, strict=True)
         }
+        if terms and arch.startswith("gfx"):
+            rows[streamed] = min(rows[streamed], _AMD_TERMS)
         tile = tile._replace(**{side: min(getattr(tile, side), n) for side, n in rows.items()})
         if arch.startswith("gfx"):
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))

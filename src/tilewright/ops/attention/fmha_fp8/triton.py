@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import target_of
 from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.fmha.raw import PROGRAM

@@ -86,7 +86,7 @@ EDGE_GRID: Mapping[str, Any] = {
     ),
     "sinks": (None, None, True),
     "softcap": (None, None, 1.5),
-    "alibi": (None, None, True),
+    "alibi": lambda params: (None,) if "lengths_k" in params else (None, None, True),
 }
 """Lengths of sequences beside a tile, with keys of as many, more or fewer; and every modifier with every size."""
 

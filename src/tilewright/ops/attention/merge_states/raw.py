@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tilewright.dispatch import Gradient, RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.derivatives import vjp
 from tilewright.dispatch.raw import OutputSpec
-from tilewright.dispatch.vjp import vjp
 from tilewright.errors import InputError
 from tilewright.ops.attention.layout import laid_like, readable, spec_like
 from tilewright.ops.rows import accumulate_dtype

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.engines.scaled_triton_kernel import cast_kernel, scaled_gemm_kernel
 from tilewright.ops.gemm.engines.tile_triton import FILL, REDUCE_M, REDUCE_N, reduce_parts
 from tilewright.ops.gemm.engines.triton_tiles import (

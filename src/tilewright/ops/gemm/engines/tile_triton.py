@@ -21,8 +21,7 @@ from torch import Tensor
 
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.engines.few_rows import row_triton
 from tilewright.ops.gemm.engines.tile_triton_kernel import gemm_kernel, reduce_kernel
 from tilewright.ops.gemm.engines.triton_tiles import (

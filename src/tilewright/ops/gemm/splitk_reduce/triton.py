@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.operands import columns_out
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 from tilewright.ops.grouped.engines.problems_triton_kernel import FIELDS, group_gemm_kernel, problem_kernel

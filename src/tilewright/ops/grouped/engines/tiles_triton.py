@@ -8,8 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tilewright.jit.triton_launch import TritonKernel
-from tilewright.jit.triton_target import target_of
+from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
-from tilewright.dispatch.vjp import vjp
+from tilewright.dispatch.derivatives import vjp
 from tilewright.ops import rows
 from tilewright.ops.norm import rms_norm as rms
 
@@ -31,7 +31,7 @@ def add_rms_norm(
     eps, offset, fp32_weight, dtype of y, backend: as in `rms_norm`.  Neither input is written.
     Raises InputError for different shapes, dtypes or devices of x and residual, or a weight that is not (N,).
     """
-    return call(CONTRACT, (x, residual, weight, eps, offset, fp32_weight or offset != 0.0), backend)
+    return call(CONTRACT, (x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight), backend)
 
 
 def reference(

@@ -33,7 +33,7 @@ def add_rms_norm_fp8(
     eps, offset, fp32_weight, ue8m0, backend: as in `rms_norm_fp8`.  Neither input is written, and there is no gradient.
     Raises InputError for different shapes, dtypes or devices of x and residual, and for what `rms_norm_fp8` refuses.
     """
-    args = (x, residual, weight, eps, offset, fp32_weight or offset != 0.0, ue8m0)
+    args = (x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0)
     made: tuple[Tensor, Tensor, Tensor] = call(CONTRACT, args, backend)
     return made
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
-from tilewright.dispatch.vjp import vjp
+from tilewright.dispatch.derivatives import vjp
 from tilewright.errors import InputError
 from tilewright.ops import rows
 

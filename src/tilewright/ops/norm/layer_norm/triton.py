@@ -1,7 +1,8 @@
 """LayerNorm in Triton.  A program holds whole rows in registers, so mean and variance are two passes over one read.
 
-The second pass also sums the deviations, which a mean off by an ULP shifts, and takes that mean out of them: so a row
-of one value gives zeros, however large the value and however small eps (Chan, Golub, LeVeque, 1983).
+The second pass also sums the deviations, which a mean off by an ULP shifts, and takes their mean out of them: so a row
+of one value gives zeros, however large the value and however small eps (Chan, Golub, LeVeque, 1983), and a mean may be
+a product with 1 / N, of which a division for each row would need registers that the backward does not have.
 
 Traffic: forward 4*M*N bytes at bf16, backward 6*M*N; the same floors as RMSNorm.  The backward recomputes mean and
 1/std from the row it reads, and sums the gradients of weight and bias in a fixed order (`column_sums`).
@@ -25,7 +26,6 @@ from tilewright.ops.norm.rms_norm.triton import (
     candidates_backward,
     configure_backward,
     every,
-    mean_of,
     programs,
 )
 from tilewright.ops.rows import as_rows
@@ -66,19 +66,19 @@ def _sums(a, b, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _variance(deviation, square, N):
-    """(mean deviation, variance) of the sums of deviations from nearly the mean and of their squares."""
-    shift = mean_of(deviation, N)
+def _variance(deviation, square, part):
+    """(mean deviation, variance) of the sums of deviations from nearly the mean and of their squares; part: 1 / N."""
+    shift = deviation * part
     left = tl.where(square < float("inf"), tl.maximum(square - deviation * shift, 0.0), square)  # NaN stays too
-    return shift, mean_of(left, N)
+    return shift, left * part
 
 
 @triton.jit
-def _centred(wide, mask, N):
-    """Rows (ROWS, BLOCK_N) without their means, and the variances (ROWS,)."""
-    centred = tl.where(mask, wide - mean_of(tl.sum(wide, 1), N)[:, None], 0.0)
+def _centred(wide, mask, part):
+    """Rows (ROWS, BLOCK_N) without their means, and the variances (ROWS,).   part: 1 / N."""
+    centred = tl.where(mask, wide - (tl.sum(wide, 1) * part)[:, None], 0.0)
     deviation, square = _sums(centred, centred * centred, 1)
-    shift, variance = _variance(deviation, square, N)
+    shift, variance = _variance(deviation, square, part)
     return tl.where(mask, centred - shift[:, None], 0.0), variance
 
 
@@ -94,7 +94,7 @@ def _layer_norm_kernel(
     at = offs_m.to(tl.int64)[:, None]
     mask = (offs_m[:, None] < M) & mask_n[None, :]
     wide = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-    centred, variance = _centred(wide, mask, N)
+    centred, variance = _centred(wide, mask, tl.div_rn(1.0, N + 0.0))
     result = centred * tl.rsqrt(variance + eps)[:, None] * w[None, :] + b[None, :]
     tl.store(y + at * N + offs_n[None, :], result.to(y.dtype.element_ty), mask=mask)
 
@@ -106,7 +106,8 @@ def _row_statistics(x, row, N, stride_x, eps, BLOCK_N: tl.constexpr):
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         total += tl.load(x + row * stride_x + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    mean = mean_of(tl.sum(total, 0), N)
+    part = tl.div_rn(1.0, N + 0.0)
+    mean = tl.sum(total, 0) * part
     deviations = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -116,7 +117,7 @@ def _row_statistics(x, row, N, stride_x, eps, BLOCK_N: tl.constexpr):
         deviations += centred
         squares += centred * centred
     deviation, square = _sums(deviations, squares, 0)
-    shift, variance = _variance(deviation, square, N)
+    shift, variance = _variance(deviation, square, part)
     return mean + shift, tl.rsqrt(variance + eps)
 
 
@@ -142,18 +143,19 @@ def _layer_norm_backward_kernel(
     w, _ = _load_affine(weight, None, offs_n, N, 1.0)
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
+    part = tl.div_rn(1.0, N + 0.0)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         offs_m = block * ROWS + tl.arange(0, ROWS)
         at = offs_m.to(tl.int64)[:, None]
         mask = (offs_m[:, None] < M) & mask_n[None, :]
         wide = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(dy + at * stride_dy + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        centred, variance = _centred(wide, mask, N)
-        rstd = tl.rsqrt(variance + eps)[:, None]
+        centred, variance = _centred(wide, mask, part)
+        rstd = tl.where(offs_m < M, tl.rsqrt(variance + eps), 0.0)[:, None]  # without eps of no row: infinite
         normed = centred * rstd
         g = grad * w[None, :]
-        sum_g, sum_gn = _sums(g, g * normed, 1)
-        result = (g - mean_of(sum_g, N)[:, None] - normed * mean_of(sum_gn, N)[:, None]) * rstd
+        mean_g, mean_gn = (tl.sum(g, 1) * part)[:, None], (tl.sum(g * normed, 1) * part)[:, None]
+        result = (g - mean_g - normed * mean_gn) * rstd
         tl.store(dx + at * N + offs_n[None, :], result.to(dx.dtype.element_ty), mask=mask)
         if AFFINE:
             dw += tl.sum(grad * normed, 0)
@@ -182,7 +184,8 @@ def _layer_norm_backward_long_kernel(
         normed = (tl.load(x + row * stride_x + offs_n, mask=mask, other=0.0).to(tl.float32) - mean) * rstd
         sum_g += g
         sum_gn += g * normed  # g is 0 beyond N
-    mean_g, mean_gn = mean_of(tl.sum(sum_g, 0), N), mean_of(tl.sum(sum_gn, 0), N)
+    part = tl.div_rn(1.0, N + 0.0)
+    mean_g, mean_gn = tl.sum(sum_g, 0) * part, tl.sum(sum_gn, 0) * part
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask = offs_n < N

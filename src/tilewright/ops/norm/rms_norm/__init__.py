@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
-from tilewright.dispatch.vjp import vjp
+from tilewright.dispatch.derivatives import vjp
 from tilewright.ops import rows
 
 
@@ -37,7 +37,7 @@ def rms_norm(
     Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return call(CONTRACT, (x, weight, eps, offset, fp32_weight or offset != 0.0), backend, out)
+    return call(CONTRACT, (x, weight, eps, offset, True if offset != 0.0 else fp32_weight), backend, out)
 
 
 def reference(

@@ -218,7 +218,8 @@ def _rms_norm_backward_kernel(
         at = offs_m.to(tl.int64)[:, None]
         wide = tl.load(x + at * stride_x + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(dy + at * stride_dy + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(mean_of(tl.sum(wide * wide, 1), N) + eps)[:, None]
+        rstd = tl.rsqrt(mean_of(tl.sum(wide * wide, 1), N) + eps)
+        rstd = tl.where(offs_m < M, rstd, 0.0)[:, None]  # without eps that of no row is infinite
         normed = wide * rstd
         g = grad * w[None, :]
         # d(x * rstd)/dx: the part of g along x is taken out

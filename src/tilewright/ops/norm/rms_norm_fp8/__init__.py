@@ -40,7 +40,9 @@ def rms_norm_fp8(
     Raises InputError for other dtypes, fewer than two dimensions, weight not (N,), tensors on different devices, and
     tensors that require a gradient outside torch.no_grad().
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, weight, eps, offset, fp32_weight or offset != 0.0, ue8m0), backend)
+    made: tuple[Tensor, Tensor] = call(
+        CONTRACT, (x, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0), backend
+    )
     return made
 
 

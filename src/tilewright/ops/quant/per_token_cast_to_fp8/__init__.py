@@ -41,7 +41,7 @@ def per_token_cast_to_fp8(
     A group with a NaN or an infinity has that as its scale; dequantised, all of it is NaN.  There is no gradient.
     Raises InputError for other dtypes, fewer than two dimensions, another group, and x that requires a gradient.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, group or 0, ue8m0 or packed, packed), backend)
+    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, group or 0, True if packed else ue8m0, packed), backend)
     return made
 
 

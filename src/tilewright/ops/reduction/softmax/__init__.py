@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
 
@@ -25,12 +26,15 @@ def softmax(x: Tensor, dim: int = -1, *, out: Tensor | None = None, backend: str
     Raises InputError for dtypes other than floating, a scalar, and a dim that x does not have.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for rows too long for registers).
     """
+    if type(dim) is not int:
+        dim = as_int("softmax", "dim", dim)
     if dim == -1 or dim == x.dim() - 1:
         return call(CONTRACT, (x,), backend, out)
     if not -x.dim() <= dim < x.dim():
         raise InputError(f"softmax: dim is {dim}, x is {tuple(x.shape)}; needs {-x.dim()} <= dim < {x.dim()}.")
     if out is not None:
         raise InputError(f"softmax(out=...) works along the last dimension, dim is {dim}. Drop out=.")
+    CONTRACT.check(x)  # before its dimensions are moved
     return call(CONTRACT, (x.movedim(dim, -1),), backend).movedim(-1, dim)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.derivatives import vjp
 from tilewright.dispatch.raw import OutputSpec
-from tilewright.dispatch.vjp import vjp
 from tilewright.ops import rows
 from tilewright.ops.rope.apply_rope.checks import check
 from tilewright.ops.rope.apply_rope.samples import BAD_INPUTS, inputs

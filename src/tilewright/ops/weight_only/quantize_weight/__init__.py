@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch.arguments import as_int
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops import rows
@@ -26,7 +27,7 @@ def quantize_weight(w: Tensor, *, bits: int = 8, group: int = 128, backend: str 
     group: 128, the only size that kernels know.   backend: run on exactly this backend ("triton", "torch") or raise
     BackendError.   Raises InputError for other dtypes, ranks, bits and groups, and for an odd K at 4 bits.
     """
-    if group != packing.GROUP:
+    if as_int("quantize_weight", "group", group) != packing.GROUP:
         raise InputError(f"quantize_weight: group is {group!r}; kernels know groups of {packing.GROUP} alone.")
     made: tuple[Tensor, Tensor] = call(CONTRACT, (w, bits), backend)
     return made

@@ -1,4 +1,7 @@
-"""Backward references: the gradient of a forward reference, by torch's own autograd."""
+"""Derivatives: torch's autograd around the ops, the gradient of a reference, and forward mode.
+
+No kernel computes a tangent or the gradient of a gradient.  References do, which are plain torch.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,8 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
 
-from tilewright.dispatch.duals import level_is_open
+
+class Function(torch.autograd.Function):
+    """Where a `setup_context` is defined, torch's `apply` first binds the arguments by inspection of `forward`, 15 to
+    25 us a call.  Only functorch transforms need that; here arguments are positional and complete.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's, without keywords and defaults."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        # Of the C++ base, which mypy does not see
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+def level_is_open() -> bool:
+    """Whether tensors may carry tangents here: within `forward_ad.dual_level`, `torch.func.jvp` or `jacfwd`."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(*values: Any) -> bool:
+    """Whether one of the tensors among `values` carries a tangent."""
+    return level_is_open() and any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in values
+    )
 
 
 def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -34,7 +62,8 @@ def _transformed(
     function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """The same inside of torch.func's transforms, where no tensor may be told that it requires a gradient."""
-    outputs, pull = torch.func.vjp(function, *inputs)
+    made: Any = torch.func.vjp(function, *inputs)  # torch declares the form with auxiliary values, too
+    outputs, pull = made
     if isinstance(outputs, Tensor):
         return tuple(pull(grads[0]))
     zeros = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]

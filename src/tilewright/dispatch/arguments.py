@@ -1,7 +1,9 @@
-"""Numbers among the arguments of a raw op, in the types that its schema declares.
+"""What arguments of an op may be: numbers in the types that a schema declares, and tensors that lie in strided memory.
 
 A kernel is compiled for the types of its scalars, and a signature is remembered by their values: numpy's numbers and an
-int for a float become Python's, and a tensor, whose value may change from call to call, is refused.
+int for a float become Python's, and a tensor, whose value may change from call to call, is refused.  Shape, strides and
+address are what every op reads first; of sparse and nested tensors torch has none, and would answer with internal
+errors, at another place for each kind.
 """
 
 import numbers
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tilewright.errors import InputError
 
@@ -34,7 +37,8 @@ def converters(schema: str) -> list[tuple[str, Callable[[str, str, Any], Any] | 
     return [(name, _KINDS.get(kind)) for kind, name in found if "Tensor" not in kind]
 
 
-def _float(op: str, name: str, value: Any) -> Any:
+def as_float(op: str, name: str, value: Any) -> Any:
+    """`value` as Python's float, or InputError."""
     if type(value) is float or isinstance(value, _SYMBOLIC):
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -42,7 +46,8 @@ def _float(op: str, name: str, value: Any) -> Any:
     raise _refused(op, name, value, "a number")
 
 
-def _int(op: str, name: str, value: Any) -> Any:
+def as_int(op: str, name: str, value: Any) -> Any:
+    """`value` as Python's int, or InputError."""
     if type(value) is int or isinstance(value, _SYMBOLIC):
         return value
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -50,7 +55,8 @@ def _int(op: str, name: str, value: Any) -> Any:
     raise _refused(op, name, value, "an integer")
 
 
-def _bool(op: str, name: str, value: Any) -> Any:
+def as_bool(op: str, name: str, value: Any) -> Any:
+    """`value` as a bool, or InputError."""
     if type(value) is bool or isinstance(value, _SYMBOLIC):
         return value
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, numbers.Integral) and value in (0, 1)):
@@ -58,9 +64,30 @@ def _bool(op: str, name: str, value: Any) -> Any:
     raise _refused(op, name, value, "True or False")
 
 
-_KINDS: dict[str, Callable[[str, str, Any], Any]] = {"float": _float, "int": _int, "SymInt": _int, "bool": _bool}
+_KINDS: dict[str, Callable[[str, str, Any], Any]] = {
+    "float": as_float,
+    "int": as_int,
+    "SymInt": as_int,
+    "bool": as_bool,
+}
 
 
 def _refused(op: str, name: str, value: Any, allowed: str) -> InputError:
-    hint = " Call .item() on it, which waits for its device." if isinstance(value, torch.Tensor) else ""
+    hint = " Call .item() on it, which waits for its device." if isinstance(value, Tensor) else ""
     return InputError(f"{op}: {name} is a {type(value).__name__}; needs {allowed}.{hint}")
+
+
+def refuse_layout(op: str, **arguments: Any) -> None:
+    """Raise InputError if one of the arguments, or of a list among them, is a tensor without strides."""
+    for name, value in arguments.items():
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, Tensor) and (t.is_nested or t.layout is not torch.strided):
+                what, advice = _words(t)
+                raise InputError(f"{op}: {name} is {what}; needs a dense tensor (torch.strided). {advice}")
+
+
+def _words(t: Tensor) -> tuple[str, str]:
+    if t.is_nested:
+        return f"a nested tensor ({t.layout})", "Pad it with to_padded_tensor, or call the op on its values()."
+    kind = "sparse" if "sparse" in str(t.layout) else "stored"
+    return f"{kind} ({t.layout})", "Call .to_dense() first."

@@ -1,0 +1,138 @@
+"""CUDA graphs under capture: which one the current stream records into, and what it needs for as long as it exists.
+
+A graph keeps addresses and no tensors.  CUDA has a way to tie memory to it: a user object, whose destructor runs once
+the graph, and everything instantiated from it, was destroyed and has ended.  A destructor may not call CUDA or Python,
+so it posts a semaphore, and whoever holds the tensors lets them go when he next looks.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.errors import BackendError
+from tilewright.hardware.device import raw_device, raw_stream
+
+_MOVE_REFERENCE, _NO_DESTRUCTOR_SYNC, _RELAXED = 1, 1, 2  # of cuda.h
+_SEMAPHORE_BYTES = 64  # sem_t is 32 with glibc
+
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_lock = threading.Lock()
+_held: list[tuple[int, Any]] = []
+"""(address of a semaphore, what its graph needs); 0 where nothing tells when the graph ends: for the process's life."""
+
+
+class Capture(NamedTuple):
+    """A capture in progress.  number: unique in the process; both None where no CUDA driver can be asked."""
+
+    number: int | None
+    graph: int | None
+
+
+def current_capture(device: torch.device) -> Capture | None:
+    """The capture that the current stream of a GPU takes part in."""
+    if _capturing is None or not torch.cuda.is_initialized():
+        return None
+    index = raw_device() if device.index is None else device.index
+    if index == raw_device():
+        return _capture(index) if _capturing() else None
+    with torch.cuda.device(index):
+        return _capture(index) if _capturing() else None
+
+
+def _capture(index: int) -> Capture:
+    driver = _driver()
+    if driver is None:
+        return Capture(None, None)
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    _call(
+        driver.cuStreamGetCaptureInfo_v2,
+        ctypes.c_void_p(raw_stream(index)),
+        ctypes.byref(status),
+        ctypes.byref(number),
+        ctypes.byref(graph),
+        None,
+        None,
+    )
+    return Capture(number.value, graph.value)
+
+
+def hold(capture: Capture, needed: Any) -> None:
+    """Keep `needed` alive as long as the graph under capture, and what is instantiated from it, exists."""
+    release()
+    semaphore = 0
+    if capture.graph is not None:
+        driver, libc = _driver(), _libc()
+        semaphore = libc.malloc(_SEMAPHORE_BYTES)
+        libc.sem_init(semaphore, 0, 0)
+        destroyed = ctypes.cast(libc.sem_post, ctypes.c_void_p)
+        made = ctypes.c_void_p()
+        _call(driver.cuUserObjectCreate, ctypes.byref(made), semaphore, destroyed, 1, _NO_DESTRUCTOR_SYNC)
+        _call(driver.cuGraphRetainUserObject, ctypes.c_void_p(capture.graph), made, 1, _MOVE_REFERENCE)
+    with _lock:
+        _held.append((semaphore, needed))
+
+
+def release() -> int:
+    """Let go of what was held for graphs that are gone.  Returns for how many captures something is still held."""
+    if not _held:
+        return 0
+    ended: list[tuple[int, Any]] = []
+    alive: list[tuple[int, Any]] = []
+    with _lock:
+        for entry in _held:
+            is_over = entry[0] and _libc().sem_trywait(entry[0]) == 0
+            (ended if is_over else alive).append(entry)
+        _held[:] = alive
+    for semaphore, _ in ended:
+        _libc().free(semaphore)
+    return len(alive)
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread wait for work outside of every capture, though it, or another thread, captures."""
+    driver = _driver()
+    if driver is None:
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    _call(driver.cuThreadExchangeStreamCaptureMode, ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call(driver.cuThreadExchangeStreamCaptureMode, ctypes.byref(mode))
+
+
+def _call(function: Any, *args: Any) -> None:
+    error = function(*args)
+    if error:
+        raise BackendError(f"CUDA error {error} of {function.__name__} while a CUDA graph was captured.")
+
+
+@cache
+def _driver() -> Any:
+    """libcuda; None for an AMD GPU, where nothing is kept across captures."""
+    if torch.version.hip:
+        return None
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuStreamGetCaptureInfo_v2.argtypes = [pointer] * 6
+    library.cuUserObjectCreate.argtypes = [pointer, pointer, pointer, number, number]
+    library.cuGraphRetainUserObject.argtypes = [pointer, pointer, number, number]
+    library.cuThreadExchangeStreamCaptureMode.argtypes = [pointer]
+    return library
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None)
+    library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
+    library.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    library.sem_trywait.argtypes = [ctypes.c_void_p]
+    return library

@@ -1,0 +1,131 @@
+"""Every number that a public function takes: Python's and numpy's mean the same; a tensor, whose value may change under
+a compiled kernel, and what is no number are refused by name.
+"""
+
+import inspect
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tilewright.ops  # noqa: F401 - binds every contract
+from tilewright.dispatch import contracts
+from tilewright.errors import InputError
+from tilewright.validate.oracle import as_tuple
+
+FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
+SIZES = {"rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1}
+RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed"}  # kernels are told of these
+FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse"}  # Python branches on the others: by their truth
+OTHER = {"dropout", "x"}  # must be 0; a tensor
+BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]
+
+
+def options(kind):
+    return [
+        (name, option)
+        for name, contract in contracts().items()
+        for option in inspect.signature(contract.function).parameters
+        if option in kind
+    ]
+
+
+@cache
+def problem(name, option, python):
+    """(arguments, options) of a small call that takes this option, and what it returns."""
+    contract = contracts()[name]
+    for case in contract.edge_cases:
+        if 0 in case.params.values():
+            continue
+        sample = contract.inputs(case.params, contract.dtypes[0], torch.device("cpu"), 0)
+        bound = dict(zip(inspect.signature(contract.function).parameters, sample.args, strict=False)) | sample.kwargs
+        bound[option] = python
+        try:
+            with torch.no_grad():
+                return bound, as_tuple(contract.function(**bound, backend="torch"))
+        except InputError:
+            continue  # this case does not go with the option
+    raise AssertionError(f"{name} has no edge case that takes {option}={python!r}")
+
+
+def call(name, bound, option, value, backend):
+    with torch.no_grad():
+        return as_tuple(contracts()[name].function(**{**bound, option: value}, backend=backend))
+
+
+def same(name, option, python, values, backend):
+    bound, _ = problem(name, option, python)
+    wanted = call(name, bound, option, python, backend)
+    for value in values:
+        for ours, theirs in zip(call(name, bound, option, value, backend), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def refused(name, option, python, values):
+    bound, _ = problem(name, option, python)
+    for value in values:
+        with pytest.raises(InputError, match=rf"{option}\b"):
+            call(name, bound, option, value, "torch")
+
+
+def test_every_number_is_listed():
+    """A new option of an op belongs into one of the lists above."""
+    known = {*FLOATS, *SIZES, *FLAGS, *OTHER}
+    for name, contract in contracts().items():
+        for option, parameter in inspect.signature(contract.function).parameters.items():
+            words = str(parameter.annotation)
+            if any(kind in words for kind in ("int", "float", "bool")) and "window" not in option:
+                assert option in known, (name, option, words)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "option"), options(FLOATS))
+def test_floats(name, option, backend):
+    python = FLOATS[option]
+    same(name, option, python, [kind(python) for kind in (np.float16, np.float32, np.float64)], backend)
+    same(name, option, 1.0, [1, np.int32(1), np.int64(1)], backend)
+
+
+@pytest.mark.parametrize(("name", "option"), options(FLOATS))
+def test_floats_that_are_none(name, option):
+    values = ["0.5", 1j, [0.5]]
+    if "Tensor" not in str(inspect.signature(contracts()[name].function).parameters[option].annotation):
+        values.append(torch.tensor(0.5))
+    refused(name, option, FLOATS[option], values)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "option"), options(SIZES))
+def test_sizes(name, option, backend):
+    python = SIZES[option]
+    same(name, option, python, [np.int32(python), np.int64(python)], backend)
+
+
+@pytest.mark.parametrize(("name", "option"), options(SIZES))
+def test_sizes_that_are_none(name, option):
+    python = SIZES[option]
+    refused(name, option, python, [float(python) + 0.5, str(python), torch.tensor(python)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "option"), options(FLAGS))
+def test_flags(name, option, backend):
+    for python in (False, True):
+        try:
+            problem(name, option, python)
+        except AssertionError:
+            continue  # transposed operands are other tensors
+        same(name, option, python, [np.bool_(python), int(python)], backend)
+
+
+@pytest.mark.parametrize(("name", "option"), options(RAW_FLAGS))
+def test_flags_that_are_none(name, option):
+    refused(name, option, False, [torch.tensor(False), "no", 2])
+
+
+def test_there_are_problems():
+    bound, made = problem("rms_norm", "eps", 0.5)
+    assert bound["eps"] == 0.5
+    assert isinstance(made[0], Tensor)
