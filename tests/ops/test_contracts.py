@@ -49,7 +49,7 @@ def test_edge_case(name, workload):
 
 @pytest.mark.parametrize("name", OPS)
 def test_registration_and_compilation(name):
-    """opcheck, torch.compile down to AOTAutograd (GPU tests run Inductor), gradients of gradients, forward mode."""
+    """opcheck, torch.compile down to AOTAutograd (Inductor in the GPU tests), gradients of gradients, forward mode."""
     dtype = contract(name).dtypes[0]
     made = check(name, modes=HEAVY, backend="torch", dtype=dtype, device="cpu", compiler="aot_eager")
     left_out = DERIVATIVES if contract(name).gradient is None else set()

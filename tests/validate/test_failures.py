@@ -152,6 +152,14 @@ def test_a_mode_that_judges_nothing_is_skipped(case):
     assert (made.status, made.details) == ("skipped", ("nothing was judged",))
 
 
+def test_every_mode_counts_what_it_judges():
+    """On a case that all modes but those of a GPU and of promises can run, none says that it judged nothing."""
+    with planted(None):
+        made = check(OP, SMALL, modes="quick", backend=BACKEND, device="cpu").require()
+    reasons = {r.mode: r.details for r in made.results if r.status == "skipped"}
+    assert set(reasons) == {"reference_bits", "single_elements", "cuda_graph", "side_stream"}, reasons
+
+
 def test_refusals_alone_are_no_proof():
     """Bad inputs are refused before a backend is chosen: they say nothing of one that cannot run here."""
     made = check(OP, SMALL, modes="quick", backend="triton", device="cpu")

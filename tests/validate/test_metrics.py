@@ -106,3 +106,12 @@ def test_a_replica_of_an_expanded_tensor_is_expanded():
     copy = replica(torch.ones(3, 1).expand(3, 5))
     assert copy.shape == (3, 5)
     assert copy.stride() == (1, 0)
+
+
+def test_a_replica_keeps_the_negative_bit():
+    t = torch.complex(torch.zeros(3, 4), torch.randn(3, 4)).conj().imag
+    copy = replica(t)
+    assert copy.is_neg()
+    assert copy.stride() == t.stride()
+    assert torch.equal(copy, t)
+    assert copy.data_ptr() != t.data_ptr()

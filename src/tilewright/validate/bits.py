@@ -11,7 +11,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(t: Tensor) -> Tensor:
     """The elements of `t` as integers of the same width, contiguous."""
-    return t.detach().contiguous().view(_INTEGER[t.element_size()])
+    return t.detach().resolve_neg().contiguous().view(_INTEGER[t.element_size()])
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -31,7 +31,9 @@ def memory(t: Tensor) -> Tensor:
 
 
 def replica(t: Tensor) -> Tensor:
-    """A copy of `t` with memory of its own and the same strides, alignment and surroundings."""
+    """A copy of `t` with memory of its own and the same strides, alignment, surroundings and negative bit."""
+    if t.is_neg():
+        return torch._neg_view(replica(torch._neg_view(t)))
     storage = memory(t).clone().untyped_storage()
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, t.storage_offset(), t.shape, t.stride())
 

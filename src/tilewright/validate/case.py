@@ -182,6 +182,12 @@ class Findings:
         except RefusedError as reason:
             self.refusals.append(f"{where}: {reason}")
 
+    def adopt(self, trial: "Findings") -> None:
+        """Take over what a trial found."""
+        self.measures += trial.measures
+        self.faults += trial.faults
+        self.judged += trial.judged
+
     def outputs(self, made: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
         """Judge the outputs of one call."""
         standards = (against or self.case.truth).outputs

@@ -94,7 +94,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
 def derived(
     contract: Contract, sample: Sample, seed: int, further: Sequence[Tensor], compute: Derivation
 ) -> dict[str, Standard]:
-    """Standards, by name, for what `compute` derives from the op, its sample and further tensors: a jvp from tangents.
+    """Standards, by name, for what `compute` derives from the op, its sample and further tensors, say tangents.
 
     Raises NotImplementedError where the reference cannot be derived so, or overflows on the way.
     """

@@ -28,9 +28,8 @@ def inputs_unchanged(case: Case, found: Findings) -> None:
     if case.positions:
         case.differentiate(sample, None, cotangents)
     for i, (t, old) in enumerate(zip(watched, before, strict=True)):
-        if not torch.equal(memory(t), old):
-            what = f"input {i}" if i < len(tensors(sample)) else f"cotangent {i - len(tensors(sample))}"
-            found.faults.append(f"{what} {tuple(t.shape)} was written to")
+        what = f"input {i}" if i < len(tensors(sample)) else f"cotangent {i - len(tensors(sample))}"
+        found.require(torch.equal(memory(t), old), f"{what} {tuple(t.shape)} was written to")
 
 
 @mode("poison")

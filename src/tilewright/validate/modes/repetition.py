@@ -23,8 +23,8 @@ def determinism(case: Case, found: Findings) -> None:
         first = case.call(sample)
         for run in range(1, RUNS):
             same = all(same_bits(a, b) for a, b in zip(first, case.call(sample), strict=True))
+            found.require(same, f"run {run + 1} of {RUNS} gave other bits than the first")
             if not same:
-                found.faults.append(f"run {run + 1} of {RUNS} gave other bits than the first")
                 break
         if not case.positions:
             return
@@ -32,9 +32,9 @@ def determinism(case: Case, found: Findings) -> None:
         for run in range(1, RUNS):
             _, again = case.differentiate(sample)
             other = [i for i, g in grads.items() if not _same(g, again[i])]
+            names = ", ".join(case.truth.gradients[i].name for i in other)
+            found.require(not other, f"backward run {run + 1} of {RUNS} gave other bits than the first in {names}")
             if other:
-                names = ", ".join(case.truth.gradients[i].name for i in other)
-                found.faults.append(f"backward run {run + 1} of {RUNS} gave other bits than the first in {names}")
                 break
 
 
