@@ -75,9 +75,12 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
     noisy = [at(wide, generator) for _ in range(JITTERS)]
     names = argument_names(contract)
     outputs = tuple(
-        standard(_output_name(i, len(baseline)), exact[0][i], same[0][i], [n[0][i] for n in noisy], contract.tolerance)
+        standard(
+            _output_name(i, len(baseline)), exact[0][i], same[0][i], [n[0][i] for n in noisy], contract.tolerance,
+            order=_cut_off(sample, same[0][i]),
+        )
         for i in range(len(baseline))
-    )
+    )  # fmt: skip
     gradients = {
         i: standard(
             f"d{names[i]}",
@@ -89,6 +92,19 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
         for i in positions
     }
     return Truth(outputs, tuple(cotangents), gradients)
+
+
+TENSOR_CORES = 2.0**-21
+"""Share of a sum that tensor cores may lose: adding in float32 they cut off, up to 2^-23 of it a step.  On an H200 4.5e-7
+of the norm were lost in sums of 50 products of bf16; cuBLAS adds so few without tensor cores.
+"""
+
+
+def _cut_off(sample: Sample, output: Tensor) -> float:
+    """The relative error of tensor cores where it shows: in float32 results of narrower operands on a GPU."""
+    operands = [t for t in (*sample.args, *sample.kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+    narrow = any(t.element_size() < 4 for t in operands)
+    return TENSOR_CORES if narrow and output.dtype == torch.float32 and output.device.type == "cuda" else 0.0
 
 
 def derived(

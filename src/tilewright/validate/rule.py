@@ -43,7 +43,7 @@ from tilewright.validate.metrics import (
 FLOOR_ULP = 2.0
 MIN_PART = 16
 _NOTHING = (0.0,) * 8  # the numbers of a tensor that has no errors to measure
-SUM_ORDER = 2.0**-18  # of what a part lacks to half a typical one: a float32 sum of another order, where terms cancel
+SUM_ORDER = 2.0**-16  # of what a part lacks to half a typical one: a float32 sum of another order, where terms cancel
 NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests may be what cancelling terms left
 SOUND = 4.0  # times what jitter moves in large parts, relative to them: terms that cancel are moved by more
 FEW = 0.1  # share of the parts that may be larger than a typical one
@@ -168,7 +168,8 @@ def standard(
     exact     float64 result of the oracle
     baseline  the reference in the dtype under test, on the same device
     jittered  the reference in float32 (or wider) on inputs jittered by one rounding of that dtype
-    order     relative error that is allowed to every part besides: what another order may change in long sums
+    order     relative error that is allowed to every part besides: what another order of adding, or adders that cut off
+              instead of rounding, may change
     ulps      judge ULPs too
     """
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
@@ -197,7 +198,11 @@ def standard(
             their = torch.maximum(their, coarser * getattr(noise, field))
             usual = _typical_part(own / n.sqrt(), rms)
             cancelled = torch.where(sound, 0.0, SUM_ORDER * (usual * n.sqrt() / 2 - own).clamp_min(0))
-        floor = FLOOR_ULP if field == "ulp" else relative * own + info.smallest_normal * info.eps * n.sqrt()
+        floor = (
+            FLOOR_ULP + order / info.eps
+            if field == "ulp"
+            else relative * own + info.smallest_normal * info.eps * n.sqrt()
+        )
         if field in PARTS:
             floor = floor + cancelled
         limit = factor * their + floor + getattr(noise, field)
