@@ -95,8 +95,8 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
 
 
 TENSOR_CORES = 2.0**-21
-"""Share of a sum that tensor cores may lose: adding in float32 they cut off, up to 2^-23 of it a step.  On an H200 4.5e-7
-of the norm were lost in sums of 50 products of bf16; cuBLAS adds so few without tensor cores.
+"""Share of a sum that tensor cores may lose: adding in float32 they cut off, up to 2^-23 of it a step.  On an H200
+4.5e-7 of the norm were lost in sums of 50 products of bf16; cuBLAS adds so few without tensor cores.
 """
 
 
