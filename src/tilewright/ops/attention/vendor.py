@@ -3,14 +3,17 @@ give the logarithm of the denominator too.  Memory is linear in S.  Both load ve
 addresses: tensors whose rows begin elsewhere are copied.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from tilewright.dispatch.bucket import hint
+from tilewright.log import log_once
 from tilewright.ops.attention.layout import loadable
 
 _aten = torch.ops.aten
@@ -39,11 +42,36 @@ def kernels(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int
         return None
     # cuDNN's causal mask begins at the first key, ours ends at the last: they agree where there are as many
     full, causal = left < 0 and right < 0, _causal(left, right) and q.shape[2] == k.shape[2]
-    if (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal)):
+    if (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal)) and _remembers(q, k, v, causal):
         return CUDNN
     if q.shape[3] % 8 == 0 and can_use_flash_attention(_params(q, k, v, False)):
         return FLASH
     return None
+
+
+_SIGNATURES = 16
+"""Signatures that cuDNN gets in a process.  torch makes a graph for each, and keeps it for good: 1.6 to 1.9 MiB of host
+memory and 40 ms (torch 2.11 on an H200, 1500 forwards).
+"""
+_given: set[tuple[Any, ...]] = set()
+
+
+def _remembers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Has torch a cuDNN graph for such a call, or may it make one?"""
+    if is_fake(q):
+        return True
+    shapes = [(t.shape, t.stride()) for t in (q, k, v)]
+    signature = (q.device, q.dtype, causal, *shapes)
+    if signature not in _given:
+        if len(_given) >= _SIGNATURES:
+            log_once(
+                ("cudnn", "signatures"),
+                f"attention: cuDNN has {_SIGNATURES} signatures; FLASH gets others",
+                logging.INFO,
+            )
+            return False
+        _given.add(signature)
+    return True
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
