@@ -11,12 +11,16 @@ from torch import Tensor
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.jit.triton_target import target_of
 from tilewright.mask.tables import tile_table_of
+from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together; half of what an H200 has
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 SHARED_ELSEWHERE = 99 << 10  # sm_86, sm_89, sm_120
 _AMD_TERMS = 16  # rows of the streamed side: from 32 on products are 32 by 32, 16 scores a lane, and scalars spill
+
+
+SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
 
 
 class Config(NamedTuple):
@@ -52,6 +56,11 @@ class Looping:
     def over(self, length: int) -> TritonKernel:
         """The kernel for a loop over so many."""
         return self._of_one if length == 1 else self._usual
+
+
+def has_terms(mask: int, extras: int) -> bool:
+    """Are scores, by a bucket of `fmha/raw.py`, capped, given a slope or masked by a program?"""
+    return bool(extras & (SOFTCAP | SLOPES)) or mask in (PROGRAM, PACKED)
 
 
 def parts(d: int) -> tuple[int, int]:
