@@ -32,7 +32,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     if dtype.itemsize == 4:  # products of scalars on NVIDIA: small tiles
         return Config(32, 16 if tiling.has_terms(mask, extras) else 32, 8, 2, False)
     if not aligned:
-        return Config(64, 64 if widest <= 128 else 32, 4, 2, False)
+        return Config(64, 64, 4, 2, False) if widest <= 128 else Config(64, 32, 8, 2, False)
     if widest <= 128:
         return Config(64, 64, 4, 3, True)
     if d + d_v <= 320 and d_v <= 128:
@@ -105,7 +105,9 @@ def forward(
     descriptors = config.descriptors and all(map(tiling.describable, copied)) and tiling.has_descriptors(k)
     kept = sum(tiling.parts(d)) + tiling.part(d_pe)
     terms = bool(program) or softcap > 0.0 or slopes is not None
-    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe, terms=terms)
+    tile = tiling.fitted(
+        Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe, terms=terms, scattered=not config.descriptors
+    )
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
         o, lse, q, k, v, sinks, slopes, mask_data, table.counts, table.indices,

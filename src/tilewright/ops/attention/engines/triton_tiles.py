@@ -132,6 +132,7 @@ def fitted(
     streamed: str = "block_n",
     d_pe: int = 0,
     terms: bool = False,
+    scattered: bool = False,
 ) -> Tile:
     """`tile`, which an H200 was asked about, as the GPU of `t` can run it.
 
@@ -139,7 +140,8 @@ def fitted(
     Only sm_90 multiplies from shared memory in groups of four warps.  Others multiply from registers: tiles of at most
     `most` rows, kept and streamed, and half of that for heads of more than 128.
     terms: scores are capped, get a slope or are masked by a program: comparisons of all scores that AMD's GPUs keep in
-    scalar registers.
+    scalar registers.   scattered: rows begin anywhere, and elements are loaded into registers of their own, for which
+    four warps have no room.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
@@ -153,7 +155,7 @@ def fitted(
         tile = tile._replace(**{side: min(getattr(tile, side), n) for side, n in rows.items()})
         if arch.startswith("gfx"):
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
-        elif size == 2 and tile.block_m * tile.block_n <= 2048:
+        elif size == 2 and tile.block_m * tile.block_n <= 2048 and not scattered:
             tile = tile._replace(num_warps=4)
     row = sum(parts(d) + parts(d_v)) + part(d_pe)
     while (
