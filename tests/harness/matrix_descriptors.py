@@ -13,6 +13,9 @@ from typing import NamedTuple
 SWIZZLES = frozenset({0x40000040, 0x80000020, 0xC0000010})
 """128, 64 and 32 bytes a row: the layout in the upper two bits, eight rows in units of 16 bytes in the lower ones."""
 
+ONE_GROUP = frozenset(how >> 30 << 30 for how in SWIZZLES)
+"""The same of a tile of eight rows, which has no next ones."""
+
 _LINE = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@(!?U?P\S+)\s+)?(\S+)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L\S*):")
 _TARGET = re.compile(r"`\((\.L\S+)\)")
@@ -94,7 +97,8 @@ def _misled(step: Step, state: State) -> bool:
         from_registers = bool(re.fullmatch(r"-?R\d+", step.operands[1]))
         for low in (first + 2,) if from_registers else (first, first + 2):
             where, how = state.get(f"UR{low}", 0), state.get(f"UR{low + 1}", 0)
-            if (how is not None and how not in SWIZZLES) or (where is not None and where & 0x3FFF < _BASE >> 4):
+            known = SWIZZLES | ONE_GROUP if "64x8x" in step.operation and low > first else SWIZZLES
+            if (how is not None and how not in known) or (where is not None and where & 0x3FFF < _BASE >> 4):
                 return True
     return False
 

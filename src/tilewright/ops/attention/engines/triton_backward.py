@@ -13,12 +13,8 @@ from tilewright.ops.attention.band import within
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
-from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
 
 _keys, _queries = tiling.Looping(keys_kernel, "S_q"), tiling.Looping(queries_kernel, "S_k")
-
-
-SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
 
 
 class Config(NamedTuple):
@@ -41,13 +37,14 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     64 rows of both in four warps were the fastest for keys on an H200 at D = 128, and within 4 % for queries.
     """
     _, _, _, _, d, d_v, mask, extras, aligned = bucket
-    widest = max(d, d_v)
+    widest, terms = max(d, d_v), tiling.has_terms(mask, extras)  # they need registers
+    if dtype.itemsize == 4 and terms:
+        return Config(16, 16, 4, 1, 32, 16, 4, 1, False) if widest <= 32 else Config(16, 16, 4, 2, 16, 32, 4, 2, False)
     if dtype.itemsize == 4:
         return Config(16, 32, 8, 2, 32, 16, 8, 2, False)
     if not aligned:
-        return Config(32, 64, 4, 2, 64, 32, 4, 2, False)
+        return Config(32, 64 if widest <= 128 else 32, 8, 2, 64, 32, 8, 2, False)
     if widest <= 128:
-        terms = extras & (SOFTCAP | SLOPES) or mask in (PROGRAM, PACKED)  # they need registers
         queries = 32 if widest > 64 and terms else 64
         return Config(queries, 64, 4, 2, 64, 64, 4, 2, True)
     return Config(32, 64, 8, 2, 64, 64, 8, 2, True)
@@ -58,7 +55,7 @@ CONFIGS = tuple(
         configure((32, 1, 8192, 8192, d, d, 1, extras, aligned), dtype)
         for dtype in (torch.bfloat16, torch.float32)
         for d in (64, 128, 256)
-        for extras in (0, SOFTCAP)
+        for extras in (0, tiling.SOFTCAP)
         for aligned in (0, 1)
     )
 )
@@ -130,8 +127,8 @@ def backward(
     kept = sum(tiling.parts(d) + tiling.parts(d_v)) + tiling.part(d_pe)
     engine = config.descriptors and tiling.has_descriptors(q)
 
-    terms = bool(program) or softcap > 0.0 or slopes is not None
-    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (64, 32), "block_m", d_pe, terms)
+    terms, scattered = bool(program) or softcap > 0.0 or slopes is not None, not config.descriptors
+    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (64, 32), "block_m", d_pe, terms, scattered)
     copied = engine and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "key")
     args: tuple[Any, ...] = (
@@ -143,7 +140,7 @@ def backward(
     constants: tuple[Any, ...] = (*widths, copied, tile.block_m, tile.block_n)
     tiling.launch(_keys.over(s_q), (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
 
-    tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe, terms=terms)
+    tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe, terms=terms, scattered=scattered)
     copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (

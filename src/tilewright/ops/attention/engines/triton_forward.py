@@ -27,12 +27,12 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     Measured on an H200 at D = 128 only: 128 queries in four warps are 3 to 4 % slower where sequences are short, 2 to
     5 % faster at 16384 tokens and without a mask, and spill.  Heads of more than 128 leave room for fewer stages.
     """
-    _, _, _, _, d, d_v, _, _, aligned = bucket
+    _, _, _, _, d, d_v, mask, extras, aligned = bucket
     widest = max(d, d_v)
     if dtype.itemsize == 4:  # products of scalars on NVIDIA: small tiles
-        return Config(32, 32, 8, 2, False)
+        return Config(32, 16 if tiling.has_terms(mask, extras) else 32, 8, 2, False)
     if not aligned:
-        return Config(64, 64 if widest <= 128 else 32, 4, 2, False)
+        return Config(64, 64, 4, 2, False) if widest <= 128 else Config(64, 32, 8, 2, False)
     if widest <= 128:
         return Config(64, 64, 4, 3, True)
     if d + d_v <= 320 and d_v <= 128:
@@ -42,8 +42,9 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 CONFIGS = tuple(
     dict.fromkeys(
-        configure((32, 1, 8192, 8192, d, d_v, 1, 0, aligned), dtype)
+        configure((32, 1, 8192, 8192, d, d_v, 1, extras, aligned), dtype)
         for dtype in (torch.bfloat16, torch.float32)
+        for extras in (0, tiling.SOFTCAP)
         for d, d_v, aligned in ((64, 64, 0), (256, 256, 0), (128, 128, 1), (192, 128, 1), (256, 256, 1))
     )
 )
@@ -104,7 +105,9 @@ def forward(
     descriptors = config.descriptors and all(map(tiling.describable, copied)) and tiling.has_descriptors(k)
     kept = sum(tiling.parts(d)) + tiling.part(d_pe)
     terms = bool(program) or softcap > 0.0 or slopes is not None
-    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe, terms=terms)
+    tile = tiling.fitted(
+        Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe, terms=terms, scattered=not config.descriptors
+    )
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
         o, lse, q, k, v, sinks, slopes, mask_data, table.counts, table.indices,

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.mask.tables import tile_table_of
+from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # keys and values of the heads that are worked on together; half of what an H200 has
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 SHARED_ELSEWHERE = 99 << 10  # sm_86, sm_89, sm_120
 _AMD_TERMS = 16  # rows of the streamed side: from 32 on products are 32 by 32, 16 scores a lane, and scalars spill
+
+
+SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
 
 
 class Config(NamedTuple):
@@ -51,6 +55,11 @@ class Looping:
     def over(self, length: int) -> TritonKernel:
         """The kernel for a loop over so many."""
         return self._of_one if length == 1 else self._usual
+
+
+def has_terms(mask: int, extras: int) -> bool:
+    """Are scores, by a bucket of `fmha/raw.py`, capped, given a slope or masked by a program?"""
+    return bool(extras & (SOFTCAP | SLOPES)) or mask in (PROGRAM, PACKED)
 
 
 def parts(d: int) -> tuple[int, int]:
@@ -122,6 +131,7 @@ def fitted(
     streamed: str = "block_n",
     d_pe: int = 0,
     terms: bool = False,
+    scattered: bool = False,
 ) -> Tile:
     """`tile`, which an H200 was asked about, as the GPU of `t` can run it.
 
@@ -129,7 +139,8 @@ def fitted(
     Only sm_90 multiplies from shared memory in groups of four warps.  Others multiply from registers: tiles of at most
     `most` rows, kept and streamed, and half of that for heads of more than 128.
     terms: scores are capped, get a slope or are masked by a program: comparisons of all scores that AMD's GPUs keep in
-    scalar registers.
+    scalar registers.   scattered: rows begin anywhere, and elements are loaded into registers of their own, for which
+    four warps have no room.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
@@ -143,7 +154,7 @@ def fitted(
         tile = tile._replace(**{side: min(getattr(tile, side), n) for side, n in rows.items()})
         if arch.startswith("gfx"):
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
-        elif size == 2 and tile.block_m * tile.block_n <= 2048:
+        elif size == 2 and tile.block_m * tile.block_n <= 2048 and not scattered:
             tile = tile._replace(num_warps=4)
     row = sum(parts(d) + parts(d_v)) + part(d_pe)
     while (
