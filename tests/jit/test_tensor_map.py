@@ -172,3 +172,21 @@ def test_a_tensor_is_described_by_its_own_metadata(monkeypatch):
 def test_while_collecting_there_is_no_memory():
     with collect("sm_90a"):
         assert tensor_map(torch.empty(8, 64, device="meta"), (8, 64)) is None
+
+
+def test_all_tapes_together_keep_a_bounded_number_of_maps(asked, monkeypatch):
+    """Each tape moves its maps to the addresses of later calls; what it finds there is shared by the process."""
+    monkeypatch.setattr(module, "_moved", {})
+    monkeypatch.setattr(module, "_CACHED", 100)
+    for _ in range(60):
+        moved = make().moved()
+        descriptors = [moved(ADDRESS + 256 * i) for i in range(5)]
+        assert [moved(ADDRESS + 256 * i) for i in range(5)] == descriptors  # the same objects
+        assert len(module._moved) <= 100
+    assert len(module._moved) == 100
+
+
+def test_maps_of_other_forms_at_one_address_are_others(asked, monkeypatch):
+    monkeypatch.setattr(module, "_moved", {})
+    first, second = make().moved(), make(box=(32, 64)).moved()
+    assert first(ADDRESS) is not second(ADDRESS)

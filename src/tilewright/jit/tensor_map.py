@@ -10,6 +10,8 @@ equal requests share one map, from a cache of bounded size.
 """
 
 from functools import lru_cache
+from itertools import count
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -62,15 +64,23 @@ class Moved:
 
     def __init__(self, form: tuple[Any, ...]) -> None:
         self._form = form
-        self._known: dict[int, Any] = {}
+        self._number = next(_numbers)
 
     def __call__(self, pointer: int) -> Any:
-        found = self._known.get(pointer)
+        at = self._number, pointer
+        found = _moved.get(at)
         if found is None:
-            if len(self._known) >= _CACHED:
-                self._known.clear()
-            found = self._known[pointer] = _make(pointer, *self._form).descriptor
+            found = _make(pointer, *self._form).descriptor
+            with _lock:
+                while len(_moved) >= _CACHED:
+                    del _moved[next(iter(_moved))]  # the oldest
+                _moved[at] = found
         return found
+
+
+_numbers = count()
+_moved: dict[tuple[int, int], Any] = {}  # by number of a `Moved` and pointer, of all tapes of the process together
+_lock = Lock()
 
 
 class _Memory:
