@@ -134,7 +134,7 @@ def test_every_workload_and_shipped_configuration(key, arch):
                 if (every_case or new) and compiler.launch(call, dtype, config):
                     compiled_once.add((dtype, shape))
                 configs.add(config)
-        # Of sampled ops the declared cases, misaligned ones too, select what is shipped; kernels of `fmha` serve the others
+        # Declared cases of sampled ops, misaligned ones too, select what is shipped; kernels of `fmha` serve the others
         for config in () if contract.name in SAMPLED else implementation.configs:
             if config not in configs:
                 call = call_that_selects(contract, op, config, implementation)
