@@ -1,10 +1,15 @@
 """DeepGEMM's `utils`: casts and sizes (`math`), layouts of scales and alignments (`layout`)."""
 
+from typing import NoReturn
+
+from tilewright.compat.deep_gemm import absent
 from tilewright.compat.deep_gemm.utils import layout, math
 from tilewright.compat.deep_gemm.utils.layout import (
     get_k_alignment_for_contiguous_layout,
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_m_alignment_for_contiguous_layout,
     get_mk_alignment_for_contiguous_layout,
+    get_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_tensor,
     get_theoretical_mk_alignment_for_contiguous_layout,
     get_tma_aligned_size,
@@ -26,8 +31,10 @@ __all__ = [
     "ceil_div",
     "ceil_to_ue8m0",
     "get_k_alignment_for_contiguous_layout",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
@@ -42,5 +49,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    raise AttributeError(f"tilewright.compat.deep_gemm.utils has no {name!r}. It has: {', '.join(__all__)}.")
+def __getattr__(name: str) -> NoReturn:
+    raise absent.missing(__name__, name, __all__)
