@@ -241,7 +241,9 @@ def test_a_wrong_budget_changes_nothing(all_sms, wrong):
 
 
 def test_a_name_that_is_not_here_says_which_are():
-    with pytest.raises(AttributeError, match=r"deep_gemm has no 'gemm_of_nothing'. It has: .*bf16_gemm_nt.*set_num_sms"):
+    with pytest.raises(
+        AttributeError, match=r"deep_gemm has no 'gemm_of_nothing'. It has: .*bf16_gemm_nt.*set_num_sms"
+    ):
         _ = deep_gemm.gemm_of_nothing
     with pytest.raises(AttributeError, match=r"testing has no 'check'. It has: .*bench_kineto, calc_diff"):
         _ = deep_gemm.testing.check

@@ -121,14 +121,15 @@ def scales(name: str, key: str, given: Any, layout: ScaleLayout, rows: int, dept
 
 def laid_out(name: str, key: str, given: Tensor, layout: ScaleLayout, rows: int, depth: int) -> Tensor:
     """`given`, the scales of `key`, as kernels read them: themselves, or a copy, which is logged once."""
+    if torch.compiler.is_compiling():  # neither addresses nor logs: the op lays them out
+        return given
     if layout.mismatch(given, rows, depth) is None and (layout is not TOKEN or copyable(given)):
         return given
-    if not torch.compiler.is_compiling():  # which cannot trace a log
-        log_once(
-            ("compat scales", name, key),
-            f"{name}: each call copies the scales of {key} into the layout of kernels. "
-            "transform_sf_into_required_layout does it once.",
-        )
+    log_once(
+        ("compat scales", name, key),
+        f"{name}: each call copies the scales of {key} into the layout of kernels. "
+        "transform_sf_into_required_layout does it once.",
+    )
     return layout.empty(rows, depth, given.device, *given.shape[:-2]).copy_(given)
 
 
