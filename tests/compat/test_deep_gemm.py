@@ -241,9 +241,7 @@ def test_a_wrong_budget_changes_nothing(all_sms, wrong):
 
 
 def test_a_name_that_is_not_here_says_which_are():
-    with pytest.raises(
-        AttributeError, match=r"deep_gemm has no 'gemm_of_nothing'. It has: .*bf16_gemm_nt.*set_num_sms"
-    ):
+    with pytest.raises(AttributeError, match=r"deep_gemm has no 'gemm_of_nothing'. It has: .*bf16_gemm_nt.*"):
         _ = deep_gemm.gemm_of_nothing
     with pytest.raises(AttributeError, match=r"testing has no 'check'. It has: .*bench_kineto, calc_diff"):
         _ = deep_gemm.testing.check
@@ -318,8 +316,8 @@ def run_program(program: Path, folder: Path) -> None:
     changed = re.sub(r"^import deep_gemm$", "import tilewright.compat.deep_gemm as deep_gemm", text, flags=re.MULTILINE)
     changed = re.sub(r"^from deep_gemm\b", "from tilewright.compat.deep_gemm", changed, flags=re.MULTILINE)
     different = [line for line in changed.splitlines() if line not in text.splitlines()]
-    assert len(different) == 3
-    assert all("import" in line for line in different)
+    assert different
+    assert all(re.match(r"(import|from) ", line) for line in different)
     (folder / "program.py").write_text(changed)
     runpy.run_path(str(folder / "program.py"), run_name="__main__")
 
@@ -327,10 +325,10 @@ def run_program(program: Path, folder: Path) -> None:
 @pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
 def test_a_program_written_for_deep_gemm_runs(program, tmp_path, capfd, all_sms):
     run_program(program, tmp_path)
-    assert re.search(r"> Perf .* us \| throughput: ", capfd.readouterr().out)
+    assert re.search(r": \d+\.\d us, \d+\.\d+ (TFLOPS|GB/s)", capfd.readouterr().out)
     assert deep_gemm.get_num_sms() == all_sms
     assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
 
 
 def test_there_are_programs():
-    assert {program.stem for program in PROGRAMS} == {"bf16", "einsum", "fp8", "k_grouped", "m_grouped"}
+    assert {program.stem for program in PROGRAMS} == {"bf16", "einsum", "fp8", "k_grouped", "m_grouped", "scales"}

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ def test_filter(condition: Callable[[], bool]) -> Callable[[Test], Test]:
         def filtered(*args: Any, **kwargs: Any) -> Any:
             if condition():
                 return test(*args, **kwargs)
-            print(f"{test.__name__}: left out, as its condition does not hold here")
+            sys.stdout.write(f"{test.__name__}: left out, as its condition does not hold here\n")
             return None
 
         return filtered

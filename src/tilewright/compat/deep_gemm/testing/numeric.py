@@ -24,7 +24,7 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
 
 
 def assert_bitwise_equal(x: Tensor, y: Tensor) -> None:
-    """Raises AssertionError unless both have one shape, one dtype and the same bits: NaNs equal, 0.0 and -0.0 do not."""
+    """Raises AssertionError unless both have one shape, dtype and bits: equal NaNs pass, 0.0 and -0.0 do not."""
     assert x.shape == y.shape, f"x is {tuple(x.shape)}, y is {tuple(y.shape)}"
     assert x.dtype == y.dtype, f"x is {x.dtype}, y is {y.dtype}"
     different = int((_bytes(x) != _bytes(y)).sum())
