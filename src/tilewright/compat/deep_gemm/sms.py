@@ -17,9 +17,7 @@ def set_num_sms(num_sms: int) -> None:
     """
     available = device_info(_GPU).sm_count
     if not isinstance(num_sms, int) or not 0 <= num_sms <= available:
-        raise InputError(
-            f"set_num_sms({num_sms!r}): needs a number up to {available}, all of this GPU, or 0 for all."
-        )
+        raise InputError(f"set_num_sms({num_sms!r}): needs a number up to {available}, all of this GPU, or 0 for all.")
     set_sm_budget(num_sms or None)
     GENERATION[0] += 1  # tapes hold launches with the former grid
 
