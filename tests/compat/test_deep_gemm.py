@@ -12,7 +12,7 @@ import torch
 from tilewright.compat import deep_gemm
 from tilewright.compat.deep_gemm import absent
 from tilewright.dispatch.registry import GENERATION
-from tilewright.errors import InputError
+from tilewright.errors import BackendError, InputError
 from tilewright.hardware import device_info
 from tilewright.hardware.sm_budget import usable_sms
 
@@ -245,8 +245,14 @@ def test_a_name_that_is_not_here_says_which_are():
         _ = deep_gemm.gemm_of_nothing
     with pytest.raises(AttributeError, match=r"testing has no 'check'. It has: .*bench_kineto, calc_diff"):
         _ = deep_gemm.testing.check
-    with pytest.raises(AttributeError, match=r"utils has no 'per_token_cast_to_fp4': a cast .* FP4, which Hopper's"):
-        _ = deep_gemm.utils.per_token_cast_to_fp4
+    with pytest.raises(AttributeError, match=r"utils has no 'cast'. It has: align, .*per_token_cast"):
+        _ = deep_gemm.utils.cast
+
+
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp4", "transpose_packed_fp4", "cast_back_from_fp4"])
+def test_casts_of_fp4_may_be_imported_and_are_refused(name):
+    with pytest.raises(BackendError, match=f"{name}: Hopper's tensor cores have no FP4"):
+        getattr(deep_gemm.utils, name)(torch.ones(2, 32), use_ue8m0=True)
 
 
 @pytest.mark.parametrize(

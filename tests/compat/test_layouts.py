@@ -89,6 +89,19 @@ def test_powers_of_two():
     assert torch.equal(words, math.pack_ue8m0_to_int(plain[1]))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gran_k", [128, 32])
+def test_casts_back(gran_k, packed):
+    x = torch.randn(5, 8 * gran_k + 8)[:, : 8 * gran_k]
+    q, scales = math.per_token_cast_to_fp8(x, True, gran_k, use_packed_ue8m0=packed)
+    made = math.cast_back_from_fp8(q, scales, gran_k, use_packed_ue8m0=packed)
+    plain = math.unpack_ue8m0_from_int(scales) if packed else scales
+    assert torch.equal(made, q.float() * plain.repeat_interleave(gran_k, 1))
+    torch.testing.assert_close(made, x, rtol=2**-4, atol=1e-2)
+    with pytest.raises(InputError, match="has \\(5, 8\\) scales"):
+        math.cast_back_from_fp8(q, plain[:, :7], gran_k)
+
+
 @pytest.mark.parametrize(
     ("x", "exponent"),
     [

@@ -51,6 +51,8 @@ from tilewright.compat.deep_gemm.sms import get_num_sms, set_num_sms
 from tilewright.compat.deep_gemm.testing import bench, bench_kineto, calc_diff, count_bytes
 from tilewright.compat.deep_gemm.utils import (
     align,
+    cast_back_from_fp4,
+    cast_back_from_fp8,
     ceil_div,
     ceil_to_ue8m0,
     get_k_alignment_for_contiguous_layout,
@@ -65,8 +67,11 @@ from tilewright.compat.deep_gemm.utils import (
     per_block_cast_to_fp8,
     per_channel_cast_to_fp8,
     per_custom_dims_cast_to_fp8,
+    per_token_cast_to_fp4,
     per_token_cast_to_fp8,
     set_mk_alignment_for_contiguous_layout,
+    transpose_packed_fp4,
+    unpack_ue8m0_from_int,
 )
 
 fp8_fp4_gemm_nt, fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nt, fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
@@ -85,6 +90,8 @@ __all__ = [
     "bf16_gemm_tt",
     "bf16_m_grouped_gemm_nt_masked",
     "calc_diff",
+    "cast_back_from_fp4",
+    "cast_back_from_fp8",
     "ceil_div",
     "ceil_to_ue8m0",
     "count_bytes",
@@ -132,6 +139,7 @@ __all__ = [
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp4",
     "per_token_cast_to_fp8",
     "set_block_size_multiple_of",
     "set_ignore_compile_dims",
@@ -141,6 +149,8 @@ __all__ = [
     "set_tc_util",
     "testing",
     "transform_sf_into_required_layout",
+    "transpose_packed_fp4",
+    "unpack_ue8m0_from_int",
     "utils",
 ]
 

@@ -6,7 +6,6 @@ _LATER = "comes with a later version"
 _LOGITS = f"an index logit of sparse attention: it {_LATER}"
 _HYPER = f"a hyperconnection kernel: it {_LATER}"
 _FP4 = "a product of FP4, which Hopper's tensor cores do not have: DeepGEMM has it for Blackwell"
-_CAST = "a cast to or from FP4, which Hopper's tensor cores do not have: DeepGEMM has it for Blackwell"
 _MEGA = "one kernel of a whole layer of experts over NVLink: DeepGEMM has it for Blackwell"
 
 _WHY = {
@@ -21,9 +20,6 @@ _WHY = {
     "m_grouped_fp4_gemm_nt_masked": _FP4,
     "k_grouped_fp4_gemm_nt_contiguous": _FP4,
     "cublaslt_nvfp4_gemm_nt": _FP4,
-    "per_token_cast_to_fp4": _CAST,
-    "transpose_packed_fp4": _CAST,
-    "cast_back_from_fp4": _CAST,
     "SymmBuffer": _MEGA,
     "get_symm_buffer_for_mega_moe": _MEGA,
     "transform_weights_for_mega_moe": _MEGA,

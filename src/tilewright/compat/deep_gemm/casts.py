@@ -7,6 +7,7 @@ consecutive rows side by side: `transform_sf_into_required_layout` lays them out
 import torch
 from torch import Tensor
 
+from tilewright.compat.deep_gemm.sizes import ceil_div
 from tilewright.errors import InputError
 from tilewright.ops.quant import numbers
 from tilewright.ops.quant.layout import ScaleLayout
@@ -69,6 +70,26 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
 def pack_ue8m0_to_int(x: Tensor) -> Tensor:
     """Powers of two x (..., B) as int32 (..., ceil(B / 4)): four exponents in each, the first lowest."""
     return numbers.pack(x)
+
+
+def unpack_ue8m0_from_int(packed_sf: Tensor) -> Tensor:
+    """Powers of two (..., 4 B) float32 of packed ones (..., B) int32; an exponent of 0, where none was packed, is 0."""
+    exponents = torch.stack([(packed_sf >> shift) & 255 for shift in (0, 8, 16, 24)], -1).flatten(-2)
+    return (exponents << _MANTISSA_BITS).view(torch.float32)
+
+
+def cast_back_from_fp8(x: Tensor, sf: Tensor, gran_k: int = 128, use_packed_ue8m0: bool = False) -> Tensor:
+    """x * its scales in float32, of x (M, N) e4m3 with scales (M, ceil(N / gran_k)), packed four in an int32 or not.
+
+    Raises InputError where the scales are fewer than the blocks of a row.
+    """
+    _two_dimensions("cast_back_from_fp8", x)
+    scales = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
+    rows, columns = x.shape
+    blocks = ceil_div(columns, gran_k)
+    if scales.dim() != 2 or scales.shape[0] != rows or scales.shape[1] < blocks:
+        raise InputError(f"cast_back_from_fp8: sf is {tuple(sf.shape)}; {tuple(x.shape)} has {(rows, blocks)} scales.")
+    return numbers.restore(x, scales[:, :blocks], _rows_of(1, gran_k), torch.float32)
 
 
 def _rows_of(rows: int, columns: int) -> ScaleLayout:

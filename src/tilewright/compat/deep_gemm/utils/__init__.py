@@ -17,17 +17,24 @@ from tilewright.compat.deep_gemm.utils.layout import (
 )
 from tilewright.compat.deep_gemm.utils.math import (
     align,
+    cast_back_from_fp4,
+    cast_back_from_fp8,
     ceil_div,
     ceil_to_ue8m0,
     pack_ue8m0_to_int,
     per_block_cast_to_fp8,
     per_channel_cast_to_fp8,
     per_custom_dims_cast_to_fp8,
+    per_token_cast_to_fp4,
     per_token_cast_to_fp8,
+    transpose_packed_fp4,
+    unpack_ue8m0_from_int,
 )
 
 __all__ = [
     "align",
+    "cast_back_from_fp4",
+    "cast_back_from_fp8",
     "ceil_div",
     "ceil_to_ue8m0",
     "get_k_alignment_for_contiguous_layout",
@@ -44,8 +51,11 @@ __all__ = [
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp4",
     "per_token_cast_to_fp8",
     "set_mk_alignment_for_contiguous_layout",
+    "transpose_packed_fp4",
+    "unpack_ue8m0_from_int",
 ]
 
 
