@@ -77,6 +77,23 @@ def test_zeros_as_padding_give_zeros(kind, psum):
     assert_rounded(d, exact)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_may_call_it(dynamic):
+    def step(a, b, d, layout, psum):
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=psum)
+        return d + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (256, 384):
+        a, b, *_ = operands("bf16", "nt", rows)
+        ids = torch.full((rows,), -1, dtype=torch.int32)
+        ids[:100], ids[128:200] = 0, 3
+        for layout, psum in ((ids, False), (torch.tensor([100, 128, 128, 200], dtype=torch.int32), True)):
+            d, eager = torch.full((rows, N), GAP), torch.full((rows, N), GAP)
+            assert torch.equal(compiled(a, b, d, layout, psum), step(a, b, eager, layout, psum))
+            assert torch.equal(d, eager)
+
+
 def test_padding_ends_where_the_next_group_begins():
     """Groups that begin anywhere, in any order: 20 rows of group 2, 5 of padding, then group 0, and nothing behind."""
     a, b, left, right = operands("bf16", "nt", 300)

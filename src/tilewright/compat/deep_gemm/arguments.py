@@ -195,6 +195,8 @@ def _rows_contiguous(t: Tensor) -> bool:
         return True
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         return False
+    if torch.compiler.is_compiling():  # sizes may be symbols, which are not sorted; the op that writes looks again
+        return True
     end = t.shape[-1]
     for stride, size in sorted((s, n) for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1):
         if stride < end:
