@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tilewright.compat import deep_gemm
+from tilewright.compat.deep_gemm import absent
 from tilewright.dispatch.registry import GENERATION
-from tilewright.errors import InputError
+from tilewright.errors import BackendError, InputError
 from tilewright.hardware import device_info
 from tilewright.hardware.sm_budget import usable_sms
 
@@ -116,6 +117,28 @@ def test_an_empty_sum(c):
     assert torch.equal(d, torch.zeros(M, N) if c is None else c)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["bf16_gemm", "cublaslt_gemm"])
+def test_an_empty_sum_of_columns_of_wider_tensors(form, layout):
+    """Rows that begin at multiples of 16 bytes, which kernels would take if there were anything to add."""
+    a, b, _ = operands(layout, k=64)
+    a = a[:0] if layout[0] == "t" else a[:, :0]
+    b = b[:, :0] if layout[1] == "t" else b[:0]
+    d = torch.full((M, N), float("nan"))
+    getattr(deep_gemm, f"{form}_{layout}")(a, b, d)
+    assert (d == 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_torchs_own_product(layout, accumulate):
+    a, b, product = operands(layout)
+    d = torch.randn(M, N)
+    before = d.double()
+    getattr(deep_gemm, f"cublaslt_gemm_{layout}")(a, b, d, c=d if accumulate else None)
+    assert_rounded(d, product + before if accumulate else product)
+
+
 @pytest.mark.parametrize(("m", "n"), [(0, N), (M, 0)])
 def test_an_empty_result_is_left_alone(m, n):
     deep_gemm.bf16_gemm_nt(torch.empty(m, K).bfloat16(), torch.empty(n, K).bfloat16(), torch.empty(m, n))
@@ -201,9 +224,15 @@ def test_a_budget_is_what_persistent_kernels_read(all_sms):
     assert deep_gemm.get_num_sms() == all_sms
 
 
-@pytest.mark.parametrize("wrong", [7, -2, 100_000, 8.0, None])
+@pytest.mark.parametrize("odd", [1, 7, 131])
+def test_odd_numbers_are_kept_as_they_are(all_sms, odd):
+    deep_gemm.set_num_sms(odd)
+    assert deep_gemm.get_num_sms() == usable_sms("cuda") == odd
+
+
+@pytest.mark.parametrize("wrong", [-2, 100_000, 8.0, None])
 def test_a_wrong_budget_changes_nothing(all_sms, wrong):
-    with pytest.raises(InputError, match=f"needs an even number up to {all_sms}"):
+    with pytest.raises(InputError, match=f"needs a number up to {all_sms}"):
         deep_gemm.set_num_sms(wrong)
     assert deep_gemm.get_num_sms() == all_sms
 
@@ -212,12 +241,60 @@ def test_a_wrong_budget_changes_nothing(all_sms, wrong):
 
 
 def test_a_name_that_is_not_here_says_which_are():
-    with pytest.raises(AttributeError, match=r"no 'fp8_mqa_logits'. It has: .*bf16_gemm_nt.*set_num_sms"):
-        _ = deep_gemm.fp8_mqa_logits
-    with pytest.raises(AttributeError, match=r"testing has no 'test_filter'. It has: bench, bench_kineto, calc_diff"):
-        _ = deep_gemm.testing.test_filter
-    with pytest.raises(AttributeError, match=r"utils has no 'per_token_cast_to_fp4'. It has: align, .*per_token_cast"):
-        _ = deep_gemm.utils.per_token_cast_to_fp4
+    with pytest.raises(AttributeError, match=r"deep_gemm has no 'gemm_of_nothing'. It has: .*bf16_gemm_nt.*"):
+        _ = deep_gemm.gemm_of_nothing
+    with pytest.raises(AttributeError, match=r"testing has no 'check'. It has: .*bench_kineto, calc_diff"):
+        _ = deep_gemm.testing.check
+    with pytest.raises(AttributeError, match=r"utils has no 'cast'. It has: align, .*per_token_cast"):
+        _ = deep_gemm.utils.cast
+
+
+@pytest.mark.parametrize("name", ["per_token_cast_to_fp4", "transpose_packed_fp4", "cast_back_from_fp4"])
+def test_casts_of_fp4_may_be_imported_and_are_refused(name):
+    with pytest.raises(BackendError, match=f"{name}: Hopper's tensor cores have no FP4"):
+        getattr(deep_gemm.utils, name)(torch.ones(2, 32), use_ue8m0=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fp8_mqa_logits", "an index logit of sparse attention: it comes with a later version"),
+        ("fp8_fp4_paged_mqa_logits", "an index logit of sparse attention: it comes with a later version"),
+        ("get_paged_mqa_logits_metadata", "an index logit of sparse attention: it comes with a later version"),
+        ("tf32_hc_prenorm_gemm", "a hyperconnection kernel: it comes with a later version"),
+        ("fp4_gemm_nt", "a product of FP4, which Hopper's tensor cores do not have"),
+        ("fp8_fp4_mega_moe", "one kernel of a whole layer of experts"),
+    ],
+)
+def test_what_is_not_here_says_why(name, reason):
+    with pytest.raises(AttributeError, match=f"has no {name!r}: {reason}.* It has: align"):
+        getattr(deep_gemm, name)
+    assert not hasattr(deep_gemm, name)
+
+
+def test_knobs_are_kept_and_checked():
+    assert deep_gemm.get_pdl() is False
+    assert deep_gemm.get_tc_util() == 100
+    try:
+        deep_gemm.set_pdl(True)
+        deep_gemm.set_tc_util(60)
+        assert deep_gemm.get_pdl() is True
+        assert deep_gemm.get_tc_util() == 60
+    finally:
+        deep_gemm.set_pdl(False)
+        deep_gemm.set_tc_util(100)
+    deep_gemm.set_ignore_compile_dims(True)
+    deep_gemm.set_block_size_multiple_of(16)
+    deep_gemm.set_block_size_multiple_of((16, 32))
+    for call, wrong in (
+        (deep_gemm.set_tc_util, 101),
+        (deep_gemm.set_pdl, "on"),
+        (deep_gemm.set_ignore_compile_dims, None),
+        (deep_gemm.set_block_size_multiple_of, 0),
+        (deep_gemm.set_block_size_multiple_of, (1, 2, 3)),
+    ):
+        with pytest.raises(InputError, match="needs"):
+            call(wrong)
 
 
 @pytest.mark.parametrize(("layout", "dims"), [("nt", "nk"), ("nn", "nk"), ("tn", "mn"), ("tt", "mn")])
@@ -233,8 +310,10 @@ def test_the_page_lists_every_name():
     page = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
     table = page.partition("## What differs")[0]
     assert {name for name in deep_gemm.__all__ if not re.search(rf"`{name}\b", table)} == set()
-    testing = importlib.import_module("tilewright.compat.deep_gemm.testing")
-    assert set(testing.__all__) <= set(deep_gemm.__all__)
+    for module in ("testing", "utils", "legacy"):
+        names = importlib.import_module(f"tilewright.compat.deep_gemm.{module}").__all__
+        assert {name for name in names if not re.search(rf"`{name}\b", table)} == set()
+    assert {name for name in absent._WHY if f"`{name}`" not in page} == set()
 
 
 def run_program(program: Path, folder: Path) -> None:
@@ -243,8 +322,8 @@ def run_program(program: Path, folder: Path) -> None:
     changed = re.sub(r"^import deep_gemm$", "import tilewright.compat.deep_gemm as deep_gemm", text, flags=re.MULTILINE)
     changed = re.sub(r"^from deep_gemm\b", "from tilewright.compat.deep_gemm", changed, flags=re.MULTILINE)
     different = [line for line in changed.splitlines() if line not in text.splitlines()]
-    assert len(different) == 3
-    assert all("import" in line for line in different)
+    assert different
+    assert all(re.match(r"(import|from) ", line) for line in different)
     (folder / "program.py").write_text(changed)
     runpy.run_path(str(folder / "program.py"), run_name="__main__")
 
@@ -252,10 +331,10 @@ def run_program(program: Path, folder: Path) -> None:
 @pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
 def test_a_program_written_for_deep_gemm_runs(program, tmp_path, capfd, all_sms):
     run_program(program, tmp_path)
-    assert re.search(r"> Perf .* us \| throughput: ", capfd.readouterr().out)
+    assert re.search(r": \d+\.\d us, \d+\.\d+ (TFLOPS|GB/s)", capfd.readouterr().out)
     assert deep_gemm.get_num_sms() == all_sms
     assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 128
 
 
 def test_there_are_programs():
-    assert {program.stem for program in PROGRAMS} == {"bf16", "einsum", "fp8", "k_grouped", "m_grouped"}
+    assert {program.stem for program in PROGRAMS} == {"bf16", "einsum", "fp8", "k_grouped", "m_grouped", "scales"}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.compat.fp8 import assert_rounded, block, token
 
+from tilewright import settings
 from tilewright.compat import deep_gemm
 from tilewright.errors import InputError
 
@@ -79,6 +80,32 @@ def test_an_empty_sum(c):
     d = torch.full((M, N), float("nan"))
     deep_gemm.fp8_gemm_nt(a, b, d, c)
     assert torch.equal(d, torch.zeros(M, N) if c is None else c)
+
+
+def test_an_empty_sum_of_columns_of_wider_tensors():
+    (a, b, _), d = operands(), torch.full((M, N), float("nan"))
+    deep_gemm.fp8_gemm_nt((a[0][:, :0], a[1][:, :0]), (b[0][:, :0], b[1][:, :0]), d)
+    assert (d == 0).all()
+
+
+def test_scales_as_the_casts_write_them_need_no_fallback(monkeypatch):
+    """DeepGEMM lays scales out in each call; forbidding what is slow must not forbid that."""
+    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    a = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+    b = deep_gemm.per_block_cast_to_fp8(w, use_ue8m0=False)
+    monkeypatch.setenv("TILEWRIGHT_DISABLE_FALLBACK", "1")
+    settings.reload()
+    try:
+        d = torch.empty(M, N)
+        deep_gemm.fp8_gemm_nt(a, b, d)
+    finally:
+        monkeypatch.undo()
+        settings.reload()
+    laid = deep_gemm.transform_sf_into_required_layout(a[1], M, K, (1, 128))
+    assert laid.stride() != a[1].stride()
+    again = torch.empty(M, N)
+    deep_gemm.fp8_gemm_nt((a[0], laid), b, again)
+    assert torch.equal(d, again)
 
 
 def test_an_empty_result_is_left_alone():

@@ -1,5 +1,7 @@
 """DeepGEMM's einsums against float64."""
 
+import importlib
+
 import pytest
 import torch
 from tests.compat.fp8 import assert_rounded, block, token
@@ -8,7 +10,7 @@ from tilewright.compat import deep_gemm
 from tilewright.errors import InputError
 
 SIZES = {"b": 5, "h": 3, "r": 40, "d": 24, "m": 16, "n": 56, "k": 32}
-EXPRESSIONS = ("bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr")
+EXPRESSIONS = ("bmk,bnk->mn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bhd,bhr->hdr")
 
 
 def operands(expr: str):
@@ -28,6 +30,32 @@ def test_sums(expr, accumulate, dtype, cublaslt):
     before = d.double()
     deep_gemm.einsum(expr, a, b, d, c=d if accumulate else None, use_cublaslt=cublaslt)
     assert_rounded(d, wanted + before if accumulate else wanted)
+
+
+@pytest.mark.parametrize("expr", ["bhr,hdr->bhd", "bhd,hdr->bhr"])
+def test_bf16_results_are_torchs_in_every_bit(expr, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a kernel with another order of sums")
+
+    monkeypatch.setattr(importlib.import_module("tilewright.compat.deep_gemm.einsum"), "bmm", refuse)
+    a, b = operands(expr)
+    wanted = torch.einsum(expr, a, b)
+    d = torch.full(wanted.shape, float("nan")).bfloat16()
+    deep_gemm.einsum(expr, a, b, d)
+    assert torch.equal(d, wanted)
+    with pytest.raises(InputError, match="no gradient"):
+        deep_gemm.einsum(expr, a.requires_grad_(), b, d)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("expr", "letter"), [("bmk,bnk->mn", "b"), ("bhr,hdr->bhd", "r"), ("bhd,bhr->hdr", "b")])
+def test_a_sum_of_nothing(expr, letter, accumulate):
+    a, b = operands(expr)
+    first, second, out = expr.replace("->", ",").split(",")
+    a, b = (t[(slice(None),) * x.index(letter) + (slice(0),)] for t, x in ((a, first), (b, second)))
+    d = torch.full([SIZES[x] for x in out], 3.0)
+    deep_gemm.einsum(expr, a, b, d, c=d if accumulate else None)
+    assert (d == (3.0 if accumulate else 0.0)).all()
 
 
 def test_weights_may_be_columns_of_wider_ones():

@@ -28,7 +28,7 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
 def test_a_program_written_for_deep_gemm_runs(program, tmp_path, capfd, all_sms):
     run_program(program, tmp_path)
-    assert "> Perf" in capfd.readouterr().out
+    assert " us, " in capfd.readouterr().out
     assert deep_gemm.get_num_sms() == all_sms == torch.cuda.get_device_properties(0).multi_processor_count
 
 
@@ -56,6 +56,93 @@ def test_a_budget_slows_a_persistent_kernel_down_and_ends(backend, all_sms):
         again = seconds()
     assert part > 3 * whole
     assert again < 1.5 * whole
+
+
+@pytest.mark.parametrize("sizes", [(128, 512, 128), (8, 4096, 1024)], ids=["many heads", "few heads"])
+@pytest.mark.parametrize("b", [4, 32, 128, 4096])
+@pytest.mark.parametrize("expr", ["bhr,hdr->bhd", "bhd,hdr->bhr"])
+def test_batches_are_what_torchs_einsum_makes(expr, b, sizes):
+    """DeepGEMM's tests compare them within 1e-10: hardly an element may be rounded another way."""
+    size = dict(zip("hrd", sizes, strict=True), b=b)
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn([size[letter] for letter in expr[:3]], device="cuda", generator=g).bfloat16()
+    w = torch.randn(size["h"], size["d"], size["r"] + 128, device="cuda", generator=g).bfloat16()[..., : size["r"]]
+    z = torch.empty([size[letter] for letter in expr[-3:]], device="cuda", dtype=torch.bfloat16)
+    deep_gemm.einsum(expr, x, w, z)
+    assert calc_diff(z, torch.einsum(expr, x, w)) < 1e-10
+    assert bench_kineto(lambda: deep_gemm.einsum(expr, x, w, z), "gemm") > 0  # whatever the kernels are called
+
+
+@pytest.mark.parametrize("psum", [False, True], ids=["ids", "ends"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_padding_of_zeros_gives_zeros(kind, psum):
+    """Rows between groups of a result that comes uninitialised, captured in a graph too."""
+    sizes, n, k = [900, 0, 1300, 1], 512, 1024
+    whole = [deep_gemm.align(rows, 128) for rows in sizes]
+    g = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(sum(whole), k, device="cuda", generator=g).bfloat16()
+    b = torch.randn(len(sizes), n, k, device="cuda", generator=g).bfloat16()
+    ids = torch.full((sum(whole),), -1, dtype=torch.int32)
+    ends, exact, at = [], torch.zeros(sum(whole), n, device="cuda"), 0
+    for group, (rows, length) in enumerate(zip(sizes, whole, strict=True)):
+        ids[at : at + rows] = group
+        exact[at : at + rows] = a[at : at + rows].float() @ b[group].float().T
+        ends.append(at + rows)
+        at += length
+    a[(ids == -1).cuda()] = 0
+    layout = torch.tensor(ends, dtype=torch.int32, device="cuda") if psum else ids.cuda()
+    left, right = a, b
+    if kind == "fp8":
+        left = deep_gemm.per_token_cast_to_fp8(a, use_ue8m0=False)
+        pairs = [deep_gemm.per_block_cast_to_fp8(each, use_ue8m0=False) for each in b]
+        data = torch.stack([q.view(torch.uint8) for q, _ in pairs]).view(torch.float8_e4m3fn)
+        right = data, torch.stack([scales for _, scales in pairs])
+    d = torch.full((sum(whole), n), float("nan"), device="cuda", dtype=torch.bfloat16)
+    call = getattr(deep_gemm, f"m_grouped_{kind}_gemm_nt_contiguous")
+    call(left, right, d, layout, use_psum_layout=psum)
+    limit = 1e-5 if kind == "bf16" else 1e-3
+    assert calc_diff(d, exact) < limit
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(left, right, d, layout, use_psum_layout=psum)
+    d.fill_(float("nan"))
+    graph.replay()
+    assert calc_diff(d, exact) < limit
+
+
+@pytest.mark.parametrize("odd", [1, 131])
+def test_odd_numbers_of_multiprocessors(odd, all_sms):
+    a, b, d = operands(512, 1024, 512)
+    deep_gemm.set_num_sms(min(odd, all_sms))
+    for backend in (None, "cuda", "triton"):
+        with use_backend(backend or "auto"):
+            d.fill_(float("nan"))
+            deep_gemm.bf16_gemm_nt(a, b, d)
+        assert calc_diff(d, a.float() @ b.float().T) < 1e-5, backend
+
+
+@pytest.mark.parametrize("m", [8, 4096])
+def test_a_sum_of_nothing_in_wider_tensors(m):
+    """Rows of 16 bytes and no columns: the op, and both forms of this module."""
+    a, b = torch.ones(m, 64, device="cuda").bfloat16()[:, :0], torch.ones(256, 64, device="cuda").bfloat16()[:, :0]
+    assert (ops.matmul(a, b, trans_b=True) == 0).all()
+    scales = torch.ones(m, 1, device="cuda")[:, :0], torch.ones(2, 1, device="cuda")[:, :0]
+    pairs = (a.to(torch.float8_e4m3fn), scales[0]), (b.to(torch.float8_e4m3fn), scales[1])
+    for call, given in ((deep_gemm.bf16_gemm_nt, (a, b)), (deep_gemm.fp8_gemm_nt, pairs)):
+        d = torch.full((m, 256), float("nan"), device="cuda", dtype=torch.bfloat16)
+        call(*given, d)
+        assert (d == 0).all()
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn", "tt"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_torchs_own_product(layout, dtype):
+    a, b, _ = operands(512, 768, 1024)
+    exact = a.float() @ b.float().T
+    d = torch.empty(512, 768, device="cuda", dtype=dtype)
+    left, right = (a.T.contiguous() if layout[0] == "t" else a), (b if layout[1] == "t" else b.T.contiguous())
+    getattr(deep_gemm, f"cublaslt_gemm_{layout}")(left, right, d)
+    assert calc_diff(d, exact.to(dtype)) < 6e-7
 
 
 def test_kineto_leaves_the_flush_out():

@@ -51,12 +51,73 @@ def test_groups_behind_each_other(kind, trans, psum, padding, dtype):
     for g, rows in enumerate(ROWS):
         ids[at : at + rows] = g
         ends[g] = at + rows
-        exact[at : at + rows] = left[at : at + rows] @ right[g].mT
-        at += aligned(rows, padding)
+        to = at + aligned(rows, padding)
+        exact[at:to] = left[at:to] @ right[g].mT
+        at = to
     d = torch.full((total, N), GAP, dtype=dtype)
     contiguous(kind, trans)(a, b, d, ends if psum else ids, use_psum_layout=psum)
     assert_rounded(d, exact)
-    assert (d[ids == -1] == GAP).all()
+
+
+@pytest.mark.parametrize("psum", [False, True], ids=["ids", "ends"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_zeros_as_padding_give_zeros(kind, psum):
+    """What programs compare whole: a has zeros behind each group, and d comes uninitialised."""
+    a, b, left, right = operands(kind, "nt", 512)
+    values = a if kind == "bf16" else a[0].view(torch.uint8)
+    ids = torch.full((512,), -1, dtype=torch.int32)
+    exact = torch.zeros(512, N, dtype=torch.float64)
+    for start, end, g in ((0, 100, 0), (128, 130, 2), (256, 500, 3)):  # group 1 has no rows
+        ids[start:end] = g
+        exact[start:end] = left[start:end] @ right[g].mT
+    values[ids == -1] = 0
+    ends = torch.tensor([100, 128, 130, 500], dtype=torch.int32)
+    d = torch.full((512, N), float("nan")).bfloat16()
+    contiguous(kind, "nt")(a, b, d, ends if psum else ids, use_psum_layout=psum)
+    assert_rounded(d, exact)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_may_call_it(dynamic):
+    def step(a, b, d, layout, psum):
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=psum)
+        return d + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (256, 384):
+        a, b, *_ = operands("bf16", "nt", rows)
+        ids = torch.full((rows,), -1, dtype=torch.int32)
+        ids[:100], ids[128:200] = 0, 3
+        for layout, psum in ((ids, False), (torch.tensor([100, 128, 128, 200], dtype=torch.int32), True)):
+            d, eager = torch.full((rows, N), GAP), torch.full((rows, N), GAP)
+            assert torch.equal(compiled(a, b, d, layout, psum), step(a, b, eager, layout, psum))
+            assert torch.equal(d, eager)
+
+
+def test_padding_ends_where_the_next_group_begins():
+    """Groups that begin anywhere, in any order: 20 rows of group 2, 5 of padding, then group 0, and nothing behind."""
+    a, b, left, right = operands("bf16", "nt", 300)
+    ids = torch.full((300,), -1, dtype=torch.int32)
+    ids[:20], ids[25:60] = 2, 0
+    exact = torch.full((300, N), GAP, dtype=torch.float64)
+    exact[:25], exact[25:128] = left[:25] @ right[2].mT, left[25:128] @ right[0].mT
+    d = torch.full((300, N), GAP)
+    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, ids)
+    assert_rounded(d, exact)
+
+
+@pytest.mark.parametrize("alignment", [48, 64, 224])
+def test_alignments_of_any_size(alignment):
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    rows = 3 * alignment - 10  # the last multiple is beyond the rows there are
+    a, b, left, right = operands("bf16", "nt", rows)
+    ends = torch.tensor([9, 9, alignment + 7, 2 * alignment + 3], dtype=torch.int32)
+    exact = torch.empty(rows, N, dtype=torch.float64)
+    for g, start, end in ((0, 0, alignment), (2, alignment, 2 * alignment), (3, 2 * alignment, rows)):
+        exact[start:end] = left[start:end] @ right[g].mT
+    d = torch.full((rows, N), GAP)
+    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, ends, use_psum_layout=True)
+    assert_rounded(d, exact)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

@@ -43,6 +43,7 @@ def test_casts_give_deep_gemms_numbers(ue8m0, gran_k):
         assert scales.shape == amax.shape
         assert scales.dtype == torch.float32
         assert q.is_contiguous()
+        assert scales.is_contiguous()  # rows of K blocks, as programs `view` them
         assert torch.equal(spread(scales), wanted_scales)
         assert torch.equal(q.float(), wanted.float())
 
@@ -52,6 +53,20 @@ def test_ragged_sizes():
     assert math.per_token_cast_to_fp8(x, False)[1].shape == (70, 2)
     assert math.per_channel_cast_to_fp8(x, False)[1].shape == (1, 200)
     assert math.per_block_cast_to_fp8(x, False)[1].shape == (1, 2)
+
+
+@pytest.mark.parametrize("gran_k", [128, 32])
+@pytest.mark.parametrize("cast", ["per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"])
+def test_scales_may_be_viewed_in_any_shape(cast, gran_k):
+    scales = getattr(math, cast)(torch.randn(384, 640).bfloat16(), True, gran_k)[1]
+    assert scales.view(-1).shape == (scales.numel(),)
+    bytes_of_each = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    assert bytes_of_each.view(-1).numel() == scales.numel()
+
+
+def test_packed_scales_may_be_viewed_as_bytes():
+    words = math.per_token_cast_to_fp8(torch.randn(37, 1024), use_ue8m0=True, use_packed_ue8m0=True)[1]
+    assert words.view(torch.uint8).shape == (37, 8)
 
 
 def test_custom_dimensions():
@@ -74,6 +89,40 @@ def test_powers_of_two():
     assert torch.equal(words, math.pack_ue8m0_to_int(plain[1]))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gran_k", [128, 32])
+def test_casts_back(gran_k, packed):
+    x = torch.randn(5, 8 * gran_k + 8)[:, : 8 * gran_k]
+    q, scales = math.per_token_cast_to_fp8(x, True, gran_k, use_packed_ue8m0=packed)
+    made = math.cast_back_from_fp8(q, scales, gran_k, use_packed_ue8m0=packed)
+    plain = math.unpack_ue8m0_from_int(scales) if packed else scales
+    assert torch.equal(made, q.float() * plain.repeat_interleave(gran_k, 1))
+    torch.testing.assert_close(made, x, rtol=2**-4, atol=1e-2)
+    with pytest.raises(InputError, match="has \\(5, 8\\) scales"):
+        math.cast_back_from_fp8(q, plain[:, :7], gran_k)
+
+
+@pytest.mark.parametrize(
+    ("x", "exponent"),
+    [
+        (0.0, -126),
+        (-0.0, -126),
+        (1e-45, -126),
+        (2.0**-126, -126),
+        (1.1 * 2.0**-126, -125),
+        (-3.0, 2),
+        (2.0**127, 127),
+        (3e38, 127),
+        (float("inf"), 127),
+        (-float("inf"), 127),
+        (float("nan"), 127),
+    ],
+)
+def test_powers_of_two_at_the_ends(x, exponent):
+    for dtype in (torch.float32, torch.float64):
+        assert math.ceil_to_ue8m0(torch.tensor([x], dtype=dtype)).tolist() == [2.0**exponent]
+
+
 def test_a_batch_is_sent_to_the_op():
     with pytest.raises(InputError, match=r"x is \(2, 4, 8\); needs two dimensions"):
         math.per_token_cast_to_fp8(torch.ones(2, 4, 8), False)
@@ -91,6 +140,10 @@ def test_scales_are_laid_out_once(batch):
     groups = batch[0] if batch else None
     through = deep_gemm.transform_sf_into_required_layout(scales, 37, 600, (1, 128, 128), groups, is_sfa=True)
     assert through.stride() == made.stride()
+    again = deep_gemm.transform_sf_into_required_layout(
+        made, 37, 600, (1, 128), groups, psum_layout=torch.tensor([20, 37], dtype=torch.int32)
+    )
+    assert again is made
     assert TOKEN.mismatch(through, 37, 600) is None
 
 

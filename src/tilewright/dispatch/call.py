@@ -165,7 +165,7 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
         raise InputError(
             f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."
         )
-    if out.is_neg():
+    if not torch.compiler.is_compiling() and out.is_neg():  # which Dynamo cannot trace
         raise InputError(
             f"{name}(out=...) got a tensor with the negative bit. Write elsewhere, or to out.resolve_neg()."
         )

@@ -1,68 +1,63 @@
-"""Weight gradients of experts, bf16 and float8."""
-
-import random
+"""Gradients of experts' weights as programs call DeepGEMM: sums over the rows of each group, bf16 and float8."""
 
 import deep_gemm
 import torch
-from deep_gemm.testing import bench_kineto, calc_diff, count_bytes
-from deep_gemm.utils import align, get_mk_alignment_for_contiguous_layout, per_channel_cast_to_fp8
+from deep_gemm.testing import bench_kineto, calc_diff
+from deep_gemm.utils import per_channel_cast_to_fp8
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-num_groups, m, n, expected_k = (4, 4096, 2048, 2048) if device == "cuda" else (3, 24, 40, 200)
-
-
-def construct():
-    ks = [align(int(expected_k * random.uniform(0.7, 1.3)), get_mk_alignment_for_contiguous_layout())
-          for _ in range(num_groups)]  # fmt: skip
-    ks[1] = 0
-    a = torch.randn((sum(ks), m), device=device, dtype=torch.bfloat16)
-    b = torch.randn((sum(ks), n), device=device, dtype=torch.bfloat16)
-    d = torch.randn((num_groups, m, n), device=device, dtype=torch.float) * 32
-    ref_d = d.clone()
-    start = 0
-    for i, k in enumerate(ks):
-        ref_d[i] += a[start : start + k].float().T @ b[start : start + k].float()
-        start += k
-    return a, b, d, ref_d, ks, torch.tensor(ks, device=device, dtype=torch.int)
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+SIZES, LEFT, RIGHT = ([2048, 0, 1280, 128], 4096, 2048) if GPU else ([256, 0, 128, 384], 24, 40)
 
 
-def k_major(x, ks):
-    data, sf = per_channel_cast_to_fp8(x, use_ue8m0=False)
-    mn = x.size(1)
-    flat = torch.empty((x.numel(),), device=device, dtype=data.dtype)
-    start = 0
-    for k in ks:
-        flat[start * mn : (start + k) * mn] = data[start : start + k].T.flatten()
-        start += k
-    return flat, sf.T
+def problem():
+    """x (T, LEFT), y (T, RIGHT), sums that are already there, and what they are to be."""
+    x, y = (torch.randn(sum(SIZES), width, device=DEVICE).bfloat16() for width in (LEFT, RIGHT))
+    before = torch.randn(len(SIZES), LEFT, RIGHT, device=DEVICE) * 32
+    parts = zip(x.float().split(SIZES), y.float().split(SIZES), strict=True)
+    return x, y, before, before + torch.stack([left.T @ right for left, right in parts])
 
 
-def test_k_grouped():
-    a, b, d, ref_d, ks, ks_tensor = construct()
-    deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, ks, ks_tensor, d)
-    assert calc_diff(d, ref_d) < 1e-5
-
-    a, b, d, ref_d, ks, ks_tensor = construct()
-    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(k_major(a, ks), k_major(b, ks), d, ks, ks_tensor, d)
-    assert calc_diff(d, ref_d) < 0.001
+def along_k(x):
+    """The groups as DeepGEMM has them on Hopper: matrices (width, size), one behind the other."""
+    q, scales = per_channel_cast_to_fp8(x, use_ue8m0=False)
+    pieces = [piece.T.flatten() for piece in q.view(torch.uint8).split(SIZES)]
+    return torch.cat(pieces).view(q.dtype), scales.T
 
 
-def test_time():
-    a, b, d, _, ks, ks_tensor = construct()
-    a_fp8, b_fp8 = k_major(a, ks), k_major(b, ks)
+def check(kind, limit):
+    x, y, sums, exact = problem()
+    on_device = torch.tensor(SIZES, device=DEVICE, dtype=torch.int32)
+    if kind == "bf16":
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x, y, sums, SIZES, on_device, sums)
+    else:
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(along_k(x), along_k(y), sums, SIZES, on_device, sums)
+    assert calc_diff(sums, exact) < limit, kind
 
-    def test_func():
-        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a_fp8, b_fp8, d, ks, ks_tensor, d, recipe=(1, 1, 128))
 
-    t = bench_kineto(test_func, "gemm_", suppress_kineto_output=True)
-    print(
-        f" > Perf ({num_groups=}, {m=}, {n=}, k={sum(ks)}): {t * 1e6:4.0f} us | "
-        f"throughput: {2 * m * n * sum(ks) / t / 1e12:4.0f} TFLOPS, {count_bytes(a_fp8, b_fp8, d) / 1e9 / t:4.0f} GB/s"
-    )
+def check_legacy():
+    x, y, sums, exact = problem()
+    ends = torch.tensor(SIZES, device=DEVICE).cumsum(0).int()
+    starts = ends - torch.tensor(SIZES, device=DEVICE, dtype=torch.int32)
+    places = torch.arange(sum(SIZES), device=DEVICE, dtype=torch.int32)
+    deep_gemm.legacy.b_fused_k_grouped_bf16_gemm_tn_contiguous_tl(x, y, sums, (places, starts, ends), True)
+    assert calc_diff(sums, exact) < 1e-5
+
+
+def time_one():
+    x, y, sums, _ = problem()
+    a, b, on_device = along_k(x), along_k(y), torch.tensor(SIZES, device=DEVICE, dtype=torch.int32)
+
+    def call():
+        deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, sums, SIZES, on_device, sums, recipe=(1, 1, 128))
+
+    seconds = bench_kineto(call, "gemm_", suppress_kineto_output=True)
+    print(f"{len(SIZES)} groups: {seconds * 1e6:.1f} us, {2e-12 * sum(SIZES) * LEFT * RIGHT / seconds:.2f} TFLOPS")
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    random.seed(0)
-    test_k_grouped()
-    test_time()
+    check("bf16", 1e-5)
+    check("fp8", 1e-3)
+    check_legacy()
+    time_one()

@@ -5,6 +5,7 @@ the shape and dtype of its argument, with zeros where nothing was multiplied.
 """
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.ops.gemm.bounds import PLACES, Place, run
 from tests.ops.gemm.stand_in import stand_in
 
 from tilewright import ops
+from tilewright.ops.gemm.engines import hopper_cuda, hopper_fp8_cuda
 from tilewright.ops.gemm.operands import activate, columns_out
 
 HALF = torch.bfloat16
@@ -122,3 +124,16 @@ def test_compiled(size, dynamic):
     leaves = [draw(m, k), draw(k, n), draw(n), draw(m, n)]
     made = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*leaves)
     judge(made, leaves, lambda a, b, bias, c: epilogue(a @ b, bias, c, "silu"))
+
+
+@pytest.mark.parametrize("m", [8, 4096])
+def test_hoppers_kernels_refuse_a_sum_over_nothing(m, monkeypatch):
+    """Columns of wider tensors are aligned; choosing a tile for K = 0 raised IndexError, or divided by zero."""
+    hopper = SimpleNamespace(arch="sm_90")
+    for engine in (hopper_cuda, hopper_fp8_cuda):
+        monkeypatch.setattr(engine, "device_info", lambda device: hopper)
+    a, b = torch.empty(1, m, 64, dtype=HALF)[..., :0], torch.empty(1, 256, 64, dtype=HALF)[..., :0].mT
+    assert "K = 0" in str(hopper_cuda.refusal(a, b, None, None, None, 1.0, "", HALF))
+    q, w = a[0].to(torch.float8_e4m3fn), b[0].to(torch.float8_e4m3fn)
+    scales = torch.empty(m, 0), torch.empty(2, 0)
+    assert "K = 0" in str(hopper_fp8_cuda.refusal(q, w, *scales, None, None, 1.0, "", HALF))

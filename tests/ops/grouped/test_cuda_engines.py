@@ -113,6 +113,12 @@ def test_rows_refuse(hopper, a, b, out, words):
     assert found is None if words is None else words in found
 
 
+def test_rows_refuse_a_sum_of_nothing(hopper):
+    """Columns of wider tensors, which begin at multiples of 16 bytes and would choose a tile for K = 0."""
+    a, b = torch.empty(1, 60, 64, dtype=bf16)[..., :0], torch.empty(2, 64, 64, dtype=bf16)[:, :0]
+    assert "K = 0" in str(rows_cuda.refusal(a, b, None, None, None, ends_of(1, 2), 32, "", bf16))
+
+
 def test_float8_needs_scales(hopper):
     a, b = torch.empty(1, 64, 128, dtype=fp8), torch.empty(2, 256, 128, dtype=fp8).mT
     assert "bf16 or fp16" in rows_cuda.refusal(a, b, None, None, None, ends_of(1, 2), 32, "", bf16)

@@ -1,12 +1,12 @@
 """DeepGEMM's names on top of `tilewright.ops`: `from tilewright.compat import deep_gemm` instead of `import deep_gemm`.
 
-All that it has for Hopper but its attention and hyperconnection kernels.  What differs is listed in docs/compat.md.  A
-name that is not here raises AttributeError and says which ones are.
+All that its release 2.6.1 has for Hopper but its index logits and hyperconnection kernels.  What differs is listed in
+docs/compat.md.  A name that is not here raises AttributeError, which says why and which ones are.
 """
 
 from typing import NoReturn
 
-from tilewright.compat.deep_gemm import testing, utils
+from tilewright.compat.deep_gemm import absent, legacy, testing, utils
 from tilewright.compat.deep_gemm.dense_fp8 import (
     fp8_gemm_nn,
     fp8_gemm_nt,
@@ -15,7 +15,16 @@ from tilewright.compat.deep_gemm.dense_fp8 import (
     fp8_gemm_tt,
 )
 from tilewright.compat.deep_gemm.einsum import einsum, fp8_einsum
-from tilewright.compat.deep_gemm.gemm import bf16_gemm_nn, bf16_gemm_nt, bf16_gemm_tn, bf16_gemm_tt
+from tilewright.compat.deep_gemm.gemm import (
+    bf16_gemm_nn,
+    bf16_gemm_nt,
+    bf16_gemm_tn,
+    bf16_gemm_tt,
+    cublaslt_gemm_nn,
+    cublaslt_gemm_nt,
+    cublaslt_gemm_tn,
+    cublaslt_gemm_tt,
+)
 from tilewright.compat.deep_gemm.grouped import (
     m_grouped_bf16_gemm_nn_contiguous,
     m_grouped_bf16_gemm_nt_contiguous,
@@ -29,16 +38,28 @@ from tilewright.compat.deep_gemm.k_grouped import (
     k_grouped_fp8_gemm_nt_contiguous,
     k_grouped_fp8_gemm_tn_contiguous,
 )
+from tilewright.compat.deep_gemm.knobs import (
+    get_pdl,
+    get_tc_util,
+    set_block_size_multiple_of,
+    set_ignore_compile_dims,
+    set_pdl,
+    set_tc_util,
+)
 from tilewright.compat.deep_gemm.layouts import transform_sf_into_required_layout
 from tilewright.compat.deep_gemm.sms import get_num_sms, set_num_sms
 from tilewright.compat.deep_gemm.testing import bench, bench_kineto, calc_diff, count_bytes
 from tilewright.compat.deep_gemm.utils import (
     align,
+    cast_back_from_fp4,
+    cast_back_from_fp8,
     ceil_div,
     ceil_to_ue8m0,
     get_k_alignment_for_contiguous_layout,
+    get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_m_alignment_for_contiguous_layout,
     get_mk_alignment_for_contiguous_layout,
+    get_mn_major_tma_aligned_packed_ue8m0_tensor,
     get_mn_major_tma_aligned_tensor,
     get_theoretical_mk_alignment_for_contiguous_layout,
     get_tma_aligned_size,
@@ -46,8 +67,11 @@ from tilewright.compat.deep_gemm.utils import (
     per_block_cast_to_fp8,
     per_channel_cast_to_fp8,
     per_custom_dims_cast_to_fp8,
+    per_token_cast_to_fp4,
     per_token_cast_to_fp8,
     set_mk_alignment_for_contiguous_layout,
+    transpose_packed_fp4,
+    unpack_ue8m0_from_int,
 )
 
 fp8_fp4_gemm_nt, fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nt, fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
@@ -66,9 +90,15 @@ __all__ = [
     "bf16_gemm_tt",
     "bf16_m_grouped_gemm_nt_masked",
     "calc_diff",
+    "cast_back_from_fp4",
+    "cast_back_from_fp8",
     "ceil_div",
     "ceil_to_ue8m0",
     "count_bytes",
+    "cublaslt_gemm_nn",
+    "cublaslt_gemm_nt",
+    "cublaslt_gemm_tn",
+    "cublaslt_gemm_tt",
     "einsum",
     "fp8_einsum",
     "fp8_fp4_gemm_nn",
@@ -82,15 +112,20 @@ __all__ = [
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
     "get_k_alignment_for_contiguous_layout",
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_m_alignment_for_contiguous_layout",
     "get_mk_alignment_for_contiguous_layout",
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
     "get_mn_major_tma_aligned_tensor",
     "get_num_sms",
+    "get_pdl",
+    "get_tc_util",
     "get_theoretical_mk_alignment_for_contiguous_layout",
     "get_tma_aligned_size",
     "k_grouped_bf16_gemm_tn_contiguous",
     "k_grouped_fp8_gemm_nt_contiguous",
     "k_grouped_fp8_gemm_tn_contiguous",
+    "legacy",
     "m_grouped_bf16_gemm_nn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -104,14 +139,21 @@ __all__ = [
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp4",
     "per_token_cast_to_fp8",
+    "set_block_size_multiple_of",
+    "set_ignore_compile_dims",
     "set_mk_alignment_for_contiguous_layout",
     "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
     "testing",
     "transform_sf_into_required_layout",
+    "transpose_packed_fp4",
+    "unpack_ue8m0_from_int",
     "utils",
 ]
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(f"tilewright.compat.deep_gemm has no {name!r}. It has: {', '.join(__all__)}.")
+    raise absent.missing(__name__, name, __all__)

@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
+from tilewright.log import log_once
+from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.quant.layout import BLOCK, TOKEN, ScaleLayout
 
 BF16 = torch.bfloat16
@@ -20,15 +22,18 @@ _SIZES = frozenset("mnk")
 _LAYOUTS = {(1, 128): TOKEN, (128, 128): BLOCK}
 
 
-def also(**names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def also(**names: str) -> Callable[[F], F]:
     """Arguments may be given by these names too, which they had in other versions of DeepGEMM."""
 
-    def wrap(function: Callable[..., None]) -> Callable[..., None]:
+    def wrap(function: F) -> F:
         @functools.wraps(function)
-        def renamed(*args: Any, **kwargs: Any) -> None:
-            function(*args, **{names.get(key, key): value for key, value in kwargs.items()})
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **{names.get(key, key): value for key, value in kwargs.items()})
 
-        return renamed
+        return cast(F, renamed)
 
     return wrap
 
@@ -97,7 +102,7 @@ def granularities(name: str, recipe: Any, recipe_a: Any, recipe_b: Any) -> tuple
 
 
 def scales(name: str, key: str, given: Any, layout: ScaleLayout, rows: int, depth: int, batch: Sequence[int]) -> None:
-    """`given` are the float32 scales of a (*batch, rows, depth) operand `key`, in any strides."""
+    """`given` are the float32 scales of a (*batch, rows, depth) operand `key`, in any strides; see `laid_out`."""
     if given.dtype == torch.int32:
         raise InputError(
             f"{name}: the scales of {key} are torch.int32, powers of two packed for Blackwell; on Hopper they are "
@@ -112,6 +117,42 @@ def scales(name: str, key: str, given: Any, layout: ScaleLayout, rows: int, dept
             f"{name}: the scales of {key} are {tuple(given.shape)}; {layout.rows}x{layout.depth} of "
             f"{(*batch, rows, depth)} are {wanted}, transposed where {key} is.{other}"
         )
+
+
+def laid_out(name: str, key: str, given: Tensor, layout: ScaleLayout, rows: int, depth: int) -> Tensor:
+    """`given`, the scales of `key`, as kernels read them: themselves, or a copy, which is logged once."""
+    if torch.compiler.is_compiling():  # neither addresses nor logs: the op lays them out
+        return given
+    if layout.mismatch(given, rows, depth) is None and (layout is not TOKEN or copyable(given)):
+        return given
+    log_once(
+        ("compat scales", name, key),
+        f"{name}: each call copies the scales of {key} into the layout of kernels. "
+        "transform_sf_into_required_layout does it once.",
+    )
+    return layout.empty(rows, depth, given.device, *given.shape[:-2]).copy_(given)
+
+
+def no_gradient(name: str, *tensors: Tensor | None) -> None:
+    """Raises InputError where a gradient would be lost, as the ops do for what they write into `out`."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InputError(
+            f"{name}: writes into d, which has no gradient. Wrap the call in torch.no_grad(), or use tilewright.ops."
+        )
+
+
+def is_settled(name: str, a: Tensor, b: Tensor, c: Tensor | None, d: Tensor, k: int) -> bool:
+    """Is nothing left to multiply?  A sum of nothing, K = 0, has then been written: c, or zeros."""
+    if not d.numel():
+        return True
+    if k:
+        return False
+    no_gradient(name, a, b, c, d)
+    if c is None:
+        d.zero_()
+    else:
+        d.copy_(c)
+    return True
 
 
 def result(
@@ -154,6 +195,8 @@ def _rows_contiguous(t: Tensor) -> bool:
         return True
     if t.shape[-1] > 1 and t.stride(-1) != 1:
         return False
+    if torch.compiler.is_compiling():  # sizes may be symbols, which are not sorted; the op that writes looks again
+        return True
     end = t.shape[-1]
     for stride, size in sorted((s, n) for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True) if n > 1):
         if stride < end:

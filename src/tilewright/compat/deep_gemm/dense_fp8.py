@@ -35,8 +35,8 @@ def fp8_gemm_nt(
     recipe=(1, 1, 128), as weight gradients have it, (N, ceil(K/128)).   recipe_a and recipe_b say the same as
     (rows, K) of each operand.
     d: (M, N) bf16|fp32, columns contiguous; overwritten.   c: like d; may be d itself, which then accumulates.
-    Scales as the casts of `utils.math` write them are read as they lie, others are copied in each call; operands that
-    are not contiguous along K too.  Both are logged once.
+    Scales 1x128 as `transform_sf_into_required_layout` lays them out are read as they lie, others are copied in each
+    call; operands that are not contiguous along K too.  Both are logged once.
     compiled_dims, disable_ue8m0_cast: accepted for DeepGEMM's sake, without effect on Hopper's float32 scales.
     Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
     """
@@ -151,7 +151,9 @@ def _gemm(
     arguments.compiled(name, compiled_dims)
     arguments.scales(name, "a", scale_a, of_a, m, k, ())
     arguments.scales(name, "b", scale_b, of_b, n, k, ())
-    if d.numel() == 0:
+    if arguments.is_settled(name, left, right, c, d, k):
         return
+    scale_a = arguments.laid_out(name, "a", scale_a, of_a, m, k)
+    scale_b = arguments.laid_out(name, "b", scale_b, of_b, n, k)
     scale = 1.0 if alpha is None else alpha
     scaled_matmul(left, right, scale_a, scale_b, c=c, alpha=scale, trans_b=True, out_dtype=d.dtype, out=d)

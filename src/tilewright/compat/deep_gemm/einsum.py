@@ -1,5 +1,6 @@
-"""DeepGEMM's sums over indices: products of batches in three forms of bf16 and one of float8."""
+"""DeepGEMM's sums over indices: products of batches in four forms of bf16 and one of float8."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,8 +20,10 @@ def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, 
     "bmk,bnk->mn"    a (B, M, K), b (B, N, K), d (M, N): one sum over B and K, of copies of a and b.
     "bhr,hdr->bhd"   a (B, H, R), b (H, D, R), d (B, H, D): a product for each h.
     "bhd,hdr->bhr"   a (B, H, D), b (H, D, R), d (B, H, R): the same, b not transposed.
+    "bhd,bhr->hdr"   a (B, H, D), b (B, H, R), d (H, D, R): the gradient of b, a sum over B.
     d: bf16|fp32, its last dimension contiguous; overwritten.   c: like d, may be d itself.
-    use_cublaslt: run torch's own product.
+    The two forms with b (H, D, R) have a result that is torch.einsum's in every bit where d is bf16 and c None: it is
+    that, copied into d.   use_cublaslt: run torch's own product in the others too.
     Raises InputError for another expression, other shapes and dtypes, and where a gradient would be lost.
     """
     name = f"einsum({expr!r})"
@@ -32,8 +35,14 @@ def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, 
     letters = expr.partition("->")[2]
     arguments.result(name, d, [sizes[letter] for letter in letters], f"({', '.join(letters)})")
     arguments.summand(name, c, d)
-    if d.numel():
-        _FORMS[expr](a, b, d, c, "torch" if use_cublaslt else None)
+    summed = [size for letter, size in sizes.items() if letter not in letters]
+    if arguments.is_settled(name, a, b, c, d, math.prod(summed)):
+        return
+    if expr in _TORCH_FORMS and c is None and d.dtype == arguments.BF16:
+        arguments.no_gradient(name, a, b)
+        d.copy_(torch.einsum(expr, a, b))
+        return
+    _FORMS[expr](a, b, d, c, "torch" if use_cublaslt else None)
 
 
 def fp8_einsum(
@@ -64,15 +73,15 @@ def fp8_einsum(
     arguments.dimensions(name, 3, scales_of_a=scale_a, scales_of_b=scale_b)
     arguments.scales(name, "a", scale_a.transpose(0, 1), of_a, rows, depth, (heads,))
     arguments.scales(name, "b", scale_b, of_b, columns, depth, (heads,))
-    if d.numel() == 0:
+    if arguments.is_settled(name, left, right, None, d, depth):
         return
     every = torch.full((heads,), rows, dtype=torch.int32, device=d.device)
     masked_matmul(
         left.transpose(0, 1),
         right,
         every,
-        scale_a=scale_a.transpose(0, 1),
-        scale_b=scale_b,
+        scale_a=arguments.laid_out(name, "a", scale_a.transpose(0, 1), of_a, rows, depth),
+        scale_b=arguments.laid_out(name, "b", scale_b, of_b, columns, depth),
         trans_b=True,
         out_dtype=d.dtype,
         out=d.transpose(0, 1),
@@ -108,8 +117,14 @@ def _batched(trans_b: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, 
     return run
 
 
+def _of_columns(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None, backend: str | None) -> None:
+    bmm(a.permute(1, 2, 0), b.transpose(0, 1), c=c, out_dtype=d.dtype, out=d, backend=backend)
+
+
 _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, str | None], None]] = {
     "bmk,bnk->mn": _summed,
     "bhr,hdr->bhd": _batched(trans_b=True),
     "bhd,hdr->bhr": _batched(trans_b=False),
+    "bhd,bhr->hdr": _of_columns,
 }
+_TORCH_FORMS = ("bhr,hdr->bhd", "bhd,hdr->bhr")

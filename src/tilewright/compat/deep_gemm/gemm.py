@@ -64,8 +64,35 @@ def bf16_gemm_tt(
     _gemm("bf16_gemm_tt", a, b, d, c, compiled_dims, alpha)
 
 
+def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`bf16_gemm_nt` by torch's own product, which on a GPU is cuBLAS's: something to compare with."""
+    _gemm("cublaslt_gemm_nt", a, b, d, c, "", None, "torch")
+
+
+def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` for b (K, N)."""
+    _gemm("cublaslt_gemm_nn", a, b, d, c, "", None, "torch")
+
+
+def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` for a (K, M) and b (K, N)."""
+    _gemm("cublaslt_gemm_tn", a, b, d, c, "", None, "torch")
+
+
+def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
+    """`cublaslt_gemm_nt` for a (K, M)."""
+    _gemm("cublaslt_gemm_tt", a, b, d, c, "", None, "torch")
+
+
 def _gemm(
-    name: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None, compiled_dims: str, alpha: float | None
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None,
+    compiled_dims: str,
+    alpha: float | None,
+    backend: str | None = None,
 ) -> None:
     trans_a, trans_b = name[-2] == "t", name[-1] == "t"
     arguments.same_device(name, c, a=a, b=b, d=d)
@@ -78,7 +105,7 @@ def _gemm(
     arguments.result(name, d, (m, n), "(M, N)")
     arguments.summand(name, c, d)
     arguments.compiled(name, compiled_dims)
-    if d.numel() == 0:
+    if arguments.is_settled(name, a, b, c, d, k):
         return
     scale = 1.0 if alpha is None else alpha
-    matmul(a, b, c=c, alpha=scale, trans_a=trans_a, trans_b=trans_b, out_dtype=d.dtype, out=d)
+    matmul(a, b, c=c, alpha=scale, trans_a=trans_a, trans_b=trans_b, out_dtype=d.dtype, out=d, backend=backend)

@@ -1,6 +1,7 @@
 """Products of groups of rows with DeepGEMM's signatures: experts' layers, forward and for gradients of activations.
 
-Sizes of groups are read on the device; no call waits for the host.  Rows that belong to no group keep what d holds.
+Sizes of groups are read on the device; no call waits for the host.  Rows of padding behind a group, up to the next
+multiple of the alignment, are computed with it, so that zeros in a give zeros in d; other rows keep what d holds.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +36,8 @@ def m_grouped_bf16_gemm_nt_contiguous(
     a: (T, K) bf16.   b: (G, N, K) bf16.   d: (T, N) bf16|fp32.
     grouped_layout: (T,) int32, the group of each row, -1 for padding, rows of a group next to each other; groups begin
     anywhere.  With use_psum_layout: (G,) int32, the row behind the last of each group, and a group begins at the end of
-    the one before rounded up to `get_mk_alignment_for_contiguous_layout()`.
+    the one before rounded up to `get_mk_alignment_for_contiguous_layout()`.  Rows between are computed with the group
+    before them, those behind the last multiple are not touched.
     compiled_dims, ensure_zero_padding, expected_m_for_psum_layout: accepted for DeepGEMM's sake, without effect.
     Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
     """
@@ -156,9 +158,11 @@ def _contiguous(name: str, given: _Operands, d: Tensor, layout: Tensor, compiled
     a, b, scale_a, scale_b = _checked(name, given, d, 2, compiled_dims)
     groups = b.shape[0]
     _sizes(name, "grouped_layout", layout, a, groups if psum else a.shape[0], "group" if psum else "row")
-    if d.numel() == 0 or groups == 0:
+    if groups == 0:
         return
-    starts, ends = (_starts(layout), layout) if psum else groups_of_rows(layout, groups)
+    starts, ends = _padded_ends(layout, a.shape[0]) if psum else _padded_ids(layout, groups)
+    if arguments.is_settled(name, a, b, None, d, a.shape[1]):
+        return
     grouped_matmul(a, b, ends, starts=starts, scale_a=scale_a, scale_b=scale_b, trans_b=True, out_dtype=d.dtype, out=d)
 
 
@@ -167,7 +171,7 @@ def _masked(name: str, given: _Operands, d: Tensor, masked_m: Tensor, expected_m
     _sizes(name, "masked_m", masked_m, a, b.shape[0], "group")
     if not isinstance(expected_m, int) or expected_m < 1:
         raise InputError(f"{name}: expected_m is {expected_m!r}; needs a number of rows, at least 1.")
-    if d.numel() == 0:
+    if arguments.is_settled(name, a, b, None, d, a.shape[-1]):
         return
     masked_matmul(
         a,
@@ -203,6 +207,9 @@ def _checked(
     if layouts is not None:
         arguments.scales(name, "a", scale_a, layouts[0], m, k, batch)
         arguments.scales(name, "b", scale_b, layouts[1], n, k, (groups,))
+        if scale_a is not None and scale_b is not None and d.numel() and k:
+            scale_a = arguments.laid_out(name, "a", scale_a, layouts[0], m, k)
+            scale_b = arguments.laid_out(name, "b", scale_b, layouts[1], n, k)
     return a, b, scale_a, scale_b
 
 
@@ -215,10 +222,30 @@ def _sizes(name: str, key: str, t: Any, beside: Tensor, count: int, what: str) -
         )
 
 
-def _starts(ends: Tensor) -> Tensor | None:
-    """First rows of groups that end at `ends` and begin at multiples of the alignment."""
+def _padded_ends(ends: Tensor, rows: int) -> tuple[Tensor | None, Tensor]:
+    """(starts, ends) of groups that end at `ends`: each begins at the multiple of the alignment where the padding of
+    the one before ends.
+    """
     alignment = get_mk_alignment_for_contiguous_layout()
     if alignment == 1:
-        return None
-    rounded = (ends[:-1] + (alignment - 1)).div_(alignment, rounding_mode="floor").mul_(alignment)
-    return pad(rounded, (1, 0))
+        return None, ends
+    rounded = _rounded_up(ends, alignment)
+    return pad(rounded[:-1], (1, 0)), rounded.clamp_(max=rows)
+
+
+def _padded_ids(ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """(starts, ends) of groups with the padding behind them, up to a multiple of the alignment or the next group."""
+    starts, ends = groups_of_rows(ids, groups)
+    alignment, rows = get_mk_alignment_for_contiguous_layout(), ids.shape[0]
+    if alignment == 1 or rows == 0:
+        return starts, ends
+    # Groups stand in any order, so the next one is looked for; one without rows, from 0 to 0, stays so and is no one's
+    following = torch.where(starts >= ends[:, None], starts, rows).amin(1)
+    return starts, torch.minimum(_rounded_up(ends, alignment), following)
+
+
+def _rounded_up(ends: Tensor, alignment: int) -> Tensor:
+    above = ends + (alignment - 1)
+    if alignment & (alignment - 1) == 0:
+        return above.bitwise_and_(-alignment)
+    return above.div_(alignment, rounding_mode="floor").mul_(alignment)

@@ -138,6 +138,9 @@ def _product(
     """a (M, T), b (N, T), scales (M, T/128) and (N, T/128)."""
     if d.numel() == 0:
         return
+    if scale_a is not None and scale_b is not None:
+        scale_a = arguments.laid_out("k_grouped_fp8_gemm", "a", scale_a, TOKEN, *a.shape)
+        scale_b = arguments.laid_out("k_grouped_fp8_gemm", "b", scale_b, TOKEN, *b.shape)
     ends = ks_tensor.cumsum(0, dtype=torch.int32)
     k_grouped_matmul(a, b, ends, c=c, scale_a=scale_a, scale_b=scale_b, trans_b=True, out_dtype=d.dtype, out=d)
 

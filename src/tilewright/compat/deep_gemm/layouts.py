@@ -22,7 +22,7 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
     """Where groups begin under use_psum_layout, and what code that asks pads them to.
 
     Kernels here take groups that begin anywhere: 1 saves the padding.  Groups along K of float8 go on ending at
-    multiples of 128.
+    multiples of 128.  Rows of padding up to the next multiple are computed with the group before them.
     """
     if not isinstance(new_value, int) or new_value < 1:
         raise InputError(f"set_mk_alignment_for_contiguous_layout({new_value!r}): needs a number of rows, at least 1.")
@@ -57,11 +57,13 @@ def transform_sf_into_required_layout(
     num_groups: int | None = None,
     is_sfa: bool | None = None,
     disable_ue8m0_cast: bool = False,
+    psum_layout: Tensor | None = None,
 ) -> Tensor:
     """The scales of a (num_groups, mn, k) or (mn, k) operand as kernels of Hopper read them.
 
     recipe: (rows of a, rows of b, K) with is_sfa saying which; or (rows, K).   1x128: see
-    `get_mn_major_tma_aligned_tensor`; 128x128: `sf` itself.   disable_ue8m0_cast: without effect.
+    `get_mn_major_tma_aligned_tensor`; 128x128: `sf` itself.   disable_ue8m0_cast, and psum_layout, the ends of groups
+    of rows: without effect.
     Raises InputError for scales of another shape or dtype, and other granularities.
     """
     name = "transform_sf_into_required_layout"

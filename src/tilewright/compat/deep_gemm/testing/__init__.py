@@ -1,10 +1,23 @@
-"""DeepGEMM's tools for tests: a similarity, byte counts, and two ways to time a call on the GPU."""
+"""DeepGEMM's tools for tests: comparisons, byte counts, two ways to time a call, and what runs where."""
 
+from typing import NoReturn
+
+from tilewright.compat.deep_gemm import absent
 from tilewright.compat.deep_gemm.testing.bench import bench, bench_kineto
-from tilewright.compat.deep_gemm.testing.numeric import calc_diff, count_bytes
+from tilewright.compat.deep_gemm.testing.filters import get_arch_major, ignore_env, test_filter
+from tilewright.compat.deep_gemm.testing.numeric import assert_bitwise_equal, calc_diff, count_bytes
 
-__all__ = ["bench", "bench_kineto", "calc_diff", "count_bytes"]
+__all__ = [
+    "assert_bitwise_equal",
+    "bench",
+    "bench_kineto",
+    "calc_diff",
+    "count_bytes",
+    "get_arch_major",
+    "ignore_env",
+    "test_filter",
+]
 
 
-def __getattr__(name: str) -> object:
-    raise AttributeError(f"tilewright.compat.deep_gemm.testing has no {name!r}. It has: {', '.join(__all__)}.")
+def __getattr__(name: str) -> NoReturn:
+    raise absent.missing(__name__, name, __all__)

@@ -7,7 +7,7 @@ times the CPU.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,16 @@ from tilewright.log import logger
 
 _LEAD_SIZE = 8192  # a float32 product of this size takes the GPU ten milliseconds and more
 _SHOWN = 8  # kernels that a message names
-_DEEP_GEMM_KERNELS = ("bf16_gemm", "fp8_gemm", "gemm_", "bmn_bnk_mn_gemm_impl")  # what programs written for it look for
+_DEEP_GEMM_KERNELS = (  # what programs written for it look for
+    "bf16_gemm",
+    "fp8_gemm",
+    "gemm_",
+    "bmn_bnk_mn_gemm_impl",
+    "m_grouped_bf16_gemm_contiguous_tl_impl",
+    "b_fused_k_grouped_bf16_gemm_contiguous_tl_impl",
+    "pack_fp32_into_ue8m0",
+)
+_GENERAL = ("gemm", "nvjet", "transpose")  # they look for these too; here a kernel may be named so, or not
 _FLUSH = "bitwise_not"  # in the name of the kernel that flushes, and hardly in that of one to be timed
 
 
@@ -61,35 +70,52 @@ def bench_kineto(
     trace_path: str | None = None,
     flush_l2: bool = True,
     with_multiple_kernels: bool = False,
+    barrier: Callable[[], object] | None = None,
 ) -> float | tuple[float, ...]:
     """Mean seconds of the kernels whose names contain `kernel_names`, from torch's profiler; a tuple for a tuple.
 
-    Names of DeepGEMM's kernels ("bf16_gemm", "fp8_gemm", "gemm_") stand for all that a call launches here. A
-    name that no kernel contains gives 0, and a warning that lists the kernels seen. On a CPU the names are those of
-    torch's operators ("aten::mm"), their times without the operators they call.
+    Names of DeepGEMM's kernels ("bf16_gemm", "fp8_gemm", "gemm_") stand for all that a call launches here; so do
+    "gemm", "nvjet" and "transpose" where one of them is asked for alone and no kernel has it in its name. Another name
+    that no kernel contains gives 0, and a warning that lists the kernels seen. On a CPU the names are those of torch's
+    operators ("aten::mm"), their times without the operators they call.
 
     suppress_kineto_output: send what the process writes meanwhile to nowhere. trace_path: write a Chrome trace there.
     flush_l2: overwrite four times the L2 before each call. with_multiple_kernels: a name may fit several kernels, and
-    the mean is then over all their launches; otherwise that raises InputError.
+    the mean is then over all their launches; otherwise that raises InputError, which is an AssertionError too.
+    barrier: called before each call of `fn`, for programs of several processes; what it launches is counted unless a
+    name leaves it out.
     """
     names = kernel_names if isinstance(kernel_names, tuple) else (kernel_names,)
     buffer = _flush_buffer() if flush_l2 else None
     fn()
     with _silence() if suppress_kineto_output else nullcontext():
-        profiler = _profiled(fn, num_tests, buffer)
+        profiler = _profiled(fn, num_tests, buffer, barrier)
     if trace_path is not None:
         profiler.export_chrome_trace(trace_path)
     kernels = _kernels(profiler)
     times = tuple(
         sum(seconds for seconds, _ in kernels.values()) / num_tests
-        if name in _DEEP_GEMM_KERNELS
+        if _is_whole(name, len(names), kernels)
         else _mean_seconds(name, kernels, with_multiple_kernels)
         for name in names
     )
     return times if isinstance(kernel_names, tuple) else times[0]
 
 
-def _profiled(fn: Callable[[], object], num_tests: int, buffer: torch.Tensor | None) -> Any:
+class AmbiguousNameError(InputError, AssertionError):
+    """Several kernels where one is meant; programs written for DeepGEMM catch AssertionError."""
+
+
+def _is_whole(name: str, count: int, kernels: Iterable[str]) -> bool:
+    """Does the name, one of `count`, stand for all that a call launches?"""
+    if name in _DEEP_GEMM_KERNELS:
+        return True
+    return count == 1 and name in _GENERAL and not any(name in kernel for kernel in kernels)
+
+
+def _profiled(
+    fn: Callable[[], object], num_tests: int, buffer: torch.Tensor | None, barrier: Callable[[], object] | None
+) -> Any:
     """A profile of `num_tests` calls, after as many that the profiler warms up on."""
     gpu = torch.cuda.is_available()
     activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU
@@ -99,6 +125,8 @@ def _profiled(fn: Callable[[], object], num_tests: int, buffer: torch.Tensor | N
             for _ in range(num_tests):
                 if buffer is not None:
                     buffer.bitwise_not_()
+                if barrier is not None:
+                    barrier()
                 fn()
             if gpu:
                 torch.cuda.synchronize()
@@ -126,7 +154,7 @@ def _mean_seconds(name: str, kernels: dict[str, tuple[float, int]], several: boo
         logger.warning("bench_kineto: no kernel's name contains %r; seen: %s", name, ", ".join(seen) or "none")
         return 0.0
     if len(found) > 1 and not several:
-        raise InputError(
+        raise AmbiguousNameError(
             f"bench_kineto: {name!r} is in the names of {len(found)} kernels: {', '.join(found[:_SHOWN])}. "
             "Give a longer part of one name, or with_multiple_kernels=True."
         )

@@ -23,12 +23,18 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(total == 0, 0.0, 1 - 2 * (x * y).sum() / total)
 
 
+def assert_bitwise_equal(x: Tensor, y: Tensor) -> None:
+    """Raises AssertionError unless both have one shape, dtype and bits: equal NaNs pass, 0.0 and -0.0 do not."""
+    assert x.shape == y.shape, f"x is {tuple(x.shape)}, y is {tuple(y.shape)}"
+    assert x.dtype == y.dtype, f"x is {x.dtype}, y is {y.dtype}"
+    different = int((_bytes(x) != _bytes(y)).sum())
+    assert not different, f"{different} of {x.numel() * x.element_size()} bytes differ"
+
+
 def count_bytes(*tensors: Tensor | Sequence[Any] | None) -> int:
     """Bytes of all elements of the tensors given, in lists and tuples too; None counts nothing."""
-    total = 0
-    for t in tensors:
-        if isinstance(t, Tensor):
-            total += t.numel() * t.element_size()
-        elif t is not None:
-            total += count_bytes(*t)
-    return total
+    return sum(t.nbytes if isinstance(t, Tensor) else count_bytes(*t) for t in tensors if t is not None)
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -55,6 +55,8 @@ def refusal(
     arch = device_info(a.device).arch
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    if not a.shape[-1]:
+        return "has no tiles for K = 0"
     args = a, b, bias, c, scale, alpha, activation, out_dtype
     return None if few_rows_cuda.refusal(*args) is None else dense_cuda.refusal(*args)
 

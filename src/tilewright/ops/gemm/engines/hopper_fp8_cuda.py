@@ -54,9 +54,11 @@ def refusal(
 
 
 def other_machine(a: Tensor) -> str | None:
-    """Why no kernel of theirs runs where `a` is; None if they do."""
+    """Why no kernel of theirs runs where `a` is, or of its K; None if they do."""
     arch = device_info(a.device).arch
-    return None if arch == "sm_90" else f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    if arch != "sm_90":
+        return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    return None if a.shape[-1] else "has no tiles for K = 0"
 
 
 def gemm(

@@ -42,6 +42,8 @@ def refusal(
     arch = device_info(a.device).arch
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
+    if not a.shape[-1]:
+        return "has no tiles for K = 0"
     if scale_a is None or scale_b is None:
         if major_a(a) is not Major.K:  # groups begin at any row, and a copy at multiples of 16 bytes of a line
             return "needs a contiguous along K"
