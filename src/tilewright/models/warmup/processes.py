@@ -74,7 +74,11 @@ def _next(receiver: Connection, process: Any) -> Any:
 @contextmanager
 def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
     """What the planning process inherits: the architecture to plan for, and no sight of other GPUs."""
-    changed = {"TILEWRIGHT_ARCH": "" if arch == "cpu" else arch, "TRITON_INTERPRET": "0"}
+    changed = {
+        "TILEWRIGHT_ARCH": "" if arch == "cpu" else arch,
+        "TRITON_INTERPRET": "0",
+        "PYTHONSAFEPATH": "1",  # or `multiprocessing` itself would come from the current folder, if it lay there
+    }
     if hide_gpus:
         changed["CUDA_VISIBLE_DEVICES"] = ""
     kept = {name: os.environ.get(name) for name in changed}
