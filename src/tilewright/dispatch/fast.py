@@ -158,7 +158,8 @@ def again(raw: "RawOp", found: Found, args: Sequence[Any]) -> Any:
     assert entry is not None
     first = args[0]
     if entry.plan.launch is None:
-        outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p})  # 0: of None, or of nothing
+        given = {p for p in pointers if p}  # 0: of None, or of nothing
+        outs = raw.owned_reference(args, entry.specs, given, entry.plan.numerics)
         return outs if len(outs) > 1 else outs[0]
     if entry.like:
         outs = (torch.empty_like(first),)

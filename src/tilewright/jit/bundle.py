@@ -9,7 +9,6 @@ whose code you would run.
 """
 
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -90,7 +89,7 @@ def _read(folder: Path) -> dict[str, bytes]:
     """The files of an entry, verified."""
     try:
         with trust.opened(folder) as opened:
-            contents = {name: trust.read(opened, name) for name in os.listdir(opened)}
+            contents = {name: trust.read(opened, name) for name in trust.names(opened)}
         descriptions.check(folder.name, contents)
     except (CorruptError, trust.UntrustedError, FileNotFoundError) as error:
         raise InputError(f"{folder} cannot be exported: {error}. Remove it and compile it again.") from error

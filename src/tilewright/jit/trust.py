@@ -1,4 +1,4 @@
-"""Whether a cache folder may be loaded from: it holds machine code, and whoever can write it can run code as its reader.
+"""Whether a cache folder may be loaded from: whoever can write its machine code can run code as its reader.
 
 What belongs to this user or to root, and is writable by its owner alone, is read; anything else is refused by name.
 Files are opened below a folder that is open already and asked for their owner through their own descriptors, so that
@@ -34,6 +34,11 @@ def refusal_of(folder: Path) -> str | None:
         return refusal(folder.stat())
     except OSError:
         return None
+
+
+def names(folder: int) -> list[str]:
+    """What an `opened` folder holds."""
+    return os.listdir(folder)
 
 
 class UntrustedError(Exception):
