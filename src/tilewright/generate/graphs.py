@@ -34,8 +34,8 @@ class StepGraphs:
     def capture(self, key: Hashable, step: Callable[[], None], rewind: Callable[[], None]) -> None:
         """Warm `step` up and record it. `rewind` puts the state that a step advances back to a valid start.
 
-        Raises BackendError when the step fails, or does what a graph cannot record, such as waiting for the GPU; torch's
-        OutOfMemoryError stays what it is.
+        Raises BackendError when the step fails, or does what a graph cannot record, such as waiting for the GPU; an
+        OutOfMemoryError stays one.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
