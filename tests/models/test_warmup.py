@@ -10,9 +10,9 @@ import torch
 
 from tilewright.dispatch import register_impl, unregister_impl
 from tilewright.errors import BackendError, UsageError
-from tilewright.models.warmup import architectures
-from tilewright.models.warmup.needed import of_model, of_suite
-from tilewright.models.warmup.planning import plan
+from tilewright.warmup import architectures
+from tilewright.warmup.needed import of_model, of_suite
+from tilewright.warmup.planning import plan
 
 SOURCE = Path(__file__).resolve().parents[2]
 LLAMA = {
@@ -61,7 +61,7 @@ def test_the_workloads_of_a_cpu_are_its_own():
 def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     before = resident_bytes()
-    found = by_op(of_model(str(tmp_path), None, 2, (64, 7)))
+    found = by_op(of_model(str(tmp_path), None, 2, (64, 7), arch="cpu").calls)
     assert set(found) == {"rms_norm", "add_rms_norm", "swiglu", "apply_rope"}
     for calls in (found["rms_norm"], found["add_rms_norm"]):
         assert sorted(tuple(call.args[0].shape) for call in calls) == [(2, 1, 4096), (2, 7, 4096), (2, 64, 4096)]
@@ -71,7 +71,7 @@ def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
 
 def test_a_model_in_another_dtype_and_by_its_file(tmp_path):
     (tmp_path / "small.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "vocab_size": 64}))
-    calls = of_model(str(tmp_path / "small.json"), "fp16", 1, (16,))
+    calls = of_model(str(tmp_path / "small.json"), "fp16", 1, (16,), arch="cpu").calls
     assert {call.args[0].dtype for call in calls} == {torch.float16}
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_model_is_told(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=says):
-        of_model(str(tmp_path / name), None, 1, (16,))
+        of_model(str(tmp_path / name), None, 1, (16,), arch="cpu")
 
 
 # --------------------------------------------------------------------------------------------------- what is compiled
@@ -137,8 +137,8 @@ import os, time
 from pathlib import Path
 from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.collect import Job
-from tilewright.models.warmup.planning import Planned
-from tilewright.models.warmup.processes import _compile_all
+from tilewright.warmup.planning import Planned
+from tilewright.warmup.processes import _compile_all
 
 def compiled(name, path=Path("kernel.cubin")):
     return Artifact(BuildKey(name, "cuda", "sm_90a", (), ""), b"", {"registers": 7}, path)

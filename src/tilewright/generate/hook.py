@@ -34,6 +34,11 @@ _KEPT = 4  # decoders, each with its cache; the one unused for longest makes roo
 _LENGTH_STEP = 512  # decoders are made for rounded-up lengths, so that a longer prompt seldom needs a new one
 
 
+def rounded_length(length: int) -> int:
+    """The `max_length` of the decoder that serves `length` positions."""
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
+
+
 class _Failure(NamedTuple):
     """What a decoder could not do.  model: its `fingerprint` then.  slots: those of a cache that did not fit, None for
     a failure whatever the size.
@@ -68,7 +73,7 @@ class Attachment:
             del found  # its cache is freed before the longer one is allocated
             while len(self._decoders) >= _KEPT:
                 del self._decoders[next(iter(self._decoders))]
-            found = self._factory(self._model, batch_size, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
+            found = self._factory(self._model, batch_size, rounded_length(length))
         self._decoders[batch_size] = found
         return found
 
