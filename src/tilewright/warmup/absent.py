@@ -1,8 +1,8 @@
 """Fake tensors on a GPU that is not here.
 
-Indexing and copying first make the device of a tensor current, which without that device is an error, though nothing
-would be computed.  So they are said in other words: the operators that indexing consists of make no device current, and
-a copy into a fake tensor changes nothing.
+Indexing, `copy_` and `contiguous` make the device of a tensor current, which without that device is an error, though
+nothing would be computed.  So they are said in other words: the operators that indexing consists of make no device
+current, and a copy into a fake tensor changes nothing.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class AbsentDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERED and args[0].device.type == "cuda":
-            return _ANSWERED[func](*args)
+            return _ANSWERED[func](*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -27,6 +27,10 @@ def _index(x: Tensor, index: Any) -> Tensor:
     viewed, places = _viewed(x, index)
     made: Tensor = _aten.index.Tensor(viewed, places) if places else viewed
     return made
+
+
+def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    return x if x.is_contiguous(memory_format=memory_format) else x.clone(memory_format=memory_format)
 
 
 def _viewed(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
@@ -62,5 +66,6 @@ def _dimensions(item: Any) -> int:
 _ANSWERED: dict[Any, Any] = {
     Tensor.__getitem__: _index,
     Tensor.__setitem__: lambda x, index, value: None,
-    Tensor.copy_: lambda x, *source: x,
+    Tensor.copy_: lambda x, *source, **how: x,
+    Tensor.contiguous: _contiguous,
 }

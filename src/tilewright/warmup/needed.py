@@ -3,7 +3,7 @@
 A model is built from its configuration alone.  Its weights are allocated and never touched, so that an 8B model costs
 no memory to speak of; patching probes modules with weights of its own, and decides by what was measured on the machine
 that is prepared.  Then fake tensors on that machine's device take the place of the weights, and the model runs as it
-will run: prefills, a step of its own `generate`, and a step with a static cache.  A recording lists every call of our
+will run: prefills, steps of its own `generate`, and a step with a static cache.  A recording lists every call of our
 ops, and a collector the kernels of decoding, which belong to no op.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.bench.cases import Case, select
-from tilewright.dispatch import RawOp, record
+from tilewright.dispatch import RawOp, contracts, implementations, record
 from tilewright.errors import InputError, PatchError, UsageError
 from tilewright.generate.planning import run_planned
 from tilewright.jit.collect import Job, collect
@@ -37,6 +37,10 @@ _TINY = {
 }
 BUILT_IN = {f"tiny-{family}": (family, _TINY) for family in ("llama", "qwen3", "gemma2", "mistral")}
 """Models that need no file, to try the road: name -> (transformers' model type, configuration)."""
+
+
+_STEPS = 16
+"""Of a cache that grows: after them its length was a multiple of 16 once, of which kernels are specialised."""
 
 
 class RawCall(NamedTuple):
@@ -112,6 +116,9 @@ def of_model(
     name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.  fp8: as `patch(fp8=True)`, whose weights
     are cast here too.  Raises UsageError.
     """
+    for contract in contracts().values():  # their files make small tensors, which shall be no fake ones
+        for raw in contract.raw_ops:
+            implementations(raw.op, raw.direction, raw.package)
     model = _build(name, dtype)
     device = torch.device("cpu" if arch == "cpu" else "cuda", 0 if arch != "cpu" else None)
     try:
@@ -123,15 +130,15 @@ def of_model(
         torch.no_grad(),
         collect(arch) as collector,
         record() as notes,
-        torch.device(device),
         AbsentDevice(),
     ):
         _move(model, device)
         patched.apply()
         for length in tokens:
-            made = model(input_ids=torch.ones(batch, length, dtype=torch.long), use_cache=True)
-            step = torch.ones(batch, 1, dtype=torch.long)
-            model(input_ids=step, past_key_values=made.past_key_values, use_cache=True)
+            made = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
+            step = torch.ones(batch, 1, dtype=torch.long, device=device)
+            for _ in range(min(new_tokens, _STEPS)):
+                model(input_ids=step, past_key_values=made.past_key_values, use_cache=True)
         for length in tokens:
             try:
                 run_planned(model, batch, length, new_tokens)
