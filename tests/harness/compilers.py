@@ -1,12 +1,14 @@
 """No compiler: as on a machine that has none, and an error wherever one is called all the same."""
 
 import gc
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from tilewright.dispatch import contracts
 from tilewright.jit import cache
+from tilewright.jit.artifact import BuildKey
 from tilewright.jit.cuda_launch import CudaKernel
 
 
@@ -36,7 +38,12 @@ def raise_in_every_compiler(patch: pytest.MonkeyPatch) -> list[str]:
         (JITFunction, "warmup"),
     ):
         patch.setattr(owner, name, refuse)
-    patch.setattr(cache, "_missing", lambda key, root: missed.append(key.name) or f"{key.name} is missing")
+
+    def note(key: BuildKey, root: Path) -> str:
+        missed.append(key.name)
+        return f"{key.name} is missing"
+
+    patch.setattr(cache, "_missing", note)
     patch.setattr(cutile_launch, "_compiler", lambda: "")  # which remembers versions
     for found in gc.get_objects():
         if isinstance(found, triton_launch.TritonKernel):

@@ -72,5 +72,5 @@ def resolve(backend: str | None) -> tuple[str, str]:
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second, with every `import`
-for _read_once in (resolve, current_numerics):
-    _read_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+current_numerics._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -39,7 +39,8 @@ def _viewed(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
     taken = sum(_dimensions(item) for item in items)
     gap = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
     items[gap : gap + 1] = [slice(None)] * (x.dim() - taken)
-    viewed, dim, places = _aten.alias(x), 0, []
+    viewed, dim = _aten.alias(x), 0
+    places: list[Tensor | None] = []
     for item in items:
         if item is None:
             viewed = viewed.unsqueeze(dim)

@@ -120,7 +120,7 @@ def of_model(
         for raw in contract.raw_ops:
             implementations(raw.op, raw.direction, raw.package)
     model = _build(name, dtype)
-    device = torch.device("cpu" if arch == "cpu" else "cuda", 0 if arch != "cpu" else None)
+    device = torch.device("cpu" if arch == "cpu" else "cuda:0")
     try:
         patched = plan_patch(model, device, fp8)
     except PatchError as error:
