@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewright import settings
 from tilewright.dispatch import register_impl, unregister_impl
 from tilewright.errors import BackendError, UsageError
 from tilewright.warmup import architectures
+from tilewright.warmup.absent import _index
 from tilewright.warmup.needed import of_model, of_suite
 from tilewright.warmup.planning import plan
 
@@ -172,3 +174,71 @@ def test_architectures_are_machines_each_once():
     assert architectures(["sm_90a", "sm_90", "gfx942", "cpu"]) == ["sm_90", "gfx942", "cpu"]
     with pytest.raises(UsageError, match="sm_75: known are sm_80"):
         architectures(["sm_75"])
+
+
+# ------------------------------------------------------------------------------------------ models on a GPU elsewhere
+
+
+@pytest.fixture
+def on_sm_90(monkeypatch):
+    """Plans for a GPU that is not here, by the tables that are shipped."""
+    monkeypatch.setenv("TILEWRIGHT_ARCH", "sm_90")
+    settings.reload()
+    yield
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a GPU that is not here")
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+def test_a_model_on_a_gpu_needs_products_attention_casts_and_the_step(on_sm_90, tmp_path, fp8):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    calls, jobs = of_model(str(tmp_path), None, 1, (2048,), arch="sm_90", new_tokens=32, fp8=fp8)
+    found = by_op(calls)
+    common = {"rms_norm", "add_rms_norm", "apply_rope", "fmha", "matmul"}
+    narrow = {"scaled_matmul", "scaled_matmul_fp8", "per_token_cast_to_fp8", "per_block_cast_to_fp8"}
+    assert set(found) == common | (narrow if fp8 else {"swiglu"})
+    rows = {call.args[0].shape[0] for call in found["scaled_matmul" if fp8 else "matmul"]}
+    assert rows == {1, 2048}
+    assert {call.args[0].device.type for call in calls} == {"cuda"}
+    assert [job.name for job in jobs] == ["_part_kernel", "_combine_kernel"]
+    planned = plan(calls, "sm_90", (), jobs)
+    assert planned.failures == []
+    assert planned.by_torch == 0
+    assert [job.name for job in planned.jobs[:2]] == ["_part_kernel", "_combine_kernel"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a GPU that is not here")
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-mistral"])
+def test_every_kind_of_model_is_planned_with_its_step(on_sm_90, name, caplog):
+    """Windows, soft caps and norms of heads."""
+    calls, jobs = of_model(name, None, 2, (64, 50), arch="sm_90")
+    assert calls
+    assert "no decoding with a static cache" not in caplog.text
+    assert {job.name for job in jobs} == {"_part_kernel", "_combine_kernel"}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(1, None),
+        (Ellipsis, 0),
+        (None, slice(None, 2), Ellipsis),
+        (slice(None), None, [1, 0], slice(0, 4, 2)),
+    ],
+    ids=str,
+)
+def test_indexing_in_other_words_is_indexing(index):
+    x = torch.arange(24).view(2, 3, 4)
+    made = _index(x, index)
+    assert torch.equal(made, x[index])
+    assert made.stride() == x[index].stride()
+
+
+def test_indexing_by_tensors_and_masks():
+    x = torch.arange(24).view(2, 3, 4)
+    rows, mask = torch.tensor([1, 0, 1]), torch.tensor([[True, False, True], [False, True, True]])
+    for index in (rows, mask, (mask, slice(1, 3)), (slice(None), torch.tensor([2, 0])), (rows, slice(None), 1)):
+        assert torch.equal(_index(x, index), x[index])

@@ -2,12 +2,14 @@
 
 Indexing, `copy_` and `contiguous` make the device of a tensor current, which without that device is an error, though
 nothing would be computed.  So they are said in other words: the operators that indexing consists of make no device
-current, and a copy into a fake tensor changes nothing.
+current, and a copy into a fake tensor changes nothing.  `scaled_dot_product_attention` asks that device for a kernel; of
+its result only shape and strides are needed, which are those of FLASH and cuDNN.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -64,9 +66,15 @@ def _dimensions(item: Any) -> int:
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, **more: Any) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+
+
 _ANSWERED: dict[Any, Any] = {
     Tensor.__getitem__: _index,
     Tensor.__setitem__: lambda x, index, value: None,
     Tensor.copy_: lambda x, *source, **how: x,
     Tensor.contiguous: _contiguous,
+    F.scaled_dot_product_attention: _attention,
 }

@@ -164,21 +164,22 @@ def split_kv(
     block_g = max(16, triton.next_power_of_2(group))  # the matrix unit takes at least 16 rows
     block_dk = max(16, triton.next_power_of_2(d_k))
     _run(
+        _part_kernel,
         PARTS,
         (kv_heads, batch, splits),
         (query, key, value, attention_mask, acc, stat, scale, capacity, *strides),
         (group, d_k, d_v, block_g, block_dk, max(16, block_dv), block_n, splits),
-        num_stages=2,
+        stages=2,
     )
-    _run(COMBINE, (batch * heads,), (acc, stat, out), (d_v, block_dv, splits), num_stages=1)
+    _run(_combine_kernel, COMBINE, (batch * heads,), (acc, stat, out), (d_v, block_dv, splits), stages=1)
     return out, None
 
 
 def _run(
-    kernel: TritonKernel, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], num_stages: int
+    fn: Any, kernel: TritonKernel, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], stages: int
 ) -> None:
-    """Launch on the current stream; under torch.compile, put the kernel into the graph."""
+    """Launch on the current stream; under torch.compile, put the kernel's function into the graph."""
     if torch.compiler.is_compiling():
-        kernel.fn[grid](*args, *constants, num_warps=_WARPS, num_stages=num_stages)
+        fn[grid](*args, *constants, num_warps=_WARPS, num_stages=stages)
     else:
-        kernel(grid, args, constants, num_warps=_WARPS, num_stages=num_stages)
+        kernel(grid, args, constants, num_warps=_WARPS, num_stages=stages)
