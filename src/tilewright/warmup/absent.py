@@ -2,8 +2,8 @@
 
 Indexing, `copy_` and `contiguous` make the device of a tensor current, which without that device is an error, though
 nothing would be computed.  So they are said in other words: the operators that indexing consists of make no device
-current, and a copy into a fake tensor changes nothing.  `scaled_dot_product_attention` asks that device for a kernel; of
-its result only shape and strides are needed, which are those of FLASH and cuDNN.
+current, and a copy into a fake tensor changes nothing.  `scaled_dot_product_attention` asks that device for a kernel;
+of its result only shape and strides are needed, which are those of FLASH and cuDNN.
 """
 
 from typing import Any
