@@ -60,6 +60,7 @@ _MODULES = (
     "settings",
     "tuning",
     "validate",
+    "warmup",
 )
 
 __all__ = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import InputError
+from tilewright.generation import GENERATION
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -175,11 +176,17 @@ _current: Settings | None = None
 
 def current() -> Settings:
     """The settings in force, read from the environment on first use."""
-    return _current if _current is not None else reload()
+    return _current if _current is not None else _read()
 
 
 def reload() -> Settings:
-    """Read the environment again."""
+    """Read the environment again; plans and taped launches made under the former one are made anew."""
+    found = _read()
+    GENERATION[0] += 1
+    return found
+
+
+def _read() -> Settings:
     global _current
     _current = Settings.from_env(os.environ)
     return _current

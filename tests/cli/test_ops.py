@@ -16,6 +16,14 @@ def test_ops_lists_every_op_with_its_backends(tilewright):
         assert "torch" in line
 
 
+def test_columns_of_ops_stand_apart(tilewright):
+    """No text runs into that of the next column, whatever backends there are."""
+    header, *lines = tilewright("ops").stdout.splitlines()
+    starts = [header.index(word) for word in header.split()]
+    for line in lines:
+        assert all(line[start - 1] == " " != line[start] for start in starts[1:]), line
+
+
 def test_ops_as_json(tilewright):
     found = json.loads(tilewright("ops", "--json", "-").stdout)
     assert [each["op"] for each in found] == list(contracts())

@@ -70,3 +70,11 @@ def test_wrong_input_is_refused_before_any_work(tilewright, place, words, says):
     assert done.exit_code == 2
     assert says in done.stderr
     assert list(place.iterdir()) == []
+
+
+def test_the_planning_process_imports_nothing_from_the_current_folder(tilewright, place, monkeypatch):
+    (place / "selectors.py").write_text("raise SystemExit('a file of the current folder was imported')")
+    monkeypatch.chdir(place)
+    done = tilewright("warmup", "--suite", "softmax", "--arch", "sm_90", "--backend", "torch")
+    assert "a file of the current folder" not in done.stderr
+    assert "nothing to prepare" in done.stderr or done.exit_code == 0, done.stderr

@@ -4,6 +4,7 @@ neither checked nor planned again, and notice all that a tape notices.
 
 import gc
 import weakref
+from math import copysign
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.harness.registry import own_registry
 from tilewright import ops, settings
 from tilewright.dispatch import contract, fast, numerics, record, register_impl, set_backend, use_backend
 from tilewright.errors import InputError, KernelMissingError
+from tilewright.hardware.sm_budget import set_sm_budget
 from tilewright.jit.tape import Step, taping
 
 HALF = torch.bfloat16  # for float32 `auto` takes torch, kernel or not
@@ -261,3 +263,40 @@ def test_a_first_call_with_one_tensor_twice_takes_no_tape_from_later_ones(kernel
     ops.matmul(x, y, backend="cpu")
     ops.matmul(x, x, backend="cpu")
     assert (len(kernel.ran), len(kernel.replayed)) == (3, 2)
+
+
+def test_other_settings_and_another_budget_of_multiprocessors_are_noticed(kernel):
+    """A tape holds the grid of its first launch, and a plan what the environment said then."""
+    kernel()
+    for change in (settings.reload, lambda: set_sm_budget(7), lambda: set_sm_budget(None)):
+        ops.matmul(A, B)
+        ops.matmul(A, B)
+        ran, replayed = len(kernel.ran), len(kernel.replayed)
+        assert replayed > 0
+        change()
+        ops.matmul(A, B)
+        assert (len(kernel.ran), len(kernel.replayed)) == (ran + 1, replayed)
+
+
+def test_a_budget_of_no_multiprocessors_is_refused():
+    with pytest.raises(InputError, match=r"set_sm_budget\(0\): allowed are counts from 1"):
+        set_sm_budget(0)
+
+
+def test_zeros_of_both_signs_have_tapes_of_their_own():
+    """alpha=0.0 and alpha=-0.0 are equal keys, and two constants of a tape."""
+    launched = []
+
+    with own_registry():
+
+        @register_impl("matmul", backend="cpu")
+        def launch(outs, a, b, bias, c, scale, alpha, *rest, config):
+            launched.append(copysign(1.0, alpha))
+            if taping() is not None:
+                taping().add(
+                    Step(lambda *_: launched.append(copysign(1.0, alpha)), (1, 1, 1), None, (), (outs[0], a, b))
+                )
+
+        for alpha in (0.0, -0.0, -0.0, 0.0, 0.0, 0, -0.0):
+            ops.matmul(A, B, alpha=alpha)
+    assert launched == [1, -1, -1, 1, 1, 1, -1]

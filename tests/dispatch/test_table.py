@@ -232,3 +232,11 @@ def test_a_running_process_follows_what_is_written(double, spacious, folder):
     table_update.update(folder / "t.json", HEADER, [row()])
     double(X, "auto", "default")
     assert spacious == [Config(4), Config(8)]
+
+
+def test_another_folder_in_the_environment_brings_other_tables(fast_backend, folder, tmp_path, monkeypatch):
+    write(folder / "mine.json", row(backend="torch", config=None))
+    assert table.lookup("test_double", "fwd", "M=4,N=8", "float32", "default", CPU) is not None
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "another"))
+    settings.reload()
+    assert table.lookup("test_double", "fwd", "M=4,N=8", "float32", "default", CPU) is None

@@ -37,7 +37,6 @@ def test_without_a_gpu_a_cuda_tensor_is_planned_for_the_named_architecture(monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     device._info.cache_clear()
     assert arch("cuda") == "sm_90"
-    device._info.cache_clear()
     monkeypatch.setenv("TILEWRIGHT_ARCH", "gfx942")
     settings.reload()
     assert device_info("cuda") == DeviceInfo("AMD Instinct MI300X", "gfx942", 304, 4 << 20, 192 << 30)

@@ -236,3 +236,45 @@ def test_attached():
     twin = copy.deepcopy(model)
     assert torch.equal(twin.generate(ids, attention_mask=mask, max_new_tokens=30, do_sample=False), expected)
     attachment.undo()
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda t: float(t.flatten()[0]), lambda t: torch.cuda.synchronize()], ids=["read", "sync"]
+)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_attached_to_a_model_that_cannot_be_captured(wait, do_sample, caplog):
+    """The model does it itself, also with torch's own generator, which a capture that broke off leaves unusable."""
+    model = on_gpu("llama")
+    ids, mask = gpu_prompts(2, 20, pads=4)
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": do_sample}
+    torch.manual_seed(5)
+    expected = model.generate(ids, **options)
+    handle = model.model.norm.register_forward_hook(lambda module, args, output: (wait(output), output)[1])
+    attachment = attach_generate(model)
+    for _ in range(2):
+        got = model.generate(ids, **options)
+        assert got.shape == expected.shape
+        assert do_sample or torch.equal(got, expected)
+    assert [record.levelname for record in caplog.records if record.name == "tilewright"] == ["WARNING"]
+    assert "cannot be captured" in caplog.text
+    handle.remove()
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone())  # another model now: tried again
+    assert model.generate(ids, **options).shape == expected.shape
+    assert len(attachment._decoders) == 1
+    attachment.undo()
+
+
+def test_attached_where_the_cache_does_not_fit(caplog):
+    model = on_gpu("llama")
+    ids, mask = gpu_prompts(1, 20)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+
+    def huge(model, batch_size, max_length):
+        return StaticDecoder(model, batch_size=batch_size, max_length=1 << 40)
+
+    attachment = attach_generate(model, huge)
+    for _ in range(2):
+        got = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        assert torch.equal(got, expected)
+    assert [record.levelname for record in caplog.records if record.name == "tilewright"] == ["WARNING"]
+    attachment.undo()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.generate.tiny import build, prompts
 
+from tilewright.errors import BackendError
 from tilewright.generate import StaticDecoder, attach_generate
 from tilewright.log import forget_logged
 
@@ -190,4 +191,132 @@ def test_undo_and_other_models(model, factory):
 def test_training_mode_goes_to_the_original(model, factory, attached):
     model.train()
     assert model.generate(IDS, max_new_tokens=2).shape == (2, 14)
+    assert factory.made == []
+
+
+class Failing:
+    """Builds decoders that fail at one point, as often as they are asked, or whose cache fits up to a size."""
+
+    def __init__(self, point, error, fits=0):
+        self.point, self.error, self.fits, self.asked = point, error, fits, 0
+
+    def __call__(self, model, batch_size, max_length):
+        factory = self
+
+        class Decoder(StaticDecoder):
+            def __init__(self, *args, **kwargs):
+                factory.fail("construction", batch_size * max_length)
+                super().__init__(*args, **kwargs)
+
+            def _prepare(self, *args):
+                factory.fail("capture", batch_size * max_length)
+                super()._prepare(*args)
+
+            def _step(self):
+                factory.fail("step", batch_size * max_length)
+                super()._step()
+
+        return Decoder(model, batch_size=batch_size, max_length=max_length)
+
+    def fail(self, point, slots):
+        if point == self.point and slots > self.fits:
+            self.asked += 1
+            raise self.error
+
+
+FAILURES = {
+    "capture": ("capture", BackendError("the decode step cannot be captured as a CUDA graph: it waits")),
+    "memory": ("construction", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")),
+    "step": ("step", RuntimeError("index_copy_(): self and source expected to have the same dtype")),
+    "model": ("construction", AttributeError("'Config' object has no attribute 'num_hidden_layers'")),
+}
+
+
+@pytest.mark.parametrize(("point", "error"), FAILURES.values(), ids=FAILURES)
+def test_what_a_decoder_cannot_do_the_model_does_itself(model, point, error, caplog):
+    """It is said once, and not tried again."""
+    expected = model.generate(IDS, max_new_tokens=10)
+    factory = Failing(point, error)
+    attachment = attach_generate(model, factory)
+    for _ in range(3):
+        assert torch.equal(model.generate(IDS, max_new_tokens=10), expected)
+    assert factory.asked == 1
+    assert not attachment._decoders
+    [record] = [record for record in caplog.records if record.name == "tilewright"]
+    assert record.levelno == logging.WARNING
+    assert str(error) in record.message
+    attachment.undo()
+
+
+def test_a_smaller_cache_is_tried_after_one_that_did_not_fit(model, caplog):
+    factory = Failing("construction", torch.OutOfMemoryError("CUDA out of memory"), fits=512)
+    attachment = attach_generate(model, factory)
+    for _ in range(2):
+        model.generate(IDS, max_new_tokens=10)  # 2 rows of 512
+        model.generate(IDS[:1], max_new_tokens=10)
+        model.generate(IDS[:1], max_new_tokens=600)
+    assert factory.asked == 1
+    assert list(attachment._decoders) == [1]
+    attachment.undo()
+
+
+def test_another_model_is_tried_again(model):
+    """A patch, or undoing one, may have removed what a graph could not record."""
+    factory = Failing("capture", BackendError("no"))
+    attachment = attach_generate(model, factory)
+    model.generate(IDS, max_new_tokens=3)
+    factory.point = ""
+    model.generate(IDS, max_new_tokens=3)
+    assert not attachment._decoders
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone())
+    model.generate(IDS, max_new_tokens=3)
+    assert list(attachment._decoders) == [2]
+    attachment.undo()
+
+
+class Heard:
+    """A streamer that keeps what it was given."""
+
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        self.values += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_streamer_hears_nothing_twice(model):
+    expected, heard = model.generate(IDS[:1], max_new_tokens=5), Heard()
+    attachment = attach_generate(model, Failing("capture", BackendError("no")))
+    model.generate(IDS[:1], max_new_tokens=5, streamer=heard)
+    assert (heard.values, heard.ended) == (expected[0].tolist(), 1)
+    attachment.undo()
+    attachment = attach_generate(model, Failing("step", RuntimeError("too late")))
+    with pytest.raises(RuntimeError, match="too late"):
+        model.generate(IDS[:1], max_new_tokens=5, streamer=Heard())
+    attachment.undo()
+
+
+def test_a_model_that_fails_itself_raises_its_own_error(model, attached):
+    with pytest.raises(IndexError):
+        model.generate(IDS + 1000, max_new_tokens=3)
+
+
+def test_an_encoder_and_decoder_goes_to_the_original():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.randint(1, 64, (2, 7))
+    expected = model.generate(ids, max_new_tokens=4)
+    attachment = attach_generate(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=4), expected)
+    attachment.undo()
+
+
+def test_an_assistant_goes_to_the_original(model, factory, attached):
+    helper = build("llama", num_hidden_layers=1)
+    model.generate(IDS[:1], max_new_tokens=5, assistant_model=helper)
     assert factory.made == []

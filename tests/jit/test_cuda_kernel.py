@@ -313,3 +313,27 @@ def test_the_selftest_reports_errors_of_the_library_and_raises_others(monkeypatc
     monkeypatch.setattr(selftest, "PROOFS", {"broken": lambda device: 1 / 0})
     with pytest.raises(ZeroDivisionError):
         selftest.run("cpu")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32 + 5])
+def test_an_integer_of_more_than_32_bits_is_refused_before_the_launch(driver, value):
+    with pytest.raises(BackendError, match=rf"tma_copy: parameter columns is {value}; .* to 2147483647"):
+        fresh()((1,), (HERE, HERE, 5, value), COPY, block=32)
+    assert driver.launched == []
+    fresh()((1,), (HERE, HERE, 2**31 - 1, -(2**31)), COPY, block=32)
+    assert len(driver.launched) == 1
+
+
+def test_zeros_of_both_signs_are_one_source():
+    """They are one key of what a kernel remembers."""
+    assert tma_copy.source(anything(kX=-0.0)) == tma_copy.source(anything(kX=0.0))
+
+
+def test_every_kernel_of_ours_names_its_parameters():
+    from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
+    from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cuda
+
+    for module in (fmha_backward_cuda, fmha_cuda, dense_cuda, few_rows_cuda, fp8_cuda):
+        for kernel in (each for each in vars(module).values() if isinstance(each, CudaKernel)):
+            assert len(cuda_launch.parameter_names(kernel.file, kernel.entry)) == len(kernel.signature), kernel.entry

@@ -255,6 +255,13 @@ def test_a_tape_puts_the_pointers_of_other_tensors_in(kernel, fake_driver, monke
     assert fake_driver[-1] == ("launch", 2, 1, 1, 78, None, 222, 2, 64, 64, 1, 111, 2, 64, 64, 1, 3, 0.5)
 
 
+@needs_compiler
+def test_an_integer_of_more_than_32_bits_is_refused_before_the_launch(kernel, fake_driver):
+    with pytest.raises(BackendError, match=r"parameter n is 2147483648; .* to 2147483647"):
+        kernel((2,), (torch.zeros(2, 64), torch.zeros(2, 64), 2**31, 0.5), (64,), Hints(4))
+    assert [e[0] for e in fake_driver] == ["load"]
+
+
 def test_a_size_beyond_32_bits_is_refused(kernel):
     with collect("sm_90"), pytest.raises(BackendError, match="32 bits, given"):
         kernel((8,), args_of(meta(2, 1 << 31)), (64,), Hints())

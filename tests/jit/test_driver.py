@@ -99,3 +99,12 @@ def test_another_error_of_a_new_thread_is_said_in_words(core):
     core.launch = refuse
     with pytest.raises(BackendError, match=r"launching kernel on a grid of \(1, 1, 1\).*INVALID_VALUE"):
         in_a_new_thread(prepared(), 1, 1, 1, 77, None, 5, 0.5)
+
+
+def test_zeros_of_both_signs_are_passed_as_they_are(core):
+    """They are equal, and so one key of whatever remembers values."""
+    core.Device(0).set_current()
+    launch = prepared()
+    for zero in (0.0, -0.0, 0.0):
+        launch(1, 1, 1, 77, None, 5, zero)
+    assert [params for _, _, params in core.launched] == [(5, 0), (5, 1 << 31), (5, 0)]

@@ -384,3 +384,9 @@ def test_a_tensor_of_another_device_is_launched_there(tmp_path, gpu, monkeypatch
         kernel((8,), scaled_args(x=OnGpu.at(index), y=OnGpu.at(index)), (256,), num_warps=4)
     assert [event for event in gpu if event[0] == "load"] == [("load", 0), ("load", 1)]
     assert [event[-1] for event in gpu if event[0] != "load"] == [4096, 4097]
+
+
+def test_integers_of_more_than_32_bits_of_either_sign_are_a_specialisation_of_their_own():
+    special = triton_launch._specialise
+    for near, far in ((2**31 - 16, 2**31), (-(2**31), -(2**31) - 16), (-(2**31) + 1, -(2**31) - 1)):
+        assert special(near) != special(far)

@@ -185,3 +185,15 @@ def test_a_row_of_the_timed_problem_is_judged_by_its_own_size(fake_op):
     reason = subject.check("cpu", fake_op.Config("quiet_row"))
     assert reason is not None
     assert "row 50 off by" in reason
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(cache_folder, tmp_path, monkeypatch):
+    """The parent does not either: its own path holds no such entry."""
+    (tmp_path / "ctypes.py").write_text("raise SystemExit('a file of the current folder was imported')")
+    monkeypatch.chdir(tmp_path)
+    worker = Watched()
+    try:
+        with pytest.raises(WorkerFailed, match="AttributeError"):  # it has started, and knows no such request
+            worker.ask("no_such_request", timeout=30)
+    finally:
+        worker.close()

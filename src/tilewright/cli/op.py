@@ -14,7 +14,7 @@ from tilewright.cli.options import (
     names,
     torch_dtype,
 )
-from tilewright.cli.output import check_writable, emit
+from tilewright.cli.output import aligned, check_writable, emit
 
 if TYPE_CHECKING:
     from tilewright.dispatch import RawOp
@@ -44,8 +44,7 @@ def list_ops(json_file: JsonOption = None) -> None:
     for c in contracts().values():
         by = {raw.direction: ", ".join(_backends(raw)) for raw in c.raw_ops}
         rows.append((c.name, c.family, by["fwd"], by.get("bwd", "-"), c.summary))
-    lines = [f"{op:26}{family:13}{fwd:29}{bwd:24}{summary}" for op, family, fwd, bwd, summary in rows]
-    emit(found, "\n".join(lines), json_file)
+    emit(found, "\n".join(aligned(rows)), json_file)
 
 
 def _backends(raw: "RawOp") -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def emit(data: Any, text: str, json_file: str | None) -> None:
     write_json(json.dumps(finite, indent=1), json_file)
     if json_file != "-":
         print(text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row; columns are as wide as their longest text, and two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def say(line: str) -> None:

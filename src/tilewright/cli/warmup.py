@@ -13,7 +13,7 @@ from tilewright.cli.output import check_writable, emit, say
 from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
-    from tilewright.models.warmup import Event, Outcome
+    from tilewright.warmup import Event, Outcome
 
 
 def warm_up(
@@ -39,6 +39,10 @@ def warm_up(
     tokens: Annotated[
         str, typer.Option("--tokens", metavar="LENGTHS", help="Lengths of a model's prefills.")
     ] = "1024,1000",
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=1, help="Tokens that a model decodes after a prefill, at most.")
+    ] = 128,
+    fp8: Annotated[bool, typer.Option("--fp8", help="A model's linear layers in float8, as patch(fp8=True).")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="BUNDLE", help="Write the kernels to this bundle as well.")
     ] = None,
@@ -56,9 +60,11 @@ def warm_up(
         raise UsageError("warmup needs one of --suite NAME (e.g. norm, or all) and --model CONFIG.")
     check_writable(out, json_file)
     from tilewright.jit import bundle
-    from tilewright.models.warmup import Wanted, warm
+    from tilewright.warmup import Wanted, warm
 
-    wanted = Wanted(suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens))
+    wanted = Wanted(
+        suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens), new_tokens, fp8
+    )
     began = time.monotonic()
     with _progress() as show:
         outcome = warm(wanted, names(arch) or (), jobs=jobs, progress=show)
@@ -80,7 +86,7 @@ def _progress() -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tilewright.models.warmup import Found, Kernel
+    from tilewright.warmup import Found, Kernel
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -68,7 +68,7 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
         contract.check(*args)
         return _run(contract, args, wish, numerics, found)
     if found[0].plan.launch is None:  # torch's, and so is its gradient
-        return raw.plain(*args)
+        return raw.plain(*args, numerics=numerics)
     if torch.is_grad_enabled() and _any_requires_grad(args):
         return _OpFunction.apply(contract, found, wish, numerics, *args)
     return fast.again(raw, found, args)
@@ -107,7 +107,7 @@ def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, fo
             plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=wish)
     if plan.launch is None:
         raw.note(args, plan)
-        made = raw.plain(*args)
+        made = raw.plain(*args, numerics=numerics)
         if found is not None:
             fast.keep(raw, found, fast.Entry(plan, None, args[: raw.tensor_count], ()))
         return made
@@ -256,5 +256,5 @@ def _differentiate(op: RawOp, args: tuple[Any, ...], backend: str, numerics: str
     if torch.is_grad_enabled() or level_is_open():  # the former in a backward only for a graph of its own
         why = "the gradient is itself differentiated, which only the reference is"
         op.note(args, replace(op.plan(args, "torch", numerics), why=why, wish=backend))
-        return op.plain(*args)
+        return op.plain(*args, numerics=numerics)
     return _launch(op, fast.find(op, args, backend, numerics), args, backend, numerics)

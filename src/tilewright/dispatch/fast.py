@@ -9,6 +9,7 @@ without memory.  Torch's dispatcher gives those their values.
 """
 
 from collections.abc import Sequence
+from math import copysign
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +41,11 @@ class Entry:
     """What one signature needs at its next call; no tensor.  `launch` is None where the call left no tape.
 
     aliased: no tape, because two inputs began at one address; a call without such inputs may leave one.
+    zeros: (position, value, sign) of the scalars that are 0.0 or -0.0, which are one key, and two constants of a tape.
+    narrow: does the entry serve fewer calls than its key says, those that `serves` names?
     """
 
-    __slots__ = ("aliased", "launch", "like", "plan", "spans", "specs")
+    __slots__ = ("aliased", "launch", "like", "narrow", "plan", "spans", "specs", "zeros")
 
     def __init__(
         self,
@@ -51,8 +54,13 @@ class Entry:
         args: Sequence[Tensor | None],
         outs: Sequence[Tensor],
         aliased: bool = False,
+        scalars: Sequence[Any] = (),
     ) -> None:
         self.plan, self.aliased = plan, aliased
+        self.zeros = (
+            [] if tape is None else [(i, a, copysign(1.0, a)) for i, a in enumerate(scalars, len(args)) if _zero(a)]
+        )
+        self.narrow = aliased or bool(self.zeros)
         self.launch = None if tape is None else tape.replay
         first = args[0]
         assert first is not None
@@ -60,6 +68,17 @@ class Entry:
         # `empty_like` is the cheapest way torch has, half the time of naming shape, dtype and device
         self.like = len(outs) == 1 and _layout(outs[0]) == _layout(first)
         self.specs = [(tuple(o.shape), o.dtype, o.stride()) for o in outs]
+
+    def serves(self, args: Sequence[Any], pointers: Sequence[int]) -> bool:
+        """Is the entry that of a call whose key is equal?"""
+        for i, zero, sign in self.zeros:
+            if args[i] is not zero and copysign(1.0, args[i]) != sign:
+                return False
+        return not (self.aliased and not _aliased(pointers))
+
+
+def _zero(value: Any) -> bool:
+    return type(value) is float and value == 0.0
 
 
 def span(t: Tensor) -> int:
@@ -122,7 +141,7 @@ def find(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Te
         pointers.append(pointer)
     key = tuple(parts)
     entry = raw.tapes.get(key)
-    if entry is not None and entry.aliased and not _aliased(pointers):
+    if entry is not None and entry.narrow and not entry.serves(args, pointers):
         entry = None
     return entry, key, pointers
 
@@ -139,7 +158,8 @@ def again(raw: "RawOp", found: Found, args: Sequence[Any]) -> Any:
     assert entry is not None
     first = args[0]
     if entry.plan.launch is None:
-        outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p})  # 0: of None, or of nothing
+        given = {p for p in pointers if p}  # 0: of None, or of nothing
+        outs = raw.owned_reference(args, entry.specs, given, entry.plan.numerics)
         return outs if len(outs) > 1 else outs[0]
     if entry.like:
         outs = (torch.empty_like(first),)
@@ -178,7 +198,7 @@ def run(raw: "RawOp", found: Found, args: Sequence[Any], backend: str, numerics:
     inputs = args[: raw.tensor_count]
     tape = None if plan.launch is None else taping.finish((*inputs, *outs))
     aliased = plan.launch is not None and tape is None and _aliased(found[2])
-    keep(raw, found, Entry(plan, tape, inputs, outs, aliased))
+    keep(raw, found, Entry(plan, tape, inputs, outs, aliased, args[raw.tensor_count :]))
     return outs if len(outs) > 1 else outs[0]
 
 
@@ -192,7 +212,7 @@ def run_into(raw: "RawOp", found: Found, args: Sequence[Any], backend: str, nume
     # An input that is `out` moves with it
     others = [None if p == found[2][-1] else t for t, p in zip(inputs, found[2], strict=False)]
     tape = None if plan.launch is None else taping.finish((*others, out))
-    keep(raw, found, Entry(plan, tape, inputs, (out,)))
+    keep(raw, found, Entry(plan, tape, inputs, (out,), scalars=args[raw.tensor_count :]))
 
 
 def keep(raw: "RawOp", found: Found, entry: Entry) -> None:

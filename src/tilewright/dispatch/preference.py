@@ -44,7 +44,11 @@ def get_current_backend() -> str:
 
 @contextmanager
 def numerics(mode: str) -> Iterator[None]:
-    """Choose implementations by what they promise: "deterministic" or "batch_invariant"; "default" lifts it again."""
+    """Choose implementations by what they promise: "deterministic" or "batch_invariant"; "default" lifts it again.
+
+    Where torch is chosen, "deterministic" also keeps its reference from vendor kernels that add in any order: the
+    backward of attention in cuDNN and FLASH.
+    """
     if mode not in NUMERICS:
         raise InputError(f"numerics({mode!r}): allowed are {', '.join(NUMERICS)}.")
     token = _context.set((_context.get()[0], mode))
@@ -52,6 +56,11 @@ def numerics(mode: str) -> Iterator[None]:
         yield
     finally:
         _context.reset(token)
+
+
+def current_numerics() -> str:
+    """The mode in force here; of the call, inside a reference that dispatch runs."""
+    return _context.get()[1]
 
 
 def resolve(backend: str | None) -> tuple[str, str]:
@@ -64,3 +73,4 @@ def resolve(backend: str | None) -> tuple[str, str]:
 
 # What torch.compiler.assume_constant_result sets; calling it would import Dynamo, a second, with every `import`
 resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+current_numerics._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -16,6 +16,8 @@ from tilewright.dispatch.arguments import converters
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bounded import Bounded
 from tilewright.dispatch.derivatives import has_tangent
+from tilewright.dispatch.preference import current_numerics
+from tilewright.dispatch.preference import numerics as in_force
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations
 from tilewright.dispatch.select import Plan, choose, invariant
@@ -176,7 +178,8 @@ class RawOp:
         """Carry out `plan`: allocate the outputs and launch, or compute the reference."""
         if plan.launch is None or raw[0].numel() == 0:
             specs = [_strided(spec) for spec in self.outputs(*raw)]
-            return self.owned_reference(raw, specs, {a.data_ptr() for a in raw if isinstance(a, Tensor)})
+            pointers = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
+            return self.owned_reference(raw, specs, pointers, plan.numerics)
         outs = self.allocate(raw, raw[0].device)
         if not any(out.numel() for out in outs):
             return outs
@@ -204,9 +207,9 @@ class RawOp:
             return
         if plan.launch is None or raw[0].numel() == 0:
             if self.reference_writes:
-                self.plain(*raw, *given)
+                self.plain(*raw, *given, numerics=plan.numerics)
                 return
-            made = self.plain(*raw)
+            made = self.plain(*raw, numerics=plan.numerics)
             for to, value in zip(given, (made,) if self.count == 1 else made, strict=True):
                 to.copy_(value)
             return
@@ -234,17 +237,25 @@ class RawOp:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
         return tuple([_empty(spec, device) for spec in self.outputs(*raw)])
 
-    def plain(self, *raw: Any) -> Any:
-        """The reference, in the dtypes of its arguments: autocast is no part of an op's numerics."""
+    def plain(self, *raw: Any, numerics: str = "default") -> Any:
+        """The reference, in the dtypes of its arguments: autocast is no part of an op's numerics.
+
+        numerics: the reference sees them as `current_numerics`, on autograd's threads too.
+        """
+        if numerics != current_numerics():
+            with in_force(numerics):
+                return self.plain(*raw, numerics=numerics)
         device = raw[0].device.type
         if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
             return self.reference(*raw)
         with torch.autocast(device, enabled=False):
             return self.reference(*raw)
 
-    def owned_reference(self, raw: Sequence[Any], specs: Sequence[Strided], inputs: set[int]) -> tuple[Tensor, ...]:
+    def owned_reference(
+        self, raw: Sequence[Any], specs: Sequence[Strided], inputs: set[int], numerics: str
+    ) -> tuple[Tensor, ...]:
         """The reference's results with the strides of `specs`, none of them at one of the addresses `inputs`."""
-        made = self.plain(*raw)
+        made = self.plain(*raw, numerics=numerics)
         owned = []
         for value, spec in zip((made,) if self.count == 1 else made, specs, strict=True):
             # A custom op may not return a view of its input, and the fake promised these strides.

@@ -12,6 +12,9 @@ from typing import Any
 
 from tilewright.dispatch.backends import BACKENDS, importable, missing, module_exists
 from tilewright.errors import InputError
+from tilewright.generation import GENERATION
+
+__all__ = ["GENERATION", "Implementation", "implementations", "register_impl", "unregister_impl"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,6 @@ _implementations: dict[tuple[str, str], dict[str, list[Implementation]]] = {}
 """By op, direction and backend, all that were registered; the last one runs, the others wait for it to be taken out."""
 _files = RLock()  # a file registers its first implementation before its last line has run
 _reading = local()  # `.depth`: this thread imports a backend's file
-GENERATION = [0]
-"""Grows with every registration and every table that is written, so that cached plans and tapes know they are old."""
 
 
 def register_impl(

@@ -21,7 +21,7 @@ from tilewright.dispatch.registry import GENERATION
 from tilewright.errors import TableError
 from tilewright.hardware import DeviceInfo
 from tilewright.log import log_once
-from tilewright.settings import current
+from tilewright.settings import Settings, current
 
 SCHEMA = 2
 KEY = ("op", "direction", "bucket", "dtype", "numerics")
@@ -151,7 +151,7 @@ def _readable() -> list[tuple[Path, dict[str, Any], list[Row]]]:
 
 
 @cache
-def _rows_for(device: DeviceInfo) -> dict[tuple[str, ...], Row]:
+def _rows_for(device: DeviceInfo, settings: Settings) -> dict[tuple[str, ...], Row]:
     """Rows of every table measured on this architecture; the GPU nearest in SM count wins among equals."""
     tables = []
     for rank, (path, header, rows) in enumerate(_readable()):
@@ -176,7 +176,7 @@ def _rows_for(device: DeviceInfo) -> dict[tuple[str, ...], Row]:
 
 def lookup(op: str, direction: str, bucket: str, dtype: str, numerics: str, device: DeviceInfo) -> Row | None:
     """The row that was measured for exactly this key on this architecture, or None."""
-    return _rows_for(device).get((op, direction, bucket, dtype, numerics))
+    return _rows_for(device, current()).get((op, direction, bucket, dtype, numerics))
 
 
 def forget() -> None:

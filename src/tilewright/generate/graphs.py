@@ -34,12 +34,14 @@ class StepGraphs:
     def capture(self, key: Hashable, step: Callable[[], None], rewind: Callable[[], None]) -> None:
         """Warm `step` up and record it. `rewind` puts the state that a step advances back to a valid start.
 
-        Raises BackendError when the step does what a graph cannot record, such as waiting for the GPU.
+        Raises BackendError when the step fails, or does what a graph cannot record, such as waiting for the GPU; an
+        OutOfMemoryError stays one.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self._generator)
+        capturing = False
         try:
             with torch.cuda.stream(self._stream):
                 rewind()
@@ -48,9 +50,14 @@ class StepGraphs:
                 with _no_waiting():
                     step()
                 rewind()
+            capturing = True
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 step()
-        except RuntimeError as error:
+        except Exception as error:
+            if capturing:
+                self._recover(current)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise BackendError(
                 f"the decode step cannot be captured as a CUDA graph: {error}. "
                 "Use StaticDecoder(model, graphs=False), or model.generate()."
@@ -60,6 +67,14 @@ class StepGraphs:
             current.wait_stream(self._stream)
         self._graphs[key] = graph
         logger.debug("captured decode step %s", key)
+
+    def _recover(self, current: torch.cuda.Stream) -> None:
+        """Leave the device usable: a capture that broke off keeps torch's default generator as it is in a capture, and
+        the end of another one sets it free.
+        """
+        torch.cuda.set_stream(current)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=self._device)
 
     def replay(self, key: Hashable) -> None:
         """Queue one step on the current stream."""

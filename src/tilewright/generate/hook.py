@@ -3,17 +3,21 @@
 The replacement is an attribute of the instance; class and library stay as they are. A call is taken over when
 everything it asks for is something `StaticDecoder.generate` does; any other call (beams, penalties, scores, a cache
 of the caller's) goes to the original `generate` with one log line that says why.
+
+A model whose step cannot be captured or fails, and a cache that does not fit into memory, are found out once. From then
+on such calls go to the original at once, until the model changes.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewright.errors import InputError
+from tilewright.generate.checks import fingerprint
 from tilewright.generate.static import StaticDecoder
-from tilewright.log import log_once
+from tilewright.log import log_once, logger
 
 DecoderFactory = Callable[[Any, int, int], StaticDecoder]
 
@@ -30,6 +34,21 @@ _KEPT = 4  # decoders, each with its cache; the one unused for longest makes roo
 _LENGTH_STEP = 512  # decoders are made for rounded-up lengths, so that a longer prompt seldom needs a new one
 
 
+def rounded_length(length: int) -> int:
+    """The `max_length` of the decoder that serves `length` positions."""
+    return -(-length // _LENGTH_STEP) * _LENGTH_STEP
+
+
+class _Failure(NamedTuple):
+    """What a decoder could not do.  model: its `fingerprint` then.  slots: those of a cache that did not fit, None for
+    a failure whatever the size.
+    """
+
+    model: tuple[object, ...]
+    slots: int | None
+    reason: str
+
+
 class Attachment:
     """A model whose `generate` was replaced. `undo()` restores it and frees caches and graphs."""
 
@@ -38,6 +57,7 @@ class Attachment:
         self._factory = factory
         self._original = model.generate
         self._decoders: dict[int, StaticDecoder] = {}
+        self._failure: _Failure | None = None
         model.generate = self._generate
 
     def undo(self) -> None:
@@ -53,26 +73,55 @@ class Attachment:
             del found  # its cache is freed before the longer one is allocated
             while len(self._decoders) >= _KEPT:
                 del self._decoders[next(iter(self._decoders))]
-            found = self._factory(self._model, batch_size, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
+            found = self._factory(self._model, batch_size, rounded_length(length))
         self._decoders[batch_size] = found
         return found
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled model decodes statically too, with decoders of its own."""
-        return self.__dict__ | {"_decoders": {}}
+        return self.__dict__ | {"_decoders": {}, "_failure": None}
 
     def _generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        call = None
         try:
             call = _Call(self._model, inputs, generation_config, dict(kwargs))
-            return self.decoder(*call.size).generate(call.input_ids, call.attention_mask, **call.arguments)
+            if self._failed(call) is None:
+                decoder = self.decoder(*call.size)
+                return decoder.generate(call.input_ids, call.attention_mask, **call.arguments)
         except InputError as reason:  # raised before the first token, so nothing was streamed yet
             log_once(("generate", str(reason)), f"model.generate runs as the model defines it: {reason}", logging.INFO)
-            return self._original(inputs, generation_config, **kwargs)
+        except Exception as error:
+            if call is None or call.streamed:  # the original would say it all again
+                raise
+            self._remember(call, error)
+        # Outside of the handlers: a traceback would keep the decoder's cache
+        return self._original(inputs, generation_config, **kwargs)
+
+    def _failed(self, call: "_Call") -> _Failure | None:
+        """What keeps this call from being decoded statically, as an earlier one has found; forgotten with the model."""
+        found = self._failure
+        if found is not None and found.model != fingerprint(self._model):
+            found = self._failure = None
+        if found is None or (found.slots is not None and call.slots < found.slots):
+            return None
+        return found
+
+    def _remember(self, call: "_Call", error: Exception) -> None:
+        """Free the decoders, and note why they are not tried again."""
+        full = isinstance(error, torch.OutOfMemoryError)
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        self._decoders.clear()
+        self._failure = _Failure(fingerprint(self._model), call.slots if full else None, reason)
+        which = f"from {call.slots} positions on (batch times length) " if full else ""
+        logger.warning("model.generate runs as the model defines it %sfrom now on: %s", which, reason)
+        if full:
+            torch.cuda.empty_cache()
 
 
 def attach_generate(model: Any, decoder_factory: DecoderFactory | None = None) -> Attachment:
-    """Make `model.generate` decode with a static cache where it can.
+    """Make `model.generate` decode with a static cache where it can, and as the model defines it elsewhere.
 
+    A step that cannot be captured and a cache that does not fit are said once, as a warning, and not tried again.
     decoder_factory: (model, batch_size, max_length) -> StaticDecoder; by default one with its defaults. Decoders are
     made on demand, one a batch size, the last four kept. Returns the attachment; its `undo()` restores the model.
     """
@@ -90,6 +139,7 @@ class _Call:
         self.input_ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
         self.attention_mask = kwargs.pop("attention_mask", None)
         streamer = kwargs.pop("streamer", None)
+        self._streamer = None if streamer is None else _Streamer(streamer)
         ids = self.input_ids
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
             raise InputError("it needs input_ids of shape (B, S)")
@@ -110,8 +160,34 @@ class _Call:
             "top_p": _or(settings["top_p"], 1.0),
             "eos_token_id": stops,
             "pad_token_id": pad,
-            "streamer": streamer,
+            "streamer": self._streamer,
         }
+
+    @property
+    def slots(self) -> int:
+        """Positions of the cache that the call needs."""
+        return self.size[0] * self.size[1]
+
+    @property
+    def streamed(self) -> bool:
+        """Has the caller's streamer seen something?"""
+        return self._streamer is not None and self._streamer.used
+
+
+class _Streamer:
+    """The caller's streamer, and whether it was given anything."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self.used = streamer, False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Hand tokens on."""
+        self.used = True
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Close it."""
+        self._streamer.end()
 
 
 def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -55,22 +55,9 @@ class StaticDecoder:
         attention: str = "auto",
         graphs: bool | None = None,
     ) -> None:
-        if max_length < 2 or batch_size < 1:
-            raise InputError(f"max_length must be >= 2 and batch_size >= 1, got {max_length} and {batch_size}")
-        self.model = model
-        self.max_length = max_length
-        self.batch_size = batch_size
-        self.device = checks.device_of(model)
+        self._describe(model, max_length, batch_size, attention)
         if graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a CUDA device; the model is on {self.device}")
-        self.attention = resolve(model, attention, self.device)
-        self._last_only = (
-            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        )
-        self._dtype: torch.dtype | None = None
-        self._layer_types: Sequence[str] | None = getattr(decoder_config(model), "layer_types", None)
-        self._cache = SlotCache(model.config, max_length=max_length, batch_size=batch_size, device=self.device)
-        self._state = DecodeState(self._cache.cursor, batch_size, max_length)
         self._select = TokenSelector(self.device)
         self._readback = Readback(self._state.report)
         self._fingerprint: tuple[object, ...] = ()
@@ -80,6 +67,23 @@ class StaticDecoder:
         if self._idle is not None:  # the buffers above are queued on this stream
             self._order(torch.cuda.current_stream(self.device))
         self._graphs = StepGraphs(self.device, self._select.generator) if on_gpu and graphs is not False else None
+
+    def _describe(self, model: Any, max_length: int, batch_size: int, attention: str) -> None:
+        """What prompts and steps read and write: no stream, no graph, no generator."""
+        if max_length < 2 or batch_size < 1:
+            raise InputError(f"max_length must be >= 2 and batch_size >= 1, got {max_length} and {batch_size}")
+        self.model = model
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self.device = checks.device_of(model)
+        self.attention = resolve(model, attention, self.device)
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+        self._dtype: torch.dtype | None = None
+        self._layer_types: Sequence[str] | None = getattr(decoder_config(model), "layer_types", None)
+        self._cache = SlotCache(model.config, max_length=max_length, batch_size=batch_size, device=self.device)
+        self._state = DecodeState(self._cache.cursor, batch_size, max_length)
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Read a prompt into the cache. input_ids: (B, S) int64 -> logits of the last token (B, V).
@@ -123,7 +127,7 @@ class StaticDecoder:
             self._prepare(length, max_new_tokens, sampling)
             if sampling is not None:
                 self._select.seed(seed, generator)
-            self._state.commit(self._select(self._prefill(input_ids, attention_mask)))
+            self._state.commit(self._choose(self._prefill(input_ids, attention_mask)))
             progress = Progress(self._readback, input_ids, streamer)
             every = _REPORT_EVERY if self._graphs is not None and streamer is None else 1
             length = self._decode(length, max_new_tokens - 1, progress, every)
@@ -167,7 +171,10 @@ class StaticDecoder:
         self._cache.cursor.locate()
         with attention_of(self.model, self.attention), prefer_fast_sdpa(self.device, padded=False):
             logits = self._forward(self._state.tokens, self._masks(), self._state.position_ids)
-        self._state.commit(self._select(logits))
+        self._state.commit(self._choose(logits))
+
+    def _choose(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._select(logits)
 
     def _forward(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor) -> torch.Tensor:
         output = self.model(
@@ -210,6 +217,10 @@ class StaticDecoder:
             input_ids, new_tokens, batch=self.batch_size, room=self.max_length, device=self.device
         )
 
+    def _shortest(self) -> torch.Tensor:
+        """A prompt that allocates the cache, and whose logits nobody reads."""
+        return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device)
+
     def _prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         self._check(input_ids, 0)
         mask, position_ids = self._state.start(input_ids, attention_mask)
@@ -234,7 +245,7 @@ class StaticDecoder:
                 logger.info("the model changed since its decode step was captured; capturing again")
             self._graphs.clear()
             # Allocate the cache on the caller's stream, not on the one that captures.
-            self._prefill(torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device), None)
+            self._prefill(self._shortest(), None)
             self._fingerprint = checks.fingerprint(self.model)  # with the float8 weights that the first call makes
         for visible in dict.fromkeys(map(self._visible, range(prompt_length, prompt_length + max_new_tokens - 1))):
             key = (self._select.key, visible)

@@ -44,20 +44,20 @@ def _as_device(device: torch.device | str | int | None) -> torch.device:
 
 def device_info(device: torch.device | str | int | None = None) -> DeviceInfo:
     """What `device` is; None means the current GPU, or the CPU where there is none."""
-    return _info(_as_device(device))
+    return _info(_as_device(device), current().arch)
 
 
 def arch(device: torch.device | str | int | None = None) -> str:
     """Short architecture name of `device`: "sm_90", "gfx942", "cpu"."""
-    return _info(_as_device(device)).arch
+    return _info(_as_device(device), current().arch).arch
 
 
 @cache
-def _info(device: torch.device) -> DeviceInfo:
+def _info(device: torch.device, planned: str | None) -> DeviceInfo:
     if device.type != "cuda":
         return _cpu()
     if not torch.cuda.is_available():
-        return _planned(machine(current().arch or "sm_90"))
+        return _planned(machine(planned or "sm_90"))
     p = torch.cuda.get_device_properties(device)
     name = p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}"
     return DeviceInfo(p.name, name, p.multi_processor_count, p.L2_cache_size, p.total_memory)

@@ -80,8 +80,8 @@ class Built(NamedTuple):
 class Artifact:
     """A binary and what is known of it.
 
-    path: the binary's file; None where the disk cannot be used.  Another process may remove it later: a loader that
-    needs a file opens it at once, or writes `binary` to one of its own.
+    path: the binary's file; None where the disk cannot be used.  Another process may remove or replace it later: a
+    loader that needs a file writes `binary`, which was verified, to one of its own.
     """
 
     key: BuildKey

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.errors import InputError
-from tilewright.jit import cache, housekeeping
+from tilewright.jit import cache, housekeeping, trust
 from tilewright.jit import entry as descriptions
 from tilewright.jit.entry import CorruptError
 from tilewright.jit.housekeeping import Entry
@@ -88,9 +88,10 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 def _read(folder: Path) -> dict[str, bytes]:
     """The files of an entry, verified."""
     try:
-        contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+        with trust.opened(folder) as opened:
+            contents = {name: trust.read(opened, name) for name in trust.names(opened)}
         descriptions.check(folder.name, contents)
-    except (CorruptError, FileNotFoundError) as error:
+    except (CorruptError, trust.UntrustedError, FileNotFoundError) as error:
         raise InputError(f"{folder} cannot be exported: {error}. Remove it and compile it again.") from error
     return contents
 

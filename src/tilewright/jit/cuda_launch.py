@@ -37,6 +37,7 @@ from tilewright.jit.tensor_map import TensorMap
 from tilewright.log import logger
 
 FLAGS = ("-std=c++17",)
+_INT32 = 2**31
 
 _BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8, "?": 1, "T": 128}
 _TYPES = {
@@ -74,6 +75,7 @@ class CudaKernel:
     ) -> None:
         self.file, self.entry, self.signature, self.archs = file, entry, signature, archs
         self._dependent = dependent
+        self._int32 = [i for i, letter in enumerate(signature) if letter == "i"]
         self._flags = (*FLAGS, *flags)
         self._plans: dict[Any, Launch] = {}
         self._loaded: dict[Any, Loaded] = {}
@@ -102,6 +104,9 @@ class CudaKernel:
             launch = self._plan(index, params, block, shared_bytes, cluster)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         values = [a.data_ptr() if isinstance(a, Tensor) else a.descriptor if type(a) is TensorMap else a for a in args]
+        for i in self._int32:  # cuda-core would pass the low 32 bits of a larger one; a tape holds what passed here
+            if not -_INT32 <= values[i] < _INT32:
+                raise self._too_wide(i, values[i])
         launch(x, y, z, _current_stream(index), None, *values)
         tape = taping()
         if tape is not None:
@@ -164,6 +169,14 @@ class CudaKernel:
         self._plans[index, params, block, shared_bytes, cluster] = launch
         return launch
 
+    def _too_wide(self, position: int, value: int) -> BackendError:
+        names = parameter_names(self.file, self.entry)
+        name = names[position] if len(names) == len(self.signature) else f"number {position}"
+        return BackendError(
+            f"{self.entry}: parameter {name} is {value}; the kernel takes it as int32, from {-_INT32} to {_INT32 - 1}. "
+            'Split the problem, or try backend="triton".'
+        )
+
     def _arch(self, wanted: str) -> str:
         """Which of `archs` a machine runs: code for its number, or plain code for an earlier one of its generation."""
         runs = [arch for arch in self.archs if _runs(arch, machine(wanted))]
@@ -181,6 +194,15 @@ class CudaKernel:
                 f"{self.entry}: signature {self.signature!r} says parameters of {declared} bytes, the compiled kernel "
                 f"takes {list(sizes)}."
             )
+
+
+def parameter_names(file: Path, entry: str) -> list[str]:
+    """What the kernel's own text calls its parameters, in order; nothing where they cannot be read."""
+    found = re.search(rf"\b{entry}\s*\(([^()]*)\)\s*\{{", file.read_text())
+    if found is None:
+        return []
+    plain = re.sub(r"//[^\n]*|/\*.*?\*/", "", found[1], flags=re.DOTALL)
+    return [words[-1] for part in plain.split(",") if (words := re.findall(r"\w+", part))]
 
 
 def _device_index(first: Any) -> int:

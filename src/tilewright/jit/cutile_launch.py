@@ -111,6 +111,7 @@ class CutileKernel:
         if launch is None:
             launch = self._launches[known] = self._load(*known)
         parameters = _flatten(args)
+        self._refuse_wide(args)
         pointers = [p.data_ptr() if isinstance(p, Tensor) else p for p in parameters]
         launch(x, y, z, _current_stream(index), None, *pointers)
         tape = taping()
@@ -123,6 +124,14 @@ class CutileKernel:
         Tensors may be fake; their storages count as aligned to 16 bytes.
         """
         return self._artifact(arch, Form(_assume(args, _aligned_when_allocated), constants, hints))
+
+    def _refuse_wide(self, args: tuple[Any, ...]) -> None:
+        for i, a in enumerate(args):
+            if type(a) is int and not -_INT32_MAX - 1 <= a <= _INT32_MAX:
+                raise BackendError(
+                    f"{self.name}: parameter {list(inspect.signature(self.fn).parameters)[i]} is {a}; the kernel takes "
+                    f'it as int32, from {-_INT32_MAX - 1} to {_INT32_MAX}. Split the problem, or try backend="triton".'
+                )
 
     def _load(self, index: int, form: Form) -> driver.Launch:
         artifact = self._artifact(arch_of(index), form)

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import copysign
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class Launch:
         if self._floats:
             values = list(params)
             for i in self._floats:
-                values[i] = _bits(values[i])
+                value = values[i]
+                values[i] = _bits(value) if value else _bits_of_zero(value)
             params = tuple(values)
         where = self._streams.get(stream)
         if where is None:
@@ -173,9 +175,17 @@ def _product(sizes: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _bits(value: float) -> int:
-    """A float32 as the integer of the same bits: cuda-core passes a Python float as a double, and integers fastest."""
+    """A float32 as the integer of the same bits: cuda-core passes a Python float as a double, and integers fastest.
+
+    Not for zeros: 0.0 and -0.0 are one key.
+    """
     (bits,) = struct.unpack("@I", struct.pack("@f", value))
     return int(bits)
+
+
+def _bits_of_zero(value: float) -> int:
+    """The bits of 0.0, or of -0.0."""
+    return 1 << 31 if copysign(1.0, value) < 0 else 0
 
 
 class _Handle:

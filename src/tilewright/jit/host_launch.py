@@ -114,18 +114,22 @@ def _spelled(value: Any) -> str:
 
 
 def _open(artifact: Artifact) -> ctypes.CDLL:
-    if artifact.path is not None:
+    """Load the bytes that were verified, from memory of this process: a file of the cache may be another one by now."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(artifact.key.name)
+        with open(descriptor, "wb", closefd=False) as memory:
+            memory.write(artifact.binary)
         try:
-            return ctypes.CDLL(str(artifact.path))
+            # It stays open: the loader takes a name that it knows for the library it already has
+            return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
         except OSError as error:
+            os.close(descriptor)
             logger.debug("%s is loaded from a file of its own: %s", artifact.key.name, error)
-    # Nothing on disk, or no longer, or where nothing may be executed.  The name must be new: the loader takes one that
-    # it knows for the library it already has.
-    with tempfile.NamedTemporaryFile(prefix="tilewright-", suffix=".so") as file:
-        file.write(artifact.binary)
-        file.flush()
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:  # with a new name, which nobody else may change
+        file = Path(folder) / f"{artifact.key.name}.so"
+        file.write_bytes(artifact.binary)
         try:
-            return ctypes.CDLL(file.name)
+            return ctypes.CDLL(str(file))
         except OSError as error:
             raise BackendError(f"{artifact.key.name}: the compiled library cannot be loaded: {error}.") from None
 

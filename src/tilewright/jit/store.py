@@ -14,9 +14,11 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from errno import EPERM
 from pathlib import Path
 
 from tilewright.jit import entry as entries
+from tilewright.jit import trust
 from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.entry import CorruptError
 from tilewright.jit.lock import KeyLock
@@ -24,7 +26,10 @@ from tilewright.log import log_once
 
 
 class Store:
-    """The entries under one folder.  What writes raises OSError; what reads calls it a miss."""
+    """The entries under one folder.  What writes raises OSError; what reads calls it a miss.
+
+    A folder that others own or may write (`trust`) holds nothing, and takes nothing.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -32,6 +37,8 @@ class Store:
     def load(self, key: BuildKey) -> Artifact | None:
         """The entry of exactly this key.  Raises CorruptError."""
         folder = self.root / key.folder
+        if self._refused():
+            return None
         try:
             return _load(key, folder)
         except CorruptError:
@@ -39,7 +46,9 @@ class Store:
 
     def load_any(self, key: BuildKey) -> Artifact | None:
         """The newest whole entry of this request, whichever compiler made it."""
-        found = []
+        found: list[tuple[float, Artifact]] = []
+        if self._refused():
+            return None
         for folder in self.folders(key.family):
             with suppress(OSError):  # removed meanwhile
                 try:
@@ -60,8 +69,9 @@ class Store:
 
     def lock(self, folder: str) -> KeyLock:
         """The lock of one entry, not yet taken.  Raises OSError where there can be none."""
+        self._make_root()
         locks = self.root / ".locks"
-        locks.mkdir(parents=True, exist_ok=True)
+        locks.mkdir(mode=trust.FOLDER_MODE, exist_ok=True)
         return KeyLock(locks / f"{folder}.lock")
 
     def put(self, folder: str, contents: Mapping[str, bytes], *, replace: bool = False) -> bool:
@@ -71,7 +81,9 @@ class Store:
         """
         partial = self._partial(folder)
         try:
-            partial.mkdir(parents=True)
+            self._make_root()
+            partial.parent.mkdir(mode=trust.FOLDER_MODE, exist_ok=True)
+            partial.mkdir(mode=trust.FOLDER_MODE)
             for name, data in contents.items():
                 _write(partial / name, data)
             if replace:
@@ -89,10 +101,27 @@ class Store:
     def drop(self, folder: str) -> None:
         """Remove an entry, for every reader in one step.  Call it with the entry's lock held."""
         gone = self._partial(folder)
-        gone.parent.mkdir(parents=True, exist_ok=True)
+        gone.parent.mkdir(mode=trust.FOLDER_MODE, parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # somebody was faster
             (self.root / folder).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+    def _make_root(self) -> None:
+        """Have the folder.  Raises PermissionError where it is not to be trusted."""
+        self.root.mkdir(mode=trust.FOLDER_MODE, parents=True, exist_ok=True)
+        if self._refused():
+            raise PermissionError(EPERM, f"it is not used: {trust.refusal_of(self.root)}")
+
+    def _refused(self) -> bool:
+        reason = trust.refusal_of(self.root)
+        if reason is not None:
+            log_once(
+                ("kernel cache", self.root),
+                f"kernel cache: {self.root} is not used: {reason}, and could run code as you. Compiled kernels stay in "
+                f"memory. If all in it is yours: chmod -R go-w {self.root}. Or point TILEWRIGHT_CACHE_DIR to a folder "
+                "of your own.",
+            )
+        return reason is not None
 
     def _partial(self, folder: str) -> Path:
         return self.root / ".tmp" / f"{folder}.{uuid.uuid4().hex[:12]}"
@@ -101,8 +130,11 @@ class Store:
 def _load(key: BuildKey, folder: Path) -> Artifact | None:
     path = folder / f"kernel.{key.suffix}"
     try:
-        entry = entries.read(folder)
-        binary = path.read_bytes()
+        with trust.opened(folder) as opened:
+            entry = entries.parse(trust.read(opened, entries.FILE))
+            binary = trust.read(opened, path.name)
+    except trust.UntrustedError as error:
+        raise CorruptError(str(error)) from error
     except FileNotFoundError as error:
         if folder.is_dir():
             raise CorruptError(f"{Path(error.filename).name} is missing") from error
@@ -119,7 +151,7 @@ def _load(key: BuildKey, folder: Path) -> Artifact | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, trust.FILE_MODE), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())  # after a power cut, no renamed folder holds empty files

@@ -34,7 +34,7 @@ from tilewright.settings import current
 OWN_LAUNCHER = False
 """True: every kernel is compiled through our cache and launched through libcuda, as those of a bundle are."""
 
-_INT32_MAX = 2**31 - 1
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 # Triton's compiler makes no promise to threads, and what it made shows its launcher before its function is loaded
 _preparing = threading.RLock()
@@ -183,7 +183,7 @@ def _specialise(a: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return a.dtype, a.data_ptr() & 15 == 0
     if type(a) is int:
-        return (a == 1, a & 15 == 0, a > _INT32_MAX)
+        return (a == 1, a & 15 == 0, not _INT32_MIN <= a <= _INT32_MAX)
     return type(a)
 
 

@@ -25,7 +25,7 @@ from tilewright.dispatch.bucket import row_bucket
 from tilewright.dispatch.measured import by_rows, measured_us
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
-from tilewright.models.stand_in import Left, Match, Proposal, obstacle, probing, run_both
+from tilewright.models.stand_in import Left, Match, Proposal, obstacle, probing, run_both, serving_device
 
 _K, _N = 16, 24  # of the probe
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -135,7 +135,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.dtype not in _FLOATS:
         return None
     n, k = weight.shape
-    buckets = won(n, k, weight.dtype, weight.device)
+    buckets = won(n, k, weight.dtype, serving_device(weight.device))
     if not buckets:
         return None
     if reason := obstacle(module):

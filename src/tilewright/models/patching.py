@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
+import torch
 from torch import Tensor, nn
 
 from tilewright.dispatch import contract
@@ -14,7 +15,7 @@ from tilewright.models import attention, decoder_layers, fp8_linears, linears, m
 from tilewright.models.experts import holds_experts
 from tilewright.models.report import Report, Row
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
-from tilewright.models.stand_in import Left, Proposal
+from tilewright.models.stand_in import Left, Proposal, planned_for
 from tilewright.models.verification import Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
 
@@ -89,6 +90,19 @@ def patch(
     return patched
 
 
+def plan_patch(model: nn.Module, device: torch.device, fp8: bool = False) -> "Patch":
+    """The patch of a model that will run on `device`, which need not be here; `apply` puts it in place.
+
+    Modules are probed where they are, and replaced by what was measured on `device`.  Raises PatchError if nothing can
+    be replaced.
+    """
+    with planned_for(device):
+        planned = Patch(model, "inference", _allowed(None), None, fp8)
+    if not planned.report().counts():
+        raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{planned.report()}")
+    return planned
+
+
 class Patch:
     """A patched model.  Made by `patch`; a context manager that undoes on exit."""
 
@@ -103,6 +117,12 @@ class Patch:
         row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
         self._report = Report(tuple(rows if row is None else [*rows, row]))
         self._active = False
+
+    def apply(self) -> None:
+        """Put the replacements in place, after `plan_patch`."""
+        if self._active:
+            raise PatchError("this patch is in place already.")
+        self._apply(self._swaps)
 
     def report(self) -> Report:
         """Every module that was replaced, by what, or looked replaceable and was left, and why."""

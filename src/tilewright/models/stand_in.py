@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +62,24 @@ def stand_in(
         name: (children or {}).get(name) or copy.deepcopy(child) for name, child in module._modules.items()
     }
     return clone
+
+
+_planned: ContextVar[torch.device | None] = ContextVar("tilewright_planned_device", default=None)
+
+
+@contextmanager
+def planned_for(device: torch.device) -> Iterator[None]:
+    """Decide what is replaced by what was measured on `device`, wherever the weights lie that are probed."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def serving_device(device: torch.device) -> torch.device:
+    """Where a module with parameters on `device` will run."""
+    return _planned.get() or device
 
 
 def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """A worker process under watch: it answers in time, or it is killed and the reason is known.
 
-The worker is a plain `python -m`, not a fork: it shares no CUDA context with its parent, and a script that tunes needs
-no `if __name__ == "__main__"`.
+The worker is a plain `python -P -m`, not a fork: it shares no CUDA context with its parent, a script that tunes needs
+no `if __name__ == "__main__"`, and a file of the current folder is imported only where the parent would import it too.
 """
 
 import os
@@ -116,7 +116,7 @@ class Watched:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tilewright.tuning.worker", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "tilewright.tuning.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": path, **self._environment},
             stdin=subprocess.DEVNULL,

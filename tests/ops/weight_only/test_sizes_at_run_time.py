@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.dispatch import contract, record
-from tilewright.models.warmup.needed import RawCall
-from tilewright.models.warmup.planning import plan
+from tilewright.warmup.needed import RawCall
+from tilewright.warmup.planning import plan
 
 COLUMNS_AND_DEPTHS = {
     "unaligned": [(100, 202), (33, 130), (520, 278), (1000, 1042), (48, 390), (72, 138), (200, 646), (1, 2), (7, 1034)],

@@ -20,9 +20,11 @@ import triton.language as tl
 from tilewright.errors import InputError
 from tilewright.generate.attention.dense import check
 from tilewright.hardware import device_info
+from tilewright.jit.triton_launch import TritonKernel
 
 _LOG2E = 1.4426950408889634
 _MAX_HEAD_DIM = 256
+_WARPS = 4
 
 
 class Config(NamedTuple):
@@ -124,6 +126,9 @@ def _combine_kernel(
     tl.store(out + row * D_V + offs_d, result.to(out.dtype.element_ty), mask=offs_d < D_V)
 
 
+PARTS, COMBINE = TritonKernel(_part_kernel), TritonKernel(_combine_kernel)
+
+
 def split_kv(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -154,14 +159,27 @@ def split_kv(
     stat = query.new_empty((batch * heads, splits, 2), dtype=torch.float32)
     out = query.new_empty((batch, 1, heads, d_v))
     block_dv = triton.next_power_of_2(d_v)
-    _part_kernel[(kv_heads, batch, splits)](
-        query, key, value, attention_mask, acc, stat,
-        (d_k**-0.5 if scaling is None else scaling) * _LOG2E, capacity,
-        query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3],
-        GROUP=group, D_K=d_k, D_V=d_v,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),  # the matrix unit takes at least 16 rows
-        BLOCK_DK=max(16, triton.next_power_of_2(d_k)), BLOCK_DV=max(16, block_dv), BLOCK_N=block_n, SPLITS=splits,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    _combine_kernel[(batch * heads,)](acc, stat, out, D_V=d_v, BLOCK_DV=block_dv, SPLITS=splits, num_warps=4)
+    scale = (d_k**-0.5 if scaling is None else scaling) * _LOG2E
+    strides = *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]
+    block_g = max(16, triton.next_power_of_2(group))  # the matrix unit takes at least 16 rows
+    block_dk = max(16, triton.next_power_of_2(d_k))
+    _run(
+        _part_kernel,
+        PARTS,
+        (kv_heads, batch, splits),
+        (query, key, value, attention_mask, acc, stat, scale, capacity, *strides),
+        (group, d_k, d_v, block_g, block_dk, max(16, block_dv), block_n, splits),
+        stages=2,
+    )
+    _run(_combine_kernel, COMBINE, (batch * heads,), (acc, stat, out), (d_v, block_dv, splits), stages=1)
     return out, None
+
+
+def _run(
+    fn: Any, kernel: TritonKernel, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], stages: int
+) -> None:
+    """Launch on the current stream; under torch.compile, put the kernel's function into the graph."""
+    if torch.compiler.is_compiling():
+        fn[grid](*args, *constants, num_warps=_WARPS, num_stages=stages)
+    else:
+        kernel(grid, args, constants, num_warps=_WARPS, num_stages=stages)

@@ -16,8 +16,9 @@ _TYPE_NAME = re.compile(r"[A-Za-z_][\w:<>, ]*", re.ASCII)
 def config_struct(params: Any, types: Mapping[torch.dtype, str]) -> str:
     """A definition with a member for each field of the NamedTuple `params`.  types: how the dialect spells dtypes.
 
-    The field's annotation decides the C++ type, so that 1, 1.0 and True cannot be mixed.  Raises InputError for what is
-    no NamedTuple, for a value that does not fit its annotation, and for a name that is not of its kind's form.
+    The field's annotation decides the C++ type, so that 1, 1.0 and True cannot be mixed; -0.0 is written as 0.0.
+    Raises InputError for what is no NamedTuple, for a value that does not fit its annotation, and for a name that is
+    not of its kind's form.
     """
     if not hasattr(params, "_asdict"):
         raise InputError(f"kernel parameters are a NamedTuple with named, annotated fields; got {params!r}.")
@@ -40,7 +41,8 @@ def _member(name: str, kind: Any, value: Any, types: Mapping[torch.dtype, str]) 
         wide = not -(2**31) < value < 2**31
         return f"static constexpr {'long long' if wide else 'int'} {name} = {value}{'ll' if wide else ''};"
     if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return f"static constexpr float {name} = {float(value).hex()}f;  // {float(value)}"
+        value = float(value) + 0.0  # -0.0 and 0.0 are equal keys, so both are 0.0
+        return f"static constexpr float {name} = {value.hex()}f;  // {value}"
     raise InputError(
         f"kernel parameter {name}: {value!r} does not fit its annotation {kind}; allowed are int, bool, finite float, "
         f"str (a C++ type) and torch.dtype (of {', '.join(str(d).removeprefix('torch.') for d in types)})."

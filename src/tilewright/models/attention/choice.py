@@ -25,6 +25,7 @@ from tilewright.dispatch import contract
 from tilewright.errors import BackendError
 from tilewright.models.attention import interface, measured
 from tilewright.models.report import Row
+from tilewright.models.stand_in import serving_device
 from tilewright.models.wide import dominant_dtype
 from tilewright.ops.attention.fmha.raw import SINKS, SOFTCAP
 
@@ -88,7 +89,7 @@ def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[st
     """((name to register, text of the report) or None, why not where somebody asked for it)."""
     layers = list(_attention_layers(model))
     if backend in (None, "auto"):
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = serving_device(next((p.device for p in model.parameters()), torch.device("cpu")))
         if not layers or _obstacle(model, current, layers):
             return None, ""
         extras = sum(bit for word, (_, bit) in _IGNORED_BY_SDPA.items() if word in _passed(model))

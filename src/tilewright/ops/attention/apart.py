@@ -6,6 +6,7 @@ memory.  Dropout is torch's scaled_dot_product_attention.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilewright.dispatch.preference import current_numerics
 from tilewright.errors import InputError, RefusedError
 from tilewright.log import log_once
 from tilewright.mask import Mask
@@ -112,9 +115,12 @@ def dropped(
     eager_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
     if eager_gpu:
         q, k, v = map(loadable, (q, k, v))
-    o = F.scaled_dot_product_attention(
-        q, k, v, allowed, dropout, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    repeatable = wants_grad and current_numerics() == "deterministic"  # the other kernels add to dq in any order
+    with sdpa_kernel([SDPBackend.MATH]) if repeatable else nullcontext():
+        o = F.scaled_dot_product_attention(
+            q, k, v, allowed, dropout, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     if eager_gpu and o.requires_grad:
         o.register_hook(loadable)  # its backward asks nothing of the address of what arrives
     return o

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch.derivatives import Function, level_is_open
+from tilewright.dispatch.preference import current_numerics, numerics
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention import vendor
 from tilewright.ops.attention.blocks import allowed, products, row_blocks
@@ -68,7 +69,9 @@ def attention_backward(
     options = Options(*rest)
     wide, sinks = lse.dtype, options.sinks
     differentiable = level_is_open() or _wants_grad(do, dlse, q, k, v, o, lse, sinks)
-    theirs = None if dlse is not None or differentiable else _vendor(q, k, v, options)
+    # cuDNN and FLASH add to dq in any order
+    own_steps = dlse is not None or differentiable or current_numerics() == "deterministic"
+    theirs = None if own_steps else _vendor(q, k, v, options)
     if theirs is not None and sinks is None:  # a pass over do and o less
         dq, dk, dv = theirs.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
         return dq, dk, dv, lse.new_empty(0)
@@ -236,7 +239,7 @@ class _Attention(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:6], *output)
-        ctx.rest = inputs[6:]
+        ctx.rest, ctx.numerics = inputs[6:], current_numerics()
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -244,7 +247,7 @@ class _Attention(Function):
         if do is None and dlse is None:
             return (None,) * 11
         do = torch.zeros_like(o) if do is None else do.to(o.dtype)
-        with _without_autocast(q.device.type):
+        with _without_autocast(q.device.type), numerics(ctx.numerics):
             *made, dsinks = attention_backward(do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *ctx.rest)
         grads = [*made, dsinks if sinks is not None else None]
         return (*(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 7)

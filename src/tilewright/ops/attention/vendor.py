@@ -25,7 +25,7 @@ class Kernels(NamedTuple):
     """forward(q, k, v, left, right, scale): (o, lse) of a band.
 
     backward(do, q, k, v, o, lse, left, right, scale): (dq, dk, dv); also where sinks joined o and lse, because
-    p = exp(s - lse) is all it needs.
+    p = exp(s - lse) is all it needs.  It adds to dq in any order, so `numerics("deterministic")` does not call it.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]

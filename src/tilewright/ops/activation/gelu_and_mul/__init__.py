@@ -18,7 +18,7 @@ def gelu_and_mul(
 
     approximate: "tanh", the form of Gemma and most others, or "none", GELU by the error function.
     out: contiguous tensor to write instead of allocating; no gradient then.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("triton", "cpu", "torch") or raise BackendError.
     Raises InputError for dtypes other than floating, another approximate and an odd last dimension.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """

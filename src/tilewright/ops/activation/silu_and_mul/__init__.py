@@ -15,7 +15,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None, backend: str | None = 
     silu(gate) is rounded to x's dtype before the product, as the models do (Phi-3).
 
     out: contiguous tensor to write instead of allocating; no gradient then.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
     Raises InputError for dtypes other than floating and an odd last dimension.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """

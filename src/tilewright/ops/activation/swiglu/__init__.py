@@ -15,7 +15,7 @@ def swiglu(gate: Tensor, up: Tensor, *, out: Tensor | None = None, backend: str 
     silu(gate) is rounded to gate's dtype before the product, as the models do (Llama, Qwen, Mistral, DeepSeek).
 
     out: contiguous tensor to write instead of allocating; no gradient then.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
     Raises InputError for dtypes other than floating and tensors that differ in shape, dtype or device.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """

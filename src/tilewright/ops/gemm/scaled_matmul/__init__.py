@@ -46,8 +46,9 @@ def scaled_matmul(
     contiguous along K (x @ w.T of row-major x and w is), and scales in another layout than the casts of this library
     write, cost a copy, which is logged once.
 
-    bias (N,), activation, c (..., M, N_out), which may be `out`, out, backend: as in `matmul`.   alpha: a number.
+    bias (N,), activation, c (..., M, N_out), which may be `out`, out: as in `matmul`.   alpha: a number.
     out_dtype: bf16|fp16|fp32, by default bf16.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     There is no gradient: raises InputError where one is wanted, and for all that is outside of the above.
     """
     rows, given = operands("scaled_matmul", a, b, scale_a, scale_b, bias, trans_a, trans_b)

@@ -33,7 +33,7 @@ def rms_norm(
     The result has dtype promote(x, weight) by default, and x's dtype in the two float32 forms.
 
     out: contiguous tensor to write instead of allocating; no gradient then.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
     Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """

@@ -22,7 +22,7 @@ def softmax(x: Tensor, dim: int = -1, *, out: Tensor | None = None, backend: str
     view of the transposed one.
 
     out: contiguous tensor to write instead of allocating, for the last dimension only; no gradient then.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
     Raises InputError for dtypes other than floating, a scalar, and a dim that x does not have.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for rows too long for registers).
     """

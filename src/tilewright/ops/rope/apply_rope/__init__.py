@@ -49,7 +49,7 @@ def apply_rope(
     `q * cos + rotate_half(q) * sin`.  So float32 tables mean float32 arithmetic (OLMo-2, Cohere, DeepSeek-V2).
 
     Gradients: q and k.  cos and sin must not require one.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
     Raises InputError for shapes or dtypes other than these.
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     Tables: `tilewright.ops.rope.tables`.

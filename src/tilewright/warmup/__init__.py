@@ -15,10 +15,10 @@ from tilewright.hardware import arch as this_machine
 from tilewright.hardware.known import GPUS, machine
 from tilewright.jit import cache
 from tilewright.jit.cache import Entry
-from tilewright.models.warmup.planning import Failure
-from tilewright.models.warmup.processes import Event, Found, Kernel, events
-from tilewright.models.warmup.wanted import Wanted
 from tilewright.settings import current
+from tilewright.warmup.planning import Failure
+from tilewright.warmup.processes import Event, Found, Kernel, events
+from tilewright.warmup.wanted import Wanted
 
 __all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architectures", "warm"]
 

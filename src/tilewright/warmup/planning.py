@@ -11,7 +11,7 @@ from tilewright.dispatch import Plan, implementations
 from tilewright.dispatch.backends import check_name
 from tilewright.dispatch.select import refusal
 from tilewright.jit.collect import Job, collect
-from tilewright.models.warmup.needed import RawCall
+from tilewright.warmup.needed import RawCall
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Planned:
     by_torch: int
 
 
-def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str]) -> Planned:
-    """The distinct kernels behind `calls` on `arch`.
+def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str], others: Sequence[Job] = ()) -> Planned:
+    """The distinct kernels behind `calls` on `arch`, and `others`, which belong to no call.
 
     backends: every one of these that can run a call; none: the one that the dispatcher would choose.
     Raises BackendError for a backend that does not exist.
@@ -45,6 +45,8 @@ def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str]) -> Planne
     device = "cpu" if arch == "cpu" else "cuda"
     failures, seen, planned, by_torch = [], set(), 0, 0
     with collect(arch) as collector:
+        for job in others:
+            collector.add(*job)
         for call in calls:
             if call.signature in seen or not call.args[0].numel():
                 continue

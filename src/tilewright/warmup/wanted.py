@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewright.models.warmup.needed import RawCall
+    from tilewright.jit.collect import Job
+    from tilewright.warmup.needed import RawCall
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Wanted:
     dtype     "bf16", "fp16", "fp32"; None: what the suite declares, or the model's own
     batch     sequences of a model's prefill and decode step
     tokens    lengths of its prefills
+    new_tokens  that its static cache has room for besides
+    fp8       linear layers in float8, as `patch(fp8=True)`
     """
 
     suite: str | None = None
@@ -26,11 +29,15 @@ class Wanted:
     dtype: str | None = None
     batch: int = 1
     tokens: tuple[int, ...] = (1024, 1000)
+    new_tokens: int = 128
+    fp8: bool = False
 
-    def calls(self, device: str) -> "Iterable[RawCall]":
-        """The raw calls, found anew.  device: "cpu" or "cuda", whose workloads a suite has."""
-        from tilewright.models.warmup.needed import of_model, of_suite
+    def needs(self, arch: str) -> "tuple[Iterable[RawCall], list[Job]]":
+        """The raw calls, and kernels that belong to no op, of a machine `arch`; found anew."""
+        from tilewright.warmup.needed import of_model, of_suite
 
-        if self.model is not None:
-            return of_model(self.model, self.dtype, self.batch, self.tokens)
-        return of_suite(self.suite or "all", self.dtype, device)
+        if self.model is None:
+            return of_suite(self.suite or "all", self.dtype, "cpu" if arch == "cpu" else "cuda"), []
+        return of_model(
+            self.model, self.dtype, self.batch, self.tokens, arch=arch, new_tokens=self.new_tokens, fp8=self.fp8
+        )

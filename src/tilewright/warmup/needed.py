@@ -1,8 +1,10 @@
 """Which raw calls a suite or a model makes, found on fake tensors: sizes, strides and types, without memory or GPU.
 
 A model is built from its configuration alone.  Its weights are allocated and never touched, so that an 8B model costs
-no memory to speak of; patching probes modules with weights of its own.  Then it runs as it will run, a prefill of each
-length and one decode step, under FakeTensorMode, and a recording lists every call of our ops.
+no memory to speak of; patching probes modules with weights of its own, and decides by what was measured on the machine
+that is prepared.  Then fake tensors on that machine's device take the place of the weights, and the model runs as it
+will run: prefills, steps of its own `generate`, and a step with a static cache.  A recording lists every call of our
+ops, and a collector the kernels of decoding, which belong to no op.
 """
 
 import json
@@ -15,9 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.bench.cases import Case, select
-from tilewright.dispatch import RawOp, record
-from tilewright.errors import PatchError, UsageError
-from tilewright.models.patching import patch
+from tilewright.dispatch import RawOp, contracts, implementations, record
+from tilewright.errors import InputError, PatchError, UsageError
+from tilewright.generate.planning import run_planned
+from tilewright.jit.collect import Job, collect
+from tilewright.log import logger
+from tilewright.models.patching import plan_patch
+from tilewright.warmup.absent import AbsentDevice
 
 _TINY = {
     "hidden_size": 64,
@@ -31,6 +37,10 @@ _TINY = {
 }
 BUILT_IN = {f"tiny-{family}": (family, _TINY) for family in ("llama", "qwen3", "gemma2", "mistral")}
 """Models that need no file, to try the road: name -> (transformers' model type, configuration)."""
+
+
+_STEPS = 16
+"""Of a cache that grows: after them its length was a multiple of 16 once, of which kernels are specialised."""
 
 
 class RawCall(NamedTuple):
@@ -83,23 +93,78 @@ def _of_case(case: Case) -> RawCall:
         return RawCall(gradient.op, gradient.raw_args(grads, gradient.save(args, outputs), plain, needs))
 
 
-def of_model(name: str, dtype: str | None, batch: int, tokens: Sequence[int]) -> list[RawCall]:
-    """Calls of a patched model: prefills of `tokens` tokens each and one decode step, for `batch` sequences.
+class ModelNeeds(NamedTuple):
+    """What a patched model runs: raw calls, and kernels that are no op's."""
 
-    name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.  Raises UsageError.
+    calls: list[RawCall]
+    jobs: list[Job]
+
+
+def of_model(
+    name: str,
+    dtype: str | None,
+    batch: int,
+    tokens: Sequence[int],
+    *,
+    arch: str,
+    new_tokens: int = 128,
+    fp8: bool = False,
+) -> ModelNeeds:
+    """What a patched model runs on `arch`, for `batch` sequences: prefills of `tokens` tokens each and decoding, as the
+    model's own `generate` does it, and as an attached one with a cache for `new_tokens` more.
+
+    name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.  fp8: as `patch(fp8=True)`, whose weights
+    are cast here too.  Raises UsageError.
     """
+    for contract in contracts().values():  # their files make small tensors, which shall be no fake ones
+        for raw in contract.raw_ops:
+            implementations(raw.op, raw.direction, raw.package)
     model = _build(name, dtype)
+    device = torch.device("cpu" if arch == "cpu" else "cuda:0")
     try:
-        patch(model, verify=False)  # its numbers are unknown here; the user's own patch() will verify
+        patched = plan_patch(model, device, fp8)
     except PatchError as error:
         raise UsageError(f"--model {name}: {error}") from error
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), record() as notes:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        collect(arch) as collector,
+        record() as notes,
+        AbsentDevice(),
+    ):
+        _move(model, device)
+        patched.apply()
         for length in tokens:
-            made = model(input_ids=torch.ones(batch, length, dtype=torch.long), use_cache=True)
-        step = torch.ones(batch, 1, dtype=torch.long)
-        model(input_ids=step, past_key_values=made.past_key_values, use_cache=True)
+            made = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
+            step = torch.ones(batch, 1, dtype=torch.long, device=device)
+            for _ in range(min(new_tokens, _STEPS)):
+                model(input_ids=step, past_key_values=made.past_key_values, use_cache=True)
+        for length in tokens:
+            try:
+                run_planned(model, batch, length, new_tokens)
+            except InputError as error:
+                logger.warning("--model %s: no decoding with a static cache is prepared: %s", name, error)
+                break
     calls = [RawCall(op, args) for op, args, _, _ in notes.calls]
-    return list({call.signature: call for call in calls}.values())
+    return ModelNeeds(list({call.signature: call for call in calls}.values()), collector.jobs)
+
+
+def _move(model: Any, device: torch.device) -> None:
+    """Put fake tensors on `device` in place of parameters and buffers; those that are shared stay so."""
+    made: dict[int, Any] = {}
+
+    def placed(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = torch.nn.Parameter(placed(parameter), requires_grad=False)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(id(buffer), placed(buffer))
 
 
 def _build(name: str, dtype: str | None) -> Any:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from tilewright.errors import BackendError, TilewrightError
 from tilewright.jit.collect import Job
-from tilewright.models.warmup.planning import Failure, Planned, plan
-from tilewright.models.warmup.wanted import Wanted
+from tilewright.warmup.planning import Failure, Planned, plan
+from tilewright.warmup.wanted import Wanted
 
 
 class Kernel(NamedTuple):
@@ -74,7 +74,11 @@ def _next(receiver: Connection, process: Any) -> Any:
 @contextmanager
 def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
     """What the planning process inherits: the architecture to plan for, and no sight of other GPUs."""
-    changed = {"TILEWRIGHT_ARCH": "" if arch == "cpu" else arch, "TRITON_INTERPRET": "0"}
+    changed = {
+        "TILEWRIGHT_ARCH": "" if arch == "cpu" else arch,
+        "TRITON_INTERPRET": "0",
+        "PYTHONSAFEPATH": "1",  # or `multiprocessing` itself would come from the current folder, if it lay there
+    }
     if hide_gpus:
         changed["CUDA_VISIBLE_DEVICES"] = ""
     kept = {name: os.environ.get(name) for name in changed}
@@ -94,7 +98,8 @@ def _work(wanted: Wanted, arch: str, at_once: int, sender: Connection) -> None:
 
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     try:
-        planned = plan(wanted.calls("cpu" if arch == "cpu" else "cuda"), arch, wanted.backends)
+        calls, others = wanted.needs(arch)
+        planned = plan(calls, arch, wanted.backends, others)
         sender.send(Found(arch, len(planned.jobs), planned.calls, planned.by_torch))
         for failure in planned.failures:
             sender.send(failure)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewright import settings
 from tilewright.dispatch import register_impl, unregister_impl
 from tilewright.errors import BackendError, UsageError
-from tilewright.models.warmup import architectures
-from tilewright.models.warmup.needed import of_model, of_suite
-from tilewright.models.warmup.planning import plan
+from tilewright.warmup import architectures
+from tilewright.warmup.absent import _index
+from tilewright.warmup.needed import of_model, of_suite
+from tilewright.warmup.planning import plan
 
 SOURCE = Path(__file__).resolve().parents[2]
 LLAMA = {
@@ -61,7 +63,7 @@ def test_the_workloads_of_a_cpu_are_its_own():
 def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     before = resident_bytes()
-    found = by_op(of_model(str(tmp_path), None, 2, (64, 7)))
+    found = by_op(of_model(str(tmp_path), None, 2, (64, 7), arch="cpu").calls)
     assert set(found) == {"rms_norm", "add_rms_norm", "swiglu", "apply_rope"}
     for calls in (found["rms_norm"], found["add_rms_norm"]):
         assert sorted(tuple(call.args[0].shape) for call in calls) == [(2, 1, 4096), (2, 7, 4096), (2, 64, 4096)]
@@ -71,7 +73,7 @@ def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
 
 def test_a_model_in_another_dtype_and_by_its_file(tmp_path):
     (tmp_path / "small.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "vocab_size": 64}))
-    calls = of_model(str(tmp_path / "small.json"), "fp16", 1, (16,))
+    calls = of_model(str(tmp_path / "small.json"), "fp16", 1, (16,), arch="cpu").calls
     assert {call.args[0].dtype for call in calls} == {torch.float16}
 
 
@@ -89,7 +91,7 @@ def test_what_is_no_model_is_told(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=says):
-        of_model(str(tmp_path / name), None, 1, (16,))
+        of_model(str(tmp_path / name), None, 1, (16,), arch="cpu")
 
 
 # --------------------------------------------------------------------------------------------------- what is compiled
@@ -137,8 +139,8 @@ import os, time
 from pathlib import Path
 from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.collect import Job
-from tilewright.models.warmup.planning import Planned
-from tilewright.models.warmup.processes import _compile_all
+from tilewright.warmup.planning import Planned
+from tilewright.warmup.processes import _compile_all
 
 def compiled(name, path=Path("kernel.cubin")):
     return Artifact(BuildKey(name, "cuda", "sm_90a", (), ""), b"", {"registers": 7}, path)
@@ -172,3 +174,71 @@ def test_architectures_are_machines_each_once():
     assert architectures(["sm_90a", "sm_90", "gfx942", "cpu"]) == ["sm_90", "gfx942", "cpu"]
     with pytest.raises(UsageError, match="sm_75: known are sm_80"):
         architectures(["sm_75"])
+
+
+# ------------------------------------------------------------------------------------------ models on a GPU elsewhere
+
+
+@pytest.fixture
+def on_sm_90(monkeypatch):
+    """Plans for a GPU that is not here, by the tables that are shipped."""
+    monkeypatch.setenv("TILEWRIGHT_ARCH", "sm_90")
+    settings.reload()
+    yield
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a GPU that is not here")
+@pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
+def test_a_model_on_a_gpu_needs_products_attention_casts_and_the_step(on_sm_90, tmp_path, fp8):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    calls, jobs = of_model(str(tmp_path), None, 1, (2048,), arch="sm_90", new_tokens=32, fp8=fp8)
+    found = by_op(calls)
+    common = {"rms_norm", "add_rms_norm", "apply_rope", "fmha", "matmul"}
+    narrow = {"scaled_matmul", "scaled_matmul_fp8", "per_token_cast_to_fp8", "per_block_cast_to_fp8"}
+    assert set(found) == common | (narrow if fp8 else {"swiglu"})
+    rows = {call.args[0].shape[0] for call in found["scaled_matmul" if fp8 else "matmul"]}
+    assert rows == {1, 2048}
+    assert {call.args[0].device.type for call in calls} == {"cuda"}
+    assert [job.name for job in jobs] == ["_part_kernel", "_combine_kernel"]
+    planned = plan(calls, "sm_90", (), jobs)
+    assert planned.failures == []
+    assert planned.by_torch == 0
+    assert [job.name for job in planned.jobs[:2]] == ["_part_kernel", "_combine_kernel"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a GPU that is not here")
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-mistral"])
+def test_every_kind_of_model_is_planned_with_its_step(on_sm_90, name, caplog):
+    """Windows, soft caps and norms of heads."""
+    calls, jobs = of_model(name, None, 2, (64, 50), arch="sm_90")
+    assert calls
+    assert "no decoding with a static cache" not in caplog.text
+    assert {job.name for job in jobs} == {"_part_kernel", "_combine_kernel"}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        slice(1, None),
+        (Ellipsis, 0),
+        (None, slice(None, 2), Ellipsis),
+        (slice(None), None, [1, 0], slice(0, 4, 2)),
+    ],
+    ids=str,
+)
+def test_indexing_in_other_words_is_indexing(index):
+    x = torch.arange(24).view(2, 3, 4)
+    made = _index(x, index)
+    assert torch.equal(made, x[index])
+    assert made.stride() == x[index].stride()
+
+
+def test_indexing_by_tensors_and_masks():
+    x = torch.arange(24).view(2, 3, 4)
+    rows, mask = torch.tensor([1, 0, 1]), torch.tensor([[True, False, True], [False, True, True]])
+    for index in (rows, mask, (mask, slice(1, 3)), (slice(None), torch.tensor([2, 0])), (rows, slice(None), 1)):
+        assert torch.equal(_index(x, index), x[index])
