@@ -29,7 +29,17 @@ demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded l
 	$(BIN)/tilewright optimize examples/stdlib_lm/model --prompts examples/stdlib_lm/model/prompts.jsonl \
 	    --html build/stdlib_lm.html --json build/stdlib_lm.json
 
-test: lint test-default test-interp test-compile ## everything a change must pass, without a GPU
+PHASES := lint test-default test-interp test-compile
+
+# Every phase runs, whatever the one before it found; the last line and the exit code say which ones failed.
+test: .venv/.ready-test ## everything a change must pass, without a GPU
+	@failed=(); \
+	for phase in $(PHASES); do \
+	    echo "== $$phase"; \
+	    $(MAKE) --no-print-directory $$phase || failed+=("$$phase"); \
+	done; \
+	if (( $${#failed[@]} )); then echo "make test: failed: $${failed[*]}"; exit 1; fi; \
+	echo "make test: passed: $(PHASES)"
 
 lint: .venv/.ready-test ## ruff, mypy, import-linter
 	$(BIN)/ruff check
