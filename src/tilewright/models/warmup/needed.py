@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tilewright.bench.cases import Case, select
 from tilewright.dispatch import RawOp, record
 from tilewright.errors import PatchError, UsageError
+from tilewright.models import transformers_names
 from tilewright.models.patching import patch
 
 _TINY = {
@@ -105,7 +106,6 @@ def of_model(name: str, dtype: str | None, batch: int, tokens: Sequence[int]) ->
 def _build(name: str, dtype: str | None) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
     except ImportError as error:
         raise UsageError("--model needs transformers 5: pip install 'tilewright[hf]'.") from error
     if name in BUILT_IN:
@@ -116,7 +116,7 @@ def _build(name: str, dtype: str | None) -> Any:
     own = getattr(config, "dtype", None)
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: own or torch.bfloat16}[dtype]
     try:
-        with no_init_weights():
+        with transformers_names.no_init_weights():
             return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
     except ValueError as error:  # a type of model that generates no text
         raise UsageError(f"--model {name}: {str(error).partition(chr(10))[0]}") from error
