@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PHASES = ["lint", "test-default", "test-interp", "test-compile"]
+PHASES = ["lint", "test-default", "test-versions", "test-interp", "test-compile"]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
@@ -53,4 +53,4 @@ def test_every_failed_phase_is_named(checkout):
     (checkout / "fails-python").touch()
     code, last, _ = make(checkout)
     assert code != 0
-    assert last == "make test: failed: test-default test-interp test-compile"
+    assert last == "make test: failed: test-default test-versions test-interp test-compile"

@@ -136,8 +136,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         several = sorted({window for window in windows if window is not None})
         if len(several) > 1:
             raise InputError(
-                f"{type(config).__name__} has layers with windows of {' and '.join(map(str, several))} tokens; a static "
-                "decoder handles one. Use model.generate() for this model."
+                f"{type(config).__name__} has layers with windows of {' and '.join(map(str, several))} tokens; "
+                "a static decoder handles one. Use model.generate() for this model."
             )
         window = several[0] if several else None
         ring = -(-window // _RING_MULTIPLE) * _RING_MULTIPLE if window is not None else max_length

@@ -6,7 +6,7 @@ names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where
 | name | since | remark |
 |---|---|---|
 | `cache_utils.Cache`, `CacheLayerMixin` | 5.0 | base classes of our cache; `Cache(layers=[...])` |
-| `cache_utils.get_layer_types_and_kwargs` | 5.14 | options of all layers in one dict up to 5.18, one dict a layer from 5.19 |
+| `cache_utils.get_layer_types_and_kwargs` | 5.14 | options in one dict; from 5.19 one dict a layer |
 | `masking_utils` | 5.0 | the functions masks are made of; a version may lack some |
 | `integrations.sdpa_attention.sdpa_attention_forward` | 5.0 | |
 | `initialization.no_init_weights` | 5.0 | |
