@@ -231,8 +231,10 @@ def decide(gain: Metric, noise: float) -> tuple[bool, str]:
 def _too_late(needed: float, left: float) -> str:
     if needed:
         rest = f"{max(0.0, left):.0f} s of the budget were left"
-        return f"its preparation takes about {needed:.0f} s, and {rest}; raise budget_s to try it."
-    return "the time budget was used up; raise budget_s to try it."
+        return (
+            f"its preparation takes about {needed:.0f} s, and {rest}; a larger budget (--budget, budget_s=) tries it."
+        )
+    return "the time budget was used up; a larger one (--budget, budget_s=) tries it."
 
 
 def _room(device: torch.device) -> float:
