@@ -1,14 +1,16 @@
 """The loop keeps what is faster and exact, rejects the rest in words, and undoes everything it rejects."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
-from tests.assistant.planted import DELAY_S, Planted, ceilings, prompts, slow_llama, tiny_llama
+from tests.assistant.planted import DELAY_S, Planted, _sleep, ceilings, prompts, slow_llama, tiny_llama
 from tests.harness.simulated_time import SimulatedTime, simulate_time
 from torch import nn
 
 from tilewright.assistant import Report, analyze, optimize
+from tilewright.assistant.changes.cast import BF16, Cast
 from tilewright.assistant.measure import FEWEST_ROUNDS, Side, compare
 from tilewright.assistant.observation.graph_breaks import GraphBreaks
 from tilewright.assistant.trial import Trials
@@ -186,6 +188,44 @@ def test_a_plain_module_is_timed_on_its_forward():
     [record] = report.changes
     assert record.decision == "rejected"
     assert "logit error" in record.reason
+
+
+class InHalf(Cast):
+    """bf16 that takes no time at all: a planted delay is gone with it."""
+
+    def apply(self, model, work):
+        applied = super().apply(model, work)
+        model.delay_s, own = 0.0, applied.undo
+
+        def undo():
+            model.delay_s = DELAY_S
+            own()
+
+        applied.undo = undo
+        return applied
+
+
+def test_a_cast_that_would_pay_is_timed_and_offered_by_name():
+    half = InHalf(**{field.name: getattr(BF16, field.name) for field in dataclasses.fields(BF16)})
+    model = slow_llama()
+    [record] = run(model, [half]).report.changes
+    assert record.decision == "rejected"
+    assert record.measured.decisive.gain_low > 1.0
+    assert "It would pay: request" in record.reason
+    assert "Top-1 agreement" in record.reason
+    assert "--accept-dtype bf16" in record.reason
+    assert model.delay_s == DELAY_S
+
+
+def test_an_encoders_cast_is_judged_by_the_cosine_of_its_outputs():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).eval()
+    model.delay_s = DELAY_S
+    model.register_forward_pre_hook(_sleep)
+    half = InHalf(**{field.name: getattr(BF16, field.name) for field in dataclasses.fields(BF16)})
+    settings = {"changes": [half], "ceilings": ceilings(), "budget_s": 60.0}
+    [record] = optimize(model, torch.randn(4, 32), **settings).report.changes
+    assert record.decision == "rejected"
+    assert "Cosine of its outputs at least 0.99" in record.reason
 
 
 def test_bf16_passes_the_gate_when_its_accuracy_is_accepted():

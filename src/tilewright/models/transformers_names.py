@@ -27,8 +27,10 @@ SUPPORTED = ((5, 14), (5, 23))  # the oldest and the newest release, both includ
 
 def cache_bases() -> tuple[type[Any], type[Any]]:
     """`Cache` and `CacheLayerMixin`: what a cache and its layers derive from."""
-    from transformers.cache_utils import Cache, CacheLayerMixin
-
+    try:
+        from transformers.cache_utils import Cache, CacheLayerMixin
+    except ModuleNotFoundError as error:
+        raise ImportError("tilewright.generate needs transformers: pip install 'tilewright[hf]'.") from error
     return Cache, CacheLayerMixin
 
 
