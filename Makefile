@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
 
-.PHONY: help demo test lint check-python test-default test-interp test-compile test-gpu bench-gpu clean
+.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-gpu bench-gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,17 @@ demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded l
 	$(BIN)/tilewright optimize examples/stdlib_lm/model --prompts examples/stdlib_lm/model/prompts.jsonl \
 	    --html build/stdlib_lm.html --json build/stdlib_lm.json
 
-test: lint test-default test-interp test-compile ## everything a change must pass, without a GPU
+PHASES := lint test-default test-versions test-interp test-compile
+
+# Every phase runs, whatever the one before it found; the last line and the exit code say which ones failed.
+test: .venv/.ready-test ## everything a change must pass, without a GPU
+	@failed=(); \
+	for phase in $(PHASES); do \
+	    echo "== $$phase"; \
+	    $(MAKE) --no-print-directory $$phase || failed+=("$$phase"); \
+	done; \
+	if (( $${#failed[@]} )); then echo "make test: failed: $${failed[*]}"; exit 1; fi; \
+	echo "make test: passed: $(PHASES)"
 
 lint: .venv/.ready-test ## ruff, mypy, import-linter
 	$(BIN)/ruff check
@@ -43,6 +53,12 @@ test-default: .venv/.ready-test ## references, dispatch, models, command line
 
 test-interp: .venv/.ready-test ## every Triton kernel, forward and backward, in Triton's CPU interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -m interp
+
+test-versions: .venv/.ready-test ## oldest and newest supported transformers, each in a folder of its own
+	$(BIN)/python scripts/versions.py transformers
+
+versions: .venv/.ready-test ## every supported transformers, torch and Triton, and the newest of each; for a schedule
+	$(BIN)/python scripts/versions.py transformers torch triton --all --newest
 
 test-compile: .venv/.ready-test ## every kernel compiled for every GPU it supports, its costs compared with the ledger
 	$(PYTEST) -m compile

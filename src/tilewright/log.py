@@ -6,11 +6,12 @@
 import logging
 import os
 
-from tilewright.settings import Settings
+from tilewright.settings import Settings, misspelt
 
 logger = logging.getLogger("tilewright")
 
 _said: set[object] = set()
+_SAID = "_TILEWRIGHT_SAID"  # keys, for child processes
 
 
 def configure() -> None:
@@ -18,6 +19,9 @@ def configure() -> None:
 
     An application that installed its own handlers keeps them; we add one only if none exists.
     """
+    for name, near in misspelt(os.environ).items():
+        meant = f"did you mean {near}?" if near else "`tilewright doctor` lists them."
+        log_once_a_tree(name, f"{name} is no variable of tilewright and is ignored; {meant}")
     level = Settings.from_env(os.environ).log  # not `current()`: an import must not freeze the other settings
     if level is None:
         return
@@ -36,9 +40,18 @@ def log_once(key: object, message: str, level: int = logging.WARNING) -> None:
         logger.log(level, message)
 
 
+def log_once_a_tree(key: str, message: str, level: int = logging.WARNING) -> None:
+    """`log_once`, for this process and those it starts later: they find the key in their environment."""
+    said = os.environ.get(_SAID, "").split("|")
+    if key not in said:
+        os.environ[_SAID] = "|".join([*filter(None, said), key])
+        log_once(key, message, level)
+
+
 def forget_logged() -> None:
     """Let every `log_once` message be said again (tests)."""
     _said.clear()
+    os.environ.pop(_SAID, None)
 
 
 configure()

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,16 @@ class Settings:
                         raise InputError(f"{name}: {error}.") from None
                     break
         return cls(**values)
+
+
+def misspelt(env: Mapping[str, str]) -> dict[str, str | None]:
+    """Variables of `env` that begin with TILEWRIGHT_ and are none of ours, and what each may have meant."""
+    known = [name for f in fields(Settings) for name in f.metadata["names"]]
+    return {
+        name: next(iter(get_close_matches(name, known, n=1)), None)
+        for name in sorted(env)
+        if name.startswith("TILEWRIGHT_") and name not in known
+    }
 
 
 _current: Settings | None = None

@@ -12,7 +12,7 @@ from tilewright.assistant.workload import Workload
 from tilewright.hardware.ceilings import Ceilings
 
 VOCABULARY = 211
-DELAY_S = 0.02  # much longer than a forward of the tiny model, so that a busy machine does not decide a test
+DELAY_S = 0.02
 
 
 def tiny_llama(**changes) -> nn.Module:

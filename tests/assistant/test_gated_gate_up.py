@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.assistant.planted import ceilings, prompts, tiny_llama
 from tests.assistant.test_changes import Quantised, identity, logits
+from tests.harness.simulated_time import simulate_time
 from tests.models.fake_table import Planted, gate, planted_backend, product
 from torch import nn
 
@@ -296,7 +297,8 @@ def test_fullgraph(faster: Planted) -> None:
     torch._dynamo.reset()
 
 
-def test_the_assistant_tries_measures_and_verifies_it(faster: Planted) -> None:
+def test_the_assistant_tries_measures_and_verifies_it(faster: Planted, monkeypatch) -> None:
+    simulate_time(monkeypatch)
     model = tiny_llama()
     before = identity(model)
     found = optimize(

@@ -40,7 +40,7 @@ def test_a_quick_calibration_predicts_and_is_kept() -> None:
     assert found.quick
     assert found.launch_us > 0
     assert found.launch_graph_us is None
-    assert found.memory_us(1 << 20, 0) > found.memory_us(1 << 16, 0) > 0
+    assert found.memory_us(1 << 20, 0) >= found.memory_us(1 << 16, 0) > 0
     assert found.matmul_us(32, 128, 128, "float32") > 0
     assert found.attention_us(1, 4, 64, 64, 64, "float32", causal=False) > 0
     assert set(found.held_out) == {"memory", "matmul", "attention"}

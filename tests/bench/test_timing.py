@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.harness.simulated_time import READING_NS, SimulatedTime, simulate_time
 
 from tilewright.bench import timing
 from tilewright.bench.clock import clock_for
@@ -79,17 +80,21 @@ def test_the_lead_covers_what_the_host_falls_behind(host: float, device: float, 
     assert lead_for(host, device, calls) == pytest.approx(lead)
 
 
-def test_a_planted_slow_function_is_found() -> None:
-    x = torch.ones(20_000)
-    timed = interleave({"once": lambda: x + 1, "thrice": lambda: (x + 1, x + 1, x + 1)}, device="cpu", rounds=15)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    return simulate_time(monkeypatch, ["tilewright.bench.timing", "tilewright.bench.clock"])
+
+
+def test_a_planted_slow_function_is_found(clock: SimulatedTime) -> None:
+    fns = {"once": lambda: clock.sleep(0.1), "thrice": lambda: clock.sleep(0.3)}
+    timed = interleave(fns, device="cpu", rounds=15)
     ratio = paired_ratio(timed["thrice"], timed["once"])
-    assert ratio.low > 1.5
-    assert ratio.value < 8
+    assert ratio.low == ratio.value == ratio.high == pytest.approx(301 / 101)  # reading the clock takes 1 ms
 
 
-def test_sleeping_is_measured_in_microseconds() -> None:
-    timed = interleave({"sleep": lambda: time.sleep(0.002)}, device="cpu", rounds=5, warmup=1)
-    assert 1900 < timed["sleep"].median < 4000
+def test_sleeping_is_measured_in_microseconds(clock: SimulatedTime) -> None:
+    timed = interleave({"sleep": lambda: clock.sleep(0.002)}, device="cpu", rounds=5, warmup=1)
+    assert timed["sleep"].us == [2000 + READING_NS / 1e3] * 5
 
 
 def test_short_calls_are_batched_into_long_samples() -> None:
@@ -117,8 +122,9 @@ def test_the_collector_is_off_while_timing_and_restored() -> None:
     assert gc.isenabled()
 
 
-def test_host_time_on_a_cpu_is_the_call() -> None:
-    assert 900 < host_us(lambda: time.sleep(0.001), device="cpu", rounds=3, calls=2).median < 3000
+def test_host_time_on_a_cpu_is_the_call(clock: SimulatedTime) -> None:
+    reading_us = READING_NS / 1e3  # the second of two readings counts as part of the ten calls
+    assert host_us(lambda: clock.sleep(0.001), device="cpu", rounds=3, calls=10).us == [1000 + reading_us / 10] * 3
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.assistant.planted import tiny_llama
 
 pytest.importorskip("transformers")
 
@@ -28,3 +29,13 @@ def test_optimize_writes_json_and_page(tilewright, place, factory):
     assert [change["name"] for change in report["changes"]] == ["merged_qkv"]
     assert (place / "out/report.html").read_text().lstrip().lower().startswith("<!doctype html>")
     assert "report.html" in done.stdout
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_a_model_folder_needs_no_prompts(tilewright, place):
+    tiny_llama().save_pretrained(place / "model")
+    done = tilewright("analyze", "model", "--new-tokens", "2", "--device", "cpu", "--json", "-")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["model"]["class"] == "LlamaForCausalLM"
+    assert "random tokens were used" in report["notes"][0]

@@ -1,11 +1,13 @@
 """DeepGEMM's test tools and sizes, as `tilewright.compat.deep_gemm` gives them."""
 
+import importlib
 import json
 import os
-import time
+from typing import Any
 
 import pytest
 import torch
+from tests.harness.simulated_time import READING_NS, simulate_time
 
 from tilewright.compat.deep_gemm import align, ceil_div, get_tma_aligned_size
 from tilewright.compat.deep_gemm.testing import bench, bench_kineto, calc_diff, count_bytes
@@ -62,15 +64,16 @@ def test_aligned_sizes_fill_16_bytes(x, size, expected):
     assert get_tma_aligned_size(x, size) == expected
 
 
-def test_bench_gives_seconds_a_call():
+def test_bench_gives_seconds_a_call(monkeypatch):
+    clock = simulate_time(monkeypatch, ["tilewright.compat.deep_gemm.testing.bench"])
     calls = []
 
     def sleep():
         calls.append(1)
-        time.sleep(0.01)
+        clock.sleep(0.01)
 
     seconds = bench(sleep, num_warmups=2, num_tests=5)
-    assert 0.01 <= seconds < 0.1
+    assert seconds == pytest.approx(0.01 + READING_NS / 1e9 / 5)
     assert len(calls) == 7
 
 
@@ -80,8 +83,28 @@ x, w = torch.randn(64, 64), torch.randn(64, 64)
 cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="names of torch's operators on a CPU")
 
 
+@pytest.fixture
+def profiled(monkeypatch) -> list[Any]:
+    """The profiles that `bench_kineto` takes, the last one at the end."""
+    module = importlib.import_module("tilewright.compat.deep_gemm.testing.bench")
+    taken, own = [], module._profiled
+
+    def keep(*arguments):
+        taken.append(own(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(module, "_profiled", keep)
+    return taken
+
+
+def seen(profiled: list[Any], name: str) -> tuple[float, int]:
+    """Seconds and calls of operators whose name contains `name`, in the last profile."""
+    found = [e for e in profiled[-1].events() if name in e.name and not e.is_user_annotation]
+    return sum(event.self_cpu_time_total for event in found) / 1e6, len(found)
+
+
 @cpu
-def test_kineto_gives_seconds_by_name():
+def test_kineto_gives_seconds_by_name(profiled):
     calls = []
 
     def call():
@@ -90,10 +113,11 @@ def test_kineto_gives_seconds_by_name():
 
     times = bench_kineto(call, ("aten::mm", "aten::_softmax"), num_tests=4, flush_l2=False)
     assert isinstance(times, tuple)
-    assert all(1e-7 < t < 1e-2 for t in times)
     assert len(calls) == 1 + 2 * 4
+    assert times == pytest.approx([seen(profiled, name)[0] / 4 for name in ("aten::mm", "aten::_softmax")])
     single = bench_kineto(call, "aten::mm", num_tests=4, flush_l2=False)
     assert isinstance(single, float)
+    assert single == pytest.approx(seen(profiled, "aten::mm")[0] / 4)
     assert single > 0
 
 
@@ -115,14 +139,17 @@ def test_kineto_refuses_a_name_of_several_kernels():
 
 
 @cpu
-def test_kineto_takes_the_name_of_deep_gemms_kernel_for_the_whole_call():
+def test_kineto_takes_the_name_of_deep_gemms_kernel_for_the_whole_call(profiled):
     def call():
         return (x @ w).exp()
 
     names = ("bf16_gemm", "gemm_", "aten::mm", "aten::exp")
     whole, every, product, exp = bench_kineto(call, names, num_tests=5)
     assert whole == every
-    assert product + exp <= whole < 3 * (product + exp) + 1e-4  # and not the flush of 128 MB, nor what is between calls
+    assert product + exp <= whole
+    flush, flushes = seen(profiled, "aten::bitwise_not_")
+    assert flushes == 5
+    assert whole == pytest.approx((seen(profiled, "")[0] - flush) / 5)  # not the flush, nor what is between calls
 
 
 @cpu

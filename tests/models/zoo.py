@@ -70,9 +70,12 @@ def build(name: str, **options: Any) -> nn.Module:
     options = {"attn_implementation": "sdpa", **_COMMON, **own, **options}
     attention = options.pop("attn_implementation")
     config = getattr(transformers, f"{prefix}Config")(**options)
+    cls = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")
+    if attention == "sdpa" and not cls._supports_sdpa:  # Gemma 2 from transformers 5.22
+        attention = "eager"
     config._attn_implementation = attention
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
+    model: nn.Module = cls(config)
     _randomise_vectors(model)
     return model.eval()
 

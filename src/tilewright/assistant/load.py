@@ -30,9 +30,9 @@ class Loaded:
 def load(name: str, *, device: str | torch.device | None = None) -> Loaded:
     """`name` is a local Hugging Face folder (config.json, weights, tokenizer) or `file.py:factory`.
 
-    A folder is opened by AutoModelForCausalLM in the dtype of its weights; nothing is downloaded and no code in it is
-    run. A factory takes no arguments and returns (module, example inputs). device: where the model goes; None is the
-    GPU if there is one. Raises UsageError.
+    A folder is opened as the class its configuration names (BertModel stays BertModel), in the dtype of its weights;
+    nothing is downloaded and no code in it is run. A factory takes no arguments and returns (module, example inputs).
+    device: where the model goes; None is the GPU if there is one. Raises UsageError.
     """
     where = _device(device)
     path, colon, factory = name.rpartition(":")
@@ -76,13 +76,12 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _from_folder(folder: Path, device: torch.device) -> Loaded:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
     except ImportError as error:
         raise UsageError("opening a model folder needs transformers: pip install 'tilewright[hf]'.") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = _class_of(config).from_pretrained(folder, dtype="auto", local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError(f"MODEL {str(folder)!r} cannot be opened: {first_line(error)}") from error
     has_tokenizer = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json"))
@@ -90,6 +89,21 @@ def _from_folder(folder: Path, device: torch.device) -> Loaded:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False) if has_tokenizer else None
     )
     return Loaded(model.eval().to(device), tokenizer)
+
+
+def _class_of(config: Any) -> Any:
+    """The class in `config.architectures`; without one, a causal language model where that type has one."""
+    import transformers
+
+    for name in config.architectures or ():
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
+            return cls
+    named = ", ".join(config.architectures or ())
+    if named:
+        raise ValueError(f"its configuration names {named}, which this transformers does not know.")
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
 
 
 def _from_factory(path: Path, name: str, device: torch.device) -> Loaded:

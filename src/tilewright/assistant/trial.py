@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tilewright.assistant.predict import Prediction
 from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate
 from tilewright.assistant.report import ChangeRecord
 from tilewright.assistant.stack import Stack
-from tilewright.assistant.verify import Accuracy, judge
+from tilewright.assistant.verify import Accuracy, judge, meaning
 from tilewright.assistant.wording import first_line
 from tilewright.errors import VerificationError
 from tilewright.log import logger
@@ -135,7 +136,18 @@ class Trials:
         record.accuracy = self._judge(self.trial.model)
         if not record.accuracy.passed:
             record.reason = f"the accuracy gate: {'; '.join(record.accuracy.failures)}."
+            target = getattr(change, "target", None)
+            if target is not None and math.isfinite(record.accuracy.error):
+                faster, measured = self._time(change, record, seconds)
+                if faster:
+                    record.reason += f" {self._offer(target, record.accuracy, measured)}"
             return
+        faster, record.reason = self._time(change, record, seconds)
+        if faster:
+            record.decision = "kept"
+
+    def _time(self, change: Change, record: ChangeRecord, seconds: float) -> tuple[bool, str]:
+        """Time the trial model against the one without its last change: whether it is faster, and what was measured."""
         self._say(f"{change.name}: timing against the model without it")
         count = len(self.trial)
         if self.in_place:
@@ -145,9 +157,21 @@ class Trials:
         record.measured = compare(before, after, self._work, seconds=seconds)
         self.trial.at(count)
         control = self.control.decisive.gain if self.control is not None else 1.0
-        faster, record.reason = decide(record.measured.decisive, max(control, 1 / control))
-        if faster:
-            record.decision = "kept"
+        return decide(record.measured.decisive, max(control, 1 / control))
+
+    def _offer(self, target: torch.dtype, accuracy: Accuracy, measured: str) -> str:
+        """A cast that would pay: what it gains, what it costs by what the model is for, and how to accept it."""
+        if self._work.prompts or accuracy.positions == 0:
+            cost = f"top-1 agreement {accuracy.top1:.2%}"
+        else:
+            cosine, top1 = meaning(self._changed, self._reference)
+            cost = f"cosine of its outputs at least {cosine:.6f}, the same largest output in {top1:.2%} of rows"
+        name = str(target).removeprefix("torch.")
+        option = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[name]
+        return (
+            f"It would pay: {measured} {cost[0].upper()}{cost[1:]}. "
+            f"--accept-dtype {option} (accept_dtype=torch.{name}) accepts this rounding."
+        )
 
     def _warm_up(self, model: nn.Module) -> float:
         began = time.perf_counter()
@@ -159,7 +183,8 @@ class Trials:
         return time.perf_counter() - began
 
     def _judge(self, model: nn.Module) -> Accuracy:
-        return judge(evaluate(model, self._work, self._sample, decode=True), self._own, self._reference)
+        self._changed = evaluate(model, self._work, self._sample, decode=True)
+        return judge(self._changed, self._own, self._reference)
 
     def _timing_s(self, planned: Sequence[Change]) -> float:
         """Seconds for one comparison: an equal part for each planned change and the final measurement."""
@@ -231,8 +256,10 @@ def decide(gain: Metric, noise: float) -> tuple[bool, str]:
 def _too_late(needed: float, left: float) -> str:
     if needed:
         rest = f"{max(0.0, left):.0f} s of the budget were left"
-        return f"its preparation takes about {needed:.0f} s, and {rest}; raise budget_s to try it."
-    return "the time budget was used up; raise budget_s to try it."
+        return (
+            f"its preparation takes about {needed:.0f} s, and {rest}; a larger budget (--budget, budget_s=) tries it."
+        )
+    return "the time budget was used up; a larger one (--budget, budget_s=) tries it."
 
 
 def _room(device: torch.device) -> float:

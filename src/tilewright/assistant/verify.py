@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch.nn.functional as F
+
 from tilewright.assistant.reference import Evaluation, perplexity
 from tilewright.models.agreement import Z95, Agreement, relative_error
 
@@ -88,6 +90,15 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
     _judge_decoding(found, changed, unpatched)
     _judge_perplexity(found, changed, unpatched)
     return found
+
+
+def meaning(changed: Evaluation, reference: Evaluation) -> tuple[float, float]:
+    """What rounding does to embeddings and to classes: the least cosine of a row (N, V) to the reference's, and the
+    share of rows whose largest entry is the reference's.
+    """
+    ours, exact = changed.logits.double(), reference.logits.double()
+    cosine = F.cosine_similarity(ours, exact.to(ours.device), dim=-1)
+    return float(cosine.min()), Agreement.of(changed.logits, reference.logits).rate
 
 
 def _judge_decoding(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:

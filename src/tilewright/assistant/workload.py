@@ -133,6 +133,8 @@ def is_language_model(model: nn.Module) -> bool:
         and callable(can)
         and bool(can())
         and hasattr(getattr(model, "config", None), "vocab_size")
+        and not getattr(model.config, "is_encoder_decoder", False)
+        and takes(model, "input_ids")
     )
 
 

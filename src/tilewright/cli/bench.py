@@ -26,7 +26,8 @@ def bench_suite(
         str | None,
         typer.Argument(
             metavar="[SUITE]",
-            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only, attention or all.",
+            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only, attention, all, "
+            "or an op.",
         ),
     ] = None,
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these ops of the suite.")] = None,
@@ -90,6 +91,8 @@ def bench_suite(
         raise UsageError("--table names the file for --write-table; give both.")
     if table is not None and table.exists():
         read(table)  # rows are merged into it at the end; a file that is no table is refused now
+    if suite in contracts() and suite not in suites():
+        suite, ops = contracts()[suite].family, [suite, *(ops or ())]
     place = device(device_name)
     within = None if budget is None else seconds(budget)
     earlier = _earlier(json_file, place) if append or resume else None

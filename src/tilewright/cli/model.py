@@ -98,7 +98,7 @@ def _run(
     from rich.console import Console
 
     from tilewright import assistant
-    from tilewright.assistant import load, terminal
+    from tilewright.assistant import inputs, load, terminal
     from tilewright.assistant.changes import chosen
     from tilewright.hardware import ceilings
 
@@ -111,17 +111,23 @@ def _run(
         loaded = load.load(name, device=place)
         if texts is not None and loaded.tokenizer is None:
             raise UsageError(f"--prompts: {name} has no tokenizer, so texts cannot be read.")
+        made_inputs = None
+        if texts is None and loaded.inputs is None:
+            made_inputs = inputs.make(loaded.model, loaded.tokenizer)
+            say(made_inputs.said)
         made = getattr(assistant, verb)(
             loaded.model,
-            loaded.inputs,
+            loaded.inputs if made_inputs is None else made_inputs.inputs,
             goal=goal.value,
-            prompts=texts,
+            prompts=texts if made_inputs is None else made_inputs.prompts,
             tokenizer=loaded.tokenizer,
             changes=changes,
             progress=say,
             **options,
         )
     report: Report = made if verb == "analyze" else made.report
+    if made_inputs is not None:
+        report.notes.insert(0, made_inputs.said)
     console = Console(stderr=json_file == "-")
     terminal.show(report, console)
     write_json(report.to_json(), json_file)

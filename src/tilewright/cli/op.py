@@ -15,6 +15,7 @@ from tilewright.cli.options import (
     torch_dtype,
 )
 from tilewright.cli.output import aligned, check_writable, emit
+from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
     from tilewright.dispatch import RawOp
@@ -106,9 +107,15 @@ def check_op(
     import tilewright.ops  # noqa: F401  (binds the contracts)
     from tilewright.cli.case import workload
     from tilewright.dispatch import contract
+    from tilewright.dispatch.backends import check_name, missing
     from tilewright.validate import check
 
+    if backend is not None:
+        check_name(backend)
+
     found = contract(op)
+    if backend is not None and (reason := missing(backend, place.partition(":")[0])):
+        raise UsageError(f"check {op}: backend {backend!r} {reason}.")
     report = check(
         found,
         workload(found, case) if case else None,

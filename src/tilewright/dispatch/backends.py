@@ -69,6 +69,11 @@ def missing(backend: str, device_type: str) -> str | None:
     return _uncompilable(backend, needs)
 
 
+def on_device(device_type: str) -> list[str]:
+    """Backends with kernels of their own for this kind of device, here or not."""
+    return [name for name, needs in _NEEDS.items() if device_type in needs.devices]
+
+
 _compilable: set[str] = set()  # compilers found, or not needed because a bundle brought kernels
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from tilewright.dispatch.backends import check_name
-from tilewright.errors import InputError
+from tilewright.errors import BackendError, InputError
 from tilewright.settings import current
 
 NUMERICS = ("default", "deterministic", "batch_invariant")
@@ -39,7 +39,10 @@ def use_backend(backend: str) -> Iterator[None]:
 def get_current_backend() -> str:
     """The preference in force here: `use_backend`, else `set_backend`, else `TILEWRIGHT_BACKEND`, else "auto"."""
     asked = _context.get()[0] or _process or current().backend
-    return "auto" if asked is None else check_name(asked)
+    try:
+        return "auto" if asked is None else check_name(asked)
+    except BackendError as error:  # the only one that nobody checked when it was set
+        raise BackendError(f"TILEWRIGHT_BACKEND={asked}: {error}") from None
 
 
 @contextmanager

@@ -10,9 +10,11 @@ capacity, whichever lap it is on.
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
 from tilewright.errors import InputError
+from tilewright.models.transformers_names import cache_bases, layer_types
+
+Cache, CacheLayerMixin = cache_bases()
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _RING_MULTIPLE = 64  # a ring is rounded up to whole kernel tiles
@@ -124,14 +126,20 @@ class SlotCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, config: Any, *, max_length: int, batch_size: int, device: torch.device) -> None:
-        layer_types, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-        unknown = sorted(set(layer_types) - set(SUPPORTED_LAYERS))
+        kinds, windows = layer_types(config.get_text_config(decoder=True))
+        unknown = sorted(set(kinds) - set(SUPPORTED_LAYERS))
         if unknown:
             raise InputError(
                 f"{type(config).__name__} has layers of type {', '.join(unknown)}; a static decoder handles "
                 f"{' and '.join(SUPPORTED_LAYERS)}. Use model.generate() for this model."
             )
-        window = options.get("sliding_window")
+        several = sorted({window for window in windows if window is not None})
+        if len(several) > 1:
+            raise InputError(
+                f"{type(config).__name__} has layers with windows of {' and '.join(map(str, several))} tokens; "
+                "a static decoder handles one. Use model.generate() for this model."
+            )
+        window = several[0] if several else None
         ring = -(-window // _RING_MULTIPLE) * _RING_MULTIPLE if window is not None else max_length
         self.cursor = Cursor(batch_size, ring if ring < max_length else None, device)
         super().__init__(
@@ -139,7 +147,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                 SlotLayer(self.cursor, min(ring, max_length), window)
                 if kind == "sliding_attention"
                 else SlotLayer(self.cursor, max_length)
-                for kind in layer_types
+                for kind in kinds
             ]
         )
         self.window = window

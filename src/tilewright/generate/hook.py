@@ -18,6 +18,7 @@ from tilewright.errors import InputError
 from tilewright.generate.checks import fingerprint
 from tilewright.generate.static import StaticDecoder
 from tilewright.log import log_once, logger
+from tilewright.models.transformers_names import default_generation_settings
 
 DecoderFactory = Callable[[Any, int, int], StaticDecoder]
 
@@ -196,7 +197,7 @@ def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dic
     InputError names one that is set to something we do not implement. A None in the call switches its setting off.
     """
     plain = type(model.generation_config)().to_dict()
-    plain |= model.generation_config._get_default_generation_params()
+    plain |= default_generation_settings(model.generation_config)
     settings = dict(plain)
     for config in (model.generation_config, generation_config):
         if config is not None:
@@ -220,7 +221,7 @@ def _new_tokens(model: Any, settings: dict[str, Any], length: int) -> int:
     if not new and settings["max_length"] is not None:
         new = settings["max_length"] - length
     elif not new:
-        default = model.generation_config._get_default_generation_params()["max_length"]
+        default = default_generation_settings(model.generation_config)["max_length"]
         new = min(default, _or(getattr(model.config, "max_position_embeddings", None), length + default) - length)
     if new < 1:
         raise InputError("it leaves no room for a new token")

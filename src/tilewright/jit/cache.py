@@ -22,7 +22,7 @@ from tilewright.jit.entry import CorruptError, compose
 from tilewright.jit.housekeeping import Entry
 from tilewright.jit.lock import KeyLock
 from tilewright.jit.store import Store
-from tilewright.log import log_once, logger
+from tilewright.log import log_once_a_tree, logger
 
 __all__ = [
     "Artifact",
@@ -272,8 +272,8 @@ def _bound(process: _Process, folder: str, size: int) -> None:
 
 
 def _disk_unusable(process: _Process, error: OSError) -> None:
-    log_once(
-        ("kernel cache", process.store.root),
+    log_once_a_tree(
+        f"kernel cache {process.store.root}",
         f"kernel cache: {process.store.root} cannot be written ({error.strerror or error}); compiled kernels stay in "
         "memory and every process compiles its own. Make room, or point TILEWRIGHT_CACHE_DIR to another folder.",
     )

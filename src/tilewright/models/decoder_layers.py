@@ -80,7 +80,9 @@ class AddNormRecipe:
 def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | None) -> Proposal | None:
     """The fused layer this module can be; None if it is not two blocks with norms.  Raises Left if it will not fuse."""
     norms = {
-        n: r for n, m in module._modules.items() if m is not None and isinstance(r := recipes.get(m), RmsNormRecipe)
+        n: r
+        for n, m in module._modules.items()
+        if m is not None and isinstance(r := recipes.get(m), RmsNormRecipe) and not r.one_dtype
     }
     blocks = [
         n for n, m in module._modules.items() if m is not None and n not in norms and any(True for _ in m.parameters())

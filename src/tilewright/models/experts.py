@@ -6,8 +6,11 @@ from torch import nn
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Stacked expert weights (E, out, in): the form that transformers' experts interface computes with."""
-    return sum(p is not None and p.dim() == 3 for p in module._parameters.values()) >= 2
+    """Stacked expert weights (E, out, in), E >= 2: the form that transformers' experts interface computes with.
+
+    A class token and embeddings of positions, (1, S, H) each, are none.
+    """
+    return sum(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in module._parameters.values()) >= 2
 
 
 def run_plainly(model: nn.Module) -> None:

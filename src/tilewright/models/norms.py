@@ -1,9 +1,10 @@
 """RMSNorm variants and LayerNorm: found by what they compute, replaced by `ops.rms_norm` or `ops.layer_norm`.
 
 Model code spells RMSNorm in three ways that differ in where they round: normalise, cast, then multiply by the weight
-(Llama); multiply in float32, then cast (GPT-OSS, OLMo 2); the same with 1 + weight (Gemma). They agree in float32
-and part in bf16, so each candidate is held against the module in several pairs of weight and input dtypes; the one
-that agrees in all of them is the formula. Rows of very different size make a wrong or missing eps visible.
+(Llama, and T5 where weight and input have one dtype); multiply in float32, then cast (GPT-OSS, OLMo 2); the same with
+1 + weight (Gemma). They agree in float32 and part in bf16, so each candidate is held against the module in several
+pairs of weight and input dtypes; the one that agrees in all of them is the formula. Rows of very different size make a
+wrong or missing eps visible.
 """
 
 import dataclasses
@@ -47,12 +48,16 @@ class RmsNormRecipe:
     fp32_weight: bool
     argument: str
     backend: str | None
+    one_dtype: bool = False  # T5: a call whose input has another dtype than the weight stays with the module's forward
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> y, the same shape."""
         weight, eps, offset, fp32_weight, backend = self.weight, self.eps, self.offset, self.fp32_weight, self.backend
+        one_dtype = self.one_dtype
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
+            if one_dtype and getattr(self, weight).dtype != x.dtype:
+                return cls.forward(self, x)
             return ops.rms_norm(
                 x,
                 getattr(self, weight),
@@ -154,6 +159,7 @@ def _candidates(
     if bias is None:
         for offset, fp32_weight in ((0.0, False), (0.0, True), (1.0, True)):
             yield RmsNormRecipe(weight, eps, offset, fp32_weight, argument, "torch")
+        yield RmsNormRecipe(weight, eps, 0.0, False, argument, "torch", one_dtype=True)
     yield LayerNormRecipe(weight, bias, eps, argument, "torch")
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tilewright.errors import TilewrightError
 from tilewright.models.report import Kind
 from tilewright.models.specialise import Recipe
+from tilewright.models.transformers_names import wraps_subclasses
 
 Match = Literal["bitwise", "to rounding"]
 
@@ -55,6 +56,8 @@ def stand_in(
     """
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
+    if wraps_subclasses(type(module)):
+        clone.__dict__["gradient_checkpointing"] = False  # it goes around whatever forward there is
     given = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
     clone.__dict__["_parameters"] = {**module._parameters, **given}
     clone.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
@@ -135,7 +138,7 @@ def obstacle(module: nn.Module) -> str | None:
         return "its forward is overridden on the instance (by an offloading or adapter hook)"
     if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
         return "its forward is not a plain Python function"
-    if hasattr(type(module).__init_subclass__, "__func__"):
+    if hasattr(type(module).__init_subclass__, "__func__") and not wraps_subclasses(type(module)):
         return "its class acts on being subclassed (__init_subclass__)"
     return None
 

@@ -5,6 +5,7 @@ Comparing the two with each other would only say that they differ, as any two or
 with float32 (float64 for a float32 model) says whether the patch made the model worse, which is the question.
 """
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -102,21 +103,28 @@ def compare(
 ) -> Verification:
     """Run `model` as it is, and inside `unpatched` as it was, in evaluation mode; nothing of the model is changed.
 
-    inputs: token ids (B, S), or the model's keyword arguments; None draws random tokens.  Where they hold an
-    `attention_mask`, only unmasked positions count.   in_torch: inside it float8 products
-    are torch's; None where nothing runs in float8.
+    inputs: the tensor that the model takes first (token ids (B, S), pixels), or its keyword arguments; None draws
+    random tokens.  InputError where the unpatched model fails on them.  Where they hold an `attention_mask`, only
+    unmasked positions count.   in_torch: inside it float8 products are torch's; None where nothing runs in float8.
     """
     kwargs = _keyword_inputs(model, inputs)
     with _evaluation_mode(model):
+        with unpatched:
+            try:
+                base, base_grads = _run(model, kwargs, gradients)
+            except Exception as error:
+                raise InputError(
+                    f"{type(model).__name__}, unpatched, fails on {'random tokens' if inputs is None else 'inputs='}: "
+                    f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]} "
+                    "Pass inputs= that its forward takes, or verify=False."
+                ) from error
+            wide = wide_dtype(model)
+            reference = wide_copy(model, wide, next(model.parameters()).device)
         got, got_grads = _run(model, kwargs, gradients)
         narrow = got
         if in_torch is not None:
             with in_torch:
                 narrow, _ = _run(model, kwargs, False)
-        with unpatched:
-            base, base_grads = _run(model, kwargs, gradients)
-            wide = wide_dtype(model)
-            reference = wide_copy(model, wide, next(model.parameters()).device)
         with full_precision():
             exact, exact_grads = _run(reference, kwargs, gradients)
     keep = _counted_positions(kwargs, exact)
@@ -156,10 +164,16 @@ def random_tokens(model: nn.Module, batch: int = 4, length: int = 64) -> Tensor:
 
 
 def _keyword_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any] | None) -> dict[str, Any]:
+    takes = list(inspect.signature(model.forward).parameters)
     if inputs is None:
+        if "input_ids" not in takes:
+            raise InputError(
+                f"{type(model).__name__} takes no input_ids, so no random tokens can be drawn for it; its forward "
+                f"takes {', '.join(takes[:4])}. Pass inputs= (a dict of keyword arguments), or verify=False."
+            )
         inputs = random_tokens(model)
     if isinstance(inputs, Tensor):
-        inputs = {"input_ids": inputs}
+        inputs = {"input_ids" if "input_ids" in takes or not takes else takes[0]: inputs}
     if not isinstance(inputs, Mapping):
         raise InputError(f"inputs is a {type(inputs).__name__}; needs token ids (B, S) or a dict of keyword arguments.")
     device = next(model.parameters()).device

@@ -10,6 +10,7 @@ Three steps: the raw calls (`needed`), the kernels that their launch code would 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tilewright.dispatch.backends import missing, on_device
 from tilewright.errors import UsageError
 from tilewright.hardware import arch as this_machine
 from tilewright.hardware.known import GPUS, machine
@@ -62,7 +63,20 @@ def warm(
             progress(event)
     if not any(found.calls for found in outcome.found):
         raise UsageError("nothing to prepare: no call of the suite or model has such a backend on these architectures.")
+    absent = {} if outcome.kernels or outcome.failures else _absent(outcome.found)
+    if absent:
+        raise UsageError(
+            "no kernel was prepared: torch computes every call, because this machine cannot compile "
+            f"{', '.join(f'{backend} kernels (it {reason})' for backend, reason in absent.items())}."
+        )
     return outcome
+
+
+def _absent(found: Sequence[Found]) -> dict[str, str]:
+    """Backends that no kernel can be compiled for here, and what each needs."""
+    devices = {"cpu" if machine.arch == "cpu" else "cuda" for machine in found}
+    reasons = {name: missing(name, device) for device in devices for name in on_device(device)}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def architectures(names: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from tilewright.errors import InputError, PatchError, UsageError
 from tilewright.generate.planning import run_planned
 from tilewright.jit.collect import Job, collect
 from tilewright.log import logger
+from tilewright.models import transformers_names
 from tilewright.models.patching import plan_patch
 from tilewright.warmup.absent import AbsentDevice
 
@@ -170,7 +171,6 @@ def _move(model: Any, device: torch.device) -> None:
 def _build(name: str, dtype: str | None) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
     except ImportError as error:
         raise UsageError("--model needs transformers 5: pip install 'tilewright[hf]'.") from error
     if name in BUILT_IN:
@@ -181,7 +181,7 @@ def _build(name: str, dtype: str | None) -> Any:
     own = getattr(config, "dtype", None)
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: own or torch.bfloat16}[dtype]
     try:
-        with no_init_weights():
+        with transformers_names.no_init_weights():
             return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
     except ValueError as error:  # a type of model that generates no text
         raise UsageError(f"--model {name}: {str(error).partition(chr(10))[0]}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,7 +12,9 @@ from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, predict
 from tilewright.assistant.workload import Workload
 from tilewright.errors import InputError
-from tilewright.generate import Attachment, StaticDecoder, attach_generate
+
+if TYPE_CHECKING:
+    from tilewright.generate import Attachment  # it needs transformers, which a plain module does not
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class StaticDecode:
     def applies(self, scene: Scene) -> Verdict:
         if not scene.work.generates:
             return Verdict(False, "the model does not generate.")
+        from tilewright.generate import StaticDecoder
+
         longest = scene.work.input_ids.shape[1] + scene.work.new_tokens
         try:
             StaticDecoder(scene.model, max_length=longest, batch_size=scene.work.batch)
@@ -66,7 +71,10 @@ class Attached:
     """A model whose `generate` is replaced."""
 
     def __init__(self, model: nn.Module) -> None:
+        from tilewright.generate import attach_generate
+
         self._model = model
+        self._attach = attach_generate
         self._attachment: Attachment = attach_generate(model)
 
     @property
@@ -77,7 +85,7 @@ class Attached:
     def refresh(self) -> None:
         """Drop caches and graphs; the next call makes new ones."""
         self._attachment.undo()
-        self._attachment = attach_generate(self._model)
+        self._attachment = self._attach(self._model)
 
     def undo(self) -> None:
         self._attachment.undo()

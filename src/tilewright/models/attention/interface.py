@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tilewright.dispatch.backends import BACKENDS
 from tilewright.errors import InputError
 from tilewright.mask import Mask, causal, prefix, window
+from tilewright.models import transformers_names
 from tilewright.models.attention import masks, measured
 from tilewright.models.attention.carrier import CarriedMask, Seen, seen_in
 from tilewright.ops.attention.fmha import fmha
@@ -134,9 +135,7 @@ def attend_measured(
     if softcap or s_aux is not None:
         theirs, attention_mask = eager_of(module), _added(attention_mask, query, key, is_causal)
     if theirs is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        theirs = sdpa_attention_forward
+        theirs = transformers_names.sdpa_attention_forward()
     made: tuple[Tensor, Tensor | None] = theirs(
         module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )

@@ -21,6 +21,7 @@ from tilewright import mask as masks
 from tilewright.errors import InputError
 from tilewright.log import log_once
 from tilewright.mask import Mask
+from tilewright.models import transformers_names
 from tilewright.models.attention.carrier import CarriedMask, Seen, by_keys
 
 MaskFunction = Callable[..., Any]
@@ -59,9 +60,7 @@ def attention_mask(
     Inside torch.compile, and for one query of a static cache (whose place only the device knows), the elements.
     Raises InputError for a padding mask of other than two dimensions.
     """
-    # Not by way of the package, a lazy module: the Dynamo of torch 2.11 takes none
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
+    causal_mask_function, bidirectional_mask_function = transformers_names.mask_functions()
     function: MaskFunction = causal_mask_function if mask_function is None else mask_function
     if attention_mask is not None and attention_mask.dim() != 2:
         raise InputError(f"attention: the padding mask is {tuple(attention_mask.shape)}; needs (B, S).")
@@ -106,9 +105,7 @@ def attention_mask(
 
 
 def _elements(everything: dict[str, Any]) -> Tensor | None:
-    from transformers.masking_utils import sdpa_mask
-
-    made: Tensor | None = sdpa_mask(**everything, allow_is_causal_skip=False)
+    made: Tensor | None = transformers_names.sdpa_mask()(**everything, allow_is_causal_skip=False)
     return made
 
 
@@ -198,15 +195,15 @@ def _name(function: MaskFunction) -> str:
 @cache
 def _kinds() -> dict[str, MaskFunction | None]:
     """One closure of each function that makes them, and the two that are none; None for what a version lacks."""
-    from transformers import masking_utils
+    causal, bidirectional = transformers_names.mask_functions()
 
     def one(maker: str, *args: Any) -> MaskFunction | None:
-        found: Callable[..., MaskFunction] | None = getattr(masking_utils, maker, None)
+        found: Callable[..., MaskFunction] | None = transformers_names.mask_maker(maker)
         return None if found is None else found(*args)
 
     return {
-        "causal": masking_utils.causal_mask_function,
-        "bidirectional": getattr(masking_utils, "bidirectional_mask_function", None),
+        "causal": causal,
+        "bidirectional": bidirectional,
         "and": one("and_masks"),
         "or": one("or_masks"),
         "window": one("sliding_window_overlay", 1),

@@ -1,0 +1,104 @@
+"""Every name of transformers that is no public, stable part of it; the one file to look at when a release moves one.
+
+Releases 5.14 to 5.23 are supported and tested (`scripts/versions.py`); `pyproject.toml` declares the same range. Public
+names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where they are used.
+
+| name | since | remark |
+|---|---|---|
+| `cache_utils.Cache`, `CacheLayerMixin` | 5.0 | base classes of our cache; `Cache(layers=[...])` |
+| `cache_utils.get_layer_types_and_kwargs` | 5.14 | options in one dict; from 5.19 one dict a layer |
+| `masking_utils` | 5.0 | the functions masks are made of; a version may lack some |
+| `integrations.sdpa_attention.sdpa_attention_forward` | 5.0 | |
+| `initialization.no_init_weights` | 5.0 | |
+| `GenerationConfig._get_default_generation_params` | 5.0 | |
+| `modeling_layers.GradientCheckpointingLayer` | 5.0 | from 5.23 it wraps the `forward` of its subclasses |
+
+Nothing here imports transformers before it is called, and nothing goes by way of the package, a lazy module: the
+Dynamo of torch 2.11 takes none.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+SUPPORTED = ((5, 14), (5, 23))  # the oldest and the newest release, both included
+
+
+def cache_bases() -> tuple[type[Any], type[Any]]:
+    """`Cache` and `CacheLayerMixin`: what a cache and its layers derive from."""
+    try:
+        from transformers.cache_utils import Cache, CacheLayerMixin
+    except ModuleNotFoundError as error:
+        raise ImportError("tilewright.generate needs transformers: pip install 'tilewright[hf]'.") from error
+    return Cache, CacheLayerMixin
+
+
+def layer_types(config: Any) -> tuple[list[str], list[int | None]]:
+    """Kind of each layer that stores keys and values ("full_attention", ...), and its window where it slides.
+
+    config: of the decoder. Last layers that read the keys of others (Gemma 3n) are left out: up to 5.18 transformers
+    does not list them, later it calls them "dummy".
+    """
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    kinds, options = get_layer_types_and_kwargs(config)
+    if isinstance(options, dict):
+        options = [options if kind == "sliding_attention" else {} for kind in kinds]
+    count = max((place for place, kind in enumerate(kinds, 1) if kind != "dummy"), default=0)
+    return list(kinds[:count]), [each.get("sliding_window") for each in options[:count]]
+
+
+def mask_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`causal_mask_function` and `bidirectional_mask_function`."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    return causal_mask_function, bidirectional_mask_function
+
+
+def sdpa_mask() -> Callable[..., Any]:
+    """What makes the elements of a mask, (B, 1, S_q, S_k) bool."""
+    from transformers.masking_utils import sdpa_mask
+
+    found: Callable[..., Any] = sdpa_mask
+    return found
+
+
+def mask_maker(name: str) -> Callable[..., Any] | None:
+    """A function of `masking_utils` that makes mask functions ("and_masks", ...); None where a release has none."""
+    from transformers import masking_utils
+
+    return getattr(masking_utils, name, None)
+
+
+def sdpa_attention_forward() -> Callable[..., Any]:
+    """What a layer runs whose attention is "sdpa"."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found: Callable[..., Any] = sdpa_attention_forward
+    return found
+
+
+def no_init_weights() -> AbstractContextManager[None]:
+    """Models are built in it with the weights that memory holds: nothing is drawn, nothing is written."""
+    from transformers.initialization import no_init_weights
+
+    found: AbstractContextManager[None] = no_init_weights()
+    return found
+
+
+def default_generation_settings(config: Any) -> dict[str, Any]:
+    """What `generate` takes for every setting that neither the call nor a GenerationConfig gives."""
+    found: dict[str, Any] = config._get_default_generation_params()
+    return found
+
+
+def wraps_subclasses(cls: type) -> bool:
+    """Is the `__init_subclass__` of `cls` the one that puts gradient checkpointing around `forward` (from 5.23)?
+
+    It registers nothing, and a subclass whose `forward` is ours is checkpointed as its parent was.
+    """
+    layers = sys.modules.get("transformers.modeling_layers")
+    layer = getattr(layers, "GradientCheckpointingLayer", object)
+    own = getattr(layer.__init_subclass__, "__func__", None)
+    return own is not None and getattr(cls.__init_subclass__, "__func__", None) is own
