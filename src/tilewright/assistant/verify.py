@@ -93,8 +93,8 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
 
 
 def meaning(changed: Evaluation, reference: Evaluation) -> tuple[float, float]:
-    """What rounding does to embeddings and to classes: the least cosine of a row (N, V) to the reference's, and the share
-    of rows whose largest entry is the reference's.
+    """What rounding does to embeddings and to classes: the least cosine of a row (N, V) to the reference's, and the
+    share of rows whose largest entry is the reference's.
     """
     ours, exact = changed.logits.double(), reference.logits.double()
     cosine = F.cosine_similarity(ours, exact.to(ours.device), dim=-1)
