@@ -79,7 +79,7 @@ def optimize_model(
     """Make a model faster: try one change at a time, keep what is measured faster and verified accurate, undo the
     rest.
     """
-    own = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
+    own: dict[str, Any] = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
     own |= {"goal": goal, "new_tokens": new_tokens, "allow": allow}
     _run("optimize", model, prompts, device_name, html, json_file, folder=save, **own)
 
