@@ -39,3 +39,13 @@ def test_a_model_folder_needs_no_prompts(tilewright, place):
     report = json.loads(done.stdout)
     assert report["model"]["class"] == "LlamaForCausalLM"
     assert "random tokens were used" in report["notes"][0]
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_save_writes_a_folder_that_loads(tilewright, place):
+    tiny_llama().save_pretrained(place / "model")
+    words = ("--new-tokens", "2", "--allow", "merged_qkv", "--budget", "1", "--device", "cpu")
+    done = tilewright("optimize", "model", *words, "--save", "fast")
+    assert done.exit_code == 0, done.stderr
+    assert {"config.json", "model.safetensors", "optimized.py"} <= {file.name for file in (place / "fast").iterdir()}
+    assert "optimized.py" in done.stdout

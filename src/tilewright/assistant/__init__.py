@@ -9,5 +9,6 @@ renders.
 
 from tilewright.assistant.loop import Optimization, analyze, optimize
 from tilewright.assistant.report import Report
+from tilewright.assistant.save import apply_changes, save
 
-__all__ = ["Optimization", "Report", "analyze", "optimize"]
+__all__ = ["Optimization", "Report", "analyze", "apply_changes", "optimize", "save"]

@@ -58,7 +58,8 @@ def make(model: nn.Module, tokenizer: Any = None) -> Made:
     A language model gets prompts, other text models a batch (4, 64), image models pixels of their configuration's size,
     models of sound a second at 16 kHz. Raises UsageError, which says what to pass, for anything else.
     """
-    takes, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    config: Any = getattr(model, "config", None)
     if is_language_model(model):
         if tokenizer is not None:
             return Made(f"No prompts were given: {len(TEXTS)} texts of tilewright's own were used.", list(TEXTS))

@@ -63,6 +63,16 @@ class Optimization:
         generate: Any = self.model.generate
         return generate(*args, **kwargs)
 
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """The unchanged model inside, the changed one again afterwards."""
+        count = len(self._stack)
+        self._stack.at(0)
+        try:
+            yield
+        finally:
+            self._stack.at(count)
+
     def undo(self) -> None:
         """Take every change off the model: same parameters, bit for bit, same state_dict."""
         self._stack.at(0)

@@ -91,11 +91,32 @@ class Report:
         if self.totals is None and not self.decided("rejected"):
             return f"No change was tried on {self.model['class']}: {self._why_untried()}"
         if self.totals is None:
+            tried, left = len(self.decided("rejected")), len(self.decided("not tried"))
+            if left:
+                return (
+                    f"{tried} of {tried + left} changes were tried on {self.model['class']} and none was kept; "
+                    "the time budget ended before the others. It is unchanged."
+                )
             return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
         gain = self.totals.decisive
+        kept = ", ".join(change.name for change in self.decided("kept"))
+        accuracy = "" if self.accuracy is None else f"; logit error {_errors(self.accuracy)}"
         return (
             f"{self.model['class']}: {gain.name} {gain.before:.4g} to {gain.after:.4g} {gain.unit}, "
-            f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f})."
+            f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f}) by {kept}{accuracy}."
+        )
+
+    @property
+    def code(self) -> str:
+        """Three lines that put the kept changes on a copy of the model; "" where nothing was kept."""
+        kept = [change.name for change in self.decided("kept")]
+        if not kept:
+            return ""
+        inputs = "" if self.workload["new_tokens"] else ", inputs"
+        return (
+            "from tilewright.assistant import apply_changes\n"
+            f"model = ...  # your {self.model['class']} in evaluation mode, as you load it\n"
+            f"apply_changes(model, {kept!r}{inputs})"
         )
 
     def _why_untried(self) -> str:
@@ -128,6 +149,10 @@ class Report:
             text = self.to_json()
         target.write_text(text, encoding="utf-8")
         return target
+
+
+def _errors(accuracy: Accuracy) -> str:
+    return f"{accuracy.error:.1e}, {accuracy.own_error:.1e} before"
 
 
 def _finite(value: Any) -> Any:

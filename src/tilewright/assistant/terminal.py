@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,8 +26,15 @@ def progress(console: Console) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda line: console.print(line, markup=False, highlight=False)
         return
-    with console.status("starting") as status:
-        yield lambda line: status.update(Text(line))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("step {task.completed}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[line]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None, line="starting")
+        yield lambda line: bar.update(task, advance=1, line=escape(line))
 
 
 def show(report: Report, console: Console) -> None:
@@ -35,16 +44,19 @@ def show(report: Report, console: Console) -> None:
 
 def render(report: Report) -> RenderableType:
     """All tables of a report."""
-    parts: list[RenderableType] = [Panel(Text(report.headline, style="bold"), expand=False), _where_time_goes(report)]
+    parts: list[RenderableType] = [Panel(Text(report.headline, style="bold"), expand=False)]
     if report.totals is not None:
         parts.append(_totals("Unchanged against final model", report.totals))
+    if report.accuracy is not None:
+        parts.append(Text(_accuracy(report.accuracy)))
+    if report.code:
+        parts.append(Panel(Text(report.code), title="The same in your own program", title_align="left", expand=False))
+    parts.append(_where_time_goes(report))
     if report.control is not None:
         noise = report.control.decisive
         interval = f"95 %: {noise.gain_low:.3f} to {noise.gain_high:.3f}"
         parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here.", style="dim"))
     parts.extend((_changes(report.changes), _reasons(report.changes)))
-    if report.accuracy is not None:
-        parts.append(Text(_accuracy(report.accuracy)))
     parts.extend(Text(f"Note: {note}", style="dim") for note in report.notes)
     return Group(*parts)
 

@@ -160,7 +160,7 @@ class Trials:
         return decide(record.measured.decisive, max(control, 1 / control))
 
     def _offer(self, target: torch.dtype, accuracy: Accuracy, measured: str) -> str:
-        """A cast that would pay: what it gains, what it costs by what the model is for, and how to accept it."""
+        """A cast that would pay: its gain, its cost by what the model is for, and how to accept it."""
         if self._work.prompts or accuracy.positions == 0:
             cost = f"top-1 agreement {accuracy.top1:.2%}"
         else:

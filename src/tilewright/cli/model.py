@@ -68,6 +68,10 @@ def optimize_model(
         Dtype | None, typer.Option("--accept-dtype", help="Accept this type's rounding, so that a cast may be kept.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled inputs.")] = 0,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="DIR", help="Write the weights and optimized.py, which applies what was kept."),
+    ] = None,
     device_name: DeviceOption = None,
     html: HtmlOption = None,
     json_file: JsonOption = None,
@@ -75,8 +79,9 @@ def optimize_model(
     """Make a model faster: try one change at a time, keep what is measured faster and verified accurate, undo the
     rest.
     """
-    own = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
-    _run("optimize", model, prompts, device_name, html, json_file, goal=goal, new_tokens=new_tokens, allow=allow, **own)
+    own: dict[str, Any] = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
+    own |= {"goal": goal, "new_tokens": new_tokens, "allow": allow}
+    _run("optimize", model, prompts, device_name, html, json_file, folder=save, **own)
 
 
 def _run(
@@ -89,9 +94,10 @@ def _run(
     *,
     goal: Goal,
     allow: str | None,
+    folder: Path | None = None,
     **options: Any,
 ) -> None:
-    check_writable(html, json_file)
+    check_writable(html, json_file, None if folder is None else folder / "optimized.py")
     if html is not None:
         need("report", "jinja2", "matplotlib")
     place = device(device_name)
@@ -131,6 +137,10 @@ def _run(
     console = Console(stderr=json_file == "-")
     terminal.show(report, console)
     write_json(report.to_json(), json_file)
+    if folder is not None:
+        source = "" if Path(name).is_dir() else name
+        files = assistant.save(made, folder, source=source, tokenizer=loaded.tokenizer)
+        console.print(f"Saved in {folder.resolve()}: {', '.join(files)}", soft_wrap=True, highlight=False)
     if html is not None:
         from tilewright.assistant.html import render
 

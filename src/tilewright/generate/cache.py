@@ -44,7 +44,7 @@ class Cursor:
             torch.remainder(self.position, self.ring, out=self.ring_slot)
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transformers is not typed
     """Keys and values of one layer: (B, H_kv, capacity, D), allocated on first use, written in place ever after."""
 
     is_compileable = True
@@ -117,7 +117,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         return self.capacity
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):  # type: ignore[misc, valid-type]
     """`SlotLayer`s for every layer of a model, full or sliding as its config says.
 
     max_length: positions of a full-attention layer, prompt and new tokens together. Sliding layers keep one window,

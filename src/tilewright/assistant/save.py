@@ -1,0 +1,101 @@
+"""Keep what `optimize` found: put it on another copy of the model, or write a folder that does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.assistant.changes import chosen
+from tilewright.assistant.inputs import make
+from tilewright.assistant.loop import Optimization
+from tilewright.assistant.stack import Stack
+from tilewright.assistant.workload import workload
+from tilewright.version import __version__
+
+_FILE = '''"""{gain}
+
+Made by `tilewright optimize`, tilewright {version}. The weights beside this file are those of the unchanged model.
+
+    from optimized import load
+
+    model = load()
+"""
+
+from pathlib import Path
+{imports}
+from tilewright.assistant import apply_changes
+from tilewright.assistant.load import load as open_model
+
+KEPT = {kept!r}
+
+
+def load(device=None):
+    """The model in evaluation mode with the changes that were kept; device: the GPU if there is one."""
+    here = Path(__file__).resolve().parent
+    found = open_model({source}, device=device)
+{weights}    apply_changes(found.model, KEPT, found.inputs)
+    return found.model
+'''
+
+
+def apply_changes(
+    model: nn.Module,
+    names: Sequence[str],
+    inputs: Any = None,
+    *,
+    prompts: Sequence[str | Tensor] | None = None,
+    tokenizer: Any = None,
+) -> Stack:
+    """Put the changes in `names` on `model`, in this order, without measuring: what `optimize` kept on a copy of it.
+
+    inputs, prompts, tokenizer as in `optimize`; None makes inputs for a transformers model. Returns the changes in
+    force; `.at(0)` takes them off. Raises InputError for an unknown name, and whatever a change raises that does not
+    apply; the model is then as before.
+    """
+    known = {change.name: change for change in chosen(names)}
+    if inputs is None and prompts is None:
+        made = make(model, tokenizer)
+        inputs, prompts = made.inputs, made.prompts
+    stack = Stack(model, workload(model, inputs, prompts=prompts, tokenizer=tokenizer))
+    try:
+        for name in names:
+            stack.push(known[name])
+    except BaseException:
+        stack.at(0)
+        raise
+    return stack
+
+
+def save(found: Optimization, folder: str | Path, *, source: str = "", tokenizer: Any = None) -> list[str]:
+    """Write the weights and `optimized.py`, whose `load()` applies what was kept. Returns the names of the files.
+
+    The changes are taken off the model for that, and put on again. source: "FILE.py:FACTORY" of a model that
+    transformers cannot save; its weights go into weights.pt.
+    """
+    here = Path(folder)
+    here.mkdir(parents=True, exist_ok=True)
+    kept = [record.name for record in found.accepted]
+    own = callable(getattr(found.model, "save_pretrained", None)) and not source
+    with found.taken_off():
+        if own:
+            saver: Any = found.model
+            saver.save_pretrained(here)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(here)
+        else:
+            torch.save(found.model.state_dict(), here / "weights.pt")
+    path, _, factory = source.rpartition(":")
+    text = _FILE.format(
+        gain=found.report.headline.replace('"""', ""),
+        version=__version__,
+        kept=kept,
+        imports="" if own else "\nimport torch\n",
+        source="str(here)" if own else repr(f"{Path(path).resolve()}:{factory}"),
+        weights="" if own else '    found.model.load_state_dict(torch.load(here / "weights.pt", weights_only=True))\n',
+    )
+    (here / "optimized.py").write_text(text, encoding="utf-8")
+    return sorted(file.name for file in here.iterdir())
