@@ -116,7 +116,7 @@ def test_a_check_that_fails_exits_with_1_and_keeps_its_report(tilewright, place,
 
 
 def test_a_check_in_which_nothing_could_run_has_not_passed(tilewright):
-    words = ("--case", "odd_n", "--modes", "eager", "--backend", "triton", "--device", "cpu")
-    done = tilewright("check", "rms_norm", *words)
+    words = ("--case", "odd_n", "--modes", "eager", "--backend", "cpu", "--device", "cpu")
+    done = tilewright("check", "layer_norm", *words)
     assert done.exit_code == 1
-    assert "runs on cuda tensors" in done.stdout
+    assert "has no implementation of this op" in done.stdout

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tilewright import log
+from tilewright import log, warmup
 from tilewright.dispatch import backends
-from tilewright.models import warmup
 
 
 def one_line(done) -> str:

@@ -1,11 +1,9 @@
 """The kernel cache: what makes a key, where a binary comes from, and what lies on disk."""
 
-import io
 import json
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tests.harness.counted import calls_during
@@ -274,7 +272,13 @@ def test_a_memory_hit_is_a_few_look_ups(kernels, tmp_path):
 def test_a_disk_hit_reads_two_files_once(kernels, tmp_path, monkeypatch):
     cache.get(key(), Builds(tmp_path, bytes(100_000)))
     opened = []
-    monkeypatch.setattr(io, "open", lambda path, *rest, own=io.open: opened.append(Path(path).name) or own(path, *rest))
+
+    def noted(path, *rest, own=os.open, **options):
+        if "dir_fd" in options:  # a file of the entry
+            opened.append(path)
+        return own(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", noted)
 
     def load():
         cache.forget()

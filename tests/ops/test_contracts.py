@@ -63,7 +63,8 @@ def test_a_mode_that_is_promised_runs_on_some_case(name):
     modes = ["empty", "out", "bad_inputs"]
     small = next(w for w in subject.edge_cases if "M" not in w.params or w.params["M"] > 1)
     made = check(name, small, modes=modes, backend="torch", dtype=subject.dtypes[-1], device="cpu")
-    ran = {r.mode for r in made.require().results if r.status == "passed"}
+    assert not made.failures, str(made)  # an op with neither promise has only its refusals looked at
+    ran = {r.mode for r in made.results if r.status == "passed"}
     expected = {"bad_inputs"}
     expected |= {"out"} if subject.forward.torch_out is not None else set()
     expected |= {"empty"} if subject.batch_dim is not None else set()

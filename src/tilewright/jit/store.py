@@ -22,7 +22,7 @@ from tilewright.jit import trust
 from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.entry import CorruptError
 from tilewright.jit.lock import KeyLock
-from tilewright.log import log_once
+from tilewright.log import log_once, log_once_a_tree
 
 
 class Store:
@@ -115,8 +115,8 @@ class Store:
     def _refused(self) -> bool:
         reason = trust.refusal_of(self.root)
         if reason is not None:
-            log_once(
-                ("kernel cache", self.root),
+            log_once_a_tree(
+                f"kernel cache {self.root}",
                 f"kernel cache: {self.root} is not used: {reason}, and could run code as you. Compiled kernels stay in "
                 f"memory. If all in it is yours: chmod -R go-w {self.root}. Or point TILEWRIGHT_CACHE_DIR to a folder "
                 "of your own.",
