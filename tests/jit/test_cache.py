@@ -1,6 +1,7 @@
 """The kernel cache: what makes a key, where a binary comes from, and what lies on disk."""
 
 import json
+import os
 import threading
 import time
 from dataclasses import replace
