@@ -5,4 +5,4 @@ multiprocessors.  What was decided, or taped, under another number is decided ag
 """
 
 GENERATION = [0]
-"""A list, so that whoever imports it sees it grow."""
+"""A list, so that every importer sees it grow."""

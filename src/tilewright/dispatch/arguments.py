@@ -39,20 +39,20 @@ def converters(schema: str) -> list[tuple[str, Callable[[str, str, Any], Any] | 
 
 def as_float(op: str, name: str, value: Any) -> Any:
     """`value` as Python's float, or InputError."""
-    if type(value) is float or isinstance(value, _SYMBOLIC):
-        return value
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return float(value)
-    raise _refused(op, name, value, "a number")
+    return _number(op, name, value, float, numbers.Real, "a number")
 
 
 def as_int(op: str, name: str, value: Any) -> Any:
     """`value` as Python's int, or InputError."""
-    if type(value) is int or isinstance(value, _SYMBOLIC):
+    return _number(op, name, value, int, numbers.Integral, "an integer")
+
+
+def _number(op: str, name: str, value: Any, kind: type, accepted: type, allowed: str) -> Any:
+    if type(value) is kind or isinstance(value, _SYMBOLIC):
         return value
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    raise _refused(op, name, value, "an integer")
+    if isinstance(value, accepted) and not isinstance(value, bool):
+        return kind(value)
+    raise _refused(op, name, value, allowed)
 
 
 def as_bool(op: str, name: str, value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A graph keeps addresses and no tensors.  CUDA has a way to tie memory to it: a user object, whose destructor runs once
 the graph, and everything instantiated from it, was destroyed and has ended.  A destructor may not call CUDA or Python,
-so it posts a semaphore, and whoever holds the tensors lets them go when he next looks.
+so it posts a semaphore, and the tensors are let go when it is next looked at (`release`).
 """
 
 import ctypes
