@@ -16,7 +16,13 @@ from tilewright.dispatch.explanation import Explanation, explain
 from tilewright.dispatch.preference import get_current_backend, numerics, set_backend, use_backend
 from tilewright.dispatch.raw import RawOp
 from tilewright.dispatch.recording import Recording, record
-from tilewright.dispatch.registry import Implementation, implementations, register_impl, unregister_impl
+from tilewright.dispatch.registry import (
+    Implementation,
+    implementations,
+    register_impl,
+    register_kernel,
+    unregister_impl,
+)
 from tilewright.dispatch.select import Plan
 
 __all__ = [
@@ -43,6 +49,7 @@ __all__ = [
     "record",
     "register",
     "register_impl",
+    "register_kernel",
     "set_backend",
     "unregister_impl",
     "use_backend",

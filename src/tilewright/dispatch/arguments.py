@@ -8,7 +8,7 @@ errors, at another place for each kind.
 
 import numbers
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,6 +19,41 @@ if TYPE_CHECKING:
     from tilewright.dispatch.raw import RawOp
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+Size = Annotated[int, "SymInt"]
+"""Annotation of an argument that `torch.compile` may keep symbolic; a plain `int` is a constant of the graph."""
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    Size: "SymInt",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+
+
+def schema_of(args: type) -> str:
+    """torch's schema of the fields of a NamedTuple: "Tensor x, Tensor? weight, float eps".
+
+    Raises InputError for a field whose annotation has no schema type, and for a tensor that follows a scalar.
+    """
+    declared = []
+    scalar = ""
+    for name, annotation in get_type_hints(args, include_extras=True).items():
+        kind = _SCHEMA_TYPES.get(annotation)
+        if kind is None:
+            allowed = ", ".join(getattr(t, "__name__", str(t)) for t in _SCHEMA_TYPES)
+            raise InputError(f"{args.__name__}.{name} is annotated {annotation}; allowed are {allowed}.")
+        if "Tensor" in kind and scalar:
+            raise InputError(f"{args.__name__}: tensor {name} follows {scalar}; tensors come first.")
+        if "Tensor" not in kind:
+            scalar = name
+        declared.append(f"{kind} {name}")
+    return ", ".join(declared)
 
 
 def as_declared(raw: "RawOp", args: Sequence[Any]) -> tuple[Any, ...]:

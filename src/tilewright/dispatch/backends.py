@@ -35,6 +35,16 @@ _NEEDS = {
 }
 
 
+_TARGETS = {"sm90": "cuda"}
+"""Backends of folders of kernels that are named after what they are compiled for; the others bear a backend's name."""
+
+
+def backend_of(kernel: str) -> str:
+    """The backend of a kernel, by the folder it lies in: "cuda" of "sm90.dense", "triton" of "triton.dense"."""
+    target = kernel.partition(".")[0]
+    return _TARGETS.get(target, target)
+
+
 def interpreting() -> bool:
     """True where Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on")

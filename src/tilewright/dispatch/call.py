@@ -226,13 +226,15 @@ class _OpFunction(Function):
         ctx.set_materialize_grads(False)
         contract, _, backend, numerics, *args = inputs
         plain = tuple([None if isinstance(a, Tensor) else a for a in args])
-        ctx.call = (contract.gradient, backend, numerics, plain)
-        ctx.save_for_backward(*contract.gradient.save(args, output if isinstance(output, tuple) else (output,)))
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.call = (contract, backend, numerics, plain)
+        ctx.save_for_backward(*contract.gradient.save(contract.forward.pack(args), outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        gradient, backend, numerics, plain = ctx.call
-        needs = ctx.needs_input_grad[4:]
+        contract, backend, numerics, plain = ctx.call
+        gradient, pack = contract.gradient, contract.forward.pack
+        needs, plain = pack(ctx.needs_input_grad[4:]), pack(plain)
         result: list[Any] = [None] * len(plain)
         if all(grad is None for grad in grads):
             return (None, None, None, None, *result)
@@ -244,7 +246,8 @@ class _OpFunction(Function):
             for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
                 result[i] = grad if needs[i] else None
         if gradient.others is not None:
-            for i, grad in gradient.others(grads, saved, plain, needs).items():
+            others = gradient.others(grads, saved, plain, needs)
+            for i, grad in zip(contract.forward.positions(tuple(others)), others.values(), strict=True):
                 result[i] = grad
         return (None, None, None, None, *result)
 

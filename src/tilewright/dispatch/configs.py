@@ -9,23 +9,33 @@ from tilewright.dispatch.registry import Implementation
 from tilewright.errors import TableError
 
 
-def to_row(config: Any) -> dict[str, Any] | None:
-    """`config`, a NamedTuple, a dataclass or a mapping, as the fields of a table row; None stays None."""
+def to_row(config: Any, kernel: str = "") -> dict[str, Any] | None:
+    """`config`, a NamedTuple, a dataclass or a mapping, as the fields of a table row; None stays None.
+
+    kernel: name of the kernel that it configures, as the plan has it; the first field of the row, where there is one.
+    """
     if config is None:
         return None
     if is_dataclass(config) and not isinstance(config, type):
-        return asdict(config)
-    fields: Mapping[str, Any] = config._asdict() if hasattr(config, "_asdict") else config
-    return dict(fields)
+        fields: Mapping[str, Any] = asdict(config)
+    else:
+        fields = config._asdict() if hasattr(config, "_asdict") else config
+    return {"kernel": kernel, **fields} if kernel else dict(fields)
 
 
 def from_row(implementation: Implementation, values: Mapping[str, Any], bucket: tuple[int, ...], dtype: Any) -> Any:
-    """The config that a row's `values` describe.
+    """The config that a row's `values` describe; `values["kernel"]` says of which of the backend's kernels.
 
     Raises TableError, saying why, for unknown or missing fields, values of another type, and, where the implementation
     declares a search space, a config that is not in it: nothing has compiled or checked such a one.
     """
     what = f"{implementation.backend} config {dict(values)}"
+    kernels = {kernel.kernel: kernel for kernel in implementation.kernels or (implementation,)}
+    if implementation.kernels or (implementation.kernel and "kernel" in values):
+        name = values.get("kernel")
+        if name not in kernels:
+            raise TableError(f"{what}: kernel is {name!r}; it has to be one of {', '.join(kernels)}.")
+        implementation, values = kernels[name], {field: value for field, value in values.items() if field != "kernel"}
     build = implementation.config_type
     if build is None:
         raise TableError(f"{what}: this backend takes no configuration.")

@@ -15,7 +15,7 @@ from tilewright.dispatch.raw import RawOp
 from tilewright.errors import InputError
 
 Direction = Literal["fwd", "bwd"]
-_Others = Callable[[tuple[Any, ...], tuple[Any, ...], Sequence[Any], Sequence[bool]], Mapping[int, Tensor]]
+_Others = Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], Mapping[Any, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,23 @@ class Promises:
 class Gradient:
     """How the raw backward op is fed.
 
-    `save(args, outputs)` picks the tensors the backward needs; `raw_args(grads, saved, args, needs)` builds its
-    arguments (`args` with tensors replaced by None, `needs[i]`: does argument i want a gradient; an unused output's
-    gradient is None). The raw op's outputs are the gradients of the arguments at `inputs`, in order; where one output
-    serves two arguments, `expand` maps outputs to gradients.  `others(grads, saved, args, needs)` gives, by position,
-    the gradients of further arguments, which plain torch computes.  `covers(args)` is False for raw arguments that have
-    no gradient as one op, because the public function takes them apart when one is wanted.  `recomputes`: does the
-    reference of the backward run the forward again?  Then torch is no choice under a forward of ours.
+    save        (args, outputs) -> the tensors that the backward needs.
+    raw_args    (grads, saved, args, needs) -> arguments of the raw backward op.  `args` has None for tensors; `needs`,
+                with the fields of `args`, says which want a gradient; the gradient of an unused output is None.
+    inputs      names of the arguments whose gradients the raw op returns, in its order.
+    expand      outputs -> gradients, where one output is the gradient of two arguments.
+    others      (grads, saved, args, needs) -> by name, gradients of further arguments, which plain torch computes.
+    covers      (args) -> False for arguments without a gradient as one op: the public function splits such a call.
+    recomputes  Does the reference of the backward run the forward again?  Then torch does not serve a forward of ours.
     """
 
     op: RawOp
-    inputs: tuple[int, ...]
-    save: Callable[[Sequence[Any], tuple[Tensor, ...]], tuple[Tensor | None, ...]]
-    raw_args: Callable[[tuple[Any, ...], tuple[Any, ...], Sequence[Any], Sequence[bool]], tuple[Any, ...]]
+    inputs: tuple[Any, ...]
+    save: Callable[[Any, tuple[Tensor, ...]], tuple[Tensor | None, ...]]
+    raw_args: Callable[[tuple[Any, ...], tuple[Any, ...], Any, Any], tuple[Any, ...]]
     expand: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
     others: _Others | None = None
-    covers: Callable[[Sequence[Any]], bool] = lambda args: True
+    covers: Callable[[Any], bool] = lambda args: True
     recomputes: bool = True
 
 
@@ -98,16 +99,15 @@ class Contract:
     """One public op.
 
     reference   the op in plain torch with the public function's arguments (without `out`, `backend`).  On float64
-    inputs
-                it is the oracle; on low-precision inputs it fixes the rounding points.
-    check       raises InputError for raw forward arguments that cannot run; called before any launch.
+                inputs it is the oracle; on low-precision inputs it fixes the rounding points.
+    check       (args) raises InputError for raw forward arguments that cannot run; called before any launch.
     inputs      (params, dtype, device, seed) -> Sample, with fresh random tensors.
     cost        (sample, direction) -> Cost.
     workloads   what the bench measures on a GPU; `cpu_workloads` on a CPU; `edge_cases` are for `validate.check`.
     edge_grid   values of params that the grid of edge sizes (`validate.edge_grid`) cannot know: some, or a function of
                 the other params that returns them; None leaves a param out.
     batch_dim   dimension of `args[0]` along which rows are independent; None where there is none.
-    in_place    positions of raw arguments that `out` may be: an element is read before it is written, by one thread.
+    in_place    names of raw arguments that `out` may be: an element is read before it is written, by one thread.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Contract:
     gradient: Gradient | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     batch_dim: int | None = 0
-    in_place: tuple[int, ...] = ()
+    in_place: tuple[Any, ...] = ()
     promises: Promises = Promises()
     tolerance: float = 2.0
     gradient_tolerance: float = 3.0
@@ -151,14 +151,19 @@ def bind(contract: Contract) -> Contract:
     """Make `contract` known; its checks begin with layouts.  Its public function must be decorated with
     `@dispatch(contract.name)`.
     """
-    check = contract.check
-    names = [declared.split()[-1] for declared in contract.forward.schema.split(", ")]
+    check, forward, gradient = contract.check, contract.forward, contract.gradient
 
-    def whole(*args: Any) -> None:
-        refuse_layout(contract.name, **dict(zip(names, args, strict=True)))
-        check(*args)
+    def checked(*args: Any) -> None:
+        refuse_layout(contract.name, **dict(zip(forward.fields, args, strict=True)))
+        if forward.pack is tuple:
+            check(*args)
+        else:
+            check(forward.pack(args))
 
-    bound = _contracts[contract.name] = replace(contract, check=whole)
+    if gradient is not None:
+        gradient = replace(gradient, inputs=forward.positions(gradient.inputs))
+    bound = replace(contract, check=checked, gradient=gradient, in_place=forward.positions(contract.in_place))
+    _contracts[contract.name] = bound
     return bound
 
 

@@ -35,6 +35,7 @@ class Explanation:
     why: str
     config: str
     verdicts: tuple[Verdict, ...]
+    kernel: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -42,7 +43,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{self.op} ({self.direction})  {self.bucket} {self.dtype} on {self.device}, numerics {self.numerics}"]
-        lines.append(f"  -> {self.backend}: {self.why}" + (f", {self.config}" if self.config != "None" else ""))
+        chosen = f"{self.backend} ({self.kernel})" if self.kernel else self.backend
+        lines.append(f"  -> {chosen}: {self.why}" + (f", {self.config}" if self.config != "None" else ""))
         for v in self.verdicts:
             if not v.chosen:
                 lines.append(f"     {v.backend}: " + (v.refused or "could run"))
@@ -69,5 +71,5 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     )
     return Explanation(
         op, raw.direction, plan.bucket, plan.dtype, str(raw_args[0].device), numerics, plan.backend, plan.why,
-        str(plan.config), verdicts,
+        str(plan.config), verdicts, plan.kernel,
     )  # fmt: skip

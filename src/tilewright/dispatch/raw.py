@@ -12,14 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import fast
-from tilewright.dispatch.arguments import converters
+from tilewright.dispatch.arguments import converters, schema_of
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bounded import Bounded
 from tilewright.dispatch.derivatives import has_tangent
 from tilewright.dispatch.preference import current_numerics
 from tilewright.dispatch.preference import numerics as in_force
 from tilewright.dispatch.recording import recordings
-from tilewright.dispatch.registry import GENERATION, implementations
+from tilewright.dispatch.registry import GENERATION, implementations, list_kernels
 from tilewright.dispatch.select import Plan, choose, invariant
 from tilewright.errors import InputError, KernelMissingError
 
@@ -36,21 +36,22 @@ _TAPE_BYTES, _PLAN_BYTES = 12 << 20, 4 << 20
 class RawOp:
     """One direction of one op.
 
-    schema        argument list, all tensors first, without `backend` and `numerics`: "Tensor x, Tensor weight, float
-    eps"
-    outputs       (*args) -> one `OutputSpec` an output
-    reference     (*args) -> Tensor or tuple: the same thing in plain torch
-    bucket        (*args) -> ints: the sizes a choice may depend on; named by `bucket_names`
-    batch_fields  positions in the bucket that `numerics("batch_invariant")` ignores
+    args          NamedTuple of the arguments, all tensors first, without `backend` and `numerics`; torch's schema is
+                  inferred from its annotations.  The functions below take one as `args`.
+    kernels       module names of its kernels below `package`.kernels, preferred ones first: "sm90.dense"
+    outputs       (args) -> one `OutputSpec` an output
+    reference     (args) -> Tensor or tuple: the same thing in plain torch
+    bucket        (args) -> NamedTuple of ints: the sizes a choice may depend on; `bucket_names` are its fields
+    batch_fields  fields of the bucket that `numerics("batch_invariant")` ignores
     dtypes        of the first tensor, that implementations take; the reference takes others too
     out           also register the overload `.out`, which writes into given tensors
-    refuses_out   (out, *args) -> None, or what an `out` of the right shape and dtype lacks; by default it must be
+    refuses_out   (out, args) -> None, or what an `out` of the right shape and dtype lacks; by default it must be
                   contiguous
-    direct        (out, *args) -> can implementations write this `out`?  Others get a copy of the result; all by default
+    direct        (out, args) -> can implementations write this `out`?  Others get a copy of the result; all by default
     reference_writes  the reference takes `out=` too
     torch_first   (bucket, dtype, backend) -> is the reference a better guess than `backend`, the first that can run,
                   where nothing is measured?  Never, by default
-    compose       (run, outs, *args) -> None, of an op that no backend implements, because it is made of others:
+    compose       (run, outs, args) -> None, of an op that no backend implements, because it is made of others:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
 
@@ -58,14 +59,15 @@ class RawOp:
         self,
         op: str,
         direction: str,
-        schema: str,
+        args: str | type[tuple[Any, ...]],
         *,
         package: str,
+        kernels: Sequence[str] = (),
         outputs: Callable[..., tuple[OutputSpec, ...]],
         reference: Callable[..., Any],
         bucket: Callable[..., tuple[int, ...]],
         bucket_names: tuple[str, ...],
-        batch_fields: tuple[int, ...] = (0,),
+        batch_fields: tuple[int | str, ...] = (0,),
         count: int = 1,
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
         out: bool = False,
@@ -77,10 +79,23 @@ class RawOp:
     ) -> None:
         self.op, self.direction, self.package = op, direction, package
         self.key = op if direction == "fwd" else f"{op}_{direction}"
-        self.schema, self.outputs, self.reference, self.bucket = schema, outputs, reference, bucket
+        schema = self.schema = args if isinstance(args, str) else schema_of(args)
+        self.fields = tuple(declared.split()[-1] for declared in schema.split(", "))
+        self.pack: Callable[[Sequence[Any]], Any] = tuple if isinstance(args, str) else args._make  # type: ignore[attr-defined]
+        if not isinstance(args, str):
+            outputs, reference, bucket = self._packed(outputs), self._packed(reference), self._packed(bucket)
+            refuses_out, direct, compose = (
+                self._packed(refuses_out, 1),
+                self._packed(direct, 1),
+                self._packed(compose, 2),
+            )
+        self.outputs, self.reference, self.bucket = outputs, reference, bucket
         self.dtypes, self.torch_first, self.compose = dtypes, torch_first, compose
         self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
-        self.bucket_names, self.batch_fields, self.count = bucket_names, batch_fields, count
+        self.bucket_names, self.count = bucket_names, count
+        self.batch_fields = tuple(bucket_names.index(f) if isinstance(f, str) else f for f in batch_fields)
+        if kernels:
+            list_kernels(op, [f"{package}.kernels.{kernel}" for kernel in kernels])
         self.tensor_count = schema.count("Tensor")
         self.scalars = converters(schema)
         # Each with the generation it was made for
@@ -101,10 +116,25 @@ class RawOp:
             torch.library.register_fake(f"tilewright::{name}.out", self._fake_out, lib=LIBRARY)
             self.torch_out = getattr(torch.ops.tilewright, name).out
 
+    def _packed(self, function: Any, leading: int = 0) -> Any:
+        """`function`, whose argument `leading` is the NamedTuple, for arguments one by one, as torch passes them."""
+        if function is None:
+            return None
+        end = leading + len(self.fields)
+
+        def unpacked(*values: Any) -> Any:
+            return function(*values[:leading], self.pack(values[leading:end]), *values[end:])
+
+        return unpacked
+
     def _register(self, name: str, function: Callable[..., Any]) -> None:
         for key in _DEVICE_KEYS:
             LIBRARY.impl(name, function, key)
         LIBRARY.impl(name, _Guard(name), "Autograd")
+
+    def positions(self, names: Sequence[str | int]) -> tuple[int, ...]:
+        """Where these arguments stand."""
+        return tuple(self.fields.index(name) if isinstance(name, str) else name for name in names)
 
     # What a call looks like to selection.
 

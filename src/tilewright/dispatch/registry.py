@@ -1,61 +1,195 @@
-"""Who implements what.  A backend is a file beside the op (`triton.py`), found by name and imported when first
-considered.
+"""Kernels of each raw op: which there are, and which of them is a backend's implementation.
 
-`@register_impl("rms_norm", backend="triton")` may be called from any package.
+A contract lists its kernels by module name ("sm90.dense"); a module is imported when its backend is first considered,
+and registers itself with `@register_kernel`.  `@register_impl("rms_norm", backend="triton")` may be called from any
+package and takes the place of a backend's own kernels.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
-from threading import RLock, local
-from typing import Any
+from threading import Lock, RLock, local
+from typing import TYPE_CHECKING, Any
 
-from tilewright.dispatch.backends import BACKENDS, importable, missing, module_exists
+from tilewright.dispatch.backends import BACKENDS, backend_of, importable, missing, module_exists
 from tilewright.errors import InputError
 from tilewright.generation import GENERATION
 
-__all__ = ["GENERATION", "Implementation", "implementations", "register_impl", "unregister_impl"]
+if TYPE_CHECKING:
+    from tilewright.dispatch.raw import RawOp
+
+__all__ = [
+    "GENERATION",
+    "Implementation",
+    "implementations",
+    "list_kernels",
+    "register_impl",
+    "register_kernel",
+    "unregister_impl",
+]
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One backend of one raw op.
+    """One backend of one raw op: a kernel, or several, each with its own type of config.
 
     launch      (outputs, *raw_args, config=...) -> None: writes every element of `outputs`, allocated by the caller.
-    configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.
-    candidates  (bucket, dtype) -> configs: the search space, what the tuner times beside `configure`'s result.
+    configure   (bucket, dtype) -> config: pure; a tuning table's row replaces its result.  Of several kernels, one that
+                returns None leaves the bucket to the next.
+    candidates  (bucket, dtype) -> configs: the search space, what the tuner times besides `configure`'s result.
     configs     every config that `configure` can return, so that each can be compiled without a GPU.
     config_type builds a config from a table row's dict.
     supports    (*raw_args) -> None or the reason it cannot run, in words; may look only at what the bucket and dtypes
-    tell.
+                tell.
+    kernel      name of the kernel ("sm90.dense"); "" for what `register_impl` registered, and for several kernels.
+    kernels     the kernels, where there are several.
     """
 
     op: str
     direction: str
     backend: str
     launch: Callable[..., None]
-    configure: Callable[[tuple[int, ...], Any], Any] | None = None
+    configure: Callable[[Any, Any], Any] | None = None
     config_type: Callable[..., Any] | None = None
     supports: Callable[..., str | None] | None = None
     deterministic: bool = True
     batch_invariant: bool = True
     configs: tuple[Any, ...] = ()
-    candidates: Callable[[tuple[int, ...], Any], tuple[Any, ...]] | None = None
+    candidates: Callable[[Any, Any], tuple[Any, ...]] | None = None
+    kernel: str = ""
+    kernels: "tuple[Implementation, ...]" = ()
 
     def space(self, bucket: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
         """Every config worth timing, that of `configure` first; (None,) where there is nothing to choose."""
         default = self.configure(bucket, dtype) if self.configure else None
-        found = [default]
+        configs = [default]
         for config in self.candidates(bucket, dtype) if self.candidates else ():
-            if config not in found:
-                found.append(config)
-        return tuple(found)
+            # NamedTuples of different kernels are equal where their values are
+            if not any(type(config) is type(other) and config == other for other in configs):
+                configs.append(config)
+        return tuple(configs)
+
+    def kernel_of(self, config: Any) -> "Implementation":
+        """The kernel that `config` configures."""
+        if not self.kernels:
+            return self
+        return next(kernel for kernel in self.kernels if kernel.config_type is type(config))
+
+    def without(self, kernels: "Sequence[Implementation]") -> "Implementation":
+        """The same backend without some of its kernels; at least one must be left."""
+        return _merged([kernel for kernel in self.kernels if kernel not in kernels]) if kernels else self
 
 
 _implementations: dict[tuple[str, str], dict[str, list[Implementation]]] = {}
-"""By op, direction and backend, all that were registered; the last one runs, the others wait for it to be taken out."""
+"""Implementations by op, direction and backend; the last one registered runs, until it is removed."""
+_kernels: dict[tuple[str, str], dict[str, Implementation]] = {}
+"""Kernels by op and direction, then by name, in the order in which their modules were imported."""
+_listed: dict[str, dict[str, list[str]]] = {}
+"""Modules of each op's kernels, by backend, in the contract's order of preference."""
 _files = RLock()  # a file registers its first implementation before its last line has run
 _reading = local()  # `.depth`: this thread imports a backend's file
+_merging = Lock()  # nothing is imported under it: modules register from any thread's import
+
+
+def list_kernels(op: str, modules: Sequence[str]) -> None:
+    """Declare the modules of an op's kernels, preferred ones first: "tilewright.ops.gemm.kernels.sm90.dense"."""
+    listed = _listed.setdefault(op, {})
+    for module in modules:
+        names = listed.setdefault(backend_of(_kernel_name(module)), [])
+        if module not in names:
+            names.append(module)
+
+
+def register_kernel(
+    op: "RawOp",
+    *,
+    configure: Callable[[Any, Any], Any] | None = None,
+    config_type: Callable[..., Any] | None = None,
+    configs: tuple[Any, ...] = (),
+    candidates: Callable[[Any, Any], tuple[Any, ...]] | None = None,
+    why_not: Callable[[Any], str | None] | None = None,
+    deterministic: bool = True,
+    batch_invariant: bool = True,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the decorated `launch(outs, args, config)` as a kernel of `op`; its module names the kernel.
+
+    args is the op's NamedTuple of arguments.  why_not: (args) -> None, or the reason this kernel cannot run.
+    See `Implementation` for the rest.
+    """
+
+    def register(launch: Callable[..., None]) -> Callable[..., None]:
+        def launch_packed(outs: tuple[Any, ...], *values: Any, config: Any) -> None:
+            launch(outs, op.pack(values), config)
+
+        supports = None if why_not is None else lambda *values: why_not(op.pack(values))
+        name = _kernel_name(launch.__module__)
+        key = op.op, op.direction
+        with _merging:
+            GENERATION[0] += 1
+            _kernels.setdefault(key, {})[name] = Implementation(
+                *key, backend_of(name), launch_packed, configure, config_type, supports, deterministic,
+                batch_invariant, configs, candidates, name,
+            )  # fmt: skip
+            _merge(*key)
+        return launch
+
+    return register
+
+
+def _kernel_name(module: str) -> str:
+    """ "sm90.dense" of the module "tilewright.ops.gemm.kernels.sm90.dense"."""
+    _, found, name = module.partition(".kernels.")
+    if not found or name.count(".") != 1:
+        raise InputError(f"{module}: a kernel's module is <family>.kernels.<target>.<name>.")
+    return name
+
+
+def _merge(op: str, direction: str) -> None:
+    """Put a backend's listed kernels, in the contract's order, at the bottom of its stack as one implementation."""
+    stacks = _implementations.setdefault((op, direction), {})
+    kernels = _kernels[op, direction]
+    for backend, modules in _listed.get(op, {}).items():
+        there = [kernels[name] for name in map(_kernel_name, modules) if name in kernels]
+        if not there:
+            continue
+        stack = stacks.setdefault(backend, [])
+        shipped = [i for i, each in enumerate(stack) if each.kernel or each.kernels]
+        if shipped:
+            stack[shipped[0]] = _merged(there)
+        else:
+            stack.insert(0, _merged(there))
+
+
+def _merged(kernels: Sequence[Implementation]) -> Implementation:
+    """One backend made of several kernels: the type of a config says whose it is."""
+    if len(kernels) == 1:
+        return kernels[0]
+    by_config = {kernel.config_type: kernel for kernel in kernels}
+    first = kernels[0]
+    if len(by_config) < len(kernels) or None in by_config:
+        names = ", ".join(kernel.kernel for kernel in kernels)
+        raise InputError(f"{first.op}: {names} are kernels of one backend; each needs its own config_type.")
+
+    def launch(outs: tuple[Any, ...], *args: Any, config: Any) -> None:
+        by_config[type(config)].launch(outs, *args, config=config)
+
+    def configure(bucket: Any, dtype: Any) -> Any:
+        configs = (kernel.configure(bucket, dtype) for kernel in kernels if kernel.configure is not None)
+        return next((config for config in configs if config is not None), None)
+
+    def candidates(bucket: Any, dtype: Any) -> tuple[Any, ...]:
+        return tuple(c for kernel in kernels if kernel.candidates for c in kernel.candidates(bucket, dtype))
+
+    def supports(*args: Any) -> str | None:
+        reasons = [kernel.supports(*args) if kernel.supports else None for kernel in kernels]
+        return None if None in reasons else reasons[-1]
+
+    return replace(
+        first, launch=launch, configure=configure, candidates=candidates, supports=supports, config_type=None,
+        deterministic=any(kernel.deterministic for kernel in kernels),
+        batch_invariant=any(kernel.batch_invariant for kernel in kernels),
+        configs=tuple(config for kernel in kernels for config in kernel.configs), kernel="", kernels=tuple(kernels),
+    )  # fmt: skip
 
 
 def register_impl(
@@ -109,12 +243,16 @@ def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
 
 
 def implementations(op: str, direction: str, package: str, device_type: str | None = None) -> dict[str, Implementation]:
-    """Every implementation of a raw op: those registered, and those in files named after a backend in `package`.
+    """Every implementation of a raw op, by backend: those registered, and those in the modules its contract lists.
 
     With `device_type` the files of backends that cannot run on such a device stay unread.
     """
     with _files:
-        for backend in BACKENDS:
+        for backend, modules in _listed.get(op, {}).items():
+            if _worth_reading(backend, device_type):
+                for module in modules:
+                    import_module(module)
+        for backend in () if op in _listed else BACKENDS:
             module = f"{package}.{backend}"
             if (
                 backend not in _implementations.get((op, direction), {})

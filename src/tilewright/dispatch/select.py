@@ -37,6 +37,7 @@ class Plan:
     why: str
     row: table.Row | None
     wish: str  # the `backend` that was asked for
+    kernel: str = ""  # which of the backend's kernels; "" for torch, and for what `register_impl` registered
 
 
 def choose(
@@ -51,6 +52,7 @@ def choose(
         return _composed(raw, bucket, dtype, backend, numerics)
     found = implementations(raw.op, raw.direction, raw.package, device.type)
     refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)} | dict(without or {})
+    found = {name: each if refused[name] else able(each, args, numerics) for name, each in found.items()}
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
     row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
@@ -65,7 +67,8 @@ def choose(
         launch = None if implementation is None else implementation.launch
         if launch is not None and raw.direct is not None:
             launch = partial(_write, raw, launch)
-        return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend)
+        kernel = "" if implementation is None else implementation.kernel_of(config).kernel
+        return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend, kernel)
 
     wanted = backend.rstrip("!")
     if raw.direction == "bwd" and wanted not in (*found, "torch"):
@@ -176,14 +179,25 @@ def refusal(
     if dtype not in raw.dtypes:
         allowed = ", ".join(str(d) for d in raw.dtypes)
         return f"takes {allowed}, got {dtype}"
-    implementation = found[name]
-    if numerics == "deterministic" and not implementation.deterministic:
+    kernels = found[name].kernels or (found[name],)
+    reasons = [_why_not(kernel, args, numerics) for kernel in kernels]
+    return None if None in reasons else reasons[-1]
+
+
+def able(implementation: Implementation, args: Sequence[Any], numerics: str) -> Implementation:
+    """`implementation`, which can run this call, without those of its kernels that cannot."""
+    return implementation.without([k for k in implementation.kernels if _why_not(k, args, numerics) is not None])
+
+
+def _why_not(kernel: Implementation, args: Sequence[Any], numerics: str) -> str | None:
+    if numerics == "deterministic" and not kernel.deterministic:
         return "is not bitwise repeatable"
-    if numerics == "batch_invariant" and not implementation.batch_invariant:
+    if numerics == "batch_invariant" and not kernel.batch_invariant:
         return "is not batch invariant"
-    return implementation.supports(*args) if implementation.supports else None
+    return kernel.supports(*args) if kernel.supports else None
 
 
 def invariant(bucket: tuple[int, ...], batch_fields: Sequence[int]) -> tuple[int, ...]:
     """`bucket` with the batch dimension taken out of the decision."""
-    return tuple(INVARIANT_ROWS if i in batch_fields else b for i, b in enumerate(bucket))
+    values = [INVARIANT_ROWS if i in batch_fields else b for i, b in enumerate(bucket)]
+    return bucket._make(values) if hasattr(bucket, "_make") else tuple(values)
