@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import RawOp, fast, preference, register_impl, table, unregister_impl
+from tilewright.dispatch import RawOp, preference, register_impl, replay, table, unregister_impl
 from tilewright.jit import tape
 from tilewright.log import forget_logged
 
@@ -76,8 +76,8 @@ def fast_backend() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture
-def open_road(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opens the fast road to CPU tensors."""
-    monkeypatch.setattr(fast, "_current_device", lambda: -1)
-    monkeypatch.setattr(fast, "_HOST", None)
+def replay_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treats CPU tensors as those of a GPU, whose calls are replayed."""
+    monkeypatch.setattr(replay, "_current_device", lambda: -1)
+    monkeypatch.setattr(replay, "HOST", None)
     monkeypatch.setattr(tape, "_current_stream", lambda device: 0)

@@ -6,7 +6,7 @@ from tests.harness.registry import own_registry
 from torch.autograd import forward_ad
 
 from tilewright import ops
-from tilewright.dispatch import contract, contracts, explain, fast, record, register_impl
+from tilewright.dispatch import contract, contracts, explain, record, register_impl, replay
 from tilewright.dispatch.call import _OpFunction, _run
 from tilewright.errors import InputError
 
@@ -160,7 +160,7 @@ def test_forward_mode_through_a_kernel(backend):
 
 
 @EACH_CASE
-def test_forward_mode_of_every_op(name, problem, open_road):
+def test_forward_mode_of_every_op(name, problem, replay_on_cpu):
     """A tangent is the reference's, also for a signature that was seen before."""
     subject, args = contract(name), raw_arguments(name, problem, torch.float32)
     positions = wanted(name, args)
@@ -214,13 +214,13 @@ def test_a_tangent_of_the_gradient_that_comes_in_goes_through():
     torch.testing.assert_close(tangent, torch.autograd.grad(y, x, t)[0])  # a backward is linear in what comes in
 
 
-def test_the_fast_road_is_closed_in_forward_mode(open_road):
+def test_nothing_is_replayed_in_forward_mode(replay_on_cpu):
     x = torch.randn(4, 64)
     raw = contract("softmax").forward
-    assert fast.find(raw, (x,), "auto", "default") is not None
+    assert replay.lookup(raw, (x,), "auto", "default") is not None
     with forward_ad.dual_level():
-        assert fast.find(raw, (x,), "auto", "default") is None
-    assert fast.find(raw, (x,), "auto", "default") is not None
+        assert replay.lookup(raw, (x,), "auto", "default") is None
+    assert replay.lookup(raw, (x,), "auto", "default") is not None
 
 
 def test_a_raw_op_refuses_a_tangent():
@@ -261,7 +261,7 @@ def reading_kernel():
     contract("softmax").forward.forget_plans()
 
 
-def test_the_negative_bit_is_read_with_its_sign(reading_kernel, open_road):
+def test_the_negative_bit_is_read_with_its_sign(reading_kernel, replay_on_cpu):
     x = torch.randn(4, 64)
     strided = x.new_empty(4, 128)[:, ::2].copy_(x)  # as the imaginary part lies
     for _ in range(2):
@@ -271,14 +271,14 @@ def test_the_negative_bit_is_read_with_its_sign(reading_kernel, open_road):
     assert not any(reading_kernel)
 
 
-def test_zeros_without_memory_are_zeros(reading_kernel, open_road):
+def test_zeros_without_memory_are_zeros(reading_kernel, replay_on_cpu):
     zeros = torch._efficientzerotensor(4, 64)
     for _ in range(2):
         torch.testing.assert_close(ops.softmax(torch.zeros(4, 64)), torch.full((4, 64), 1 / 64))
         torch.testing.assert_close(ops.softmax(zeros), torch.full((4, 64), 1 / 64))
 
 
-def test_an_out_whose_memory_is_not_its_value_is_refused(reading_kernel, open_road):
+def test_an_out_whose_memory_is_not_its_value_is_refused(reading_kernel, replay_on_cpu):
     x = torch.randn(4, 64)
     memory = torch.empty(4, 64)
     ops.softmax(x, out=memory)
@@ -288,7 +288,7 @@ def test_an_out_whose_memory_is_not_its_value_is_refused(reading_kernel, open_ro
         ops.softmax(x, out=torch._efficientzerotensor(4, 64))
 
 
-def test_gradients_with_the_negative_bit(open_road):
+def test_gradients_with_the_negative_bit(replay_on_cpu):
     x, w, dy = torch.randn(4, 64), torch.randn(64), torch.randn(4, 64)
     x.requires_grad_()
     y = ops.rms_norm(x, w)

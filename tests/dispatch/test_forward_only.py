@@ -49,7 +49,7 @@ def test_a_wish_for_it_keeps_the_forward_and_leaves_the_backward_to_others(forwa
     torch.testing.assert_close(torch.autograd.grad(y.sum(), args), expected)
 
 
-def test_a_signature_is_remembered_with_and_without_a_gradient(forwards, open_road):
+def test_a_signature_is_remembered_with_and_without_a_gradient(forwards, replay_on_cpu):
     for times in range(1, 4):
         assert ops.layer_norm(*problem(True)).requires_grad
         assert not ops.layer_norm(*problem(False)).requires_grad

@@ -58,7 +58,7 @@ def test_a_second_call_is_a_replay_that_reads_the_new_tensors():
         torch.testing.assert_close(
             ops.rms_norm(x, weight, backend="cutile"), ops.rms_norm(x, weight, backend="torch"), rtol=1e-5, atol=1e-5
         )
-    found = [entry for key, entry in contract("rms_norm").forward.tapes.items() if key[0] == "cutile!"]
+    found = [entry for key, entry in contract("rms_norm").forward.entries.items() if key[0] == "cutile!"]
     assert found and all(entry is not None for entry in found)
 
 

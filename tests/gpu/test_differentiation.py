@@ -106,7 +106,7 @@ def test_a_gradient_penalty(name):
     expected = penalty(exactly(name, args, positions), [t.double() for t in inputs], seed)
     theirs = penalty(by(name, "torch", args, positions), inputs, seed)
     for backend in backends_of(name, args):
-        for _ in range(2):  # the second by the fast road
+        for _ in range(2):  # the second is a replay
             ours = penalty(by(name, backend, args, positions), inputs, seed)
             for mine, torchs, right in zip(ours, theirs, expected, strict=True):
                 assert error(mine, right) <= 3 * error(torchs, right) + 1e-2, backend

@@ -204,8 +204,8 @@ def test_a_second_call_is_a_replay(m, place):
         with torch.no_grad():
             check(run(ops.matmul, a, b, place=place), a, b)
             check(run(ops.matmul, a, b, place=place, out=out), a, b)
-    assert len(raw.tapes) == 2
-    assert all(entry is not None for entry in raw.tapes.values())
+    assert len(raw.entries) == 2
+    assert all(entry is not None for entry in raw.entries.values())
 
 
 # Beyond 2**31 elements.

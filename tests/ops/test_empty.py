@@ -81,7 +81,7 @@ def test_rows(backend, device, name, shape):
     plain, kinds = ROWS[name]
     function, given = of(name, backend, device), arguments(kinds, shape, device)
     outputs, gradients = differentiated(plain, given)
-    for _ in range(3):  # the second and the third along the fast road
+    for _ in range(3):  # the second and the third are replays
         ours, grads = differentiated(function, given)
         same(ours, outputs)
         same(grads, gradients)

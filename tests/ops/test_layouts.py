@@ -53,7 +53,7 @@ def test_refused_by_name(call, kind):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["coo", "csr", "nested", "jagged"])
-def test_refused_by_name_where_dense_tensors_go_the_fast_road(kind):
+def test_refused_by_name_where_dense_tensors_are_replayed(kind):
     for _ in range(3):
         ops.softmax(X.cuda())
         with pytest.raises(InputError, match="softmax: x is (sparse|a nested tensor)"):

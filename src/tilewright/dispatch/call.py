@@ -1,5 +1,4 @@
-"""The way of one public call: check, resolve the wish into plain arguments, then run; autograd stands outside the raw
-op.
+"""One public call: resolve the backend into plain arguments, replay or check and run; autograd stands outside the raw op.
 
 Eager calls go straight to the raw op, or through one `autograd.Function` when something needs a gradient.  Under
 `torch.compile` the call is one op in the graph, `torch.ops.tilewright.<op>`, which AOTAutograd opens up: then ordinary
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tilewright.dispatch import fast
+from tilewright.dispatch import replay
 from tilewright.dispatch.arguments import as_declared, refuse_layout
 from tilewright.dispatch.contract import Contract, bind, bind_function
 from tilewright.dispatch.derivatives import Function, has_tangent, level_is_open
@@ -44,12 +43,12 @@ def register(contract: Contract) -> Contract:
 
     arity = len(raw.torch_op._schema.arguments) - 2
 
-    def composite(*args: Any, **wish: str) -> Any:
+    def composite(*values: Any, **options: str) -> Any:
         # torch drops trailing arguments that equal their defaults
-        plain, given = args[:arity], dict(zip(("backend", "numerics"), args[arity:], strict=False))
-        contract.check(*plain)
-        wish = {"backend": "auto", "numerics": "default", **given, **wish}
-        return _run(contract, plain, wish["backend"], wish["numerics"])
+        args, positional = values[:arity], dict(zip(("backend", "numerics"), values[arity:], strict=False))
+        contract.check(*args)
+        options = {"backend": "auto", "numerics": "default", **positional, **options}
+        return _run(contract, args, options["backend"], options["numerics"])
 
     LIBRARY.impl(contract.name, composite, "CompositeImplicitAutograd")
     return bind(contract)
@@ -57,96 +56,121 @@ def register(contract: Contract) -> Contract:
 
 def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | None = None) -> Any:
     """Run the public op on its raw arguments.  `out` is written and returned where given."""
-    if out is not None:
-        return _call_out(contract, args, backend, out)
+    raw, (requested, numerics) = contract.forward, resolve(backend)
     if torch.compiler.is_compiling():
-        return getattr(torch.ops.tilewright, contract.name)(*args, *resolve(backend))
-    raw, (wish, numerics) = contract.forward, resolve(backend)
-    found = fast.find(raw, args, wish, numerics)
-    if found is None or found[0] is None:
-        args = as_declared(raw, args)
-        contract.check(*args)
-        return _run(contract, args, wish, numerics, found)
-    if found[0].plan.launch is None:  # torch's, and so is its gradient
-        return raw.plain(*args, numerics=numerics)
-    if torch.is_grad_enabled() and _any_requires_grad(args):
-        return _OpFunction.apply(contract, found, wish, numerics, *args)
-    return fast.again(raw, found, args)
-
-
-def _call_out(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor) -> Tensor:
-    raw, (wish, numerics) = contract.forward, resolve(backend)
-    if torch.compiler.is_compiling():
-        with torch.no_grad():  # that `out` has no gradient is said below
-            contract.check(*args)
-        _check_out(contract, args, out)
-        raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
-        return out
-    found = fast.find(raw, args, wish, numerics, out)
-    if found is None or found[0] is None or not fast.again_into(raw, found, args, out):
-        args = as_declared(raw, args)
+        return _traced(contract, args, requested, numerics, out)
+    found = replay.lookup(raw, args, requested, numerics, out)
+    entry = None if found is None else found[0]
+    if entry is None:
+        return _first(contract, found, args, requested, numerics, out)
+    if found[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, which no key holds
         with torch.no_grad():
             contract.check(*args)
-        _check_out(contract, args, out)
-        if found is None:
-            raw.torch_out(*args, wish, numerics, out0=out)  # type: ignore[misc]
-        else:
-            fast.run_into(raw, found, args, wish, numerics, out)
-    if not out.is_inference():  # autograd learns that what it may have saved is overwritten
+    if out is not None:
+        if replay.replay(raw, found, args, out) is None:  # type: ignore[arg-type]
+            return _first(contract, found, args, requested, numerics, out)
+        return _written(out)
+    if entry.plan.launch is None:  # torch's, and so is its gradient
+        return raw.plain(*args, numerics=numerics)
+    if torch.is_grad_enabled() and _any_requires_grad(args):
+        return _OpFunction.apply(contract, found, requested, numerics, *args)
+    return replay.replay(raw, found, args)  # type: ignore[arg-type]
+
+
+def _traced(contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, out: Tensor | None) -> Any:
+    """One op in the graph."""
+    if out is None:
+        return getattr(torch.ops.tilewright, contract.name)(*args, requested, numerics)
+    with torch.no_grad():  # `_check_out` refuses what requires a gradient
+        contract.check(*args)
+    _check_out(contract, args, out)
+    contract.forward.torch_out(*args, requested, numerics, out0=out)  # type: ignore[misc]
+    return out
+
+
+def _first(
+    contract: Contract,
+    found: replay.Lookup | None,
+    args: tuple[Any, ...],
+    requested: str,
+    numerics: str,
+    out: Tensor | None,
+) -> Any:
+    """The first call with a signature, or one that may not be replayed: convert, check, then run."""
+    raw = contract.forward
+    args = as_declared(raw, args)
+    if out is None:
+        contract.check(*args)
+        return _run(contract, args, requested, numerics, found)
+    with torch.no_grad():
+        contract.check(*args)
+    _check_out(contract, args, out)
+    if found is None:
+        raw.torch_out(*args, requested, numerics, out0=out)  # type: ignore[misc]
+    else:
+        replay.record(raw, found, args, requested, numerics, out)
+    return _written(out)
+
+
+def _written(out: Tensor) -> Tensor:
+    """`out`, after autograd has learned that what it may have saved is overwritten."""
+    if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out
 
 
-def _run(contract: Contract, args: tuple[Any, ...], wish: str, numerics: str, found: fast.Found | None = None) -> Any:
+def _run(
+    contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, found: replay.Lookup | None = None
+) -> Any:
     """A checked call: the first of its signature, or one under tracing, transforms or the profiler."""
     raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
-    plan = raw.plan(args, wish, numerics)
+    plan = raw.plan(args, requested, numerics)
     if plan.launch is not None:
-        reason = _only_reference(contract, plan.backend, wish, args[0].device.type, wants_grad)
+        reason = _only_reference(contract, plan.backend, requested, args[0].device.type, wants_grad)
         if reason is not None:
-            plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=wish)
+            plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=requested)
     if plan.launch is None:
         raw.note(args, plan)
-        made = raw.plain(*args, numerics=numerics)
+        result = raw.plain(*args, numerics=numerics)
         if found is not None:
-            fast.keep(raw, found, fast.Entry(plan, None, args[: raw.tensor_count], ()))
-        return made
+            replay.keep(raw, found, replay.Entry(plan, None, args[: raw.tensor_count], ()))
+        return result
     if wants_grad:
-        return _OpFunction.apply(contract, found, wish, numerics, *args)
-    return _launch(raw, found, args, wish, numerics)
+        return _OpFunction.apply(contract, found, requested, numerics, *args)
+    return _launch(raw, found, args, requested, numerics)
 
 
-def _only_reference(contract: Contract, backend: str, wish: str, device_type: str, wants_grad: bool) -> str | None:
+def _only_reference(contract: Contract, backend: str, requested: str, device_type: str, wants_grad: bool) -> str | None:
     """Why the reference runs although `backend` could, in words; None where `backend` runs."""
     if level_is_open():
         return f"a level of forward mode is open, which {backend} does not have"
-    if wants_grad and fast.transforms() is not None:  # torch.func.grad differentiates its own gradients at any depth
+    if wants_grad and replay.transforms() is not None:  # torch.func.grad differentiates its own gradients at any depth
         return f"a function transform wants a gradient, through which {backend} has none"
-    if wants_grad and not _has_backward(contract, backend, wish, device_type):
+    if wants_grad and not _has_backward(contract, backend, requested, device_type):
         return f"a gradient is wanted, and {backend} has no backward kernel"
     return None
 
 
-def _has_backward(contract: Contract, backend: str, wish: str, device_type: str) -> bool:
+def _has_backward(contract: Contract, backend: str, requested: str, device_type: str) -> bool:
     """Is a kernel's forward worth its backward?  Where no backend has a backward kernel, the reference's own autograd
-    is faster than a backward that computes the forward again; only a strict wish insists on the kernel.
+    is faster than a backward that computes the forward again; only `backend=` in the call insists on the kernel.
     """
     if contract.gradient is None:
         return False
     op = contract.gradient.op
-    return op.compose is not None or wish == f"{backend}!" or op.has_kernels(device_type)
+    return op.compose is not None or requested == f"{backend}!" or op.has_kernels(device_type)
 
 
-def _launch(raw: RawOp, found: fast.Found | None, args: tuple[Any, ...], wish: str, numerics: str) -> Any:
-    """One raw op: as its signature ran before, making a tape, or through torch's dispatcher."""
-    if found is None or found[0] is None:  # a backward gets the scalars of a call that took the fast road as they came
+def _launch(raw: RawOp, found: replay.Lookup | None, args: tuple[Any, ...], requested: str, numerics: str) -> Any:
+    """One raw op: replayed, recorded, or through torch's dispatcher."""
+    if found is None or found[0] is None:  # a backward gets the scalars of a call that was replayed unconverted
         args = as_declared(raw, args)
     if found is None:
         with torch._C._AutoDispatchBelowAutograd():
-            return raw.torch_op(*args, wish, numerics)
+            return raw.torch_op(*args, requested, numerics)
     if found[0] is not None:
-        return fast.again(raw, found, args)
-    return fast.run(raw, found, args, wish, numerics)
+        return replay.replay(raw, found, args)
+    return replay.record(raw, found, args, requested, numerics)
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:
@@ -208,7 +232,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    return t.data_ptr(), t.data_ptr() + fast.span(t)
+    return t.data_ptr(), t.data_ptr() + replay.span(t)
 
 
 class _OpFunction(Function):
@@ -218,7 +242,7 @@ class _OpFunction(Function):
     """
 
     @staticmethod
-    def forward(contract: Contract, found: fast.Found | None, backend: str, numerics: str, *args: Any) -> Any:
+    def forward(contract: Contract, found: replay.Lookup | None, backend: str, numerics: str, *args: Any) -> Any:
         return _launch(contract.forward, found, args, backend, numerics)
 
     @staticmethod
@@ -241,8 +265,8 @@ class _OpFunction(Function):
         saved = ctx.saved_tensors  # once: checkpoints compute them anew for a second look
         if any(needs[i] for i in gradient.inputs):
             args = gradient.raw_args(grads, saved, plain, needs)
-            made = _differentiate(gradient.op, args, backend, numerics)
-            outputs = (made,) if gradient.op.count == 1 else tuple(made)
+            results = _differentiate(gradient.op, args, backend, numerics)
+            outputs = (results,) if gradient.op.count == 1 else tuple(results)
             for i, grad in zip(gradient.inputs, gradient.expand(outputs) if gradient.expand else outputs, strict=True):
                 result[i] = grad if needs[i] else None
         if gradient.others is not None:
@@ -260,4 +284,4 @@ def _differentiate(op: RawOp, args: tuple[Any, ...], backend: str, numerics: str
         why = "the gradient is itself differentiated, which only the reference is"
         op.note(args, replace(op.plan(args, "torch", numerics), why=why, wish=backend))
         return op.plain(*args, numerics=numerics)
-    return _launch(op, fast.find(op, args, backend, numerics), args, backend, numerics)
+    return _launch(op, replay.lookup(op, args, backend, numerics), args, backend, numerics)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tilewright.dispatch import fast
+from tilewright.dispatch import replay
 from tilewright.dispatch.arguments import converters, schema_of
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bounded import Bounded
@@ -29,7 +29,7 @@ OutputSpec = tuple[Sequence[int], torch.dtype] | tuple[Sequence[int], torch.dtyp
 
 LIBRARY = torch.library.Library("tilewright", "DEF")
 _DEVICE_KEYS = ("CPU", "CUDA")
-_TAPE_BYTES, _PLAN_BYTES = 12 << 20, 4 << 20
+_ENTRY_BYTES, _PLAN_BYTES = 12 << 20, 4 << 20
 """Host memory of one direction of an op: 32 MiB for both."""
 
 
@@ -101,7 +101,7 @@ class RawOp:
         # Each with the generation it was made for
         self._plans: Bounded[tuple[Any, ...], tuple[int, Plan]] = Bounded(_PLAN_BYTES)
         self._kernels: dict[tuple[str, int], bool] = {}
-        self.tapes: Bounded[tuple[Any, ...], fast.Entry] = Bounded(_TAPE_BYTES)
+        self.entries: Bounded[tuple[Any, ...], replay.Entry] = Bounded(_ENTRY_BYTES)
         name = f"_{op}_{direction}"
         returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
         LIBRARY.define(f"{name}({schema}, str backend, str numerics) -> {returns}")
@@ -112,8 +112,8 @@ class RawOp:
         if out:
             outs = ", ".join(f"Tensor({chr(97 + i)}!) out{i}" for i in range(count))
             LIBRARY.define(f"{name}.out({schema}, str backend, str numerics, *, {outs}) -> ()")
-            self._register(f"{name}.out", self._run_out)
-            torch.library.register_fake(f"tilewright::{name}.out", self._fake_out, lib=LIBRARY)
+            self._register(f"{name}.out", self._run)
+            torch.library.register_fake(f"tilewright::{name}.out", self._fake, lib=LIBRARY)
             self.torch_out = getattr(torch.ops.tilewright, name).out
 
     def _packed(self, function: Any, leading: int = 0) -> Any:
@@ -158,10 +158,10 @@ class RawOp:
     def plan(self, args: Sequence[Any], backend: str, numerics: str) -> Plan:
         """The cached plan for this call."""
         key = self._plan_key(args, backend, numerics)
-        found = self._plans.get(key)
-        if found is None or found[0] != GENERATION[0]:
+        generation, plan = self._plans.get(key, (-1, None))
+        if plan is None or generation != GENERATION[0]:
             return self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
-        return found[1]
+        return plan
 
     def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
         """Decide, and remember for which generation: another thread may register something meanwhile."""
@@ -184,14 +184,14 @@ class RawOp:
         """Can anything but the reference run on such a device?"""
         key = device_type, GENERATION[0]
         if key not in self._kernels:
-            found = implementations(self.op, self.direction, self.package, device_type)
-            self._kernels[key] = any(missing(name, device_type) is None for name in found)
+            backends = implementations(self.op, self.direction, self.package, device_type)
+            self._kernels[key] = any(missing(name, device_type) is None for name in backends)
         return self._kernels[key]
 
     def forget_plans(self) -> None:
         """Decide again on the next call (tables or settings changed)."""
         self._plans.clear()
-        self.tapes.clear()
+        self.entries.clear()
 
     # What a call does.
 
@@ -199,24 +199,42 @@ class RawOp:
         """Run through torch's dispatcher; the last two arguments are backend and numerics."""
         return self.torch_op(*args)
 
-    def _run(self, *args: Any) -> Any:
-        raw = args[:-2]
-        outs = self.launch(raw, self.note(raw, self.plan(raw, args[-2], args[-1])))
-        return outs[0] if self.count == 1 else outs
+    def _run(self, *args: Any, **outs: Tensor) -> Any:
+        """The kernel that torch's dispatcher calls, of the op and of its overload `.out`."""
+        *values, backend, numerics = args
+        given = tuple(outs.values()) or None
+        if given is not None:
+            self.require_writable(values, given)
+        results = self.launch(values, self.note(values, self.plan(values, backend, numerics)), given)
+        if given is not None:
+            return None
+        return results[0] if self.count == 1 else results
 
-    def launch(self, raw: Sequence[Any], plan: Plan) -> tuple[Tensor, ...]:
-        """Carry out `plan`: allocate the outputs and launch, or compute the reference."""
-        if plan.launch is None or raw[0].numel() == 0:
-            specs = [_strided(spec) for spec in self.outputs(*raw)]
-            pointers = {a.data_ptr() for a in raw if isinstance(a, Tensor)}
-            return self.owned_reference(raw, specs, pointers, plan.numerics)
-        outs = self.allocate(raw, raw[0].device)
-        if not any(out.numel() for out in outs):
+    def launch(self, args: Sequence[Any], plan: Plan, outs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+        """Carry out `plan`, into `outs` where given, which are writable; returns the outputs."""
+        if outs is not None and not any(out.numel() for out in outs):
             return outs
-        try:
-            plan.launch(outs, *raw, config=plan.config)
-        except KernelMissingError as error:
-            return self.launch(raw, self._plan_without(raw, plan, error))
+        if plan.launch is None or args[0].numel() == 0:
+            return self._compute(args, plan.numerics, outs)
+        results = self.allocate(args, args[0].device) if outs is None else outs
+        if any(out.numel() for out in results):
+            try:
+                plan.launch(results, *args, config=plan.config)
+            except KernelMissingError as error:
+                return self.launch(args, self._plan_without(args, plan, error), outs)
+        return results
+
+    def _compute(self, args: Sequence[Any], numerics: str, outs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """The reference's results, in memory of their own or in `outs`."""
+        if outs is None:
+            specs = [_strided(spec) for spec in self.outputs(*args)]
+            return self.owned_reference(args, specs, {a.data_ptr() for a in args if isinstance(a, Tensor)}, numerics)
+        if self.reference_writes:
+            self.plain(*args, *outs, numerics=numerics)
+            return outs
+        results = self.plain(*args, numerics=numerics)
+        for out, value in zip(outs, (results,) if self.count == 1 else results, strict=True):
+            out.copy_(value)
         return outs
 
     def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
@@ -225,86 +243,62 @@ class RawOp:
         key = self._plan_key(args, plan.wish, plan.numerics)
         return self._keep_plan(key, args, lambda: choose(self, args, plan.wish, plan.numerics, without))
 
-    def _run_out(self, *args: Any, **outs: Tensor) -> None:
-        raw = args[:-2]
-        given = tuple(outs.values())
-        self.require_writable(raw, given)
-        self.launch_into(given, raw, self.note(raw, self.plan(raw, args[-2], args[-1])))
-
-    def launch_into(self, given: Sequence[Tensor], raw: Sequence[Any], plan: Plan) -> None:
-        """Carry out `plan` into outputs that are there already, and writable."""
-        if not any(out.numel() for out in given):
-            return
-        if plan.launch is None or raw[0].numel() == 0:
-            if self.reference_writes:
-                self.plain(*raw, *given, numerics=plan.numerics)
-                return
-            made = self.plain(*raw, numerics=plan.numerics)
-            for to, value in zip(given, (made,) if self.count == 1 else made, strict=True):
-                to.copy_(value)
-            return
-        try:
-            plan.launch(given, *raw, config=plan.config)
-        except KernelMissingError as error:
-            self.launch_into(given, raw, self._plan_without(raw, plan, error))
-
-    def require_writable(self, raw: Sequence[Any], given: Sequence[Tensor]) -> None:
+    def require_writable(self, args: Sequence[Any], outs: Sequence[Tensor]) -> None:
         """Raise InputError for outputs in whose strides no implementation writes."""
-        for out in given if self.refuses_out is not None else ():
-            lacking = self.refuses_out(out, *raw)  # type: ignore[misc]
+        for out in outs if self.refuses_out is not None else ():
+            lacking = self.refuses_out(out, *args)  # type: ignore[misc]
             if lacking is not None:
                 raise InputError(f"{self.op}(out=...) has strides {out.stride()}; needs {lacking}.")
 
     def write(self, out: Tensor, args: Sequence[Any], backend: str, numerics: str) -> None:
-        """The one output, written into `out` without a way through torch: how a composed op runs its parts."""
-        found = fast.find(self, args, backend, numerics, out)
+        """Compute the one output into `out` without torch's dispatcher: how a composed op runs its parts."""
+        found = replay.lookup(self, args, backend, numerics, out)
         if found is None:
-            (self._fake_out if is_fake(out) else self._run_out)(*args, backend, numerics, out0=out)
-        elif found[0] is None or not fast.again_into(self, found, args, out):
-            fast.run_into(self, found, args, backend, numerics, out)
+            (self._fake if is_fake(out) else self._run)(*args, backend, numerics, out0=out)
+        elif found[0] is None or replay.replay(self, found, args, out) is None:
+            replay.record(self, found, args, backend, numerics, out)
 
-    def allocate(self, raw: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
+    def allocate(self, args: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
-        return tuple([_empty(spec, device) for spec in self.outputs(*raw)])
+        return tuple([_empty(spec, device) for spec in self.outputs(*args)])
 
-    def plain(self, *raw: Any, numerics: str = "default") -> Any:
+    def plain(self, *args: Any, numerics: str = "default") -> Any:
         """The reference, in the dtypes of its arguments: autocast is no part of an op's numerics.
 
         numerics: the reference sees them as `current_numerics`, on autograd's threads too.
         """
         if numerics != current_numerics():
             with in_force(numerics):
-                return self.plain(*raw, numerics=numerics)
-        device = raw[0].device.type
+                return self.plain(*args, numerics=numerics)
+        device = args[0].device.type
         if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-            return self.reference(*raw)
+            return self.reference(*args)
         with torch.autocast(device, enabled=False):
-            return self.reference(*raw)
+            return self.reference(*args)
 
     def owned_reference(
-        self, raw: Sequence[Any], specs: Sequence[Strided], inputs: set[int], numerics: str
+        self, args: Sequence[Any], specs: Sequence[Strided], inputs: set[int], numerics: str
     ) -> tuple[Tensor, ...]:
         """The reference's results with the strides of `specs`, none of them at one of the addresses `inputs`."""
-        made = self.plain(*raw, numerics=numerics)
+        results = self.plain(*args, numerics=numerics)
         owned = []
-        for value, spec in zip((made,) if self.count == 1 else made, specs, strict=True):
+        for value, spec in zip((results,) if self.count == 1 else results, specs, strict=True):
             # A custom op may not return a view of its input, and the fake promised these strides.
             fits = value.stride() == spec[2] and value.data_ptr() not in inputs
             owned.append(value if fits else _empty(spec, value.device).copy_(value))
         return tuple(owned)
 
-    def _fake(self, *args: Any) -> Any:
-        raw = args[:-2]
-        outs = self.allocate(raw, raw[0].device)
+    def _fake(self, *args: Any, **outs: Tensor) -> Any:
+        """Shapes, dtypes and strides of the outputs, of the op and of its overload `.out`; notes the plan."""
+        *values, backend, numerics = args
+        results = tuple(outs.values()) or self.allocate(values, values[0].device)
         if recordings():
-            plan = self.note(raw, self.plan(raw, args[-2], args[-1]))
+            plan = self.note(values, self.plan(values, backend, numerics))
             if self.compose is not None and plan.launch is not None:
-                plan.launch(outs, *raw, config=plan.config)  # its parts are noted too
-        return outs[0] if self.count == 1 else outs
-
-    def _fake_out(self, *args: Any, **outs: Tensor) -> None:
-        if recordings():
-            self.note(args[:-2], self.plan(args[:-2], args[-2], args[-1]))
+                plan.launch(results, *values, config=plan.config)  # its parts are noted too
+        if outs:
+            return None
+        return results[0] if self.count == 1 else results
 
 
 def _strided(spec: OutputSpec) -> Strided:
@@ -327,13 +321,13 @@ class _Guard:
         self.name, self.base, self.overload = name, base, overload or "default"
 
     def __call__(self, *args: Any, **outs: Any) -> Any:
-        given = (*args, *outs.values())
-        if has_tangent(*given):
+        values = (*args, *outs.values())
+        if has_tangent(*values):
             raise InputError(
                 f"tilewright::{self.name} is a raw op without forward mode, and an input has a tangent. "
                 "Call the public function in tilewright.ops."
             )
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in given):
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in values):
             raise InputError(
                 f"tilewright::{self.name} is a raw op without a gradient, and an input requires one. "
                 "Call the public function in tilewright.ops, or use torch.no_grad()."

@@ -45,7 +45,7 @@ def test_the_backward_of_a_vendor_is_not_called(vendors, sinks):
     options = {"backend": "torch", **({"sinks": torch.zeros(4)} if sinks else {})}
     gradients(problem(), **options)
     assert vendors == ["backward"]
-    for _ in range(2):  # the second call is on the fast road
+    for _ in range(2):  # the second call is a replay
         with numerics("deterministic"):
             gradients(problem(), **options)
     tensors = problem()

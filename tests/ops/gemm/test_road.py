@@ -7,7 +7,7 @@ from tests.ops.gemm.bounds import VIEWS
 from tests.ops.gemm.stand_in import stand_in
 
 from tilewright import ops
-from tilewright.dispatch import contract, explain, fast, register_impl
+from tilewright.dispatch import contract, explain, replay, register_impl
 from tilewright.errors import InputError
 from tilewright.jit import tape
 from tilewright.jit.tape import Step, taping
@@ -26,8 +26,8 @@ def launches(monkeypatch):
             record = lambda *args: made["replayed"].append(args[5:])  # noqa: E731 - after grid, stream and function
             taping().add(Step(record, (1, 1, 1), None, (), (outs[0], a, b, *(t for t in (bias, c) if t is not None))))
 
-    monkeypatch.setattr(fast, "_current_device", lambda: -1)
-    monkeypatch.setattr(fast, "_HOST", None)
+    monkeypatch.setattr(replay, "_current_device", lambda: -1)
+    monkeypatch.setattr(replay, "HOST", None)
     monkeypatch.setattr(tape, "_current_stream", lambda device: 0)
     subject = contract("matmul")
     with own_registry():

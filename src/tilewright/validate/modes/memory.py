@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.fast import span
+from tilewright.dispatch.replay import span
 from tilewright.errors import InputError
 from tilewright.validate.bits import bits, memory, same_bits
 from tilewright.validate.case import Case, Findings, NotApplicable, RawCall, tensors

@@ -1,4 +1,4 @@
-"""The fast road of calls that leave no tape: torch's, or made of parts some of which are torch's.  Seen once, they are
+"""Replays of calls that leave no tape: torch's, or made of parts some of which are torch's.  Seen once, they are
 neither checked nor planned again, and notice all that a tape notices.
 """
 
@@ -12,7 +12,7 @@ from tests.dispatch.test_selection import use_table, write
 from tests.harness.registry import own_registry
 
 from tilewright import ops, settings
-from tilewright.dispatch import contract, fast, numerics, record, register_impl, set_backend, use_backend
+from tilewright.dispatch import contract, numerics, record, register_impl, replay, set_backend, use_backend
 from tilewright.errors import InputError, KernelMissingError
 from tilewright.hardware.sm_budget import set_sm_budget
 from tilewright.jit.tape import Step, taping
@@ -24,7 +24,7 @@ RAWS = [raw for name in ("matmul", "fmha") for raw in (contract(name).forward, c
 
 
 @pytest.fixture(autouse=True)
-def forgetful(open_road):
+def forgetful(replay_on_cpu):
     yield
     for raw in RAWS:
         raw.forget_plans()
@@ -123,7 +123,7 @@ def test_parts_of_a_gradient_go_their_own_ways(work, kernel):
     kernel(supports=lambda a, *rest: "is dB" if a.shape == (16, 8) else None)
     for _ in range(2):
         step(ops.matmul, A, B)
-    assert kernel.ran == [A.shape, (8, 24), (8, 24)], "a part comes upon the road once its whole has left no tape"
+    assert kernel.ran == [A.shape, (8, 24), (8, 24)], "a part is replayed once its whole has left no tape"
     work.clear()
     kernel.replayed.clear()
     db = step(ops.matmul, A, B)[1][1]
@@ -244,8 +244,8 @@ def test_a_missing_kernel_is_asked_for_once():
 def test_results_of_a_raw_op_are_its_own_every_time(double, monkeypatch, reference):
     monkeypatch.setattr(double, "reference", reference)
     for seen in range(3):
-        found = fast.find(double, (A,), "torch", "default")
-        made = (fast.again if seen else lambda *args: fast.run(*args, "torch", "default"))(double, found, (A,))
+        found = replay.lookup(double, (A,), "torch", "default")
+        made = (replay.replay if seen else lambda *args: replay.record(*args, "torch", "default"))(double, found, (A,))
         assert torch.equal(made, A)
         assert made.data_ptr() != A.data_ptr()
         assert made.is_contiguous()

@@ -1,4 +1,4 @@
-"""The fast road, on CPU tensors: stand-ins for device, stream and kernel make every Triton launch tapeable."""
+"""Replays, on CPU tensors: stand-ins for device, stream and kernel make every Triton launch tapeable."""
 
 import importlib
 from functools import partial
@@ -9,18 +9,18 @@ import torch
 from tests.harness.registry import own_registry
 
 import tilewright.ops
-from tilewright.dispatch import contract, contracts, fast, implementations, register_impl
+from tilewright.dispatch import contract, contracts, implementations, register_impl, replay
 from tilewright.jit.tape import Step, taping
 from tilewright.jit.triton_launch import TritonKernel
 
-# Lists of tensors have no fast road, nor has an op whose launch reads a tensor that each call makes anew: the mask of
+# Calls with lists of tensors are not replayed, nor is an op whose launch reads a tensor that each call makes anew: the mask of
 # packed sequences
 SLOW = {"group_gemm", "fmha_varlen"}
 SIMPLE = [name for name in contracts() if not name.startswith("test_") and name not in SLOW]
 
 
 @pytest.fixture
-def launches(monkeypatch, open_road):
+def launches(monkeypatch, replay_on_cpu):
     """Kernel launches that were made the ordinary way, and those from a tape."""
     made = {"ordinary": 0, "replayed": 0}
 
@@ -133,11 +133,34 @@ def test_a_cpu_call_asks_for_no_cuda_device(monkeypatch):
     def no_gpu():
         raise RuntimeError("No CUDA GPUs are available")
 
-    monkeypatch.setattr(fast, "_current_device", no_gpu)
+    monkeypatch.setattr(replay, "_current_device", no_gpu)
     tilewright.ops.softmax(torch.randn(2, 3))
 
 
-def test_a_tensor_without_strides_is_refused_by_name_on_the_fast_road_too(open_road):
+def test_a_cpu_call_is_planned_once(monkeypatch):
+    raw = contract("softmax").forward
+    raw.forget_plans()
+    x = torch.randn(5, 7)
+    wanted = torch.softmax(x, -1)
+    out = torch.full_like(x, torch.nan)
+    for _ in range(2):  # the second time nothing is planned
+        torch.testing.assert_close(tilewright.ops.softmax(x), wanted)
+        torch.testing.assert_close(tilewright.ops.softmax(x, out=out.fill_(torch.nan)), wanted)
+        monkeypatch.setattr(raw, "plan", lambda *args: pytest.fail("planned again"))
+
+
+def test_a_cpu_call_that_is_replayed_still_reads_its_data():
+    """Positions are looked at where that costs no wait: a replay must not skip it."""
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8)
+    table = torch.randn(4, 8)
+    good, bad = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 1, 2, 4]])
+    for _ in range(2):
+        tilewright.ops.apply_rope(q, k, table, table, positions=good)
+    with pytest.raises(tilewright.errors.InputError, match="positions reach from 0 to 4"):
+        tilewright.ops.apply_rope(q, k, table, table, positions=bad)
+
+
+def test_a_tensor_without_strides_is_refused_by_name_where_calls_are_replayed(replay_on_cpu):
     sparse = torch.eye(4).to_sparse()
     with pytest.raises(tilewright.errors.InputError, match=r"softmax: x is sparse .* needs a dense tensor"):
         tilewright.ops.softmax(sparse)
