@@ -13,7 +13,7 @@ from tilewright.dispatch import contract, contracts, implementations, register_i
 from tilewright.jit.tape import Step, taping
 from tilewright.jit.triton_launch import TritonKernel
 
-# Calls with lists of tensors are not replayed, nor is an op whose launch reads a tensor that each call makes anew: the mask of
+# Calls with lists of tensors are not replayed, nor is an op whose launch reads a tensor made for each call: the mask of
 # packed sequences
 SLOW = {"group_gemm", "fmha_varlen"}
 SIMPLE = [name for name in contracts() if not name.startswith("test_") and name not in SLOW]

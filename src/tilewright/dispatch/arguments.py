@@ -68,8 +68,8 @@ def as_declared(raw: "RawOp", args: Sequence[Any]) -> tuple[Any, ...]:
 
 def converters(schema: str) -> list[tuple[str, Callable[[str, str, Any], Any] | None]]:
     """(name, conversion) of each argument of a raw op's schema that is no tensor; None where any value may pass."""
-    found = [declared.split() for declared in schema.split(", ")]
-    return [(name, _KINDS.get(kind)) for kind, name in found if "Tensor" not in kind]
+    declared = [argument.split() for argument in schema.split(", ")]
+    return [(name, _KINDS.get(kind)) for kind, name in declared if "Tensor" not in kind]
 
 
 def as_float(op: str, name: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.dtype, torch.device)
-"""Kinds of objects that exist once, whoever refers to them."""
+"""Kinds of objects that exist once, however many references there are."""
 
 
 class Bounded(dict[K, V]):
@@ -50,23 +50,23 @@ class Bounded(dict[K, V]):
 
 
 def host_bytes(value: Any) -> int:
-    """Bytes of host memory of `value` and what it refers to; functions, types and modules are everybody's."""
-    seen: set[int] = set()
+    """Bytes of host memory of `value` and what it refers to; functions, types and modules are not counted."""
+    counted: set[int] = set()
     waiting, total = [value], 0
     while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, _SHARED):
+        item = waiting.pop()
+        if id(item) in counted or isinstance(item, _SHARED):
             continue
-        seen.add(id(found))
-        total += sys.getsizeof(found)
-        if isinstance(found, dict):
-            waiting += [*found.keys(), *found.values()]
-        elif isinstance(found, tuple | list | set | frozenset):
-            waiting += found
-        elif isinstance(found, MethodType):
-            waiting.append(found.__self__)
+        counted.add(id(item))
+        total += sys.getsizeof(item)
+        if isinstance(item, dict):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, tuple | list | set | frozenset):
+            waiting += item
+        elif isinstance(item, MethodType):
+            waiting.append(item.__self__)
         else:
-            slots = getattr(type(found), "__slots__", ())
-            waiting += [getattr(found, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
-            waiting.append(getattr(found, "__dict__", None))
+            slots = getattr(type(item), "__slots__", ())
+            waiting += [getattr(item, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
+            waiting.append(getattr(item, "__dict__", None))
     return total

@@ -1,4 +1,4 @@
-"""One public call: resolve the backend into plain arguments, replay or check and run; autograd stands outside the raw op.
+"""One public call: resolve the backend, replay, or check and run; autograd stands outside the raw op.
 
 Eager calls go straight to the raw op, or through one `autograd.Function` when something needs a gradient.  Under
 `torch.compile` the call is one op in the graph, `torch.ops.tilewright.<op>`, which AOTAutograd opens up: then ordinary
@@ -59,22 +59,22 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
     raw, (requested, numerics) = contract.forward, resolve(backend)
     if torch.compiler.is_compiling():
         return _traced(contract, args, requested, numerics, out)
-    found = replay.lookup(raw, args, requested, numerics, out)
-    entry = None if found is None else found[0]
+    signature = replay.lookup(raw, args, requested, numerics, out)
+    entry = None if signature is None else signature[0]
     if entry is None:
-        return _first(contract, found, args, requested, numerics, out)
-    if found[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, which no key holds
+        return _first(contract, signature, args, requested, numerics, out)
+    if signature[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, which no key holds
         with torch.no_grad():
             contract.check(*args)
     if out is not None:
-        if replay.replay(raw, found, args, out) is None:  # type: ignore[arg-type]
-            return _first(contract, found, args, requested, numerics, out)
+        if replay.replay(raw, signature, args, out) is None:  # type: ignore[arg-type]
+            return _first(contract, signature, args, requested, numerics, out)
         return _written(out)
     if entry.plan.launch is None:  # torch's, and so is its gradient
         return raw.plain(*args, numerics=numerics)
     if torch.is_grad_enabled() and _any_requires_grad(args):
-        return _OpFunction.apply(contract, found, requested, numerics, *args)
-    return replay.replay(raw, found, args)  # type: ignore[arg-type]
+        return _OpFunction.apply(contract, signature, requested, numerics, *args)
+    return replay.replay(raw, signature, args)  # type: ignore[arg-type]
 
 
 def _traced(contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, out: Tensor | None) -> Any:
@@ -90,7 +90,7 @@ def _traced(contract: Contract, args: tuple[Any, ...], requested: str, numerics:
 
 def _first(
     contract: Contract,
-    found: replay.Lookup | None,
+    signature: replay.Signature | None,
     args: tuple[Any, ...],
     requested: str,
     numerics: str,
@@ -101,14 +101,14 @@ def _first(
     args = as_declared(raw, args)
     if out is None:
         contract.check(*args)
-        return _run(contract, args, requested, numerics, found)
+        return _run(contract, args, requested, numerics, signature)
     with torch.no_grad():
         contract.check(*args)
     _check_out(contract, args, out)
-    if found is None:
+    if signature is None:
         raw.torch_out(*args, requested, numerics, out0=out)  # type: ignore[misc]
     else:
-        replay.record(raw, found, args, requested, numerics, out)
+        replay.record(raw, signature, args, requested, numerics, out)
     return _written(out)
 
 
@@ -120,7 +120,7 @@ def _written(out: Tensor) -> Tensor:
 
 
 def _run(
-    contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, found: replay.Lookup | None = None
+    contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, signature: replay.Signature | None = None
 ) -> Any:
     """A checked call: the first of its signature, or one under tracing, transforms or the profiler."""
     raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
@@ -128,16 +128,16 @@ def _run(
     if plan.launch is not None:
         reason = _only_reference(contract, plan.backend, requested, args[0].device.type, wants_grad)
         if reason is not None:
-            plan = replace(raw.plan(args, "torch", numerics), why=reason, wish=requested)
+            plan = replace(raw.plan(args, "torch", numerics), why=reason, requested=requested)
     if plan.launch is None:
         raw.note(args, plan)
         result = raw.plain(*args, numerics=numerics)
-        if found is not None:
-            replay.keep(raw, found, replay.Entry(plan, None, args[: raw.tensor_count], ()))
+        if signature is not None:
+            replay.keep(raw, signature, replay.Entry(plan, None, args[: raw.tensor_count], ()))
         return result
     if wants_grad:
-        return _OpFunction.apply(contract, found, requested, numerics, *args)
-    return _launch(raw, found, args, requested, numerics)
+        return _OpFunction.apply(contract, signature, requested, numerics, *args)
+    return _launch(raw, signature, args, requested, numerics)
 
 
 def _only_reference(contract: Contract, backend: str, requested: str, device_type: str, wants_grad: bool) -> str | None:
@@ -161,16 +161,18 @@ def _has_backward(contract: Contract, backend: str, requested: str, device_type:
     return op.compose is not None or requested == f"{backend}!" or op.has_kernels(device_type)
 
 
-def _launch(raw: RawOp, found: replay.Lookup | None, args: tuple[Any, ...], requested: str, numerics: str) -> Any:
+def _launch(
+    raw: RawOp, signature: replay.Signature | None, args: tuple[Any, ...], requested: str, numerics: str
+) -> Any:
     """One raw op: replayed, recorded, or through torch's dispatcher."""
-    if found is None or found[0] is None:  # a backward gets the scalars of a call that was replayed unconverted
+    if signature is None or signature[0] is None:  # a backward gets the scalars of a call that was replayed unconverted
         args = as_declared(raw, args)
-    if found is None:
+    if signature is None:
         with torch._C._AutoDispatchBelowAutograd():
             return raw.torch_op(*args, requested, numerics)
-    if found[0] is not None:
-        return replay.replay(raw, found, args)
-    return replay.record(raw, found, args, requested, numerics)
+    if signature[0] is not None:
+        return replay.replay(raw, signature, args)
+    return replay.record(raw, signature, args, requested, numerics)
 
 
 def _any_requires_grad(args: Sequence[Any]) -> bool:
@@ -242,8 +244,8 @@ class _OpFunction(Function):
     """
 
     @staticmethod
-    def forward(contract: Contract, found: replay.Lookup | None, backend: str, numerics: str, *args: Any) -> Any:
-        return _launch(contract.forward, found, args, backend, numerics)
+    def forward(contract: Contract, signature: replay.Signature | None, backend: str, numerics: str, *args: Any) -> Any:
+        return _launch(contract.forward, signature, args, backend, numerics)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -282,6 +284,6 @@ def _differentiate(op: RawOp, args: tuple[Any, ...], backend: str, numerics: str
     """
     if torch.is_grad_enabled() or level_is_open():  # the former in a backward only for a graph of its own
         why = "the gradient is itself differentiated, which only the reference is"
-        op.note(args, replace(op.plan(args, "torch", numerics), why=why, wish=backend))
+        op.note(args, replace(op.plan(args, "torch", numerics), why=why, requested=backend))
         return op.plain(*args, numerics=numerics)
     return _launch(op, replay.lookup(op, args, backend, numerics), args, backend, numerics)

@@ -14,12 +14,12 @@ from typing import Any
 def text(head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """A file of `head`, whose lists have a line for each item, and of `rows`, whose fields are among `columns`."""
     parts = {name: _lines(value) if isinstance(value, list) else _indented(value) for name, value in head.items()}
-    found = list(rows)
-    common = _common(found)
+    items = list(rows)
+    common = _common(items)
     names = [name for name in columns if name not in common]
     parts["common"] = _indented(common)
     parts["columns"] = json.dumps(names)
-    parts["rows"] = _lines([_list({k: v for k, v in row.items() if k not in common}, names) for row in found])
+    parts["rows"] = _lines([_list({k: v for k, v in row.items() if k not in common}, names) for row in items])
     return "{\n" + ",\n".join(f' "{name}": {part}' for name, part in parts.items()) + "\n}\n"
 
 

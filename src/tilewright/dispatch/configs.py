@@ -39,20 +39,20 @@ def from_row(implementation: Implementation, values: Mapping[str, Any], bucket: 
     build = implementation.config_type
     if build is None:
         raise TableError(f"{what}: this backend takes no configuration.")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     hints = get_type_hints(build) if isinstance(build, type) else {}
-    for name, value in given.items():
+    for name, value in fields.items():
         if name in hints and not _fits(value, hints[name]):
-            wanted = getattr(hints[name], "__name__", hints[name])
-            raise TableError(f"{what}: {name} is {value!r}, a {type(value).__name__}; it has to be {wanted}.")
+            allowed = getattr(hints[name], "__name__", hints[name])
+            raise TableError(f"{what}: {name} is {value!r}, a {type(value).__name__}; it has to be {allowed}.")
     try:
-        config = build(**given)
+        config = build(**fields)
     except (TypeError, ValueError) as error:
         raise TableError(f"{what} does not fit: {error}.") from None
     if implementation.candidates is not None:
-        allowed = (*implementation.space(bucket, dtype), *implementation.configs)
-        if config not in allowed:
-            raise TableError(f"{what} is outside the search space, {len(allowed)} configurations for {bucket}.")
+        space = (*implementation.space(bucket, dtype), *implementation.configs)
+        if config not in space:
+            raise TableError(f"{what} is outside the search space, {len(space)} configurations for {bucket}.")
     return config
 
 

@@ -138,9 +138,10 @@ class Contract:
 
     @property
     def raw_ops(self) -> tuple[RawOp, ...]:
-        """Those that backends implement: the forward, and the backward where it is not made of other ops."""
-        own = self.gradient is not None and self.gradient.op.compose is None
-        return (self.forward, self.gradient.op) if own and self.gradient is not None else (self.forward,)
+        """The raw ops that backends implement: the forward, and the backward where it is not composed of other ops."""
+        if self.gradient is None or self.gradient.op.compose is not None:
+            return (self.forward,)
+        return self.forward, self.gradient.op
 
 
 _contracts: dict[str, Contract] = {}

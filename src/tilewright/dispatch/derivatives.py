@@ -20,7 +20,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As torch's, without keywords and defaults."""
+        """Apply the function to positional arguments; there are no keywords and defaults."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         # Of the C++ base, which mypy does not see
@@ -48,8 +48,8 @@ def vjp(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _transformed(function, inputs, grads)
-    given = (*inputs, *(g for g in grads if g is not None))
-    twice = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    tensors = (*inputs, *(g for g in grads if g is not None))
+    twice = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     with _autograd():
         leaves = [_connected(x) if twice or level_is_open() else _detached(x) for x in inputs]
         outputs = function(*leaves)
@@ -62,8 +62,8 @@ def _transformed(
     function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """The same inside of torch.func's transforms, where no tensor may be told that it requires a gradient."""
-    made: Any = torch.func.vjp(function, *inputs)  # torch declares the form with auxiliary values, too
-    outputs, pull = made
+    results: Any = torch.func.vjp(function, *inputs)  # torch declares the form with auxiliary values, too
+    outputs, pull = results
     if isinstance(outputs, Tensor):
         return tuple(pull(grads[0]))
     zeros = [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]

@@ -58,16 +58,17 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
     """
     function = contract(op).function
-    given = (*args, *kwargs.values())
-    mode = next((a.fake_mode for a in given if hasattr(a, "fake_mode")), None) or FakeTensorMode()
-    fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in given]
+    values = (*args, *kwargs.values())
+    mode = next((a.fake_mode for a in values if hasattr(a, "fake_mode")), None) or FakeTensorMode()
+    fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in values]
     with mode, record() as recording:
         function(*fake[: len(args)], **dict(zip(kwargs, fake[len(args) :], strict=True)))
     raw, raw_args, _, numerics = recording.calls[0]
     plan = recording.plans[0]
-    found = implementations(raw.op, raw.direction, raw.package)
+    backends = implementations(raw.op, raw.direction, raw.package)
     verdicts = tuple(
-        Verdict(name, name == plan.backend, refusal(raw, found, name, raw_args, numerics)) for name in known(found)
+        Verdict(name, name == plan.backend, refusal(raw, backends, name, raw_args, numerics))
+        for name in known(backends)
     )
     return Explanation(
         op, raw.direction, plan.bucket, plan.dtype, str(raw_args[0].device), numerics, plan.backend, plan.why,

@@ -17,16 +17,16 @@ def by_rows(
 ) -> dict[int, table.Row]:
     """Rows of the tables in force on `device` for calls of `raw` whose bucket is (M, *sizes), by M, a power of two."""
     info, name = device_info(device), str(dtype).removeprefix("torch.")
-    found = {}
+    rows = {}
     for m in (1 << exponent for exponent in range(_LARGEST + 1)):
         text = raw.bucket_text((m, *sizes))
         row = table.lookup(raw.op, raw.direction, text, name, "default", info)
         if row is not None:
-            found[m] = row
-    return found
+            rows[m] = row
+    return rows
 
 
 def measured_us(plan: Plan) -> float | None:
-    """Device time of what `plan` runs, as its row has it; None where nobody measured this choice."""
+    """Device time of what `plan` runs, as its row has it; None where this choice was not measured."""
     choices = () if plan.row is None else plan.row.choices
     return next((choice.us for choice in choices if choice.backend == plan.backend), None)

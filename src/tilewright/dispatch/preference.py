@@ -1,4 +1,4 @@
-"""Who asked for which backend and which numerics, resolved into plain strings that travel as op arguments.
+"""The requested backend and numerics, resolved into plain strings that travel as op arguments.
 
 A backend string is "auto", a preference ("triton": a miss falls back with one log line) or strict ("triton!": a miss
 raises). Numerics is "default", "deterministic" (bitwise repeatable) or "batch_invariant" (a row's bits do not depend
@@ -38,11 +38,11 @@ def use_backend(backend: str) -> Iterator[None]:
 
 def get_current_backend() -> str:
     """The preference in force here: `use_backend`, else `set_backend`, else `TILEWRIGHT_BACKEND`, else "auto"."""
-    asked = _context.get()[0] or _process or current().backend
+    preferred = _context.get()[0] or _process or current().backend
     try:
-        return "auto" if asked is None else check_name(asked)
-    except BackendError as error:  # the only one that nobody checked when it was set
-        raise BackendError(f"TILEWRIGHT_BACKEND={asked}: {error}") from None
+        return "auto" if preferred is None else check_name(preferred)
+    except BackendError as error:  # the only one that was not checked when it was set
+        raise BackendError(f"TILEWRIGHT_BACKEND={preferred}: {error}") from None
 
 
 @contextmanager

@@ -177,7 +177,7 @@ class RawOp:
     def note(self, args: Sequence[Any], plan: Plan) -> Plan:
         """`plan` itself, of a call that is being made: recordings hear of it."""
         for recording in recordings():
-            recording.add(self, tuple(args), plan.wish, plan.numerics, plan)
+            recording.add(self, tuple(args), plan.requested, plan.numerics, plan)
         return plan
 
     def has_kernels(self, device_type: str) -> bool:
@@ -202,11 +202,11 @@ class RawOp:
     def _run(self, *args: Any, **outs: Tensor) -> Any:
         """The kernel that torch's dispatcher calls, of the op and of its overload `.out`."""
         *values, backend, numerics = args
-        given = tuple(outs.values()) or None
-        if given is not None:
-            self.require_writable(values, given)
-        results = self.launch(values, self.note(values, self.plan(values, backend, numerics)), given)
-        if given is not None:
+        written = tuple(outs.values()) or None
+        if written is not None:
+            self.require_writable(values, written)
+        results = self.launch(values, self.note(values, self.plan(values, backend, numerics)), written)
+        if written is not None:
             return None
         return results[0] if self.count == 1 else results
 
@@ -240,8 +240,8 @@ class RawOp:
     def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
         """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
         without = {plan.backend: str(error)}
-        key = self._plan_key(args, plan.wish, plan.numerics)
-        return self._keep_plan(key, args, lambda: choose(self, args, plan.wish, plan.numerics, without))
+        key = self._plan_key(args, plan.requested, plan.numerics)
+        return self._keep_plan(key, args, lambda: choose(self, args, plan.requested, plan.numerics, without))
 
     def require_writable(self, args: Sequence[Any], outs: Sequence[Tensor]) -> None:
         """Raise InputError for outputs in whose strides no implementation writes."""
@@ -252,11 +252,11 @@ class RawOp:
 
     def write(self, out: Tensor, args: Sequence[Any], backend: str, numerics: str) -> None:
         """Compute the one output into `out` without torch's dispatcher: how a composed op runs its parts."""
-        found = replay.lookup(self, args, backend, numerics, out)
-        if found is None:
+        signature = replay.lookup(self, args, backend, numerics, out)
+        if signature is None:
             (self._fake if is_fake(out) else self._run)(*args, backend, numerics, out0=out)
-        elif found[0] is None or replay.replay(self, found, args, out) is None:
-            replay.record(self, found, args, backend, numerics, out)
+        elif signature[0] is None or replay.replay(self, signature, args, out) is None:
+            replay.record(self, signature, args, backend, numerics, out)
 
     def allocate(self, args: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""

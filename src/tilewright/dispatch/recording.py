@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tilewright.dispatch.select import Plan
 
 _active: list["Recording"] = []
-"""Of the whole process, not of one thread: autograd runs backwards on threads of its own."""
+"""Recordings of the whole process, not of one thread: autograd runs backwards on its own threads."""
 
 
 @dataclass(eq=False)  # one leaves the list in force, not the first that has noted the same
@@ -35,12 +35,12 @@ def record() -> Iterator[Recording]:
 
     Works under FakeTensorMode, where nothing is launched.
     """
-    made = Recording()
-    _active.append(made)
+    recording = Recording()
+    _active.append(recording)
     try:
-        yield made
+        yield recording
     finally:
-        _active.remove(made)
+        _active.remove(recording)
 
 
 def recordings() -> list["Recording"]:

@@ -138,8 +138,8 @@ def register_kernel(
 
 def _kernel_name(module: str) -> str:
     """ "sm90.dense" of the module "tilewright.ops.gemm.kernels.sm90.dense"."""
-    _, found, name = module.partition(".kernels.")
-    if not found or name.count(".") != 1:
+    _, separator, name = module.partition(".kernels.")
+    if not separator or name.count(".") != 1:
         raise InputError(f"{module}: a kernel's module is <family>.kernels.<target>.<name>.")
     return name
 
@@ -149,15 +149,15 @@ def _merge(op: str, direction: str) -> None:
     stacks = _implementations.setdefault((op, direction), {})
     kernels = _kernels[op, direction]
     for backend, modules in _listed.get(op, {}).items():
-        there = [kernels[name] for name in map(_kernel_name, modules) if name in kernels]
-        if not there:
+        imported = [kernels[name] for name in map(_kernel_name, modules) if name in kernels]
+        if not imported:
             continue
         stack = stacks.setdefault(backend, [])
         shipped = [i for i, each in enumerate(stack) if each.kernel or each.kernels]
         if shipped:
-            stack[shipped[0]] = _merged(there)
+            stack[shipped[0]] = _merged(imported)
         else:
-            stack.insert(0, _merged(there))
+            stack.insert(0, _merged(imported))
 
 
 def _merged(kernels: Sequence[Implementation]) -> Implementation:
@@ -215,12 +215,12 @@ def register_impl(
 
     def register(launch: Callable[..., None]) -> Callable[..., None]:
         GENERATION[0] += 1
-        made = Implementation(
+        implementation = Implementation(
             op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs,
             candidates,
         )  # fmt: skip
         stack = _implementations.setdefault((op, direction), {}).setdefault(backend, [])
-        stack.insert(0 if getattr(_reading, "depth", 0) else len(stack), made)
+        stack.insert(0 if getattr(_reading, "depth", 0) else len(stack), implementation)
         return launch
 
     return register
@@ -231,15 +231,15 @@ def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
 
     Raises InputError where there is none.
     """
-    known = _implementations.get((op, direction), {})
-    if backend not in known:
+    stacks = _implementations.get((op, direction), {})
+    if backend not in stacks:
         raise InputError(
-            f"unregister_impl({op!r}): no {direction} {backend!r}; registered: {', '.join(known) or 'none'}."
+            f"unregister_impl({op!r}): no {direction} {backend!r}; registered: {', '.join(stacks) or 'none'}."
         )
     GENERATION[0] += 1
-    known[backend].pop()
-    if not known[backend]:
-        del known[backend]
+    stacks[backend].pop()
+    if not stacks[backend]:
+        del stacks[backend]
 
 
 def implementations(op: str, direction: str, package: str, device_type: str | None = None) -> dict[str, Implementation]:

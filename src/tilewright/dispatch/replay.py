@@ -77,11 +77,13 @@ class Entry:
         return not (self.aliased and not _aliased(pointers))
 
 
-Lookup = tuple[Entry | None, tuple[Any, ...], list[int]]
+Signature = tuple[Entry | None, tuple[Any, ...], list[int]]
 """The entry of a signature (None: first call), its key, and the pointers of the call's tensors."""
 
 
-def lookup(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None) -> Lookup | None:
+def lookup(
+    raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None
+) -> Signature | None:
     """The entry for a call, or None where a call may not be replayed.  The key holds all that a decision or a launch
     depends on; with `out`, also which inputs begin where it begins.
     """
@@ -129,13 +131,13 @@ def lookup(raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: 
     return entry, key, pointers
 
 
-def replay(raw: "RawOp", found: Lookup, args: Sequence[Any], out: Tensor | None = None) -> Any:
+def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], out: Tensor | None = None) -> Any:
     """Make the call again on new tensors, by its tape or else by its plan.  Returns a tensor, or a tuple of several.
 
     With `out`: into it.  Returns None, and does nothing, where `out` overlaps an input other than at its first element,
     about which the key says nothing.
     """
-    entry, key, pointers = found
+    entry, key, pointers = signature
     assert entry is not None
     if out is not None:
         if _overlaps(entry, pointers):
@@ -160,7 +162,7 @@ def replay(raw: "RawOp", found: Lookup, args: Sequence[Any], out: Tensor | None 
 
 
 def record(
-    raw: "RawOp", found: Lookup, args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None
+    raw: "RawOp", signature: Signature, args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None
 ) -> Any:
     """Make a checked call as its plan says, and keep a tape of its launches where one can be made."""
     if out is not None:
@@ -168,20 +170,20 @@ def record(
     with listen() as taping:
         outs = raw.launch(args, raw.plan(args, backend, numerics), None if out is None else (out,))
     plan = raw.plan(args, backend, numerics)  # again: a launch without a kernel makes another plan
-    inputs, pointers = args[: raw.tensor_count], found[2]
+    inputs, pointers = args[: raw.tensor_count], signature[2]
     if out is not None:  # an input that is `out` moves with it
         moving = [None if p == pointers[-1] else t for t, p in zip(inputs, pointers, strict=False)]
     else:
         moving = list(inputs)
     tape = None if plan.launch is None else taping.finish((*moving, *outs))
     aliased = out is None and plan.launch is not None and tape is None and _aliased(pointers)
-    keep(raw, found, Entry(plan, tape, inputs, outs, aliased, args[raw.tensor_count :]))
+    keep(raw, signature, Entry(plan, tape, inputs, outs, aliased, args[raw.tensor_count :]))
     return outs if len(outs) > 1 else outs[0]
 
 
-def keep(raw: "RawOp", found: Lookup, entry: Entry) -> None:
+def keep(raw: "RawOp", signature: Signature, entry: Entry) -> None:
     """Remember `entry` for calls with this signature."""
-    raw.entries.put(found[1], entry)
+    raw.entries.put(signature[1], entry)
 
 
 def span(t: Tensor) -> int:

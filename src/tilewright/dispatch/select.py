@@ -36,7 +36,7 @@ class Plan:
     launch: Callable[..., None] | None
     why: str
     row: table.Row | None
-    wish: str  # the `backend` that was asked for
+    requested: str  # the `backend` that was asked for
     kernel: str = ""  # which of the backend's kernels; "" for torch, and for what `register_impl` registered
 
 
@@ -45,21 +45,21 @@ def choose(
 ) -> Plan:
     """The plan for one call.  `backend` as in `dispatch.preference`.  without: backends that cannot run it, and why.
 
-    Raises RefusedError when a strict wish cannot be met.
+    Raises RefusedError where `backend=` in the call cannot run.
     """
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
     if raw.compose is not None:
         return _composed(raw, bucket, dtype, backend, numerics)
-    found = implementations(raw.op, raw.direction, raw.package, device.type)
-    refused = {name: refusal(raw, found, name, args, numerics) for name in known(found)} | dict(without or {})
-    found = {name: each if refused[name] else able(each, args, numerics) for name, each in found.items()}
+    backends = implementations(raw.op, raw.direction, raw.package, device.type)
+    refused = {name: refusal(raw, backends, name, args, numerics) for name in known(backends)} | dict(without or {})
+    backends = {name: each if refused[name] else able(each, args, numerics) for name, each in backends.items()}
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
     row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
-    tuned, misfits = _tuned(row, found, bucket, dtype) if row is not None else ({}, {})
+    tuned, misfits = _tuned(row, backends, bucket, dtype) if row is not None else ({}, {})
 
     def plan(name: str, why: str, row: table.Row | None = None) -> Plan:
-        implementation = found.get(name)
+        implementation = backends.get(name)
         config = tuned.get(name)
         if config is None and implementation is not None and implementation.configure is not None:
             config = implementation.configure(bucket, dtype)
@@ -70,35 +70,35 @@ def choose(
         kernel = "" if implementation is None else implementation.kernel_of(config).kernel
         return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend, kernel)
 
-    wanted = backend.rstrip("!")
-    if raw.direction == "bwd" and wanted not in (*found, "torch"):
-        wanted = "auto"  # a wish for a backend that has no backward kernel is one for its forward
-    if wanted != "auto":
-        reason = refused.get(wanted, missing(wanted, device.type) or "is not a registered backend of this op")
+    requested = backend.rstrip("!")
+    if raw.direction == "bwd" and requested not in (*backends, "torch"):
+        requested = "auto"  # a backend without a backward kernel was requested for its forward
+    if requested != "auto":
+        reason = refused.get(requested, missing(requested, device.type) or "is not a registered backend of this op")
         if reason is None:
-            return plan(wanted, "asked for in the call" if backend.endswith("!") else "preferred here")
+            return plan(requested, "asked for in the call" if backend.endswith("!") else "preferred here")
         usable = [name for name, no in refused.items() if no is None]
         message = (
-            f"{raw.key}[{wanted}] {reason} ({text}, {dtype_name}). Supported here: {', '.join(usable)}. "
+            f"{raw.key}[{requested}] {reason} ({text}, {dtype_name}). Supported here: {', '.join(usable)}. "
             f'Try backend="{usable[0]}".'
         )
         if backend.endswith("!") or current().disable_fallback:
-            raise (KernelMissingError if wanted in (without or {}) else RefusedError)(message)
-        log_once(("fallback", raw.key, wanted, reason), f"falling back: {message}")
+            raise (KernelMissingError if requested in (without or {}) else RefusedError)(message)
+        log_once(("fallback", raw.key, requested, reason), f"falling back: {message}")
 
     why = "unmeasured here"
     if row is not None:
-        what = f"{raw.key} {text} {dtype_name}"
+        problem = f"{raw.key} {text} {dtype_name}"
         for choice in row.choices:
-            gone = refused.get(choice.backend, "is not registered")
-            if gone is None and choice.backend not in misfits:
-                by = f"{choice.backend} {choice.config or ''} by {row.source} ({choice.us} us)"
-                log_once(("row", what, numerics), f"{what}: {by}", logging.INFO)
+            reason = refused.get(choice.backend, "is not registered")
+            if reason is None and choice.backend not in misfits:
+                source = f"{choice.backend} {choice.config or ''} by {row.source} ({choice.us} us)"
+                log_once(("row", problem, numerics), f"{problem}: {source}", logging.INFO)
                 return plan(choice.backend, _cited(row, choice), row)
-            why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {gone}'}"
-            level = logging.WARNING if gone is None else logging.INFO
-            log_once(("row-refused", what, choice.backend), f"{what}: {why}", level)
-    first = next(name for name in known(found) if refused[name] is None)
+            why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {reason}'}"
+            level = logging.WARNING if reason is None else logging.INFO
+            log_once(("row-refused", problem, choice.backend), f"{problem}: {why}", level)
+    first = next(name for name in known(backends) if refused[name] is None)
     if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, first):
         return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
     return plan(first, f"{why}; first of the static order that can run")
@@ -110,41 +110,41 @@ def _write(raw: "RawOp", launch: Callable[..., None], outs: tuple[Any, ...], *ar
     if all(raw.direct(out, *args) for out in outs):
         launch(outs, *args, config=config)
         return
-    made = raw.allocate(args, outs[0].device)
-    launch(made, *args, config=config)
-    for out, value in zip(outs, made, strict=True):
+    results = raw.allocate(args, outs[0].device)
+    launch(results, *args, config=config)
+    for out, value in zip(outs, results, strict=True):
         out.copy_(value)
 
 
 def _composed(raw: "RawOp", bucket: tuple[int, ...], dtype: Any, backend: str, numerics: str) -> Plan:
-    """The plan of an op made of others.  A demand for a backend is a preference for its parts: it was one for a
-    forward, and a product of its gradient may have sizes or strides that this backend does not take.
+    """The plan of an op composed of others.  `backend=` in a call is only a preference for its parts: it was requested
+    for a forward, and a product of its gradient may have sizes or strides that this backend does not take.
     """
-    wish = backend.rstrip("!")
+    preferred = backend.rstrip("!")
 
     def launch(outs: tuple[Any, ...], *args: Any, config: Any) -> None:
         assert raw.compose is not None
         raw.compose(run, outs, *args)
 
     def run(op: "RawOp", out: Any, *args: Any) -> None:
-        op.write(out, args, wish, numerics)
+        op.write(out, args, preferred, numerics)
 
     text, name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
     why = "made of other ops, each of which chooses for itself"
-    chosen = None if wish == "torch" else launch
-    return Plan(raw.op, raw.direction, wish, text, name, numerics, None, chosen, why, None, backend)
+    chosen = None if preferred == "torch" else launch
+    return Plan(raw.op, raw.direction, preferred, text, name, numerics, None, chosen, why, None, backend)
 
 
 def _tuned(
-    row: table.Row, found: dict[str, Implementation], bucket: tuple[int, ...], dtype: Any
+    row: table.Row, backends: dict[str, Implementation], bucket: tuple[int, ...], dtype: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What a row says of backends: (measured configs, reasons why one does not fit)."""
     configs: dict[str, Any] = {}
     misfits: dict[str, str] = {}
     for choice in row.choices:
-        if choice.config is not None and choice.backend in found:
+        if choice.config is not None and choice.backend in backends:
             try:
-                configs[choice.backend] = from_row(found[choice.backend], choice.config, bucket, dtype)
+                configs[choice.backend] = from_row(backends[choice.backend], choice.config, bucket, dtype)
             except TableError as error:
                 misfits[choice.backend] = f"{row.source}: {error}"
     return configs, misfits
@@ -152,26 +152,26 @@ def _tuned(
 
 def _cited(row: table.Row, choice: table.Row | table.Other) -> str:
     """Where a choice comes from, and what it was measured against."""
-    beside = f", {row.runner_up.backend} {row.runner_up.us:g} us" if row.runner_up else ""
+    runner_up = f", {row.runner_up.backend} {row.runner_up.us:g} us" if row.runner_up else ""
     where = f"on {row.gpu}, {row.date} ({row.source})"
     if choice is row:
-        return f"measured fastest: {row.us:g} us {where}{beside}"
+        return f"measured fastest: {row.us:g} us {where}{runner_up}"
     return f"measured next to {row.backend}, which cannot run here: {choice.us:g} us {where}"
 
 
-def known(found: dict[str, Implementation]) -> list[str]:
+def known(backends: dict[str, Implementation]) -> list[str]:
     """Backends of an op in static order: registered ones, those of other packages first, torch last."""
-    return [name for name in (*(set(found) - set(BACKENDS)), *BACKENDS) if name in found or name == "torch"]
+    return [name for name in (*(set(backends) - set(BACKENDS)), *BACKENDS) if name in backends or name == "torch"]
 
 
 def refusal(
-    raw: "RawOp", found: dict[str, Implementation], name: str, args: Sequence[Any], numerics: str
+    raw: "RawOp", backends: dict[str, Implementation], name: str, args: Sequence[Any], numerics: str
 ) -> str | None:
     """Why backend `name` cannot run this call, in words; None when it can."""
     if name == "torch":
         return None
     reason = missing(name, raw.device_of(args).type)
-    if reason is None and name not in found:
+    if reason is None and name not in backends:
         reason = "has no implementation of this op" if importable(name) else "is not installed"
     if reason is not None:
         return reason
@@ -179,7 +179,7 @@ def refusal(
     if dtype not in raw.dtypes:
         allowed = ", ".join(str(d) for d in raw.dtypes)
         return f"takes {allowed}, got {dtype}"
-    kernels = found[name].kernels or (found[name],)
+    kernels = backends[name].kernels or (backends[name],)
     reasons = [_why_not(kernel, args, numerics) for kernel in kernels]
     return None if None in reasons else reasons[-1]
 

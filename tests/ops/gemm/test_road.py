@@ -7,7 +7,7 @@ from tests.ops.gemm.bounds import VIEWS
 from tests.ops.gemm.stand_in import stand_in
 
 from tilewright import ops
-from tilewright.dispatch import contract, explain, replay, register_impl
+from tilewright.dispatch import contract, explain, register_impl, replay
 from tilewright.errors import InputError
 from tilewright.jit import tape
 from tilewright.jit.tape import Step, taping
