@@ -145,7 +145,7 @@ template <typename Config> class TileWalk {
     // Row and column of unit `index` of `rows` x columns_ that begin with row `first` of A.
     __device__ void place(Tile& tile, u32 index, u32 rows, u32 first) {
         u32 row, column;
-        tile_in_bands(index, rows, columns_, args_.band, row, column);
+        grouped_raster(index, rows, columns_, args_.band, row, column);
         row = row * Config::kClusterM + (Config::kClusterM > 1 ? rank_ : 0);
         column = column * Config::kClusterN + (Config::kClusterN > 1 ? rank_ : 0);
         tile.row = first + row * Config::kBlockM, tile.column = column * Config::kBlockN;
