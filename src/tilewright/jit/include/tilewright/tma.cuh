@@ -1,8 +1,9 @@
-// The copy engine: boxes of tensors between global and shared memory, one thread a copy.  [PTX ISA: cp.async.bulk.tensor]
+// TMA copies: boxes of tensors between global and shared memory, each issued by one thread.
+// [PTX ISA: cp.async.bulk.tensor]
 //
-// A tensor map (made by tilewright.jit.tensor_map, passed as `const __grid_constant__ TensorMap`) says shape, strides,
-// box and swizzle.  Coordinates count elements of the box's first corner, innermost dimension first; what lies outside
-// the tensor is read as zero and not written.  Shared addresses are 128-byte aligned, 1024 under the 128-byte swizzle.
+// A tensor map (from tilewright.jit.tensor_map, passed as `const __grid_constant__ TensorMap`) holds shape, strides, box and
+// swizzle.  Coordinates are those of the box's first element, innermost dimension first.  What lies outside of the tensor is
+// read as zero and not written.  Shared addresses are 128-byte aligned, 1024-byte under the 128-byte swizzle.
 #pragma once
 
 #include <tilewright/mbarrier.cuh>
@@ -11,22 +12,23 @@ namespace tilewright {
 
 struct alignas(64) TensorMap { u8 opaque[128]; };
 
-// What the L2 shall do with the lines of a copy: encoded policies, as createpolicy would make them.
+// L2 eviction priority of a copy's lines: the encodings that createpolicy returns.
 enum class Keep : u64 { Normal = 0x1000000000000000, NotAtAll = 0x12F0000000000000, Longest = 0x14F0000000000000 };
 
-// Fetches the descriptor itself, early in the kernel.
+// Prefetches the tensor map itself; call it early in the kernel.
 __device__ inline void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // For each rank, 1 to 5:
-//   tma_load       box -> shared memory; its bytes are counted by `full`, which must have been told with expect().
-//   tma_multicast  the same box to the same offset in every block of the cluster whose bit is set in `blocks`, counted
-//                  by the barrier at the offset of `full` there.
+//   tma_load       box -> shared memory; the bytes count at `full`, where expect() must announce them.
+//   tma_multicast  the same to the same offset in each block of the cluster whose bit is set in `blocks`; the bytes count
+//                  at that block's barrier at the offset of `full`.
 //   tma_store      shared memory -> box.
-//   tma_add        the same, added to what is there, in the tensor's type.
-//   tma_fetch      box -> L2, no further.  Even of memory that another kernel still writes: all see the same L2.
-// Operands: %0 shared address, %1 map, %2 policy, then a store's coordinates; or %3 barrier, %4 mask, coordinates.
+//   tma_add        adds to the box in global memory, in the tensor's type.
+//   tma_fetch      box -> L2 only.  Also safe for memory that another kernel still writes: the L2 is coherent.
+// Operands: %0 shared address, %1 map, %2 cache hint; then a store has its coordinates, a load %3 barrier, a multicast also
+// %4 mask, and then the coordinates.
 #define TILEWRIGHT_LIST(...) __VA_ARGS__
 #define TILEWRIGHT_TMA(RANK, COORDINATES, STORE_AT, LOAD_AT, MULTICAST_AT, ...)                                        \
     __device__ inline void tma_load(                                                                                   \
@@ -73,13 +75,14 @@ TILEWRIGHT_TMA("5d", TILEWRIGHT_LIST(int x, int y, int z, int u, int v), "{%3, %
 #undef TILEWRIGHT_TMA
 #undef TILEWRIGHT_LIST
 
-// Stores of one thread form groups that complete in order; the end of a kernel waits for all of them by itself.
+// Stores of one thread form bulk groups that complete in order; a kernel ends only when all of them are complete.
 // [cp.async.bulk.commit_group, wait_group]
 __device__ inline void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most kLeft of this thread's groups have not yet read their shared memory, which may then be overwritten.
-template <u32 kLeft> __device__ inline void tma_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
+// Waits until at most kPending of this thread's bulk groups have not yet read their shared memory; that of the others may be
+// overwritten.
+template <u32 kPending> __device__ inline void tma_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace tilewright

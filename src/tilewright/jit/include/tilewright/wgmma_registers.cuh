@@ -1,13 +1,12 @@
-// Matrix instructions whose A is in registers: D (64 x N, float) += A (64 x 16, 16-bit elements) * B (N x 16)^T, B in shared
-// memory.  [PTX ISA: Asynchronous warpgroup level matrix instructions, wgmma.mma_async with A in registers]
+// WGMMA with A in registers (RS): D (64 x N, float) += A (64 x 16, 16-bit elements) * B (N x 16)^T, B in shared memory.  [PTX ISA: Asynchronous warpgroup level matrix instructions, wgmma.mma_async with A in registers]
 //
 //     wgmma_fence();                                       // after ordinary code wrote d or a
 //     for (u32 k = 0; k < kBlockK / 16; ++k) wgmma_registers<kN, Element, Major::Mn>(d, a + 4 * k, b_k);
 //     wgmma_commit();
-//     wgmma_wait<0>(d);                                    // only now may d be read, and a be written
+//     wgmma_wait<0>(d);                                    // from here on d may be read and a written
 //
-// Thread t holds A(16 (t / 32) + t % 32 / 4 + 8 h, 8 j + 2 (t % 4) + e) in half e of a[2 j + h]: two neighbouring groups of
-// eight columns of another product's D, rounded and packed in order, are an A.
+// Thread t holds A(16 (t / 32) + t % 32 / 4 + 8 h, 8 j + 2 (t % 4) + e) in half e of a[2 j + h].  So two adjacent groups of
+// eight columns of another product's D, rounded and packed in order, are a valid A.
 #pragma once
 
 #include <tilewright/wgmma.cuh>
