@@ -1,4 +1,5 @@
-// WGMMA with A in registers (RS): D (64 x N, float) += A (64 x 16, 16-bit elements) * B (N x 16)^T, B in shared memory.  [PTX ISA: Asynchronous warpgroup level matrix instructions, wgmma.mma_async with A in registers]
+// WGMMA with A in registers (RS): D (64 x N, float) += A (64 x 16, 16-bit elements) * B (N x 16)^T, B in shared memory.
+// [PTX ISA: Asynchronous warpgroup level matrix instructions, wgmma.mma_async with A in registers]
 //
 //     wgmma_fence();                                       // after ordinary code wrote d or a
 //     for (u32 k = 0; k < kBlockK / 16; ++k) wgmma_registers<kN, Element, Major::Mn>(d, a + 4 * k, b_k);
