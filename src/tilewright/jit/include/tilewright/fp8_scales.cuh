@@ -10,8 +10,8 @@
 
 namespace tilewright {
 
-// Of A x of B.  Token: one a row and 128 of K, rows side by side in memory; Block: one for 128 columns and 128 of K, those of
-// K side by side.
+// Granularity of A x of B.  Token: one scale per row and 128 of K, contiguous along rows.  Block: one per 128 columns and
+// 128 of K, contiguous along K.
 enum class Scaling : int { Tensor = 0, Row = 1, TokenByBlock = 2, TokenByToken = 3 };
 
 __device__ constexpr u32 common_divisor(u32 a, u32 b) { return b == 0 ? a : common_divisor(b, a % b); }
