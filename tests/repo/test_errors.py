@@ -15,7 +15,7 @@ def test_the_drawn_tree_is_the_defined_one():
     parents = []
     for line in errors.__doc__.splitlines():
         match = re.match(r"((?:[│ ]   )*)(?:[├└]── )?(\w+Error)\b(?: \((\w+)\))?", line)
-        if match is None or "──" not in line and match[2] != "TilewrightError":
+        if match is None or ("──" not in line and match[2] != "TilewrightError"):
             continue
         depth = len(match[1]) // 4 + ("──" in line)
         parents[depth:] = [match[2]]
@@ -27,7 +27,7 @@ def test_every_error_of_the_source_is_in_the_tree():
     bases = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and node.bases:
                 bases[node.name] = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
 
     def in_tree(name):
