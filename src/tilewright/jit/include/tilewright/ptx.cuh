@@ -43,11 +43,11 @@ __device__ inline void fence_shared_for_async() { asm volatile("fence.proxy.asyn
 
 // Set the registers per thread of this warpgroup, of a kernel compiled with __launch_bounds__(threads, 1): lower and release
 // the rest, or wait for released ones and raise.  [setmaxnreg]
-template <u32 kRegisters> __device__ inline void give_registers() {
+template <u32 kRegisters> __device__ inline void warpgroup_reg_dealloc() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg takes 24..256 by 8");
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-template <u32 kRegisters> __device__ inline void take_registers() {
+template <u32 kRegisters> __device__ inline void warpgroup_reg_alloc() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg takes 24..256 by 8");
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

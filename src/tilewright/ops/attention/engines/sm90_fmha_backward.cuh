@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         {s_q, s_k, heads, batches, sharing, left, right, together, alternating, spans}};
 
     if (group == kBackwardGroups) {
-        give_registers<24>();
+        warpgroup_reg_dealloc<24>();
         const u32 warp = warp_index() - 4 * kBackwardGroups;
         if (warp == 0 && elect_one()) {
             int* const counter = flags + batches * heads * problem.template tiles<kM>();
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         return;
     }
 
-    take_registers<240>();
+    warpgroup_reg_alloc<240>();
     const auto release = [](Barrier& empty) {
         if (lane_index() == 0) empty.arrive();
     };

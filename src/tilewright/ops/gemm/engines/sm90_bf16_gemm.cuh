@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<40>();
+        warpgroup_reg_dealloc<40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
             for (Tile tile; walk.next(tile);) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
             }
         }
     } else {
-        take_registers<kGroups == 2 ? 232 : 240>();
+        warpgroup_reg_alloc<kGroups == 2 ? 232 : 240>();
         const u32 first_row = group * 64;  // in the tile
         const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
         const auto release = [&](u32 stage) {  // in every block that loads it

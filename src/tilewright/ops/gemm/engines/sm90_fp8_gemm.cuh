@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<kGroups == 3 ? 32 : 40>();
+        warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
             if constexpr (Scales::kAlongK) tma_prefetch(map_scale_a);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
         }
     } else {
-        take_registers<kGroups == 3 ? 160 : kGroups == 2 ? 232 : 248>();
+        warpgroup_reg_alloc<kGroups == 3 ? 160 : kGroups == 2 ? 232 : 248>();
         const u32 first_row = group * 64;  // in the tile; of a wave
         // One value a warp, in uniform registers: else each step makes it of addresses again before it may multiply
         const auto uniform = [](u32 value) { return __shfl_sync(~0u, value, 0); };

@@ -109,7 +109,7 @@ __device__ __forceinline__ void attend(
     let_next_kernel_start();
 
     if (group == kGroups) {
-        give_registers<kGroups == 3 ? 32 : 40>();
+        warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
             tma_prefetch(maps.k), tma_prefetch(maps.v);
             if constexpr (Maps::kRotated) tma_prefetch(maps.k_pe);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void attend(
         return;
     }
 
-    take_registers<kRegisters>();
+    warpgroup_reg_alloc<kRegisters>();
     const u64 first_k = wgmma_descriptor<kSpan>(stages_k);
     const u64 first_v = wgmma_descriptor<kSpan>(stages_v, 8 * kSpan, kN * kSpan);
     const float c = Config::kModify ? 1 : scale * kLog2E, slack = Config::kModify ? kSlack : kSlack / c;
