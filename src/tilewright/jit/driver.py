@@ -75,7 +75,7 @@ class Launch:
     `tensor_map`).  block: threads.  shared_bytes: dynamic.  cluster: blocks; x, y, z count blocks and must be multiples
     of it.  `function` is ignored.  A grid with a zero launches nothing.
     dependent: programmatic dependent launch: the grid may start while the previous one on the stream still runs.  Only
-    for kernels that call `wait_for_previous_kernel`.
+    for kernels that call `griddepcontrol_wait`.
     The kernel's device must be the current one.
     """
 

@@ -63,13 +63,13 @@ __device__ inline void sync_cluster() {
 }
 
 // Programmatic dependent launch.  [griddepcontrol]
-// wait_for_previous_kernel: waits until the previous kernel has completed and its writes are visible.  Every warp calls it
+// griddepcontrol_wait: waits until the previous kernel has completed and its writes are visible.  Every warp calls it
 // before it reads or writes global memory that an earlier kernel may use.  Every grid calls it, even one without work: the
 // next kernel waits for this one only, and through it for all earlier ones.
-// let_next_kernel_start: the next kernel may be scheduled once every block has called it.  That kernel waits for the
+// launch_dependents: the next kernel may be scheduled once every block has called it.  That kernel waits for the
 // completion of this one itself, so any point of the kernel is safe.
-__device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Stores four 8x8 matrices of 16-bit elements to shared memory.  Lane i gives the 16-byte aligned address of row i % 8 of
 // matrix i / 8; register m of lane i holds elements (i / 4, 2 (i % 4)) and (i / 4, 2 (i % 4) + 1) of matrix m.  [stmatrix]

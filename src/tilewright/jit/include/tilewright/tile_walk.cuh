@@ -11,7 +11,7 @@
 // Each warp or thread that needs the tiles has its own TileWalk; all of a block see the same tiles in the same order:
 //
 //     __shared__ typename TileWalk<Config>::Table table;
-//     wait_for_previous_kernel();
+//     griddepcontrol_wait();
 //     TileWalk<Config>::prepare(args, table);                       // the whole block
 //     TileWalk<Config> scheduler(args, table, rank);
 //     for (Tile tile; scheduler.next(tile);) ...

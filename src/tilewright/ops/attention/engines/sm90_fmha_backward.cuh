@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
     const BackwardProblem<Config::kSpans> problem{
         {s_q, s_k, heads, batches, sharing, left, right, together, alternating, spans}};
 

@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     } else {
         sync_cluster();  // nobody may arrive at a barrier that is not there yet
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
 
     const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
     TileWalk<Config>::prepare(args, table);

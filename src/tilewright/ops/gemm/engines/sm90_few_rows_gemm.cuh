@@ -61,7 +61,7 @@ __device__ inline void few_rows(
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
     __syncwarp();
     if constexpr (kSplit > 1) arrive_at_cluster();
-    let_next_kernel_start();
+    launch_dependents();
     if constexpr (Walk::kFirstIsKnown) {
         // The first weights come to the L2 while the kernel before this one ends.  Not more of them: 25 % slower.
         if (producer && elect_one()) {
@@ -70,7 +70,7 @@ __device__ inline void few_rows(
         }
         __syncwarp();
     }
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     Walk walk = make_walk();
     if (producer) {

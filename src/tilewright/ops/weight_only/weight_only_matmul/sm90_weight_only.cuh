@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
     __syncwarp();
     if constexpr (kSplit > 1) arrive_at_cluster();
-    let_next_kernel_start();
+    launch_dependents();
     if (producer && elect_one()) {
         // The first weights come to the L2 while the kernel before this one ends
         for (u32 step = begin; step < min(end, begin + kAhead); ++step) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         }
     }
     __syncwarp();
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     if (producer) {
         if constexpr (kSplit == 1) arrive_at(kAllThreads, kThreads);

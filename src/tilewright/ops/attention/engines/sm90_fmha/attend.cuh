@@ -105,8 +105,8 @@ __device__ __forceinline__ void attend(
         fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
 
     if (group == kGroups) {
         warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
