@@ -20,8 +20,8 @@ __global__ void share_tile(
     }
     sync_cluster();  // nobody may write a barrier that is not there yet
     if (threadIdx.x == 0) {
-        full.expect(kBytes);
-        empty.arrive_in_cluster(0);  // both blocks tell block 0 that their tile may be filled
+        full.arrive_and_expect_tx(kBytes);
+        empty.arrive_remote(0);  // both blocks tell block 0 that their tile may be filled
         if (rank == 0) {
             empty.wait(0);
             tma_multicast(tile, source, full, 0b11, column, 0);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32, 1) tma_copy(
     const auto load_one = [&] {
         u32 row, column;
         if (!to_load.next(row, column)) return;
-        full[load.stage].expect(kTileBytes);  // a box that reaches over an edge also counts in full
+        full[load.stage].arrive_and_expect_tx(kTileBytes);  // a box that reaches over an edge also counts in full
         tma_load(stages + load.stage * kTileBytes, source, full[load.stage], column * Config::kColumns, row * Config::kRows);
         load.advance();
     };

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(160, 1) wgmma_tile(
         for (u32 k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
             const u32 s = ring.stage;
             empty[s].wait(ring.parity ^ 1);
-            full[s].expect(kBytesA + kBytesB);
+            full[s].arrive_and_expect_tx(kBytesA + kBytesB);
             tma_load(stages_a + s * kBytesA, map_a, full[s], k_block * kBlockK, row);
             tma_load(stages_b + s * kBytesB, map_b, full[s], k_block * kBlockK, column, Keep::Longest);
         }
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(160, 1) wgmma_tile(
         write_tile(acc, d, n, row, column, m, n);
     } else {
         stage_tile<Out, kSpan>(acc, strips_d);
-        fence_shared_for_async();
-        sync_threads(1, 128);
+        fence_proxy_async_shared();
+        named_barrier_sync(1, 128);
         if (threadIdx.x == 0) {
             for (u32 strip = 0; strip < kN * sizeof(Out) / kSpan; ++strip) {
                 tma_store(map_d, strips_d + strip * 64 * kSpan, column + strip * kSpan / sizeof(Out), row);

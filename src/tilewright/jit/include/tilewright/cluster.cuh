@@ -1,7 +1,7 @@
 // Stores to the distributed shared memory of a cluster.
 //
 // store_in_cluster sends 16 bytes from registers and counts them at a Barrier of the receiving block, as a TMA load does:
-// the receiver announces the bytes with expect() and waits with wait_in_cluster().  No fence is needed.  The sender may exit
+// the receiver announces the bytes with arrive_and_expect_tx() and waits with wait_in_cluster().  No fence is needed.  The sender may exit
 // before its bytes arrive; the receiver must have started (arrive_at_cluster by all blocks, then wait_for_cluster) and must
 // not exit before.
 // [PTX ISA: mapa, st.async, barrier.cluster, mbarrier.try_wait]

@@ -52,6 +52,6 @@ __device__ inline void set_flag(int* flag, int value) {
 
 // Orders async-proxy copies and flags: put it between bulk_wait and set_flag, and between read_flag and the next copy.
 // [fence.proxy.async]
-__device__ inline void fence_global_for_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace tilewright

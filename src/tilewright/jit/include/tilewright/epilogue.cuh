@@ -43,7 +43,7 @@ template <typename Out, u32 kSpan> __device__ inline void stage_columns(const fl
                    pack<Out>(f[2], f[3]), pack<Out>(f[4], f[5]), pack<Out>(f[6], f[7]));
 }
 
-// Stores 64 x N accumulators, rounded to a 16-bit type, to strips.  Follow it by fence_shared_for_async() and a barrier of
+// Stores 64 x N accumulators, rounded to a 16-bit type, to strips.  Follow it by fence_proxy_async_shared() and a barrier of
 // the writing threads.
 template <typename Out, u32 kSpan, u32 kCount>
 __device__ inline void stage_tile(const float (&d)[kCount], void* strips) {

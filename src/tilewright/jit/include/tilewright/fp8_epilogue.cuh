@@ -90,10 +90,10 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
             u8* const staging = args.buffers + buffer * kBoxBytes;
             const bool leader = threadIdx.x % 128 == 0;
             if (leader) tma_wait_read<Shape::kBuffers - 1>();  // the TMA has read this buffer's last store
-            sync_threads(args.barrier, 128);
+            named_barrier_sync(args.barrier, 128);
             stage(acc, pass, inverse, staging);
-            fence_shared_for_async();
-            sync_threads(args.barrier, 128);
+            fence_proxy_async_shared();
+            named_barrier_sync(args.barrier, 128);
 
             // Store q and the scales
             const u32 column_out = (column + pass * Shape::kColumns) / kPassesPerScale;

@@ -133,7 +133,7 @@ __device__ inline void scale_sums(float (&acc)[kPasses][kCount], const float* ro
                                   u32 barrier) {
     constexpr u32 kColumns = kPasses * 2 * kCount;
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
-    sync_threads(barrier, 128);
+    named_barrier_sync(barrier, 128);
     for (u32 i = threadIdx.x % 128; i < kColumns; i += 128) {
         staged[i] = column + i < columns ? column_scales[column + i] : 0.0f;
     }
@@ -143,7 +143,7 @@ __device__ inline void scale_sums(float (&acc)[kPasses][kCount], const float* ro
         const u32 r = row + fragment_row() + 8 * h;
         scales[h] = r < rows ? row_scales[r] : 0.0f;
     }
-    sync_threads(barrier, 128);
+    named_barrier_sync(barrier, 128);
 #pragma unroll
     for (u32 j = 0; j < kColumns / 8; ++j) {
         const ScalePair column_pair = scale_pair(staged + 8 * j);

@@ -9,7 +9,7 @@
 //
 //     Ring<kStages> ring;                                  // in the producer        // in a consumer
 //     for (...; ring.advance()) {                          empty[s].wait(parity ^ 1) full[s].wait(parity)
-//         ... ring.stage, ring.parity                      full[s].expect(bytes)     ... read the stage
+//         ... ring.stage, ring.parity                      full[s].arrive_and_expect_tx(bytes)     ... read the stage
 //     }                                                    tma_load(..., full[s])    empty[s].arrive()
 #pragma once
 
@@ -31,12 +31,12 @@ struct Barrier {
     }
 
     // Arrives, and makes the phase wait for `bytes` more bytes from the TMA.
-    __device__ void expect(u32 bytes) {
+    __device__ void arrive_and_expect_tx(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
     }
 
     // Arrives at this barrier's counterpart in block `rank` of the cluster, with release at cluster scope.
-    __device__ void arrive_in_cluster(u32 rank) {
+    __device__ void arrive_remote(u32 rank) {
         asm volatile(
             "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
             "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(address()),
@@ -46,7 +46,7 @@ struct Barrier {
 
     // The same without the fence of the whole GPU (MEMBAR.ALL.GPU) that orders earlier writes: for a consumer that has only
     // read the stage, with instructions that are complete (wgmma_wait), and frees it.
-    __device__ void free_in_cluster(u32 rank) {
+    __device__ void arrive_remote_after_reads(u32 rank) {
         asm volatile(
             "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
             "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(address()),

@@ -28,18 +28,18 @@ __device__ inline bool elect_one() {
 }
 
 // Waits at named barrier `barrier` (1 to 15; 0 is __syncthreads) for `threads` threads, a multiple of 32.  [bar.sync]
-__device__ inline void sync_threads(u32 barrier, u32 threads) {
+__device__ inline void named_barrier_sync(u32 barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Arrives at named barrier `barrier` without waiting.  [bar.arrive]
-__device__ inline void arrive_at(u32 barrier, u32 threads) {
+__device__ inline void named_barrier_arrive(u32 barrier, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Makes ordinary writes to shared memory visible to the async proxy (TMA, WGMMA): each writing thread calls it before the
 // barrier.  [fence.proxy.async]
-__device__ inline void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Set the registers per thread of this warpgroup, of a kernel compiled with __launch_bounds__(threads, 1): lower and release
 // the rest, or wait for released ones and raise.  [setmaxnreg]

@@ -90,7 +90,7 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
             u8* const buffer = buffers + (stage * kBoxesPerStage + box) * kBoxBytes;
             if (box == 0) {
                 if (leader) tma_wait_read<kStages - 1>();
-                sync_threads(barrier, 128);
+                named_barrier_sync(barrier, 128);
             }
 
             // Apply the epilogue and stage the result
@@ -110,8 +110,8 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
 
             // Store the staged boxes
             if (box + 1 == kBoxesPerStage || first + kChunk >= kN / 16) {
-                fence_shared_for_async();
-                sync_threads(barrier, 128);
+                fence_proxy_async_shared();
+                named_barrier_sync(barrier, 128);
 #pragma unroll
                 for (u32 i = 0; i <= box; ++i) {
                     const u32 first_byte = (first / kChunk - box + i) * kSpan;

@@ -37,7 +37,7 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
     }
 
     // Zeroes the elements of K from `first` on, in rows [row, row + rows) of a stage that has landed (in all rows if K is not
-    // contiguous).  Called by `threads` threads; follow it by fence_shared_for_async() and a barrier of all readers.
+    // contiguous).  Called by `threads` threads; follow it by fence_proxy_async_shared() and a barrier of all readers.
     __device__ static void clear(u8* stage, u32 first, u32 row, u32 rows, u32 thread, u32 threads) {
         struct alignas(16) Chunk { u32 words[4]; };
         constexpr u32 kElements = sizeof(Chunk) / sizeof(Element);

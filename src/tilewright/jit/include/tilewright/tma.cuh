@@ -21,7 +21,7 @@ __device__ inline void tma_prefetch(const TensorMap& map) {
 }
 
 // For each rank, 1 to 5:
-//   tma_load       box -> shared memory; the bytes count at `full`, where expect() must announce them.
+//   tma_load       box -> shared memory; the bytes count at `full`, where arrive_and_expect_tx() must announce them.
 //   tma_multicast  the same to the same offset in each block of the cluster whose bit is set in `blocks`; the bytes count
 //                  at that block's barrier at the offset of `full`.
 //   tma_store      shared memory -> box.

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         return own_out + ring_out.stage * Shape::kOutBytes;
     };
     const auto leave = [&]() {
-        fence_shared_for_async();
+        fence_proxy_async_shared();
         __syncwarp();
         release(barriers.out_full[ring_out.stage]);
         ring_out.advance();
@@ -173,9 +173,9 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
             if (Shape::kEarlyDv) multiply_dv();
             Shape::kEarlyDv ? wgmma_wait<1>(dp) : wgmma_wait<0>(dp);
             to_score_gradients<Config>(ds, p, s, dp, logs + kM);
-            if (Shape::kDsStages == 1) sync_threads(2, 128 * kBackwardGroups);
+            if (Shape::kDsStages == 1) named_barrier_sync(2, 128 * kBackwardGroups);
             stage_score_gradients<kM>(ds, own_ds + ring_ds.stage * Shape::kDsBytes);
-            fence_shared_for_async();
+            fence_proxy_async_shared();
             if (Shape::kEarlyDv) {
                 wgmma_wait<0>(dv);  // products that run across the end of a loop make the assembler wait for each of them
                 release(barriers.do_empty[stage]);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
                 wgmma_wait<1>();
                 release(barriers.do_empty[own]);
             }
-            sync_threads(1, 128 * kBackwardGroups);  // dS of both warpgroups is there
+            named_barrier_sync(1, 128 * kBackwardGroups);  // dS of both warpgroups is there
             wgmma_fence();
             multiply_dq<Config>(dq, wgmma_advance(first_ds, ring_ds.stage * Shape::kDsBytes), all_k);
             ring_ds.advance();

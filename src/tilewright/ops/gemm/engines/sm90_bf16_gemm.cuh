@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
-                    full[s].expect(A::kBytes + B::kBytes);  // both halves of what is shared
+                    full[s].arrive_and_expect_tx(A::kBytes + B::kBytes);  // both halves of what is shared
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
                     B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
                 }
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
             if constexpr (kCluster == 1) {
                 if (lane_index() == 0) empty[stage].arrive();
             } else {
-                if (lane_index() < kCluster) empty[stage].free_in_cluster(lane_index());
+                if (lane_index() < kCluster) empty[stage].arrive_remote_after_reads(lane_index());
             }
         };
         Epilogue epilogue{map_d,   bias,    c, scale == nullptr ? alpha : alpha * *scale,
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                     // were they to share the work and meet, they would no longer take turns
                     A::clear(stages_a + ring.stage * A::kBytes, tile.tail, first_row, 64, threadIdx.x % 128, 128);
                     B::clear(stages_b + ring.stage * B::kBytes, tile.tail, 0, Shape::kN, threadIdx.x % 128, 128);
-                    fence_shared_for_async();
-                    sync_threads(1 + group, 128);
+                    fence_proxy_async_shared();
+                    named_barrier_sync(1 + group, 128);
                 }
                 const u64 a = wgmma_advance(first_a, ring.stage * A::kBytes);
                 const u64 b = wgmma_advance(first_b, ring.stage * B::kBytes);

@@ -74,7 +74,7 @@ __device__ inline void few_rows(
 
     Walk walk = make_walk();
     if (producer) {
-        if constexpr (kSplit == 1) arrive_at(kAllThreads, kThreads);
+        if constexpr (kSplit == 1) named_barrier_arrive(kAllThreads, kThreads);
         const bool leader = elect_one();
         Ring<kStages> ring;
         for (; walk.more(); walk.advance()) {
@@ -85,7 +85,7 @@ __device__ inline void few_rows(
         return;
     }
     if constexpr (kSplit == 1) {
-        sync_threads(kAllThreads, kThreads);
+        named_barrier_sync(kAllThreads, kThreads);
     } else {
         wait_for_cluster();
     }
@@ -121,7 +121,7 @@ __device__ inline void few_rows(
 
         const u32 height = min(kTokens, at.end - at.row);
         const u32 own_tokens = height > first_token ? min(height - first_token, Shape::kShare * 8) : 0;
-        if (kSplit > 1 && threadIdx.x == 0) received.expect((own_tokens + 7) / 8 * kSplit * kParcel);
+        if (kSplit > 1 && threadIdx.x == 0) received.arrive_and_expect_tx((own_tokens + 7) / 8 * kSplit * kParcel);
 
         float sums[kTokens / 2];
         if constexpr (kScaling == Scaling::None) {
@@ -160,17 +160,17 @@ __device__ inline void few_rows(
         }
 
         // Transposed, so that threads write neighbouring columns of a row of D.
-        sync_threads(kMathThreads, kMath);  // the tile before has been written
+        named_barrier_sync(kMathThreads, kMath);  // the tile before has been written
 #pragma unroll
         for (u32 i = 0; i < 4 * Shape::kShare; ++i) {
             const u32 token = i / 4 * 8 + fragment_column() + i % 2, weight = fragment_row() + i % 4 / 2 * 8;
             const float scale = kScaling == Scaling::Row ? token_scale[i / 4 * 2 + i % 2] : 1;
             if (token < own_tokens) result[token * kPitch + weight] = scale * own[i];
         }
-        sync_threads(kMathThreads, kMath);
+        named_barrier_sync(kMathThreads, kMath);
         // All threads have read the parcels.  A release for the cluster: a fence, but here few writes are on their way, and
         // the ring hides it.  Nobody waits for the last one, and a block that has ended could not hear it.
-        if (kSplit > 1 && walk.more() && threadIdx.x < kSplit) taken.arrive_in_cluster(threadIdx.x);
+        if (kSplit > 1 && walk.more() && threadIdx.x < kSplit) taken.arrive_remote(threadIdx.x);
         for (u32 token = row_of_thread; token < own_tokens; token += 8) {
             float sum[4];
             load_shared(sum, shared_address(result + token * kPitch + column_of_thread));

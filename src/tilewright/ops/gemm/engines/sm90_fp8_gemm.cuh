@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
-                    full[s].expect(A::kBytes + B::kBytes + Scales::kExpected);
+                    full[s].arrive_and_expect_tx(A::kBytes + B::kBytes + Scales::kExpected);
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, 0);
                     B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, 0);
                     Scales::load(stages_s + s * Scales::kBytes, full[s], map_scale_a, map_scale_b,

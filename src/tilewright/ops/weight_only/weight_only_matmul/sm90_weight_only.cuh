@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
     griddepcontrol_wait();
 
     if (producer) {
-        if constexpr (kSplit == 1) arrive_at(kAllThreads, kThreads);
+        if constexpr (kSplit == 1) named_barrier_arrive(kAllThreads, kThreads);
         if (elect_one()) {
             Ring<kStages> ring;
             for (u32 tile = first; tile < tiles; tile += clusters) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
                     Barrier& landed = full[ring.stage];
                     empty[ring.stage].wait(ring.parity ^ 1);
                     // A box at an edge counts in full
-                    landed.expect(Shape::kWeights + Shape::kTokenBoxes * token_rows * kSpan + Shape::kScales);
+                    landed.arrive_and_expect_tx(Shape::kWeights + Shape::kTokenBoxes * token_rows * kSpan + Shape::kScales);
                     tma_load(stage, weights, landed, step * kSpan, column, Keep::NotAtAll);
                     tma_load(stage + Shape::kScalesAt, scales, landed, column, step * Shape::kGroups);
 #pragma unroll
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         return;
     }
     if constexpr (kSplit == 1) {
-        sync_threads(kAllThreads, kThreads);
+        named_barrier_sync(kAllThreads, kThreads);
     } else {
         wait_for_cluster();
     }
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         }
         const u32 height = min(kTokens, u32(rows) - row);
         const u32 own_tokens = height > first_token ? min(height - first_token, Shape::kShare * 8) : 0;
-        if (kSplit > 1 && threadIdx.x == 0) received.expect((own_tokens + 7) / 8 * kSplit * Shape::kParcel);
+        if (kSplit > 1 && threadIdx.x == 0) received.arrive_and_expect_tx((own_tokens + 7) / 8 * kSplit * Shape::kParcel);
 
         Sums<Config> sums = {};
         for (u32 step = begin; step < end; ++step, ring.advance()) {
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         }
 
         // Transposed, so that threads write neighbouring columns of a row of D.
-        sync_threads(kMathThreads, kMath);  // the tile before has been written
+        named_barrier_sync(kMathThreads, kMath);  // the tile before has been written
 #pragma unroll
         for (u32 p = 0; p < Shape::kShare; ++p) {
 #pragma unroll
@@ -156,9 +156,9 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
                 if (token < own_tokens) result[token * Shape::kPitch + weight] = own.of[p][i / 4][i % 4];
             }
         }
-        sync_threads(kMathThreads, kMath);
+        named_barrier_sync(kMathThreads, kMath);
         // Parcels have been read.  Nobody waits for the last word of this, and a block that has ended could not hear it.
-        if (kSplit > 1 && tile + clusters < tiles && threadIdx.x < kSplit) taken.free_in_cluster(threadIdx.x);
+        if (kSplit > 1 && tile + clusters < tiles && threadIdx.x < kSplit) taken.arrive_remote_after_reads(threadIdx.x);
         if (column < u32(columns)) {
             for (u32 token = row_of_thread; token < own_tokens; token += kMath / kAcross) {
                 float sum[4];

@@ -15,13 +15,13 @@ template <u32 kGroups, bool kTurns> struct Turn {
     u32 group;
 
     __device__ void start() const {
-        if (kTurns && group == kGroups - 1) arrive_at(1, 256);
+        if (kTurns && group == kGroups - 1) named_barrier_arrive(1, 256);
     }
     __device__ void take() const {
-        if (kTurns) sync_threads(1 + group, 256);
+        if (kTurns) named_barrier_sync(1 + group, 256);
     }
     __device__ void pass() const {
-        if (kTurns) arrive_at(group + 1 == kGroups ? 1 : group + 2, 256);
+        if (kTurns) named_barrier_arrive(group + 1 == kGroups ? 1 : group + 2, 256);
     }
     __device__ void end() const {  // of the turns one is left over
         if (group == 0) take();
@@ -255,10 +255,10 @@ __device__ __forceinline__ void attend(
         }
 #pragma unroll
         for (u32 i = 0; i < kSums; ++i) o[i] *= inverse[i % 4 / 2];
-        sync_threads(8 + group, 128);  // no warp of ours reads Q any more
+        named_barrier_sync(8 + group, 128);  // no warp of ours reads Q any more
 #pragma unroll
         for (u32 j = 0; j < kSums / 8; ++j) stage_columns<Element, kSpan>(o + 8 * j, shared_address(own), 32 * j);
-        fence_shared_for_async();
+        fence_proxy_async_shared();
         __syncwarp();
         release(barriers.o_full[ring_q.stage][group]);
         if constexpr (kEarly) {

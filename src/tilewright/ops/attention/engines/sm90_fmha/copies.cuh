@@ -34,7 +34,7 @@ __device__ inline void bring_keys(
             const int key = tile.key(at);
             Barrier& full = barriers.k_full[ring_k.stage];
             barriers.k_empty[ring_k.stage].wait(ring_k.parity ^ 1);
-            full.expect(Shape::kKBytes);
+            full.arrive_and_expect_tx(Shape::kKBytes);
 #pragma unroll
             for (u32 i = 0; i < kOfK; ++i) {
                 u8* const to = stages_k + ring_k.stage * Shape::kKBytes + i * Shape::kN * kSpan;
@@ -50,7 +50,7 @@ __device__ inline void bring_keys(
             const int key = tile.key(at);
             Barrier& full = barriers.v_full[ring_v.stage];
             barriers.v_empty[ring_v.stage].wait(ring_v.parity ^ 1);
-            full.expect(Shape::kVBytes);
+            full.arrive_and_expect_tx(Shape::kVBytes);
 #pragma unroll
             for (u32 i = 0; i < Shape::kBoxesV; ++i) {
                 u8* const to = stages_v + ring_v.stage * Shape::kVBytes + i * Shape::kN * kSpan;
@@ -77,7 +77,7 @@ __device__ inline void bring_queries(
     Ring<Shape::kQStages> ring;
     const auto bring = [&](const FmhaTile<Config>& tile, u32 stage, u32 group) {
         Barrier& full = barriers.q_full[stage][group];
-        full.expect(Shape::kQBytes);
+        full.arrive_and_expect_tx(Shape::kQBytes);
         const int row = tile.row + int(group * kRowsOfGroup);
 #pragma unroll
         for (u32 i = 0; i < kOfQ; ++i) {

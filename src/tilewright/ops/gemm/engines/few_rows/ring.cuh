@@ -53,7 +53,7 @@ __device__ inline void fill(
         Barrier& landed = stages.full[ring.stage];
         stages.empty[ring.stage].wait(ring.parity ^ 1);
         // a box at an edge counts in full
-        landed.expect(Shape::kWeights + kChunks * in.token_rows * kSpan + Shape::kTokenScales + Shape::kWeightScales);
+        landed.arrive_and_expect_tx(Shape::kWeights + kChunks * in.token_rows * kSpan + Shape::kTokenScales + Shape::kWeightScales);
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
             const u32 k = step * Shape::kBlockK + chunk * Shape::kChunk;
