@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     if constexpr (kCluster == 1) {
         __syncthreads();
     } else {
-        sync_cluster();  // nobody may arrive at a barrier that is not there yet
+        cluster_sync();  // nobody may arrive at a barrier that is not there yet
     }
     griddepcontrol_wait();
     launch_dependents();
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         }
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }
-    if constexpr (kCluster > 1) sync_cluster();  // and this block the arrivals of the other
+    if constexpr (kCluster > 1) cluster_sync();  // and this block the arrivals of the other
 }
 
 }  // namespace tilewright

@@ -60,7 +60,7 @@ __device__ inline void few_rows(
     }
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
     __syncwarp();
-    if constexpr (kSplit > 1) arrive_at_cluster();
+    if constexpr (kSplit > 1) cluster_arrive_relaxed();
     launch_dependents();
     if constexpr (Walk::kFirstIsKnown) {
         // The first weights come to the L2 while the kernel before this one ends.  Not more of them: 25 % slower.
@@ -81,13 +81,13 @@ __device__ inline void few_rows(
             if (leader) fill(stages, ring, in, walk.tile());
             __syncwarp();
         }
-        if constexpr (kSplit > 1) wait_for_cluster();  // long over, but a wait belongs to each arrival
+        if constexpr (kSplit > 1) cluster_wait();  // long over, but a wait belongs to each arrival
         return;
     }
     if constexpr (kSplit == 1) {
         named_barrier_sync(kAllThreads, kThreads);
     } else {
-        wait_for_cluster();
+        cluster_wait();
     }
 
     const u32 parcels = shared_address(shared + Shape::kReceived);
@@ -146,9 +146,9 @@ __device__ inline void few_rows(
 #pragma unroll
             for (u32 i = 0; i < kTokens / 2; ++i) own[i] = sums[i];
         } else {
-            wait_in_cluster(taken, parity ^ 1);  // parcels of the tile before
+            wait_acquire_cluster(taken, parity ^ 1);  // parcels of the tile before
             send<Config>(sums, parcels, received, rank, height);
-            wait_in_cluster(received, parity);
+            wait_acquire_cluster(received, parity);
 #pragma unroll
             for (u32 p = 0; p < Shape::kShare; ++p) {
                 if (8 * p >= own_tokens) break;

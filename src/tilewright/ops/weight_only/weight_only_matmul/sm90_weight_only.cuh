@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
     }
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
     __syncwarp();
-    if constexpr (kSplit > 1) arrive_at_cluster();
+    if constexpr (kSplit > 1) cluster_arrive_relaxed();
     launch_dependents();
     if (producer && elect_one()) {
         // The first weights come to the L2 while the kernel before this one ends
@@ -96,13 +96,13 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
             }
         }
         __syncwarp();
-        if constexpr (kSplit > 1) wait_for_cluster();  // long over, but a wait belongs to each arrival
+        if constexpr (kSplit > 1) cluster_wait();  // long over, but a wait belongs to each arrival
         return;
     }
     if constexpr (kSplit == 1) {
         named_barrier_sync(kAllThreads, kThreads);
     } else {
-        wait_for_cluster();
+        cluster_wait();
     }
 
     const Fragments<Config> fragments;
@@ -139,9 +139,9 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         if constexpr (kSplit == 1) {
             own = sums;
         } else {
-            wait_in_cluster(taken, parity ^ 1);  // parcels of the tile before
+            wait_acquire_cluster(taken, parity ^ 1);  // parcels of the tile before
             send<Config>(sums, parcels, received, rank, height);
-            wait_in_cluster(received, parity);
+            wait_acquire_cluster(received, parity);
             add_up<Config>(own, parcels, own_tokens);
         }
 
