@@ -24,7 +24,7 @@ VECTOR = 16  # bytes: the widest access, the alignment of torch's allocators, an
 _CACHED = 4096  # maps of a few hundred bytes; a model's forward needs a few hundred of them
 _MAX_RANK, _MAX_BOX = 5, 256
 
-# Names in cuda-core's TensorMapDataType.  The type matters for tma_add; copies move bits.
+# Names in cuda-core's TensorMapDataType.  The type matters for tma_reduce_add; copies move bits.
 _DTYPES = {
     torch.uint8: "UINT8",
     torch.int8: "UINT8",

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(160, 1) wgmma_tile(
             empty[s].wait(ring.parity ^ 1);
             full[s].arrive_and_expect_tx(kBytesA + kBytesB);
             tma_load(stages_a + s * kBytesA, map_a, full[s], k_block * kBlockK, row);
-            tma_load(stages_b + s * kBytesB, map_b, full[s], k_block * kBlockK, column, Keep::Longest);
+            tma_load(stages_b + s * kBytesB, map_b, full[s], k_block * kBlockK, column, CacheHint::EvictLast);
         }
         return;
     }

@@ -16,7 +16,7 @@ __device__ inline void bulk_store(void* to, const void* from, u32 bytes) {
 }
 
 // Adds floats in shared memory to floats in global memory.
-__device__ inline void bulk_add(float* to, const void* from, u32 bytes) {
+__device__ inline void bulk_reduce_add(float* to, const void* from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                  "r"(shared_address(from)), "r"(bytes)
                  : "memory");
@@ -28,29 +28,29 @@ template <u32 kPending> __device__ inline void bulk_wait() {
 }
 
 // Copies 4 bytes, or writes zeros if not `valid`; then `from` is not read.
-__device__ inline void copy_word(void* to, const void* from, bool valid) {
+__device__ inline void cp_async_zfill(void* to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
                  : "memory");
 }
 
 // Arrives at `barrier` when all earlier cp.async of this thread have completed.  It is one of the arrivals that the barrier
 // was initialised with.
-__device__ inline void arrive_after_copies(Barrier& barrier) {
+__device__ inline void cp_async_mbarrier_arrive_noinc(Barrier& barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier.address()) : "memory");
 }
 
-// An acquire load and a release store at GPU scope: a thread that reads the value of set_flag also sees all writes that its
+// An acquire load and a release store at GPU scope: a thread that reads the value of store_release also sees all writes that its
 // writer had made or seen.
-__device__ inline int read_flag(const int* flag) {
+__device__ inline int load_acquire(const int* flag) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
     return value;
 }
-__device__ inline void set_flag(int* flag, int value) {
+__device__ inline void store_release(int* flag, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Orders async-proxy copies and flags: put it between bulk_wait and set_flag, and between read_flag and the next copy.
+// Orders async-proxy copies and flags: put it between bulk_wait and store_release, and between load_acquire and the next copy.
 // [fence.proxy.async]
 __device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

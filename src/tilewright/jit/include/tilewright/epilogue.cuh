@@ -39,7 +39,7 @@ template <typename Out, u32 kSpan> __device__ inline void stage_columns(const fl
     // columns, 2 and 3 those of the next eight columns.
     const u32 lane = threadIdx.x % 32;
     const u32 lane_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
-    store_matrices(strips + strip_offset<kSpan>(lane_row, byte + lane / 16 * 16), pack<Out>(f[0], f[1]),
+    stmatrix_x4(strips + strip_offset<kSpan>(lane_row, byte + lane / 16 * 16), pack<Out>(f[0], f[1]),
                    pack<Out>(f[2], f[3]), pack<Out>(f[4], f[5]), pack<Out>(f[6], f[7]));
 }
 

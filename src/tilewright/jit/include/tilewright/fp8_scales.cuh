@@ -52,9 +52,9 @@ template <Scaling kScaling, u32 kRows, u32 kColumns, bool kAnyRow> struct StageS
 #pragma unroll
             for (u32 i = 0; i < kBlocks; ++i) {
                 const u32 block = column / 128 + i;
-                copy_word(stage + kOthers + i * sizeof(float), blocks + block * pitch + k_block, block * 128 < columns);
+                cp_async_zfill(stage + kOthers + i * sizeof(float), blocks + block * pitch + k_block, block * 128 < columns);
             }
-            arrive_after_copies(full);
+            cp_async_mbarrier_arrive_noinc(full);
         }
     }
 

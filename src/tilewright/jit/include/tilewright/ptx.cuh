@@ -73,7 +73,7 @@ __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch
 
 // Stores four 8x8 matrices of 16-bit elements to shared memory.  Lane i gives the 16-byte aligned address of row i % 8 of
 // matrix i / 8; register m of lane i holds elements (i / 4, 2 (i % 4)) and (i / 4, 2 (i % 4) + 1) of matrix m.  [stmatrix]
-__device__ inline void store_matrices(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+__device__ inline void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1),
                  "r"(m2), "r"(m3)
                  : "memory");

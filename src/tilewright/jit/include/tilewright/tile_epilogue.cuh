@@ -135,7 +135,7 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
             for (u32 byte = 0; byte < kSpan && first_byte + byte < kRowBytes; byte += kStrip) {
                 const int x = column_out + (first_byte + byte) / sizeof(Out);
                 if constexpr (Config::kInto) {
-                    tma_add(map, staged + byte * 64, x, row, batch);
+                    tma_reduce_add(map, staged + byte * 64, x, row, batch);
                 } else {
                     tma_store(map, staged + byte * 64, x, row, batch);
                 }

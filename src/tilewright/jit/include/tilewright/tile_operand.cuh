@@ -72,7 +72,7 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
         if constexpr (kShared == 1) {
             tma_load(to, map, full, x, y, z);
         } else {
-            tma_multicast(to, map, full, (1 << kShared) - 1, x, y, z);
+            tma_load_multicast(to, map, full, (1 << kShared) - 1, x, y, z);
         }
     }
 };

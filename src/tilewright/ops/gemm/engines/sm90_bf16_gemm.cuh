@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     if (group == kGroups) {
         warpgroup_reg_dealloc<40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
+            tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
             for (Tile tile; walk.next(tile);) {
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros

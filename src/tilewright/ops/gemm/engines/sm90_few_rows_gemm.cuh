@@ -46,10 +46,10 @@ __device__ inline void few_rows(
 
     const bool producer = warp_index() == kMath / 32;
     if (producer && elect_one()) {
-        tma_prefetch(in.weights);
-        tma_prefetch(in.tokens);
-        if constexpr (Shape::kTokenScales > 0) tma_prefetch(in.token_scales);
-        if constexpr (Shape::kWeightScales > 0) tma_prefetch(in.weight_scales);
+        tma_prefetch_descriptor(in.weights);
+        tma_prefetch_descriptor(in.tokens);
+        if constexpr (Shape::kTokenScales > 0) tma_prefetch_descriptor(in.token_scales);
+        if constexpr (Shape::kWeightScales > 0) tma_prefetch_descriptor(in.weight_scales);
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
             empty[i].init(kMath / 32);  // one arrival a warp

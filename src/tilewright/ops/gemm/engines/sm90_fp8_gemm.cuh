@@ -103,9 +103,9 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     if (group == kGroups) {
         warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
-            if constexpr (Scales::kAlongK) tma_prefetch(map_scale_a);
-            if constexpr (Scales::kByToken) tma_prefetch(map_scale_b);
+            tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
+            if constexpr (Scales::kAlongK) tma_prefetch_descriptor(map_scale_a);
+            if constexpr (Scales::kByToken) tma_prefetch_descriptor(map_scale_b);
             while (walk.next(tile)) {
                 for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             return at;
         };
         // Reads of scales by the other lanes come before lane 0's arrival through __syncwarp, and so before the copies that
-        // the producer asks for when it has seen all arrivals.  For copy_word() racecheck calls that a hazard; it is none.
+        // the producer asks for when it has seen all arrivals.  For cp_async_zfill() racecheck calls that a hazard; it is none.
         const auto release = [&](u32 stage) {
             __syncwarp();
             if (lane_index() == 0) empty[stage].arrive();

@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
 
     const bool producer = warp_index() == kMath / 32;
     if (producer && elect_one()) {
-        tma_prefetch(weights);
-        tma_prefetch(tokens);
-        tma_prefetch(scales);
+        tma_prefetch_descriptor(weights);
+        tma_prefetch_descriptor(tokens);
+        tma_prefetch_descriptor(scales);
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
             empty[i].init(kMath / 32);  // one arrival a warp
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
     if (producer && elect_one()) {
         // The first weights come to the L2 while the kernel before this one ends
         for (u32 step = begin; step < min(end, begin + kAhead); ++step) {
-            tma_fetch(weights, step * kSpan, first / tile_rows * Shape::kRows);
+            tma_prefetch_l2(weights, step * kSpan, first / tile_rows * Shape::kRows);
         }
     }
     __syncwarp();
@@ -85,12 +85,12 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
                     empty[ring.stage].wait(ring.parity ^ 1);
                     // A box at an edge counts in full
                     landed.arrive_and_expect_tx(Shape::kWeights + Shape::kTokenBoxes * token_rows * kSpan + Shape::kScales);
-                    tma_load(stage, weights, landed, step * kSpan, column, Keep::NotAtAll);
+                    tma_load(stage, weights, landed, step * kSpan, column, CacheHint::EvictFirst);
                     tma_load(stage + Shape::kScalesAt, scales, landed, column, step * Shape::kGroups);
 #pragma unroll
                     for (u32 box = 0; box < Shape::kTokenBoxes; ++box) {
                         tma_load(stage + Shape::kWeights + box * Shape::kTokenBox, tokens, landed,
-                                 step * Shape::kStageK + box * kTokenK, row, Keep::Longest);
+                                 step * Shape::kStageK + box * kTokenK, row, CacheHint::EvictLast);
                     }
                 }
             }

@@ -111,12 +111,12 @@ __device__ __forceinline__ void attend(
     if (group == kGroups) {
         warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(maps.k), tma_prefetch(maps.v);
-            if constexpr (Maps::kRotated) tma_prefetch(maps.k_pe);
+            tma_prefetch_descriptor(maps.k), tma_prefetch_descriptor(maps.v);
+            if constexpr (Maps::kRotated) tma_prefetch_descriptor(maps.k_pe);
             bring_keys<Config>(problem, mask, barriers, maps, stages_k, stages_v);
         } else if (warp_index() == 4 * kGroups + 1 && elect_one()) {
-            tma_prefetch(maps.q), tma_prefetch(maps.o);
-            if constexpr (Maps::kRotated) tma_prefetch(maps.q_pe);
+            tma_prefetch_descriptor(maps.q), tma_prefetch_descriptor(maps.o);
+            if constexpr (Maps::kRotated) tma_prefetch_descriptor(maps.q_pe);
             bring_queries<Config>(problem, mask, barriers, maps, stages_q);
         }
         return;

@@ -82,11 +82,11 @@ __device__ inline void bring_queries(
 #pragma unroll
         for (u32 i = 0; i < kOfQ; ++i) {
             u8* const to = stages_q + (stage * Shape::kGroups + group) * Shape::kQBytes + i * kBoxBytes;
-            tma_load(to, maps.q, full, i * Shape::kWide, row, tile.head, tile.batch, Keep::NotAtAll);
+            tma_load(to, maps.q, full, i * Shape::kWide, row, tile.head, tile.batch, CacheHint::EvictFirst);
         }
         if constexpr (Maps::kRotated) {
             u8* const to = stages_q + (stage * Shape::kGroups + group) * Shape::kQBytes + kOfQ * kBoxBytes;
-            tma_load(to, maps.q_pe, full, 0, row, tile.head, tile.batch, Keep::NotAtAll);
+            tma_load(to, maps.q_pe, full, 0, row, tile.head, tile.batch, CacheHint::EvictFirst);
         }
     };
     FmhaTile<Config> later;
@@ -103,7 +103,7 @@ __device__ inline void bring_queries(
                 const u32 place = ring.stage * Shape::kGroups + group;
                 const u8* const from = stages_q + place * Shape::kQBytes + i * kBoxBytes;
                 tma_store(maps.o, from, i * Shape::kWide, tile.row + int(group * kRowsOfGroup), tile.head, tile.batch,
-                          Keep::NotAtAll);
+                          CacheHint::EvictFirst);
             }
             tma_commit();
             if (more) {

@@ -87,7 +87,7 @@ __device__ inline void take_away(
             if (!mine()) continue;
             const int m = visit.m(tile), at = tile.place + visit.head * problem.template tiles<Shape::kM>() + m;
             const int rank = tile.template rank<Shape::kM>(problem, m);
-            while (read_flag(flags + at) != rank) {
+            while (load_acquire(flags + at) != rank) {
             }
             fence_proxy_async_global();
             float* to = sums + i64(at) * (kBackwardGroups * Shape::kPartBytes / sizeof(float));
@@ -96,7 +96,7 @@ __device__ inline void take_away(
                 if (rank == 0) {
                     bulk_store(to, from + g * Shape::kHalfBytes, Shape::kPartBytes);
                 } else {
-                    bulk_add(to, from + g * Shape::kHalfBytes, Shape::kPartBytes);
+                    bulk_reduce_add(to, from + g * Shape::kHalfBytes, Shape::kPartBytes);
                 }
             }
             tma_commit();
@@ -104,7 +104,7 @@ __device__ inline void take_away(
             barriers.out_empty[own].arrive();
             bulk_wait<0>();
             fence_proxy_async_global();
-            set_flag(flags + at, rank + 1);
+            store_release(flags + at, rank + 1);
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {  // what lies beyond S_k, D or D_v is not written
@@ -114,7 +114,7 @@ __device__ inline void take_away(
             for (u32 i = 0; i < kBackwardGroups * boxes; ++i) {
                 const u32 g = i / boxes, box = i - g * boxes;
                 tma_store(which == 0 ? map_dv : map_dk, from + g * Shape::kHalfBytes + box * kBoxBytes, int(box * Shape::kWide),
-                          tile.key + int(g * kRowsOfGroup), tile.head, tile.batch, Keep::NotAtAll);
+                          tile.key + int(g * kRowsOfGroup), tile.head, tile.batch, CacheHint::EvictFirst);
             }
             tma_commit();
             tma_wait_read<0>();
