@@ -14,7 +14,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
-#include <tilewright/wgmma_registers.cuh>
+#include <tilewright/wgmma_rs.cuh>
 
 #include "sm90_fmha_backward/movers.cuh"
 #include "sm90_fmha_backward/scores.cuh"
@@ -37,7 +37,7 @@ template <typename Element, u32 kM, u32 kColumns>
 __device__ inline void add_product(float (&d)[kColumns / 2], const u32 (&a)[kM / 4], u64 b) {
 #pragma unroll
     for (u32 i = 0; i < kM / 16; ++i) {
-        wgmma_registers<kColumns, Element, Major::Mn>(d, a + 4 * i, wgmma_advance(b, i * 16 * kSpan));
+        wgmma_rs<kColumns, Element, Major::Mn>(d, a + 4 * i, wgmma_advance(b, i * 16 * kSpan));
     }
     wgmma_commit();
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
-#include <tilewright/wgmma_registers.cuh>
+#include <tilewright/wgmma_rs.cuh>
 
 #include "copies.cuh"
 #include "scores.cuh"
@@ -47,7 +47,7 @@ __device__ inline void multiply_pv(float (&o)[Config::kDv / 2], const u32 (&p)[C
 #pragma unroll
     for (u32 i = 0; i < Shape::kN / 16; ++i) {
         const u64 keys = wgmma_advance(v, i * 16 * kSpan);
-        wgmma_registers<Shape::kDv, typename Config::Element, Major::Mn>(o, p + 4 * i, keys);
+        wgmma_rs<Shape::kDv, typename Config::Element, Major::Mn>(o, p + 4 * i, keys);
     }
     wgmma_commit();
 }
