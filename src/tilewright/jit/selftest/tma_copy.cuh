@@ -7,7 +7,7 @@
 #pragma once
 
 #include <tilewright/mbarrier.cuh>
-#include <tilewright/scheduler.cuh>
+#include <tilewright/raster.cuh>
 #include <tilewright/tma.cuh>
 
 namespace tilewright {

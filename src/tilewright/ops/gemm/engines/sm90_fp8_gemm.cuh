@@ -20,7 +20,7 @@
 #include <tilewright/fp8_epilogue.cuh>
 #include <tilewright/fp8_scales.cuh>
 #include <tilewright/tile_operand.cuh>
-#include <tilewright/tile_walk.cuh>
+#include <tilewright/tile_scheduler.cuh>
 
 namespace tilewright {
 
@@ -41,7 +41,7 @@ template <typename Config> struct Fp8Shape {
     static constexpr u32 kThreads = 128 * (kGroups + 1);  // and the producer's
     static constexpr u32 kPasses = kN > 192 ? 2 : 1, kColumns = kN / kPasses, kParts = kWaves * kPasses;
     static constexpr u32 kBoxes = kWaves * ((kN + 63) / 64), kBuffers = kBoxes < 4 ? kBoxes : 4;  // of D, a warpgroup
-    using Scales = StageScales<kScaling, kM, kN, Walk(Config::kWalk) == Walk::Rows>;
+    using Scales = StageScales<kScaling, kM, kN, GemmType(Config::kWalk) == GemmType::GroupedM>;
     // Scales of columns make as many factors as there are products: registers have room for them beside one sum
     static constexpr bool kAhead = Scales::kByToken && kParts == 1 && kColumns <= 128 && kGroups < 3;
     static constexpr u32 kBlocks = kPasses > 1 ? 1 : Scales::kBlocks;  // of columns that a pass may touch
@@ -72,14 +72,14 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     constexpr u32 kWaves = Shape::kWaves, kPasses = Shape::kPasses, kParts = Shape::kParts;
     constexpr u32 kColumns = Shape::kColumns, kCount = kColumns / 2, kWaveRows = 64 * kGroups;
     constexpr Scaling kScaling = Shape::kScaling;
-    constexpr Walk kWalk = Walk(Config::kWalk);
+    constexpr GemmType kWalk = GemmType(Config::kWalk);
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, kStages of scales
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
     u8* const stages_s = buffers + kGroups * Shape::kBuffers * kBoxBytes;
     __shared__ Barrier full[kStages], empty[kStages];
-    using Walker = TileWalk<Alone<Config>>;
+    using Walker = TileScheduler<Alone<Config>>;
     __shared__ typename Walker::Table table;
 
     const u32 group = warp_index() / 4;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     griddepcontrol_wait();
     launch_dependents();
 
-    const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
+    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
     Walker::prepare(args, table);
     Walker walk(args, table, 0);
     Tile tile;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             if constexpr (Scales::kAlongK) tma_prefetch_descriptor(map_scale_a);
             if constexpr (Scales::kByToken) tma_prefetch_descriptor(map_scale_b);
             while (walk.next(tile)) {
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
                     full[s].arrive_and_expect_tx(A::kBytes + B::kBytes + Scales::kExpected);
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 
         Stage at = at_stage(0);
         for (bool more = walk.next(tile); more;) {
-            if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+            if (kWalk == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
+                for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     full[ring.stage].wait(ring.parity);
                     release(ring.stage);
                 }
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             const u8* const of_rows = stages_s + Scales::place(first_row + fragment_row(), tile.row);
 
 #pragma unroll 4
-            for (u32 step = 0; step < tile.steps; ++step) {
+            for (u32 step = 0; step < tile.k_blocks; ++step) {
                 full[ring.stage].wait(ring.parity);
                 float scratch[kCount];
                 float of_row[kWaves][2], of_block[Scales::kBlocks], factors[kCount];
