@@ -26,20 +26,20 @@ struct alignas(8) ScalePair { float first, second; };
 template <Scaling kScaling, u32 kRows, u32 kColumns, bool kAnyRow> struct StageScales {
     static constexpr bool kAlongK = kScaling == Scaling::TokenByBlock || kScaling == Scaling::TokenByToken;
     static constexpr bool kByBlock = kScaling == Scaling::TokenByBlock, kByToken = kScaling == Scaling::TokenByToken;
-    static constexpr u32 kAlike = common_divisor(kColumns, 128);  // columns in a group, which lies in one block
-    static constexpr u32 kBlocks = kByBlock ? (128 - kAlike + kColumns + 127) / 128 : 1;  // blocks a tile may touch
+    static constexpr u32 kGroupColumns = common_divisor(kColumns, 128);  // columns in a group, which lies in one block
+    static constexpr u32 kBlocks = kByBlock ? (128 - kGroupColumns + kColumns + 127) / 128 : 1;  // blocks a tile may touch
     static constexpr u32 kAlignRows = 4;                              // rows that may precede the tile; always allocated
     static constexpr u32 kCopies = kRows + kAlignRows > 256 ? 2 : 1;  // a box has at most 256 rows
     static constexpr u32 kBoxRows = kRows / kCopies + (kAnyRow ? kAlignRows : 0);
     static constexpr u32 kBoxPitch = ((kRows / kCopies + kAlignRows) * sizeof(float) + 127) / 128 * 128;  // bytes
-    static constexpr u32 kOthers = kCopies * kBoxPitch;  // offset of the scales of B
-    static constexpr u32 kBytes = kAlongK ? kOthers + (kByToken ? (kColumns * sizeof(float) + 127) / 128 * 128 : 128) : 0;
-    static constexpr u32 kExpected = kAlongK ? (kCopies * kBoxRows + (kByToken ? kColumns : 0)) * sizeof(float) : 0;
+    static constexpr u32 kOffsetB = kCopies * kBoxPitch;  // offset of the scales of B
+    static constexpr u32 kBytes = kAlongK ? kOffsetB + (kByToken ? (kColumns * sizeof(float) + 127) / 128 * 128 : 128) : 0;
+    static constexpr u32 kTxBytes = kAlongK ? (kCopies * kBoxRows + (kByToken ? kColumns : 0)) * sizeof(float) : 0;
     static constexpr u32 kArrivals = kByBlock ? 1 : 0;  // at the stage's barrier, in addition to the bytes
     static_assert(kBlocks <= 3, "a tile touches at most three blocks");
 
     // Loads the scales of rows from `row`, columns from `column` and K block `k_block`.  Called by the producer thread, which
-    // has announced kExpected bytes.
+    // has announced kTxBytes bytes.
     __device__ static void load(u8* stage, Barrier& full, const TensorMap& map_a, const TensorMap& map_b, const float* blocks,
                                 i64 pitch, u32 row, u32 column, u32 k_block, u32 batch_a, u32 batch_b, u32 columns) {
 #pragma unroll
@@ -47,19 +47,19 @@ template <Scaling kScaling, u32 kRows, u32 kColumns, bool kAnyRow> struct StageS
             const u32 box_row = row / kAlignRows * kAlignRows + i * (kRows / kCopies);
             tma_load(stage + i * kBoxPitch, map_a, full, box_row, k_block, batch_a);
         }
-        if constexpr (kByToken) tma_load(stage + kOthers, map_b, full, column, k_block, batch_b);
+        if constexpr (kByToken) tma_load(stage + kOffsetB, map_b, full, column, k_block, batch_b);
         if constexpr (kByBlock) {
 #pragma unroll
             for (u32 i = 0; i < kBlocks; ++i) {
                 const u32 block = column / 128 + i;
-                cp_async_zfill(stage + kOthers + i * sizeof(float), blocks + block * pitch + k_block, block * 128 < columns);
+                cp_async_zfill(stage + kOffsetB + i * sizeof(float), blocks + block * pitch + k_block, block * 128 < columns);
             }
             cp_async_mbarrier_arrive_noinc(full);
         }
     }
 
     // Byte offset of the scale of the tile's row `row`, if the tile begins at row `first_row` of A.
-    __device__ static constexpr u32 place(u32 row, u32 first_row) {
+    __device__ static constexpr u32 row_offset(u32 row, u32 first_row) {
         constexpr u32 kTileRows = kRows / kCopies;  // per box
         return row / kTileRows * kBoxPitch + (row % kTileRows + (kAnyRow ? first_row % kAlignRows : 0)) * sizeof(float);
     }
@@ -88,7 +88,7 @@ __device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCou
 // scales[h][group] = row scale * scale of the group's block, for groups of kGroupColumns columns.  The first group begins
 // `offset` columns into the first block.  The asm makes ptxas compute them here, not at their use.
 template <u32 kGroupColumns, u32 kGroups, u32 kBlocks>
-__device__ inline void join_blocks(float (&scales)[2][kGroups], const float (&rows)[2], const float (&blocks)[kBlocks],
+__device__ inline void combine_block_scales(float (&scales)[2][kGroups], const float (&rows)[2], const float (&blocks)[kBlocks],
                                    u32 offset) {
 #pragma unroll
     for (u32 i = 0; i < kGroups; ++i) {
@@ -111,7 +111,7 @@ __device__ inline ScalePair scale_pair(const float* columns) {
 // scales[i] = row scale * column scale of acc_tmp[i].  `columns`: the column scales, in shared memory.  kEager: computed here,
 // else where ptxas finds best.
 template <bool kEager, u32 kCount>
-__device__ inline void join_scales(float (&scales)[kCount], const float (&rows)[2], const float* columns) {
+__device__ inline void combine_scales(float (&scales)[kCount], const float (&rows)[2], const float* columns) {
 #pragma unroll
     for (u32 j = 0; j < kCount / 4; ++j) {
         const ScalePair pair = scale_pair(columns + 8 * j);
@@ -128,7 +128,7 @@ __device__ inline void join_scales(float (&scales)[kCount], const float (&rows)[
 // outside of the matrix are 0.  Called by a warpgroup with named barrier `barrier`.  Column scales go through the shared
 // memory at `staged`, which earlier TMA stores may still read: 32 per thread would be too many registers.
 template <u32 kPasses, u32 kCount>
-__device__ inline void scale_sums(float (&acc)[kPasses][kCount], const float* row_scales,
+__device__ inline void scale_accumulators(float (&acc)[kPasses][kCount], const float* row_scales,
                                   const float* column_scales, u32 row, u32 column, u32 rows, u32 columns, float* staged,
                                   u32 barrier) {
     constexpr u32 kColumns = kPasses * 2 * kCount;

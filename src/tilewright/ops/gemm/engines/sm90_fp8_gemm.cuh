@@ -45,7 +45,7 @@ template <typename Config> struct Fp8Shape {
     // Scales of columns make as many factors as there are products: registers have room for them beside one sum
     static constexpr bool kAhead = Scales::kByToken && kParts == 1 && kColumns <= 128 && kGroups < 3;
     static constexpr u32 kBlocks = kPasses > 1 ? 1 : Scales::kBlocks;  // of columns that a pass may touch
-    static constexpr u32 kOf = kPasses > 1 ? 1 : kN / Scales::kAlike;  // groups of its columns in one block
+    static constexpr u32 kOf = kPasses > 1 ? 1 : kN / Scales::kGroupColumns;  // groups of its columns in one block
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
     using Epilogue = Fp8Epilogue<Config, Fp8Shape, kQuantises>;
     using Stored = typename EitherType<kQuantises, float, typename Config::Out>::Type;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
-                    full[s].arrive_and_expect_tx(A::kBytes + B::kBytes + Scales::kExpected);
+                    full[s].arrive_and_expect_tx(A::kBytes + B::kBytes + Scales::kTxBytes);
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, 0);
                     B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, 0);
                     Scales::load(stages_s + s * Scales::kBytes, full[s], map_scale_a, map_scale_b,
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 #pragma unroll
             for (u32 i = 0; i < kParts * kCount; ++i) sums[i / kCount / kPasses][i / kCount % kPasses][i % kCount] = 0;
             const u32 into = tile.column % 128;  // its first block
-            const u8* const of_rows = stages_s + Scales::place(first_row + fragment_row(), tile.row);
+            const u8* const of_rows = stages_s + Scales::row_offset(first_row + fragment_row(), tile.row);
 
 #pragma unroll 4
             for (u32 step = 0; step < tile.k_blocks; ++step) {
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 float scratch[kCount];
                 float of_row[kWaves][2], of_block[Scales::kBlocks], factors[kCount];
                 const u32 done = at.index;
-                const auto of_columns = reinterpret_cast<const float*>(stages_s + done * Scales::kBytes + Scales::kOthers);
+                const auto of_columns = reinterpret_cast<const float*>(stages_s + done * Scales::kBytes + Scales::kOffsetB);
                 Stage next;
 #pragma unroll
                 for (u32 part = 0; part < kParts; ++part) {
@@ -184,12 +184,12 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     if (part == 0 && Scales::kAlongK) {
 #pragma unroll
                         for (u32 i = 0; i < 2 * kWaves; ++i) {
-                            const u32 byte = i / 2 * Scales::place(kWaveRows, 0) + i % 2 * 8 * sizeof(float);
+                            const u32 byte = i / 2 * Scales::row_offset(kWaveRows, 0) + i % 2 * 8 * sizeof(float);
                             of_row[i / 2][i % 2] = *reinterpret_cast<const float*>(of_rows + done * Scales::kBytes + byte);
                         }
 #pragma unroll
                         for (u32 i = 0; i < (Scales::kByBlock ? Scales::kBlocks : 0); ++i) of_block[i] = of_columns[i];
-                        if constexpr (Shape::kAhead) join_scales<true>(factors, of_row[0], of_columns);
+                        if constexpr (Shape::kAhead) combine_scales<true>(factors, of_row[0], of_columns);
                     }
                     if (part == kParts - 1) {
                         ring.advance();
@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     float of[2][Shape::kOf];
                     if constexpr (Scales::kByBlock) {
                         const float (&of_pass)[Shape::kBlocks] = *reinterpret_cast<const float (*)[Shape::kBlocks]>(of_block + pass);
-                        join_blocks<Scales::kAlike>(of, of_row[wave], of_pass, into);
+                        combine_block_scales<Scales::kGroupColumns>(of, of_row[wave], of_pass, into);
                     }
                     wgmma_wait<0>(scratch);
                     if constexpr (Scales::kByToken && !Shape::kAhead) {
-                        join_scales<false>(factors, of_row[wave], of_columns + pass * kColumns);
+                        combine_scales<false>(factors, of_row[wave], of_columns + pass * kColumns);
                     }
                     if (part == kParts - 1) release(done);
                     float (&to)[kCount] = sums[wave][pass];
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             for (u32 wave = 0; wave < kWaves; ++wave) {
                 const u32 row = over.row + first_row + wave * kWaveRows;
                 if constexpr (kScaling == Scaling::Row) {
-                    scale_sums(sums[wave], scale_a + over.batch_a * scale_a_batch, scale_b + over.batch_b * scale_b_batch,
+                    scale_accumulators(sums[wave], scale_a + over.batch_a * scale_a_batch, scale_b + over.batch_b * scale_b_batch,
                                row, over.column, m, n, reinterpret_cast<float*>(own_buffers), 1 + group);
                 }
                 epilogue.write(sums[wave], factor, row, over.column, over.batch_d, over.row_end);
