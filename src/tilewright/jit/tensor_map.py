@@ -180,7 +180,7 @@ def _make(
 def _pitches(what: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
     """Strides in bytes of all dimensions but the last, outermost first."""
     if not 1 <= len(shape) <= _MAX_RANK:
-        raise InputError(f"{what}: has {len(shape)} dimensions; the copy engine takes 1 to {_MAX_RANK}.")
+        raise InputError(f"{what}: has {len(shape)} dimensions; the TMA takes 1 to {_MAX_RANK}.")
     if strides[-1] != 1 and shape[-1] != 1:
         raise InputError(f"{what}: the last dimension has stride {strides[-1]}; it must be contiguous.")
     pitches: list[int] = []
@@ -208,10 +208,10 @@ def _check(
     promotion: int,
 ) -> None:
     if device.type != "cuda":
-        raise InputError(f"{what}: is on {device}; the copy engine reads GPU memory.")
+        raise InputError(f"{what}: is on {device}; the TMA reads GPU memory.")
     if dtype not in _DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-        raise InputError(f"{what}: the copy engine has no such type; allowed: {allowed}.")
+        raise InputError(f"{what}: the TMA has no such type; allowed: {allowed}.")
     if swizzle not in _SWIZZLES or promotion not in _PROMOTIONS:
         raise InputError(
             f"{what}: swizzle {swizzle} is one of {[*_SWIZZLES]}, promotion {promotion} one of {[*_PROMOTIONS]}."

@@ -1,9 +1,9 @@
 // Stores to the distributed shared memory of a cluster.
 //
 // store_shared_remote sends 16 bytes from registers and counts them at a Barrier of the receiving block, as a TMA load does:
-// the receiver announces the bytes with arrive_and_expect_tx() and waits with wait_acquire_cluster().  No fence is needed.  The sender may exit
-// before its bytes arrive; the receiver must have started (cluster_arrive_relaxed by all blocks, then cluster_wait) and must
-// not exit before.
+// the receiver announces the bytes with arrive_and_expect_tx() and waits with wait_acquire_cluster().  No fence is needed.
+// The sender may exit before its bytes arrive; the receiver must have started (cluster_arrive_relaxed by all blocks, then
+// cluster_wait) and must not exit before.
 // [PTX ISA: mapa, st.async, barrier.cluster, mbarrier.try_wait]
 #pragma once
 

@@ -39,8 +39,8 @@ __device__ inline void cp_async_mbarrier_arrive_noinc(Barrier& barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier.address()) : "memory");
 }
 
-// An acquire load and a release store at GPU scope: a thread that reads the value of store_release also sees all writes that its
-// writer had made or seen.
+// An acquire load and a release store at GPU scope: a thread that loads the stored value also sees all writes that the storing
+// thread had made or seen.
 __device__ inline int load_acquire(const int* flag) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
@@ -50,7 +50,7 @@ __device__ inline void store_release(int* flag, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Orders async-proxy copies and flags: put it between bulk_wait and store_release, and between load_acquire and the next copy.
+// Orders async-proxy copies and flags: goes between bulk_wait and store_release, and between load_acquire and the next copy.
 // [fence.proxy.async]
 __device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

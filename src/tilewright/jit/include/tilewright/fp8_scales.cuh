@@ -88,8 +88,8 @@ __device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCou
 // scales[h][group] = row scale * scale of the group's block, for groups of kGroupColumns columns.  The first group begins
 // `offset` columns into the first block.  The asm makes ptxas compute them here, not at their use.
 template <u32 kGroupColumns, u32 kGroups, u32 kBlocks>
-__device__ inline void combine_block_scales(float (&scales)[2][kGroups], const float (&rows)[2], const float (&blocks)[kBlocks],
-                                   u32 offset) {
+__device__ inline void combine_block_scales(float (&scales)[2][kGroups], const float (&rows)[2],
+                                            const float (&blocks)[kBlocks], u32 offset) {
 #pragma unroll
     for (u32 i = 0; i < kGroups; ++i) {
         float block = blocks[0];
@@ -108,8 +108,8 @@ __device__ inline ScalePair scale_pair(const float* columns) {
     return *reinterpret_cast<const ScalePair*>(columns + fragment_column());
 }
 
-// scales[i] = row scale * column scale of acc_tmp[i].  `columns`: the column scales, in shared memory.  kEager: computed here,
-// else where ptxas finds best.
+// scales[i] = row scale * column scale of acc_tmp[i].  `columns`: the column scales, in shared memory.  kEager: computed
+// here, else where ptxas chooses.
 template <bool kEager, u32 kCount>
 __device__ inline void combine_scales(float (&scales)[kCount], const float (&rows)[2], const float* columns) {
 #pragma unroll
@@ -129,8 +129,8 @@ __device__ inline void combine_scales(float (&scales)[kCount], const float (&row
 // memory at `staged`, which earlier TMA stores may still read: 32 per thread would be too many registers.
 template <u32 kPasses, u32 kCount>
 __device__ inline void scale_accumulators(float (&acc)[kPasses][kCount], const float* row_scales,
-                                  const float* column_scales, u32 row, u32 column, u32 rows, u32 columns, float* staged,
-                                  u32 barrier) {
+                                          const float* column_scales, u32 row, u32 column, u32 rows, u32 columns,
+                                          float* staged, u32 barrier) {
     constexpr u32 kColumns = kPasses * 2 * kCount;
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
     named_barrier_sync(barrier, 128);

@@ -7,10 +7,10 @@
 // A pipeline of kStages has two barriers per stage.  full: the producer announces bytes, the TMA delivers them, consumers
 // wait.  empty: consumers arrive when they have read the stage, the producer waits before it overwrites it:
 //
-//     Ring<kStages> ring;                                  // in the producer        // in a consumer
-//     for (...; ring.advance()) {                          empty[s].wait(parity ^ 1) full[s].wait(parity)
-//         ... ring.stage, ring.parity                      full[s].arrive_and_expect_tx(bytes)     ... read the stage
-//     }                                                    tma_load(..., full[s])    empty[s].arrive()
+//     Ring<kStages> ring;               // in the producer                   // in a consumer
+//     for (...; ring.advance()) {       empty[s].wait(parity ^ 1)            full[s].wait(parity)
+//         ... ring.stage, ring.parity   full[s].arrive_and_expect_tx(bytes)  ... read the stage
+//     }                                 tma_load(..., full[s])               empty[s].arrive()
 #pragma once
 
 #include <tilewright/ptx.cuh>

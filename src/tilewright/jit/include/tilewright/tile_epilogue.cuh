@@ -1,7 +1,7 @@
 // GEMM epilogue: D = act(alpha * acc + bias) + C of one tile, from a warpgroup's accumulators through shared memory to D.
 //
-// Config: kWalk (tile_scheduler.cuh); kBlockN, kActivation, kBias, kAddend (elements of C per load: 0 no C, 1, 2); kInto (C is D
-// in float32: the TMA adds in global memory, and C is never loaded); Out, Bias, Addend.
+// Config: kWalk (tile_scheduler.cuh); kBlockN, kActivation, kBias, kAddend (elements of C per load: 0 no C, 1, 2); kInto (C
+// is D in float32: the TMA adds in global memory, and C is never loaded); Out, Bias, Addend.
 #pragma once
 
 #include <tilewright/activation.cuh>
@@ -63,8 +63,8 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
         float bias[kChunk][Config::kBias && kPrefetch ? 4 : 1];
     };
 
-    // Writes the accumulators of 64 rows from `row` on, and of op(B)'s columns from `column` on, to D; with kCutRows only rows
-    // before `row_end`.
+    // Writes the accumulators of 64 rows from `row` on, and of op(B)'s columns from `column` on, to D; with kCutRows only
+    // rows before `row_end`.
     __device__ void write(const float (&acc)[kN / 2], u32 row, u32 column, u32 batch, u32 row_end) {
         if (kCutRows && row >= row_end) return;
         const bool full = !kCutRows || row_end - row >= 64;
@@ -176,8 +176,8 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
         }
     }
 
-    // Computes act(alpha * acc + bias) + C: f[4 j + 2 h + e] for column 8 j + fragment_column() + e, or, gated, f[2 j + h] for
-    // column 4 j + threadIdx.x % 4 of D.
+    // Computes act(alpha * acc + bias) + C: f[4 j + 2 h + e] for column 8 j + fragment_column() + e, or, gated, f[2 j + h]
+    // for column 4 j + threadIdx.x % 4 of D.
     template <u32 kC>
     __device__ void apply(float (&f)[8], const float* acc, const float (&addend)[kC], const float (&bias)[4]) {
         const auto add_c = [&](float z, u32 i) {

@@ -1,10 +1,10 @@
 // Tile scheduler of a persistent GEMM, dense or grouped.
 //
 // Config::kWalk:
-//   Dense  a batch of products;
-//   GroupedM grouped along M: rows [starts[g], ends[g]) of A times B of group g.  All groups lie in one matrix of A and of D
-//          and begin at any row, or (`masked`, the masked layout) each group has its own matrix;
-//   GroupedK grouped along K: K in [starts[g], ends[g]) of A and B makes matrix g of D.
+//   Dense     a batch of products;
+//   GroupedM  rows [starts[g], ends[g]) of A times B of group g.  All groups lie in one matrix of A and of D and begin at any
+//             row, or (`masked`, the masked layout) each group has its own matrix;
+//   GroupedK  K in [starts[g], ends[g]) of A and B makes matrix g of D.
 // starts and ends are device memory, clamped to A.  Without starts a group begins where the previous one ends (`masked`: at
 // 0).  A cluster takes units of kClusterM x kClusterN tiles of one group; its blocks take the tiles of a unit by their rank.
 //
@@ -12,7 +12,7 @@
 //
 //     __shared__ typename TileScheduler<Config>::Table table;
 //     griddepcontrol_wait();
-//     TileScheduler<Config>::prepare(args, table);                       // the whole block
+//     TileScheduler<Config>::prepare(args, table);  // the whole block
 //     TileScheduler<Config> scheduler(args, table, rank);
 //     for (Tile tile; scheduler.next(tile);) ...
 //
@@ -30,14 +30,14 @@ struct Tile {
     u32 row, column;                // first row of A and D, first column of op(B) and D
     u32 batch_a, batch_b, batch_d;  // matrix of A, B and D
     u32 row_end;                    // first row of D not to be written (GroupedM: end of the group; else end of D)
-    u32 k, k_blocks;                   // first element of K, number of stages
-    u32 k_tail;                       // elements of K in the last stage that belong to the group (GroupedK; else all of it)
+    u32 k, k_blocks;                // first element of K, number of stages
+    u32 k_tail;                     // elements of K in the last stage that belong to the group (GroupedK; else all of it)
 };
 
 struct SchedulerArgs {
     u32 m, n, k;        // of one matrix of A and of op(B)
     u32 batches;        // products, or groups
-    u32 group_m;          // group_m of grouped_raster, in units
+    u32 group_m;        // of grouped_raster, in units
     const int* starts;  // of groups, or nullptr; Dense reads neither starts nor ends
     const int* ends;
     bool masked;  // GroupedM: each group has its own matrix of A and of D

@@ -13,7 +13,11 @@ namespace tilewright {
 struct alignas(64) TensorMap { u8 opaque[128]; };
 
 // L2 eviction priority of a copy's lines: the encodings that createpolicy returns.
-enum class CacheHint : u64 { EvictNormal = 0x1000000000000000, EvictFirst = 0x12F0000000000000, EvictLast = 0x14F0000000000000 };
+enum class CacheHint : u64 {
+    EvictNormal = 0x1000000000000000,
+    EvictFirst = 0x12F0000000000000,
+    EvictLast = 0x14F0000000000000,
+};
 
 // Prefetches the tensor map itself; call it early in the kernel.
 __device__ inline void tma_prefetch_descriptor(const TensorMap& map) {
@@ -21,26 +25,26 @@ __device__ inline void tma_prefetch_descriptor(const TensorMap& map) {
 }
 
 // For each rank, 1 to 5:
-//   tma_load       box -> shared memory; the bytes count at `full`, where arrive_and_expect_tx() must announce them.
-//   tma_load_multicast  the same to the same offset in each block of the cluster whose bit is set in `blocks`; the bytes count
-//                  at that block's barrier at the offset of `full`.
-//   tma_store      shared memory -> box.
-//   tma_reduce_add        adds to the box in global memory, in the tensor's type.
-//   tma_prefetch_l2      box -> L2 only.  Also safe for memory that another kernel still writes: the L2 is coherent.
+//   tma_load            box -> shared memory; the bytes count at `full`, where arrive_and_expect_tx() must announce them.
+//   tma_load_multicast  the same to the same offset in each block of the cluster whose bit is set in `blocks`; the bytes
+//                       count at that block's barrier at the offset of `full`.
+//   tma_store           shared memory -> box.
+//   tma_reduce_add      adds to the box in global memory, in the tensor's type.
+//   tma_prefetch_l2     box -> L2 only.  Also safe for memory that another kernel still writes: the L2 is coherent.
 // Operands: %0 shared address, %1 map, %2 cache hint; then a store has its coordinates, a load %3 barrier, a multicast also
 // %4 mask, and then the coordinates.
 #define TILEWRIGHT_LIST(...) __VA_ARGS__
 #define TILEWRIGHT_TMA(RANK, COORDINATES, STORE_AT, LOAD_AT, MULTICAST_AT, ...)                                        \
     __device__ inline void tma_load(                                                                                   \
-        void* to, const TensorMap& map, Barrier& full, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {                        \
+        void* to, const TensorMap& map, Barrier& full, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {         \
         asm volatile("cp.async.bulk.tensor." RANK                                                                      \
                      ".shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"                             \
                      " [%0], [%1, " LOAD_AT "], [%3], %2;" ::"r"(shared_address(to)),                                  \
                      "l"(&map), "l"(u64(hint)), "r"(full.address()), __VA_ARGS__                                       \
                      : "memory");                                                                                      \
     }                                                                                                                  \
-    __device__ inline void tma_load_multicast(                                                                              \
-        void* to, const TensorMap& map, Barrier& full, u16 blocks, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {            \
+    __device__ inline void tma_load_multicast(                                                                         \
+        void* to, const TensorMap& map, Barrier& full, u16 blocks, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {\
         asm volatile("cp.async.bulk.tensor." RANK                                                                      \
                      ".shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"          \
                      " [%0], [%1, " MULTICAST_AT "], [%3], %4, %2;" ::"r"(shared_address(to)),                         \
@@ -48,20 +52,20 @@ __device__ inline void tma_prefetch_descriptor(const TensorMap& map) {
                      : "memory");                                                                                      \
     }                                                                                                                  \
     __device__ inline void tma_store(                                                                                  \
-        const TensorMap& map, const void* from, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {                               \
+        const TensorMap& map, const void* from, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {                \
         asm volatile("cp.async.bulk.tensor." RANK ".global.shared::cta.bulk_group.L2::cache_hint"                      \
                      " [%1, " STORE_AT "], [%0], %2;" ::"r"(shared_address(from)),                                     \
                      "l"(&map), "l"(u64(hint)), __VA_ARGS__                                                            \
                      : "memory");                                                                                      \
     }                                                                                                                  \
-    __device__ inline void tma_reduce_add(                                                                                    \
-        const TensorMap& map, const void* from, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {                               \
+    __device__ inline void tma_reduce_add(                                                                             \
+        const TensorMap& map, const void* from, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {                \
         asm volatile("cp.reduce.async.bulk.tensor." RANK ".global.shared::cta.add.bulk_group.L2::cache_hint"           \
                      " [%1, " STORE_AT "], [%0], %2;" ::"r"(shared_address(from)),                                     \
                      "l"(&map), "l"(u64(hint)), __VA_ARGS__                                                            \
                      : "memory");                                                                                      \
     }                                                                                                                  \
-    __device__ inline void tma_prefetch_l2(const TensorMap& map, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {                    \
+    __device__ inline void tma_prefetch_l2(const TensorMap& map, COORDINATES, CacheHint hint = CacheHint::EvictNormal) {\
         asm volatile("cp.async.bulk.prefetch.tensor." RANK ".L2.global.L2::cache_hint [%1, " STORE_AT "], %2;" ::"r"(0),\
                      "l"(&map), "l"(u64(hint)), __VA_ARGS__                                                            \
                      : "memory");                                                                                      \
