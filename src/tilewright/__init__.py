@@ -1,5 +1,4 @@
-"""tilewright: verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves
-it.
+"""tilewright: verified GPU operators with one dispatch, and an assistant that makes PyTorch models fast and proves it.
 
     from tilewright import ops              ops.rms_norm(x, weight), ops.swiglu(gate, up), ...
     patch = tilewright.patch(model)         our ops inside a Hugging Face model; patch.undo()
@@ -83,7 +82,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        import_module("tilewright.ops")  # most of these speak of ops by name
+        import_module("tilewright.ops")  # most of these look up ops by name
         value = getattr(import_module(_HOME[name]), name)
     elif name in _MODULES:
         value = import_module(f"tilewright.{name}")

@@ -1,8 +1,7 @@
-"""One number that tells cached decisions whether they are old.
+"""The generation of cached decisions: a plan or captured launch of an older generation is invalid.
 
-It grows with every registration, every table that is written, every reading of the environment and every budget of
-multiprocessors.  What was decided, or taped, under another number is decided again.
+Every registration, written table, reading of the environment and change of the SM budget begins a new generation.
 """
 
 GENERATION = [0]
-"""A list, so that every importer sees it grow."""
+"""A list of one number, so that every importer sees its changes."""

@@ -1,6 +1,6 @@
-"""One logger for the whole library, silent below WARNING unless `TILEWRIGHT_LOG` says otherwise.
+"""The logger of the library, silent below WARNING unless `TILEWRIGHT_LOG` is set.
 
-`TILEWRIGHT_LOG=info` shows fallbacks and which tuning-table row was chosen; `debug` adds every plan that is made.
+`TILEWRIGHT_LOG=info` shows fallbacks and the chosen rows of tuning tables; `debug` adds every plan.
 """
 
 import logging
@@ -10,18 +10,18 @@ from tilewright.settings import Settings, misspelt
 
 logger = logging.getLogger("tilewright")
 
-_said: set[object] = set()
-_SAID = "_TILEWRIGHT_SAID"  # keys, for child processes
+_logged: set[object] = set()
+_LOGGED = "_TILEWRIGHT_SAID"  # environment variable with the logged keys, for child processes
 
 
 def configure() -> None:
-    """Apply `TILEWRIGHT_LOG`; importing this module does it once.
+    """Apply `TILEWRIGHT_LOG`; called once when this module is imported.
 
-    An application that installed its own handlers keeps them; we add one only if none exists.
+    Adds a handler only if the application has installed none.
     """
-    for name, near in misspelt(os.environ).items():
-        meant = f"did you mean {near}?" if near else "`tilewright doctor` lists them."
-        log_once_a_tree(name, f"{name} is no variable of tilewright and is ignored; {meant}")
+    for name, suggestion in misspelt(os.environ).items():
+        advice = f"did you mean {suggestion}?" if suggestion else "`tilewright doctor` lists them."
+        log_once_a_tree(name, f"{name} is no variable of tilewright and is ignored; {advice}")
     level = Settings.from_env(os.environ).log  # not `current()`: an import must not freeze the other settings
     if level is None:
         return
@@ -35,23 +35,23 @@ def configure() -> None:
 
 def log_once(key: object, message: str, level: int = logging.WARNING) -> None:
     """Log `message` the first time `key` is seen in this process."""
-    if key not in _said:
-        _said.add(key)
+    if key not in _logged:
+        _logged.add(key)
         logger.log(level, message)
 
 
 def log_once_a_tree(key: str, message: str, level: int = logging.WARNING) -> None:
-    """`log_once`, for this process and those it starts later: they find the key in their environment."""
-    said = os.environ.get(_SAID, "").split("|")
-    if key not in said:
-        os.environ[_SAID] = "|".join([*filter(None, said), key])
+    """Log once in this process and all processes that it starts later: they inherit the key in their environment."""
+    keys = os.environ.get(_LOGGED, "").split("|")
+    if key not in keys:
+        os.environ[_LOGGED] = "|".join([*filter(None, keys), key])
         log_once(key, message, level)
 
 
 def forget_logged() -> None:
-    """Let every `log_once` message be said again (tests)."""
-    _said.clear()
-    os.environ.pop(_SAID, None)
+    """Forget all keys, so that every `log_once` logs again (tests)."""
+    _logged.clear()
+    os.environ.pop(_LOGGED, None)
 
 
 configure()

@@ -17,7 +17,7 @@ from tilewright.generation import GENERATION
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _COMPILERS = ("nvrtc", "nvcc")
-_MEMORY_OF_A_COMPILER = 2 << 30  # bytes; nvcc and ptxas on a large kernel stay below
+_BYTES_PER_COMPILER = 2 << 30  # nvcc and ptxas need less, also for a large kernel
 
 
 def _flag(text: str) -> bool:
@@ -53,11 +53,11 @@ def _count(text: str) -> int:
 def _jobs() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(cores, memory // _MEMORY_OF_A_COMPILER))
+    return max(1, min(cores, memory // _BYTES_PER_COMPILER))
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()  # no shell does it in a .env file or a Dockerfile
+    return Path(text).expanduser()  # in a .env file or a Dockerfile no shell expands ~
 
 
 def _cache_dir() -> Path:
@@ -74,7 +74,7 @@ def _variable(doc: str, *names: str, parse: Any = str, default: Any = None, fact
 
 @dataclass(frozen=True)
 class Settings:
-    """The environment as the library sees it.  One field per variable."""
+    """The library's settings, one field per environment variable."""
 
     backend: str | None = _variable(
         "preferred backend of every op: cuda, triton, cutile, cpu, torch or auto", "TILEWRIGHT_BACKEND"
@@ -133,10 +133,10 @@ class Settings:
         "log each compiler command line", "TILEWRIGHT_JIT_PRINT_COMMAND", parse=_flag, default=False
     )
     jit_dump_ptx: bool = _variable(
-        "keep kernel.ptx beside each CUDA binary", "TILEWRIGHT_JIT_DUMP_PTX", parse=_flag, default=False
+        "keep kernel.ptx next to each CUDA binary", "TILEWRIGHT_JIT_DUMP_PTX", parse=_flag, default=False
     )
     jit_dump_sass: bool = _variable(
-        "keep kernel.sass beside each CUDA binary; needs cuobjdump or nvdisasm",
+        "keep kernel.sass next to each CUDA binary; needs cuobjdump or nvdisasm",
         "TILEWRIGHT_JIT_DUMP_SASS",
         parse=_flag,
         default=False,
@@ -173,12 +173,12 @@ class Settings:
 
 
 def misspelt(env: Mapping[str, str]) -> dict[str, str | None]:
-    """Variables of `env` that begin with TILEWRIGHT_ and are none of ours, and what each may have meant."""
-    known = [name for f in fields(Settings) for name in f.metadata["names"]]
+    """Variables of `env` that begin with TILEWRIGHT_ and do not exist -> the most similar one that does, or None."""
+    names = [name for f in fields(Settings) for name in f.metadata["names"]]
     return {
-        name: next(iter(get_close_matches(name, known, n=1)), None)
+        name: next(iter(get_close_matches(name, names, n=1)), None)
         for name in sorted(env)
-        if name.startswith("TILEWRIGHT_") and name not in known
+        if name.startswith("TILEWRIGHT_") and name not in names
     }
 
 
@@ -186,15 +186,15 @@ _current: Settings | None = None
 
 
 def current() -> Settings:
-    """The settings in force, read from the environment on first use."""
+    """The current settings, read from the environment on first use."""
     return _current if _current is not None else _read()
 
 
 def reload() -> Settings:
-    """Read the environment again; plans and taped launches made under the former one are made anew."""
-    found = _read()
+    """Read the environment again, and invalidate all plans and captured launches."""
+    settings = _read()
     GENERATION[0] += 1
-    return found
+    return settings
 
 
 def _read() -> Settings:
@@ -204,9 +204,9 @@ def _read() -> Settings:
 
 
 def describe() -> list[dict[str, Any]]:
-    """One row a variable: `names`, `value` in force, `doc`."""
-    now = current()
+    """One row per variable: `names`, current `value`, `doc`."""
+    settings = current()
     return [
-        {"names": list(f.metadata["names"]), "value": getattr(now, f.name), "doc": f.metadata["doc"]}
-        for f in fields(now)
+        {"names": list(f.metadata["names"]), "value": getattr(settings, f.name), "doc": f.metadata["doc"]}
+        for f in fields(settings)
     ]

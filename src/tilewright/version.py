@@ -1,3 +1,3 @@
-"""The version, apart from everything else, for those who may not look up at the package."""
+"""The version, in a separate module for those that may not import the package."""
 
 __version__ = "0.1.0"

@@ -78,7 +78,7 @@ def machine(monkeypatch) -> Machine:
     monkeypatch.setattr(device_cache, "raw_stream", lambda index: made.current.cuda_stream)
     monkeypatch.setattr(graph_capture, "current_capture", lambda device: made.capture)
     monkeypatch.setattr(graph_capture, "hold", lambda capture, needed: made.held.append((capture.number, needed)))
-    monkeypatch.setattr(graph_capture, "beside_captures", nullcontext)
+    monkeypatch.setattr(graph_capture, "outside_captures", nullcontext)
     return made
 
 

@@ -91,7 +91,7 @@ def test_threads_that_open_the_cache_together_share_one_memory(kernels, monkeypa
 
     def work():
         together.wait(timeout=60)
-        found.append(cache._here())
+        found.append(cache._state())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -131,7 +131,7 @@ def test_what_a_living_process_writes_is_not_swept(kernels, tmp_path, monkeypatc
 
 
 def test_who_waits_says_so_once_and_takes_the_result(kernels, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cache, "_SPEAK_SECONDS", 0.05)
+    monkeypatch.setattr(cache, "_LOG_AFTER_SECONDS", 0.05)
     building = Gate()
 
     def slow() -> Built:
@@ -163,7 +163,7 @@ def test_what_was_published_just_before_the_lock_was_free_is_taken(kernels, tmp_
 
 
 def test_a_long_build_is_logged(kernels, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cache, "_SPEAK_SECONDS", 0.0)
+    monkeypatch.setattr(cache, "_LOG_AFTER_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "tilewright"):
         cache.get(key(), Builds(tmp_path))
     assert "compiled copy for sm_90a in 0.0 s" in caplog.text
@@ -171,7 +171,7 @@ def test_a_long_build_is_logged(kernels, tmp_path, monkeypatch, caplog):
 
 def test_who_loses_patience_builds_its_own_and_both_end_well(kernels, tmp_path, monkeypatch, caplog):
     """A holder that hangs, or a file system that forgets a lock: two builders, and the slower one loses the race."""
-    monkeypatch.setattr(cache, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(cache, "_LOCK_TIMEOUT_SECONDS", 0.05)
     building, go_on = Gate(), Gate()
 
     def hangs() -> Built:
@@ -225,11 +225,11 @@ def test_a_process_forked_during_a_build_does_not_inherit_it(kernels, tmp_path):
     thread = threading.Thread(target=lambda: cache.get(key(), slow))
     thread.start()
     building.wait()
-    here = cache._here()
+    process = cache._state()
 
     def work() -> None:
-        cache._process = here  # `start` gives a child an empty one; this child keeps what fork left it
-        assert not cache._here().locks
+        cache._process = process  # `start` gives a child an empty one; this child keeps what fork left it
+        assert not cache._state().locks
         assert cache.get(key("other"), Builds(tmp_path)).binary == BINARY
         assert cache.get(key(), never).binary == b"theirs"
 

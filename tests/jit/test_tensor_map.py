@@ -117,7 +117,7 @@ def test_strides_are_told_in_bytes(asked, shape, strides, pitches):
         ({"pointer": ADDRESS + 8}, "begins at address 0x7f0000000008; it must be a multiple of 16"),
         ({"strides": (60, 1), "shape": (100, 60)}, "a stride of 60 elements is 120 bytes; it must be a multiple of 16"),
         ({"strides": (1, 128)}, "the last dimension has stride 128; it must be contiguous"),
-        ({"shape": (2,) * 6, "box": (2,) * 6}, "has 6 dimensions; the copy engine takes 1 to 5"),
+        ({"shape": (2,) * 6, "box": (2,) * 6}, "has 6 dimensions; the TMA takes 1 to 5"),
         ({"shape": (), "box": ()}, "has 0 dimensions"),
         ({"shape": (0, 64)}, "every dimension must have 1 to"),
         ({"dtype": torch.complex64}, "the copy engine has no such type; allowed: uint8"),

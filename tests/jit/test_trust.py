@@ -88,7 +88,7 @@ def test_what_the_cache_makes_is_trusted_under_any_umask(kernels, tmp_path):
         assert cache.find(key()) is not None
         made = [kernels, *kernels.rglob("*")]
         assert len(made) > 5
-        assert not [path for path in made if path.suffix != ".lock" and trust.refusal(path.stat())]
+        assert not [path for path in made if path.suffix != ".lock" and trust.why_not(path.stat())]
     finally:
         os.umask(before)
 

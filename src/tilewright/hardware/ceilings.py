@@ -1,13 +1,11 @@
-"""What this machine was measured to do: bandwidth, matrix rate, attention rate and launch cost, stored and
-interpolated.
+"""Measured ceilings of a device: bandwidth, matrix rate, attention rate and launch cost, stored and interpolated.
 
-`bench.calibrate` measures; this module keeps the points in one JSON file a device and answers "how long must this
-take, at least?". Sizes between points are interpolated in log space, where times follow power laws, and a stored
-point is returned exactly. Beyond the largest point the last rate holds; below the smallest, its time is a lower bound
-on any launch and is returned as it is.
+`bench.calibrate` measures; this module stores the points in one JSON file per device and returns the least time of a
+workload. Sizes between points are interpolated in log space, where times follow power laws; a stored point is returned
+exactly. Beyond the largest point the last rate holds; below the smallest point its time is returned, a lower bound for
+any launch.
 
-Datasheet peaks are not used: sustained rates depend on power limit, clocks and the library at hand, and a floor must
-be reachable.
+Datasheet peaks are not used: sustained rates depend on power limit, clocks and library, and a floor must be reachable.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from tilewright.settings import current
 
 SCHEMA = 1
 
-# Traffic mixes that are measured, by the share of the bytes that is written; any mix in between is interpolated.
+# Measured traffic mixes: the share of the bytes that are writes. Mixes in between are interpolated.
 MIXES = {"read": 0.0, "read2_write1": 1 / 3, "read1_write1": 0.5, "write": 1.0}
 
 Curve = list[list[float]]  # [[bytes in total, us], ...], both ascending
@@ -42,8 +40,8 @@ class Ceilings:
 
     bandwidth  mix -> curve over total bytes, cold cache
     matmul     dtype -> {"m": [...], "n": [...], "k": [...], "us": us[m][n][k]} for x (M, K) @ w (N, K)^T
-    attention  dtype -> "causal"|"full" -> "D" -> curve over S, for the "batch" and "heads" beside them
-    launch_us  one small kernel launched eagerly, back to back; launch_graph_us: as a node of a CUDA graph, None without
+    attention  dtype -> "causal"|"full" -> "D" -> curve over S; next to them the "batch" and "heads" of the curves
+    launch_us  one small kernel launched eagerly, back to back; launch_graph_us: as a node of a CUDA graph, or None
     held_out   kind -> {"median_percent": error of predictions for shapes not on the grid, "shapes": how many}
     """
 
@@ -63,7 +61,7 @@ class Ceilings:
     schema: int = SCHEMA
 
     def memory_us(self, bytes_read: float, bytes_written: float) -> float:
-        """Least time to move these bytes with a cold cache, for their size and read:write mix."""
+        """The least time to move these bytes with a cold cache, for their total and their read:write mix."""
         total = bytes_read + bytes_written
         if total <= 0:
             return 0.0
@@ -72,22 +70,22 @@ class Ceilings:
         )
 
     def matmul_us(self, m: int, n: int, k: int, dtype: torch.dtype | str) -> float:
-        """Time of x (M, K) @ w (N, K)^T in `dtype` as the vendor library does it here.
+        """Time of x (M, K) @ w (N, K)^T in `dtype` with the vendor library.
 
         Log-trilinear between measured shapes.
         """
         grid = _of_dtype(self.matmul, dtype, "matmul")
         corners: list[tuple[float, tuple[int, int, int]]] = [(1.0, (0, 0, 0))]
         excess = 1.0  # work beyond the largest shape, at the rate of the largest shape
-        for axis, wanted in enumerate((m, n, k)):
+        for axis, size in enumerate((m, n, k)):
             points = grid["mnk"[axis]]
-            low, high, weight = _bracket(points, wanted)
-            excess *= max(1.0, wanted / points[-1])
+            low, high, weight = _bracket(points, size)
+            excess *= max(1.0, size / points[-1])
             corners = [
-                (share * part, _replaced(index, axis, at))
-                for share, index in corners
-                for part, at in ((1 - weight, low), (weight, high))
-                if part > 0
+                (share * axis_share, _replaced(corner, axis, point))
+                for share, corner in corners
+                for axis_share, point in ((1 - weight, low), (weight, high))
+                if axis_share > 0
             ]
         return excess * exp(sum(share * log(grid["us"][i][j][h]) for share, (i, j, h) in corners))
 
@@ -110,7 +108,7 @@ class Ceilings:
         """
         measured = _of_dtype(self.attention, dtype, "attention")
         by_dim = measured["causal" if causal and s_q > 1 else "full"]
-        nearest = min(by_dim, key=lambda known: abs(log(int(known) / dim)))
+        nearest = min(by_dim, key=lambda measured_dim: abs(log(int(measured_dim) / dim)))
         length = (s_q * s_kv) ** 0.5
         work = batch * heads * dim / (measured["batch"] * measured["heads"] * int(nearest))
         compute = interpolate(by_dim[nearest], length, beyond=2) * work
@@ -135,9 +133,9 @@ class Ceilings:
 
 
 def interpolate(curve: Sequence[Sequence[float]], size: float, beyond: float = 1) -> float:
-    """us at `size`, linear between points in log-log space.
+    """Microseconds at `size`, linear between points in log-log space.
 
-    Above the last point us grows as size ** beyond, below the first it stays.
+    Above the last point they grow as size ** beyond, below the first they are constant.
     """
     sizes = [point[0] for point in curve]
     low, high, weight = _bracket(sizes, size)
@@ -146,38 +144,35 @@ def interpolate(curve: Sequence[Sequence[float]], size: float, beyond: float = 1
 
 
 def mix_between(us: dict[str, float], written: float) -> float:
-    """us for a share `written` of the bytes being writes, from the times that the measured mixes take for as many
-    bytes.
-    """
+    """Microseconds if a share `written` of the bytes is writes; `us`: times of the measured mixes for as many bytes."""
     points = sorted((MIXES[mix], value) for mix, value in us.items())
     shares = [share for share, _ in points]
-    at = bisect_left(shares, written - 1e-9)
-    if at == 0 or at == len(points):
-        return points[min(at, len(points) - 1)][1]
-    (low, first), (high, second) = points[at - 1], points[at]
+    index = bisect_left(shares, written - 1e-9)
+    if index == 0 or index == len(points):
+        return points[min(index, len(points) - 1)][1]
+    (low, first), (high, second) = points[index - 1], points[index]
     weight = (written - low) / (high - low)
     return (1 - weight) * first + weight * second
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """ "bfloat16" for torch.bfloat16 and for "bfloat16"."""
+    """The name without its module: "bfloat16" for torch.bfloat16 and for "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_bytes(dtype: torch.dtype | str) -> int:
     """Bytes of one element."""
-    found = getattr(torch, dtype_name(dtype))
-    return int(found.itemsize)
+    return int(getattr(torch, dtype_name(dtype)).itemsize)
 
 
 def path_for(device: torch.device | str) -> Path:
-    """Where the ceilings of `device` are kept."""
+    """The file with the ceilings of `device`."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_info(device).name).strip("-").lower()
     return current().cache_dir / "ceilings" / f"{name}.json"
 
 
 def save(ceilings: Ceilings, device: torch.device | str) -> Path:
-    """Write `ceilings` as the ones of `device`; returns the file."""
+    """Write `ceilings` as those of `device`; returns the file."""
     path = path_for(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -189,29 +184,29 @@ def save(ceilings: Ceilings, device: torch.device | str) -> Path:
 def load(device: torch.device | str) -> Ceilings | None:
     """The ceilings measured on `device` with this driver and torch.
 
-    None where there are none, or they are of another set-up (logged).
+    None if there are none, or if they are from another set-up (logged).
     """
     path = path_for(device)
     if not path.exists():
         return None
     try:
-        found = Ceilings.from_json(path.read_text())
+        ceilings = Ceilings.from_json(path.read_text())
     except (InputError, ValueError, TypeError) as error:
         log_once(("ceilings", str(path)), f"{path} is not readable ({error}); run `tilewright calibrate`")
         return None
-    wanted = (device_info(device).name, driver_version(device), torch.__version__)
-    if (found.device, found.driver, found.torch_version) != wanted:
+    setup = (device_info(device).name, driver_version(device), torch.__version__)
+    if (ceilings.device, ceilings.driver, ceilings.torch_version) != setup:
         log_once(
             ("ceilings", str(path)),
-            f"{path} was measured with driver {found.driver}, torch {found.torch_version}; "
-            f"here are driver {wanted[1]}, torch {wanted[2]}: run `tilewright calibrate`",
+            f"{path} was measured with driver {ceilings.driver}, torch {ceilings.torch_version}; "
+            f"here are driver {setup[1]}, torch {setup[2]}: run `tilewright calibrate`",
         )
         return None
-    return found
+    return ceilings
 
 
 def driver_version(device: torch.device | str) -> str | None:
-    """Version of the GPU driver, from /proc where the kernel module shows itself, else the API version it offers.
+    """Version of the GPU driver: from /proc if the kernel module is listed there, else its API version.
 
     None on a CPU.
     """
@@ -225,17 +220,17 @@ def driver_version(device: torch.device | str) -> str | None:
     return f"api {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
 
 
-def _bracket(points: Sequence[float], wanted: float) -> tuple[int, int, float]:
-    """Indices around `wanted` and its weight towards the upper one, in log space; clamped to the ends."""
-    if wanted <= points[0]:
+def _bracket(points: Sequence[float], value: float) -> tuple[int, int, float]:
+    """The indices around `value` and its weight towards the upper one, in log space; clamped to the ends."""
+    if value <= points[0]:
         return 0, 0, 0.0
-    if wanted >= points[-1]:
+    if value >= points[-1]:
         return len(points) - 1, len(points) - 1, 0.0
-    high = bisect_left(points, wanted)
-    if points[high] == wanted:
+    high = bisect_left(points, value)
+    if points[high] == value:
         return high, high, 0.0
     low = high - 1
-    return low, high, (log(wanted) - log(points[low])) / (log(points[high]) - log(points[low]))
+    return low, high, (log(value) - log(points[low])) / (log(points[high]) - log(points[low]))
 
 
 def _replaced(index: tuple[int, int, int], axis: int, value: int) -> tuple[int, int, int]:

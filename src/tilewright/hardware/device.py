@@ -13,7 +13,7 @@ import torch
 from tilewright.hardware.known import GPUS, machine
 from tilewright.settings import current
 
-# torch.cuda's functions of these names cost microseconds.  None in a CPU build of torch, where nobody calls them.
+# The public functions in torch.cuda cost microseconds.  In a CPU build of torch these are None, and are not called.
 _torch: Any = torch._C
 _absent: Any = None
 raw_stream: Callable[[int], int] = getattr(_torch, "_cuda_getCurrentRawStream", _absent)
@@ -22,7 +22,7 @@ raw_device: Callable[[], int] = getattr(_torch, "_cuda_getDevice", _absent)
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """`arch` is "sm_90", "gfx942" or "cpu"; sizes are bytes; `sm_count` counts cores on a CPU."""
+    """Properties of a device.  arch: "sm_90", "gfx942" or "cpu"; sm_count: on a CPU, its cores."""
 
     name: str
     arch: str
@@ -34,16 +34,16 @@ class DeviceInfo:
 def _as_device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = torch.device(device)
-    if found.type == "meta":  # a tensor without memory is planned for the GPU, present or not
-        found = torch.device("cuda")
-    if found.type == "cuda" and found.index is None:
+    result = torch.device(device)
+    if result.type == "meta":  # a tensor without memory is planned for the GPU, present or not
+        result = torch.device("cuda")
+    if result.type == "cuda" and result.index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    return found
+    return result
 
 
 def device_info(device: torch.device | str | int | None = None) -> DeviceInfo:
-    """What `device` is; None means the current GPU, or the CPU where there is none."""
+    """Properties of `device`; None means the current GPU, or the CPU if there is none."""
     return _info(_as_device(device), current().arch)
 
 
@@ -64,7 +64,7 @@ def _info(device: torch.device, planned: str | None) -> DeviceInfo:
 
 
 def _planned(arch: str) -> DeviceInfo:
-    """A fake or meta tensor on a machine without a GPU is planned for the architecture that the user named."""
+    """Properties of a typical GPU of `arch`, for which fake and meta tensors are planned on a machine without a GPU."""
     gpu = GPUS.get(arch)
     if gpu is None:
         return DeviceInfo("none", arch, 0, 0, 0)
@@ -87,7 +87,7 @@ def _cpu_name() -> str:
 
 
 def _last_level_cache() -> int:
-    """Bytes of the largest cache core 0 sees; 32 MiB where the kernel does not say."""
+    """Bytes of the largest cache of core 0; 32 MiB if the kernel does not list it."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -96,5 +96,5 @@ def _last_level_cache() -> int:
 
 
 def fp8_dtype(architecture: str) -> torch.dtype:
-    """The e4m3 format the matrix units of `architecture` multiply: fnuz on gfx942, OCP elsewhere."""
+    """The e4m3 dtype of the matrix units of `architecture`: fnuz on gfx942, OCP elsewhere."""
     return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn

@@ -1,8 +1,8 @@
-"""Device memory that is kept between calls, and the one rule for it (docs/architecture.md, "Memory between calls").
+"""Device memory that is kept between calls, and the rule for it (docs/architecture.md, "Memory between calls").
 
-A value made by one call is read by later ones: on other streams, which have not waited for it; in CUDA graphs under
-capture, where nothing runs yet; by graphs that outlive whoever owns it.  `DeviceCache` is the only owner of such
-memory in the library.  It belongs to the object whose data the value was computed from, and dies with it.
+Later calls read a value that one call computed: on other streams, which have not waited for it; in CUDA graphs under
+capture, where nothing runs yet; in replays of graphs that outlive the owner of the value.  `DeviceCache` is the only
+owner of such memory in the library.  It belongs to the object whose data the value was computed from, and dies with it.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -20,10 +20,11 @@ _PLAIN = frozenset((Tensor, Parameter))
 
 
 class Queued:
-    """Tensors of one device that a stream makes: other streams wait for it, and their memory for other streams.
+    """Tensors of one device that one stream computes and other streams may read.
 
-    maker, stream: where they are made, and its handle; event: when they are there, None for now; readers: other streams
-    that read them; captures: the numbers of those that read them, or of the one in which they are made.
+    maker, stream: the stream that computes them, and its handle.  event: recorded after them, None once complete.
+    readers: other streams that read them.  captures: numbers of the captures that read them, or of the one that
+    computes them.
     """
 
     __slots__ = ("captures", "event", "maker", "readers", "stream", "tensors")
@@ -37,13 +38,13 @@ class Queued:
         self.captures: set[int | None] = set()
 
     def made_on(self, device: torch.device) -> None:
-        """Note that the tensors are queued on the current stream."""
+        """Record that the current stream computes the tensors."""
         self.maker = torch.cuda.current_stream(device)
         self.stream, self.event = self.maker.cuda_stream, torch.cuda.Event()
         self.event.record(self.maker)
 
     def read_on(self, device: torch.device) -> None:
-        """Let the current stream read them, outside of a capture or in the one in which they are made."""
+        """Let the current stream read them, outside of captures or in the capture that computes them."""
         stream = torch.cuda.current_stream(device)
         if stream.cuda_stream == self.stream:
             return
@@ -55,14 +56,14 @@ class Queued:
                 t.record_stream(stream)
 
     def complete(self) -> None:
-        """Wait, on the host, until they are there: replays of a graph wait for nothing that came before it."""
+        """Wait on the host until they are computed: a graph's replay does not wait for earlier work."""
         if self.event is not None:
-            with graph_capture.beside_captures():
+            with graph_capture.outside_captures():
                 self.event.synchronize()
             self.event = None
 
     def overwrite(self, values: list[Tensor], device: torch.device) -> None:
-        """Put other values into the same memory, after everything that was queued to read it."""
+        """Copy new values into the same memory, after all queued readers."""
         self.read_on(device)
         stream = torch.cuda.current_stream(device)
         for other in (self.maker, *self.readers.values()):
@@ -71,11 +72,11 @@ class Queued:
         with torch.no_grad():
             for old, new in zip(self.tensors, values, strict=True):
                 old.copy_(new)
-        self.made_on(device)  # readers stay those that the allocator knows of
+        self.made_on(device)  # readers stay: the allocator has recorded them
 
 
 class _Entry(Queued, Generic[V]):
-    """One value, computed from data that lies at `place`, in version `state`."""
+    """One value, computed from version `state` of the data at `place`."""
 
     __slots__ = ("place", "state", "value")
 
@@ -84,16 +85,16 @@ class _Entry(Queued, Generic[V]):
         self.value, self.place, self.state = value, place, state
 
     def holds(self, place: Hashable, state: Any) -> bool:
-        """Is this the value of such data?"""
+        """Was the value computed from this version of this data?"""
         return self.place == place and bool(self.state == state)
 
 
 class DeviceCache(Generic[V]):
-    """Values by key, each a tuple whose tensors lie on one device.
+    """Values by key, each a tuple whose tensors are on one device.
 
-    `get` may be called on any stream, in a capture and from any thread.  What it returns is right for the work that the
-    caller then queues on the current stream of the device, and for nothing else: ask again in the next call.
-    name: what is kept, for tests that walk all caches.  Copies and pickles of a cache are empty.
+    `get` may be called on any stream, in a capture and from any thread.  Its result is valid only for work that the
+    caller then queues on the current stream of the device: call `get` again in the next call.
+    name: describes the values, for tests of all caches.  Copies and pickles of a cache are empty.
     """
 
     def __init__(self, name: str) -> None:
@@ -113,15 +114,15 @@ class DeviceCache(Generic[V]):
     ) -> V:
         """The value of `key`, which `make()` computes on the current stream of `device`.
 
-        place, state: where the data lies that it is computed from, and in which version; a value of another is not
-        returned.  Where only `state` differs and a graph reads the value, the new one takes its place in memory.
-        needs: what `make` reads.  A graph that records `make` does so in every replay, and keeps it alive.
+        place, state: the address and the version of the data that it is computed from; a value of other data is not
+        returned.  If only `state` differs and a graph reads the value, the new one overwrites it in memory.
+        needs: what `make` reads.  A graph that captures `make` runs it in every replay, and keeps `needs` alive.
         """
         if device.type != "cuda":
             entry = self._eager.get(key)
             if entry is None or not entry.holds(place, state):
-                entry = _Entry(_made(make), place, state)
-                if _plain(entry.tensors):
+                entry = _Entry(_evaluate(make), place, state)
+                if _is_memory(entry.tensors):
                     self._eager[key] = entry
             return entry.value
         capture = graph_capture.current_capture(device)
@@ -137,15 +138,15 @@ class DeviceCache(Generic[V]):
             if raw_stream(raw_device() if device.index is None else device.index) != entry.stream:
                 entry.read_on(device)
             return entry.value
-        value = _made(make)
+        value = _evaluate(make)
         if entry is not None and entry.captures and entry.place == place and _alike(entry.value, value):
             entry.overwrite(_tensors(value), device)
             entry.state = state
             return entry.value
-        made = _Entry(value, place, state)
-        if _plain(made.tensors):
-            made.made_on(device)
-            self._eager[key] = made
+        entry = _Entry(value, place, state)
+        if _is_memory(entry.tensors):
+            entry.made_on(device)
+            self._eager[key] = entry
             graph_capture.release()
         return value
 
@@ -159,20 +160,20 @@ class DeviceCache(Generic[V]):
         needs: Any,
         capture: graph_capture.Capture,
     ) -> V:
-        """A value that was there before the capture, held for the graph, or one that the graph makes for itself."""
-        known = capture.number is not None
+        """A value from before the capture, which the graph keeps alive, or one that the graph computes."""
+        has_number = capture.number is not None
         entry = self._eager.get(key)
-        if known and entry is not None and entry.holds(place, state):
+        if has_number and entry is not None and entry.holds(place, state):
             if capture.number not in entry.captures:
                 entry.complete()
                 graph_capture.hold(capture, entry.value)
                 entry.captures.add(capture.number)
             return entry.value
         entry = self._captured.get(key)
-        if known and entry is not None and capture.number in entry.captures and entry.holds(place, state):
+        if has_number and entry is not None and capture.number in entry.captures and entry.holds(place, state):
             entry.read_on(device)
             return entry.value
-        entry = _Entry(_made(make), place, state)
+        entry = _Entry(_evaluate(make), place, state)
         if needs is not None:
             graph_capture.hold(capture, needs)
         entry.captures.add(capture.number)
@@ -181,7 +182,7 @@ class DeviceCache(Generic[V]):
         return entry.value
 
     def find(self, key: Hashable, device: torch.device) -> V | None:
-        """The value of a key without place and state, if the current stream made it and is not captured; else `get`."""
+        """The value of a key without place and state, if the current stream made it and is not capturing; else None."""
         entry = self._eager.get(key)
         if entry is None or device.type != "cuda":
             return None if entry is None else entry.value
@@ -190,18 +191,16 @@ class DeviceCache(Generic[V]):
         return None if graph_capture.current_capture(device) is not None else entry.value
 
     def peek(self, key: Hashable) -> V | None:
-        """The value of `key` as it was last made outside of captures, of whatever data, for traced code: no order, no
-        version.
-        """
+        """The last value of `key` from outside of captures, with no synchronisation or version check, for tracing."""
         entry = self._eager.get(key)
         return None if entry is None else entry.value
 
     def keys_read_by_graphs(self) -> list[Hashable]:
-        """The keys whose values graphs read that were captured after they were made."""
+        """The keys of values that were computed before a capture and are read by its graph."""
         return [key for key, entry in self._eager.items() if entry.captures]
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the tensors of all values lie, but for those that belong to a graph."""
+        """The addresses of the tensors of all values but those that a graph computes."""
         return tuple(t.data_ptr() for entry in list(self._eager.values()) for t in entry.tensors)
 
     def clear(self) -> None:
@@ -216,8 +215,8 @@ class DeviceCache(Generic[V]):
         return type(self), (self.name,)
 
 
-def _made(make: Callable[[], V]) -> V:
-    """For calls of any mode: what is first needed in inference may be kept for training."""
+def _evaluate(make: Callable[[], V]) -> V:
+    """Call `make` outside of inference mode: a value first computed in inference may serve training later."""
     with torch.inference_mode(False), torch.no_grad():
         return make()
 
@@ -226,13 +225,13 @@ def _tensors(value: tuple[Any, ...]) -> list[Tensor]:
     return [t for t in value if isinstance(t, Tensor)]
 
 
-def _plain(tensors: Iterable[Tensor]) -> bool:
-    """Neither fake tensors nor those of a transform: nothing else is memory that may be kept."""
+def _is_memory(tensors: Iterable[Tensor]) -> bool:
+    """Are these ordinary tensors, neither fake ones nor those of a transform?  Only these may be kept."""
     return all(type(t) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
 def _alike(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    """May `new` be copied over `old`?"""
+    """Can `new` be copied over `old`?"""
     return all(
         (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) if isinstance(a, Tensor) else a == b
         for a, b in zip(old, new, strict=True)

@@ -1,8 +1,8 @@
-"""CUDA graphs under capture: which one the current stream records into, and what it needs for as long as it exists.
+"""CUDA graphs under capture: the graph of the current stream, and the objects it keeps alive.
 
-A graph keeps addresses and no tensors.  CUDA has a way to tie memory to it: a user object, whose destructor runs once
-the graph, and everything instantiated from it, was destroyed and has ended.  A destructor may not call CUDA or Python,
-so it posts a semaphore, and the tensors are let go when it is next looked at (`release`).
+A graph holds addresses, not tensors.  A CUDA user object ties memory to it: its destructor runs once the graph and all
+its instances are destroyed and have finished.  A destructor may not call CUDA or Python, so it posts a semaphore, and
+`release` drops the tensors of posted ones.
 """
 
 import ctypes
@@ -23,18 +23,18 @@ _SEMAPHORE_BYTES = 64  # sem_t is 32 with glibc
 _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _lock = threading.Lock()
 _held: list[tuple[int, Any]] = []
-"""(address of a semaphore, what its graph needs); 0 where nothing tells when the graph ends: for the process's life."""
+"""(address of a semaphore, objects its graph needs); 0 without a driver: kept until the process ends."""
 
 
 class Capture(NamedTuple):
-    """A capture in progress.  number: unique in the process; both None where no CUDA driver can be asked."""
+    """A capture in progress.  number: unique in the process.  Both are None without a CUDA driver (AMD)."""
 
     number: int | None
     graph: int | None
 
 
 def current_capture(device: torch.device) -> Capture | None:
-    """The capture that the current stream of a GPU takes part in."""
+    """The capture that the current stream of a GPU takes part in, if any."""
     if _capturing is None or not torch.cuda.is_initialized():
         return None
     index = raw_device() if device.index is None else device.index
@@ -62,7 +62,7 @@ def _capture(index: int) -> Capture:
 
 
 def hold(capture: Capture, needed: Any) -> None:
-    """Keep `needed` alive as long as the graph under capture, and what is instantiated from it, exists."""
+    """Keep `needed` alive as long as the captured graph or an instance of it exists."""
     release()
     semaphore = 0
     if capture.graph is not None:
@@ -70,32 +70,32 @@ def hold(capture: Capture, needed: Any) -> None:
         semaphore = libc.malloc(_SEMAPHORE_BYTES)
         libc.sem_init(semaphore, 0, 0)
         destroyed = ctypes.cast(libc.sem_post, ctypes.c_void_p)
-        made = ctypes.c_void_p()
-        _call(driver.cuUserObjectCreate, ctypes.byref(made), semaphore, destroyed, 1, _NO_DESTRUCTOR_SYNC)
-        _call(driver.cuGraphRetainUserObject, ctypes.c_void_p(capture.graph), made, 1, _MOVE_REFERENCE)
+        user_object = ctypes.c_void_p()
+        _call(driver.cuUserObjectCreate, ctypes.byref(user_object), semaphore, destroyed, 1, _NO_DESTRUCTOR_SYNC)
+        _call(driver.cuGraphRetainUserObject, ctypes.c_void_p(capture.graph), user_object, 1, _MOVE_REFERENCE)
     with _lock:
         _held.append((semaphore, needed))
 
 
 def release() -> int:
-    """Let go of what was held for graphs that are gone.  Returns for how many captures something is still held."""
+    """Drop the objects of destroyed graphs.  Returns the number of captures whose objects are still held."""
     if not _held:
         return 0
-    ended: list[tuple[int, Any]] = []
+    destroyed: list[tuple[int, Any]] = []
     alive: list[tuple[int, Any]] = []
     with _lock:
         for entry in _held:
-            is_over = entry[0] and _libc().sem_trywait(entry[0]) == 0
-            (ended if is_over else alive).append(entry)
+            is_destroyed = entry[0] and _libc().sem_trywait(entry[0]) == 0
+            (destroyed if is_destroyed else alive).append(entry)
         _held[:] = alive
-    for semaphore, _ in ended:
+    for semaphore, _ in destroyed:
         _libc().free(semaphore)
     return len(alive)
 
 
 @contextmanager
-def beside_captures() -> Iterator[None]:
-    """Let this thread wait for work outside of every capture, though it, or another thread, captures."""
+def outside_captures() -> Iterator[None]:
+    """Allow this thread to wait for work that is in no capture, while it or another thread captures."""
     driver = _driver()
     if driver is None:
         yield

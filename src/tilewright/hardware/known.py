@@ -1,7 +1,7 @@
-"""Sizes of GPUs that are not here, one for each architecture, so that kernels can be planned and compiled without one.
+"""Sizes of one GPU per architecture, so that kernels can be planned and compiled on a machine without a GPU.
 
-What a kernel is specialised on may depend on them: a kernel that walks over its rows takes its number of programs from
-the number of processors.  Numbers are of the GPU named; others of that architecture may choose other kernels.
+Specialisations may depend on them: a persistent kernel takes its number of programs from the number of SMs.  The
+numbers are those of the named GPU; another GPU of that architecture may get other kernels.
 """
 
 import re
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """As torch reports it; sizes in bytes."""
+    """Properties of a GPU as torch reports them; sizes in bytes."""
 
     name: str
     processors: int
@@ -29,5 +29,5 @@ GPUS = {
 
 
 def machine(arch: str) -> str:
-    """The machine that code for `arch` runs on: "sm_90" for "sm_90a", "sm_100" for "sm_100f"; others are themselves."""
+    """The machine that code for `arch` runs on: "sm_90" for "sm_90a", "sm_100" for "sm_100f"; else `arch` itself."""
     return re.sub(r"^(sm_\d+)[af]$", r"\1", arch)

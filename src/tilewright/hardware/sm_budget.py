@@ -1,8 +1,7 @@
-"""How many multiprocessors a kernel that stays on the machine may fill: all, or fewer where a program keeps some free,
-for communication that runs beside its products.
+"""The number of SMs that a persistent kernel may fill: all, or fewer if concurrent communication needs some.
 
-One number for the process. It is read as a kernel is launched, so nothing is compiled again; a change makes plans and
-taped launches old, which hold the former grid. A captured CUDA graph keeps its grid.
+One number for the process. It is read at launch, so nothing is compiled again. A change invalidates plans and captured
+launches, which hold the former grid. A captured CUDA graph keeps its grid.
 """
 
 import torch
@@ -15,7 +14,7 @@ _budget: int | None = None
 
 
 def usable_sms(device: torch.device | str | int | None = None) -> int:
-    """Multiprocessors of `device`, or the budget where that is less: the grid of a persistent kernel."""
+    """The SMs of `device`, or the budget if that is less: the grid of a persistent kernel."""
     count = device_info(device).sm_count
     return count if _budget is None else min(_budget, count)
 

@@ -1,8 +1,8 @@
-"""What compilers and driver libraries a machine has, which of them fit together, and what to install for the rest.
+"""Compilers and driver libraries of a machine: which exist, which fit together, and what to install for the rest.
 
-Everything is found by looking at files and asking programs for their version; nothing is imported, no GPU is touched.
-`Machine` is also what the compilers of `jit` look with, so that the doctor speaks of what they use.
-tileiras, ptxas and libnvvm have to be of one release (major.minor): tileiras runs the one and opens the other.
+The search only looks at files and runs programs with `--version`; it imports nothing and touches no GPU.  The compilers
+of `jit` search with the same `Machine`, so the doctor reports what they use.
+tileiras, ptxas and libnvvm must have the same release (major.minor): tileiras runs ptxas and opens libnvvm.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ from pathlib import Path
 _CUTILE = "pip install 'tilewright[cutile]'"
 _CUDA = "pip install 'tilewright[cuda]'"
 _CUTILE_DRIVER = (13, 0)  # the oldest that runs cuTile's binaries
-_TILE_DRIVER = (13, 1)  # the first that brings libnvidia-tileiras
-_HELPERS = {  # libraries that libcuda opens when it needs them, and which minimal containers lack
+_TILE_DRIVER = (13, 1)  # the first with libnvidia-tileiras
+_HELPERS = {  # libraries that libcuda opens on demand, and that minimal containers lack
     "libnvidia-ptxjitcompiler": "the driver cannot compile PTX without it",
     "libnvidia-gpucomp": "the driver cannot finish binaries that it has to compile without it",
     "libnvidia-tileiras": "the driver cannot compile Tile IR without it",
@@ -31,7 +31,7 @@ _HELPERS = {  # libraries that libcuda opens when it needs them, and which minim
 
 @dataclass(frozen=True)
 class Finding:
-    """One part.  problem: what is wrong with it, None where nothing is.  advice: what to do, or what it is good for."""
+    """One part.  problem: what is wrong with it, or None.  advice: what to do, or what the part is for."""
 
     name: str
     found: bool
@@ -43,19 +43,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver: the file libcuda is, and the newest CUDA version that it runs."""
+    """NVIDIA's driver: the file of libcuda, and the newest CUDA version it supports."""
 
     path: Path
     cuda: tuple[int, int]
 
     @property
     def release(self) -> str | None:
-        """Of the whole package: "580.159.03"."""
+        """Release of the driver package: "580.159.03"."""
         return _first(r"\.so\.(\d+\.[\d.]+)$", self.path.name)
 
 
 def find_driver() -> Driver | None:
-    """NVIDIA's driver, if libcuda can be loaded; asks for its version, which starts no GPU."""
+    """NVIDIA's driver, if libcuda can be loaded.  The query of its version starts no GPU."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -75,7 +75,7 @@ def _packages(name: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where to look.  wheels: folders `nvidia` of Python's packages; toolkit: where one is installed by default."""
+    """The places to search.  wheels: `nvidia` folders of Python packages; toolkit: the default folder of a toolkit."""
 
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     wheels: Sequence[Path] = field(default_factory=lambda: tuple(_packages("nvidia")))
@@ -85,52 +85,52 @@ class Machine:
 
     @property
     def homes(self) -> dict[str, Path]:
-        """Toolkits that the environment names, by variable."""
+        """The toolkits that environment variables name, by variable."""
         return {name: Path(self.env[name]) for name in ("CUDA_HOME", "CUDA_PATH") if self.env.get(name)}
 
     def on_path(self, name: str) -> Path | None:
-        """A program that the shell would find."""
-        found = shutil.which(name, path=self.env.get("PATH", ""))
-        return None if found is None else Path(found)
+        """A program on PATH."""
+        path = shutil.which(name, path=self.env.get("PATH", ""))
+        return None if path is None else Path(path)
 
     def program(self, name: str) -> Path | None:
-        """One of a CUDA toolkit: under CUDA_HOME or CUDA_PATH, on PATH, in the default place."""
+        """A program of a CUDA toolkit: under CUDA_HOME or CUDA_PATH, on PATH, in the default folder."""
         on_path = self.on_path(name)
         places = [home / "bin" / name for home in self.homes.values()]
         places += [*([on_path] if on_path else []), self.toolkit / "bin" / name]
         return next((place for place in places if runs(place)), None)
 
     def of_triton(self, name: str) -> Path | None:
-        """One that Triton's package brings."""
+        """A program in Triton's package."""
         places = (package / "backends" / "nvidia" / "bin" / name for package in self.triton)
         return next((place for place in places if runs(place)), None)
 
     @cached_property
     def tileiras(self) -> Path | None:
-        """pip's, on PATH, under CUDA_HOME or CUDA_PATH, in the default place."""
+        """tileiras: from pip, on PATH, under CUDA_HOME or CUDA_PATH, in the default folder."""
         pip = [wheel / "cu13" / "bin" / "tileiras" for wheel in self.wheels]
-        own = [home / "bin" / "tileiras" for home in (*self.homes.values(), self.toolkit)]
+        toolkits = [home / "bin" / "tileiras" for home in (*self.homes.values(), self.toolkit)]
         on_path = self.on_path("tileiras")
-        places = [*pip, *([on_path.resolve()] if on_path else []), *own]
+        places = [*pip, *([on_path.resolve()] if on_path else []), *toolkits]
         return next((place for place in places if runs(place)), None)
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
-    """Every part, present or not, with advice."""
-    here = machine or Machine()
+    """Examine every part, present or not."""
+    machine = machine or Machine()
     return [
-        *_driver(here),
-        *_tile(here),
-        *_homes(here),
-        _nvrtc(here),
-        *_toolkit(here),
-        *_ptxas_of_triton(here),
-        _host(here),
+        *_driver(machine),
+        *_tile(machine),
+        *_homes(machine),
+        _nvrtc(machine),
+        *_toolkit(machine),
+        *_ptxas_of_triton(machine),
+        _host(machine),
     ]
 
 
-def _driver(here: Machine) -> Iterator[Finding]:
-    driver = here.driver
+def _driver(machine: Machine) -> Iterator[Finding]:
+    driver = machine.driver
     if driver is None:
         yield Finding("driver", False, advice="kernels can be compiled here, and run where NVIDIA's driver is")
         return
@@ -157,9 +157,9 @@ def _driver(here: Machine) -> Iterator[Finding]:
             yield Finding(name, False, problem=f"not beside libcuda: {without}", advice=advice)
 
 
-def _tile(here: Machine) -> Iterator[Finding]:
-    """tileiras and its two neighbours."""
-    tileiras = here.tileiras
+def _tile(machine: Machine) -> Iterator[Finding]:
+    """tileiras, and the ptxas and libnvvm next to it."""
+    tileiras = machine.tileiras
     if tileiras is None:
         advice = f"{_CUTILE} compiles cuTile kernels; those of an imported bundle run without it"
         yield Finding("tileiras", False, advice=advice)
@@ -168,33 +168,34 @@ def _tile(here: Machine) -> Iterator[Finding]:
     yield Finding("tileiras", True, version, str(tileiras))
     root = tileiras.parent.parent
     ptxas, nvvm = root / "bin" / "ptxas", libnvvm(root)
-    for name, path, package, found in (
+    for name, path, package, version_found in (
         ("ptxas of tileiras", ptxas if runs(ptxas) else None, "nvidia-cuda-nvcc", version_of(ptxas)),
         ("libnvvm of tileiras", nvvm, "nvidia-nvvm", _library_version(nvvm, "nvidia-nvvm")),
     ):
         same = f"pip install '{package}=={release(version)}.*'"
         if path is None:
             yield Finding(name, False, problem=f"tileiras {version} finds none in {root}", advice=same)
-        elif found and version and release(found) != release(version):
-            yield Finding(name, True, found, str(path), f"tileiras is {version}; both must be of one release", same)
+        elif version_found and version and release(version_found) != release(version):
+            problem = f"tileiras is {version}; both must be of one release"
+            yield Finding(name, True, version_found, str(path), problem, same)
         else:
-            yield Finding(name, True, found, str(path))
+            yield Finding(name, True, version_found, str(path))
 
 
 def libnvvm(root: Path) -> Path | None:
-    """The library that a tileiras in `root` opens, as pip's packages and as toolkits lay it."""
+    """The libnvvm that a tileiras in `root` opens, in the layout of pip's packages or of toolkits."""
     places = (root / "lib" / "libnvvm.so.4", root / "nvvm" / "lib64" / "libnvvm.so.4")
     return next((path for path in places if path.exists()), None)
 
 
-def _homes(here: Machine) -> Iterator[Finding]:
-    """CUDA_HOME and CUDA_PATH, which tileiras believes before it looks beside itself.
+def _homes(machine: Machine) -> Iterator[Finding]:
+    """CUDA_HOME and CUDA_PATH, which tileiras searches before its own folder.
 
-    cuda.tile hides them from pip's tileiras only; our own compilations hide them from any.
+    cuda.tile hides them from pip's tileiras only; our compilations hide them from any.
     """
-    version = version_of(here.tileiras) if here.tileiras else None
-    pips = here.tileiras is not None and any(here.tileiras.is_relative_to(wheel) for wheel in here.wheels)
-    for name, home in here.homes.items():
+    version = version_of(machine.tileiras) if machine.tileiras else None
+    from_pip = machine.tileiras is not None and any(machine.tileiras.is_relative_to(wheel) for wheel in machine.wheels)
+    for name, home in machine.homes.items():
         other = version_of(home / "bin" / "ptxas")
         problem: str | None = None
         advice: str | None = None
@@ -202,16 +203,20 @@ def _homes(here: Machine) -> Iterator[Finding]:
             problem, advice = "there is no such folder", f"unset {name}"
         elif version and other and release(version) != release(other):
             advice = f"unset {name}, or point it to CUDA {release(version)}, before tileiras is started by hand"
-            if not pips:
+            if not from_pip:
                 problem = f"tileiras {version} takes the ptxas {other} there: «failed to compile Tile IR program»"
                 advice = f"unset {name}, or point it to CUDA {release(version)}; tilewright's own calls are spared"
         yield Finding(name, home.is_dir(), other, str(home), problem, advice)
 
 
-def _nvrtc(here: Machine) -> Finding:
+def _nvrtc(machine: Machine) -> Finding:
     places = [
-        *(path for wheel in here.wheels for path in sorted(wheel.glob("c*/lib/libnvrtc.so.*"))),
-        *(root / lib / "libnvrtc.so" for root in (*here.homes.values(), here.toolkit) for lib in ("lib64", "lib")),
+        *(path for wheel in machine.wheels for path in sorted(wheel.glob("c*/lib/libnvrtc.so.*"))),
+        *(
+            root / lib / "libnvrtc.so"
+            for root in (*machine.homes.values(), machine.toolkit)
+            for lib in ("lib64", "lib")
+        ),
     ]
     path = next((place for place in places if place.exists()), None)
     if path is None:
@@ -220,77 +225,78 @@ def _nvrtc(here: Machine) -> Finding:
     version = _library_version(path, "nvidia-cuda-nvrtc") or _ask_nvrtc(path)
     problem: str | None = None
     advice: str | None = None
-    if here.driver is not None and version is not None:
+    driver = machine.driver
+    if driver is not None and version is not None:
         major, minor = (int(part) for part in version.split(".")[:2])
-        if major > here.driver.cuda[0]:
-            problem = f"is newer than the driver, which runs CUDA {_text(here.driver.cuda)} and refuses its binaries"
-            advice = f"pip install 'nvidia-cuda-nvrtc=={_text(here.driver.cuda)}.*', or update the driver"
-        elif (major, minor) > here.driver.cuda:
-            advice = f"newer than the driver (CUDA {_text(here.driver.cuda)}): its binaries run there, its PTX does not"
+        if major > driver.cuda[0]:
+            problem = f"is newer than the driver, which runs CUDA {_text(driver.cuda)} and refuses its binaries"
+            advice = f"pip install 'nvidia-cuda-nvrtc=={_text(driver.cuda)}.*', or update the driver"
+        elif (major, minor) > driver.cuda:
+            advice = f"newer than the driver (CUDA {_text(driver.cuda)}): its binaries run there, its PTX does not"
     return Finding("NVRTC", True, version, str(path), problem, advice)
 
 
-def _toolkit(here: Machine) -> Iterator[Finding]:
+def _toolkit(machine: Machine) -> Iterator[Finding]:
     """nvcc and ptxas of an installed CUDA toolkit."""
     needs = "only TILEWRIGHT_JIT_COMPILER=nvcc needs it: install a CUDA toolkit"
     for name, title, advice in (("nvcc", "nvcc", needs), ("ptxas", "ptxas of the toolkit", None)):
-        path = here.program(name)
+        path = machine.program(name)
         if path is not None:
             yield Finding(title, True, version_of(path), str(path))
         elif advice:
             yield Finding(title, False, advice=advice)
 
 
-def _ptxas_of_triton(here: Machine) -> Iterator[Finding]:
-    """Triton brings its own assemblers; TRITON_PTXAS_PATH replaces them."""
+def _ptxas_of_triton(machine: Machine) -> Iterator[Finding]:
+    """The assemblers in Triton's package, and those in TRITON_PTXAS_PATH that replace them."""
     for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
-        if named := here.env.get(variable):
-            there = runs(Path(named))
-            problem = None if there else f"{variable} names no program"
-            advice = None if there else f"unset {variable}"
-            yield Finding(variable, there, version_of(Path(named)), named, problem, advice)
+        if named := machine.env.get(variable):
+            runnable = runs(Path(named))
+            problem = None if runnable else f"{variable} names no program"
+            advice = None if runnable else f"unset {variable}"
+            yield Finding(variable, runnable, version_of(Path(named)), named, problem, advice)
     for name in ("ptxas", "ptxas-blackwell"):
-        if path := here.of_triton(name):
+        if path := machine.of_triton(name):
             yield Finding(f"{name} of Triton", True, version_of(path), str(path))
 
 
-def _host(here: Machine) -> Finding:
-    command = (here.env.get("CXX") or "g++").split()[0]
-    path = here.on_path(command)
+def _host(machine: Machine) -> Finding:
+    command = (machine.env.get("CXX") or "g++").split()[0]
+    path = machine.on_path(command)
     if path is None:
-        problem = f"CXX names {command}, which is not there" if here.env.get("CXX") else None
+        problem = f"CXX names {command}, which is not there" if machine.env.get("CXX") else None
         advice = "apt install g++: the cpu backend, torch.compile on a CPU and Triton's own launcher need it"
         return Finding("g++", False, problem=problem, advice=advice)
     return Finding("g++", True, version_of(path), str(path))
 
 
 def runs(program: Path) -> bool:
-    """Is it a file that may be executed?"""
+    """Is `program` an executable file?"""
     return program.is_file() and os.access(program, os.X_OK)
 
 
 def version_of(program: Path) -> str | None:
-    """What `--version` says: NVIDIA's programs "V13.0.88", others their first line's last number."""
+    """The version that `--version` prints: "V13.0.88" of NVIDIA's programs, else the last number of the first line."""
     if not runs(program):
         return None
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+        output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return _first(r"\bV(\d+\.\d+\.\d+)", said) or _first(r"(\d+\.\d[\d.]*)\s*$", said.partition("\n")[0])
+    return _first(r"\bV(\d+\.\d+\.\d+)", output) or _first(r"(\d+\.\d[\d.]*)\s*$", output.partition("\n")[0])
 
 
 def _library_version(library: Path | None, package: str) -> str | None:
-    """Of the pip package that `library` belongs to, or of the toolkit."""
+    """The version of the pip package, or of the toolkit, that `library` belongs to."""
     if library is None:
         return None
     for folder in library.parents:
         if folder.name == "nvidia":
-            found = distributions(name=package, path=[str(folder.parent)])
-            return next((each.version for each in found), None)
+            packages = distributions(name=package, path=[str(folder.parent)])
+            return next((each.version for each in packages), None)
         if (folder / "version.json").is_file():
-            listed = json.loads((folder / "version.json").read_text())
-            return str(listed["cuda"]["version"]) if "cuda" in listed else None
+            versions = json.loads((folder / "version.json").read_text())
+            return str(versions["cuda"]["version"]) if "cuda" in versions else None
     return None
 
 
@@ -305,8 +311,8 @@ def _ask_nvrtc(path: Path) -> str | None:
 
 
 def _first(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(pattern, text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def release(version: str | None) -> str:

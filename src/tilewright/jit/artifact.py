@@ -1,4 +1,4 @@
-"""What the kernel cache takes and gives: the key of a build, what a compiler hands back, and the cached result."""
+"""The data of the kernel cache: the key of a build, a compiler's result, and the cached binary."""
 
 import hashlib
 import re
@@ -19,16 +19,16 @@ _SUFFIX = re.compile(r"[a-z0-9]+")
 class BuildKey:
     """Everything that decides the bytes of a binary, and nothing else: two machines with equal keys may share it.
 
-    Paths of an installation must not appear in `flags`; the headers' contents stand in `headers`.
+    `flags` must not contain paths of an installation; `headers` holds a hash of the headers' contents.
     """
 
-    name: str  # of the kernel, for people
-    kind: str  # "cuda", "cutile", "triton" or "host": the family of compilers that can make it
+    name: str  # of the kernel; readable, not unique
+    kind: str  # "cuda", "cutile", "triton" or "host": the family of compilers
     arch: str  # "sm_90a", "gfx942", "x86-64-v4"
     flags: tuple[str, ...]
-    source: str = field(repr=False)  # the text compiled
+    source: str = field(repr=False)  # the compiled text
     headers: str = ""  # headers.header_hash(source, include_dirs)
-    compiler: str = ""  # "nvrtc 13.0.88"; "" where no such compiler is installed
+    compiler: str = ""  # "nvrtc 13.0.88"; "" if no such compiler is installed
     suffix: str = "cubin"  # of the binary: "cubin", "so", "hsaco"
     source_suffix: str = "cu"  # of the source: "cu", "cpp", "py"
 
@@ -41,20 +41,20 @@ class BuildKey:
 
     @cached_property
     def request(self) -> str:
-        """Digest of everything but `compiler`: what is wanted, whoever compiles it."""
+        """Digest of all fields but `compiler`: equal for any compiler of the kind."""
         hashed = hashlib.sha256()
         for part in (
             *(self.name, self.kind, self.arch, self.suffix, self.source_suffix, self.headers, self.source),
             *self.flags,
         ):
             encoded = part.encode()
-            hashed.update(b"%d:" % len(encoded))  # lengths, so that no two lists of parts read the same
+            hashed.update(b"%d:" % len(encoded))  # with its length, so that no two lists of parts hash the same bytes
             hashed.update(encoded)
         return hashed.hexdigest()
 
     @cached_property
     def digest(self) -> str:
-        """Digest of everything."""
+        """Digest of all fields."""
         return hashlib.sha256(f"{self.request} {self.compiler}".encode()).hexdigest()
 
     @property
@@ -64,24 +64,24 @@ class BuildKey:
 
     @property
     def family(self) -> str:
-        """What the folders of this request begin with, whichever compiler filled them."""
+        """The common prefix of this request's folders, one per compiler."""
         return f"{self.name}-{self.request[:16]}-"
 
 
 class Built(NamedTuple):
-    """What a compiler hands over."""
+    """A compiler's result."""
 
     binary: bytes
-    info: dict[str, Any]  # JSON: symbol, registers, spills, what a launch must know
-    files: Mapping[str, bytes] = MappingProxyType({})  # to be kept beside the binary, by suffix: {"ptx": ...}
+    info: dict[str, Any]  # JSON: symbol, registers, spills, and what a launch needs
+    files: Mapping[str, bytes] = MappingProxyType({})  # stored next to the binary, by suffix: {"ptx": ...}
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A binary and what is known of it.
+    """A binary and the facts about it.
 
-    path: the binary's file; None where the disk cannot be used.  Another process may remove or replace it later: a
-    loader that needs a file writes `binary`, which was verified, to one of its own.
+    path: the binary's file; None if the disk cannot be used.  Another process may remove or replace it later, so a
+    loader that needs a file writes `binary`, which was verified, to a private one.
     """
 
     key: BuildKey

@@ -1,11 +1,11 @@
-"""A bundle: entries of the kernel cache in one zip file, to carry to a machine that has no compiler.
+"""A bundle: entries of the kernel cache in one zip file, for a machine that has no compiler.
 
     manifest.json              {"schema", "tilewright", "created", "entries": {<entry>: SHA-256 of its entry.json}}
-    <entry>/kernel.cu ...      the files of an entry as they lie in the cache; entry.json holds their checksums
+    <entry>/kernel.cu ...      the files of an entry as in the cache; entry.json holds their checksums
 
-An import is all or nothing: every checksum is verified, and every key computed again from the contents, before the
-first file is written.  A bundle holds machine code that the importing process will run: take one only from somebody
-whose code you would run.
+An import is all or nothing: before the first file is written, every checksum is verified and every key is computed
+again from the contents.  A bundle holds machine code that the importing process will run: import one only from a
+source whose code you would run.
 """
 
 import json
@@ -16,10 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilewright.errors import InputError
+from tilewright.errors import CorruptError, InputError, UntrustedError
 from tilewright.jit import cache, housekeeping, trust
 from tilewright.jit import entry as descriptions
-from tilewright.jit.entry import CorruptError
 from tilewright.jit.housekeeping import Entry
 from tilewright.jit.store import Store
 from tilewright.settings import current
@@ -27,17 +26,17 @@ from tilewright.version import __version__
 
 SCHEMA = 1
 _MANIFEST = "manifest.json"
-_WAIT_SECONDS = 60.0  # for another process that builds the very entry; then the rename decides
+_WAIT_SECONDS = 60.0  # for another process that builds the same entry; after that, the rename decides
 
 
 def export(path: Path, entries: Iterable[Entry]) -> int:
-    """Write `entries` to the bundle `path`; returns how many.
+    """Write `entries` to the bundle `path`; returns their number.
 
-    Raises InputError, and leaves no file, where there are none, one is corrupt, or the file cannot be written.
+    Raises InputError, and leaves no file, if there are no entries, one is corrupt, or the file cannot be written.
     """
-    chosen = sorted(entries, key=lambda entry: entry.folder.name)
-    if not chosen:
-        raise InputError(f"{path}: no entry of the kernel cache was chosen, and an empty bundle serves nobody.")
+    selected = sorted(entries, key=lambda entry: entry.folder.name)
+    if not selected:
+        raise InputError(f"{path}: no entry of the kernel cache was chosen, and an empty bundle is useless.")
     partial = path.with_name(f".{path.name}.partial")
     manifest: dict[str, Any] = {
         "schema": SCHEMA,
@@ -48,7 +47,7 @@ def export(path: Path, entries: Iterable[Entry]) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-            for entry in chosen:
+            for entry in selected:
                 name, contents = entry.folder.name, _read(entry.folder)
                 manifest["entries"][name] = descriptions.checksum(contents[descriptions.FILE])
                 for file, data in sorted(contents.items()):
@@ -59,13 +58,13 @@ def export(path: Path, entries: Iterable[Entry]) -> int:
         raise InputError(f"{path} cannot be written: {error.strerror or error}.") from error
     finally:
         partial.unlink(missing_ok=True)
-    return len(chosen)
+    return len(selected)
 
 
 def load(path: Path) -> int:
-    """Import the bundle `path` into the cache; returns how many entries it holds.  Entries already there stay.
+    """Import the bundle `path` into the cache; returns its number of entries.  Entries that exist already stay.
 
-    Raises InputError with the reason, and writes nothing, for a file that is no bundle, of another schema, or damaged.
+    Raises InputError with the reason, and writes nothing, if the file is no bundle, has another schema, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -81,23 +80,23 @@ def load(path: Path) -> int:
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    # A ZipInfo without a date: equal entries make equal bytes
+    # A ZipInfo has a fixed date, so equal entries make equal bytes
     archive.writestr(zipfile.ZipInfo(name), data, compress_type=zipfile.ZIP_DEFLATED)
 
 
 def _read(folder: Path) -> dict[str, bytes]:
-    """The files of an entry, verified."""
+    """Read and verify the files of an entry."""
     try:
         with trust.opened(folder) as opened:
             contents = {name: trust.read(opened, name) for name in trust.names(opened)}
         descriptions.check(folder.name, contents)
-    except (CorruptError, trust.UntrustedError, FileNotFoundError) as error:
+    except (CorruptError, UntrustedError, FileNotFoundError) as error:
         raise InputError(f"{folder} cannot be exported: {error}. Remove it and compile it again.") from error
     return contents
 
 
 def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, list[str]]:
-    """Entry -> names of its files, after the manifest was read and agrees."""
+    """Check the archive against its manifest; returns entry -> names of its files."""
     try:
         manifest = json.loads(archive.read(_MANIFEST))
         schema, checksums = manifest["schema"], dict(manifest["entries"])
@@ -138,19 +137,19 @@ def _store(archive: zipfile.ZipFile, members: dict[str, list[str]], path: Path) 
     try:
         for folder, names in members.items():
             lock = store.lock(folder)
-            held = lock.take(_WAIT_SECONDS)
+            locked = lock.take(_WAIT_SECONDS)
             try:
-                if not _whole(store, folder):
+                if not _is_valid(store, folder):
                     store.put(folder, _verified(archive, folder, names, path), replace=True)
             finally:
-                if held:
+                if locked:
                     lock.give()
         housekeeping.shrink(store, current().cache_limit_mb * 2**20, keep=members)
     except OSError as error:
         raise InputError(f"{path}: {store.root} cannot be written: {error.strerror or error}.") from error
 
 
-def _whole(store: Store, folder: str) -> bool:
+def _is_valid(store: Store, folder: str) -> bool:
     try:
         _read(store.root / folder)
     except (InputError, OSError):

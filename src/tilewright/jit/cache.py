@@ -1,9 +1,9 @@
-"""The one cache of compiled kernels: memory, then disk, then the compiler.
+"""The cache of compiled kernels: memory, then disk, then the compiler.
 
 `get(key, build)` returns the binary of a key.  All processes that share `TILEWRIGHT_CACHE_DIR` compile it once: the
-builder holds the key's lock, the others read what it published.  Where the disk cannot be written, kernels live in
-memory, with one warning.  Where no compiler is installed, an entry of the same request will do, whichever compiler
-made it: so a bundle made elsewhere runs.
+builder holds the key's lock, the others read the entry that it publishes.  If the disk cannot be written, kernels stay
+in memory, with one warning.  If no compiler is installed, an entry of the same request serves, whichever compiler made
+it: so a bundle from another machine runs.
 """
 
 import json
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright import settings
-from tilewright.errors import KernelMissingError
+from tilewright.errors import CorruptError, KernelMissingError
 from tilewright.jit import housekeeping
 from tilewright.jit.artifact import Artifact, BuildKey, Built
-from tilewright.jit.entry import CorruptError, compose
+from tilewright.jit.entry import compose
 from tilewright.jit.housekeeping import Entry
 from tilewright.jit.lock import KeyLock
 from tilewright.jit.store import Store
@@ -39,8 +39,8 @@ __all__ = [
     "store",
 ]
 
-_SPEAK_SECONDS = 1.0  # nobody waits longer than this without a line
-_PATIENCE_SECONDS = 600.0  # then a process builds beside one that seems to hang
+_LOG_AFTER_SECONDS = 1.0  # a longer wait or compilation is logged
+_LOCK_TIMEOUT_SECONDS = 600.0  # after that, compile although another process holds the lock
 _COUNT_AFTER = 1 / 20  # of the size bound: bytes published before the folder is counted again
 
 _INSTALL = {
@@ -52,7 +52,7 @@ _INSTALL = {
 
 
 class _Process:
-    """What this process knows of one cache folder."""
+    """The state of this process for one cache folder."""
 
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder)
@@ -77,53 +77,53 @@ class CacheInfo:
 
 _settings: settings.Settings | None = None
 _process: _Process | None = None
-_opening = threading.Lock()  # threads that are first at once share one memory, and its locks
+_opening = threading.Lock()  # threads that make the first call at once must share one _Process
 
 
 def get(key: BuildKey, build: Callable[[], Built] | None) -> Artifact:
-    """The binary of `key`: from memory, from disk, or else from `build()`, published for everybody.
+    """The binary of `key`: from memory, from disk, or else from `build()`, which is published on disk.
 
-    With `build` None or `key.compiler` "" nothing is compiled: an entry of the same request serves, the newest first.
-    Raises KernelMissingError if there is none, and whatever `build` raises.
+    With `build` None or `key.compiler` "" nothing is compiled: the newest entry of the same request serves.
+    Raises KernelMissingError if there is none, and what `build` raises.
     """
-    process = _here()
-    found = process.memory.get(key.digest)
-    if found is not None and not _must_rebuild(process, key):
-        return found
+    process = _state()
+    artifact = process.memory.get(key.digest)
+    if artifact is not None and not _must_rebuild(process, key):
+        return artifact
     with process.locks.setdefault(key.digest, threading.Lock()):
         if build is None or not key.compiler:
-            found = process.memory.get(key.digest) or _load(process, key) or process.store.load_any(key)
-            if found is None:
+            artifact = process.memory.get(key.digest) or _load(process, key) or process.store.load_any(key)
+            if artifact is None:
                 raise KernelMissingError(_missing(key, process.store.root))
         else:
             rebuild = _must_rebuild(process, key)
-            found = None if rebuild else process.memory.get(key.digest) or _load(process, key)
-            if found is None:
-                found = _build_once(process, key, build, rebuild)
+            artifact = None if rebuild else process.memory.get(key.digest) or _load(process, key)
+            if artifact is None:
+                artifact = _build_once(process, key, build, rebuild)
                 process.rebuilt.add(key.digest)
-        process.memory[key.digest] = found
-    return found
+        process.memory[key.digest] = artifact
+    return artifact
 
 
 def find(key: BuildKey) -> Artifact | None:
-    """The binary of `key` if it need not be compiled; of any compiler where `key.compiler` is ""."""
-    process = _here()
-    found = process.memory.get(key.digest) or _load(process, key)
-    if found is None and not key.compiler:
-        found = process.store.load_any(key)
-    if found is not None:
-        process.memory[key.digest] = found
-    return found
+    """The binary of `key` if it is cached, else None; of any compiler if `key.compiler` is ""."""
+    process = _state()
+    artifact = process.memory.get(key.digest) or _load(process, key)
+    if artifact is None and not key.compiler:
+        artifact = process.store.load_any(key)
+    if artifact is not None:
+        process.memory[key.digest] = artifact
+    return artifact
 
 
 def entries() -> Iterator[Entry]:
-    """Every readable entry on disk, in order of name."""
-    return housekeeping.entries(_here().store)
+    """All readable entries on disk, sorted by name."""
+    return housekeeping.entries(_state().store)
 
 
 def info() -> CacheInfo:
-    """Where the cache is, how full, and of what."""
-    process = _here()
+    """The cache's folder, size and contents."""
+    process = _state()
     kinds: dict[str, tuple[int, int]] = {}
     for entry in entries():
         count, size = kinds.get(entry.kind, (0, 0))
@@ -142,35 +142,36 @@ def info() -> CacheInfo:
 
 
 def clear(kind: str | None = None, older_than: float | None = None) -> int:
-    """Remove entries from disk and forget all in memory; returns how many went.
+    """Remove entries from disk and forget all in memory; returns the number removed.
 
-    kind: only of this kind; older_than: only those unused for so many seconds.  What another process builds stays.
+    kind: only of this kind; older_than: only those unused for so many seconds.  An entry that another process is
+    building stays.
     """
     forget()
-    return housekeeping.clear(_here().store, kind, older_than)
+    return housekeeping.clear(_state().store, kind, older_than)
 
 
 def forget() -> None:
-    """Drop what this process keeps in memory; the disk stays."""
+    """Drop the entries in memory of this process; the disk stays."""
     global _process, _settings
     _process = _settings = None
 
 
 def store() -> Store:
-    """The entries on disk under the settings in force."""
-    return _here().store
+    """The entries on disk, for the current settings."""
+    return _state().store
 
 
-def _here() -> _Process:
+def _state() -> _Process:
     global _process, _settings
-    now, here = settings.current(), _process  # read once: another thread may forget it
-    if here is None or now is not _settings:
+    now, process = settings.current(), _process  # read once: another thread may forget it
+    if process is None or now is not _settings:
         with _opening:
-            here, folder = _process, now.cache_dir / "kernels"
-            if here is None or here.store.root != folder:
-                here = _process = _Process(folder)
+            process, folder = _process, now.cache_dir / "kernels"
+            if process is None or process.store.root != folder:
+                process = _process = _Process(folder)
             _settings = now
-    return here
+    return process
 
 
 def _limit() -> int:
@@ -182,7 +183,7 @@ def _must_rebuild(process: _Process, key: BuildKey) -> bool:
 
 
 def _load(process: _Process, key: BuildKey) -> Artifact | None:
-    """From disk; a corrupt entry counts as absent, for whoever holds the lock to drop."""
+    """Load from disk.  A corrupt entry counts as absent; the process that holds the lock drops it."""
     try:
         return process.store.load(key)
     except CorruptError:
@@ -190,48 +191,50 @@ def _load(process: _Process, key: BuildKey) -> Artifact | None:
 
 
 def _build_once(process: _Process, key: BuildKey, build: Callable[[], Built], rebuild: bool) -> Artifact:
-    """Build under the key's lock, or take what another process published while we waited for it."""
+    """Build under the key's lock, or load what another process published during the wait for it."""
     if process.published is None:
-        housekeeping.sweep(process.store)  # once, and before we hold a lock that marks our own work as alive
-    lock, found = _await_lock(process, key, rebuild)
+        housekeeping.sweep(
+            process.store
+        )  # once, before this process holds a lock: sweep removes work whose lock is free
+    lock, artifact = _await_lock(process, key, rebuild)
     try:
-        if found is None and not rebuild:
-            found = _look_again(process, key)
-        return found or _build(process, key, build, rebuild)
+        if artifact is None and not rebuild:
+            artifact = _reload(process, key)
+        return artifact or _build(process, key, build, rebuild)
     finally:
         if lock is not None:
             lock.give()
 
 
 def _await_lock(process: _Process, key: BuildKey, rebuild: bool) -> tuple[KeyLock | None, Artifact | None]:
-    """The lock taken; or (None, what its holder published); or (None, None) where there are no locks or no end."""
+    """(acquired lock, None), or (None, what its holder published), or (None, None) after a timeout or without locks."""
     try:
         lock = process.store.lock(key.folder)
-        began, pause, spoke = time.monotonic(), 0.01, False
+        start, pause, logged = time.monotonic(), 0.01, False
         while not lock.take():
-            waited = time.monotonic() - began
-            if waited > _SPEAK_SECONDS and not spoke:
-                spoke = True
+            waited = time.monotonic() - start
+            if waited > _LOG_AFTER_SECONDS and not logged:
+                logged = True
                 logger.warning("waiting for another process that compiles %s for %s", key.name, key.arch)
-            if waited > _PATIENCE_SECONDS:
+            if waited > _LOCK_TIMEOUT_SECONDS:
                 logger.warning("still not there after %.0f s; compiling %s in this process too", waited, key.name)
                 return None, None
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-            found = None if rebuild else _load(process, key)
-            if found is not None:
-                return None, found
+            artifact = None if rebuild else _load(process, key)
+            if artifact is not None:
+                return None, artifact
     except OSError as error:
         logger.debug("kernel cache: %s cannot be locked: %s", key.folder, error)
-        return None, None  # publishing fails as well and warns, or works and tolerates a second builder
+        return None, None  # publishing then fails too and warns, or works and tolerates a second builder
     return lock, None
 
 
-def _look_again(process: _Process, key: BuildKey) -> Artifact | None:
+def _reload(process: _Process, key: BuildKey) -> Artifact | None:
     try:
         return process.store.load(key)
     except CorruptError as reason:
-        logger.warning("kernel cache: %s is dropped and built anew: %s", process.store.root / key.folder, reason)
+        logger.warning("kernel cache: %s is dropped and built again: %s", process.store.root / key.folder, reason)
         try:
             process.store.drop(key.folder)
         except OSError as error:
@@ -240,30 +243,30 @@ def _look_again(process: _Process, key: BuildKey) -> Artifact | None:
 
 
 def _build(process: _Process, key: BuildKey, build: Callable[[], Built], rebuild: bool) -> Artifact:
-    began = time.monotonic()
+    start = time.monotonic()
     built = build()
-    seconds = time.monotonic() - began
-    if seconds > _SPEAK_SECONDS:
+    seconds = time.monotonic() - start
+    if seconds > _LOG_AFTER_SECONDS:
         logger.info("compiled %s for %s in %.1f s", key.name, key.arch, seconds)
     path: Path | None = process.store.root / key.folder / f"kernel.{key.suffix}"
     contents = compose(key, built)
     try:
         if not process.store.put(key.folder, contents, replace=rebuild):
-            return _load(process, key) or _of(key, built, None)
-        _bound(process, key.folder, sum(map(len, contents.values())))
+            return _load(process, key) or _artifact(key, built, None)
+        _keep_size_bound(process, key.folder, sum(map(len, contents.values())))
     except OSError as error:
         _disk_unusable(process, error)
         path = None
-    return _of(key, built, path)
+    return _artifact(key, built, path)
 
 
-def _of(key: BuildKey, built: Built, path: Path | None) -> Artifact:
-    # Through JSON, so that the process that builds sees what all others will see: lists for tuples, text for keys
+def _artifact(key: BuildKey, built: Built, path: Path | None) -> Artifact:
+    # Through JSON, so that the builder sees the same info as a reader: lists for tuples, strings for keys
     return Artifact(key, built.binary, json.loads(json.dumps(built.info)), path)
 
 
-def _bound(process: _Process, folder: str, size: int) -> None:
-    """Keep the size bound after `size` bytes were published."""
+def _keep_size_bound(process: _Process, folder: str, size: int) -> None:
+    """Shrink the cache to its size bound, after `size` bytes were published in `folder`."""
     if process.published is not None:
         process.published += size
     if process.published is None or process.published > _limit() * _COUNT_AFTER:

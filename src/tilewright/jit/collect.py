@@ -1,10 +1,10 @@
-"""Compile without launching: inside `collect(arch)` every kernel object that is called leaves a job instead.
+"""Compile without launching: inside `collect(arch)` a call of a kernel object adds a job instead.
 
     with collect("sm_90a") as collector:
         plan.launch(outs, *args, config=plan.config)    # fake tensors: sizes, strides and types, no memory
     artifacts = [job.compile() for job in collector.jobs]
 
-What is compiled is what would be launched, because the implementation's own launch code chose it.  A kernel object
+The jobs compile exactly what would be launched, because the launch code itself selects the kernels.  A kernel object
 of any language begins its `__call__` with
 
     collector = collecting()
@@ -29,7 +29,7 @@ __all__ = ["Collector", "Job", "collect", "collecting", "machine"]
 
 
 class Job(NamedTuple):
-    """One kernel to compile.  key: equal for equal binaries, None where the kernel object does not say."""
+    """One kernel to compile.  key: equal for equal binaries; None if the kernel object has none."""
 
     name: str
     compile: Callable[[], "Artifact"]
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Collector:
-    """Jobs of one block, without repetitions.  arch: the machine, as `device_info(...).arch` names it."""
+    """The jobs of one block, without duplicates.  arch: the machine, as in `device_info(...).arch`."""
 
     def __init__(self, arch: str) -> None:
         self.arch = machine(arch)
@@ -45,7 +45,7 @@ class Collector:
         self._seen: set[Hashable] = set()
 
     def add(self, name: str, compile: Callable[[], "Artifact"], key: Hashable = None) -> None:
-        """Note that kernel `name` is needed; a job with a `key` that is already there is left out."""
+        """Add a job for the kernel `name`, unless one with the same `key` exists."""
         if key is not None:
             if key in self._seen:
                 return
@@ -68,5 +68,5 @@ def collect(arch: str) -> Iterator[Collector]:
 
 
 def collecting() -> Collector | None:
-    """The collector in force here, if any.  Costs one read of a context variable."""
+    """The active collector, if any.  Costs one read of a context variable."""
     return _active.get()

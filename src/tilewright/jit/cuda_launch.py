@@ -7,9 +7,9 @@
     _copy = CudaKernel(Path(__file__).with_name("copy.cuh"), "copy", "TTii", archs=("sm_90a",))
     _copy((132,), (tensor_map(x, box), tensor_map(y, box), m, n), Params(64, x.dtype), block=32, shared_bytes=32768)
 
-The header holds `template <typename Config> __global__ void copy(...)`.  The source that is compiled, and kept beside
-the binary, writes the fields of `Params` by name into a `struct Config`: nothing is positional, and a name that the
-kernel misses is an error of the C++ compiler.  docs/cuda-kernels.md is the guide.
+The header holds `template <typename Config> __global__ void copy(...)`.  The compiled source, which is stored next to
+the binary, has the fields of `Params` by name in a `struct Config`: constants are not positional, and a name that is
+missing is an error of the C++ compiler.  docs/cuda-kernels.md is the guide.
 """
 
 import re
@@ -54,8 +54,8 @@ _TYPES = {
 class CudaKernel:
     """A kernel template `tilewright::<entry>` in `file`.
 
-    signature: one letter a parameter, as `jit.driver.Launch` reads it.  archs: what the code is written for ("sm_90a":
-    only that GPU; "sm_90": that and later ones of its generation).  flags: added to the compiler's.  dependent: see
+    signature: one letter per parameter, see `jit.driver.Launch`.  archs: the architectures of the code ("sm_90a": only
+    that GPU; "sm_90": that and later ones of its generation).  flags: additional compiler flags.  dependent: see
     `driver.Launch`.
 
     `kernel(grid, args, params, block=)`: args are tensors, tensor maps and numbers, the first of them a tensor or
@@ -104,7 +104,7 @@ class CudaKernel:
             launch = self._plan(index, params, block, shared_bytes, cluster)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         values = [a.data_ptr() if isinstance(a, Tensor) else a.descriptor if type(a) is TensorMap else a for a in args]
-        for i in self._int32:  # cuda-core would pass the low 32 bits of a larger one; a tape holds what passed here
+        for i in self._int32:  # cuda-core would pass the low 32 bits of a larger one; a replay uses these values
             if not -_INT32 <= values[i] < _INT32:
                 raise self._too_wide(i, values[i])
         launch(x, y, z, _current_stream(index), None, *values)
@@ -113,19 +113,19 @@ class CudaKernel:
             tape.add(Step(launch, (x, y, z), None, (), tuple(args)))
 
     def source(self, params: Any) -> str:
-        """The text compiled for `params`."""
+        """The source that is compiled for `params`."""
         return (
             f'#include "{self.file.name}"\n\n'
             f"{config_struct(params, _TYPES)}\n"
-            "// Naming the instance makes it\n"
+            "// Instantiates the kernel\n"
             f"static_assert(&tilewright::{self.entry}<Config> != nullptr);\n"
         )
 
     def compile(self, params: Any, arch: str | None = None) -> Artifact:
-        """The cubin for `params`, from the cache where it is there; launches nothing.
+        """The cubin for `params`, from the cache or compiled; launches nothing.
 
-        arch: "sm_90", or one of `archs`; default, the current GPU.  Raises BackendError if the kernel is not written
-        for it, if no compiler is here, or (CompileError) if the compiler refuses the source.
+        arch: "sm_90", or one of `archs`; default: that of the current GPU.  Raises BackendError if the kernel has no
+        code for it or no compiler is installed, CompileError if the compiler rejects the source.
         """
         text, arch = self.source(params), self._arch(arch or device_info().arch)
         switches = settings.current()
@@ -138,7 +138,7 @@ class CudaKernel:
             name=self.entry,
             kind="cuda",
             arch=arch,
-            flags=(*flags, *(f"dump={name}" for name in dumped)),  # an entry with dumps is an entry of its own
+            flags=(*flags, *(f"dump={name}" for name in dumped)),  # an entry with dumps is a separate entry
             source=text,
             headers=header_hash(text, source.include_dirs),
             compiler=f"{compiler.name} {version}" if version else "",
@@ -154,9 +154,9 @@ class CudaKernel:
             self._check_signature(artifact.info["parameters"])
             loaded = self._loaded[index, params] = load(artifact.binary, index, artifact.info["symbol"])
         if settings.current().print_configs:
-            chosen = ", ".join(f"{name}={value}" for name, value in params._asdict().items())
+            config = ", ".join(f"{name}={value}" for name, value in params._asdict().items())
             logger.warning(
-                "%s on cuda:%d: %s; block %d, shared %d bytes", self.entry, index, chosen, block, shared_bytes
+                "%s on cuda:%d: %s; block %d, shared %d bytes", self.entry, index, config, block, shared_bytes
             )
         launch = Launch(
             loaded,
@@ -177,12 +177,12 @@ class CudaKernel:
             'Split the problem, or try backend="triton".'
         )
 
-    def _arch(self, wanted: str) -> str:
-        """Which of `archs` a machine runs: code for its number, or plain code for an earlier one of its generation."""
-        runs = [arch for arch in self.archs if _runs(arch, machine(wanted))]
+    def _arch(self, target: str) -> str:
+        """The best of `archs` that `target` runs: its own number, or an earlier one of its generation."""
+        runs = [arch for arch in self.archs if _runs(arch, machine(target))]
         if not runs:
             raise BackendError(
-                f"{self.entry} is written for {', '.join(self.archs)}, and {wanted} cannot run that. "
+                f"{self.entry} is written for {', '.join(self.archs)}, and {target} cannot run that. "
                 'Another backend can: backend="auto".'
             )
         return max(runs, key=_number)
@@ -197,16 +197,16 @@ class CudaKernel:
 
 
 def parameter_names(file: Path, entry: str) -> list[str]:
-    """What the kernel's own text calls its parameters, in order; nothing where they cannot be read."""
-    found = re.search(rf"\b{entry}\s*\(([^()]*)\)\s*\{{", file.read_text())
-    if found is None:
+    """The names of the kernel's parameters in its source, in order; none if they cannot be parsed."""
+    match = re.search(rf"\b{entry}\s*\(([^()]*)\)\s*\{{", file.read_text())
+    if match is None:
         return []
-    plain = re.sub(r"//[^\n]*|/\*.*?\*/", "", found[1], flags=re.DOTALL)
-    return [words[-1] for part in plain.split(",") if (words := re.findall(r"\w+", part))]
+    parameters = re.sub(r"//[^\n]*|/\*.*?\*/", "", match[1], flags=re.DOTALL)
+    return [words[-1] for part in parameters.split(",") if (words := re.findall(r"\w+", part))]
 
 
 def _device_index(first: Any) -> int:
-    """The CUDA ordinal that a tensor or a tensor map belongs to."""
+    """The CUDA ordinal of a tensor or a tensor map."""
     if type(first) is TensorMap:
         return first.device
     if not (isinstance(first, Tensor) and first.is_cuda):

@@ -1,9 +1,9 @@
-"""`ct`: the cuTile language where cuda.tile is installed, and where it is not, a name under which kernels can be read.
+"""`ct`: the cuTile language if cuda.tile is installed, else a stand-in with which kernel files can be imported.
 
     from tilewright.jit.cutile_language import ct
 
-A file of cuTile kernels must be importable without cuda.tile, because a bundle brings their binaries ready made.  All
-that such a file does with `ct` when it is imported is to annotate constants; the rest happens when one is compiled.
+A file of cuTile kernels must be importable without cuda.tile, because a bundle may hold their binaries.  At import such
+a file uses `ct` only to annotate constants; the rest happens when a kernel is compiled.
 """
 
 from importlib import import_module, metadata
@@ -18,14 +18,14 @@ INSTALL = "pip install 'tilewright[cutile]'"
 
 
 class _Constant:
-    """Stands for `ct.Constant`, the annotation of a compile-time parameter: `ROWS: ct.Constant[int]`."""
+    """Stand-in for `ct.Constant`, the annotation of a compile-time parameter: `ROWS: ct.Constant[int]`."""
 
     def __getitem__(self, kind: type) -> type:
         return kind
 
 
 class _Absent:
-    """Stands for cuda.tile: annotations work, everything else says what to install."""
+    """Stand-in for cuda.tile: annotations work, everything else raises and says what to install."""
 
     Constant = _Constant()
 
@@ -36,10 +36,10 @@ class _Absent:
 
 
 def version() -> str | None:
-    """Of cuda.tile, "1.7.0"; None where it is not installed."""
+    """The version of cuda.tile, "1.7.0"; None if it is not installed."""
     try:
         return metadata.version("cuda-tile") if find_spec("cuda.tile") is not None else None
-    except (ModuleNotFoundError, metadata.PackageNotFoundError):  # the first: there is no package `cuda` at all
+    except (ModuleNotFoundError, metadata.PackageNotFoundError):  # ModuleNotFoundError: there is no package `cuda`
         return None
 
 

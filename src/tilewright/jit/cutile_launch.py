@@ -1,11 +1,11 @@
-"""Launch cuTile kernels: compiled once a specialisation, ahead of time or at first use, then started by `jit.driver`.
+"""Launch cuTile kernels: compiled once per specialisation, ahead of time or on first use, and launched by `jit.driver`.
 
-`ct.launch` is not used: it compiles what it is given on the machine that it runs on.  Here cuda.tile turns the Python
-function into Tile IR, tileiras turns that into a cubin, the kernel cache keeps it, and `driver.Launch` starts it.  So a
-machine with neither cuda.tile nor tileiras runs the kernels of a bundle.
+`ct.launch` is not used: it always compiles on the machine it runs on.  Here cuda.tile turns the Python function into
+Tile IR, tileiras turns that into a cubin, the kernel cache stores it, and `driver.Launch` launches it.  So a machine
+with neither cuda.tile nor tileiras runs the kernels of a bundle.
 
 The launch ABI is convention v2 of cuda.tile, which is documented: an array is a pointer, its shape and its strides, all
-int32; scalars by value; constants are gone; a block of (1, 1, 1), whatever number of threads the kernel has.
+int32; scalars by value; no constants; a block of (1, 1, 1), whatever number of threads the kernel has.
 """
 
 import inspect
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.errors import BackendError
+from tilewright.errors import BackendError, CompileError
 from tilewright.hardware import arch as arch_of
 from tilewright.hardware.device import raw_stream as _current_stream
 from tilewright.jit import cache as kernels
 from tilewright.jit import cutile_language, driver
 from tilewright.jit.artifact import Artifact, BuildKey, Built
 from tilewright.jit.collect import collecting
-from tilewright.jit.compilers import CompileError, Source, tileiras
+from tilewright.jit.compilers import Source, tileiras
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.tape import Step, taping
 from tilewright.jit.tensor_map import VECTOR, plain_strides
@@ -35,11 +35,11 @@ _BYTES = {"P": 8, "i": 4, "f": 4}
 
 
 class Hints(NamedTuple):
-    """What a configuration tells tileiras; None leaves the choice to it.
+    """Compiler hints of a configuration; None leaves the choice to tileiras.
 
-    num_worker_warps  4 or 8 (tileiras 13.3 and later): warps that compute, TMA producers not counted
-    occupancy         blocks that shall share an SM, 1 to 32: bounds the registers
-    num_ctas          blocks of a cluster, a power of two to 16
+    num_worker_warps  4 or 8 (tileiras 13.3 and later): math warps, without TMA producers
+    occupancy         target blocks per SM, 1 to 32; bounds the registers
+    num_ctas          blocks per cluster, a power of two up to 16
     """
 
     num_worker_warps: int | None = None
@@ -49,10 +49,10 @@ class Hints(NamedTuple):
 
 
 class Array(NamedTuple):
-    """What a binary assumes of a tensor: a flag is True for what is a multiple of 16 bytes."""
+    """What a binary assumes about a tensor: a flag is True if the value is a multiple of 16 bytes."""
 
     dtype: torch.dtype
-    unit: bool  # the last stride is 1
+    unit: bool  # is the last stride 1?
     strides: tuple[bool, ...]  # all but the last
     length: bool  # of the last dimension
     pointer: bool
@@ -62,7 +62,7 @@ Assumed = Array | type[int] | type[float]
 
 
 class Form(NamedTuple):
-    """One specialisation of a kernel: what is assumed of each argument, the constants, the hints."""
+    """One specialisation of a kernel: the assumptions about each argument, the constants, the hints."""
 
     assumed: tuple[Assumed, ...]
     constants: tuple[Any, ...]
@@ -70,13 +70,13 @@ class Form(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """The kernel's parameters as `driver.Launch` wants them, a letter each."""
+        """The kernel's parameters as letters of `driver.Launch`."""
         letters: dict[Any, str] = {int: "i", float: "f"}
         return "".join("P" + "ii" * (len(a.strides) + 1) if isinstance(a, Array) else letters[a] for a in self.assumed)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """For tileiras.  Without line numbers a binary is a third of the size and names no path of this machine."""
+        """Flags of tileiras.  Without line numbers a binary has a third of the size and contains no paths."""
         return (f"-O{self.hints.opt_level}", *(("--lineinfo",) if current().jit_lineinfo else ()))
 
 
@@ -84,8 +84,8 @@ class CutileKernel:
     """A function in the cuTile language, `ct.kernel` without the decorator, whose constants all come last.
 
     `kernel(grid, args, constants, hints)`: `args` are tensors, ints (int32) and floats (float32) in order, `constants`
-    the values of the `ct.Constant` parameters in order.  A tensor that is written must not overlap another.  The first
-    tensor decides the device; its current stream is used.
+    the values of the `ct.Constant` parameters in order.  A tensor that is written must not overlap another.  The launch
+    uses the device of the first tensor and its current stream.
     """
 
     def __init__(self, fn: FunctionType) -> None:
@@ -106,10 +106,10 @@ class CutileKernel:
         x, y, z = (*grid, 1, 1)[:3]
         if not (x and y and z):
             return
-        known = (index, Form(_assume(args, _aligned), constants, hints))
-        launch = self._launches.get(known)
+        form = Form(_assume(args, _aligned), constants, hints)
+        launch = self._launches.get((index, form))
         if launch is None:
-            launch = self._launches[known] = self._load(*known)
+            launch = self._launches[index, form] = self._load(index, form)
         parameters = _flatten(args)
         self._refuse_wide(args)
         pointers = [p.data_ptr() if isinstance(p, Tensor) else p for p in parameters]
@@ -144,10 +144,10 @@ class CutileKernel:
 
     def _key(self, arch: str, form: Form) -> BuildKey:
         names = list(inspect.signature(self.fn).parameters)
-        given = len(form.assumed)
-        if not arch.startswith("sm_") or len(names) != given + len(form.constants):
+        num_args = len(form.assumed)
+        if not arch.startswith("sm_") or len(names) != num_args + len(form.constants):
             raise BackendError(
-                f"{self.name} on {arch} with {given} arguments and {len(form.constants)} constants; needs an NVIDIA "
+                f"{self.name} on {arch} with {num_args} arguments and {len(form.constants)} constants; needs an NVIDIA "
                 f"GPU from sm_80 on, and values for {', '.join(names)}."
             )
         return BuildKey(
@@ -155,8 +155,8 @@ class CutileKernel:
             kind="cutile",
             arch=arch,
             flags=(
-                *(f"{name}: {_words(what)}" for name, what in zip(names[:given], form.assumed, strict=True)),
-                *(f"{name} = {value!r}" for name, value in zip(names[given:], form.constants, strict=True)),
+                *(f"{name}: {_words(assumed)}" for name, assumed in zip(names[:num_args], form.assumed, strict=True)),
+                *(f"{name} = {value!r}" for name, value in zip(names[num_args:], form.constants, strict=True)),
                 *(f"{name}={value}" for name, value in form.hints._asdict().items() if value is not None),
                 *form.options,
             ),
@@ -168,26 +168,26 @@ class CutileKernel:
 
 @cache
 def source(fn: FunctionType) -> str:
-    """The text that decides what `fn` computes: global constants and functions that it uses, then itself."""
-    found: dict[str, str] = {}
-    _gather(fn, found)
-    return "\n\n".join(found.values())
+    """The text that determines what `fn` computes: the global constants and functions it uses, then itself."""
+    texts: dict[str, str] = {}
+    _gather(fn, texts)
+    return "\n\n".join(texts.values())
 
 
-def _gather(fn: FunctionType, found: dict[str, str]) -> None:
-    """Add the texts under `fn` to `found`, what is called before what calls it."""
+def _gather(fn: FunctionType, texts: dict[str, str]) -> None:
+    """Add the sources of `fn` and of all that it uses to `texts`, callees before callers."""
     path = f"{fn.__module__}.{fn.__qualname__}"
-    if path in found:
+    if path in texts:
         return
-    found[path] = ""  # a function may call itself
+    texts[path] = ""  # a function may call itself
     for name in fn.__code__.co_names:
         value = fn.__globals__.get(name)
         if isinstance(value, FunctionType):
-            _gather(value, found)
+            _gather(value, texts)
         elif isinstance(value, bool | int | float | str):
-            found[f"{fn.__module__} {name}"] = f"{name} = {value!r}"
-    del found[path]
-    found[path] = inspect.getsource(fn).rstrip()
+            texts[f"{fn.__module__} {name}"] = f"{name} = {value!r}"
+    del texts[path]
+    texts[path] = inspect.getsource(fn).rstrip()
 
 
 def _assume(args: tuple[Any, ...], aligned: Any) -> tuple[Assumed, ...]:
@@ -215,12 +215,12 @@ def _aligned(t: Tensor) -> bool:
 
 
 def _aligned_when_allocated(t: Tensor) -> bool:
-    """Will it be?  Of a tensor without memory, whose storage will begin at a multiple of 16."""
+    """Would `t`, a tensor without memory, be aligned?  An allocated storage begins at a multiple of 16."""
     return int(t.storage_offset()) * t.element_size() % VECTOR == 0
 
 
 def _flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Kernel parameters: for a tensor itself, in place of its pointer, its shape and its strides."""
+    """Kernel parameters.  A tensor becomes itself (for its pointer), its shape and its strides."""
     parameters: list[Any] = []
     for a in args:
         parameters.append(a)
@@ -230,71 +230,73 @@ def _flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(parameters)
 
 
-def _words(what: Assumed) -> str:
-    if not isinstance(what, Array):
-        return "int32" if what is int else "float32"
-    strides = [*("16B" if known else "any" for known in what.strides), "1" if what.unit else "any"]
-    length, pointer = ("16B" if known else "any" for known in (what.length, what.pointer))
-    return f"{what.dtype} strides {' '.join(strides)}, length {length}, pointer {pointer}"
+def _words(assumed: Assumed) -> str:
+    if not isinstance(assumed, Array):
+        return "int32" if assumed is int else "float32"
+    strides = [*("16B" if flag else "any" for flag in assumed.strides), "1" if assumed.unit else "any"]
+    length, pointer = ("16B" if flag else "any" for flag in (assumed.length, assumed.pointer))
+    return f"{assumed.dtype} strides {' '.join(strides)}, length {length}, pointer {pointer}"
 
 
 @cache
 def _compiler() -> str:
-    """ "tileiras 13.4.92, cuda.tile 1.7.0", or "" where one of them is missing."""
+    """The compiler and its version, "tileiras 13.4.92, cuda.tile 1.7.0"; "" if one of the two is missing."""
     version = tileiras.compiler.version()
     return "" if version is None else f"tileiras {version}, cuda.tile {cutile_language.version()}"
 
 
 def _build(fn: FunctionType, key: BuildKey, form: Form) -> Built:
-    plain = Source(key.source, key.name, key.arch, form.options)
-    made = tileiras.compiler.compile(tileiras.TileSource(**vars(plain), bytecode=_bytecode(fn, plain, form)))
+    text = Source(key.source, key.name, key.arch, form.options)
+    built = tileiras.compiler.compile(tileiras.TileSource(**vars(text), bytecode=_bytecode(fn, text, form)))
     expected = [_BYTES[letter] for letter in form.signature]
-    found = made.info["parameters"]
-    if found[: len(expected)] != expected:  # tensor maps that the driver fills may follow
+    sizes = built.info["parameters"]
+    if sizes[: len(expected)] != expected:  # tensor maps, which the driver fills, may follow
         raise BackendError(
-            f"{key.name} takes parameters of {found} bytes, where {expected} were expected: "
+            f"{key.name} takes parameters of {sizes} bytes, where {expected} were expected: "
             "this version of cuda.tile has another calling convention."
         )
-    return made
+    return built
 
 
-def _bytecode(fn: FunctionType, plain: Source, form: Form) -> bytes:
-    """Tile IR of `fn`.  cuda.tile's own road to a cubin is not taken: it inherits the CUDA_HOME of the shell, keeps a
-    second cache and leaves its temporary files.
+def _bytecode(fn: FunctionType, text: Source, form: Form) -> bytes:
+    """Tile IR of `fn`.
+
+    cuda.tile could compile to a cubin too, but inherits the shell's CUDA_HOME, keeps a second cache and leaves
+    temporary files.
     """
     from cuda.tile import compilation
 
     convention = compilation.CallingConvention.cutile_python_v2()
-    written = io.BytesIO()
+    bytecode = io.BytesIO()
     try:
         compilation.export_kernel(
             ct.kernel(fn, **form.hints._asdict()),
-            [compilation.KernelSignature([*map(_constraint, form.assumed), *form.constants], convention, plain.name)],
-            written,
-            gpu_code=plain.arch,
+            [compilation.KernelSignature([*map(_constraint, form.assumed), *form.constants], convention, text.name)],
+            bytecode,
+            gpu_code=text.arch,
             output_format="tileir_bytecode",
             bytecode_version=tileiras.compiler.bytecode_version(),
         )
     except ct.TileError as error:
-        raise CompileError("cuda.tile", plain, str(error)) from error
-    return written.getvalue()
+        raise CompileError("cuda.tile", text, str(error)) from error
+    return bytecode.getvalue()
 
 
-def _constraint(what: Assumed) -> Any:
+def _constraint(assumed: Assumed) -> Any:
     from cuda.tile import compilation
 
-    if not isinstance(what, Array):
-        return compilation.ScalarConstraint(ct.int32 if what is int else ct.float32)
-    vector = VECTOR // what.dtype.itemsize
+    if not isinstance(assumed, Array):
+        return compilation.ScalarConstraint(ct.int32 if assumed is int else ct.float32)
+    vector = VECTOR // assumed.dtype.itemsize
     return compilation.ArrayConstraint(
-        getattr(ct, str(what.dtype).removeprefix("torch.")),
-        len(what.strides) + 1,
+        getattr(ct, str(assumed.dtype).removeprefix("torch.")),
+        len(assumed.strides) + 1,
         index_dtype=ct.int32,
         stride_lower_bound_incl=0,
-        stride_constant=[*(None for _ in what.strides), 1 if what.unit else None],
-        stride_divisible_by=[*(vector if known else 1 for known in what.strides), 1],
-        shape_divisible_by=[*(1 for _ in what.strides), vector if what.length else 1],
-        base_addr_divisible_by=VECTOR if what.pointer else what.dtype.itemsize,
+        stride_constant=[*(None for _ in assumed.strides), 1 if assumed.unit else None],
+        stride_divisible_by=[*(vector if flag else 1 for flag in assumed.strides), 1],
+        shape_divisible_by=[*(1 for _ in assumed.strides), vector if assumed.length else 1],
+        base_addr_divisible_by=VECTOR if assumed.pointer else assumed.dtype.itemsize,
         alias_groups=(),
         may_alias_internally=False,
     )

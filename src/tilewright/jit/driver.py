@@ -1,8 +1,8 @@
-"""Load and launch kernels of any language: cubins in, launches of about four microseconds out.
+"""Load cubins and launch their kernels, of any language, in about four microseconds.
 
 cuda-core does both.  Of those four microseconds the driver's own `cuLaunchKernelEx` takes 3.4 to 4.2 on the machine of
-docs/jit-costs.md; the same call through ctypes costs one more, Triton's C launcher as much.  What is prepared once per
-kernel (the launch shape, the stream object, which parameters are float32) is looked up here, not made again.
+docs/jit-costs.md; the same call through ctypes costs one more, Triton's C launcher as much.  The launch shape, the
+stream object and the positions of float32 parameters are prepared once and then looked up.
 """
 
 import struct
@@ -23,7 +23,7 @@ _LARGEST_PORTABLE_CLUSTER = 8
 _INVALID_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 _ADVICE = {
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "It was made for another GPU: compile it for this one, `tilewright warmup`.",
-    "CUDA_ERROR_JIT_COMPILER_NOT_FOUND": "The driver misses a helper library beside libcuda: install the whole driver "
+    "CUDA_ERROR_JIT_COMPILER_NOT_FOUND": "The driver misses a helper library next to libcuda: install the whole driver "
     "package; `tilewright doctor` lists them.",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "It is newer than the driver: update the driver, or compile with an older "
     "toolchain.",
@@ -54,7 +54,7 @@ def _core() -> Any:
 def load(binary: bytes, device: int, symbol: str) -> Loaded:
     """Load the kernel `symbol` (its mangled name) of a cubin on `device`, a CUDA ordinal.
 
-    Raises BackendError in the driver's words, e.g. for a cubin of another architecture.
+    Raises BackendError with the driver's message, e.g. for a cubin of another architecture.
     """
     core = _core()
     with torch.cuda.device(device):
@@ -69,13 +69,13 @@ def load(binary: bytes, device: int, symbol: str) -> Loaded:
 
 
 class Launch:
-    """A kernel with its launch shape: `launch(x, y, z, stream, function, *params)`, the order of Triton's C launcher.
+    """A kernel and its launch shape: `launch(x, y, z, stream, function, *params)`, in the order of Triton's C launcher.
 
-    signature: one letter a parameter, P pointer, i int32, q int64, f float32, d float64, ? bool, T tensor map (what
-    `tensor_map` returns).  block: threads.  shared_bytes: dynamic.  cluster: blocks; x, y, z count blocks and are its
-    multiples.  `function` is ignored: the kernel is this object's.  A grid of no blocks launches nothing.
-    dependent: the grid may start while the one before it on the stream still runs, and waits for its results where the
-    kernel says so (programmatic dependent launch): only for kernels that call `wait_for_previous_kernel`.
+    signature: one letter per parameter, P pointer, i int32, q int64, f float32, d float64, ? bool, T tensor map (from
+    `tensor_map`).  block: threads.  shared_bytes: dynamic.  cluster: blocks; x, y, z count blocks and must be multiples
+    of it.  `function` is ignored.  A grid with a zero launches nothing.
+    dependent: programmatic dependent launch: the grid may start while the previous one on the stream still runs.  Only
+    for kernels that call `griddepcontrol_wait`.
     The kernel's device must be the current one.
     """
 
@@ -94,13 +94,13 @@ class Launch:
             raise BackendError(f"{loaded.name}: parameter kinds {unknown}; allowed are {', '.join(LETTERS)}.")
         core = _core()
         self.loaded, self.signature = loaded, signature
-        self._launch, self._make, self._kernel = core.launch, core.LaunchConfig, loaded.kernel
+        self._launch, self._launch_config, self._kernel = core.launch, core.LaunchConfig, loaded.kernel
         self._floats = [i for i, letter in enumerate(signature) if letter == "f"]
         self._shared_bytes, self._cluster = shared_bytes, cluster
         self._options = {"block": block, "shmem_size": shared_bytes, "programmatic_stream_serialization": dependent}
         self._shapes: dict[tuple[int, int, int], Any] = {}
         self._streams: dict[int, Any] = {}
-        self._prepare()
+        self._set_attributes()
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *params: Any) -> None:
         grid = (x, y, z)
@@ -115,31 +115,31 @@ class Launch:
                 value = values[i]
                 values[i] = _bits(value) if value else _bits_of_zero(value)
             params = tuple(values)
-        where = self._streams.get(stream)
-        if where is None:
-            where = self._streams[stream] = _stream(self.loaded.device, stream)
+        core_stream = self._streams.get(stream)
+        if core_stream is None:
+            core_stream = self._streams[stream] = _stream(self.loaded.device, stream)
         try:
-            self._launch(where, shape, self._kernel, *params)
+            self._launch(core_stream, shape, self._kernel, *params)
         except Exception as error:  # noqa: BLE001  cuda-core's error class is private; nothing is swallowed
-            self._again(error, grid, shape, stream, params)
+            self._retry(error, grid, shape, stream, params)
 
     def _shape(self, grid: tuple[int, int, int]) -> Any:
         if len(self._shapes) >= 4096:
             self._shapes.clear()
         if self._cluster is None:
-            made = self._make(grid=grid, **self._options)
+            shape = self._launch_config(grid=grid, **self._options)
         else:
             if any(g % c for g, c in zip(grid, self._cluster, strict=True)):
                 raise BackendError(f"{self.loaded.name}: a grid of {grid} blocks is no multiple of {self._cluster}.")
             clusters = tuple(g // c for g, c in zip(grid, self._cluster, strict=True))
-            made = self._make(grid=clusters, cluster=self._cluster, **self._options)
-        self._shapes[grid] = made
-        return made
+            shape = self._launch_config(grid=clusters, cluster=self._cluster, **self._options)
+        self._shapes[grid] = shape
+        return shape
 
-    def _again(
+    def _retry(
         self, error: Exception, grid: tuple[int, int, int], shape: Any, stream: int, params: Sequence[Any]
     ) -> None:
-        """Once more in a thread that has not used the device before; any other error is raised in words."""
+        """Retry with a context, in a thread that has not used the device before; translate any other error."""
         doing = f"launching {self.loaded.name} on a grid of {grid} blocks of {self._options['block']} threads"
         if _INVALID_CONTEXT not in str(error):
             raise _translated(error, doing) from error
@@ -149,22 +149,22 @@ class Launch:
         except Exception as second:
             raise _translated(second, doing) from second
 
-    def _prepare(self) -> None:
-        """What the driver grants only when asked: much shared memory, large clusters."""
+    def _set_attributes(self) -> None:
+        """Set the attributes that large shared memory and non-portable cluster sizes need."""
         from cuda.bindings import driver
 
-        which = driver.CUfunction_attribute
-        wanted = []
+        names = driver.CUfunction_attribute
+        attributes = []
         if self._shared_bytes + self.loaded.shared_bytes > _DEFAULT_SHARED_LIMIT:
-            wanted.append((which.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes))
+            attributes.append((names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes))
         if self._cluster is not None and _product(self._cluster) > _LARGEST_PORTABLE_CLUSTER:
-            wanted.append((which.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-        for attribute, value in wanted:
+            attributes.append((names.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        for attribute, value in attributes:
             (status,) = driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self.loaded.device)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise BackendError(
                     f"{self.loaded.name}: {status.name} on asking for {self._shared_bytes} bytes of dynamic shared "
-                    f"memory beside {self.loaded.shared_bytes} static ones, in clusters of {self._cluster}."
+                    f"memory next to {self.loaded.shared_bytes} static ones, in clusters of {self._cluster}."
                 )
 
 
@@ -175,9 +175,9 @@ def _product(sizes: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _bits(value: float) -> int:
-    """A float32 as the integer of the same bits: cuda-core passes a Python float as a double, and integers fastest.
+    """The bits of a float32 as an integer: cuda-core passes a Python float as a double, and integers fastest.
 
-    Not for zeros: 0.0 and -0.0 are one key.
+    Not for zeros: 0.0 and -0.0 are equal keys of the cache.
     """
     (bits,) = struct.unpack("@I", struct.pack("@f", value))
     return int(bits)
@@ -189,7 +189,7 @@ def _bits_of_zero(value: float) -> int:
 
 
 class _Handle:
-    """A raw stream in the form that cuda-core takes."""
+    """A raw stream with the protocol of cuda-core."""
 
     def __init__(self, raw: int) -> None:
         self._raw = raw
@@ -200,13 +200,13 @@ class _Handle:
 
 @cache
 def _stream(device: int, raw: int) -> Any:
-    """cuda-core's face of a stream that belongs to somebody else.
+    """cuda-core's object for a raw stream, which it does not own.
 
-    cuda-core has an object of a device for every thread, which makes no stream before the thread has used the device.
+    cuda-core has one Device object per thread, which makes no stream before the thread has used the device.
     """
-    place = _core().Device(device)
-    place.set_current()
-    return place.create_stream(_Handle(raw))
+    core_device = _core().Device(device)
+    core_device.set_current()
+    return core_device.create_stream(_Handle(raw))
 
 
 def _translated(error: Exception, doing: str) -> BackendError:

@@ -1,4 +1,4 @@
-"""`entry.json`: what one cached kernel is, with checksums of every file beside it and of itself."""
+"""`entry.json`: the description of one cached kernel, with checksums of all its files and of itself."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewright.errors import InputError
+from tilewright.errors import CorruptError, InputError
 from tilewright.jit.artifact import BuildKey, Built
 from tilewright.version import __version__
 
@@ -27,17 +27,13 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-class CorruptError(Exception):
-    """An entry that is there and cannot be used; says why."""
-
-
 def compose(key: BuildKey, built: Built) -> dict[str, bytes]:
     """Every file of an entry by name, `entry.json` last."""
     contents = {f"kernel.{key.source_suffix}": key.source.encode(), f"kernel.{key.suffix}": built.binary}
     for suffix, data in built.files.items():
         name = f"kernel.{suffix}"
         if not _NAME.fullmatch(name) or name in contents:
-            raise InputError(f"{key.name}: an extra file cannot be called {name!r}; take a suffix of its own.")
+            raise InputError(f"{key.name}: an extra file cannot be called {name!r}; take another suffix.")
         contents[name] = data
     described = {
         "schema": SCHEMA,
@@ -50,7 +46,7 @@ def compose(key: BuildKey, built: Built) -> dict[str, bytes]:
         "info": built.info,
         "files": {name: checksum(data) for name, data in contents.items()},
     }
-    # The checksum stands first, over the text that follows it: no second serialisation has to agree with the first
+    # The checksum comes first and covers the text after it, so a reader need not serialise again
     rest = json.dumps(described, indent=1)[1:]
     contents[FILE] = f'{_HEAD}{checksum(rest.encode())}",{rest}\n'.encode()
     return contents
@@ -75,12 +71,12 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The description of the entry in `folder`.  Raises CorruptError, and OSError where it cannot be read."""
+    """The description of the entry in `folder`.  Raises CorruptError, and OSError if it cannot be read."""
     return parse((folder / FILE).read_bytes())
 
 
 def check(folder: str, contents: Mapping[str, bytes]) -> None:
-    """Raise CorruptError unless `contents` are exactly the files of the entry `folder`, unharmed, under its own key."""
+    """Raise CorruptError unless `contents` are exactly the files of the entry `folder`, intact and with its key."""
     if FILE not in contents:
         raise CorruptError(f"{FILE} is missing")
     entry = parse(contents[FILE])
@@ -106,5 +102,5 @@ def check(folder: str, contents: Mapping[str, bytes]) -> None:
 
 
 def checksum(data: bytes) -> str:
-    """SHA-256 as hexadecimal digits."""
+    """SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

@@ -1,8 +1,8 @@
-"""One hash over every header a source can reach, so that editing a header rebuilds what includes it.
+"""One hash over all headers that a source includes, so that editing a header rebuilds its users.
 
-Only what is found under the given folders counts: system and toolkit headers belong to the compiler's version.  The
-hash covers names as they are spelled and contents, never where the folders lie.  Conditions are not evaluated: an
-include behind `#if` counts, and so does one in a block comment, which costs a rebuild at worst.
+Only headers in the given folders count: system and toolkit headers belong to the compiler's version.  The hash covers
+spelled names and contents, not the paths of the folders.  Conditions are not evaluated: an include inside `#if`, or in
+a block comment, counts too, which at worst costs a rebuild.
 """
 
 import hashlib
@@ -21,30 +21,30 @@ class _Header(NamedTuple):
     includes: list[tuple[bool, str]]  # (quoted, name)
 
 
-_known: dict[Path, _Header] = {}
+_headers: dict[Path, _Header] = {}
 
 
 def header_hash(source: str, include_dirs: Sequence[Path]) -> str:
     """Hash of all headers that `source` includes, directly or not; "" if it includes none of ours.
 
-    `"name"` is looked for beside the including header, then in `include_dirs` in order; `<name>` only in the latter.
+    `"name"` is searched next to the including header, then in `include_dirs` in order; `<name>` only in the latter.
     """
     hashed = hashlib.sha256()
-    seen: set[Path] = set()
-    waiting = [(name, tuple(include_dirs)) for _, name in reversed(_includes(source.encode()))]
-    while waiting:
-        name, folders = waiting.pop()
+    visited: set[Path] = set()
+    pending = [(name, tuple(include_dirs)) for _, name in reversed(_includes(source.encode()))]
+    while pending:
+        name, folders = pending.pop()
         path = _find(name, folders)
-        if path is None or path in seen:
+        if path is None or path in visited:
             continue
-        seen.add(path)
+        visited.add(path)
         header = _read(path)
         hashed.update(b"%s\0%s" % (name.encode(), header.digest))
-        waiting += [
+        pending += [
             (n, (path.parent, *include_dirs) if quoted else tuple(include_dirs))
             for quoted, n in reversed(header.includes)
         ]
-    return hashed.hexdigest() if seen else ""
+    return hashed.hexdigest() if visited else ""
 
 
 def _includes(text: bytes) -> list[tuple[bool, str]]:
@@ -53,7 +53,7 @@ def _includes(text: bytes) -> list[tuple[bool, str]]:
 
 def _find(name: str, folders: Sequence[Path]) -> Path | None:
     for folder in folders:
-        path = Path(os.path.normpath(folder / name))  # so that a/../a/x.h is a/x.h, and a circle ends
+        path = Path(os.path.normpath(folder / name))  # so that a/../a/x.h is a/x.h, and cyclic includes end
         if path.is_file():
             return path
     return None
@@ -62,8 +62,8 @@ def _find(name: str, folders: Sequence[Path]) -> Path | None:
 def _read(path: Path) -> _Header:
     stat = path.stat()
     state = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-    header = _known.get(path)
+    header = _headers.get(path)
     if header is None or header.state != state:
         text = path.read_bytes()
-        header = _known[path] = _Header(state, hashlib.sha256(text).digest(), _includes(text))
+        header = _headers[path] = _Header(state, hashlib.sha256(text).digest(), _includes(text))
     return header

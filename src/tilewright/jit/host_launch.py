@@ -3,8 +3,8 @@
     _kernel = HostKernel(Path(__file__).with_name("rms_norm.cpp"), "rms_norm", "PPPPPqqqqff")
     _kernel((y, total, x, ...), Params(T=torch.bfloat16, W=torch.float32, kAdd=False))
 
-The file holds a function template; the source that is compiled, and kept beside the binary, is the file's text and
-below it the instance that was asked for, with the fields of `Params` written by name into a `struct Config`.
+The file holds a function template.  The compiled source, which is stored next to the binary, is the file's text and
+below it the requested instance, with the fields of `Params` by name in a `struct Config`.
 """
 
 import ctypes
@@ -42,15 +42,15 @@ _DTYPES = {
     torch.int32: "int32_t",
     torch.int64: "int64_t",
 }
-_serial = False  # in a child of fork: the OpenMP runtime's threads stayed with the parent
+_serial = False  # True in a child of fork, where the OpenMP runtime has lost its threads
 
 
 class HostKernel:
     """A function template of `file`: `template <class Config> void entry(..., int threads)`.
 
-    signature: one letter an argument, P pointer, q int64, i int32, f float32; `threads` comes last by itself.
+    signature: one letter per argument, P pointer, q int64, i int32, f float32; `threads` is appended.
     `kernel(args, params)`: args are tensors (None: a null pointer) and numbers, params a NamedTuple with annotated
-    fields, as `CudaKernel` takes it.  flags: added to the compiler's.
+    fields, as for `CudaKernel`.  flags: additional compiler flags.
     """
 
     def __init__(self, file: Path, entry: str, signature: str, flags: tuple[str, ...] = ()) -> None:
@@ -72,7 +72,7 @@ class HostKernel:
         function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in args], threads)
 
     def source(self, params: NamedTuple) -> str:
-        """The text compiled for `params`."""
+        """The source that is compiled for `params`."""
         arguments = [f"{_C_TYPES[letter][0]} a{i}" for i, letter in enumerate(self.signature)]
         call = ", ".join([*(f"a{i}" for i in range(len(arguments))), "threads"])
         half = "#include <tilewright/host/half.h>\n" if torch.float16 in params else ""
@@ -88,7 +88,7 @@ class HostKernel:
         )
 
     def compile(self, params: NamedTuple, arch: str | None = None) -> Artifact:
-        """The library for `params`, from the cache where it is there.  arch: default, this machine's."""
+        """The library for `params`, from the cache or compiled.  arch: default: that of this machine."""
         compiler = get_compiler("host")
         text, version = self.source(params), compiler.version() or ""
         name, arch = self.entry, arch or architecture()
@@ -97,8 +97,8 @@ class HostKernel:
         key = BuildKey(name, "host", arch, self.flags, text, headers, version, suffix="so", source_suffix="cpp")
 
         def build() -> Any:
-            chosen = ", ".join(f"{field}={_spelled(value)}" for field, value in params._asdict().items())
-            logger.info("compiling %s<%s> with %s for %s", name, chosen, version, arch)
+            config = ", ".join(f"{field}={_spelled(value)}" for field, value in params._asdict().items())
+            logger.info("compiling %s<%s> with %s for %s", name, config, version, arch)
             return compiler.compile(source)
 
         return kernel_cache.get(key, build if version else None)
@@ -109,23 +109,23 @@ class HostKernel:
 
 
 def _spelled(value: Any) -> str:
-    """`value` as the source names it."""
+    """`value` as spelled in the source."""
     return str(value).lower() if isinstance(value, bool) else str(_DTYPES.get(value, value))
 
 
 def _open(artifact: Artifact) -> ctypes.CDLL:
-    """Load the bytes that were verified, from memory of this process: a file of the cache may be another one by now."""
+    """Load the verified bytes from memory: the file in the cache may have been replaced meanwhile."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(artifact.key.name)
         with open(descriptor, "wb", closefd=False) as memory:
             memory.write(artifact.binary)
         try:
-            # It stays open: the loader takes a name that it knows for the library it already has
+            # The descriptor stays open: a reused number would be a name that the loader already knows
             return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
         except OSError as error:
             os.close(descriptor)
-            logger.debug("%s is loaded from a file of its own: %s", artifact.key.name, error)
-    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:  # with a new name, which nobody else may change
+            logger.debug("%s is loaded from a private file: %s", artifact.key.name, error)
+    with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:  # a new name, private to this user
         file = Path(folder) / f"{artifact.key.name}.so"
         file.write_bytes(artifact.binary)
         try:

@@ -1,4 +1,4 @@
-"""Keeps the kernel cache small and tidy: the size bound, what dead processes left, and removal by hand."""
+"""Maintenance of the kernel cache: its size bound, files left by dead processes, and removal on request."""
 
 import os
 import shutil
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilewright.errors import CorruptError
 from tilewright.jit import entry as descriptions
-from tilewright.jit.entry import CorruptError
 from tilewright.jit.store import Store
 from tilewright.log import log_once
 
-# Removing some more than needed spares the next builds another count of the whole folder
+# Remove more than needed, so that the next builds need not count the whole folder again
 _SHRINK_TO = 0.9
 _AHEAD_SECONDS = 60.0
 
@@ -36,31 +36,31 @@ class Entry:
 
 
 def entries(store: Store) -> Iterator[Entry]:
-    """Every readable entry, in order of name."""
+    """All readable entries, sorted by name."""
     for folder in store.folders():
-        with suppress(CorruptError, OSError):  # incomplete, or removed while we look
-            described = descriptions.read(folder)
-            fields = {f: described[f] for f in ("name", "kind", "arch", "compiler", "request", "created", "info")}
+        with suppress(CorruptError, OSError):  # incomplete, or removed meanwhile
+            description = descriptions.read(folder)
+            fields = {f: description[f] for f in ("name", "kind", "arch", "compiler", "request", "created", "info")}
             size, used = _size_and_use(folder)
             yield Entry(folder=folder, size=size, used=used, **fields)
 
 
 def shrink(store: Store, limit: int, keep: Collection[str]) -> int:
-    """Remove the least recently used entries while all together exceed `limit` bytes; returns what is left in bytes.
+    """Remove the least recently used entries while the total exceeds `limit` bytes; returns the bytes left.
 
-    The folders named in `keep` stay, and so does what another process builds at the moment.
+    The folders named in `keep` stay, and entries that another process is building.
     """
-    known = {}
+    entries_by_folder = {}
     for folder in store.folders():
-        with suppress(OSError):  # removed while we look
-            known[folder] = _size_and_use(folder)
-    total = sum(size for size, _ in known.values())
+        with suppress(OSError):  # removed meanwhile
+            entries_by_folder[folder] = _size_and_use(folder)
+    total = sum(size for size, _ in entries_by_folder.values())
     if total <= limit:
         return total
-    # A time well ahead of now comes from a wrong clock and says nothing: such entries go first, not never.  The entries
-    # just written tell the file system's own time.
-    now = max(time.time(), *(used for folder, (_, used) in known.items() if folder.name in keep), 0.0)
-    for folder, (size, _) in sorted(known.items(), key=lambda item: _order(item[1][1], now)):
+    # A time far in the future comes from a wrong clock: remove such entries first, or they would stay for ever.  The
+    # entries just written show the file system's own time.
+    now = max(time.time(), *(used for folder, (_, used) in entries_by_folder.items() if folder.name in keep), 0.0)
+    for folder, (size, _) in sorted(entries_by_folder.items(), key=lambda item: _order(item[1][1], now)):
         if folder.name not in keep and _remove(store, folder.name):
             total -= size
         if total <= limit * _SHRINK_TO:
@@ -69,24 +69,24 @@ def shrink(store: Store, limit: int, keep: Collection[str]) -> int:
 
 
 def clear(store: Store, kind: str | None = None, older_than: float | None = None) -> int:
-    """Remove entries; returns how many.  kind: only of this kind; older_than: only unused for so many seconds.
+    """Remove entries; returns their number.  kind: only of this kind; older_than: only unused for so many seconds.
 
-    Without either, broken entries go too.
+    Without either, corrupt entries are removed too.
     """
     if kind is None and older_than is None:
-        chosen = store.folders()
+        folders = store.folders()
         sweep(store)
     else:
         oldest = time.time() - (older_than or 0.0)
-        chosen = [
+        folders = [
             e.folder for e in entries(store) if kind in (None, e.kind) and (older_than is None or e.used <= oldest)
         ]
-    return sum(_remove(store, folder.name) for folder in chosen)
+    return sum(_remove(store, folder.name) for folder in folders)
 
 
 def sweep(store: Store) -> None:
-    """Remove half-written entries of dead processes: those whose lock nobody holds."""
-    with suppress(OSError):  # nothing there, or no locks to tell who is alive
+    """Remove partial entries of dead processes: those whose lock is free."""
+    with suppress(OSError):  # no folder, or no locks to tell which processes are alive
         for folder in (store.root / ".tmp").iterdir():
             lock = store.lock(folder.name.partition(".")[0])
             if lock.take():
@@ -95,7 +95,7 @@ def sweep(store: Store) -> None:
 
 
 def _remove(store: Store, folder: str) -> bool:
-    """Remove one entry and its lock unless somebody is at work on it."""
+    """Remove one entry and its lock, unless another process holds the lock."""
     try:
         lock = store.lock(folder)
         if not lock.take():
@@ -104,7 +104,7 @@ def _remove(store: Store, folder: str) -> bool:
             store.drop(folder)
         finally:
             lock.give(remove=True)
-    except OSError as error:  # somebody else's, in a shared folder, or the disk is read-only
+    except OSError as error:  # another user's entry in a shared folder, or a read-only disk
         log_once(("kernel cache", "remove", store.root), f"kernel cache: {folder} cannot be removed: {error}")
         return False
     return True
@@ -115,7 +115,7 @@ def _order(used: float, now: float) -> float:
 
 
 def _size_and_use(folder: Path) -> tuple[int, float]:
-    """Bytes of an entry, and when it was last used: 0.0 for one without `entry.json`, which nobody can use."""
+    """Bytes of an entry, and the time of its last use: 0.0 without `entry.json`, since it is unusable."""
     size, used = 0, 0.0
     with os.scandir(folder) as files:
         for file in files:

@@ -1,20 +1,20 @@
-"""One builder a key: a lock of the operating system's, which vanishes with the process that held it."""
+"""One builder per key: a lock of the operating system, which is released when its process dies."""
 
 from contextlib import suppress
 from pathlib import Path
 
 
 class KeyLock:
-    """The lock of one key, over all processes that share a cache folder."""
+    """The lock of one key among all processes that share a cache folder."""
 
     def __init__(self, path: Path) -> None:
-        from filelock import FileLock  # only who builds needs it
+        from filelock import FileLock  # only needed to build
 
         self._path = path
         self._lock = FileLock(str(path))
 
     def take(self, wait: float = 0.0) -> bool:
-        """Take the lock if nobody holds it for `wait` seconds.  Raises OSError where the folder cannot hold locks."""
+        """Acquire the lock in `wait` seconds, else return False.  Raises OSError if the folder cannot hold locks."""
         from filelock import Timeout
 
         try:
@@ -26,12 +26,12 @@ class KeyLock:
         return True
 
     def give(self, *, remove: bool = False) -> None:
-        """Let go; remove: also delete the file, for a key whose entry is gone.
+        """Release the lock.  remove: also delete the file, for a key whose entry was removed.
 
-        A process that waits on the deleted file may then build beside a newer one.  That costs time and nothing else,
-        because publishing tolerates a loser.
+        A process that waits on the deleted file may then build at the same time as another.  That only costs time,
+        because publishing tolerates a second builder.
         """
         if remove:
-            with suppress(OSError):  # gone already, or not ours to delete
+            with suppress(OSError):  # already deleted, or another user's
                 self._path.unlink()
         self._lock.release()

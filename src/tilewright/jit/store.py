@@ -1,12 +1,12 @@
-"""The kernel cache on disk: one folder an entry, whole or absent.
+"""The kernel cache on disk: one folder per entry, complete or absent.
 
     kernels/<name>-<request>-<compiler>/   kernel.cu, kernel.cubin, entry.json, extra files
-    kernels/.locks/<entry>.lock            held by whoever builds or removes the entry
-    kernels/.tmp/<entry>.<unique>/         an entry being written or removed
+    kernels/.locks/<entry>.lock            held while a process builds or removes the entry
+    kernels/.tmp/<entry>.<unique>/         an entry that is being written or removed
 
-An entry is written under `.tmp`, then renamed: a reader sees all of it or nothing, and a process killed at any point
-leaves at most a folder in `.tmp`, which is nobody's once its lock is free.  The modification time of `entry.json` is
-the time of its last use; only the order of eviction depends on it.
+An entry is written under `.tmp`, then renamed: a reader sees all of it or nothing.  A process that is killed leaves at
+most a folder in `.tmp`, which may be removed once its lock is free.  The modification time of `entry.json` is the time
+of its last use; only the order of eviction depends on it.
 """
 
 import os
@@ -17,36 +17,36 @@ from contextlib import suppress
 from errno import EPERM
 from pathlib import Path
 
+from tilewright.errors import CorruptError, UntrustedError
 from tilewright.jit import entry as entries
 from tilewright.jit import trust
 from tilewright.jit.artifact import Artifact, BuildKey
-from tilewright.jit.entry import CorruptError
 from tilewright.jit.lock import KeyLock
 from tilewright.log import log_once, log_once_a_tree
 
 
 class Store:
-    """The entries under one folder.  What writes raises OSError; what reads calls it a miss.
+    """The entries in one folder.  Writing methods raise OSError; for reading ones an OSError is a miss.
 
-    A folder that others own or may write (`trust`) holds nothing, and takes nothing.
+    A folder that other users own or may write (`trust`) is not used: reads miss and writes raise.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def load(self, key: BuildKey) -> Artifact | None:
-        """The entry of exactly this key.  Raises CorruptError."""
+        """The entry of exactly this key; None if it is absent.  Raises CorruptError."""
         folder = self.root / key.folder
         if self._refused():
             return None
         try:
             return _load(key, folder)
         except CorruptError:
-            return _load(key, folder)  # perhaps it was replaced between two of our reads: then this look finds it whole
+            return _load(key, folder)  # it may have been replaced between two reads: read again
 
     def load_any(self, key: BuildKey) -> Artifact | None:
-        """The newest whole entry of this request, whichever compiler made it."""
-        found: list[tuple[float, Artifact]] = []
+        """The newest valid entry of this request, of any compiler; None if there is none."""
+        candidates: list[tuple[float, Artifact]] = []
         if self._refused():
             return None
         for folder in self.folders(key.family):
@@ -54,30 +54,30 @@ class Store:
                 try:
                     artifact = _load(key, folder)
                     if artifact is not None:
-                        found.append((entries.read(folder)["created"], artifact))
+                        candidates.append((entries.read(folder)["created"], artifact))
                 except CorruptError as error:
                     log_once(("kernel cache", folder), f"kernel cache: {folder} is passed over: {error}")
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+        return max(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
     def folders(self, prefix: str = "") -> list[Path]:
-        """The folders of all entries, whole or not, in order of name."""
+        """The folders of all entries, valid or not, sorted by name."""
         try:
-            found = sorted(self.root.iterdir())
+            paths = sorted(self.root.iterdir())
         except OSError:
             return []  # no folder, no entries
-        return [path for path in found if path.name.startswith(prefix) and entries.FOLDER.fullmatch(path.name)]
+        return [path for path in paths if path.name.startswith(prefix) and entries.FOLDER.fullmatch(path.name)]
 
     def lock(self, folder: str) -> KeyLock:
-        """The lock of one entry, not yet taken.  Raises OSError where there can be none."""
+        """The lock of one entry, not yet acquired.  Raises OSError if the folder cannot hold locks."""
         self._make_root()
         locks = self.root / ".locks"
         locks.mkdir(mode=trust.FOLDER_MODE, exist_ok=True)
         return KeyLock(locks / f"{folder}.lock")
 
     def put(self, folder: str, contents: Mapping[str, bytes], *, replace: bool = False) -> bool:
-        """Make the entry `folder` of these files.  Call it with the entry's lock held.
+        """Write the entry `folder` with these files.  The caller holds the entry's lock.
 
-        False where one exists and stays, which without `replace` only a file system without locks lets happen.
+        False if the entry exists and stays; without `replace` that only happens on a file system without locks.
         """
         partial = self._partial(folder)
         try:
@@ -95,25 +95,25 @@ class Store:
                     raise
                 return False
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # not there any more after a success
+            shutil.rmtree(partial, ignore_errors=True)  # renamed away after a success
         return True
 
     def drop(self, folder: str) -> None:
-        """Remove an entry, for every reader in one step.  Call it with the entry's lock held."""
-        gone = self._partial(folder)
-        gone.parent.mkdir(mode=trust.FOLDER_MODE, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # somebody was faster
-            (self.root / folder).rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        """Remove an entry, atomically for readers.  The caller holds the entry's lock."""
+        removed = self._partial(folder)
+        removed.parent.mkdir(mode=trust.FOLDER_MODE, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # another process removed it first
+            (self.root / folder).rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def _make_root(self) -> None:
-        """Have the folder.  Raises PermissionError where it is not to be trusted."""
+        """Create the folder.  Raises PermissionError if it is not trusted."""
         self.root.mkdir(mode=trust.FOLDER_MODE, parents=True, exist_ok=True)
         if self._refused():
-            raise PermissionError(EPERM, f"it is not used: {trust.refusal_of(self.root)}")
+            raise PermissionError(EPERM, f"it is not used: {trust.why_not_folder(self.root)}")
 
     def _refused(self) -> bool:
-        reason = trust.refusal_of(self.root)
+        reason = trust.why_not_folder(self.root)
         if reason is not None:
             log_once_a_tree(
                 f"kernel cache {self.root}",
@@ -133,7 +133,7 @@ def _load(key: BuildKey, folder: Path) -> Artifact | None:
         with trust.opened(folder) as opened:
             entry = entries.parse(trust.read(opened, entries.FILE))
             binary = trust.read(opened, path.name)
-    except trust.UntrustedError as error:
+    except UntrustedError as error:
         raise CorruptError(str(error)) from error
     except FileNotFoundError as error:
         if folder.is_dir():
@@ -145,7 +145,7 @@ def _load(key: BuildKey, folder: Path) -> Artifact | None:
         raise CorruptError("it answers another request")
     if entry["files"].get(path.name) != entries.checksum(binary):
         raise CorruptError(f"{path.name} differs from its checksum")
-    with suppress(OSError):  # a read-only disk keeps no times
+    with suppress(OSError):  # a read-only disk
         os.utime(folder / entries.FILE)
     return Artifact(key, binary, entry["info"], path)
 
@@ -154,4 +154,4 @@ def _write(path: Path, data: bytes) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, trust.FILE_MODE), "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())  # after a power cut, no renamed folder holds empty files
+        os.fsync(file.fileno())  # so that a renamed folder has no empty files after a power failure

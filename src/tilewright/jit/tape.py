@@ -1,10 +1,10 @@
-"""A tape: the kernel launches one call made, ready to be made again for other tensors of the same signature.
+"""Capture and replay of the kernel launches of one call, for other tensors of the same signature.
 
-The first call of a signature (shapes, strides, dtypes, alignments, options) runs the ordinary way while a tape
-listens.  Each pointer a launch received, bare or in a tensor map, must be found again among the call's inputs and
-outputs; then later calls skip checks, selection and argument binding, and cost one dictionary lookup, the allocation of
-the outputs and the bare launch.  Scratch memory must come from `scratch`, so that a replay can allocate it too.  A call
-that copies an input or launches through another road leaves no tape and keeps running the ordinary way.
+The first call of a signature (shapes, strides, dtypes, alignments, options) runs normally while a tape captures its
+launches.  Each pointer that a launch received, bare or in a tensor map, must belong to one of the call's inputs or
+outputs.  Then later calls are replays: they skip checks, selection and argument binding, and cost one dictionary
+lookup, the allocation of the outputs and the launches.  Scratch memory must come from `scratch`, so that a replay can
+allocate it too.  A call that copies an input, or launches by other means, leaves no tape and is never replayed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ _active: ContextVar["Taping | None"] = ContextVar("tilewright_taping", default=N
 
 
 class Step(NamedTuple):
-    """One launch: the C launcher, the grid, the function, what stands between, and the kernel's parameters."""
+    """One launch: the C launcher, the grid, the function, further launcher arguments, and the kernel's parameters."""
 
     launch: Callable[..., None]
     grid: tuple[int, int, int]
@@ -37,31 +37,31 @@ class _Slot(NamedTuple):
     position: int
     base: int
     offset: int
-    moved: Moved | None  # where the kernel takes not a pointer, but a tensor map of what lies there
+    moved: Moved | None  # makes the tensor map, if the kernel takes one instead of a pointer
 
 
 class Tape:
-    """Launches with their pointers cut out.  `replay(device, pointers)`: pointers of inputs, then outputs, in order."""
+    """Launches without their pointers.  `replay(device, pointers)`: pointers of inputs, then outputs, in order."""
 
     def __init__(self, steps: Sequence[Step], slots: Sequence[Sequence[_Slot]], scratch: Sequence[Tensor] = ()) -> None:
         self._scratch = [(tuple(t.shape), t.dtype, t.device) for t in scratch]
-        # (launcher, its arguments with the stream at 3, where pointers go): one copy and one call a launch
+        # (launcher, its arguments with the stream at 3, slots of the pointers): one copy and one call per launch
         self._launches = [
             (
                 s.launch,
                 [*s.grid, None, s.function, *s.head, *(None if isinstance(p, _MOVING) else p for p in s.params)],
-                [(slot.position + 5 + len(s.head), *slot[1:]) for slot in found],
+                [(slot.position + 5 + len(s.head), *slot[1:]) for slot in step_slots],
             )
-            for s, found in zip(steps, slots, strict=True)
+            for s, step_slots in zip(steps, slots, strict=True)
         ]
 
     def replay(self, device: int, pointers: Sequence[int]) -> None:
         """Launch on the current stream of `device`, which must be the current device."""
         stream = _current_stream(device)
         if self._scratch:
-            # Freed on return, while the kernels may still run: the allocator hands it out again on this stream only
-            held = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in self._scratch]
-            pointers = [*pointers, *[t.data_ptr() for t in held]]
+            # Freed on return, while the kernels may still run: the allocator reuses it on this stream only
+            buffers = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, where in self._scratch]
+            pointers = [*pointers, *[t.data_ptr() for t in buffers]]
         for launch, template, slots in self._launches:
             args = template.copy()
             args[3] = stream
@@ -72,45 +72,45 @@ class Tape:
 
 
 class Taping:
-    """Collects the launches of one call."""
+    """Captures the launches of one call."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._scratch: list[Tensor] = []
-        self._whole = True
+        self._replayable = True
 
     def add(self, step: Step | None) -> None:
-        """Note a launch; None for one that cannot be repeated."""
+        """Record a launch; None: one that cannot be replayed."""
         if step is None:
-            self._whole = False
+            self._replayable = False
         else:
             self._steps.append(step)
 
     def add_scratch(self, tensor: Tensor) -> None:
-        """Note scratch memory of the call."""
+        """Record scratch memory of the call."""
         self._scratch.append(tensor)
 
     def spoil(self) -> None:
-        """Something happened that a tape cannot repeat."""
-        self._whole = False
+        """Invalidate the tape: the call did something that a replay cannot do."""
+        self._replayable = False
 
     def finish(self, bases: Sequence[Tensor | None]) -> Tape | None:
-        """The tape, if every pointer is found among `bases` beyond doubt."""
-        if not self._whole or not self._steps:
+        """The tape; None unless each pointer belongs to exactly one of `bases`."""
+        if not self._replayable or not self._steps:
             return None
         slots: list[list[_Slot]] = []
         bases = (*bases, *self._scratch)
         for step in self._steps:
-            found = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, _MOVING)]
-            if any(slot is None for slot in found):
+            step_slots = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, _MOVING)]
+            if any(slot is None for slot in step_slots):
                 return None
-            slots.append([slot for slot in found if slot is not None])
+            slots.append([slot for slot in step_slots if slot is not None])
         return Tape(self._steps, slots, self._scratch)
 
 
-def _find(position: int, what: Tensor | TensorMap, bases: Sequence[Tensor | None]) -> _Slot | None:
-    """Where `what` lies: exactly at one base, or inside the storage of exactly one."""
-    pointer, moved = (what.pointer, what.moved()) if isinstance(what, TensorMap) else (what.data_ptr(), None)
+def _find(position: int, param: Tensor | TensorMap, bases: Sequence[Tensor | None]) -> _Slot | None:
+    """The slot of `param`, which lies exactly at one base or inside the storage of exactly one; else None."""
+    pointer, moved = (param.pointer, param.moved()) if isinstance(param, TensorMap) else (param.data_ptr(), None)
     exact = [i for i, b in enumerate(bases) if b is not None and b.data_ptr() == pointer]
     if len(exact) == 1:
         return _Slot(position, exact[0], 0, moved)
@@ -126,7 +126,7 @@ def _holds(storage: torch.UntypedStorage, pointer: int) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Spoils the tape when torch itself computes something: a replay would leave it out."""
+    """Invalidates the tape if torch itself computes something, which a replay would leave out."""
 
     def __init__(self, tape: Taping) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def listen() -> Iterator[Taping]:
-    """Collect the launches of the block."""
+    """Capture the launches of the block."""
     tape = Taping()
     token = _active.set(tape)
     try:
@@ -154,14 +154,14 @@ def listen() -> Iterator[Taping]:
 
 
 def taping() -> Taping | None:
-    """The tape that listens here, if any."""
+    """The active capture, if any."""
     return _active.get()
 
 
 def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised working memory of one call, contiguous."""
-    made = torch.empty(shape, dtype=dtype, device=device)
+    """Uninitialised, contiguous scratch memory of one call."""
+    buffer = torch.empty(shape, dtype=dtype, device=device)
     tape = _active.get()
     if tape is not None:
-        tape.add_scratch(made)
-    return made
+        tape.add_scratch(buffer)
+    return buffer

@@ -1,12 +1,12 @@
-"""Tensor maps: what the copy engine of Hopper and later GPUs must know of a tensor, as a kernel parameter.
+"""Tensor maps: the TMA descriptors of tensors, as kernel parameters, for Hopper and later GPUs.
 
     a = tensor_map(x, box=(64, 64), swizzle=128)      # x: (M, K) bf16; a box is 64 rows of 128 bytes
     kernel(grid, (a, ...), params, block=128)         # `const __grid_constant__ TensorMap a`, see tilewright/tma.cuh
 
-Inside is cuda-core's TensorMapDescriptor, which is also what its launch takes; it can say all that a Hopper GEMM needs.
-Three things are ours.  It would keep the tensor alive, so that a cache of maps would hold memory: it gets the bare
-address.  It has no 8-bit floats: the copy engine moves bits, so they are bytes.  And it costs microseconds to make:
-equal requests share one map, from a cache of bounded size.
+A map holds cuda-core's TensorMapDescriptor, which cuda-core's launch takes.  This module adds three things.  The
+descriptor would keep the tensor alive, so that a cache of maps would hold memory: it gets the bare address.  It has no
+8-bit floats: they are described as bytes, since TMA copies move bits.  It costs microseconds to make: equal requests
+share one map, from a cache of bounded size.
 """
 
 from functools import lru_cache
@@ -20,11 +20,11 @@ from torch import Tensor
 from tilewright.errors import BackendError, InputError
 from tilewright.jit.collect import collecting
 
-VECTOR = 16  # bytes: the widest access, what torch's allocators align to, and a multiple of which every stride must be
+VECTOR = 16  # bytes: the widest access, the alignment of torch's allocators, and the unit of a tensor map's strides
 _CACHED = 4096  # maps of a few hundred bytes; a model's forward needs a few hundred of them
 _MAX_RANK, _MAX_BOX = 5, 256
 
-# Names in cuda-core's TensorMapDataType.  The type matters for tma_add; copies move bits.
+# Names in cuda-core's TensorMapDataType.  The type matters for tma_reduce_add; copies move bits.
 _DTYPES = {
     torch.uint8: "UINT8",
     torch.int8: "UINT8",
@@ -44,9 +44,10 @@ _PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 
 
 class TensorMap(NamedTuple):
-    """What the copy engine knows of a tensor.
+    """The TMA descriptor of a tensor.
 
-    descriptor: cuda-core's, for a launch.  device: the CUDA ordinal.  pointer: the tensor's address.  form: all else.
+    descriptor: cuda-core's, for a launch.  device: the CUDA ordinal.  pointer: the tensor's address.  form: the other
+    properties.
     """
 
     descriptor: Any
@@ -60,31 +61,31 @@ class TensorMap(NamedTuple):
 
 
 class Moved:
-    """`moved(pointer)`: the descriptor of one form of tensor, at any address; a dictionary lookup for a known one."""
+    """`moved(pointer)`: the descriptor of one form of tensor at any address; a dictionary lookup if it exists."""
 
     def __init__(self, form: tuple[Any, ...]) -> None:
         self._form = form
         self._number = next(_numbers)
 
     def __call__(self, pointer: int) -> Any:
-        at = self._number, pointer
-        found = _moved.get(at)
-        if found is None:
-            found = _make(pointer, *self._form).descriptor
+        key = self._number, pointer
+        descriptor = _moved.get(key)
+        if descriptor is None:
+            descriptor = _make(pointer, *self._form).descriptor
             with _lock:
                 while len(_moved) >= _CACHED:
                     del _moved[next(iter(_moved))]  # the oldest
-                _moved[at] = found
-        return found
+                _moved[key] = descriptor
+        return descriptor
 
 
 _numbers = count()
-_moved: dict[tuple[int, int], Any] = {}  # by number of a `Moved` and pointer, of all tapes of the process together
+_moved: dict[tuple[int, int], Any] = {}  # (number of a `Moved`, pointer), for all tapes of the process
 _lock = Lock()
 
 
 class _Memory:
-    """Strided memory that somebody else owns."""
+    """Strided memory that it does not own."""
 
     def __init__(self, pointer: int, shape: tuple[int, ...], pitches: list[int], itemsize: int) -> None:
         self.__cuda_array_interface__ = {
@@ -98,22 +99,22 @@ class _Memory:
 
 
 def plain_strides(t: Tensor) -> tuple[int, ...]:
-    """Strides of `t` as a launch may tell of them: where a dimension has one element, 1 if it is the last, else whole
-    vectors that hold a row.
+    """Strides of `t`, legal ones for dimensions of one element: 1 for the last, else a multiple of 16 bytes over a row.
 
-    torch leaves that stride open: it may be 0, odd or beyond 32 bits, and no decision may rest on it.
+    torch does not define the stride of such a dimension: it may be 0, odd or beyond 32 bits, and no decision may depend
+    on it.
     """
     shape, strides = t.shape, t.stride()
     if 1 not in shape:
         return strides
-    found = [strides[-1] if shape[-1] != 1 else 1]
+    result = [strides[-1] if shape[-1] != 1 else 1]
     per_vector = max(1, VECTOR // t.element_size())
-    step = -(-shape[-1] * found[0] // per_vector) * per_vector
+    step = -(-shape[-1] * result[0] // per_vector) * per_vector
     for size, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
         if size != 1:
             step = -(-stride // per_vector) * per_vector
-        found.append(stride if size != 1 else step)
-    return tuple(reversed(found))
+        result.append(stride if size != 1 else step)
+    return tuple(reversed(result))
 
 
 def tensor_map(tensor: Tensor, box: tuple[int, ...], *, swizzle: int = 0, promotion: int = 256) -> TensorMap | None:
@@ -122,7 +123,7 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...], *, swizzle: int = 0, promot
     box: elements along each dimension of `tensor`, in its order, at most 256 each.  swizzle: 0, 32, 64 or 128 bytes, at
     least as wide as the box's last dimension.  promotion: 0, 64, 128 or 256 bytes that a miss fetches into the L2.
     Boxes that reach over an edge read zeros and write nothing there.  Raises InputError.
-    A map holds the tensor's address, not the tensor.  Under `collect` there is no memory, and the answer is None.
+    A map holds the tensor's address, not the tensor.  Under `collect` there is no memory, and the result is None.
     """
     if collecting() is not None:
         return None
@@ -179,13 +180,13 @@ def _make(
 def _pitches(what: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
     """Strides in bytes of all dimensions but the last, outermost first."""
     if not 1 <= len(shape) <= _MAX_RANK:
-        raise InputError(f"{what}: has {len(shape)} dimensions; the copy engine takes 1 to {_MAX_RANK}.")
+        raise InputError(f"{what}: has {len(shape)} dimensions; the TMA takes 1 to {_MAX_RANK}.")
     if strides[-1] != 1 and shape[-1] != 1:
         raise InputError(f"{what}: the last dimension has stride {strides[-1]}; it must be contiguous.")
     pitches: list[int] = []
     inner = -(-shape[-1] * dtype.itemsize // 16) * 16
     for size, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-        pitch = inner if size == 1 else stride * dtype.itemsize  # torch leaves the stride of a single row open
+        pitch = inner if size == 1 else stride * dtype.itemsize  # torch does not define the stride of a single row
         if pitch % 16 or not 0 <= pitch < 2**40:
             raise InputError(
                 f"{what}: a stride of {stride} elements is {pitch} bytes; it must be a multiple of 16. "
@@ -207,10 +208,10 @@ def _check(
     promotion: int,
 ) -> None:
     if device.type != "cuda":
-        raise InputError(f"{what}: is on {device}; the copy engine reads GPU memory.")
+        raise InputError(f"{what}: is on {device}; the TMA reads GPU memory.")
     if dtype not in _DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-        raise InputError(f"{what}: the copy engine has no such type; allowed: {allowed}.")
+        raise InputError(f"{what}: the TMA has no such type; allowed: {allowed}.")
     if swizzle not in _SWIZZLES or promotion not in _PROMOTIONS:
         raise InputError(
             f"{what}: swizzle {swizzle} is one of {[*_SWIZZLES]}, promotion {promotion} one of {[*_PROMOTIONS]}."

@@ -1,10 +1,10 @@
-"""Compile one specialisation of a Triton kernel for a named GPU, on any machine, into the one kernel cache.
+"""Compile one specialisation of a Triton kernel for a named GPU, on any machine, into the kernel cache.
 
 Triton specialises on argument types, on pointers and integers that are multiples of 16, on integers equal to 1 and on
-every constexpr.  `request` lets Triton's own binder decide all that, for a target that need not be present, and turns
-it into a cache key.  The key holds text only: the sources of the kernel and of every jit function it calls, types,
-constants and options.  Line numbers, paths and the Python version are not in it, so that a machine with a GPU finds
-what one without compiled.
+every constexpr.  `request` runs Triton's own binder for a target that need not be present, and turns the result into a
+cache key.  The key holds text only: the sources of the kernel and of every jit function it calls, types, constants and
+options.  It has no line numbers, paths or Python version, so that a machine with a GPU finds what one without a GPU has
+compiled.
 
 The launch ABI of Triton 3.6 on NVIDIA: the parameters that are neither constexpr nor specialised away, in order, then
 two scratch pointers that are null for the kernels accepted here; 32 * num_warps threads; dynamic shared memory.
@@ -28,7 +28,7 @@ from tilewright.jit.artifact import BuildKey, Built
 from tilewright.settings import current
 
 SUPPORTED = triton.__version__.startswith("3.6.")
-"""Is this the Triton whose launch ABI is written above?"""
+"""Does this Triton have the launch ABI described above?"""
 
 # Triton's type names as `driver.Launch` letters; a parameter of any other type is refused
 _LETTERS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
@@ -37,26 +37,26 @@ _SCRATCH = "PP"  # global and profile scratch, after all parameters
 
 
 class Request(NamedTuple):
-    """A specialisation: its cache key, and how to make the binary."""
+    """A specialisation: its cache key, and the function that compiles it."""
 
     key: BuildKey
     build: Callable[[], Built]
 
 
 def aligned(args: Sequence[Any]) -> tuple[Any, ...]:
-    """`args` with stand-ins for tensors whose pointers cannot be asked: they count as multiples of 16."""
+    """`args` with mock tensors, whose pointers count as multiples of 16: fake tensors have no pointers."""
     return tuple(MockTensor(a.dtype) if isinstance(a, Tensor) else a for a in args)
 
 
 def request(fn: JITFunction, arch: str, args: Sequence[Any], constants: Sequence[Any], **options: Any) -> Request:
-    """What `fn[grid](*args, *constants, **options)` needs on `arch` ("sm_90", "gfx942")."""
+    """The specialisation that `fn[grid](*args, *constants, **options)` needs on `arch` ("sm_90", "gfx942")."""
     if not SUPPORTED:
         raise BackendError(
             f"Triton {triton.__version__} cannot be compiled ahead of time here; the launch ABI is known for 3.6. "
             "pip install 'triton==3.6.*'"
         )
-    where = target(arch)
-    backend = make_backend(where)
+    gpu = target(arch)
+    backend = make_backend(gpu)
     options = {"debug": fn.debug or False, "instrumentation_mode": "", **options}
     bound, specialised, _ = _binder(fn, arch)(*args, *constants, **options)
     parsed, signature, constexprs, attrs = fn._pack_args(backend, options, bound, specialised, None)
@@ -78,13 +78,13 @@ def request(fn: JITFunction, arch: str, args: Sequence[Any], constants: Sequence
         suffix=backend.binary_ext,
         source_suffix="py",
     )
-    return Request(key, lambda: _build(ASTSource(fn, signature, constexprs, attrs), where, vars(parsed)))
+    return Request(key, lambda: _build(ASTSource(fn, signature, constexprs, attrs), gpu, vars(parsed)))
 
 
 def target(arch: str) -> GPUTarget:
-    """Triton's name of a machine."""
-    if found := re.fullmatch(r"sm_(\d+)", arch):
-        return GPUTarget("cuda", int(found[1]), 32)
+    """Triton's target for an architecture."""
+    if match := re.fullmatch(r"sm_(\d+)", arch):
+        return GPUTarget("cuda", int(match[1]), 32)
     if re.fullmatch(r"gfx[0-9a-f]+", arch):
         return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     raise BackendError(f"Triton has no target {arch!r}; examples: sm_80, sm_90, sm_100, gfx942, gfx950.")
@@ -92,38 +92,38 @@ def target(arch: str) -> GPUTarget:
 
 @cache
 def source(fn: JITCallable) -> str:
-    """The text that decides what `fn` computes: global constants and jit functions it uses, then itself."""
-    found: dict[str, str] = {}
-    _gather(fn, found)
-    return "\n\n".join(found.values())
+    """The text that determines what `fn` computes: the global constants and jit functions it uses, then itself."""
+    texts: dict[str, str] = {}
+    _gather(fn, texts)
+    return "\n\n".join(texts.values())
 
 
-def _gather(fn: JITCallable, found: dict[str, str]) -> None:
-    """Add the sources under `fn` to `found`, those called before those that call them."""
+def _gather(fn: JITCallable, texts: dict[str, str]) -> None:
+    """Add the sources of `fn` and of all that it uses to `texts`, callees before callers."""
     path = f"{fn.__module__}.{fn.__qualname__}"
-    if path in found:
+    if path in texts:
         return
-    found[path] = ""  # a function may call itself
+    texts[path] = ""  # a function may call itself
     scope = fn.get_capture_scope()
     for value, name in _references(fn.parse(), scope):
         if isinstance(value, JITCallable):
-            if not value.__module__.startswith("triton."):  # what belongs to the compiler is told by its version
-                _gather(value, found)
+            if not value.__module__.startswith("triton."):  # the key's compiler version covers Triton's own
+                _gather(value, texts)
         elif isinstance(value, bool | int | float | str | triton.language.constexpr):
-            found[f"{fn.__module__} {name}"] = f"{name} = {_text(value)}"
-    del found[path]
-    found[path] = fn.src.rstrip()
+            texts[f"{fn.__module__} {name}"] = f"{name} = {_text(value)}"
+    del texts[path]
+    texts[path] = fn.src.rstrip()
 
 
 def _references(tree: ast.AST, scope: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    """Every global that a function's text names, with that name; attributes of modules too."""
-    found = []
+    """The globals that a function's text names, with their names; also attributes of modules."""
+    references = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in scope:
-            found.append((scope[node.id], node.id))
+            references.append((scope[node.id], node.id))
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in scope:
-            found.append((getattr(scope[node.value.id], node.attr, None), f"{node.value.id}.{node.attr}"))
-    return found
+            references.append((getattr(scope[node.value.id], node.attr, None), f"{node.value.id}.{node.attr}"))
+    return references
 
 
 @cache
@@ -137,7 +137,7 @@ def _hints(attrs: Sequence[Sequence[Any]]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A constant as text that is the same in every process."""
+    """A constant as text that is equal in every process."""
     if isinstance(value, JITCallable):
         return source(value)
     if isinstance(value, triton.language.constexpr):
@@ -145,12 +145,12 @@ def _text(value: Any) -> str:
     return str(value) if isinstance(value, triton.language.dtype) else repr(value)
 
 
-def _build(what: ASTSource, where: GPUTarget, options: Mapping[str, Any]) -> Built:
-    compiled = triton.compile(what, target=where, options=dict(options))
+def _build(ast_source: ASTSource, gpu: GPUTarget, options: Mapping[str, Any]) -> Built:
+    compiled = triton.compile(ast_source, target=gpu, options=dict(options))
     metadata = compiled.metadata
     info = {"symbol": compiled.name, "num_warps": metadata.num_warps, "shared_bytes": metadata.shared}
     files = {}
-    if where.backend == "hip":
+    if gpu.backend == "hip":
         return Built(compiled.kernel, {**info, **_amd_resources(compiled.asm["amdgcn"])}, {})
     if current().jit_dump_ptx:
         files["ptx"] = compiled.asm["ptx"].encode()
@@ -158,36 +158,36 @@ def _build(what: ASTSource, where: GPUTarget, options: Mapping[str, Any]) -> Bui
 
 
 def _nvidia_launch(compiled: Any) -> dict[str, Any]:
-    """Registers, and what a launch without Triton must know.  Raises BackendError for kernels it could not launch."""
+    """Registers, and what a launch without Triton needs.  Raises BackendError if only Triton can launch the kernel."""
     from tilewright.jit.compilers.cubin import facts
 
     metadata, name = compiled.metadata, compiled.name
-    for field, plain in (
+    for field, default in (
         ("num_ctas", 1),
         ("launch_cooperative_grid", False),
         ("launch_pdl", False),
         ("profile_scratch_size", 0),
     ):
-        if getattr(metadata, field, plain) != plain:
+        if getattr(metadata, field, default) != default:
             raise BackendError(
                 f"{name} has {field}={getattr(metadata, field)}, which only Triton's own launcher serves."
             )
-    kept = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
-    if odd := {name: kind for name, kind in kept.items() if kind[0] != "*" and kind not in _LETTERS}:
+    parameters = {name: kind for name, kind in compiled.src.signature.items() if kind != "constexpr"}
+    if odd := {name: kind for name, kind in parameters.items() if kind[0] != "*" and kind not in _LETTERS}:
         raise BackendError(f"{name} has parameters that only Triton's own launcher serves: {odd}.")
-    signature = "".join("P" if kind[0] == "*" else _LETTERS[kind] for kind in kept.values()) + _SCRATCH
-    found = facts(compiled.kernel)
-    if found.parameters != tuple(_BYTES[letter] for letter in signature):
+    signature = "".join("P" if kind[0] == "*" else _LETTERS[kind] for kind in parameters.values()) + _SCRATCH
+    kernel = facts(compiled.kernel)
+    if kernel.parameters != tuple(_BYTES[letter] for letter in signature):
         raise BackendError(
-            f"{name} takes parameters of {found.parameters} bytes, where Triton 3.6 was expected to make {signature}."
+            f"{name} takes parameters of {kernel.parameters} bytes, where Triton 3.6 was expected to make {signature}."
         )
     return {
         "signature": signature,
-        "parameters": list(kept),
+        "parameters": list(parameters),
         "scratch_bytes": metadata.global_scratch_size,
-        "registers": found.registers,
-        "stack_bytes": found.stack_bytes,
-        "spills": found.spills,
+        "registers": kernel.registers,
+        "stack_bytes": kernel.stack_bytes,
+        "spills": kernel.spills,
     }
 
 
@@ -200,7 +200,7 @@ def _amd_resources(assembly: str) -> dict[str, int]:
 
 
 def stock() -> bool:
-    """Does Triton compile plainly here?  Its debugging switches change what is compiled, behind our keys' back."""
+    """Does Triton compile without debugging switches?  They change the binary, and are not in the key."""
     compilation = knobs.compilation
     return not (
         knobs.runtime.debug

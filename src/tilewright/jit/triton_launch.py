@@ -1,15 +1,14 @@
 """Launch Triton kernels with a host path of a few microseconds.
 
-`kernel[grid](...)` binds the signature, specialises every argument and hashes the options on each call.
-`TritonKernel` does that once per specialisation, and afterwards hands the arguments straight to a C launcher.
+`kernel[grid](...)` binds the signature, specialises every argument and hashes the options in each call.
+`TritonKernel` does that once per specialisation, and then passes the arguments directly to a C launcher.
 
 The key repeats what Triton 3.6 specialises on for NVIDIA: a pointer's dtype and 16-byte alignment; an integer being 1,
 a multiple of 16, or wider than 32 bits.  Everything else (the interpreter, AMD with its pointer ranges, profiler
 launch hooks) takes Triton's own path.
 
-A specialisation that `tilewright warmup` left in the kernel cache, here or in an imported bundle, is launched through
-cuda-core, and neither Triton's compiler nor the C compiler that its launcher needs is ever called.  Others are compiled
-by Triton.
+A specialisation in the kernel cache, from `tilewright warmup` or an imported bundle, is launched through cuda-core:
+then neither Triton's compiler nor the C compiler for its launcher is called.  Triton compiles all others.
 """
 
 import functools
@@ -32,31 +31,31 @@ from tilewright.jit.tape import Step, scratch, taping
 from tilewright.settings import current
 
 OWN_LAUNCHER = False
-"""True: every kernel is compiled through our cache and launched through libcuda, as those of a bundle are."""
+"""True: compile every kernel through our cache and launch it through libcuda, like those of a bundle."""
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
-# Triton's compiler makes no promise to threads, and what it made shows its launcher before its function is loaded
+# Triton's compiler is not documented as thread-safe, and a compiled kernel has a launcher before its function is loaded
 _preparing = threading.RLock()
 
 
 class _Ready(NamedTuple):
     """A specialisation on one device, ready to launch.
 
-    Called as `launch(x, y, z, stream, function, *head, *parameters)`.  positions: of the parameters among arguments
-    and constants, None for all.  lasting: can a tape repeat it?  scratch_bytes: of a program, where it keeps the
-    tensor descriptors that it makes; Triton's shell allocates them itself.
+    Called as `launch(x, y, z, stream, function, *head, *parameters)`.  positions: indices of the parameters among
+    arguments and constants, None for all.  replayable: can a tape replay it? ~ scratch_bytes: per program, for the
+    tensor descriptors it makes; Triton's Python launcher allocates them itself.
     """
 
     launch: Any
     function: Any
     head: tuple[Any, ...]
     positions: tuple[int, ...] | None = None
-    lasting: bool = True
+    replayable: bool = True
     scratch_bytes: int = 0
 
     def parameters(self, args: tuple[Any, ...], programs: int, device: torch.device) -> tuple[Any, ...]:
-        """What the launcher takes of `args`, tensors as they are, then Triton's two scratch pointers."""
+        """The launcher's parameters: those of `args` that it takes, then Triton's two scratch pointers."""
         if self.positions is None:
             return args
         memory = scratch((self.scratch_bytes * programs,), torch.int8, device) if self.scratch_bytes else 0
@@ -67,8 +66,7 @@ class TritonKernel:
     """A `triton.jit` function whose constexpr parameters all come last.
 
     `kernel(grid, args, constants, num_warps=, num_stages=)`: `args` are the run-time arguments in order, `constants`
-    the constexpr values in order.  The first tensor in `args` decides the device; the current stream of that device is
-    used.
+    the constexpr values in order.  The launch uses the device of `args[0]` and its current stream.
     """
 
     def __init__(self, fn: Any, **options: Any) -> None:
@@ -117,7 +115,9 @@ class TritonKernel:
             pointers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in parameters]
             ready.launch(x, y, z, stream, ready.function, *ready.head, *pointers)
         if tape is not None:
-            tape.add(Step(ready.launch, (x, y, z), ready.function, ready.head, parameters) if ready.lasting else None)
+            tape.add(
+                Step(ready.launch, (x, y, z), ready.function, ready.head, parameters) if ready.replayable else None
+            )
 
     def compile(
         self, arch: str, args: tuple[Any, ...], constants: tuple[Any, ...], *, num_warps: int, num_stages: int = 1
@@ -137,8 +137,8 @@ class TritonKernel:
     def _collect(
         self, collector: Collector, args: tuple[Any, ...], constants: tuple[Any, ...], num_warps: int, num_stages: int
     ) -> None:
-        found = self._request(collector.arch, triton_compile.aligned(args), constants, num_warps, num_stages)
-        collector.add(self.fn.__name__, functools.partial(cache.get, found.key, found.build), found.key)
+        key, build = self._request(collector.arch, triton_compile.aligned(args), constants, num_warps, num_stages)
+        collector.add(self.fn.__name__, functools.partial(cache.get, key, build), key)
 
     def _prepare(
         self,
@@ -149,7 +149,7 @@ class TritonKernel:
         num_warps: int,
         num_stages: int,
     ) -> _Ready:
-        """From our cache; else from Triton's compiler."""
+        """Take the kernel from our cache, or let Triton compile it."""
         if _launchable() and triton_compile.stock() and (OWN_LAUNCHER or not current().jit_rebuild):
             key, build = self._request(arch(index), args, constants, num_warps, num_stages)
             artifact = cache.get(key, build) if OWN_LAUNCHER else cache.find(key)
@@ -172,10 +172,10 @@ class TritonKernel:
 
 @functools.cache
 def _launchable() -> bool:
-    """Can cached kernels be launched here?  They need cuda-core, and Triton's ABI as we know it."""
+    """Can cached kernels be launched?  They need cuda-core, and the known launch ABI of Triton."""
     try:
         return triton_compile.SUPPORTED and find_spec("cuda.core") is not None
-    except ModuleNotFoundError:  # there is no package `cuda` at all
+    except ModuleNotFoundError:  # there is no package `cuda`
         return False
 
 
@@ -194,29 +194,29 @@ def _hooked() -> bool:
 
 
 def _of_triton(compiled: Any) -> _Ready:
-    """Triton's C launcher without its Python shell.
+    """Triton's C launcher, called directly.
 
-    With the shell, and not for tapes, where this Triton keeps the launcher elsewhere, or the kernel needs scratch
-    memory that the shell allocates.
+    If this Triton keeps the launcher elsewhere, or the kernel needs scratch memory that Triton's Python launcher
+    allocates, that one is called, and a tape cannot replay it.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     fields = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
     if not all(hasattr(run, f) for f in fields) or run.global_scratch_size or run.profile_scratch_size:
-        return _Ready(run, function, (packed, None, None, None), lasting=False)
+        return _Ready(run, function, (packed, None, None, None), replayable=False)
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     return _Ready(run.launch, function, (*flags, None, None, packed, None, None, None))
 
 
 def target_of(t: Tensor) -> str:
-    """What a kernel on `t` is compiled for: "sm_90", "gfx942"; "cpu" in the interpreter.
+    """The architecture that a kernel on `t` is compiled for: "sm_90", "gfx942"; "cpu" in the interpreter.
 
-    A tensor without memory belongs to whoever compiles: a collector, or the driver that Triton was given.
+    For a tensor without memory it is that of the collector, or of the driver that was set in Triton.
     """
     collector = collecting()
     if collector is not None:
         return collector.arch
-    given = triton.runtime.driver._active if t.is_meta else None
-    if given is None:
+    active = triton.runtime.driver._active if t.is_meta else None
+    if active is None:
         return arch(t.device)
-    target = given.get_current_target()
+    target = active.get_current_target()
     return f"sm_{target.arch}" if target.backend == "cuda" else target.arch

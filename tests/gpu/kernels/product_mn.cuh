@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(128, 1) product_mn(
     if (threadIdx.x == 0) {
         full.init(1);
         fence_barrier_init();
-        full.expect(3 * kBox);
+        full.arrive_and_expect_tx(3 * kBox);
         tma_load(shared, map_a, full, 0, 0);
         tma_load(shared + kBox, map_b, full, 0, 0);
         tma_load(shared + 2 * kBox, map_b, full, 64, 0);

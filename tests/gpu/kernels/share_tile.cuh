@@ -1,5 +1,5 @@
 // Each cluster of two blocks reads one 32 x 32 float tile once: block 0 multicasts it, both add it to the output, block 1
-// one row of tiles further down.  Proves tma_multicast, arrival in another block, cluster barriers and tma_add.
+// one row of tiles further down.  Proves tma_load_multicast, arrival in another block, cluster barriers and tma_reduce_add.
 #pragma once
 
 #include <tilewright/tma.cuh>
@@ -18,20 +18,20 @@ __global__ void share_tile(
         empty.init(2);
         fence_barrier_init();
     }
-    sync_cluster();  // nobody may write a barrier that is not there yet
+    cluster_sync();  // nobody may write a barrier that is not there yet
     if (threadIdx.x == 0) {
-        full.expect(kBytes);
-        empty.arrive_in_cluster(0);  // both blocks tell block 0 that their tile may be filled
+        full.arrive_and_expect_tx(kBytes);
+        empty.arrive_remote(0);  // both blocks tell block 0 that their tile may be filled
         if (rank == 0) {
             empty.wait(0);
-            tma_multicast(tile, source, full, 0b11, column, 0);
+            tma_load_multicast(tile, source, full, 0b11, column, 0);
         }
         full.wait(0);
-        tma_add(sum, tile, column, rank * distance);
+        tma_reduce_add(sum, tile, column, rank * distance);
         tma_commit();
         tma_wait_read<0>();
     }
-    sync_cluster();  // shared memory of both must live until the copies have ended
+    cluster_sync();  // shared memory of both must live until the copies have ended
 }
 
 }  // namespace tilewright

@@ -1,4 +1,4 @@
-"""The walks of `tile_walk.cuh`, compiled for the host: every element of every group is in exactly one tile, the blocks
+"""The walks of `tile_scheduler.cuh`, compiled for the host: every element of every group is in exactly one tile, the blocks
 of a cluster share a group, and whoever walks sees the same tiles.
 """
 
@@ -45,7 +45,7 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, unsigned offset) {
     return other;
 }
 static void __syncthreads() {}
-#include <tilewright/tile_walk.cuh>
+#include <tilewright/tile_scheduler.cuh>
 
 using namespace tilewright;
 template <int kOf, int kM, int kN, bool kAdds> struct Config {
@@ -55,21 +55,21 @@ template <int kOf, int kM, int kN, bool kAdds> struct Config {
 };
 
 // Tiles of all blocks, nine numbers each and the block's index; returns how many.
-template <typename Config> int walk(const WalkArgs& args, unsigned grid, unsigned* tiles, int room) {
-    typename TileWalk<Config>::Table table;
+template <typename Config> int walk(const SchedulerArgs& args, unsigned grid, unsigned* tiles, int room) {
+    typename TileScheduler<Config>::Table table;
     std::vector<std::thread> warp;
     for (unsigned lane = 0; lane < 32; ++lane) {
-        warp.emplace_back([&, lane] { threadIdx.x = lane, TileWalk<Config>::prepare(args, table); });
+        warp.emplace_back([&, lane] { threadIdx.x = lane, TileScheduler<Config>::prepare(args, table); });
     }
     for (auto& thread : warp) thread.join();
     const unsigned cluster = Config::kClusterM * Config::kClusterN;
     int count = 0;
     gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-        TileWalk<Config> walk(args, table, blockIdx.x % cluster);
+        TileScheduler<Config> walk(args, table, blockIdx.x % cluster);
         for (Tile t; walk.next(t) && count < room; ++count) {
             const unsigned found[] = {t.row,     t.column, t.batch_a, t.batch_b, t.batch_d,
-                                      t.row_end, t.k,      t.steps,   t.tail,    blockIdx.x};
+                                      t.row_end, t.k,      t.k_blocks,   t.k_tail,    blockIdx.x};
             std::copy(found, found + 10, tiles + 10 * count);
         }
     }
@@ -79,7 +79,7 @@ template <typename Config> int walk(const WalkArgs& args, unsigned grid, unsigne
 using u = unsigned;
 extern "C" int tiles_of(int kind, u m, u n, u k, u groups, u band, const int* starts, const int* ends, int apart,
                         u grid, u* tiles, int room) {
-    const WalkArgs args{m, n, k, groups, band, starts, ends, apart != 0};
+    const SchedulerArgs args{m, n, k, groups, band, starts, ends, apart != 0};
     if (kind == 0) return walk<Config<1, 1, 1, false>>(args, grid, tiles, room);
     if (kind == 1) return walk<Config<1, 1, 2, false>>(args, grid, tiles, room);
     if (kind == 2) return walk<Config<1, 2, 1, false>>(args, grid, tiles, room);

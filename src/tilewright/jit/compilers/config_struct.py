@@ -1,4 +1,4 @@
-"""Named template parameters as C++: the `struct Config` that CUDA and host kernels are instantiated with."""
+"""The C++ `struct Config` with named template parameters, which CUDA and host kernels are instantiated with."""
 
 import math
 import re
@@ -14,11 +14,11 @@ _TYPE_NAME = re.compile(r"[A-Za-z_][\w:<>, ]*", re.ASCII)
 
 
 def config_struct(params: Any, types: Mapping[torch.dtype, str]) -> str:
-    """A definition with a member for each field of the NamedTuple `params`.  types: how the dialect spells dtypes.
+    """The C++ definition with one member per field of the NamedTuple `params`.  types: C++ names of dtypes.
 
     The field's annotation decides the C++ type, so that 1, 1.0 and True cannot be mixed; -0.0 is written as 0.0.
-    Raises InputError for what is no NamedTuple, for a value that does not fit its annotation, and for a name that is
-    not of its kind's form.
+    Raises InputError if `params` is no NamedTuple, a value does not fit its annotation, or a name does not have the
+    form of its kind.
     """
     if not hasattr(params, "_asdict"):
         raise InputError(f"kernel parameters are a NamedTuple with named, annotated fields; got {params!r}.")
@@ -38,10 +38,10 @@ def _member(name: str, kind: Any, value: Any, types: Mapping[torch.dtype, str]) 
     if kind is bool and isinstance(value, bool):
         return f"static constexpr bool {name} = {str(value).lower()};"
     if kind is int and type(value) is int and -(2**63) < value < 2**63:
-        wide = not -(2**31) < value < 2**31
-        return f"static constexpr {'long long' if wide else 'int'} {name} = {value}{'ll' if wide else ''};"
+        is_int64 = not -(2**31) < value < 2**31
+        return f"static constexpr {'long long' if is_int64 else 'int'} {name} = {value}{'ll' if is_int64 else ''};"
     if kind is float and type(value) in (int, float) and math.isfinite(value):
-        value = float(value) + 0.0  # -0.0 and 0.0 are equal keys, so both are 0.0
+        value = float(value) + 0.0  # -0.0 and 0.0 are equal keys: both become 0.0
         return f"static constexpr float {name} = {value.hex()}f;  // {value}"
     raise InputError(
         f"kernel parameter {name}: {value!r} does not fit its annotation {kind}; allowed are int, bool, finite float, "

@@ -1,4 +1,4 @@
-"""What NVRTC and nvcc have in common: the report about a finished CUDA kernel, and the debug switches."""
+"""The part that NVRTC and nvcc share: the report about a compiled CUDA kernel, and the debug switches."""
 
 import re
 import subprocess
@@ -13,22 +13,23 @@ from tilewright.jit.compilers import Source
 from tilewright.jit.compilers.cubin import facts
 from tilewright.log import log_once, logger
 
-REPORT = "--ptxas-options=-v"  # makes ptxas say what it spilled; changes no instruction
+REPORT = "--ptxas-options=-v"  # makes ptxas report spills; changes no instruction
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-# ptxas compiles such a kernel all the same, several times slower than it was written to be
-_LOST = re.compile(r".*(?:Potential Performance Loss|setmaxnreg ignored).*")
+# ptxas still compiles a kernel with these warnings, but it runs several times slower
+_PERFORMANCE_WARNING = re.compile(r".*(?:Potential Performance Loss|setmaxnreg ignored).*")
 _DISASSEMBLERS = {"cuobjdump": ("-sass",), "nvdisasm": ()}
 
 
 def finish(compiler: str, source: Source, cubin: bytes, ptx: bytes, log: str, seconds: float) -> Built:
-    """The build with all that is known about it.  info: the fields of `cubin.Facts`; spills (instructions);
-    spill_stores and spill_loads (bytes); warnings; seconds.
+    """Make the `Built` of a cubin.
+
+    info: the fields of `cubin.Facts`, spills (instructions), spill_stores and spill_loads (bytes), warnings, seconds.
     """
     switches = settings.current()
-    found = facts(cubin)
-    info: dict[str, Any] = {**found._asdict(), "parameters": list(found.parameters), "spills": found.spills}
+    kernel = facts(cubin)
+    info: dict[str, Any] = {**kernel._asdict(), "parameters": list(kernel.parameters), "spills": kernel.spills}
     info["spill_stores"], info["spill_loads"] = (_sum(_SPILLS, log, group) for group in (1, 2))
-    info["warnings"] = _LOST.findall(log)
+    info["warnings"] = _PERFORMANCE_WARNING.findall(log)
     info["seconds"] = round(seconds, 3)
     for warning in info["warnings"]:
         logger.warning("%s for %s: %s", source.name, source.arch, warning)
@@ -48,7 +49,7 @@ def finish(compiler: str, source: Source, cubin: bytes, ptx: bytes, log: str, se
 
 
 def show_command(command: str) -> None:
-    """Log a command line, where `TILEWRIGHT_JIT_PRINT_COMMAND` asks for it."""
+    """Log a command line if `TILEWRIGHT_JIT_PRINT_COMMAND` is set."""
     if settings.current().jit_print_command:
         logger.warning("%s", command)
 
@@ -65,10 +66,10 @@ def _sass(cubin: bytes) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as folder:
             binary = Path(folder, "kernel.cubin")
             binary.write_bytes(cubin)
-            done = subprocess.run([path, *options, binary], capture_output=True, check=False)
-        if done.returncode == 0:
-            return {"sass": done.stdout}
-        log_once(("sass", tool), f"{path} failed: {done.stderr.decode(errors='replace').strip()}")
+            process = subprocess.run([path, *options, binary], capture_output=True, check=False)
+        if process.returncode == 0:
+            return {"sass": process.stdout}
+        log_once(("sass", tool), f"{path} failed: {process.stderr.decode(errors='replace').strip()}")
     log_once(
         "sass",
         "TILEWRIGHT_JIT_DUMP_SASS needs cuobjdump or nvdisasm (CUDA toolkit, or Triton's package); neither works.",
@@ -78,5 +79,5 @@ def _sass(cubin: bytes) -> dict[str, bytes]:
 
 def find_tool(name: str) -> Path | None:
     """A program of the CUDA toolkit: under CUDA_HOME or CUDA_PATH, on PATH, in /usr/local/cuda, in Triton's package."""
-    here = Machine(driver=None)
-    return here.program(name) or here.of_triton(name)
+    machine = Machine(driver=None)
+    return machine.program(name) or machine.of_triton(name)

@@ -1,7 +1,7 @@
-"""nvcc: CUDA C++ compiled by the toolkit's own driver, in a process of its own.
+"""nvcc: CUDA C++ compiled by the CUDA toolkit, in a separate process.
 
-`TILEWRIGHT_JIT_COMPILER=nvcc` chooses it.  Slower than NVRTC by the start of four programs, and the one whose output
-profilers and bug reports know.  Takes the same flags and gives the same kind of cubin.
+`TILEWRIGHT_JIT_COMPILER=nvcc` selects it.  It takes the same flags as NVRTC and makes the same kind of cubin, but
+starts four programs for that.  Its output is what profilers and bug reports expect.
 """
 
 import re
@@ -12,9 +12,9 @@ import time
 from functools import cache
 from pathlib import Path
 
-from tilewright.errors import BackendError
+from tilewright.errors import BackendError, CompileError
 from tilewright.jit.cache import Built
-from tilewright.jit.compilers import CompileError, Source
+from tilewright.jit.compilers import Source
 from tilewright.jit.compilers.cuda_build import REPORT, find_tool, finish, show_command
 
 _TIMEOUT = 600.0  # seconds; the largest kernels of this field need under one minute
@@ -26,7 +26,7 @@ class Nvcc:
     name = "nvcc"
 
     def version(self) -> str | None:
-        """As `nvcc --version` says it: "13.0.88"."""
+        """The version that `nvcc --version` prints: "13.0.88"."""
         return _version()
 
     def install(self) -> str:
@@ -34,7 +34,7 @@ class Nvcc:
         return "install the CUDA toolkit and set CUDA_HOME or PATH, or unset TILEWRIGHT_JIT_COMPILER to use NVRTC"
 
     def compile(self, source: Source) -> Built:
-        """The cubin of `source`.  Raises CompileError with the first lines that say what is wrong."""
+        """Compile `source` to a cubin.  Raises CompileError with the first error lines."""
         nvcc = find_tool("nvcc")
         if nvcc is None:
             raise BackendError(f"nvcc was not found; {self.install()}.")
@@ -59,12 +59,14 @@ class Nvcc:
 
 def _run(command: list[str], source: Source) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False)
+        process = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
+        )
     except subprocess.TimeoutExpired:
         raise CompileError("nvcc", source, f"no result after {_TIMEOUT:.0f} s; the process was ended.") from None
-    log = done.stdout + done.stderr
-    if done.returncode:
-        raise CompileError("nvcc", source, log or f"exit status {done.returncode} without a word")
+    log = process.stdout + process.stderr
+    if process.returncode:
+        raise CompileError("nvcc", source, log or f"exit status {process.returncode} without a word")
     return log
 
 
@@ -73,9 +75,9 @@ def _version() -> str | None:
     nvcc = find_tool("nvcc")
     if nvcc is None:
         return None
-    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    found = re.search(r"\bV(\d+\.\d+\.\d+)", done.stdout)
-    return found[1] if found else None
+    process = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    match = re.search(r"\bV(\d+\.\d+\.\d+)", process.stdout)
+    return match[1] if match else None
 
 
 compiler = Nvcc()

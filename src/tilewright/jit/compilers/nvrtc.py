@@ -1,10 +1,10 @@
-"""NVRTC: CUDA C++ compiled inside this process, from the library that torch already brings along.
+"""NVRTC: CUDA C++ compiled inside this process, by the library that torch installs.
 
-It is driven through cuda-core's lower layer, cuda.bindings: `cuda.core.Program` takes a fixed list of options instead
-of the flags that nvcc knows, needs libcuda where PTX is asked for, and costs twice the time to import.  The library
-ships no CUDA headers, so ours stand alone: `jit/include/tilewright` includes nothing but itself.  A kernel with TMA and
-WGMMA then takes 0.1 s.  Precompiled headers would save a third of that, only in the process that made them, for 20 MB
-of disk: benchmarks/jit_costs.py measures them, we do not use them.  The GIL is free while it compiles.
+It is called through cuda.bindings, the lower layer of cuda-core: `cuda.core.Program` takes a fixed list of options
+instead of nvcc's flags, needs libcuda to return PTX, and takes twice the time to import.  The library ships no CUDA
+headers, so `jit/include/tilewright` includes nothing but itself; a kernel with TMA and WGMMA then compiles in 0.1 s.
+Precompiled headers would save a third of that, only in the process that made them, for 20 MB of disk; they are not used
+(benchmarks/jit_costs.py measures them).  The GIL is released during compilation.
 """
 
 import time
@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tilewright.errors import CompileError
 from tilewright.jit.cache import Built
-from tilewright.jit.compilers import CompileError, Source
+from tilewright.jit.compilers import Source
 from tilewright.jit.compilers.cuda_build import REPORT, finish, show_command
 
 _WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -29,7 +30,7 @@ class Nvrtc:
     name = "nvrtc"
 
     def version(self) -> str | None:
-        """Of the library that would compile: "13.0.88"."""
+        """The version of the library that would compile: "13.0.88"."""
         return _version()
 
     def install(self) -> str:
@@ -37,7 +38,7 @@ class Nvrtc:
         return "pip install 'tilewright[cuda]' (cuda-core and nvidia-cuda-nvrtc), or set TILEWRIGHT_JIT_COMPILER=nvcc"
 
     def compile(self, source: Source) -> Built:
-        """The cubin of `source`.  Raises CompileError with the first lines that say what is wrong."""
+        """Compile `source` to a cubin.  Raises CompileError with the first error lines."""
         options = [
             f"-arch={source.arch}",
             *source.flags,
@@ -102,7 +103,7 @@ def _version() -> str | None:
         return None
     library = _loaded()
     if library is None and (version := _wheel_version(None)) is not None:
-        return version  # the search begins with the wheels; done without loading anything, as a cache hit needs no more
+        return version  # the loader searches wheels first; a cache hit needs no more, so nothing is loaded
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     try:
@@ -113,17 +114,17 @@ def _version() -> str | None:
 
 
 def _loaded() -> Path | None:
-    """The libnvrtc that this process already has, torch's for instance."""
+    """The libnvrtc that this process has already loaded, for instance torch's."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return None
-    found = (line.split(maxsplit=5)[5] for line in lines if "/libnvrtc.so" in line)
-    return next((Path(path) for path in found), None)
+    paths = (line.split(maxsplit=5)[5] for line in lines if "/libnvrtc.so" in line)
+    return next((Path(path) for path in paths), None)
 
 
 def _wheel_version(library: Path | None) -> str | None:
-    """The version of the wheel that holds `library`; None for `library`: of the wheel that is there."""
+    """The version of the wheel that holds `library`, or, with None, of the installed wheel."""
     for wheel in _WHEELS:
         try:
             distribution = metadata.distribution(wheel)
@@ -136,7 +137,7 @@ def _wheel_version(library: Path | None) -> str | None:
 
 
 def _version_from_output() -> str:
-    """What the library writes at the head of its PTX; the API alone does not know the last number."""
+    """The version in the header of its PTX: the API does not return the last number."""
     with _Program(Source("", "version", "compute_90"), ["-arch=compute_90"]) as program:
         line = next(line for line in program.get("PTX").splitlines() if _PTX_VERSION in line)
         return line.split(b", V")[-1].decode()

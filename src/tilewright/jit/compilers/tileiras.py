@@ -1,8 +1,8 @@
-"""tileiras: Tile IR bytecode, which cuda.tile makes of a Python kernel, compiled to a cubin in a process of its own.
+"""tileiras: compiles Tile IR bytecode, which cuda.tile makes from a Python kernel, to a cubin, in a separate process.
 
-tileiras is useless alone: it runs `ptxas` and opens `libnvvm.so.4`, both of its own version, and looks for them under
-CUDA_HOME and CUDA_PATH before it looks beside itself.  So every compilation gets an environment in which CUDA_HOME is
-the folder that tileiras lies in, whatever toolkit the user's shell points to; this process keeps its own.
+tileiras runs `ptxas` and opens `libnvvm.so.4`, both of its own version, and looks for them under CUDA_HOME and
+CUDA_PATH before its own folder.  So every compilation gets an environment in which CUDA_HOME is the folder of tileiras,
+whatever toolkit the user's shell points to; the environment of this process stays.
 """
 
 import os
@@ -16,28 +16,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tilewright import settings
-from tilewright.errors import BackendError
+from tilewright.errors import BackendError, CompileError
 from tilewright.hardware.toolchain import Machine, libnvvm, release, runs, version_of
 from tilewright.jit import cutile_language
 from tilewright.jit.cache import Built
-from tilewright.jit.compilers import CompileError, Source
+from tilewright.jit.compilers import Source
 from tilewright.jit.compilers.cubin import facts
 from tilewright.jit.cutile_language import INSTALL
 from tilewright.log import logger
 
-_TIMEOUT = 600.0  # seconds; kernels without spills take under two, the worst of those with them about ten
-_READS = ("13.4", "13.3", "13.2", "13.1")  # versions of Tile IR bytecode that cuda.tile 1.7 writes, newest first
+_TIMEOUT = 600.0  # seconds; kernels without spills take less than two, with spills up to about ten
+_BYTECODES = ("13.4", "13.3", "13.2", "13.1")  # versions of Tile IR bytecode that cuda.tile 1.7 writes, newest first
 
 
 @dataclass(frozen=True)
 class TileSource(Source):
-    """`text` is the Python module, for people; `bytecode` is what is compiled."""
+    """`text` is the Python source, for people; `bytecode` is what is compiled."""
 
     bytecode: bytes = b""
 
 
 class Toolkit(NamedTuple):
-    """Where tileiras lies: `root`/bin/tileiras, with ptxas beside it and libnvvm below `root`."""
+    """An installed tileiras: `root`/bin/tileiras, with ptxas next to it and libnvvm below `root`."""
 
     root: Path
     version: str
@@ -54,50 +54,56 @@ class Tileiras:
     name = "tileiras"
 
     def version(self) -> str | None:
-        """As `tileiras --version` says it: "13.4.92"; None also where cuda.tile is missing, which writes its input."""
-        found = toolkit()
-        return None if found is None or cutile_language.version() is None else found.version
+        """The version that `tileiras --version` prints, "13.4.92".  None also without cuda.tile: it makes the input."""
+        installed = toolkit()
+        return None if installed is None or cutile_language.version() is None else installed.version
 
     def install(self) -> str:
         """What to install."""
         return f"{INSTALL} (cuda-tile, and tileiras, ptxas and libnvvm of one version)"
 
     def bytecode_version(self) -> str:
-        """The newest bytecode that both cuda.tile and the tileiras here know, such as "13.4"."""
-        found = self._toolkit()
-        known = subprocess.run([found.program, "--list-versions"], capture_output=True, text=True, check=False)
-        return next((version for version in _READS if version in known.stdout.split()), _READS[-1])
+        """The newest bytecode that both cuda.tile and the installed tileiras support, such as "13.4"."""
+        program = self._toolkit().program
+        process = subprocess.run([program, "--list-versions"], capture_output=True, text=True, check=False)
+        return next((version for version in _BYTECODES if version in process.stdout.split()), _BYTECODES[-1])
 
     def compile(self, source: Source) -> Built:
-        """The cubin of a `TileSource`.  info: symbol, registers, stack_bytes, spills (instructions that touch local
-        memory), shared_bytes (static), threads, parameters (bytes of each), instructions (name -> count), seconds.
-        """
+        """Compile a `TileSource` to a cubin.  info: the fields of `cubin.Facts`, spills (instructions), seconds."""
         assert isinstance(source, TileSource)
-        found = self._toolkit()
-        lacking = missing(found)
-        if lacking is not None:
-            raise CompileError(self.name, source, f"error: {lacking}")
+        installed = self._toolkit()
+        reason = missing(installed)
+        if reason is not None:
+            raise CompileError(self.name, source, f"error: {reason}")
         with tempfile.TemporaryDirectory(prefix="tilewright-tileiras-") as folder:
             bytecode, cubin = Path(folder, f"{source.name}.tileirbc"), Path(folder, f"{source.name}.cubin")
             bytecode.write_bytes(source.bytecode)
-            command = [str(found.program), str(bytecode), "-o", str(cubin), "--gpu-name", source.arch, *source.flags]
+            command = [
+                str(installed.program),
+                str(bytecode),
+                "-o",
+                str(cubin),
+                "--gpu-name",
+                source.arch,
+                *source.flags,
+            ]
             if settings.current().jit_print_command:
-                logger.warning("CUDA_HOME=%s %s", found.root, shlex.join(command))
+                logger.warning("CUDA_HOME=%s %s", installed.root, shlex.join(command))
             start = time.perf_counter()
-            _run(command, found, source)
+            _run(command, installed, source)
             seconds = time.perf_counter() - start
             return _built(cubin.read_bytes(), source, seconds)
 
     def _toolkit(self) -> Toolkit:
-        found = toolkit()
-        if found is None:
+        installed = toolkit()
+        if installed is None:
             raise BackendError(f"tileiras was not found beside cuda.tile, on PATH or under CUDA_HOME: {INSTALL}.")
-        return found
+        return installed
 
 
 def _run(command: list[str], toolkit: Toolkit, source: Source) -> None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=_environment(toolkit),
             capture_output=True,
@@ -109,13 +115,14 @@ def _run(command: list[str], toolkit: Toolkit, source: Source) -> None:
     except subprocess.TimeoutExpired:
         log = f"error: no result after {_TIMEOUT:.0f} s; the process was ended. Smaller tiles compile faster."
         raise CompileError("tileiras", source, log) from None
-    if done.returncode:
-        log = (done.stdout + done.stderr).strip()
-        raise CompileError("tileiras", source, f"{log}\nerror: exit status {done.returncode}. {_advice(toolkit, log)}")
+    if process.returncode:
+        log = (process.stdout + process.stderr).strip()
+        advice = _advice(toolkit, log)
+        raise CompileError("tileiras", source, f"{log}\nerror: exit status {process.returncode}. {advice}")
 
 
 def _environment(toolkit: Toolkit) -> dict[str, str]:
-    """The one in which tileiras finds its own ptxas and libnvvm, and no older toolkit's."""
+    """The environment in which tileiras finds its own ptxas and libnvvm, and no older toolkit's."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_PATH"}
     environment["CUDA_HOME"] = str(toolkit.root)
     environment["PATH"] = os.pathsep.join((str(toolkit.root / "bin"), os.environ.get("PATH", "")))
@@ -123,7 +130,7 @@ def _environment(toolkit: Toolkit) -> dict[str, str]:
 
 
 def _advice(toolkit: Toolkit, log: str) -> str:
-    """What a failure that names no line of the kernel may mean."""
+    """The possible cause of a failure that names no line of the kernel."""
     if "loc(" in log:
         return ""
     ptxas = version_of(toolkit.root / "bin" / "ptxas")
@@ -136,11 +143,11 @@ def _advice(toolkit: Toolkit, log: str) -> str:
 
 
 def _built(binary: bytes, source: TileSource, seconds: float) -> Built:
-    found = facts(binary)
+    kernel = facts(binary)
     info = {
-        **found._asdict(),
-        "parameters": list(found.parameters),
-        "spills": found.spills,
+        **kernel._asdict(),
+        "parameters": list(kernel.parameters),
+        "spills": kernel.spills,
         "seconds": round(seconds, 3),
     }
     if settings.current().jit_debug:
@@ -159,7 +166,7 @@ def toolkit() -> Toolkit | None:
 
 
 def missing(toolkit: Toolkit) -> str | None:
-    """What tileiras needs and does not have beside it, in words."""
+    """The part that tileiras needs and its folder lacks, in words; None if it has all."""
     if not runs(toolkit.root / "bin" / "ptxas"):
         what = f"bin/ptxas (pip install 'nvidia-cuda-nvcc=={release(toolkit.version)}.*')"
     elif libnvvm(toolkit.root) is None:

@@ -1,7 +1,7 @@
-// D (M x N) = A (M x K) * B (N x K)^T, one 64 x kN tile a block: the smallest kernel with every part of a Hopper GEMM.
+// D (M x N) = A (M x K) * B (N x K)^T, one 64 x kN tile per block: the smallest kernel with every part of a Hopper GEMM.
 //
-// Warps 0 to 3 are the warpgroup that multiplies; one thread of warp 4 feeds it through a ring of kStages stages, each
-// 128 bytes of K.  A float result is written by the threads, a 16-bit one goes through shared memory and the copy engine.
+// Warps 0 to 3 are the math warpgroup; one thread of warp 4 is the producer, which fills a pipeline of kStages stages of
+// 128 bytes of K.  A float result is stored by the threads, a 16-bit one through shared memory by the TMA.
 //
 // Config: kN, kStages, Element, Out.
 #pragma once
@@ -30,52 +30,62 @@ __global__ void __launch_bounds__(160, 1) wgmma_tile(
     __shared__ Barrier full[kStages], empty[kStages];
 
     const u32 row = blockIdx.x * 64, column = blockIdx.y * kN;
-    const u32 steps = (k + kBlockK - 1) / kBlockK;  // beyond K the copy engine reads zeros
+    const u32 k_blocks = (k + kBlockK - 1) / kBlockK;  // the TMA reads zeros beyond K
+
+    // Initialise the barriers
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
-            empty[i].init(4);  // one arrival a warp
+            empty[i].init(4);  // one arrival per warp
         }
         fence_barrier_init();
     }
     __syncthreads();
 
+    // Producer: load A and B stage by stage
     if (warp_index() == 4) {
         if (!elect_one()) return;
         Ring<kStages> ring;
-        for (u32 step = 0; step < steps; ++step, ring.advance()) {
+        for (u32 k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
             const u32 s = ring.stage;
             empty[s].wait(ring.parity ^ 1);
-            full[s].expect(kBytesA + kBytesB);
-            tma_load(stages_a + s * kBytesA, map_a, full[s], step * kBlockK, row);
-            tma_load(stages_b + s * kBytesB, map_b, full[s], step * kBlockK, column, Keep::Longest);
+            full[s].arrive_and_expect_tx(kBytesA + kBytesB);
+            tma_load(stages_a + s * kBytesA, map_a, full[s], k_block * kBlockK, row);
+            tma_load(stages_b + s * kBytesB, map_b, full[s], k_block * kBlockK, column, CacheHint::EvictLast);
         }
         return;
     }
 
-    float sums[kN / 2];
+    // Math warpgroup
+    float acc[kN / 2];
     Ring<kStages> ring;
-    for (u32 step = 0; step < steps; ++step, ring.advance()) {
+    for (u32 k_block = 0; k_block < k_blocks; ++k_block, ring.advance()) {
         const u32 s = ring.stage;
+        // Wait for the stage
         full[s].wait(ring.parity);
+
+        // Multiply
         const u64 a = wgmma_descriptor<kSpan>(stages_a + s * kBytesA);
         const u64 b = wgmma_descriptor<kSpan>(stages_b + s * kBytesB);
         wgmma_fence();
 #pragma unroll
         for (u32 byte = 0; byte < kSpan; byte += kWgmmaKBytes) {
-            wgmma<kN, Element>(sums, wgmma_advance(a, byte), wgmma_advance(b, byte), step > 0 || byte > 0);
+            wgmma<kN, Element>(acc, wgmma_advance(a, byte), wgmma_advance(b, byte), k_block > 0 || byte > 0);
         }
         wgmma_commit();
-        wgmma_wait<0>(sums);
+        wgmma_wait<0>(acc);
+
+        // Release the stage
         if (lane_index() == 0) empty[s].arrive();
     }
 
+    // Store D
     if constexpr (Same<Out, float>::value) {
-        write_tile(sums, d, n, row, column, m, n);
+        write_tile(acc, d, n, row, column, m, n);
     } else {
-        stage_tile<Out, kSpan>(sums, strips_d);
-        fence_shared_for_async();
-        sync_threads(1, 128);
+        stage_tile<Out, kSpan>(acc, strips_d);
+        fence_proxy_async_shared();
+        named_barrier_sync(1, 128);
         if (threadIdx.x == 0) {
             for (u32 strip = 0; strip < kN * sizeof(Out) / kSpan; ++strip) {
                 tma_store(map_d, strips_d + strip * 64 * kSpan, column + strip * kSpan / sizeof(Out), row);

@@ -1,8 +1,9 @@
-// Copies between global and shared memory without a tensor map: runs of bytes by the copy engine, single words where it asks
-// for more alignment; and the flags in global memory that put the copies of different blocks into an order.
+// Copies between global and shared memory without a tensor map: cp.async.bulk for aligned runs of bytes, cp.async for single
+// words.  Also flags in global memory, by which blocks order their copies.
 // [PTX ISA: cp.async.bulk, cp.reduce.async.bulk, cp.async, cp.async.mbarrier.arrive, ld.acquire]
 //
-// Addresses and sizes of runs are multiples of 16 bytes.  Stores and sums form the groups of tma_commit(), as in tma.cuh.
+// Addresses and sizes of bulk copies are multiples of 16 bytes.  Bulk stores and reductions belong to the bulk groups that
+// tma_commit() of tma.cuh closes.
 #pragma once
 
 #include <tilewright/mbarrier.cuh>
@@ -14,41 +15,43 @@ __device__ inline void bulk_store(void* to, const void* from, u32 bytes) {
                  : "memory");
 }
 
-// Floats, added to those that are there.
-__device__ inline void bulk_add(float* to, const void* from, u32 bytes) {
+// Adds floats in shared memory to floats in global memory.
+__device__ inline void bulk_reduce_add(float* to, const void* from, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                  "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
 
-// Until at most kLeft of this thread's groups have yet to be seen in global memory.
-template <u32 kLeft> __device__ inline void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+// Waits until at most kPending of this thread's bulk groups have not yet written global memory.
+template <u32 kPending> __device__ inline void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// One word of four bytes, or zero if it is not `there`; then nothing is read.
-__device__ inline void copy_word(void* to, const void* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 4 : 0)
+// Copies 4 bytes, or writes zeros if not `valid`; then `from` is not read.
+__device__ inline void cp_async_zfill(void* to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
                  : "memory");
 }
 
-// Arrives at `barrier` when all copies that this thread has asked for have landed; one of the arrivals it was made for.
-__device__ inline void arrive_after_copies(Barrier& barrier) {
+// Arrives at `barrier` when all earlier cp.async of this thread have completed.  It is one of the arrivals that the barrier
+// was initialised with.
+__device__ inline void cp_async_mbarrier_arrive_noinc(Barrier& barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier.address()) : "memory");
 }
 
-// Who reads a value that set_flag wrote sees all that its writer had seen.
-__device__ inline int read_flag(const int* flag) {
+// An acquire load and a release store at GPU scope: a thread that loads the stored value also sees all writes that the storing
+// thread had made or seen.
+__device__ inline int load_acquire(const int* flag) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
     return value;
 }
-__device__ inline void set_flag(int* flag, int value) {
+__device__ inline void store_release(int* flag, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Between copies that the copy engine made (and bulk_wait saw) and set_flag; and between read_flag and copies that it makes.
+// Orders async-proxy copies and flags: goes between bulk_wait and store_release, and between load_acquire and the next copy.
 // [fence.proxy.async]
-__device__ inline void fence_global_for_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ inline void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace tilewright

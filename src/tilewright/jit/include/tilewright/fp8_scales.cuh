@@ -1,8 +1,7 @@
-// Scales of e4m3 operands on their way into float32 sums.
+// Scales of e4m3 operands, and their promotion into float32 accumulators.
 //
-// The tensor cores add 128 products of K with about 14 bits, then ordinary code takes the result over: sums += scale *
-// scratch.  Scales that change along K come with the stage that they belong to, those of Tensor and Row scale the sums at
-// the end.
+// The tensor cores accumulate 128 products of K with about 14 bits; then CUDA cores promote: acc += scale * acc_tmp.  Scales
+// that change along K are loaded with their stage; those of Tensor and Row are applied once, after the main loop.
 #pragma once
 
 #include <tilewright/copies.cuh>
@@ -11,141 +10,147 @@
 
 namespace tilewright {
 
-// Of A x of B.  Token: one a row and 128 of K, rows side by side in memory; Block: one for 128 columns and 128 of K, those of
-// K side by side.
+// Granularity of A x of B.  Token: one scale per row and 128 of K, contiguous along rows.  Block: one per 128 columns and
+// 128 of K, contiguous along K.
 enum class Scaling : int { Tensor = 0, Row = 1, TokenByBlock = 2, TokenByToken = 3 };
 
 __device__ constexpr u32 common_divisor(u32 a, u32 b) { return b == 0 ? a : common_divisor(b, a % b); }
 
-// Of two neighbouring columns.
+// Scales of two adjacent columns.
 struct alignas(8) ScalePair { float first, second; };
 
-// Scales of a step of a tile of kRows x kColumns, in shared memory: of rows, in kCopies boxes of the copy engine, and behind
-// them those of the blocks of columns, or of the columns.  Scales outside of the matrix are 0.
+// The scales of one stage of a kRows x kColumns tile in shared memory: first the row scales, in kCopies TMA boxes, then the
+// scales of column blocks or of columns.  Scales outside of the matrix are 0.
 //
-// kAnyRow: a tile may begin at any row, but a copy only at a multiple of four (16 bytes): it begins before the tile.
+// kAnyRow: a tile may begin at any row, but a TMA copy only at a multiple of four (16 bytes); it then begins before the tile.
 template <Scaling kScaling, u32 kRows, u32 kColumns, bool kAnyRow> struct StageScales {
     static constexpr bool kAlongK = kScaling == Scaling::TokenByBlock || kScaling == Scaling::TokenByToken;
     static constexpr bool kByBlock = kScaling == Scaling::TokenByBlock, kByToken = kScaling == Scaling::TokenByToken;
-    static constexpr u32 kAlike = common_divisor(kColumns, 128);  // columns of a tile that lie in one block for sure
-    static constexpr u32 kBlocks = kByBlock ? (128 - kAlike + kColumns + 127) / 128 : 1;  // that a tile may touch
-    static constexpr u32 kSpare = 4;                              // rows before the tile: there is room for them anyway
-    static constexpr u32 kCopies = kRows + kSpare > 256 ? 2 : 1;  // a box has at most 256 rows
-    static constexpr u32 kCopied = kRows / kCopies + (kAnyRow ? kSpare : 0);  // rows of a box
-    static constexpr u32 kPart = ((kRows / kCopies + kSpare) * sizeof(float) + 127) / 128 * 128;  // bytes from box to box
-    static constexpr u32 kOthers = kCopies * kPart;  // byte where the scales of B begin
-    static constexpr u32 kBytes = kAlongK ? kOthers + (kByToken ? (kColumns * sizeof(float) + 127) / 128 * 128 : 128) : 0;
-    static constexpr u32 kExpected = kAlongK ? (kCopies * kCopied + (kByToken ? kColumns : 0)) * sizeof(float) : 0;
-    static constexpr u32 kArrivals = kByBlock ? 1 : 0;  // at the stage's barrier, besides those bytes
+    static constexpr u32 kGroupColumns = common_divisor(kColumns, 128);  // columns in a group, which lies in one block
+    static constexpr u32 kBlocks = kByBlock ? (128 - kGroupColumns + kColumns + 127) / 128 : 1;  // blocks a tile may touch
+    static constexpr u32 kAlignRows = 4;                              // rows that may precede the tile; always allocated
+    static constexpr u32 kCopies = kRows + kAlignRows > 256 ? 2 : 1;  // a box has at most 256 rows
+    static constexpr u32 kBoxRows = kRows / kCopies + (kAnyRow ? kAlignRows : 0);
+    static constexpr u32 kBoxPitch = ((kRows / kCopies + kAlignRows) * sizeof(float) + 127) / 128 * 128;  // bytes
+    static constexpr u32 kOffsetB = kCopies * kBoxPitch;  // offset of the scales of B
+    static constexpr u32 kBytes = kAlongK ? kOffsetB + (kByToken ? (kColumns * sizeof(float) + 127) / 128 * 128 : 128) : 0;
+    static constexpr u32 kTxBytes = kAlongK ? (kCopies * kBoxRows + (kByToken ? kColumns : 0)) * sizeof(float) : 0;
+    static constexpr u32 kArrivals = kByBlock ? 1 : 0;  // at the stage's barrier, in addition to the bytes
     static_assert(kBlocks <= 3, "a tile touches at most three blocks");
 
-    // By the thread that loads the stage and has announced kExpected bytes; of row, column and 128 of K `step` of op(B).
-    __device__ static void load(u8* to, Barrier& full, const TensorMap& of_a, const TensorMap& of_b, const float* blocks,
-                                i64 pitch, u32 row, u32 column, u32 step, u32 batch_a, u32 batch_b, u32 columns) {
+    // Loads the scales of rows from `row`, columns from `column` and K block `k_block`.  Called by the producer thread, which
+    // has announced kTxBytes bytes.
+    __device__ static void load(u8* stage, Barrier& full, const TensorMap& map_a, const TensorMap& map_b, const float* blocks,
+                                i64 pitch, u32 row, u32 column, u32 k_block, u32 batch_a, u32 batch_b, u32 columns) {
 #pragma unroll
         for (u32 i = 0; i < (kAlongK ? kCopies : 0); ++i) {
-            tma_load(to + i * kPart, of_a, full, row / kSpare * kSpare + i * (kRows / kCopies), step, batch_a);
+            const u32 box_row = row / kAlignRows * kAlignRows + i * (kRows / kCopies);
+            tma_load(stage + i * kBoxPitch, map_a, full, box_row, k_block, batch_a);
         }
-        if constexpr (kByToken) tma_load(to + kOthers, of_b, full, column, step, batch_b);
+        if constexpr (kByToken) tma_load(stage + kOffsetB, map_b, full, column, k_block, batch_b);
         if constexpr (kByBlock) {
 #pragma unroll
             for (u32 i = 0; i < kBlocks; ++i) {
                 const u32 block = column / 128 + i;
-                copy_word(to + kOthers + i * sizeof(float), blocks + block * pitch + step, block * 128 < columns);
+                cp_async_zfill(stage + kOffsetB + i * sizeof(float), blocks + block * pitch + k_block, block * 128 < columns);
             }
-            arrive_after_copies(full);
+            cp_async_mbarrier_arrive_noinc(full);
         }
     }
 
-    // Where the scale of row `of` of the tile lies among these, if it begins at row `row` of A.
-    __device__ static constexpr u32 place(u32 of, u32 row) {
-        constexpr u32 kRowsOfPart = kRows / kCopies;
-        return of / kRowsOfPart * kPart + (of % kRowsOfPart + (kAnyRow ? row % kSpare : 0)) * sizeof(float);
+    // Byte offset of the scale of the tile's row `row`, if the tile begins at row `first_row` of A.
+    __device__ static constexpr u32 row_offset(u32 row, u32 first_row) {
+        constexpr u32 kTileRows = kRows / kCopies;  // per box
+        return row / kTileRows * kBoxPitch + (row % kTileRows + (kAnyRow ? first_row % kAlignRows : 0)) * sizeof(float);
     }
 };
 
-// sums += scratch, both as WGMMA leaves them.
-template <u32 kCount> __device__ inline void promote(float (&sums)[kCount], const float (&scratch)[kCount]) {
+// acc += acc_tmp, both in the fragment layout of WGMMA.
+template <u32 kCount> __device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCount]) {
 #pragma unroll
-    for (u32 i = 0; i < kCount; ++i) sums[i] += scratch[i];
+    for (u32 i = 0; i < kCount; ++i) acc[i] += acc_tmp[i];
 }
 
-// sums += factors * scratch.
+// acc += scales * acc_tmp.
 template <u32 kCount>
-__device__ inline void promote(float (&sums)[kCount], const float (&scratch)[kCount], const float (&factors)[kCount]) {
+__device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCount], const float (&scales)[kCount]) {
 #pragma unroll
-    for (u32 i = 0; i < kCount; ++i) sums[i] += factors[i] * scratch[i];
+    for (u32 i = 0; i < kCount; ++i) acc[i] += scales[i] * acc_tmp[i];
 }
 
-// sums += of[h][group] * scratch, of groups of columns that lie in one block.
-template <u32 kCount, u32 kOf>
-__device__ inline void promote(float (&sums)[kCount], const float (&scratch)[kCount], const float (&of)[2][kOf]) {
+// acc += scales[h][group] * acc_tmp, one scale for each group of columns within a block.
+template <u32 kCount, u32 kGroups>
+__device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCount], const float (&scales)[2][kGroups]) {
 #pragma unroll
-    for (u32 i = 0; i < kCount; ++i) sums[i] += of[i % 4 / 2][i / (kCount / kOf)] * scratch[i];
+    for (u32 i = 0; i < kCount; ++i) acc[i] += scales[i % 4 / 2][i / (kCount / kGroups)] * acc_tmp[i];
 }
 
-// of[h][group], of groups of kAlike columns: scale of rows * scale of the block that the group lies in, if the first group
-// begins `into` columns into the first block.  Made here, not where they are used.
-template <u32 kAlike, u32 kOf, u32 kBlocks>
-__device__ inline void join_blocks(float (&of)[2][kOf], const float (&rows)[2], const float (&blocks)[kBlocks], u32 into) {
+// scales[h][group] = row scale * scale of the group's block, for groups of kGroupColumns columns.  The first group begins
+// `offset` columns into the first block.  The asm makes ptxas compute them here, not at their use.
+template <u32 kGroupColumns, u32 kGroups, u32 kBlocks>
+__device__ inline void combine_block_scales(float (&scales)[2][kGroups], const float (&rows)[2],
+                                            const float (&blocks)[kBlocks], u32 offset) {
 #pragma unroll
-    for (u32 i = 0; i < kOf; ++i) {
+    for (u32 i = 0; i < kGroups; ++i) {
         float block = blocks[0];
 #pragma unroll
-        for (u32 b = 1; b < kBlocks; ++b) block = into + i * kAlike >= b * 128 ? blocks[b] : block;
+        for (u32 b = 1; b < kBlocks; ++b) block = offset + i * kGroupColumns >= b * 128 ? blocks[b] : block;
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            of[h][i] = rows[h] * block;
-            asm volatile("" : "+f"(of[h][i]));
+            scales[h][i] = rows[h] * block;
+            asm volatile("" : "+f"(scales[h][i]));
         }
     }
 }
 
-// Those of this thread in eight columns, whose scales begin at `columns` in shared memory.
+// The scales of this thread's two of eight columns; those of the eight begin at `columns`, in shared memory.
 __device__ inline ScalePair scale_pair(const float* columns) {
     return *reinterpret_cast<const ScalePair*>(columns + fragment_column());
 }
 
-// factors[i], that of scratch[i]: of[h] * column scale.  `columns` are the scales of these columns, in shared memory.  Made
-// here if kNow, else where they are used.
-template <bool kNow, u32 kCount>
-__device__ inline void join_scales(float (&factors)[kCount], const float (&of)[2], const float* columns) {
+// scales[i] = row scale * column scale of acc_tmp[i].  `columns`: the column scales, in shared memory.  kEager: computed
+// here, else where ptxas chooses.
+template <bool kEager, u32 kCount>
+__device__ inline void combine_scales(float (&scales)[kCount], const float (&rows)[2], const float* columns) {
 #pragma unroll
     for (u32 j = 0; j < kCount / 4; ++j) {
-        const ScalePair by = scale_pair(columns + 8 * j);
+        const ScalePair pair = scale_pair(columns + 8 * j);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            factors[4 * j + 2 * h] = of[h] * by.first, factors[4 * j + 2 * h + 1] = of[h] * by.second;
+            scales[4 * j + 2 * h] = rows[h] * pair.first, scales[4 * j + 2 * h + 1] = rows[h] * pair.second;
         }
     }
 #pragma unroll
-    for (u32 i = 0; i < (kNow ? kCount : 0); ++i) asm volatile("" : "+f"(factors[i]));
+    for (u32 i = 0; i < (kEager ? kCount : 0); ++i) asm volatile("" : "+f"(scales[i]));
 }
 
-// sums *= row scale * column scale, once, of the rows from `row` on and, in each pass, the columns from `column` + pass *
-// 2 kCount on; absent scales are 0.  By a warpgroup, which meets at `barrier` and has the memory at `staged`, where earlier
-// stores may still read: 32 column scales a thread in registers would be too many.
+// acc *= row scale * column scale, for rows from `row` on and, in pass p, columns from `column` + p * 2 kCount on; scales
+// outside of the matrix are 0.  Called by a warpgroup with named barrier `barrier`.  Column scales go through the shared
+// memory at `staged`, which earlier TMA stores may still read: 32 per thread would be too many registers.
 template <u32 kPasses, u32 kCount>
-__device__ inline void scale_sums(float (&sums)[kPasses][kCount], const float* of_rows, const float* of_columns, u32 row,
-                                  u32 column, u32 rows, u32 columns, float* staged, u32 barrier) {
-    constexpr u32 kAll = kPasses * 2 * kCount;
+__device__ inline void scale_accumulators(float (&acc)[kPasses][kCount], const float* row_scales,
+                                          const float* column_scales, u32 row, u32 column, u32 rows, u32 columns,
+                                          float* staged, u32 barrier) {
+    constexpr u32 kColumns = kPasses * 2 * kCount;
     if (threadIdx.x % 128 == 0) tma_wait_read<0>();
-    sync_threads(barrier, 128);
-    for (u32 i = threadIdx.x % 128; i < kAll; i += 128) staged[i] = column + i < columns ? of_columns[column + i] : 0.0f;
-    float of[2];
+    named_barrier_sync(barrier, 128);
+    for (u32 i = threadIdx.x % 128; i < kColumns; i += 128) {
+        staged[i] = column + i < columns ? column_scales[column + i] : 0.0f;
+    }
+    float scales[2];
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
         const u32 r = row + fragment_row() + 8 * h;
-        of[h] = r < rows ? of_rows[r] : 0.0f;
+        scales[h] = r < rows ? row_scales[r] : 0.0f;
     }
-    sync_threads(barrier, 128);
+    named_barrier_sync(barrier, 128);
 #pragma unroll
-    for (u32 j = 0; j < kAll / 8; ++j) {
-        const ScalePair by = scale_pair(staged + 8 * j);
+    for (u32 j = 0; j < kColumns / 8; ++j) {
+        const ScalePair column_pair = scale_pair(staged + 8 * j);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            float* const pair = sums[j / (kCount / 4)] + j % (kCount / 4) * 4 + 2 * h;
-            pair[0] *= of[h] * by.first, pair[1] *= of[h] * by.second;
+            float* const pair = acc[j / (kCount / 4)] + j % (kCount / 4) * 4 + 2 * h;
+            pair[0] *= scales[h] * column_pair.first, pair[1] *= scales[h] * column_pair.second;
         }
     }
 }

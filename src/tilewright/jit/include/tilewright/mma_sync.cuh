@@ -1,10 +1,10 @@
-// The matrix instruction of a single warp: D (16 x 8, float) += A (16 x 16) * B (16 x 8), all in registers.
+// The matrix instruction of one warp: D (16 x 8, float) += A (16 x 16) * B (16 x 8), all in registers.
 //
-// A WGMMA takes B from shared memory in that memory's order of K.  Here both operands are registers, so that the thread
-// which holds consecutive K of A may hold the same consecutive K of B: which element of K stands where does not matter, as
-// long as A and B agree.  [PTX ISA: mma.m16n8k16]
+// Both operands are in registers, so K may be permuted: a product is the same for any order of K that A and B share.  A
+// thread can therefore hold consecutive elements of K, as one wide load brings them.  A WGMMA reads B from shared memory and
+// fixes the order.  [PTX ISA: mma.m16n8k16]
 //
-// With g = lane / 4 and c = lane % 4, and K counted as the instruction does, a register holds the pair
+// With g = lane / 4 and c = lane % 4, and K in the instruction's own order, a register holds the pair
 //     a[0] A(g, 2c..2c+1)   a[1] A(g + 8, 2c..2c+1)   a[2] A(g, 2c+8..2c+9)   a[3] A(g + 8, 2c+8..2c+9)
 //     b[0] B(2c..2c+1, g)   b[1] B(2c+8..2c+9, g)     and   d[2 h + e] = D(g + 8 h, 2c + e).
 #pragma once

@@ -1,4 +1,4 @@
-// A and B of a tile in shared memory: how the copy engine brings a stage of them, and how WGMMA reads it.
+// A and B of a tile in shared memory: TMA loads of one stage, and the descriptors by which WGMMA reads it.
 //
 // A stage holds kSpan = 128 bytes of K of every row, under the 128-byte swizzle.
 #pragma once
@@ -10,19 +10,19 @@
 namespace tilewright {
 
 constexpr u32 kSpan = 128;            // bytes of K in a stage, and the swizzle
-constexpr u32 kBoxBytes = 64 * kSpan;  // a box of 64 rows, of an operand or of D
+constexpr u32 kBoxBytes = 64 * kSpan;  // a box of 64 rows of an operand or of D
 
-// One operand of `kRows` rows (of M or N) in a stage, loaded by kShared blocks.
+// One operand, kRows rows (of M or N) in a stage.  kShared blocks of a cluster load it together, by multicast.
 template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand {
     static constexpr u32 kBlockK = kSpan / sizeof(Element);
-    // Along K: kRows rows of 128 bytes.  Along M or N: boxes of 64 elements by kBlockK rows of K.
+    // K-major: kRows rows of 128 bytes.  M- or N-major: boxes of 64 elements by kBlockK rows of K.
     static constexpr u32 kBoxes = (kRows * sizeof(Element) + kSpan - 1) / kSpan;
     static constexpr u32 kBytes = kMajor == Major::K ? kRows * kSpan : kBoxes * kBoxBytes;
-    static constexpr u32 kPart = kMajor == Major::K ? kRows / kShared : kBlockK / kShared;  // rows of a copy, of 128 bytes
-    static constexpr u32 kAdvance = kMajor == Major::K ? kWgmmaKBytes : kWgmmaK<Element> * kSpan;  // to the next wgmma
+    static constexpr u32 kPart = kMajor == Major::K ? kRows / kShared : kBlockK / kShared;  // rows of 128 bytes in one copy
+    static constexpr u32 kAdvance = kMajor == Major::K ? kWgmmaKBytes : kWgmmaK<Element> * kSpan;  // bytes to the next wgmma
     static_assert(kPart % 8 == 0, "a block's share is whole atoms of the swizzle");
 
-    // Rows `row` .. and K from `k` on: of a shared operand, the part of the block of this rank in its cluster.
+    // Loads rows from `row` and K from `k` on; of a shared operand, the part that block `rank` of the cluster loads.
     __device__ static void load(u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 k, u32 batch, u32 rank) {
         const u32 part = kShared == 1 ? 0 : rank;
         stage += part * kPart * kSpan;
@@ -36,8 +36,8 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
         }
     }
 
-    // Zeros for elements of K from `first` on, in rows [row, row + rows) of a stage that has landed (all of them if K is not
-    // the contiguous dimension), by `threads` threads.  Follow it by fence_shared_for_async() and a barrier of all readers.
+    // Zeroes the elements of K from `first` on, in rows [row, row + rows) of a stage that has landed (in all rows if K is not
+    // contiguous).  Called by `threads` threads; follow it by fence_proxy_async_shared() and a barrier of all readers.
     __device__ static void clear(u8* stage, u32 first, u32 row, u32 rows, u32 thread, u32 threads) {
         struct alignas(16) Chunk { u32 words[4]; };
         constexpr u32 kElements = sizeof(Chunk) / sizeof(Element);
@@ -52,17 +52,17 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
                     }
                 }
             }
-        } else {  // a box has kBlockK rows of 128 bytes, the swizzle stays within each
+        } else {  // a box has kBlockK rows of 128 bytes; the swizzle permutes within a row
             const u32 chunks = (kBlockK - first) * (kSpan / sizeof(Chunk));
-            constexpr u32 kOfBox = kSpan / sizeof(Element);
-            for (u32 i = row / kOfBox; i * kOfBox < row + rows; ++i) {
+            constexpr u32 kBoxRows = kSpan / sizeof(Element);  // of M or N
+            for (u32 i = row / kBoxRows; i * kBoxRows < row + rows; ++i) {
                 u8* const from = stage + i * kBoxBytes + first * kSpan;
                 for (u32 j = thread; j < chunks; j += threads) reinterpret_cast<Chunk*>(from)[j] = {};
             }
         }
     }
 
-    // Of 64 rows of A or all of B.
+    // The wgmma descriptor of 64 rows of A, or of all of B.
     __device__ static u64 descriptor(const u8* tile) {
         return wgmma_descriptor<kSpan>(tile, 8 * kSpan, kMajor == Major::K ? 0 : kBoxBytes);
     }
@@ -72,7 +72,7 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
         if constexpr (kShared == 1) {
             tma_load(to, map, full, x, y, z);
         } else {
-            tma_multicast(to, map, full, (1 << kShared) - 1, x, y, z);
+            tma_load_multicast(to, map, full, (1 << kShared) - 1, x, y, z);
         }
     }
 };

@@ -1,7 +1,7 @@
 // Storage types and their conversions.
 //
-// NVRTC ships no headers (neither <cstdint> nor cuda_bf16.h), so nothing here includes any: what the types can do is
-// written in PTX.  A storage type holds bits and computes nothing; arithmetic happens in float.
+// NVRTC ships no headers (neither <cstdint> nor cuda_bf16.h), so this file includes none and converts in PTX.  A storage type
+// holds bits and has no arithmetic; kernels compute in float.
 #pragma once
 
 namespace tilewright {
@@ -14,11 +14,10 @@ using i64 = long long;
 
 struct bfloat16 { u16 bits; };
 struct float16 { u16 bits; };
-struct float8_e4m3 { u8 bits; };  // OCP e4m3: 448 is the largest, no infinity
+struct float8_e4m3 { u8 bits; };  // OCP e4m3: largest finite value 448, no infinity
 
 template <typename A, typename B> struct Same { static constexpr bool value = false; };
 template <typename A> struct Same<A, A> { static constexpr bool value = true; };
-template <typename T> struct Always { static constexpr bool no = false; };  // for a static_assert that needs a T
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
@@ -28,7 +27,7 @@ __device__ inline float to_float(float16 x) {
     return y;
 }
 
-// Two floats as two neighbouring elements of a row, `low` at the lower address.  Rounds to nearest, ties to even.
+// Packs two floats into two adjacent 16-bit elements, `low` at the lower address.  Rounds to nearest even.
 template <typename T> __device__ inline u32 pack(float low, float high) {
     u32 packed;
     if constexpr (Same<T, bfloat16>::value) {

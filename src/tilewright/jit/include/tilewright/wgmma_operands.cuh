@@ -1,5 +1,5 @@
-// Operand lists of wgmma, for the sizes that the instruction has.  PTX names each accumulator of a thread by number, and
-// C++ cannot generate asm operands: TEXT_n is "%0, %1, ... %(n-1)", BIND_n binds them to d[0] ... d[n-1].
+// Operand lists of wgmma for every N.  PTX takes each accumulator as an operand of its own and C++ cannot generate asm
+// operands, so macros do: TEXT_n is "%0, %1, ..., %(n-1)", and BIND_n binds them to d[0] ... d[n-1].
 #pragma once
 
 #define TILEWRIGHT_TEXT_4 "%0, %1, %2, %3"

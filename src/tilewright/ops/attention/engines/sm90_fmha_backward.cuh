@@ -14,7 +14,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
-#include <tilewright/wgmma_registers.cuh>
+#include <tilewright/wgmma_rs.cuh>
 
 #include "sm90_fmha_backward/movers.cuh"
 #include "sm90_fmha_backward/scores.cuh"
@@ -37,7 +37,7 @@ template <typename Element, u32 kM, u32 kColumns>
 __device__ inline void add_product(float (&d)[kColumns / 2], const u32 (&a)[kM / 4], u64 b) {
 #pragma unroll
     for (u32 i = 0; i < kM / 16; ++i) {
-        wgmma_registers<kColumns, Element, Major::Mn>(d, a + 4 * i, wgmma_advance(b, i * 16 * kSpan));
+        wgmma_rs<kColumns, Element, Major::Mn>(d, a + 4 * i, wgmma_advance(b, i * 16 * kSpan));
     }
     wgmma_commit();
 }
@@ -77,13 +77,13 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
     const BackwardProblem<Config::kSpans> problem{
         {s_q, s_k, heads, batches, sharing, left, right, together, alternating, spans}};
 
     if (group == kBackwardGroups) {
-        give_registers<24>();
+        warpgroup_reg_dealloc<24>();
         const u32 warp = warp_index() - 4 * kBackwardGroups;
         if (warp == 0 && elect_one()) {
             int* const counter = flags + batches * heads * problem.template tiles<kM>();
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         return;
     }
 
-    take_registers<240>();
+    warpgroup_reg_alloc<240>();
     const auto release = [](Barrier& empty) {
         if (lane_index() == 0) empty.arrive();
     };
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         return own_out + ring_out.stage * Shape::kOutBytes;
     };
     const auto leave = [&]() {
-        fence_shared_for_async();
+        fence_proxy_async_shared();
         __syncwarp();
         release(barriers.out_full[ring_out.stage]);
         ring_out.advance();
@@ -173,9 +173,9 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
             if (Shape::kEarlyDv) multiply_dv();
             Shape::kEarlyDv ? wgmma_wait<1>(dp) : wgmma_wait<0>(dp);
             to_score_gradients<Config>(ds, p, s, dp, logs + kM);
-            if (Shape::kDsStages == 1) sync_threads(2, 128 * kBackwardGroups);
+            if (Shape::kDsStages == 1) named_barrier_sync(2, 128 * kBackwardGroups);
             stage_score_gradients<kM>(ds, own_ds + ring_ds.stage * Shape::kDsBytes);
-            fence_shared_for_async();
+            fence_proxy_async_shared();
             if (Shape::kEarlyDv) {
                 wgmma_wait<0>(dv);  // products that run across the end of a loop make the assembler wait for each of them
                 release(barriers.do_empty[stage]);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
                 wgmma_wait<1>();
                 release(barriers.do_empty[own]);
             }
-            sync_threads(1, 128 * kBackwardGroups);  // dS of both warpgroups is there
+            named_barrier_sync(1, 128 * kBackwardGroups);  // dS of both warpgroups is there
             wgmma_fence();
             multiply_dq<Config>(dq, wgmma_advance(first_ds, ring_ds.stage * Shape::kDsBytes), all_k);
             ring_ds.advance();

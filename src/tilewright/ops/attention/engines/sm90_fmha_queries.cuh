@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kQueriesThreads) sm90_fmha_queries(
     struct alignas(16) Four { float of[4]; };
     struct alignas(16) Chunk { u32 of[4]; };
 
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
     const BackwardProblem<Config::kSpans> problem{{s_q, s_k, heads, 0, 1, left, right, 1, 0, spans}};
     const int tiles = problem.template tiles<kM>(), line = int(blockIdx.x) / tiles, m = int(blockIdx.x) - line * tiles;
     const bool seeing = problem.template first_keys<kM>(m) < problem.template end_keys<kM>(m);  // else nobody wrote the sums

@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
     constexpr u32 kM = Config::kBlockM, kLanes = 16, kWide = 8;
     struct alignas(16) Chunk { Element of[kWide]; };
 
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
     const int tiles = (s_q + int(kM) - 1) / int(kM), line = int(blockIdx.x) / tiles;
     const int first = (int(blockIdx.x) - line * tiles) * int(kM), lane = int(threadIdx.x % kLanes);
     const Element* const from_do = d_o + line / heads * do_batch + line % heads * do_head;
@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kRowsThreads) sm90_fmha_rows(
 // numbers: the program `seq:0` of mask/program.py.
 template <typename Config>
 __global__ void __launch_bounds__(kSpansThreads) sm90_fmha_spans(const int* numbers, Interval* spans, int s_q, int s_k) {
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
     const int* const first = numbers + numbers[2];
     const int* const end = first + s_q;
     const int key = int(blockIdx.x * kSpansThreads + threadIdx.x);

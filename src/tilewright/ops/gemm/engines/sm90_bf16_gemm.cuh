@@ -11,7 +11,7 @@
 // multicasts it to both.  A stage is free when the warpgroups of both have read it.  A cluster walks over pairs of tiles, so
 // both blocks take the same number of steps; one whose tile lies outside multiplies zeros and writes nothing.
 //
-// The walk (tile_walk.cuh) makes three kernels of it: batches of products; groups of A's rows, each with its own B; groups
+// The walk (tile_scheduler.cuh) makes three kernels of it: batches of products; groups of A's rows, each with its own B; groups
 // of K, each with its own D.
 //
 // Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kWalk; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
@@ -21,7 +21,7 @@
 
 #include <tilewright/tile_epilogue.cuh>
 #include <tilewright/tile_operand.cuh>
-#include <tilewright/tile_walk.cuh>
+#include <tilewright/tile_scheduler.cuh>
 
 namespace tilewright {
 
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     using A = typename Shape::A;
     using B = typename Shape::B;
     constexpr u32 kStages = Shape::kStages, kGroups = Shape::kGroups, kCluster = Shape::kCluster;
-    constexpr Walk kWalk = Walk(Config::kWalk);
+    constexpr GemmType kWalk = GemmType(Config::kWalk);
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
     __shared__ Barrier full[kStages], empty[kStages];
-    __shared__ typename TileWalk<Config>::Table table;
+    __shared__ typename TileScheduler<Config>::Table table;
 
     const u32 group = warp_index() / 4;
     const u32 rank = kCluster == 1 ? 0 : cluster_rank();
@@ -71,39 +71,39 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     if constexpr (kCluster == 1) {
         __syncthreads();
     } else {
-        sync_cluster();  // nobody may arrive at a barrier that is not there yet
+        cluster_sync();  // nobody may arrive at a barrier that is not there yet
     }
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
 
-    const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
-    TileWalk<Config>::prepare(args, table);
-    TileWalk<Config> walk(args, table, rank);
+    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
+    TileScheduler<Config>::prepare(args, table);
+    TileScheduler<Config> walk(args, table, rank);
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<40>();
+        warpgroup_reg_dealloc<40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
+            tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
             for (Tile tile; walk.next(tile);) {
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
-                    full[s].expect(A::kBytes + B::kBytes);  // both halves of what is shared
+                    full[s].arrive_and_expect_tx(A::kBytes + B::kBytes);  // both halves of what is shared
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, rank);
                     B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, rank);
                 }
             }
         }
     } else {
-        take_registers<kGroups == 2 ? 232 : 240>();
+        warpgroup_reg_alloc<kGroups == 2 ? 232 : 240>();
         const u32 first_row = group * 64;  // in the tile
         const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
         const auto release = [&](u32 stage) {  // in every block that loads it
             if constexpr (kCluster == 1) {
                 if (lane_index() == 0) empty[stage].arrive();
             } else {
-                if (lane_index() < kCluster) empty[stage].free_in_cluster(lane_index());
+                if (lane_index() < kCluster) empty[stage].arrive_remote_after_reads(lane_index());
             }
         };
         Epilogue epilogue{map_d,   bias,    c, scale == nullptr ? alpha : alpha * *scale,
@@ -111,28 +111,28 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                           buffers + group * kTileBuffers * kBoxBytes, 1 + group, d, d_pitch, d_batch};
 
         for (Tile tile; walk.next(tile);) {
-            if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+            if (kWalk == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
+                for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     full[ring.stage].wait(ring.parity);
                     release(ring.stage);
                 }
                 continue;
             }
             float sums[Shape::kN / 2];
-            if constexpr (kWalk == Walk::Depth) {  // of a group that may have no K
+            if constexpr (kWalk == GemmType::GroupedK) {  // of a group that may have no K
 #pragma unroll
                 for (u32 i = 0; i < Shape::kN / 2; ++i) sums[i] = 0;
             }
             u32 last = 0;
-            for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+            for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                 full[ring.stage].wait(ring.parity);
-                if (kWalk == Walk::Depth && step + 1 == tile.steps && tile.tail < A::kBlockK) {
+                if (kWalk == GemmType::GroupedK && step + 1 == tile.k_blocks && tile.k_tail < A::kBlockK) {
                     // What follows is K of the next group, perhaps NaN, in both operands.  Both warpgroups clear all of B:
                     // were they to share the work and meet, they would no longer take turns
-                    A::clear(stages_a + ring.stage * A::kBytes, tile.tail, first_row, 64, threadIdx.x % 128, 128);
-                    B::clear(stages_b + ring.stage * B::kBytes, tile.tail, 0, Shape::kN, threadIdx.x % 128, 128);
-                    fence_shared_for_async();
-                    sync_threads(1 + group, 128);
+                    A::clear(stages_a + ring.stage * A::kBytes, tile.k_tail, first_row, 64, threadIdx.x % 128, 128);
+                    B::clear(stages_b + ring.stage * B::kBytes, tile.k_tail, 0, Shape::kN, threadIdx.x % 128, 128);
+                    fence_proxy_async_shared();
+                    named_barrier_sync(1 + group, 128);
                 }
                 const u64 a = wgmma_advance(first_a, ring.stage * A::kBytes);
                 const u64 b = wgmma_advance(first_b, ring.stage * B::kBytes);
@@ -148,12 +148,12 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 last = ring.stage;
             }
             wgmma_wait<0>(sums);
-            if (kWalk != Walk::Depth || tile.steps > 0) release(last);
+            if (kWalk != GemmType::GroupedK || tile.k_blocks > 0) release(last);
             epilogue.write(sums, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
         }
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }
-    if constexpr (kCluster > 1) sync_cluster();  // and this block the arrivals of the other
+    if constexpr (kCluster > 1) cluster_sync();  // and this block the arrivals of the other
 }
 
 }  // namespace tilewright

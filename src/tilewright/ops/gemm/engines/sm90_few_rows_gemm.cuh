@@ -46,10 +46,10 @@ __device__ inline void few_rows(
 
     const bool producer = warp_index() == kMath / 32;
     if (producer && elect_one()) {
-        tma_prefetch(in.weights);
-        tma_prefetch(in.tokens);
-        if constexpr (Shape::kTokenScales > 0) tma_prefetch(in.token_scales);
-        if constexpr (Shape::kWeightScales > 0) tma_prefetch(in.weight_scales);
+        tma_prefetch_descriptor(in.weights);
+        tma_prefetch_descriptor(in.tokens);
+        if constexpr (Shape::kTokenScales > 0) tma_prefetch_descriptor(in.token_scales);
+        if constexpr (Shape::kWeightScales > 0) tma_prefetch_descriptor(in.weight_scales);
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
             empty[i].init(kMath / 32);  // one arrival a warp
@@ -60,8 +60,8 @@ __device__ inline void few_rows(
     }
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
     __syncwarp();
-    if constexpr (kSplit > 1) arrive_at_cluster();
-    let_next_kernel_start();
+    if constexpr (kSplit > 1) cluster_arrive_relaxed();
+    launch_dependents();
     if constexpr (Walk::kFirstIsKnown) {
         // The first weights come to the L2 while the kernel before this one ends.  Not more of them: 25 % slower.
         if (producer && elect_one()) {
@@ -70,24 +70,24 @@ __device__ inline void few_rows(
         }
         __syncwarp();
     }
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     Walk walk = make_walk();
     if (producer) {
-        if constexpr (kSplit == 1) arrive_at(kAllThreads, kThreads);
+        if constexpr (kSplit == 1) named_barrier_arrive(kAllThreads, kThreads);
         const bool leader = elect_one();
         Ring<kStages> ring;
         for (; walk.more(); walk.advance()) {
             if (leader) fill(stages, ring, in, walk.tile());
             __syncwarp();
         }
-        if constexpr (kSplit > 1) wait_for_cluster();  // long over, but a wait belongs to each arrival
+        if constexpr (kSplit > 1) cluster_wait();  // long over, but a wait belongs to each arrival
         return;
     }
     if constexpr (kSplit == 1) {
-        sync_threads(kAllThreads, kThreads);
+        named_barrier_sync(kAllThreads, kThreads);
     } else {
-        wait_for_cluster();
+        cluster_wait();
     }
 
     const u32 parcels = shared_address(shared + Shape::kReceived);
@@ -121,7 +121,7 @@ __device__ inline void few_rows(
 
         const u32 height = min(kTokens, at.end - at.row);
         const u32 own_tokens = height > first_token ? min(height - first_token, Shape::kShare * 8) : 0;
-        if (kSplit > 1 && threadIdx.x == 0) received.expect((own_tokens + 7) / 8 * kSplit * kParcel);
+        if (kSplit > 1 && threadIdx.x == 0) received.arrive_and_expect_tx((own_tokens + 7) / 8 * kSplit * kParcel);
 
         float sums[kTokens / 2];
         if constexpr (kScaling == Scaling::None) {
@@ -146,9 +146,9 @@ __device__ inline void few_rows(
 #pragma unroll
             for (u32 i = 0; i < kTokens / 2; ++i) own[i] = sums[i];
         } else {
-            wait_in_cluster(taken, parity ^ 1);  // parcels of the tile before
+            wait_acquire_cluster(taken, parity ^ 1);  // parcels of the tile before
             send<Config>(sums, parcels, received, rank, height);
-            wait_in_cluster(received, parity);
+            wait_acquire_cluster(received, parity);
 #pragma unroll
             for (u32 p = 0; p < Shape::kShare; ++p) {
                 if (8 * p >= own_tokens) break;
@@ -160,17 +160,17 @@ __device__ inline void few_rows(
         }
 
         // Transposed, so that threads write neighbouring columns of a row of D.
-        sync_threads(kMathThreads, kMath);  // the tile before has been written
+        named_barrier_sync(kMathThreads, kMath);  // the tile before has been written
 #pragma unroll
         for (u32 i = 0; i < 4 * Shape::kShare; ++i) {
             const u32 token = i / 4 * 8 + fragment_column() + i % 2, weight = fragment_row() + i % 4 / 2 * 8;
             const float scale = kScaling == Scaling::Row ? token_scale[i / 4 * 2 + i % 2] : 1;
             if (token < own_tokens) result[token * kPitch + weight] = scale * own[i];
         }
-        sync_threads(kMathThreads, kMath);
+        named_barrier_sync(kMathThreads, kMath);
         // All threads have read the parcels.  A release for the cluster: a fence, but here few writes are on their way, and
         // the ring hides it.  Nobody waits for the last one, and a block that has ended could not hear it.
-        if (kSplit > 1 && walk.more() && threadIdx.x < kSplit) taken.arrive_in_cluster(threadIdx.x);
+        if (kSplit > 1 && walk.more() && threadIdx.x < kSplit) taken.arrive_remote(threadIdx.x);
         for (u32 token = row_of_thread; token < own_tokens; token += 8) {
             float sum[4];
             load_shared(sum, shared_address(result + token * kPitch + column_of_thread));

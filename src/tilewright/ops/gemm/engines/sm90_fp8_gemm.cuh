@@ -20,7 +20,7 @@
 #include <tilewright/fp8_epilogue.cuh>
 #include <tilewright/fp8_scales.cuh>
 #include <tilewright/tile_operand.cuh>
-#include <tilewright/tile_walk.cuh>
+#include <tilewright/tile_scheduler.cuh>
 
 namespace tilewright {
 
@@ -41,11 +41,11 @@ template <typename Config> struct Fp8Shape {
     static constexpr u32 kThreads = 128 * (kGroups + 1);  // and the producer's
     static constexpr u32 kPasses = kN > 192 ? 2 : 1, kColumns = kN / kPasses, kParts = kWaves * kPasses;
     static constexpr u32 kBoxes = kWaves * ((kN + 63) / 64), kBuffers = kBoxes < 4 ? kBoxes : 4;  // of D, a warpgroup
-    using Scales = StageScales<kScaling, kM, kN, Walk(Config::kWalk) == Walk::Rows>;
+    using Scales = StageScales<kScaling, kM, kN, GemmType(Config::kWalk) == GemmType::GroupedM>;
     // Scales of columns make as many factors as there are products: registers have room for them beside one sum
     static constexpr bool kAhead = Scales::kByToken && kParts == 1 && kColumns <= 128 && kGroups < 3;
     static constexpr u32 kBlocks = kPasses > 1 ? 1 : Scales::kBlocks;  // of columns that a pass may touch
-    static constexpr u32 kOf = kPasses > 1 ? 1 : kN / Scales::kAlike;  // groups of its columns in one block
+    static constexpr u32 kOf = kPasses > 1 ? 1 : kN / Scales::kGroupColumns;  // groups of its columns in one block
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
     using Epilogue = Fp8Epilogue<Config, Fp8Shape, kQuantises>;
     using Stored = typename EitherType<kQuantises, float, typename Config::Out>::Type;
@@ -72,14 +72,14 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     constexpr u32 kWaves = Shape::kWaves, kPasses = Shape::kPasses, kParts = Shape::kParts;
     constexpr u32 kColumns = Shape::kColumns, kCount = kColumns / 2, kWaveRows = 64 * kGroups;
     constexpr Scaling kScaling = Shape::kScaling;
-    constexpr Walk kWalk = Walk(Config::kWalk);
+    constexpr GemmType kWalk = GemmType(Config::kWalk);
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, kStages of scales
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
     u8* const stages_s = buffers + kGroups * Shape::kBuffers * kBoxBytes;
     __shared__ Barrier full[kStages], empty[kStages];
-    using Walker = TileWalk<Alone<Config>>;
+    using Walker = TileScheduler<Alone<Config>>;
     __shared__ typename Walker::Table table;
 
     const u32 group = warp_index() / 4;
@@ -91,26 +91,26 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
 
-    const WalkArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
+    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, apart};
     Walker::prepare(args, table);
     Walker walk(args, table, 0);
     Tile tile;
     Ring<kStages> ring;
 
     if (group == kGroups) {
-        give_registers<kGroups == 3 ? 32 : 40>();
+        warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(map_a), tma_prefetch(map_b), tma_prefetch(map_d);
-            if constexpr (Scales::kAlongK) tma_prefetch(map_scale_a);
-            if constexpr (Scales::kByToken) tma_prefetch(map_scale_b);
+            tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
+            if constexpr (Scales::kAlongK) tma_prefetch_descriptor(map_scale_a);
+            if constexpr (Scales::kByToken) tma_prefetch_descriptor(map_scale_b);
             while (walk.next(tile)) {
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+                for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     const u32 s = ring.stage, at = tile.k + step * A::kBlockK;  // beyond K come zeros
                     empty[s].wait(ring.parity ^ 1);
-                    full[s].expect(A::kBytes + B::kBytes + Scales::kExpected);
+                    full[s].arrive_and_expect_tx(A::kBytes + B::kBytes + Scales::kTxBytes);
                     A::load(stages_a + s * A::kBytes, map_a, full[s], tile.row, at, tile.batch_a, 0);
                     B::load(stages_b + s * B::kBytes, map_b, full[s], tile.column, at, tile.batch_b, 0);
                     Scales::load(stages_s + s * Scales::kBytes, full[s], map_scale_a, map_scale_b,
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
         }
     } else {
-        take_registers<kGroups == 3 ? 160 : kGroups == 2 ? 232 : 248>();
+        warpgroup_reg_alloc<kGroups == 3 ? 160 : kGroups == 2 ? 232 : 248>();
         const u32 first_row = group * 64;  // in the tile; of a wave
         // One value a warp, in uniform registers: else each step makes it of addresses again before it may multiply
         const auto uniform = [](u32 value) { return __shfl_sync(~0u, value, 0); };
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             return at;
         };
         // Reads of scales by the other lanes come before lane 0's arrival through __syncwarp, and so before the copies that
-        // the producer asks for when it has seen all arrivals.  For copy_word() racecheck calls that a hazard; it is none.
+        // the producer asks for when it has seen all arrivals.  For cp_async_zfill() racecheck calls that a hazard; it is none.
         const auto release = [&](u32 stage) {
             __syncwarp();
             if (lane_index() == 0) empty[stage].arrive();
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 
         Stage at = at_stage(0);
         for (bool more = walk.next(tile); more;) {
-            if (kWalk == Walk::Rows && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
-                for (u32 step = 0; step < tile.steps; ++step, ring.advance()) {
+            if (kWalk == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {  // none of these rows is ours
+                for (u32 step = 0; step < tile.k_blocks; ++step, ring.advance()) {
                     full[ring.stage].wait(ring.parity);
                     release(ring.stage);
                 }
@@ -160,15 +160,15 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 #pragma unroll
             for (u32 i = 0; i < kParts * kCount; ++i) sums[i / kCount / kPasses][i / kCount % kPasses][i % kCount] = 0;
             const u32 into = tile.column % 128;  // its first block
-            const u8* const of_rows = stages_s + Scales::place(first_row + fragment_row(), tile.row);
+            const u8* const of_rows = stages_s + Scales::row_offset(first_row + fragment_row(), tile.row);
 
 #pragma unroll 4
-            for (u32 step = 0; step < tile.steps; ++step) {
+            for (u32 step = 0; step < tile.k_blocks; ++step) {
                 full[ring.stage].wait(ring.parity);
                 float scratch[kCount];
                 float of_row[kWaves][2], of_block[Scales::kBlocks], factors[kCount];
                 const u32 done = at.index;
-                const auto of_columns = reinterpret_cast<const float*>(stages_s + done * Scales::kBytes + Scales::kOthers);
+                const auto of_columns = reinterpret_cast<const float*>(stages_s + done * Scales::kBytes + Scales::kOffsetB);
                 Stage next;
 #pragma unroll
                 for (u32 part = 0; part < kParts; ++part) {
@@ -184,12 +184,12 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     if (part == 0 && Scales::kAlongK) {
 #pragma unroll
                         for (u32 i = 0; i < 2 * kWaves; ++i) {
-                            const u32 byte = i / 2 * Scales::place(kWaveRows, 0) + i % 2 * 8 * sizeof(float);
+                            const u32 byte = i / 2 * Scales::row_offset(kWaveRows, 0) + i % 2 * 8 * sizeof(float);
                             of_row[i / 2][i % 2] = *reinterpret_cast<const float*>(of_rows + done * Scales::kBytes + byte);
                         }
 #pragma unroll
                         for (u32 i = 0; i < (Scales::kByBlock ? Scales::kBlocks : 0); ++i) of_block[i] = of_columns[i];
-                        if constexpr (Shape::kAhead) join_scales<true>(factors, of_row[0], of_columns);
+                        if constexpr (Shape::kAhead) combine_scales<true>(factors, of_row[0], of_columns);
                     }
                     if (part == kParts - 1) {
                         ring.advance();
@@ -198,11 +198,11 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     float of[2][Shape::kOf];
                     if constexpr (Scales::kByBlock) {
                         const float (&of_pass)[Shape::kBlocks] = *reinterpret_cast<const float (*)[Shape::kBlocks]>(of_block + pass);
-                        join_blocks<Scales::kAlike>(of, of_row[wave], of_pass, into);
+                        combine_block_scales<Scales::kGroupColumns>(of, of_row[wave], of_pass, into);
                     }
                     wgmma_wait<0>(scratch);
                     if constexpr (Scales::kByToken && !Shape::kAhead) {
-                        join_scales<false>(factors, of_row[wave], of_columns + pass * kColumns);
+                        combine_scales<false>(factors, of_row[wave], of_columns + pass * kColumns);
                     }
                     if (part == kParts - 1) release(done);
                     float (&to)[kCount] = sums[wave][pass];
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             for (u32 wave = 0; wave < kWaves; ++wave) {
                 const u32 row = over.row + first_row + wave * kWaveRows;
                 if constexpr (kScaling == Scaling::Row) {
-                    scale_sums(sums[wave], scale_a + over.batch_a * scale_a_batch, scale_b + over.batch_b * scale_b_batch,
+                    scale_accumulators(sums[wave], scale_a + over.batch_a * scale_a_batch, scale_b + over.batch_b * scale_b_batch,
                                row, over.column, m, n, reinterpret_cast<float*>(own_buffers), 1 + group);
                 }
                 epilogue.write(sums[wave], factor, row, over.column, over.batch_d, over.row_end);

@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
 
     const bool producer = warp_index() == kMath / 32;
     if (producer && elect_one()) {
-        tma_prefetch(weights);
-        tma_prefetch(tokens);
-        tma_prefetch(scales);
+        tma_prefetch_descriptor(weights);
+        tma_prefetch_descriptor(tokens);
+        tma_prefetch_descriptor(scales);
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1);
             empty[i].init(kMath / 32);  // one arrival a warp
@@ -62,19 +62,19 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
     }
     // The producer needs its own barriers only, and goes on; the others wait until those of all blocks are there.
     __syncwarp();
-    if constexpr (kSplit > 1) arrive_at_cluster();
-    let_next_kernel_start();
+    if constexpr (kSplit > 1) cluster_arrive_relaxed();
+    launch_dependents();
     if (producer && elect_one()) {
         // The first weights come to the L2 while the kernel before this one ends
         for (u32 step = begin; step < min(end, begin + kAhead); ++step) {
-            tma_fetch(weights, step * kSpan, first / tile_rows * Shape::kRows);
+            tma_prefetch_l2(weights, step * kSpan, first / tile_rows * Shape::kRows);
         }
     }
     __syncwarp();
-    wait_for_previous_kernel();
+    griddepcontrol_wait();
 
     if (producer) {
-        if constexpr (kSplit == 1) arrive_at(kAllThreads, kThreads);
+        if constexpr (kSplit == 1) named_barrier_arrive(kAllThreads, kThreads);
         if (elect_one()) {
             Ring<kStages> ring;
             for (u32 tile = first; tile < tiles; tile += clusters) {
@@ -84,25 +84,25 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
                     Barrier& landed = full[ring.stage];
                     empty[ring.stage].wait(ring.parity ^ 1);
                     // A box at an edge counts in full
-                    landed.expect(Shape::kWeights + Shape::kTokenBoxes * token_rows * kSpan + Shape::kScales);
-                    tma_load(stage, weights, landed, step * kSpan, column, Keep::NotAtAll);
+                    landed.arrive_and_expect_tx(Shape::kWeights + Shape::kTokenBoxes * token_rows * kSpan + Shape::kScales);
+                    tma_load(stage, weights, landed, step * kSpan, column, CacheHint::EvictFirst);
                     tma_load(stage + Shape::kScalesAt, scales, landed, column, step * Shape::kGroups);
 #pragma unroll
                     for (u32 box = 0; box < Shape::kTokenBoxes; ++box) {
                         tma_load(stage + Shape::kWeights + box * Shape::kTokenBox, tokens, landed,
-                                 step * Shape::kStageK + box * kTokenK, row, Keep::Longest);
+                                 step * Shape::kStageK + box * kTokenK, row, CacheHint::EvictLast);
                     }
                 }
             }
         }
         __syncwarp();
-        if constexpr (kSplit > 1) wait_for_cluster();  // long over, but a wait belongs to each arrival
+        if constexpr (kSplit > 1) cluster_wait();  // long over, but a wait belongs to each arrival
         return;
     }
     if constexpr (kSplit == 1) {
-        sync_threads(kAllThreads, kThreads);
+        named_barrier_sync(kAllThreads, kThreads);
     } else {
-        wait_for_cluster();
+        cluster_wait();
     }
 
     const Fragments<Config> fragments;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         }
         const u32 height = min(kTokens, u32(rows) - row);
         const u32 own_tokens = height > first_token ? min(height - first_token, Shape::kShare * 8) : 0;
-        if (kSplit > 1 && threadIdx.x == 0) received.expect((own_tokens + 7) / 8 * kSplit * Shape::kParcel);
+        if (kSplit > 1 && threadIdx.x == 0) received.arrive_and_expect_tx((own_tokens + 7) / 8 * kSplit * Shape::kParcel);
 
         Sums<Config> sums = {};
         for (u32 step = begin; step < end; ++step, ring.advance()) {
@@ -139,14 +139,14 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
         if constexpr (kSplit == 1) {
             own = sums;
         } else {
-            wait_in_cluster(taken, parity ^ 1);  // parcels of the tile before
+            wait_acquire_cluster(taken, parity ^ 1);  // parcels of the tile before
             send<Config>(sums, parcels, received, rank, height);
-            wait_in_cluster(received, parity);
+            wait_acquire_cluster(received, parity);
             add_up<Config>(own, parcels, own_tokens);
         }
 
         // Transposed, so that threads write neighbouring columns of a row of D.
-        sync_threads(kMathThreads, kMath);  // the tile before has been written
+        named_barrier_sync(kMathThreads, kMath);  // the tile before has been written
 #pragma unroll
         for (u32 p = 0; p < Shape::kShare; ++p) {
 #pragma unroll
@@ -156,9 +156,9 @@ __global__ void __launch_bounds__(Layout<Config>::kThreads, Config::kCtas) weigh
                 if (token < own_tokens) result[token * Shape::kPitch + weight] = own.of[p][i / 4][i % 4];
             }
         }
-        sync_threads(kMathThreads, kMath);
+        named_barrier_sync(kMathThreads, kMath);
         // Parcels have been read.  Nobody waits for the last word of this, and a block that has ended could not hear it.
-        if (kSplit > 1 && tile + clusters < tiles && threadIdx.x < kSplit) taken.free_in_cluster(threadIdx.x);
+        if (kSplit > 1 && tile + clusters < tiles && threadIdx.x < kSplit) taken.arrive_remote_after_reads(threadIdx.x);
         if (column < u32(columns)) {
             for (u32 token = row_of_thread; token < own_tokens; token += kMath / kAcross) {
                 float sum[4];

@@ -39,8 +39,8 @@ __device__ inline void send(const Sums<Config>& sums, u32 received, const Barrie
 #pragma unroll
         for (u32 t = 0; t < Config::kTiles; ++t) {
             const float* const f = sums.of[p][t];
-            store_in_cluster(address_in_cluster(parcel_at<Config>(received, rank, slot, t), owner),
-                             address_in_cluster(landed.address(), owner), f[0], f[1], f[2], f[3]);
+            store_shared_remote(map_shared_rank(parcel_at<Config>(received, rank, slot, t), owner),
+                             map_shared_rank(landed.address(), owner), f[0], f[1], f[2], f[3]);
         }
     }
 }

@@ -1,4 +1,4 @@
-// e^x of float32 vectors for x <= 0, which is all that softmax and the activations ask for.
+// e^x of float32 vectors for x <= 0, the only arguments that softmax and the activations have.
 #pragma once
 
 #include <tilewright/host/vector.h>
@@ -6,12 +6,12 @@
 namespace tilewright {
 
 // x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite, 1980), then 2^n times a minimax polynomial in r, whose relative
-// error is 2^-28 for kPrecise, for results that stay float32, and 2^-17 for those rounded to a half type.
-// e^-inf is 0, subnormal results are rounded once, NaN stays.
+// error is 2^-28 with kPrecise (for float32 results), else 2^-17 (for results rounded to a half type).
+// e^-inf is 0, subnormal results are rounded once, NaN stays NaN.
 template <bool kPrecise>
 inline Float exp(Float x) {
-    x = x < -150.0f ? splat(-150.0f) : x;  // from -104 on the result is 0; an infinite x would leave no r
-    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits; here to the exponent of 2^(n + 100)
+    x = x < -150.0f ? splat(-150.0f) : x;  // below -104 the result is 0; an infinite x has no r
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; here it becomes the exponent of 2^(n + 100)
     const float kRound = 0x1.8p23f + 127.0f + 100.0f;
     const Float shifted = x * 1.4426950408889634f + kRound;
     const Float n = shifted - kRound;

@@ -1,5 +1,5 @@
-// float16 elements (see vector.h): by the CPU's conversions where it has them, else by arithmetic on the bits.
-// In a file of its own because the intrinsics double the time to compile a kernel.
+// float16 elements (see vector.h): converted by the CPU's instructions if it has them, else by arithmetic on the bits.
+// A separate file, because the intrinsics double the time to compile a kernel.
 #pragma once
 
 #include <tilewright/host/vector.h>
@@ -32,21 +32,21 @@ struct Element<half> {
     static Bits narrow(Float v) { return __builtin_convertvector((Packed)_mm256_cvtps_ph((__m256)v, 0), Bits); }
 #endif
 #else
-    // Exponent and mantissa move up by 13 bits; a product with 2^112 corrects the exponent's bias, subnormals included.
+    // Shift exponent and mantissa up by 13 bits; multiplying by 2^112 corrects the exponent's bias, for subnormals too.
     static Float widen(Bits v) {
         const Bits magnitude = (v & 0x7fffu) << 13;
         const Bits finite = (Bits)((Float)magnitude * 0x1p112f);
         const Bits result = magnitude < 0x7c00u << 13 ? finite : magnitude | 0x7f800000u;
         return (Float)(result | (v & 0x8000u) << 16);
     }
-    // A normal result is the upper bits, rounded as in bf16.  For a subnormal one 1/2 is added, whose last bit, 2^-24,
-    // is that of the result.
+    // A normal result is the upper bits, rounded as in bf16.  A subnormal one is rounded by adding 1/2, whose unit in
+    // the last place, 2^-24, is that of the result.
     static Bits narrow(Float v) {
         const Bits magnitude = (Bits)v & 0x7fffffffu;
         const Bits normal = (magnitude + (magnitude >> 13 & 1u) + (0xfffu - (112u << 23))) >> 13;
         const Bits subnormal = (Bits)((Float)magnitude + 0.5f) - 0x3f000000u;
         Bits result = magnitude < 0x38800000u ? subnormal : normal;
-        result = magnitude < 0x477ff000u ? result : Bits{} + 0x7c00u;  // from 65520 on, infinity
+        result = magnitude < 0x477ff000u ? result : Bits{} + 0x7c00u;  // 65520 and more become infinity
         result = magnitude > 0x7f800000u ? Bits{} + 0x7e00u : result;
         return result | ((Bits)v >> 16 & 0x8000u);
     }

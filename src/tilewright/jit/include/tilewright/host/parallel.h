@@ -1,13 +1,13 @@
-// Tasks divided among torch's OpenMP threads in neighbouring runs.
+// Divides tasks among torch's OpenMP threads, a contiguous range each.
 #pragma once
 
 #include <stdint.h>
 
 namespace tilewright {
 
-constexpr int64_t kGrain = 32768;  // elements worth a thread: waking one costs as much as some 10 us of work
+constexpr int64_t kGrain = 32768;  // least elements per thread: waking one costs as much as about 10 us of work
 
-// body(begin, end) for disjoint ranges that cover [0, tasks).  One thread never enters the OpenMP runtime.
+// Calls body(begin, end) for disjoint ranges that cover [0, tasks).  With one thread the OpenMP runtime is not entered.
 template <class Body>
 inline void parallel(int64_t tasks, int64_t elements, int threads, Body body) {
     const int64_t useful = elements / kGrain < tasks ? elements / kGrain : tasks;

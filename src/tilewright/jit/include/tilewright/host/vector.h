@@ -1,7 +1,7 @@
-// Vectors of float32 for CPU kernels, and how elements of any dtype get into and out of them.
+// Vectors of float32 for CPU kernels, and their loads and stores for elements of any dtype.
 //
-// A kernel computes on F32, 2 kLanes elements in two registers, and rounds to nearest even where it stores.  The
-// registers are GCC's own vectors, so one source becomes AVX-512, AVX2, SSE2 or NEON by -march alone.
+// A kernel computes on F32, 2 kLanes elements in two registers, and rounds to nearest even when it stores.  The
+// registers are GCC vectors, so one source compiles to AVX-512, AVX2, SSE2 or NEON, by -march only.
 #pragma once
 
 #include <stdint.h>
@@ -23,7 +23,7 @@ using Bits = uint32_t __attribute__((vector_size(4 * kLanes)));
 
 inline Float splat(float value) { return value - Float{}; }
 
-// 2 kLanes elements.  Which of them stand in which register is for `Order` to say.
+// 2 kLanes elements in two registers; `Order` defines which element is in which.
 struct F32 {
     Float a, b;
 };
@@ -35,13 +35,14 @@ inline F32 operator+(F32 x, float y) { return {x.a + y, x.b + y}; }
 inline F32 operator-(F32 x, float y) { return {x.a - y, x.b - y}; }
 inline F32 operator*(F32 x, float y) { return {x.a * y, x.b * y}; }
 
-// f of each register of the arguments.
+// Applies f to each register of the arguments.
 template <class Function, class... Arguments>
 inline F32 map(Function f, Arguments... x) {
     return {f(x.a...), f(x.b...)};
 }
 
-// A whole F32 of a row, or the `count` elements of a short one: then the rest reads as zero, and is not written.
+// The extent of a load or store: a whole F32, or the first `count` elements, of which the rest reads as zero and is not
+// written.
 struct Whole {};
 struct Part {
     int count;
@@ -51,8 +52,8 @@ struct bf16 {
     uint16_t bits;
 };
 
-// An element type.  Two of 16 bits share a 32-bit lane, the even one in the lower half, the odd one in the upper; such
-// a type has Float even(Bits), Float odd(Bits), Bits both(Float even, Float odd) and Float rounded(Float).
+// An element type.  Two 16-bit elements share a 32-bit lane, the even one in the lower half, the odd one in the upper.  A
+// 16-bit type has Float even(Bits), Float odd(Bits), Bits both(Float even, Float odd) and Float rounded(Float).
 template <class T>
 struct Element;
 
@@ -66,8 +67,8 @@ struct Element<double> {
     using Vector = double __attribute__((vector_size(8 * kLanes)));
 };
 
-// A NaN needs no care when it is rounded as long as its lower half is zero, as it is in every widened bf16 and in the
-// NaN that arithmetic makes; `Order` sees to those loaded as float32.
+// Rounding keeps a NaN a NaN if its lower half is zero, as in every widened bf16 and in the NaN that arithmetic produces;
+// `Order` canonicalises NaNs loaded as float32.
 template <>
 struct Element<bf16> {
     static Float even(Bits v) { return (Float)(v << 16); }
@@ -76,7 +77,7 @@ struct Element<bf16> {
     static Float rounded(Float v) { return (Float)(nearest(v) & 0xffff0000u); }
 
    private:
-    // The upper half is the value rounded to nearest even
+    // Its upper half is the value rounded to nearest even
     static Bits nearest(Float v) { return (Bits)v + 0x7fffu + ((Bits)v >> 16 & 1u); }
 };
 
@@ -85,14 +86,14 @@ constexpr bool any_half = sizeof(T) == 2 || any_half<Ts...>;
 template <class T>
 constexpr bool any_half<T> = sizeof(T) == 2;
 
-// Which elements stand in which register of an F32, and the loads and stores that keep to it: even ones in `a` and odd
-// ones in `b`, or the first half in `a` and the second in `b`.
+// The assignment of elements to the registers of an F32, and the loads and stores that keep it: even elements in `a` and
+// odd ones in `b`, or the first half in `a` and the second half in `b`.
 template <bool kEvenOdd>
 struct Order {
     template <class T>
     static F32 load(const T* from, Whole) {
         if constexpr (sizeof(T) == 2) {
-            static_assert(kEvenOdd, "a row with 16-bit elements is held as even and odd ones");
+            static_assert(kEvenOdd, "16-bit elements are held as even and odd ones");
             Bits v;
             __builtin_memcpy(&v, from, sizeof(v));
             return {Element<T>::even(v), Element<T>::odd(v)};
@@ -136,7 +137,7 @@ struct Order {
         __builtin_memcpy(to, values, part.count * sizeof(T));
     }
 
-    // `v` with `other` in place of all elements but those from `begin` to `end`.
+    // Replaces all elements of `v` but [begin, end) by `other`.
     static F32 only(F32 v, int begin, int end, float other) {
         Int a, b;
         for (int i = 0; i < kLanes; ++i) a[i] = kEvenOdd ? 2 * i : i, b[i] = kEvenOdd ? 2 * i + 1 : kLanes + i;
@@ -152,16 +153,16 @@ struct Order {
     }
     template <class T>
     static void straight(T* to, Float v) {
-        const auto made = __builtin_convertvector(v, typename Element<T>::Vector);
-        __builtin_memcpy(to, &made, sizeof(made));
+        const auto converted = __builtin_convertvector(v, typename Element<T>::Vector);
+        __builtin_memcpy(to, &converted, sizeof(converted));
     }
 };
 
-// The order for a kernel over elements of types Ts: those of 16 bits are cheap to widen and narrow as even and odd.
+// The Order of a kernel over elements of types Ts: 16-bit elements are cheap to widen and narrow as even and odd ones.
 template <class... Ts>
 using RowOf = Order<any_half<Ts...>>;
 
-// `v` with the precision of T: where a model stores a value and reads it again.
+// Rounds `v` to T and back, as a model does that stores a value and reads it again.
 template <class T>
 inline F32 rounded(F32 v) {
     if constexpr (sizeof(T) == 2) return map(Element<T>::rounded, v);

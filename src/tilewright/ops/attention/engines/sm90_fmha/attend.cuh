@@ -3,7 +3,7 @@
 #pragma once
 
 #include <tilewright/epilogue.cuh>
-#include <tilewright/wgmma_registers.cuh>
+#include <tilewright/wgmma_rs.cuh>
 
 #include "copies.cuh"
 #include "scores.cuh"
@@ -15,13 +15,13 @@ template <u32 kGroups, bool kTurns> struct Turn {
     u32 group;
 
     __device__ void start() const {
-        if (kTurns && group == kGroups - 1) arrive_at(1, 256);
+        if (kTurns && group == kGroups - 1) named_barrier_arrive(1, 256);
     }
     __device__ void take() const {
-        if (kTurns) sync_threads(1 + group, 256);
+        if (kTurns) named_barrier_sync(1 + group, 256);
     }
     __device__ void pass() const {
-        if (kTurns) arrive_at(group + 1 == kGroups ? 1 : group + 2, 256);
+        if (kTurns) named_barrier_arrive(group + 1 == kGroups ? 1 : group + 2, 256);
     }
     __device__ void end() const {  // of the turns one is left over
         if (group == 0) take();
@@ -47,7 +47,7 @@ __device__ inline void multiply_pv(float (&o)[Config::kDv / 2], const u32 (&p)[C
 #pragma unroll
     for (u32 i = 0; i < Shape::kN / 16; ++i) {
         const u64 keys = wgmma_advance(v, i * 16 * kSpan);
-        wgmma_registers<Shape::kDv, typename Config::Element, Major::Mn>(o, p + 4 * i, keys);
+        wgmma_rs<Shape::kDv, typename Config::Element, Major::Mn>(o, p + 4 * i, keys);
     }
     wgmma_commit();
 }
@@ -105,24 +105,24 @@ __device__ __forceinline__ void attend(
         fence_barrier_init();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    griddepcontrol_wait();
+    launch_dependents();
 
     if (group == kGroups) {
-        give_registers<kGroups == 3 ? 32 : 40>();
+        warpgroup_reg_dealloc<kGroups == 3 ? 32 : 40>();
         if (warp_index() == 4 * kGroups && elect_one()) {
-            tma_prefetch(maps.k), tma_prefetch(maps.v);
-            if constexpr (Maps::kRotated) tma_prefetch(maps.k_pe);
+            tma_prefetch_descriptor(maps.k), tma_prefetch_descriptor(maps.v);
+            if constexpr (Maps::kRotated) tma_prefetch_descriptor(maps.k_pe);
             bring_keys<Config>(problem, mask, barriers, maps, stages_k, stages_v);
         } else if (warp_index() == 4 * kGroups + 1 && elect_one()) {
-            tma_prefetch(maps.q), tma_prefetch(maps.o);
-            if constexpr (Maps::kRotated) tma_prefetch(maps.q_pe);
+            tma_prefetch_descriptor(maps.q), tma_prefetch_descriptor(maps.o);
+            if constexpr (Maps::kRotated) tma_prefetch_descriptor(maps.q_pe);
             bring_queries<Config>(problem, mask, barriers, maps, stages_q);
         }
         return;
     }
 
-    take_registers<kRegisters>();
+    warpgroup_reg_alloc<kRegisters>();
     const u64 first_k = wgmma_descriptor<kSpan>(stages_k);
     const u64 first_v = wgmma_descriptor<kSpan>(stages_v, 8 * kSpan, kN * kSpan);
     const float c = Config::kModify ? 1 : scale * kLog2E, slack = Config::kModify ? kSlack : kSlack / c;
@@ -255,10 +255,10 @@ __device__ __forceinline__ void attend(
         }
 #pragma unroll
         for (u32 i = 0; i < kSums; ++i) o[i] *= inverse[i % 4 / 2];
-        sync_threads(8 + group, 128);  // no warp of ours reads Q any more
+        named_barrier_sync(8 + group, 128);  // no warp of ours reads Q any more
 #pragma unroll
         for (u32 j = 0; j < kSums / 8; ++j) stage_columns<Element, kSpan>(o + 8 * j, shared_address(own), 32 * j);
-        fence_shared_for_async();
+        fence_proxy_async_shared();
         __syncwarp();
         release(barriers.o_full[ring_q.stage][group]);
         if constexpr (kEarly) {

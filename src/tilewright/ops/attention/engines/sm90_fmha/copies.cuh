@@ -34,7 +34,7 @@ __device__ inline void bring_keys(
             const int key = tile.key(at);
             Barrier& full = barriers.k_full[ring_k.stage];
             barriers.k_empty[ring_k.stage].wait(ring_k.parity ^ 1);
-            full.expect(Shape::kKBytes);
+            full.arrive_and_expect_tx(Shape::kKBytes);
 #pragma unroll
             for (u32 i = 0; i < kOfK; ++i) {
                 u8* const to = stages_k + ring_k.stage * Shape::kKBytes + i * Shape::kN * kSpan;
@@ -50,7 +50,7 @@ __device__ inline void bring_keys(
             const int key = tile.key(at);
             Barrier& full = barriers.v_full[ring_v.stage];
             barriers.v_empty[ring_v.stage].wait(ring_v.parity ^ 1);
-            full.expect(Shape::kVBytes);
+            full.arrive_and_expect_tx(Shape::kVBytes);
 #pragma unroll
             for (u32 i = 0; i < Shape::kBoxesV; ++i) {
                 u8* const to = stages_v + ring_v.stage * Shape::kVBytes + i * Shape::kN * kSpan;
@@ -77,16 +77,16 @@ __device__ inline void bring_queries(
     Ring<Shape::kQStages> ring;
     const auto bring = [&](const FmhaTile<Config>& tile, u32 stage, u32 group) {
         Barrier& full = barriers.q_full[stage][group];
-        full.expect(Shape::kQBytes);
+        full.arrive_and_expect_tx(Shape::kQBytes);
         const int row = tile.row + int(group * kRowsOfGroup);
 #pragma unroll
         for (u32 i = 0; i < kOfQ; ++i) {
             u8* const to = stages_q + (stage * Shape::kGroups + group) * Shape::kQBytes + i * kBoxBytes;
-            tma_load(to, maps.q, full, i * Shape::kWide, row, tile.head, tile.batch, Keep::NotAtAll);
+            tma_load(to, maps.q, full, i * Shape::kWide, row, tile.head, tile.batch, CacheHint::EvictFirst);
         }
         if constexpr (Maps::kRotated) {
             u8* const to = stages_q + (stage * Shape::kGroups + group) * Shape::kQBytes + kOfQ * kBoxBytes;
-            tma_load(to, maps.q_pe, full, 0, row, tile.head, tile.batch, Keep::NotAtAll);
+            tma_load(to, maps.q_pe, full, 0, row, tile.head, tile.batch, CacheHint::EvictFirst);
         }
     };
     FmhaTile<Config> later;
@@ -103,7 +103,7 @@ __device__ inline void bring_queries(
                 const u32 place = ring.stage * Shape::kGroups + group;
                 const u8* const from = stages_q + place * Shape::kQBytes + i * kBoxBytes;
                 tma_store(maps.o, from, i * Shape::kWide, tile.row + int(group * kRowsOfGroup), tile.head, tile.batch,
-                          Keep::NotAtAll);
+                          CacheHint::EvictFirst);
             }
             tma_commit();
             if (more) {

@@ -10,7 +10,7 @@ namespace tilewright {
 // A box of each 64 columns, side by side.
 __device__ inline void copy_boxes(
     u8* to, const TensorMap& map, Barrier& full, u32 boxes, u32 box_bytes, int row, int head, int batch) {
-    full.expect(boxes * box_bytes);
+    full.arrive_and_expect_tx(boxes * box_bytes);
 #pragma unroll 1
     for (u32 i = 0; i < boxes; ++i) tma_load(to + i * box_bytes, map, full, int(i * (kSpan / 2)), row, head, batch);
 }
@@ -39,7 +39,7 @@ __device__ inline void bring_operands(
             const int m = visit.m(tile), head = tile.head * problem.sharing + visit.head;
             Barrier& q_full = barriers.q_full[ring.stage];
             barriers.q_empty[ring.stage].wait(ring.parity ^ 1);
-            q_full.expect(Shape::kRowBytes);
+            q_full.arrive_and_expect_tx(Shape::kRowBytes);
             tma_load(shared + Shape::kAtRows + ring.stage * Shape::kRowBytes, map_rows, q_full, 0,
                      tile.place + visit.head * problem.template tiles<Shape::kM>() + m);
             copy_boxes(shared + Shape::kAtQ + ring.stage * Shape::kQBytes, map_q, q_full, Shape::kBoxes, Shape::kM * kSpan,
@@ -87,24 +87,24 @@ __device__ inline void take_away(
             if (!mine()) continue;
             const int m = visit.m(tile), at = tile.place + visit.head * problem.template tiles<Shape::kM>() + m;
             const int rank = tile.template rank<Shape::kM>(problem, m);
-            while (read_flag(flags + at) != rank) {
+            while (load_acquire(flags + at) != rank) {
             }
-            fence_global_for_async();
+            fence_proxy_async_global();
             float* to = sums + i64(at) * (kBackwardGroups * Shape::kPartBytes / sizeof(float));
 #pragma unroll 1
             for (u32 g = 0; g < kBackwardGroups; ++g, to += Shape::kPartBytes / sizeof(float)) {
                 if (rank == 0) {
                     bulk_store(to, from + g * Shape::kHalfBytes, Shape::kPartBytes);
                 } else {
-                    bulk_add(to, from + g * Shape::kHalfBytes, Shape::kPartBytes);
+                    bulk_reduce_add(to, from + g * Shape::kHalfBytes, Shape::kPartBytes);
                 }
             }
             tma_commit();
             tma_wait_read<0>();
             barriers.out_empty[own].arrive();
             bulk_wait<0>();
-            fence_global_for_async();
-            set_flag(flags + at, rank + 1);
+            fence_proxy_async_global();
+            store_release(flags + at, rank + 1);
         }
 #pragma unroll 1
         for (u32 which = 0; which < 2; ++which) {  // what lies beyond S_k, D or D_v is not written
@@ -114,7 +114,7 @@ __device__ inline void take_away(
             for (u32 i = 0; i < kBackwardGroups * boxes; ++i) {
                 const u32 g = i / boxes, box = i - g * boxes;
                 tma_store(which == 0 ? map_dv : map_dk, from + g * Shape::kHalfBytes + box * kBoxBytes, int(box * Shape::kWide),
-                          tile.key + int(g * kRowsOfGroup), tile.head, tile.batch, Keep::NotAtAll);
+                          tile.key + int(g * kRowsOfGroup), tile.head, tile.batch, CacheHint::EvictFirst);
             }
             tma_commit();
             tma_wait_read<0>();

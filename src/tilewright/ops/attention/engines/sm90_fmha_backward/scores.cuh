@@ -142,7 +142,7 @@ template <u32 kM> __device__ inline void stage_score_gradients(const u32 (&ds)[k
     const u32 lane = threadIdx.x % 32, to_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (u32 j = 0; j < kM / 16; ++j) {
-        store_matrices(strips + strip_offset<kSpan>(to_row, 32 * j + lane / 16 * 16), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+        stmatrix_x4(strips + strip_offset<kSpan>(to_row, 32 * j + lane / 16 * 16), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
                        ds[4 * j + 3]);
     }
 }

@@ -25,7 +25,7 @@ __device__ inline void send(const float (&sums)[kCount], u32 received, const Bar
         if (8 * p >= height) break;
         const u32 owner = p / Shape::kShare, slot = p % Shape::kShare;
         const float* const f = sums + 4 * p;
-        store_in_cluster(address_in_cluster(mine + slot * kParcel, owner), address_in_cluster(landed.address(), owner),
+        store_shared_remote(map_shared_rank(mine + slot * kParcel, owner), map_shared_rank(landed.address(), owner),
                          f[0], f[1], f[2], f[3]);
     }
 }

@@ -37,8 +37,8 @@ template <typename Config> __device__ inline void fetch(const Operands<Config>& 
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
             const u32 k = step * Shape::kBlockK + chunk * Shape::kChunk;
-            if constexpr (Config::kMnMajor) tma_fetch(in.weights, at.column, k, at.weights);
-            else tma_fetch(in.weights, k, at.column, at.weights);
+            if constexpr (Config::kMnMajor) tma_prefetch_l2(in.weights, at.column, k, at.weights);
+            else tma_prefetch_l2(in.weights, k, at.column, at.weights);
         }
     }
 }
@@ -53,26 +53,26 @@ __device__ inline void fill(
         Barrier& landed = stages.full[ring.stage];
         stages.empty[ring.stage].wait(ring.parity ^ 1);
         // a box at an edge counts in full
-        landed.expect(Shape::kWeights + kChunks * in.token_rows * kSpan + Shape::kTokenScales + Shape::kWeightScales);
+        landed.arrive_and_expect_tx(Shape::kWeights + kChunks * in.token_rows * kSpan + Shape::kTokenScales + Shape::kWeightScales);
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
             const u32 k = step * Shape::kBlockK + chunk * Shape::kChunk;
             u8* const to = stage + chunk * kBox;
             if constexpr (Config::kMnMajor) {
-                tma_load(to, in.weights, landed, at.column, k, at.weights, Keep::NotAtAll);
+                tma_load(to, in.weights, landed, at.column, k, at.weights, CacheHint::EvictFirst);
             } else {
-                tma_load(to, in.weights, landed, k, at.column, at.weights, Keep::NotAtAll);
+                tma_load(to, in.weights, landed, k, at.column, at.weights, CacheHint::EvictFirst);
             }
             tma_load(stage + Shape::kWeights + chunk * Shape::kTokenBox, in.tokens, landed, k, at.row, at.tokens,
-                     Keep::Longest);
+                     CacheHint::EvictLast);
         }
         if constexpr (Shape::kTokenScales > 0) {
             tma_load(stages.scales(ring.stage), in.token_scales, landed, at.row / kScaleAlign * kScaleAlign,
-                     step * kChunks, at.tokens, Keep::Longest);
+                     step * kChunks, at.tokens, CacheHint::EvictLast);
         }
         if constexpr (Shape::kWeightScales > 0) {
             tma_load(stages.scales(ring.stage) + Shape::kWeightScalesAt, in.weight_scales, landed, at.column,
-                     step * kChunks, at.weights, Keep::NotAtAll);
+                     step * kChunks, at.weights, CacheHint::EvictFirst);
         }
     }
 }
