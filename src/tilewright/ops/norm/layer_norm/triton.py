@@ -22,7 +22,7 @@ from tilewright.ops.norm.column_sums import column_sums
 from tilewright.ops.norm.rms_norm.triton import (
     MAX_BLOCK,
     Config,
-    WalkConfig,
+    PersistentConfig,
     candidates,
     candidates_backward,
     configure_backward,
@@ -279,7 +279,7 @@ def launch(
     backend="triton",
     direction="bwd",
     configure=configure_backward,
-    config_type=WalkConfig,
+    config_type=PersistentConfig,
     configs=every(configure_backward),
     candidates=candidates_backward,
 )
@@ -292,7 +292,7 @@ def launch_backward(
     need_dweight: bool,
     need_dbias: bool,
     *,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     dx, dweight, dbias = outs
     affine = need_dweight or need_dbias

@@ -31,7 +31,7 @@ class Config(NamedTuple):
     occupancy: int = 0  # blocks per SM; 0: tileiras chooses
 
 
-class WalkConfig(NamedTuple):
+class PersistentConfig(NamedTuple):
     """Persistent blocks: each loops over tiles of rows and leaves one partial weight gradient."""
 
     rows: int  # rows per tile
@@ -66,25 +66,25 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> WalkConfig:
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> PersistentConfig:
     _, n = bucket
     block = next_power_of_2(n)
     if block <= 2048:
-        return WalkConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, waves=4)
+        return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, waves=4)
     # two float32 blocks an SM spill on sm_100 and sm_120
-    return WalkConfig(rows=1, num_warps=8, waves=2 if block <= 4096 and dtype.itemsize == 2 else 1)
+    return PersistentConfig(rows=1, num_warps=8, waves=2 if block <= 4096 and dtype.itemsize == 2 else 1)
 
 
 BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((1, 1 << k), torch.bfloat16) for k in range(15)))
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[WalkConfig, ...]:
+def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 4 to 32 elements of x and of dy a thread."""
     block = next_power_of_2(bucket[1])
     if block > MAX_BLOCK_BACKWARD:
         return ()
     return tuple(
-        WalkConfig(rows, warps, waves)
+        PersistentConfig(rows, warps, waves)
         for warps in (4, 8)
         for rows in (1, 2, 4, 8)
         for waves in (1, 2, 3, 4, 6)
@@ -300,7 +300,7 @@ def run_backward(
     offset: float,
     fp32_weight: bool,
     need_dweight: bool,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     """Write dx, and dweight if needed.  `dtotal`, the gradient of the returned sum itself, is added to dx."""
     dy_rows, x_rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
@@ -345,7 +345,7 @@ def launch(
     backend="cutile",
     direction="bwd",
     configure=configure_backward,
-    config_type=WalkConfig,
+    config_type=PersistentConfig,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
     supports=no_float64,
@@ -360,6 +360,6 @@ def launch_backward(
     fp32_weight: bool,
     need_dweight: bool,
     *,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     run_backward(outs[0], outs[1], dy, None, x, weight, eps, offset, fp32_weight, need_dweight, config)

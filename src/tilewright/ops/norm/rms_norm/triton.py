@@ -30,7 +30,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-class WalkConfig(NamedTuple):
+class PersistentConfig(NamedTuple):
     """Persistent programs: each loops over blocks of rows and leaves one partial weight gradient."""
 
     rows: int  # rows per block
@@ -52,20 +52,20 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return Config(rows=1, num_warps=min(16, max(4, block // 512)))
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> WalkConfig:
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> PersistentConfig:
     _, n = bucket
     block = min(triton.next_power_of_2(n), MAX_BLOCK)
     if block <= 512:
         rows = max(1, min(8, 4096 // (block * dtype.itemsize)))
-        return WalkConfig(rows, num_warps=4, num_stages=2, waves=4)
+        return PersistentConfig(rows, num_warps=4, num_stages=2, waves=4)
     if dtype.itemsize > 2:  # two stages of one row: three of two would not fit the shared memory of an A100
-        return WalkConfig(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=2, waves=2)
+        return PersistentConfig(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=2, waves=2)
     # Several rows a block, and two more blocks in flight, hide the reductions: 55.6 us with two rows, 57.2 with one at
     # 8192x4096; 34.6 us with four, 36.8 with two for LayerNorm at 8192x1600 (H200, 2026-11)
     if block <= 2048:
-        return WalkConfig(rows=4, num_warps=4, num_stages=3, waves=2)
+        return PersistentConfig(rows=4, num_warps=4, num_stages=3, waves=2)
     rows = 2 if block <= 4096 else 1
-    return WalkConfig(rows, num_warps=min(16, rows * block // 1024), num_stages=3, waves=1)
+    return PersistentConfig(rows, num_warps=min(16, rows * block // 1024), num_stages=3, waves=1)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
@@ -82,14 +82,14 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[WalkConfig, ...]:
+def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 8 to 64 elements of dy and of x a thread; the stages fit the shared memory of an H200."""
     m, n = bucket
     block = triton.next_power_of_2(n)
     if block > MAX_BLOCK:
         return ()
     return tuple(
-        WalkConfig(rows, warps, stages, waves)
+        PersistentConfig(rows, warps, stages, waves)
         for rows in (1, 2, 4, 8)
         for warps in (4, 8, 16)
         for stages in (2, 3, 4)
@@ -203,7 +203,7 @@ _forward = TritonKernel(_rms_norm_kernel)
 _backward = TritonKernel(_rms_norm_backward_kernel)
 
 
-def programs(m: int, config: WalkConfig, device: torch.device) -> int:
+def programs(m: int, config: PersistentConfig, device: torch.device) -> int:
     """Number of persistent programs for `m` rows."""
     return min(-(-m // config.rows), config.waves * device_info(device).sm_count)
 
@@ -245,7 +245,7 @@ def run_backward(
     offset: float,
     fp32_weight: bool,
     need_dweight: bool,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     """Write dx, and dweight if needed.  `dtotal`, the gradient of the returned sum itself, is added to dx."""
     dy_rows, x_rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
@@ -285,7 +285,7 @@ def launch(
     backend="triton",
     direction="bwd",
     configure=configure_backward,
-    config_type=WalkConfig,
+    config_type=PersistentConfig,
     configs=every(configure_backward),
     candidates=candidates_backward,
 )
@@ -299,6 +299,6 @@ def launch_backward(
     fp32_weight: bool,
     need_dweight: bool,
     *,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     run_backward(outs[0], outs[1], dy, None, x, weight, eps, offset, fp32_weight, need_dweight, config)
