@@ -1,1 +1,1 @@
-"""Other libraries' names and signatures on top of our ops: code written for them runs after its import is changed."""
+"""Other libraries' names and signatures on top of our ops: code written for them runs with a changed import."""

@@ -21,13 +21,13 @@ _RING_MULTIPLE = 64  # a ring is rounded up to whole kernel tiles
 
 
 class Cursor:
-    """Where decoding stands. Shared by all layers of a cache; the tensors live on the device and never move.
+    """The position of decoding. All layers of a cache share it; its tensors stay at one address on the device.
 
     position   (1,) int64   absolute position of the token the next decode step reads; a graph advances it
     first      (B,) int64   position of each row's first real token: the number of left-padding tokens
     ring_slot  (1,) int64   position % ring, filled by `locate` once a step
     prefilling              host flag: `update` takes a whole prompt instead of one token
-    visible                 how many slots a decode step hands to attention; constant within one captured graph
+    visible                 number of slots that attention reads in a decode step; constant within one captured graph
     """
 
     def __init__(self, batch_size: int, ring: int | None, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Cursor:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transformers is not typed
-    """Keys and values of one layer: (B, H_kv, capacity, D), allocated on first use, written in place ever after."""
+    """Keys and values of one layer: (B, H_kv, capacity, D), allocated on first use, then written in place."""
 
     is_compileable = True
     supports_early_init = False
@@ -60,7 +60,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
         self.is_sliding = window is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate zeros: a masked slot still meets a zero weight times its value, which must not be NaN."""
+        """Allocate zeros: attention multiplies a masked slot by a zero weight, so its value must not be NaN."""
         batch, heads = key_states.shape[:2]
         self.keys = key_states.new_zeros(batch, heads, self.capacity, key_states.shape[-1])
         self.values = value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1])
@@ -69,7 +69,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store (B, H_kv, S, D) states. Returns what attention should read: the prompt itself or the visible slots."""
+        """Store (B, H_kv, S, D) states. Returns the keys and values to attend to: prompt or visible slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.cursor.prefilling:
@@ -87,29 +87,29 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
             self.keys[:, :, :length].copy_(key_states)
             self.values[:, :, :length].copy_(value_states)
             return
-        # Only the last `capacity` tokens are still inside any future window.
-        kept = torch.arange(length - self.capacity, length, device=key_states.device)
-        slots = kept.remainder_(self.capacity)
+        # Only the last `capacity` tokens are in a future window.
+        positions = torch.arange(length - self.capacity, length, device=key_states.device)
+        slots = positions.remainder_(self.capacity)
         self.keys.index_copy_(2, slots, key_states[:, :, -self.capacity :])
         self.values.index_copy_(2, slots, value_states[:, :, -self.capacity :])
 
     def release(self) -> None:
-        """Give the storage back; the next prompt allocates anew, in whatever dtype and on whatever device it comes."""
+        """Free the storage; the next prompt allocates it in its own dtype and on its device."""
         self.keys = self.values = None
         self.is_initialized = False
 
     def clear(self) -> None:
-        """Forget the last sequence: attention that reads masked slots would let a NaN in it leak into the next one."""
+        """Zero the last sequence: attention that reads masked slots would leak its NaNs into the next sequence."""
         if self.is_initialized:
             self.keys.zero_()
             self.values.zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys a prefill attends to. Decode steps bring their own mask and never ask."""
+        """(length, offset) of the keys a prefill attends to. Decode steps have their own mask and do not call it."""
         return (query_length, 0) if self.cursor.prefilling else (min(self.cursor.visible, self.capacity), 0)
 
     def get_seq_length(self) -> Any:
-        """Tokens stored so far: 0 while a prompt is read, else a device scalar, so that asking never synchronises."""
+        """Tokens stored so far: 0 while a prompt is read, else a device scalar, which needs no synchronisation."""
         return 0 if self.cursor.prefilling else self.cursor.position[0]
 
     def get_max_length(self) -> int:
@@ -118,7 +118,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
 
 
 class SlotCache(Cache):  # type: ignore[misc, valid-type]
-    """`SlotLayer`s for every layer of a model, full or sliding as its config says.
+    """`SlotLayer`s for every layer of a model, full or sliding by its config.
 
     max_length: positions of a full-attention layer, prompt and new tokens together. Sliding layers keep one window,
     rounded up to 64 slots. Raises InputError for layers that are neither (chunked, linear, compressed): their state
@@ -133,13 +133,13 @@ class SlotCache(Cache):  # type: ignore[misc, valid-type]
                 f"{type(config).__name__} has layers of type {', '.join(unknown)}; a static decoder handles "
                 f"{' and '.join(SUPPORTED_LAYERS)}. Use model.generate() for this model."
             )
-        several = sorted({window for window in windows if window is not None})
-        if len(several) > 1:
+        distinct_windows = sorted({window for window in windows if window is not None})
+        if len(distinct_windows) > 1:
             raise InputError(
-                f"{type(config).__name__} has layers with windows of {' and '.join(map(str, several))} tokens; "
-                "a static decoder handles one. Use model.generate() for this model."
+                f"{type(config).__name__} has layers with windows of {' and '.join(map(str, distinct_windows))} "
+                "tokens; a static decoder handles one. Use model.generate() for this model."
             )
-        window = several[0] if several else None
+        window = distinct_windows[0] if distinct_windows else None
         ring = -(-window // _RING_MULTIPLE) * _RING_MULTIPLE if window is not None else max_length
         self.cursor = Cursor(batch_size, ring if ring < max_length else None, device)
         super().__init__(

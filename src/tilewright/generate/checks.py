@@ -1,4 +1,4 @@
-"""What a static decoder asks of a model and of a call, said before anything is allocated or launched."""
+"""Checks of a model and of a call, before a static decoder allocates or launches anything."""
 
 import inspect
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _NEEDED = ("input_ids", "position_ids", "past_key_values")
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of a model that can be driven. InputError says which part of the contract is missing."""
+    """The device of a model that can be decoded. InputError says which part of the contract is missing."""
     accepts = inspect.signature(model.forward).parameters
     missing = [name for name in _NEEDED if name not in accepts]
     if missing or model.get_output_embeddings() is None or getattr(model.config, "is_encoder_decoder", False):
@@ -28,7 +28,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def prompt_length(input_ids: torch.Tensor, new_tokens: int, *, batch: int, room: int, device: torch.device) -> int:
-    """S of a prompt (B, S) that fits into `room` positions with its new tokens."""
+    """S of a prompt (B, S). Raises InputError unless it fits into `room` positions with its new tokens."""
     if input_ids.ndim != 2 or input_ids.shape[0] != batch or input_ids.shape[1] < 1:
         raise InputError(
             f"input_ids has shape {tuple(input_ids.shape)}; this decoder takes ({batch}, S) with S >= 1. "
@@ -48,7 +48,7 @@ def prompt_length(input_ids: torch.Tensor, new_tokens: int, *, batch: int, room:
 def special_tokens(
     generation_config: Any, eos: int | Sequence[int] | None, pad: int | None
 ) -> tuple[tuple[int, ...], int]:
-    """(end-of-text tokens, padding token): what the call says, else what the model's generation config says."""
+    """(end-of-text tokens, padding token) of the call, else of the model's generation config."""
     if eos is None:
         eos = generation_config.eos_token_id
     if pad is None:
@@ -58,8 +58,8 @@ def special_tokens(
 
 
 def fingerprint(model: Any) -> tuple[object, ...]:
-    """Changes when the model's modules change class or its tensors and float8 copies move: a captured graph of it is
-    then out of date.
+    """A value that changes when the model's modules change class or its tensors and float8 copies move: a captured
+    graph is then out of date.
     """
     modules = list(model.modules())
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]

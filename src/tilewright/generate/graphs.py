@@ -32,9 +32,9 @@ class StepGraphs:
         return len(self._graphs)
 
     def capture(self, key: Hashable, step: Callable[[], None], rewind: Callable[[], None]) -> None:
-        """Warm `step` up and record it. `rewind` puts the state that a step advances back to a valid start.
+        """Warm `step` up and record it. `rewind` resets the state that a step advances to a valid start.
 
-        Raises BackendError when the step fails, or does what a graph cannot record, such as waiting for the GPU; an
+        Raises BackendError if the step fails, or synchronises or does anything else that a graph cannot record; an
         OutOfMemoryError stays one.
         """
         current = torch.cuda.current_stream(self._device)
@@ -63,14 +63,14 @@ class StepGraphs:
                 "Use StaticDecoder(model, graphs=False), or model.generate()."
             ) from error
         finally:
-            torch.cuda.set_stream(current)  # a failed capture leaves its own stream in force
+            torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
             current.wait_stream(self._stream)
         self._graphs[key] = graph
         logger.debug("captured decode step %s", key)
 
     def _recover(self, current: torch.cuda.Stream) -> None:
-        """Leave the device usable: a capture that broke off keeps torch's default generator as it is in a capture, and
-        the end of another one sets it free.
+        """Make the device usable again: a failed capture leaves torch's default generator in capture state, and the end
+        of another capture resets it.
         """
         torch.cuda.set_stream(current)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
@@ -81,7 +81,7 @@ class StepGraphs:
         self._graphs[key].replay()
 
     def clear(self) -> None:
-        """Drop every graph, and with the last one its memory; a pool that died this way must not be used again."""
+        """Drop every graph, and with the last one its memory; a freed pool must not be used again."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -90,8 +90,8 @@ class StepGraphs:
 def _no_waiting() -> Iterator[None]:
     """Make waiting for the GPU an error inside the block.
 
-    A capture that fails half way leaves torch's default CUDA generator unusable, so a step that waits has to be found
-    before. The switch is the process's own: for the length of one step it also concerns other threads.
+    A capture that fails half way leaves torch's default CUDA generator unusable, so a step that waits must be detected
+    before. The switch is global: during one step it also affects other threads.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -1,11 +1,11 @@
-"""Let `model.generate` of one model decode statically, call by call, and give the original back on request.
+"""Replace `model.generate` of one model by static decoding, call by call, and restore the original on request.
 
-The replacement is an attribute of the instance; class and library stay as they are. A call is taken over when
-everything it asks for is something `StaticDecoder.generate` does; any other call (beams, penalties, scores, a cache
-of the caller's) goes to the original `generate` with one log line that says why.
+The replacement is an attribute of the instance; class and library stay unchanged. A call is decoded statically if
+`StaticDecoder.generate` supports all its settings; any other call (beams, penalties, scores, a cache of the caller)
+runs the original `generate`, with one log line that says why.
 
-A model whose step cannot be captured or fails, and a cache that does not fit into memory, are found out once. From then
-on such calls go to the original at once, until the model changes.
+A model whose step fails or cannot be captured, and a cache that does not fit into memory, are detected once. After that
+such calls run the original immediately, until the model changes.
 """
 
 import logging
@@ -26,12 +26,12 @@ DecoderFactory = Callable[[Any, int, int], StaticDecoder]
 _HONOURED = {
     "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
 }  # fmt: skip
-# Settings without effect on which tokens come out of a decoder-only model.
+# Settings that do not change the tokens of a decoder-only model.
 _NEUTRAL = {
     "bos_token_id", "cache_implementation", "compile_config", "disable_compile", "transformers_version", "use_cache",
     "_from_model_config",
 }  # fmt: skip
-_KEPT = 4  # decoders, each with its cache; the one unused for longest makes room
+_KEPT = 4  # decoders, each with its cache; the least recently used one is dropped
 _LENGTH_STEP = 512  # decoders are made for rounded-up lengths, so that a longer prompt seldom needs a new one
 
 
@@ -41,8 +41,8 @@ def rounded_length(length: int) -> int:
 
 
 class _Failure(NamedTuple):
-    """What a decoder could not do.  model: its `fingerprint` then.  slots: those of a cache that did not fit, None for
-    a failure whatever the size.
+    """A failure of static decoding.  model: the `fingerprint` at that time.  slots: size of the cache that did not fit,
+    or None for a failure of any size.
     """
 
     model: tuple[object, ...]
@@ -62,24 +62,24 @@ class Attachment:
         model.generate = self._generate
 
     def undo(self) -> None:
-        """Give the model its own `generate` back."""
+        """Restore the model's own `generate`."""
         if self._model.__dict__.get("generate") == self._generate:
             del self._model.generate
         self._decoders.clear()
 
     def decoder(self, batch_size: int, length: int) -> StaticDecoder:
         """The decoder for this batch size, replaced by a longer one when `length` needs it."""
-        found = self._decoders.pop(batch_size, None)
-        if found is None or found.max_length < length:
-            del found  # its cache is freed before the longer one is allocated
+        decoder = self._decoders.pop(batch_size, None)
+        if decoder is None or decoder.max_length < length:
+            del decoder  # its cache is freed before the longer one is allocated
             while len(self._decoders) >= _KEPT:
                 del self._decoders[next(iter(self._decoders))]
-            found = self._factory(self._model, batch_size, rounded_length(length))
-        self._decoders[batch_size] = found
-        return found
+            decoder = self._factory(self._model, batch_size, rounded_length(length))
+        self._decoders[batch_size] = decoder
+        return decoder
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copied or pickled model decodes statically too, with decoders of its own."""
+        """A copied or pickled model decodes statically too, with new decoders."""
         return self.__dict__ | {"_decoders": {}, "_failure": None}
 
     def _generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
@@ -92,23 +92,23 @@ class Attachment:
         except InputError as reason:  # raised before the first token, so nothing was streamed yet
             log_once(("generate", str(reason)), f"model.generate runs as the model defines it: {reason}", logging.INFO)
         except Exception as error:
-            if call is None or call.streamed:  # the original would say it all again
+            if call is None or call.streamed:  # the original would stream the tokens again
                 raise
             self._remember(call, error)
         # Outside of the handlers: a traceback would keep the decoder's cache
         return self._original(inputs, generation_config, **kwargs)
 
     def _failed(self, call: "_Call") -> _Failure | None:
-        """What keeps this call from being decoded statically, as an earlier one has found; forgotten with the model."""
-        found = self._failure
-        if found is not None and found.model != fingerprint(self._model):
-            found = self._failure = None
-        if found is None or (found.slots is not None and call.slots < found.slots):
+        """The earlier failure that rules out static decoding of this call, or None; a changed model forgets it."""
+        failure = self._failure
+        if failure is not None and failure.model != fingerprint(self._model):
+            failure = self._failure = None
+        if failure is None or (failure.slots is not None and call.slots < failure.slots):
             return None
-        return found
+        return failure
 
     def _remember(self, call: "_Call", error: Exception) -> None:
-        """Free the decoders, and note why they are not tried again."""
+        """Free the decoders, and record why they are not tried again."""
         full = isinstance(error, torch.OutOfMemoryError)
         reason = str(error).partition("\n")[0] or type(error).__name__
         self._decoders.clear()
@@ -122,9 +122,10 @@ class Attachment:
 def attach_generate(model: Any, decoder_factory: DecoderFactory | None = None) -> Attachment:
     """Make `model.generate` decode with a static cache where it can, and as the model defines it elsewhere.
 
-    A step that cannot be captured and a cache that does not fit are said once, as a warning, and not tried again.
-    decoder_factory: (model, batch_size, max_length) -> StaticDecoder; by default one with its defaults. Decoders are
-    made on demand, one a batch size, the last four kept. Returns the attachment; its `undo()` restores the model.
+    A step that cannot be captured and a cache that does not fit give one warning, and are not tried again.
+    decoder_factory: (model, batch_size, max_length) -> StaticDecoder; by default a decoder with default options.
+    Decoders are made on demand, one a batch size; the last four are kept.
+    Returns the attachment; its `undo()` restores the model.
     """
     return Attachment(model, decoder_factory or _default_decoder)
 
@@ -134,7 +135,7 @@ def _default_decoder(model: Any, batch_size: int, max_length: int) -> StaticDeco
 
 
 class _Call:
-    """One call in our terms. Raises InputError for what we do not do."""
+    """The arguments of one call for `StaticDecoder`. Raises InputError for settings it does not support."""
 
     def __init__(self, model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
         self.input_ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
@@ -171,30 +172,30 @@ class _Call:
 
     @property
     def streamed(self) -> bool:
-        """Has the caller's streamer seen something?"""
+        """True if the caller's streamer received tokens."""
         return self._streamer is not None and self._streamer.used
 
 
 class _Streamer:
-    """The caller's streamer, and whether it was given anything."""
+    """The caller's streamer, and whether it received tokens."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer, self.used = streamer, False
 
     def put(self, value: torch.Tensor) -> None:
-        """Hand tokens on."""
+        """Pass tokens to the caller's streamer."""
         self.used = True
         self._streamer.put(value)
 
     def end(self) -> None:
-        """Close it."""
+        """Close the caller's streamer."""
         self._streamer.end()
 
 
 def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Every setting in force, by Transformers' precedence: the call, the given config, the model's, the defaults.
 
-    InputError names one that is set to something we do not implement. A None in the call switches its setting off.
+    InputError names a setting with a value that we do not implement. A None in the call switches its setting off.
     """
     plain = type(model.generation_config)().to_dict()
     plain |= default_generation_settings(model.generation_config)
@@ -209,14 +210,14 @@ def _settings(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> dic
             shown = f"={value!r}" if isinstance(value, bool | int | float | str) else ""
             raise InputError(f"it sets {name}{shown}")
     # The default length counts new tokens, a given one all tokens.
-    given = [c.max_length for c in (generation_config, model.generation_config) if c is not None]
-    if kwargs.get("max_length") is None and not any(given):
+    lengths = [c.max_length for c in (generation_config, model.generation_config) if c is not None]
+    if kwargs.get("max_length") is None and not any(lengths):
         settings["max_length"] = None
     return settings
 
 
 def _new_tokens(model: Any, settings: dict[str, Any], length: int) -> int:
-    """How many tokens the call asks for at most."""
+    """Maximum number of new tokens of the call."""
     new: int = _or(settings["max_new_tokens"], 0)
     if not new and settings["max_length"] is not None:
         new = settings["max_length"] - length

@@ -1,6 +1,6 @@
-"""The prompts and the step of a static decoder, run once on fake tensors: what a bundle must hold for decoding.
+"""The prompts and the step of a static decoder, run once on fake tensors, to find the kernels a bundle needs.
 
-Nothing is computed, so there may be no GPU: whoever listens (`dispatch.record`, `jit.collect`) hears what would run.
+Nothing is computed, so no GPU is needed: `dispatch.record` and `jit.collect` note what would run.
 """
 
 from typing import Any
@@ -12,19 +12,19 @@ from tilewright.generate.static import StaticDecoder
 
 
 class PlannedDecoder(StaticDecoder):
-    """A decoder of a model whose parameters are fake; greedy, as sampling runs no kernel of ours.
+    """A decoder of a model with fake parameters; greedy, because sampling runs no kernel of ours.
 
-    Make and run it under the FakeTensorMode of the model's parameters.
+    Construct and run it under the FakeTensorMode of the model's parameters.
     """
 
     def __init__(self, model: Any, *, max_length: int, batch_size: int) -> None:
-        self._describe(model, max_length, batch_size, "auto")
+        self._allocate_state(model, max_length, batch_size, "auto")
         self._graphs = None
 
     def run(self, length: int) -> None:
-        """What `generate` does on a GPU: the shortest prompt, the step, a prompt of `length` tokens."""
+        """Run what `generate` runs on a GPU: the shortest prompt, the step, a prompt of `length` tokens."""
         ids = torch.ones(self.batch_size, length, dtype=torch.int64, device=self.device)
-        for prompt in (self._shortest(), ids):
+        for prompt in (self._shortest_prompt(), ids):
             self._state.commit(self._prefill(prompt, None).argmax(-1))
             self._cache.cursor.visible = self._visible(length)
             self._step()

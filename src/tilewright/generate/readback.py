@@ -1,8 +1,8 @@
-"""Tell the host what the GPU has produced, one report behind, so that neither waits for the other.
+"""Report the GPU's tokens to the host with a delay of one report, so that neither waits for the other.
 
 After a few steps the decoder posts a small report: an asynchronous copy into pinned memory and an event. The host
 then waits for the report *before* it. While it waits, the steps of the newest report are still queued, so the GPU
-never runs dry; and the host is never more than two reports ahead, so an end-of-text is noticed after a bounded number
+is never idle; and the host is never more than two reports ahead, so an end-of-text is noticed after a bounded number
 of spare steps.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 class Readback:
-    """A first-in first-out line of reports, each a copy of `source` (int64, 1-D) at the time of `post`."""
+    """A first-in first-out queue of reports, each a copy of `source` (int64, 1-D) at the time of `post`."""
 
     DEPTH = 2
 
@@ -29,11 +29,11 @@ class Readback:
 
     @property
     def lag(self) -> int:
-        """Reports to leave in line while steps are still being queued."""
+        """Reports that stay in the queue while steps are queued."""
         return 1 if self._asynchronous else 0
 
     def post(self) -> None:
-        """Queue a report behind the work queued so far on the current stream."""
+        """Queue a report after the work queued so far on the current stream."""
         slot = self._next
         self._next = (slot + 1) % self.DEPTH
         self._slots[slot].copy_(self._source, non_blocking=True)
@@ -42,7 +42,7 @@ class Readback:
         self._waiting.append(slot)
 
     def take(self) -> list[int]:
-        """The oldest report, waiting for it if need be."""
+        """Return the oldest report; wait for it if necessary."""
         slot = self._waiting.popleft()
         if self._asynchronous:
             self._events[slot].synchronize()
@@ -53,12 +53,12 @@ class Readback:
         return len(self._waiting)
 
     def clear(self) -> None:
-        """Drop what is in line."""
+        """Drop all queued reports."""
         self._waiting.clear()
 
 
 class Progress:
-    """Reads the reports of one call: how long the sequence is, whether it goes on; hands new tokens to a streamer.
+    """Reads the reports of one call: the length of the sequence and whether it continues; streams new tokens.
 
     A report is [some row still runs, length of the sequence, newest token of each row] (`DecodeState.report`).
     """
@@ -73,12 +73,12 @@ class Progress:
             streamer.put(input_ids.cpu())
 
     def post(self) -> None:
-        """Ask for a report, and read the older ones that are due."""
+        """Queue a report, and read the older ones that are due."""
         self._reports.post()
         self._read(self._reports.lag)
 
     def finish(self) -> int:
-        """Read what is left. Returns the length of the sequence."""
+        """Read the remaining reports. Returns the length of the sequence."""
         self._read(0)
         if self._streamer is not None:
             self._streamer.end()

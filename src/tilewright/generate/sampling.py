@@ -1,11 +1,11 @@
-"""From the last token's logits to the next token, on the device, in a form that a CUDA graph can replay.
+"""Selection of the next token from the last token's logits, on the device, so that a CUDA graph can replay it.
 
 The steps and their order are those of Transformers (temperature, top-k, top-p, softmax, one draw), bit for bit in
 fp32. The draw is the exponential race that `torch.multinomial` runs for one sample, argmax(p / e) with e ~ Exp(1),
 without multinomial's check of the probabilities, which waits for the GPU.
 
-Cost inside the graph at a vocabulary of 128k: top-k is one radix selection; top-p sorts the whole row, by far the
-dearest step. Temperature and top-p are read from device buffers, so changing them costs no capture; another top-k
+Cost inside the graph at a vocabulary of 128k: top-k is one radix selection; top-p sorts the whole row, by far the most
+expensive step. Temperature and top-p are read from device buffers, so changing them costs no capture; another top-k
 value does.
 """
 
@@ -37,7 +37,7 @@ class Sampling:
 
 
 class TokenSelector:
-    """Chooses tokens. `load` sets what the next calls do; the buffers it fills are read inside captured graphs."""
+    """Chooses tokens. `load` sets the sampling of the next calls in buffers that captured graphs read."""
 
     def __init__(self, device: torch.device) -> None:
         self.generator = torch.Generator(device)
@@ -47,7 +47,7 @@ class TokenSelector:
 
     @property
     def key(self) -> Hashable:
-        """What distinguishes one captured graph from another."""
+        """Key of the captured graph for the loaded sampling."""
         s = self._sampling
         return None if s is None else (s.top_k, s.top_p < 1)
 
@@ -59,7 +59,7 @@ class TokenSelector:
             self._excluded.fill_(1 - sampling.top_p)
 
     def seed(self, seed: int | None, generator: torch.Generator | None) -> None:
-        """Draw from a fresh state made of `seed`, or from the state of `generator`, or from torch's global one."""
+        """Set the generator's state from `seed`, else from `generator`, else from torch's global generator."""
         if generator is None:
             self.generator.manual_seed(seed if seed is not None else int(torch.randint(2**63 - 1, ())))
             return

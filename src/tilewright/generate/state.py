@@ -1,4 +1,4 @@
-"""The device buffers that carry one decode step to the next.
+"""Device buffers that carry the state of one decode step to the next.
 
 A captured step reads and writes these tensors and no others, so they are allocated once and only ever written in place.
 
@@ -21,7 +21,7 @@ _NO_TOKEN = -1
 
 
 class DecodeState:
-    """Buffers of one decoder, and how a prompt (`start`) and a chosen token (`commit`) change them."""
+    """Buffers of one decoder. A prompt (`start`) and a chosen token (`commit`) change them."""
 
     def __init__(self, cursor: Cursor, batch_size: int, max_length: int) -> None:
         device = cursor.position.device
@@ -39,7 +39,7 @@ class DecodeState:
     def load_special_tokens(self, eos: Sequence[int], pad: int) -> None:
         """Stop a row at any token of `eos`, then continue it with `pad`."""
         if (tuple(eos), pad) == self._loaded:
-            return  # filling the buffers would wait for the device
+            return  # filling the buffers would synchronise
         if len(eos) > _MAX_EOS:
             raise InputError(f"at most {_MAX_EOS} end-of-text tokens, got {len(eos)}")
         self._eos.copy_(torch.tensor([*eos, *[_NO_TOKEN] * (_MAX_EOS - len(eos))]))
@@ -49,9 +49,9 @@ class DecodeState:
     def start(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Set everything for a prompt (B, S). Returns what its forward needs: mask or None, position_ids (1 or B, S).
+        """Set the state for a prompt (B, S). Returns mask or None, and position_ids (1 or B, S), for its forward.
 
-        Looking at a given mask waits for the device once; without a mask nothing waits.
+        Checking a mask synchronises once; without a mask nothing does.
         """
         length = input_ids.shape[1]
         mask = None if attention_mask is None else _left_padding(attention_mask, input_ids)
@@ -70,7 +70,7 @@ class DecodeState:
         return mask, position_ids
 
     def rewind(self) -> None:
-        """A valid state for a step whose results nobody will read (warming up before a capture)."""
+        """Set a valid state for a step whose results are not used (warm-up before a capture)."""
         self.cursor.first.zero_()
         self.cursor.position.zero_()
         self.tokens.zero_()

@@ -4,7 +4,7 @@ At batch 1 a token of an 8-billion-parameter bf16 model needs its weights read o
 Launched from Python the same step takes 40 ms, because a thousand small launches cost the host more than the GPU. So
 the whole step, from token to next token, is captured once: it reads its token, position and masks from device
 buffers, advances them itself, writes the chosen token where the next replay reads it, and appends it to the sequence.
-The host only replays, and reads a small report one behind (`readback`).
+The host only replays, and reads small reports with a delay of one (`readback`).
 
 What a captured Llama step launches a layer, with `tilewright.patch` and merged projections: 2 norms, 4 matrix-vector
 products, rope, 2 cache writes, 2 attention kernels, gate times up, a residual sum: 13. Unpatched in bf16: about 40.
@@ -55,21 +55,21 @@ class StaticDecoder:
         attention: str = "auto",
         graphs: bool | None = None,
     ) -> None:
-        self._describe(model, max_length, batch_size, attention)
+        self._allocate_state(model, max_length, batch_size, attention)
         if graphs and self.device.type != "cuda":
             raise InputError(f"graphs=True needs a CUDA device; the model is on {self.device}")
         self._select = TokenSelector(self.device)
         self._readback = Readback(self._state.report)
         self._fingerprint: tuple[object, ...] = ()
         on_gpu = self.device.type == "cuda"
-        self._idle = torch.cuda.Event() if on_gpu else None
+        self._call_done = torch.cuda.Event() if on_gpu else None
         self._streams: dict[int, torch.cuda.Stream] = {}
-        if self._idle is not None:  # the buffers above are queued on this stream
+        if self._call_done is not None:  # this stream fills the buffers above
             self._order(torch.cuda.current_stream(self.device))
         self._graphs = StepGraphs(self.device, self._select.generator) if on_gpu and graphs is not False else None
 
-    def _describe(self, model: Any, max_length: int, batch_size: int, attention: str) -> None:
-        """What prompts and steps read and write: no stream, no graph, no generator."""
+    def _allocate_state(self, model: Any, max_length: int, batch_size: int, attention: str) -> None:
+        """Set everything that prompts and steps read and write, without streams, graphs or generators."""
         if max_length < 2 or batch_size < 1:
             raise InputError(f"max_length must be >= 2 and batch_size >= 1, got {max_length} and {batch_size}")
         self.model = model
@@ -92,7 +92,7 @@ class StaticDecoder:
         is built and attention runs causal, through cuDNN where torch has it.
         """
         with self._session():
-            return _own(self._prefill(input_ids, attention_mask))
+            return _copy(self._prefill(input_ids, attention_mask))
 
     def generate(
         self,
@@ -133,7 +133,7 @@ class StaticDecoder:
             length = self._decode(length, max_new_tokens - 1, progress, every)
             if sampling is not None and generator is not None:
                 generator.set_state(self._select.generator.get_state())
-            return _own(self._state.sequence[:, :length])
+            return _copy(self._state.sequence[:, :length])
 
     def prepare(
         self,
@@ -166,7 +166,7 @@ class StaticDecoder:
     # One step ---------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Token to next token: what a graph records."""
+        """One step, from a token to the next: a graph records it."""
         self._cache.cursor.prefilling = False
         self._cache.cursor.locate()
         with attention_of(self.model, self.attention), prefer_fast_sdpa(self.device, padded=False):
@@ -200,11 +200,11 @@ class StaticDecoder:
         if self.attention == "split_kv":
             return masks.interval(cursor, window)
         capacity = self.max_length if window is None else cursor.ring or self.max_length
-        assert self._dtype is not None  # a prompt was read before
+        assert self._dtype is not None  # set by the first prompt
         return masks.additive(cursor, window, capacity=capacity, dtype=self._dtype)
 
     def _visible(self, position: int) -> int:
-        """Slots a step at `position` hands to attention; split-KV takes all and reads its bounds on the device."""
+        """Number of slots that attention reads at `position`; split-KV takes all and reads its bounds on the device."""
         if self.attention == "split_kv":
             return self.max_length
         bucket = _BUCKET if self._graphs is not None else 1
@@ -217,8 +217,8 @@ class StaticDecoder:
             input_ids, new_tokens, batch=self.batch_size, room=self.max_length, device=self.device
         )
 
-    def _shortest(self) -> torch.Tensor:
-        """A prompt that allocates the cache, and whose logits nobody reads."""
+    def _shortest_prompt(self) -> torch.Tensor:
+        """A prompt of one token that allocates the cache; its logits are not used."""
         return torch.zeros(self.batch_size, 1, dtype=torch.int64, device=self.device)
 
     def _prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -228,7 +228,7 @@ class StaticDecoder:
         if dtype != self._dtype:
             self._cache.release()
             self._dtype = dtype
-        if self.attention != "split_kv":  # which never touches a slot outside its interval
+        if self.attention != "split_kv":  # split-KV reads no slot outside its interval
             self._cache.clear()
         self._cache.cursor.prefilling = True
         with prefer_fast_sdpa(self.device, padded=mask is not None):
@@ -245,8 +245,8 @@ class StaticDecoder:
                 logger.info("the model changed since its decode step was captured; capturing again")
             self._graphs.clear()
             # Allocate the cache on the caller's stream, not on the one that captures.
-            self._prefill(self._shortest(), None)
-            self._fingerprint = checks.fingerprint(self.model)  # with the float8 weights that the first call makes
+            self._prefill(self._shortest_prompt(), None)
+            self._fingerprint = checks.fingerprint(self.model)  # includes the float8 weights that the first call makes
         for visible in dict.fromkeys(map(self._visible, range(prompt_length, prompt_length + max_new_tokens - 1))):
             key = (self._select.key, visible)
             if key not in self._graphs:
@@ -254,7 +254,7 @@ class StaticDecoder:
                 self._graphs.capture(key, self._step, self._state.rewind)
 
     def _decode(self, position: int, steps: int, progress: Progress, every: int) -> int:
-        """Queue up to `steps` steps from `position` on, a report after each `every`. Returns the sequence's length."""
+        """Queue up to `steps` steps from `position` on, a report every `every` steps. Returns the sequence's length."""
         progress.post()
         for step in range(steps):
             self._cache.cursor.visible = self._visible(position + step)
@@ -270,32 +270,32 @@ class StaticDecoder:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Inference mode on the model's device, after whatever the last call queued on another stream."""
+        """Inference mode on the model's device, after the work that the last call queued on another stream."""
         if self.model.training:
             raise InputError("the model is in training mode; call model.eval() before decoding")
-        if self._idle is None:
+        if self._call_done is None:
             with torch.inference_mode():
                 yield
             return
         with torch.inference_mode(), torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
-            stream.wait_event(self._idle)
+            stream.wait_event(self._call_done)
             try:
                 yield
             finally:
                 self._order(stream)
 
     def _order(self, stream: torch.cuda.Stream) -> None:
-        """Let the next call, and every stream whose memory the decoder may hold and free, wait for this one."""
-        assert self._idle is not None
-        self._idle.record(stream)
+        """Make the next call, and every stream whose memory the decoder may free, wait for `stream`."""
+        assert self._call_done is not None
+        self._call_done.record(stream)
         for handle, other in self._streams.items():
             if handle != stream.cuda_stream:
-                other.wait_event(self._idle)
+                other.wait_event(self._call_done)
         self._streams[stream.cuda_stream] = stream
 
 
-def _own(result: torch.Tensor) -> torch.Tensor:
-    """A copy that later calls do not overwrite, an ordinary tensor where it was made in inference mode."""
+def _copy(result: torch.Tensor) -> torch.Tensor:
+    """A copy that later calls do not overwrite; an ordinary tensor also in inference mode."""
     with torch.inference_mode(False):
         return result.clone()

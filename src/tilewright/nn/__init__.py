@@ -1,4 +1,4 @@
-"""torch.nn.Module faces of the ops, with the parameter names of the modules they stand in for."""
+"""The ops as torch.nn.Modules, with the parameter names of the modules that they replace."""
 
 from tilewright.nn.attention import Attention
 from tilewright.nn.differential_attention import DifferentialAttention

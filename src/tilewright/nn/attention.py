@@ -14,21 +14,21 @@ class Attention(SelfAttention):
     """o_proj(fmha(rope(q_norm(q_proj(x))), rope(k_norm(k_proj(x))), v_proj(x))).
 
     num_heads, num_kv_heads: H and H_kv; H is a multiple of H_kv (default H).   head_dim: D, default hidden_size / H.
-    causal: a query sees itself and what lies before.   sliding_window: of these, the last so many, itself included,
-        as in transformers.   scale: of the scores, default D^-0.5.   softcap: as in `ops.fmha` (Gemma 2).
-    sinks: a learned score for each head that joins the denominator, from 0 on (GPT-OSS).
-    qk_norm: an `RMSNorm` over each head of q and k (Qwen 3), norm_eps and norm_offset its options; offset 1 is Gemma 3.
-    dropout: of the probabilities, in training; not with softcap or sinks.
-    rotary: the layer turns q and k itself; layers may share one.  Without it position_embeddings of the call do, if
-        there are any: rotary_dim and interleaved are of these, as in `ops.apply_rope` (GPT-OSS: rotary_dim=D; GLM:
-        interleaved).
-    bias: of q_proj, k_proj, v_proj, and of o_proj unless o_bias says otherwise (Qwen 2: bias=True, o_bias=False).
+    causal: a query sees itself and earlier tokens.   sliding_window: only the last `sliding_window` of these, itself
+        included, as in transformers.   scale: of the scores, default D^-0.5.   softcap: as in `ops.fmha` (Gemma 2).
+    sinks: a learned score for each head that joins the denominator, initially 0 (GPT-OSS).
+    qk_norm: an `RMSNorm` over each head of q and k (Qwen 3), options norm_eps and norm_offset; offset 1 is Gemma 3.
+    dropout: dropout of the probabilities, in training; not with softcap or sinks.
+    rotary: the layer rotates q and k with this module; layers may share one.  Without it the position_embeddings of
+        the call rotate them, if given: rotary_dim and interleaved describe these, as in `ops.apply_rope` (GPT-OSS:
+        rotary_dim=D; GLM: interleaved).
+    bias: biases of q_proj, k_proj, v_proj, and of o_proj unless o_bias is given (Qwen 2: bias=True, o_bias=False).
     backend: run `fmha` on exactly this backend or raise BackendError.
 
     state_dict, names and shapes of transformers' LlamaAttention and its like: q_proj.weight (H D, hidden_size),
     k_proj.weight and v_proj.weight (H_kv D, hidden_size), o_proj.weight (hidden_size, H D), a bias each if any,
     q_norm.weight and k_norm.weight (D,), sinks (H,).
-    Autocast: as torch.nn.Linear; what lies between the projections runs in their dtype.
+    Autocast: as in torch.nn.Linear; the layer runs in the dtype of the projections' results between them.
     There is no KV cache: decoding is `tilewright.generate`'s.
     Raises InputError for sizes and options that do not go together.
     """
@@ -78,7 +78,7 @@ class Attention(SelfAttention):
         )
         check_dropout(type(self).__name__, dropout)
         if dropout and (sinks or softcap is not None):
-            raise self._refused("dropout goes with masks alone, not with sinks or softcap")
+            raise self._error("dropout goes with masks alone, not with sinks or softcap")
         self.dropout = dropout
 
         def norm() -> RMSNorm | None:
@@ -89,7 +89,7 @@ class Attention(SelfAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The sinks become 0; projections and norms have a `reset_parameters` of their own."""
+        """Set the sinks to 0; projections and norms have their own `reset_parameters`."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -103,17 +103,17 @@ class Attention(SelfAttention):
     ) -> Tensor:
         """x: (B, S, hidden_size) -> the same shape.
 
-        position_embeddings: (cos, sin), (B or 1, S, columns) each, as transformers' rotary modules give them.
+        position_embeddings: (cos, sin), (B or 1, S, columns) each, as transformers' rotary modules return them.
         positions: (B or 1, S) int, rows of the tables of the layer's own `rotary`; None means 0 to S - 1.
-        mask: of tilewright.mask, all that a query may see, in place of causal and sliding_window:
+        mask: a mask of tilewright.mask, in place of causal and sliding_window:
             `causal() & document(ids)`, `causal() | prefix(n)`.  Make it once for all layers.
-        Raises InputError for other shapes, for tables or positions that this layer has no use for, and as `ops.fmha`.
+        Raises InputError for other shapes, for tables or positions that this layer cannot use, and as `ops.fmha` does.
         """
-        q, k, v = self._projected(x)
+        q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._rotated(q, k, position_embeddings, positions, v.dtype)
+        q, k = self._rotate(q, k, position_embeddings, positions, v.dtype)
         dropout = self.dropout if self.training else 0.0
-        o = self._attended(q, k, v.transpose(1, 2), mask, sinks=self.sinks, dropout=dropout)
-        made: Tensor = self.o_proj(o.flatten(2))
-        return made
+        o = self._attend(q, k, v.transpose(1, 2), mask, sinks=self.sinks, dropout=dropout)
+        result: Tensor = self.o_proj(o.flatten(2))
+        return result

@@ -1,11 +1,11 @@
 """A linear layer whose three products, forward and both gradients, run in float8 with float32 sums of scaled blocks.
 
     y  = x  @ W.T   x 1x128 along K, W 128x128
-    dx = dy @ W     dy 1x128 along N, W 128x128 again, the same numbers transposed
+    dx = dy @ W     dy 1x128 along N, W 128x128, the same values transposed
     dW = dy.T @ x   both 1x128 along tokens
 
-is the recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3).  Weights are cast once for all calls that see one version
-of them; activations and gradients in every product they enter.
+This is the recipe of DeepSeek-V3 (arXiv 2412.19437, section 3.3).  A version of the weights is cast once for all calls;
+activations and gradients are cast for every product.
 """
 
 import sys
@@ -22,7 +22,7 @@ from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.nn.weight_casts import Cast, WeightCasts, capturing
-from tilewright.nn.weight_gradient import refuse_second, total, wanted
+from tilewright.nn.weight_gradient import forbid_second_derivative, gradient_to_accumulate, is_needed
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
 from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
@@ -30,28 +30,28 @@ from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
 
 E4M3 = torch.float8_e4m3fn
 _MASTERS = (torch.bfloat16, torch.float16, torch.float32)
-_VECTOR = 16  # tokens: float8 rows of other lengths are not aligned for the copy engine
+_VECTOR = 16  # tokens: the copy engine needs float8 rows of a multiple of 16 bytes
 
 
 class FP8Linear(nn.Linear):
     """x @ weight.T + bias in float8; takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
 
-    weight: (out_features, in_features) bf16|fp16|fp32, the master that an optimizer updates; its float8 copies, one
-    byte an element each, one for the forward and one for dx, are made when they are first needed and kept until an
-    optimizer that holds `weight` takes a step, torch counts a write to it, or it is other memory (`WeightCasts`).
-    Micro-batches share them.  Writes that nobody counts, as `weight.data.copy_(...)` and replays of CUDA graphs, need
-    `requantise()` after them.  A CUDA graph of training casts anew in every replay; one of evaluation reads the kept
-    copies, which are made again in the same memory by the next call after a write, and at once by a step, by
+    weight: (out_features, in_features) bf16|fp16|fp32, the master that an optimizer updates.  It has two float8 copies
+    of one byte an element, one for the forward and one for dx.  They are made when first needed and cached until an
+    optimizer that holds `weight` takes a step, torch counts a write to it, or it moves to other memory (`WeightCasts`).
+    Micro-batches share them.  Writes that torch does not count, as `weight.data.copy_(...)` and replays of CUDA graphs,
+    need `requantise()` after them.  A CUDA graph of training casts in every replay.  A graph of evaluation reads the
+    cached copies, which are cast again in the same memory by the next call after a write, and immediately by a step, by
     `load_state_dict` and by `requantise()`.
     x: bf16|fp16|fp32; the result has its dtype, or autocast's.
-    Any sizes run; kernels for tensor cores want in_features and out_features in multiples of 16.
+    Any sizes run; kernels for tensor cores need multiples of 16 for in_features and out_features.
 
     backend: run the products on exactly this backend or raise BackendError.
     grad_dtype=torch.float32: as in `tilewright.nn.Linear`: the product adds to the float32 `weight.grad` in place.
-    There are no second derivatives and no forward-mode ones: InputError where one is taken.
+    There are no second derivatives and no forward-mode derivatives: taking one raises InputError.
 
-    torch.compile traces calls that want no gradient, and casts the weight in each of them unless it is frozen; it
-    leaves training as it is: a graph break, an error with fullgraph=True.
+    torch.compile traces calls that need no gradient, and casts the weight in each of them unless it is frozen.
+    Training is a graph break, and an error with fullgraph=True.
     """
 
     def __init__(
@@ -85,26 +85,26 @@ class FP8Linear(nn.Linear):
         backend: str | None = None,
         grad_dtype: torch.dtype | None = None,
     ) -> Self:
-        """A layer with the parameters of `linear`, the same objects; frozen, with a float8 copy of its weight alone."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.in_features, made.out_features = linear.in_features, linear.out_features
-        made.weight, made.bias = linear.weight, linear.bias
-        made.training = linear.training
-        made._initialise(backend, grad_dtype)
-        return made.freeze() if frozen else made
+        """A layer that shares the parameters of `linear`; with `frozen` it keeps only a float8 copy of the weight."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.training = linear.training
+        layer._initialise(backend, grad_dtype)
+        return layer.freeze() if frozen else layer
 
     @property
     def frozen(self) -> bool:
-        """Is the weight float8, without a master?"""
+        """True if the weight is float8, without a master."""
         return self.weight.dtype == E4M3
 
     def freeze(self) -> Self:
         """Keep the weight in float8 alone, a quarter to half of the memory: for inference, or below adapters.
 
-        `weight` becomes e4m3 without a gradient and `weight_scale_inv` its float32 scales, (ceil(N / 128),
-        ceil(K / 128)), under the names and in the meaning that DeepSeek's checkpoints have.  A state_dict with a wider
-        `weight` is cast as it is loaded; `.to(dtype)` leaves both as they are.
+        `weight` becomes e4m3 without a gradient and `weight_scale_inv` its float32 scales, (ceil(N / 128), ceil(K /
+        128)), with the names and meaning of DeepSeek's checkpoints.  Loading a state_dict with a wider `weight` casts
+        it; `.to(dtype)` changes neither.
         """
         if not self.frozen:
             q, scales = self.cast_weight()
@@ -113,7 +113,7 @@ class FP8Linear(nn.Linear):
         return self
 
     def requantise(self) -> None:
-        """Cast the weight again in the next call, and now where a CUDA graph reads its copy."""
+        """Cast the weight again in the next call, and now if a CUDA graph reads its copy."""
         self._casts.requantise()
 
     def cast_weight(self, transpose: bool = False) -> Cast:
@@ -135,8 +135,8 @@ class FP8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features)."""
         if x.dim() == 1:
-            made: Tensor = self.forward(x.unsqueeze(0))
-            return made.squeeze(0)
+            result: Tensor = self.forward(x.unsqueeze(0))
+            return result.squeeze(0)
         if has_tangent(x, self.weight, self.bias):
             raise InputError(
                 "FP8Linear has no forward-mode derivative: casts to float8 have none. Use torch.nn.Linear there, or "
@@ -147,41 +147,42 @@ class FP8Linear(nn.Linear):
         return _product(self, x)
 
     def extra_repr(self) -> str:
-        """Sizes and options, as `print(model)` shows them."""
+        """Sizes and options, for `print(model)`."""
         options = {"backend": self.backend, "grad_dtype": self.grad_dtype, "frozen": self.frozen or None}
         return super().extra_repr() + "".join(f", {k}={v}" for k, v in options.items() if v is not None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "weight" and "_casts" in self.__dict__:  # FSDP comes here for every weight that it gathers
+        if name == "weight" and "_casts" in self.__dict__:  # FSDP sets every weight that it gathers
             self._casts.clear()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         if self.frozen:
-            kept = (self.weight, self.weight_scale_inv)
+            frozen_tensors = (self.weight, self.weight_scale_inv)
             convert = fn
 
             def fn(t: Tensor) -> Tensor:
-                made = convert(t)
-                return made if made.dtype == t.dtype or all(t is not k for k in kept) else t.to(made.device)
+                converted = convert(t)
+                keep_dtype = converted.dtype != t.dtype and any(t is frozen for frozen in frozen_tensors)
+                return t.to(converted.device) if keep_dtype else converted
 
         self._casts.clear()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        given = state_dict.get(f"{prefix}weight")
-        if self.frozen and isinstance(given, Tensor) and given.dtype != E4M3:
-            q, scales = per_block_cast_to_fp8(given.detach().to(self.weight.device))
+        weight = state_dict.get(f"{prefix}weight")
+        if self.frozen and isinstance(weight, Tensor) and weight.dtype != E4M3:
+            q, scales = per_block_cast_to_fp8(weight.detach().to(self.weight.device))
             state_dict = {**state_dict, f"{prefix}weight": q, f"{prefix}weight_scale_inv": scales}
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._casts.written()
 
 
 def fp8_linear(x: Tensor, weight: Cast, bias: Tensor | None, dtype: torch.dtype, backend: str | None = None) -> Tensor:
-    """x (..., K) @ weight (N, K).T + bias in `dtype`, of a weight that was cast; no gradient."""
+    """x (..., K) @ weight (N, K).T + bias in `dtype`, with a weight in float8; no gradient."""
     q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
-    made = scaled_matmul(q, weight[0], scales, weight[1], bias=bias, trans_b=True, out_dtype=dtype, backend=backend)
-    return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
+    result = scaled_matmul(q, weight[0], scales, weight[1], bias=bias, trans_b=True, out_dtype=dtype, backend=backend)
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], result.shape[-1])
 
 
 def _cast(weight: Tensor) -> Cast:
@@ -193,7 +194,7 @@ def _cast_transposed(weight: Tensor) -> Cast:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's, or that of x."""
+    """Autocast's dtype, else that of x."""
     device = x.device.type
     if x.dtype != torch.float64 and device in AUTOCASTS and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -205,14 +206,14 @@ def _product(layer: FP8Linear, x: Tensor) -> Tensor:
 
 
 def _uncompiled(layer: FP8Linear, x: Tensor) -> Tensor:
-    """`_trained`, left as it is by torch.compile, and Dynamo, a second to import, left out where nobody compiles."""
+    """Run `_trained` outside torch.compile.  Dynamo takes a second to import, so skip it unless it is loaded."""
     dynamo = sys.modules.get("torch._dynamo")
-    made: Tensor = (_trained if dynamo is None else dynamo.disable(_trained))(layer, x)
-    return made
+    result: Tensor = (_trained if dynamo is None else dynamo.disable(_trained))(layer, x)
+    return result
 
 
 def _trained(layer: FP8Linear, x: Tensor) -> Tensor:
-    """The forward where something wants a gradient."""
+    """The forward of a call that needs a gradient."""
     weight = layer.weight
     if weight.requires_grad and layer.frozen:
         raise InputError(
@@ -227,12 +228,12 @@ def _trained(layer: FP8Linear, x: Tensor) -> Tensor:
         for parameter in layer.parameters():
             if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
                 parameter.grad_dtype = layer.grad_dtype
-    made: Tensor = _Products.apply(x, weight, layer.bias, layer)
-    return made
+    result: Tensor = _Products.apply(x, weight, layer.bias, layer)
+    return result
 
 
 class _Products(torch.autograd.Function):
-    """The forward's product, and in the backward those of both gradients."""
+    """The product of the forward, and the products of both gradients in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FP8Linear) -> Tensor:
@@ -242,37 +243,38 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients this pass wants; InputError where one of them is differentiated."""
-        x, _ = ctx.saved_tensors  # the weight only so that autograd notices a change since
+        """The gradients that this pass needs; differentiating one of them raises InputError."""
+        x, _ = ctx.saved_tensors  # weight is saved so that autograd detects a change in between
         to_x, to_weight, to_bias = (*(node for node, _ in ctx.next_functions), None)[:3]
         layer: FP8Linear = ctx.layer
         backend, mode = ctx.wish
         dx = dweight = dbias = None
-        with use_backend(backend.rstrip("!")), numerics(mode), torch.no_grad():  # a preference: others have layouts too
+        # A preference, not a demand: the gradients have other layouts
+        with use_backend(backend.rstrip("!")), numerics(mode), torch.no_grad():
             rows = dz.reshape(-1, dz.shape[-1])
-            if wanted(to_x):
+            if is_needed(to_x):
                 dx = fp8_linear(dz, layer.cast_weight(transpose=True), None, ctx.x_dtype)
-            if wanted(to_weight):
+            if is_needed(to_weight):
                 dweight = _weight_gradient(layer, to_weight, rows, x.reshape(-1, x.shape[-1]))
-            if wanted(to_bias):
+            if is_needed(to_bias):
                 dbias = rows.sum(0, dtype=torch.float32)
         if torch.is_grad_enabled():
-            dx, dweight, dbias = refuse_second("FP8Linear", dx, dweight, dbias)
+            dx, dweight, dbias = forbid_second_derivative("FP8Linear", dx, dweight, dbias)
         return dx, dweight, dbias, None
 
 
 def weight_gradient(dz: Tensor, x: Tensor, dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-    """dz (T, N).T @ x (T, K), with one scale for 128 tokens of a channel; float32 `total` is added to, in place."""
-    more = -dz.shape[0] % _VECTOR
-    parts = [per_channel_cast_to_fp8(pad(t, (0, 0, 0, more)) if more else t, transpose=True) for t in (dz, x)]
+    """dz (T, N).T @ x (T, K), with one scale for 128 tokens of a channel; added in place to a float32 `total`."""
+    padding = -dz.shape[0] % _VECTOR
+    parts = [per_channel_cast_to_fp8(pad(t, (0, 0, 0, padding)) if padding else t, transpose=True) for t in (dz, x)]
     (left, scale_a), (right, scale_b) = parts
     return scaled_matmul(left, right, scale_a, scale_b, trans_b=True, c=total, out=total, out_dtype=dtype)
 
 
 def _weight_gradient(layer: FP8Linear, node: Any, dz: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient for autograd to add, or None where the product added it to `weight.grad`."""
+    """The gradient for autograd to add, or None if the product added it to `weight.grad`."""
     if layer.grad_dtype is None:
         return weight_gradient(dz, x, layer.weight.dtype)
-    grad = total(layer.weight, node)
-    made = weight_gradient(dz, x, torch.float32, grad)
-    return made if grad is None else None
+    grad = gradient_to_accumulate(layer.weight, node)
+    result = weight_gradient(dz, x, torch.float32, grad)
+    return result if grad is None else None

@@ -12,7 +12,7 @@ from tilewright.dispatch.derivatives import level_is_open
 from tilewright.dispatch.preference import resolve
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS
-from tilewright.nn.weight_gradient import total, wanted
+from tilewright.nn.weight_gradient import gradient_to_accumulate, is_needed
 from tilewright.ops.gemm.activation import activated
 from tilewright.ops.gemm.operands import ACTIVATIONS
 
@@ -20,15 +20,16 @@ from tilewright.ops.gemm.operands import ACTIVATIONS
 class Linear(nn.Linear):
     """act(x @ weight.T + bias); takes the place of torch.nn.Linear, with its parameters, state_dict and autocast.
 
-    activation: as in `ops.matmul`, in the same kernel where no gradient is wanted; with "swiglu" rows of `weight` are
+    activation: as in `ops.matmul`, in the same kernel if no gradient is needed; with "swiglu" rows of `weight` are
     pairs (gate_0, up_0, gate_1, ...) and the result has out_features / 2 columns.
     backend: run on exactly this backend or raise BackendError.
     grad_dtype=torch.float32: gradients of bf16 or fp16 parameters are float32 sums over the micro-batches of a step.
-    That of `weight` is never rounded: from the second one on `backward()` has the product itself add to `weight.grad`
-    (its `c` and `out` are the gradient so far).  torch.autograd.grad, backward(inputs=), create_graph and hooks of
-    `weight.register_hook` work as for any parameter; where one of them has to see the gradient, autograd adds it.
-    torch.compile takes no parameter whose `.grad` has another dtype, and leaves the training of such a layer as it is:
-    a graph break, an error with fullgraph=True.
+    The gradient of `weight` is never rounded: from the second micro-batch on the product in `backward()` adds to
+    `weight.grad` itself (its `c` and `out` are the gradient so far).  torch.autograd.grad, backward(inputs=),
+    create_graph and hooks of `weight.register_hook` work as for any parameter; if one of them needs the gradient,
+    autograd adds it.
+    torch.compile cannot trace a parameter whose `.grad` has another dtype, so the training of such a layer is a graph
+    break, and an error with fullgraph=True.
     """
 
     def __init__(
@@ -58,15 +59,15 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in_features) -> (..., out_features)."""
         if x.dim() == 1:
-            made: Tensor = self.forward(x.unsqueeze(0))
-            return made.squeeze(0)
+            result: Tensor = self.forward(x.unsqueeze(0))
+            return result.squeeze(0)
         if self.grad_dtype is not None and torch.is_grad_enabled():
             return _uncompiled(self, x)
         x, weight, bias = _autocast(x, self.weight, self.bias)
         return ops.matmul(x, weight, bias=bias, activation=self.activation, trans_b=True, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """Sizes and options, as `print(model)` shows them."""
+        """Sizes and options, for `print(model)`."""
         options = {"activation": self.activation, "backend": self.backend, "grad_dtype": self.grad_dtype}
         return super().extra_repr() + "".join(f", {k}={v}" for k, v in options.items() if v is not None)
 
@@ -80,7 +81,7 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
 
 
 def _trained(layer: Linear, x: Tensor) -> Tensor:
-    """The forward of a layer with gradients of their own dtype."""
+    """The forward of a layer with `grad_dtype`."""
     for parameter in layer.parameters():
         if parameter.requires_grad and parameter.grad_dtype != layer.grad_dtype:
             parameter.grad_dtype = layer.grad_dtype
@@ -99,14 +100,14 @@ def _trained(layer: Linear, x: Tensor) -> Tensor:
 
 
 def _uncompiled(layer: Linear, x: Tensor) -> Tensor:
-    """`_trained`, left as it is by torch.compile, and Dynamo, a second to import, left out where nobody compiles."""
+    """Run `_trained` outside torch.compile.  Dynamo takes a second to import, so skip it unless it is loaded."""
     dynamo = sys.modules.get("torch._dynamo")
-    made: Tensor = (_trained if dynamo is None else dynamo.disable(_trained))(layer, x)
-    return made
+    result: Tensor = (_trained if dynamo is None else dynamo.disable(_trained))(layer, x)
+    return result
 
 
 class _WideGradient(torch.autograd.Function):
-    """x @ weight.T + bias with a float32 gradient of `parameter`, which is `weight` or what autocast cast to it."""
+    """x @ weight.T + bias with a float32 gradient of `parameter`; `weight` is it, or autocast's copy of it."""
 
     @staticmethod
     def forward(
@@ -118,25 +119,25 @@ class _WideGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        """Products of saved tensors by ops that have gradients, so that create_graph gets second derivatives."""
+        """Gradients as ops on saved tensors, which have gradients themselves: create_graph gets second derivatives."""
         x, weight = ctx.saved_tensors
         to_x, _, to_parameter, to_bias = (*(node for node, _ in ctx.next_functions), None)[:4]
         rows = dz.flatten(0, -2)
         dx = dparameter = dbias = None
         backend, mode = ctx.wish
-        with use_backend(backend.rstrip("!")), numerics(mode):  # a preference: dx and dw have layouts of their own
-            if wanted(to_x):
+        with use_backend(backend.rstrip("!")), numerics(mode):  # a preference: dx and dw have other layouts
+            if is_needed(to_x):
                 dx = ops.matmul(dz, weight)
-            if wanted(to_parameter):
+            if is_needed(to_parameter):
                 dparameter = _weight_gradient(ctx.parameter, to_parameter, rows, x.flatten(0, -2))
-        if wanted(to_bias):
+        if is_needed(to_bias):
             dbias = rows.sum(0, dtype=torch.float32)
         return dx, None, dparameter, dbias, None
 
 
 def _weight_gradient(parameter: nn.Parameter, node: Any, dz: Tensor, x: Tensor) -> Tensor | None:
-    """dz.T @ x in float32 for autograd, or None where it was added to `parameter.grad`."""
-    grad = total(parameter, node)
+    """dz.T @ x in float32 for autograd, or None if it was added to `parameter.grad`."""
+    grad = gradient_to_accumulate(parameter, node)
     if grad is None:
         return ops.matmul(dz, x, trans_a=True, out_dtype=torch.float32)
     ops.matmul(dz, x, trans_a=True, c=grad, out=grad, out_dtype=torch.float32)

@@ -42,7 +42,10 @@ class SwiGLUMLP(_GatedMLP):
 
 
 class GeGLUMLP(_GatedMLP):
-    """The MLP of Gemma, on `ops.geglu`; GELU by tanh, or exact with approximate="none".  state_dict as `SwiGLUMLP`."""
+    """The MLP of Gemma, on `ops.geglu`; GELU by tanh, or exact with approximate="none".
+
+    state_dict: as in `SwiGLUMLP`.
+    """
 
     def __init__(
         self,
@@ -64,5 +67,5 @@ class GeGLUMLP(_GatedMLP):
         return self.down_proj(inner)
 
     def extra_repr(self) -> str:
-        """Which GELU, as `print(model)` shows it."""
+        """The form of GELU, for `print(model)`."""
         return f"approximate={self.approximate!r}"

@@ -7,7 +7,7 @@ from tilewright import ops
 
 
 class _RMSNormWeight(nn.Module):
-    """The weight and options that RMSNorm has with and without a residual add."""
+    """Weight and options of RMSNorm, with and without a residual add."""
 
     def __init__(
         self,
@@ -29,11 +29,11 @@ class _RMSNormWeight(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The scale that is applied, offset + weight, becomes one."""
+        """Set weight to 1 - offset, so that the scale offset + weight is one."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def extra_repr(self) -> str:
-        """Size and form, as `print(model)` shows them."""
+        """Size and options, for `print(model)`."""
         form = f", offset={self.offset:g}" if self.offset else ", fp32_weight=True" if self.fp32_weight else ""
         return f"{self.weight.numel()}, eps={self.eps:g}{form}"
 
@@ -95,5 +95,5 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """Size and form, as `print(model)` shows them."""
+        """Size and options, for `print(model)`."""
         return f"{self.weight.numel()}, eps={self.eps:g}{'' if self.bias is not None else ', bias=False'}"

@@ -11,16 +11,16 @@ from tilewright.ops.rope.tables import RopeConfig, rope_table
 
 
 class RotaryEmbedding(nn.Module):
-    """`ops.apply_rope` with tables of every position made once, from `ops.rope.tables`.
+    """`ops.apply_rope` with tables for all positions, computed once by `ops.rope.tables`.
 
     config: a Hugging Face configuration, or `RopeConfig(head_dim, max_position_embeddings, rope_parameters)` with any
         rope_type of `ops.rope.tables`: default, linear, dynamic (NTK), llama3, yarn, ...
     length: rows of the tables; default config.max_position_embeddings.
     interleaved: pairs (2i, 2i + 1) instead of (i, i + R/2).
-    layer_type: which parameters, for a config that has them by layer type (Gemma 3).
-    dtype: of the tables. float32 is the more accurate; Hugging Face rounds its tables to the model's dtype, and so does
-        `.to(dtype)` here.
-    Nothing enters the state_dict: the tables are buffers that are made, not learned.
+    layer_type: the layer type whose parameters apply, for a config that has them by type (Gemma 3).
+    dtype: dtype of the tables. float32 is more accurate; Hugging Face rounds its tables to the model's dtype, and
+        so does `.to(dtype)` here.
+    Nothing enters the state_dict: the tables are buffers that are not learned.
     """
 
     cos: Tensor
@@ -63,6 +63,6 @@ class RotaryEmbedding(nn.Module):
         return ops.apply_rope(q, k, cos, sin, interleaved=self.interleaved, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """Rows and columns of the tables, as `print(model)` shows them."""
+        """Rows and columns of the tables, for `print(model)`."""
         rows, columns = self.cos.shape
         return f"positions={rows}, rotary_dim={columns}{', interleaved' if self.interleaved else ''}"

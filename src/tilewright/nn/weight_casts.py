@@ -1,4 +1,4 @@
-"""Float8 copies of weights, kept between calls and made again when the weights change."""
+"""Float8 copies of weights, cached between calls and cast again when the weights change."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Cast = tuple[Tensor, Tensor]
 
 
 class _Source(NamedTuple):
-    """What a copy was made of, and how.  trained: does an optimizer write the weights, which may hold other tensors?"""
+    """The weights of a copy, and their cast.  trained: an optimizer writes the weights, perhaps through a master."""
 
     weights: tuple["weakref.ref[Tensor]", ...]
     storages: tuple[StorageWeakRef, ...]
@@ -25,26 +25,26 @@ class _Source(NamedTuple):
 
 
 class WeightCasts:
-    """Float8 copies by name, each kept while the weights that it was made of are what they were: until torch counts a
-    write to one, one is other memory, or an optimizer that holds one took a step.
+    """Float8 copies by name.  A copy is valid until torch counts a write to one of its weights, a weight moves to other
+    memory, or an optimizer that holds a weight takes a step.
 
     A trained weight that no optimizer holds is written through a master copy elsewhere: there any step counts.  Writes
-    that nobody counts, through `weight.data` or by the replay of a CUDA graph, need `requantise()` after them.
-    A copy that a CUDA graph reads is made again in the same memory, and at once where a step, a loaded state_dict or
-    `requantise()` says so, because replays ask for nothing.  Once a graph under capture trains the weights, copies are
-    made in every call: its replays write unseen.
+    that torch does not count, through `weight.data` or by the replay of a CUDA graph, need `requantise()` after them.
+    A copy that a CUDA graph reads is cast again in the same memory, and immediately after a step, a loaded state_dict
+    or `requantise()`, because a replay cannot check.  Once a graph under capture trains the weights, every call casts
+    again: the replays write without being counted.
 
-    They are neither copied nor pickled with the module that holds them, but made again.
+    Copying or pickling the module does not copy the casts; the new module casts again.
     """
 
     def __init__(self) -> None:
         self._cache: DeviceCache[Cast] = DeviceCache("float8 weights")
         self._sources: dict[str, _Source] = {}
-        self._writes = 0  # that torch does not count
+        self._writes = 0  # writes that torch does not count
         self._written_by_graphs = self._held = False
 
     def of(self, name: str, weights: Sequence[Tensor], cast: Callable[..., Cast], *, trained: bool = False) -> Cast:
-        """What `cast(*weights)` gave for these weights, or gives now.  trained: do they want gradients, in training?"""
+        """The cached result of `cast(*weights)`, or a new one.  trained: the weights require gradients."""
         storages = tuple([StorageWeakRef(w.untyped_storage()) for w in weights])
         if self._written_by_graphs:
             self._writes += 1
@@ -59,7 +59,7 @@ class WeightCasts:
         return self._cache.get(name, weights[0].device, make, place=place, state=state)
 
     def last(self, name: str) -> Cast | None:
-        """What `of` gave last, of whatever weights: for traced code, which cannot look at versions."""
+        """The latest result of `of` for any weights: for traced code, which cannot read versions."""
         return self._cache.peek(name)
 
     def trained_by_graph(self) -> None:
@@ -67,29 +67,29 @@ class WeightCasts:
         self._written_by_graphs = True
 
     def requantise(self) -> None:
-        """`written`, after which no graph trains the weights any more, so that copies are kept again."""
+        """`written`, and cache copies again: no graph trains the weights any more."""
         self._written_by_graphs = False
         self.written()
 
     def clear(self) -> None:
-        """Free the copies, but for those that graphs read; the next call makes others."""
+        """Free the copies that no graph reads; the next call casts again."""
         self._cache.clear()
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the copies lie: what a captured graph depends on."""
+        """Addresses of the copies: a captured graph depends on them."""
         return self._cache.addresses()
 
     def stepped(self, held: set[int]) -> None:
-        """An optimizer took a step.  held: the storages of its parameters."""
-        mine = {storage.cdata for source in self._sources.values() for storage in source.storages}
-        if mine & held:
+        """Note a step of an optimizer.  held: the storages of its parameters."""
+        storages = {storage.cdata for source in self._sources.values() for storage in source.storages}
+        if storages & held:
             self._held = True
         elif self._held or not any(source.trained for source in self._sources.values()):
             return
         self.written()
 
     def written(self) -> None:
-        """Note a write that torch may not have counted: cast again in the next call, and now where a graph reads."""
+        """Note a write that torch may not have counted: cast again in the next call; now, if a graph reads the copy."""
         self._writes += 1
         sources = [
             (name, [ref() for ref in source.weights], source.cast, source.trained)
@@ -116,7 +116,7 @@ _hooks: list[Any] = []
 
 
 def _watch(casts: WeightCasts) -> None:
-    """Have steps of optimizers told to `casts`: fused ones write weights without torch counting it in `_version`."""
+    """Call `casts.stepped` after steps of optimizers: fused ones write weights without a change of `_version`."""
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_stepped))
     _watched.add(casts)
@@ -126,7 +126,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     held = set()
     for group in optimizer.param_groups:
         for p in group["params"]:
-            local = getattr(p, "_local_tensor", p)  # a DTensor's own part
+            local = getattr(p, "_local_tensor", p)  # the local shard of a DTensor
             if local.layout == torch.strided:
                 held.add(local.untyped_storage()._cdata)
     for casts in list(_watched):
@@ -134,5 +134,5 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def capturing(t: Tensor) -> bool:
-    """Is a CUDA graph captured on the current stream, for a tensor of a GPU?"""
+    """True if t is on a GPU and the current stream captures a CUDA graph."""
     return t.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

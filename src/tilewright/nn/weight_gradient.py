@@ -1,8 +1,8 @@
-"""Where the gradient of a weight goes in one pass of autograd.
+"""Accumulation of a weight's gradient inside the product that computes it.
 
-A product that takes `c` and `out` can add to `weight.grad` in place, which spares a pass over it in float32.  It may do
-so only where autograd itself would add: in `backward()` of a graph that reaches the weight.  `autograd.grad` takes the
-gradient back instead, and `backward(inputs=...)` may not want it at all.
+A product with `c` and `out` can add to `weight.grad` in place, which saves a pass over it in float32.  It may do so
+only when autograd itself would add: in `backward()` of a graph that reaches the weight.  `autograd.grad` returns the
+gradient instead, and `backward(inputs=...)` may not need it at all.
 """
 
 from typing import Any
@@ -15,25 +15,25 @@ from tilewright.dispatch.derivatives import level_is_open
 from tilewright.errors import InputError
 
 _STREAMS = "tilewright_streams"
-"""The entry of a node's metadata that names the streams on which a pass adds to its gradient in place."""
+"""Key in a node's metadata: the streams on which a pass adds to the node's gradient in place."""
 
 
-def wanted(node: Node | None) -> bool:
-    """Whether this pass of autograd uses a gradient that goes to `node`.  To be asked within a backward."""
+def is_needed(node: Node | None) -> bool:
+    """True if this pass of autograd uses a gradient that goes to `node`.  Call it within a backward."""
     if node is None:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
+    except RuntimeError:  # torch raises for a leaf whose gradient `autograd.grad` returns
         return True
 
 
-def total(parameter: Tensor, node: Node) -> Tensor | None:
-    """`parameter.grad`, (N, K) float32, if this pass of autograd is about to add to it and nobody sees the sum before.
+def gradient_to_accumulate(parameter: Tensor, node: Node) -> Tensor | None:
+    """`parameter.grad`, (N, K) float32, if this pass of autograd adds to it and nothing reads the sum before.
 
-    None where the gradient has to be returned: to `autograd.grad`, to a hook of `register_hook`, as the first one, or
-    because it has derivatives of its own.  The caller queues its addition on the current stream before it returns.
-    node: the one that accumulates `parameter`'s gradient, `wanted` in this pass.
+    None if the gradient has to be returned: to `autograd.grad`, to a hook of `register_hook`, as the first one, or
+    because it has derivatives.  The caller queues its addition on the current stream before it returns.
+    node: the node that accumulates `parameter`'s gradient; `is_needed(node)` holds.
     """
     grad = parameter.grad
     if grad is None or type(grad) is not Tensor or grad.dtype != torch.float32 or not grad.is_contiguous():
@@ -46,7 +46,7 @@ def total(parameter: Tensor, node: Node) -> Tensor | None:
 
 
 def _accumulates(node: Node) -> bool:
-    """Whether `node` adds to the gradient in this pass: not under `autograd.grad`, which returns it."""
+    """True if `node` adds to the gradient in this pass: not under `autograd.grad`, which returns it."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -54,10 +54,10 @@ def _accumulates(node: Node) -> bool:
 
 
 def _order(device: torch.device, node: Node) -> None:
-    """Let the current stream add after other streams of this pass, and autograd, which also lets the caller of
-    `backward` wait for its own stream, after the current one.
+    """Order the additions of this pass: the current stream after other streams, and autograd's stream after all of
+    them.  The caller of `backward` waits for autograd's stream.
     """
-    here = torch.cuda.current_stream(device)
+    current = torch.cuda.current_stream(device)
     metadata: Any = node.metadata
     streams: list[torch.cuda.Stream] | None = metadata.get(_STREAMS)
     if streams is None:
@@ -65,27 +65,27 @@ def _order(device: torch.device, node: Node) -> None:
 
         def before_accumulating(grads: Any) -> None:
             handle.remove()
-            theirs = torch.cuda.current_stream(device)
+            accumulating = torch.cuda.current_stream(device)
             for stream in metadata.pop(_STREAMS):
-                if stream != theirs:
-                    theirs.wait_stream(stream)
+                if stream != accumulating:
+                    accumulating.wait_stream(stream)
 
         handle = node.register_prehook(before_accumulating)
     for stream in streams:
-        if stream != here:
-            here.wait_stream(stream)
-    if here not in streams:
-        streams.append(here)
+        if stream != current:
+            current.wait_stream(stream)
+    if current not in streams:
+        streams.append(current)
 
 
-def refuse_second(name: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same gradients, from which no second derivative is to be had: InputError where one is taken."""
-    handed: tuple[Tensor, ...] = _Refusal.apply(name, torch.zeros((), requires_grad=True), *gradients)
-    return handed
+def forbid_second_derivative(name: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same gradients; taking a second derivative through them raises InputError."""
+    guarded: tuple[Tensor, ...] = _NoSecondDerivative.apply(name, torch.zeros((), requires_grad=True), *gradients)
+    return guarded
 
 
-class _Refusal(torch.autograd.Function):
-    """anchor: a tensor that requires a gradient, so that the results do."""
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity whose backward raises.  anchor: requires a gradient, so that the results do."""
 
     @staticmethod
     def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -1,10 +1,10 @@
-"""e^x for Triton kernels: fast for results that are rounded to a half type, accurate for those that stay float32."""
+"""e^x for Triton kernels: fast for results that are rounded to 16 bits, accurate for float32 results."""
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# ln 2 in two parts; the first has 10 bits, so that n times it is exact
+# ln 2 in two parts; the high part has 10 bits, so that n * LN2_HIGH is exact
 LN2_HIGH = tl.constexpr(0.693359375)
 LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds a float32 to an integer
@@ -14,11 +14,11 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds
 def exp(x: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
     """e^x of float32 x; e^-inf is 0, NaN stays.
 
-    Fast: exp2(x * log2(e)); rounding the product costs a relative error of |x| * 2^-24, results below 2^-126 are 0.
+    Else exp2(x * log2(e)): rounding the product costs a relative error of |x| * 2^-24, results below 2^-126 are 0.
     PRECISE: x = n * ln 2 + r with |r| < 0.35 first (Cody and Waite, 1980), so that the error does not grow with x.
     """
     if PRECISE:
-        n = tl.minimum(tl.maximum(x * LOG2E + ROUND - ROUND, -126.0), 127.0)  # infinite x: r is infinite, n is not
+        n = tl.minimum(tl.maximum(x * LOG2E + ROUND - ROUND, -126.0), 127.0)  # n stays finite for an infinite x
         r = (x - n * LN2_HIGH) - n * LN2_LOW
         result = tl.exp2(r * LOG2E) * tl.exp2(n)
     else:

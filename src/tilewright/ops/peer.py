@@ -1,4 +1,4 @@
-"""Another library's implementation of an op, as `peers.py` beside an op lists it in `PEERS` for the bench."""
+"""Another library's implementation of an op, for the bench: `peers.py` in the folder of an op lists them in `PEERS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class LibraryPeer:
-    """`build` turns a sample into the library's call, or None where it has no such option; it imports the library.
+    """A library's call for a sample.
 
-    module: what must be importable; None for torch itself.
+    module: the module that must be installed; None for torch itself.
+    build: imports the library and returns its call on a sample, or None if the library has no such option.
     """
 
     name: str
@@ -21,9 +22,9 @@ class LibraryPeer:
     build: Callable[[Sample], Call | None]
 
     def available(self) -> bool:
-        """Is the library installed?"""
+        """True if the library is installed."""
         return self.module is None or find_spec(self.module) is not None
 
     def make(self, sample: Sample) -> Call | None:
-        """The call, on the sample's own tensors."""
+        """The library's call on the tensors of `sample`."""
         return self.build(sample)

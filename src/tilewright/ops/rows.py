@@ -1,4 +1,4 @@
-"""Row-wise ops see a tensor as rows: (..., N) becomes (M, N), copied only where strides leave no other way."""
+"""Shared by row-wise ops: a tensor (..., N) as rows (M, N), checks, random tensors."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def as_rows(x: Tensor) -> Tensor:
 def rows_bucket(x: Tensor) -> tuple[int, int]:
     """(rows rounded up to a power of two, row length): the tuning key of a row-wise op.
 
-    Empty rows count as one element: nothing is launched for them, and no configuration need know of them.
+    Empty rows count as one element: nothing is launched for them, so no configuration handles them.
     """
     n = x.shape[-1]
     return row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n))
@@ -32,18 +32,18 @@ ROW_BUCKET = ("M", "N")
 
 
 def no_float64(*args: object) -> str | None:
-    """`supports` of an implementation that computes in float32: why it cannot run, if any argument is wider."""
-    wide = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
-    return "has no float64" if wide else None
+    """Why an implementation that computes in float32 cannot run: an argument is float64.  Else None."""
+    has_float64 = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+    return "has no float64" if has_float64 else None
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where a reference computes: float32 for half types, the type itself from float32 up (so float64 is an oracle)."""
+    """The dtype a reference computes in: float32 for 16-bit dtypes, else `dtype` itself (so float64 is an oracle)."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def check_floating(op: str, **tensors: Tensor) -> None:
-    """Every tensor is floating point, has a dimension, and all are on one device."""
+    """Raise InputError unless every tensor is floating point, has a dimension, and all are on one device."""
     first = next(iter(tensors.values()))
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
@@ -59,7 +59,7 @@ def check_floating(op: str, **tensors: Tensor) -> None:
 
 
 def check_same(op: str, **tensors: Tensor) -> None:
-    """All tensors have one shape and dtype."""
+    """Raise InputError unless all tensors have one shape and dtype."""
     (first_name, first), *others = tensors.items()
     for name, t in others:
         if t.shape != first.shape or t.dtype != first.dtype:
@@ -70,7 +70,7 @@ def check_same(op: str, **tensors: Tensor) -> None:
 
 
 def check_vector(op: str, x: Tensor, **vectors: Tensor | None) -> None:
-    """Every vector given is 1-D of `x`'s last dimension."""
+    """Raise InputError unless every vector is None or (N,), with N the last dimension of x."""
     for name, v in vectors.items():
         if v is not None and (v.dim() != 1 or v.shape[0] != x.shape[-1]):
             raise InputError(
@@ -81,15 +81,15 @@ def check_vector(op: str, x: Tensor, **vectors: Tensor | None) -> None:
 def random_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
 ) -> Tensor:
-    """Normal values.  Small tensors are drawn on the CPU, so that every device sees the same; large ones where they
-    live.
+    """Normal values.  Small tensors are drawn on the CPU, so that every device gets the same values; large ones on
+    `device`.
     """
     if math.prod(shape) > 1 << 22 and device.type == "cuda":
         seed = int(torch.randint(2**31, (), generator=generator))
-        made = torch.randn(tuple(shape), device=device, generator=torch.Generator(device).manual_seed(seed))
+        normal = torch.randn(tuple(shape), device=device, generator=torch.Generator(device).manual_seed(seed))
     else:
-        made = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
-    return (made * scale if scale != 1.0 else made).to(device=device, dtype=dtype)
+        normal = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+    return (normal * scale if scale != 1.0 else normal).to(device=device, dtype=dtype)
 
 
 def generator(seed: int) -> torch.Generator:

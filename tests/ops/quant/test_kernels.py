@@ -72,7 +72,7 @@ def test_gpus_without_e4m3_convert_by_integers(device, name, seed, monkeypatch):
     kernels, subject = module(name), op(name)
     for place in {kernels, module("per_block_cast_to_fp8")}:  # whose kernels per_channel_cast_to_fp8 launches
         monkeypatch.setattr(place, "as_stored", lambda q: q.view(torch.uint8), raising=False)
-        monkeypatch.setattr(place, "speaks_ptx", lambda q: False, raising=False)
+        monkeypatch.setattr(place, "has_ptx_e4m3", lambda q: False, raising=False)
     for case in subject.edge_cases[:: 1 if device == "cuda" else 3]:
         sample = subject.inputs(case.params, torch.bfloat16, torch.device(device), seed)
         if sample.args[0].numel():

@@ -1,7 +1,7 @@
 """DeepGEMM's names on top of `tilewright.ops`: `from tilewright.compat import deep_gemm` instead of `import deep_gemm`.
 
-All that its release 2.6.1 has for Hopper but its index logits and hyperconnection kernels.  What differs is listed in
-docs/compat.md.  A name that is not here raises AttributeError, which says why and which ones are.
+All of its release 2.6.1 for Hopper except index logits and hyperconnection kernels.  docs/compat.md lists the
+differences.  A missing name raises AttributeError, which says why and lists the names.
 """
 
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Names of DeepGEMM that are not here, and why: what `__getattr__` of each module says."""
+"""Names of DeepGEMM that are not here, and why: the text of `__getattr__` of each module."""
 
 from collections.abc import Sequence
 
@@ -29,6 +29,6 @@ _WHY = {
 
 
 def missing(module: str, name: str, names: Sequence[str]) -> AttributeError:
-    """The error for `name`, which `module` lacks: why, where that is known, and the names that it has."""
+    """The error for `name`, which `module` lacks: the reason if known, and the names that it has."""
     why = f": {_WHY[name]}" if name in _WHY else ""
     return AttributeError(f"{module} has no {name!r}{why}. It has: {', '.join(names)}.")

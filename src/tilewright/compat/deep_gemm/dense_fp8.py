@@ -1,7 +1,7 @@
 """Dense float8 products with DeepGEMM's signatures: D = C + (A * its scales) @ (B * its scales), into the caller's D.
 
-a and b are pairs (float8_e4m3fn, float32 scales).  The letters say how both of a pair lie as they are passed: "n" as in
-the product A (M, K) @ B (K, N), "t" transposed, the scales like their operand.
+a and b are pairs (float8_e4m3fn, float32 scales).  The letters say how both of a pair are passed: "n" as in the
+product A (M, K) @ B (K, N), "t" transposed, the scales like their operand.
 """
 
 from typing import Any
@@ -29,16 +29,16 @@ def fp8_gemm_nt(
     disable_ue8m0_cast: bool = False,
     alpha: float | None = None,
 ) -> None:
-    """d = c + alpha * a @ b.T; products of 128 along K are summed by the tensor core, those sums, scaled, in float32.
+    """d = c + alpha * a @ b.T; the tensor core sums 128 products along K, the scaled sums are added in float32.
 
     a: (M, K) e4m3 and (M, ceil(K/128)) float32.   b: (N, K) e4m3 and (ceil(N/128), ceil(K/128)) float32, or with
-    recipe=(1, 1, 128), as weight gradients have it, (N, ceil(K/128)).   recipe_a and recipe_b say the same as
+    recipe=(1, 1, 128), as for weight gradients, (N, ceil(K/128)).   recipe_a and recipe_b: the same as
     (rows, K) of each operand.
     d: (M, N) bf16|fp32, columns contiguous; overwritten.   c: like d; may be d itself, which then accumulates.
-    Scales 1x128 as `transform_sf_into_required_layout` lays them out are read as they lie, others are copied in each
-    call; operands that are not contiguous along K too.  Both are logged once.
-    compiled_dims, disable_ue8m0_cast: accepted for DeepGEMM's sake, without effect on Hopper's float32 scales.
-    Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
+    Scales 1x128 in the layout of `transform_sf_into_required_layout` are read in place; others are copied in each call,
+    and so are operands that are not contiguous along K.  Both are logged once.
+    compiled_dims, disable_ue8m0_cast: accepted for compatibility, without effect on Hopper's float32 scales.
+    Raises InputError for other shapes, dtypes or layouts, and if a gradient would be lost.
     """
     _gemm("fp8_gemm_nt", a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, alpha)
 
@@ -100,11 +100,11 @@ def fp8_gemm_nt_skip_head_mid(
     compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
 ) -> None:
-    """`fp8_gemm_nt` that leaves a gap in each head: of (left, mid, right) = head_splits the product makes left + right
-    columns, and the mid columns between them in d keep what they hold.
+    """`fp8_gemm_nt` that leaves a gap in each head: with (left, mid, right) = head_splits the product has left + right
+    columns a head, and the mid columns of d between them keep their values.
 
-    b: (H * (left + right), K).   d: (M, H * (left + mid + right)) bf16|fp32, contiguous.   Everything else as there.
-    The product has a result of its own, which is then copied into place: one more pass over it than DeepGEMM's.
+    b: (H * (left + right), K).   d: (M, H * (left + mid + right)) bf16|fp32, contiguous.   Others: see `fp8_gemm_nt`.
+    The product has its own result, which is then copied into d: one more pass over it than DeepGEMM's.
     """
     name = "fp8_gemm_nt_skip_head_mid"
     left, mid, right = head_splits
@@ -115,11 +115,11 @@ def fp8_gemm_nt_skip_head_mid(
         raise InputError(f"{name}: b has {q.shape[0]} rows; with head_splits={head_splits} needs whole heads of them.")
     heads = q.shape[0] // (left + right)
     arguments.result(name, d, (d.shape[0], heads * (left + mid + right)), "(M, H * (left + mid + right))")
-    made = d.new_empty(d.shape[0], q.shape[0])
-    _gemm(name, a, b, made, None, recipe, None, None, compiled_dims, None)
-    apart, together = d.unflatten(1, (heads, left + mid + right)), made.unflatten(1, (heads, left + right))
-    apart[..., :left].copy_(together[..., :left])
-    apart[..., left + mid :].copy_(together[..., left:])
+    product = d.new_empty(d.shape[0], q.shape[0])
+    _gemm(name, a, b, product, None, recipe, None, None, compiled_dims, None)
+    d_heads, product_heads = d.unflatten(1, (heads, left + mid + right)), product.unflatten(1, (heads, left + right))
+    d_heads[..., :left].copy_(product_heads[..., :left])
+    d_heads[..., left + mid :].copy_(product_heads[..., left:])
 
 
 def _gemm(
@@ -134,26 +134,26 @@ def _gemm(
     compiled_dims: str,
     alpha: float | None,
 ) -> None:
-    of_a, of_b = arguments.granularities(name, recipe, recipe_a, recipe_b)
+    layout_a, layout_b = arguments.granularities(name, recipe, recipe_a, recipe_b)
     (left, scale_a), (right, scale_b) = arguments.pair(name, "a", a), arguments.pair(name, "b", b)
     arguments.same_device(name, c, a=left, b=right, d=d, scales_of_a=scale_a, scales_of_b=scale_b)
     arguments.dimensions(name, 2, a=left, b=right, d=d, scales_of_a=scale_a, scales_of_b=scale_b)
     arguments.operands(name, arguments.E4M3, left, right)
-    layout = name.removesuffix("_skip_head_mid")[-2:]
-    if layout[0] == "t":
+    forms = name.removesuffix("_skip_head_mid")[-2:]
+    if forms[0] == "t":
         left, scale_a = left.mT, scale_a.mT
-    if layout[1] == "n":
+    if forms[1] == "n":
         right, scale_b = right.mT, scale_b.mT
     (m, k), (n, k_b) = left.shape, right.shape
     arguments.same_depth(name, left, right, "(M, K)", "(N, K)", k, k_b)
     arguments.result(name, d, (m, n), "(M, N)")
     arguments.summand(name, c, d)
     arguments.compiled(name, compiled_dims)
-    arguments.scales(name, "a", scale_a, of_a, m, k, ())
-    arguments.scales(name, "b", scale_b, of_b, n, k, ())
+    arguments.scales(name, "a", scale_a, layout_a, m, k, ())
+    arguments.scales(name, "b", scale_b, layout_b, n, k, ())
     if arguments.is_settled(name, left, right, c, d, k):
         return
-    scale_a = arguments.laid_out(name, "a", scale_a, of_a, m, k)
-    scale_b = arguments.laid_out(name, "b", scale_b, of_b, n, k)
+    scale_a = arguments.laid_out(name, "a", scale_a, layout_a, m, k)
+    scale_b = arguments.laid_out(name, "b", scale_b, layout_b, n, k)
     scale = 1.0 if alpha is None else alpha
     scaled_matmul(left, right, scale_a, scale_b, c=c, alpha=scale, trans_b=True, out_dtype=d.dtype, out=d)

@@ -19,12 +19,12 @@ def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, 
 
     "bmk,bnk->mn"    a (B, M, K), b (B, N, K), d (M, N): one sum over B and K, of copies of a and b.
     "bhr,hdr->bhd"   a (B, H, R), b (H, D, R), d (B, H, D): a product for each h.
-    "bhd,hdr->bhr"   a (B, H, D), b (H, D, R), d (B, H, R): the same, b not transposed.
+    "bhd,hdr->bhr"   a (B, H, D), b (H, D, R), d (B, H, R): b not transposed.
     "bhd,bhr->hdr"   a (B, H, D), b (B, H, R), d (H, D, R): the gradient of b, a sum over B.
     d: bf16|fp32, its last dimension contiguous; overwritten.   c: like d, may be d itself.
-    The two forms with b (H, D, R) have a result that is torch.einsum's in every bit where d is bf16 and c None: it is
-    that, copied into d.   use_cublaslt: run torch's own product in the others too.
-    Raises InputError for another expression, other shapes and dtypes, and where a gradient would be lost.
+    The two forms with b (H, D, R) equal torch.einsum bit for bit if d is bf16 and c None: they copy its result into d.
+    use_cublaslt: run torch's own product in the other forms too.
+    Raises InputError for another expression, other shapes and dtypes, and if a gradient would be lost.
     """
     name = f"einsum({expr!r})"
     if expr not in _FORMS:
@@ -53,7 +53,7 @@ def fp8_einsum(
     c: Tensor | None = None,
     recipe: tuple[int, int, int] = (1, 128, 128),
 ) -> None:
-    """d = the sum that `expr`, "bhr,hdr->bhd", names, of float8.
+    """d = the sum that `expr`, "bhr,hdr->bhd", names, with float8 operands.
 
     a: (B, H, R) e4m3 and (B, H, ceil(R/128)) float32.   b: (H, D, R) and (H, ceil(D/128), ceil(R/128)).
     d: (B, H, D) bf16|fp32.   c: None, as on Hopper.   recipe: (1, 128, 128), or (1, 1, 128) with scales 1x128 of b.
@@ -63,7 +63,7 @@ def fp8_einsum(
         raise InputError(f"fp8_einsum: expr is {expr!r}; on Hopper there is 'bhr,hdr->bhd'.")
     if c is not None:
         raise InputError(f"{name}: c is given; this product adds none. Add it to d afterwards.")
-    of_a, of_b = arguments.granularities(name, recipe, None, None)
+    layout_a, layout_b = arguments.granularities(name, recipe, None, None)
     (left, scale_a), (right, scale_b) = arguments.pair(name, "a", a), arguments.pair(name, "b", b)
     arguments.same_device(name, a=left, b=right, d=d, scales_of_a=scale_a, scales_of_b=scale_b)
     sizes = _sizes(name, expr, left, right)
@@ -71,17 +71,17 @@ def fp8_einsum(
     rows, heads, columns, depth = (sizes[letter] for letter in "bhdr")
     arguments.result(name, d, (rows, heads, columns), "(b, h, d)")
     arguments.dimensions(name, 3, scales_of_a=scale_a, scales_of_b=scale_b)
-    arguments.scales(name, "a", scale_a.transpose(0, 1), of_a, rows, depth, (heads,))
-    arguments.scales(name, "b", scale_b, of_b, columns, depth, (heads,))
+    arguments.scales(name, "a", scale_a.transpose(0, 1), layout_a, rows, depth, (heads,))
+    arguments.scales(name, "b", scale_b, layout_b, columns, depth, (heads,))
     if arguments.is_settled(name, left, right, None, d, depth):
         return
-    every = torch.full((heads,), rows, dtype=torch.int32, device=d.device)
+    all_rows = torch.full((heads,), rows, dtype=torch.int32, device=d.device)
     masked_matmul(
         left.transpose(0, 1),
         right,
-        every,
-        scale_a=arguments.laid_out(name, "a", scale_a.transpose(0, 1), of_a, rows, depth),
-        scale_b=arguments.laid_out(name, "b", scale_b, of_b, columns, depth),
+        all_rows,
+        scale_a=arguments.laid_out(name, "a", scale_a.transpose(0, 1), layout_a, rows, depth),
+        scale_b=arguments.laid_out(name, "b", scale_b, layout_b, columns, depth),
         trans_b=True,
         out_dtype=d.dtype,
         out=d.transpose(0, 1),
@@ -89,7 +89,7 @@ def fp8_einsum(
 
 
 def _sizes(name: str, expr: str, a: Tensor, b: Tensor) -> dict[str, int]:
-    """The size of each letter, which a and b agree about."""
+    """The size of each letter.  Raises InputError if a and b disagree."""
     first, second = expr.partition("->")[0].split(",")
     arguments.same_device(name, a=a, b=b)
     arguments.dimensions(name, 3, a=a, b=b)
@@ -117,7 +117,7 @@ def _batched(trans_b: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, 
     return run
 
 
-def _of_columns(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None, backend: str | None) -> None:
+def _weight_gradient(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None, backend: str | None) -> None:
     bmm(a.permute(1, 2, 0), b.transpose(0, 1), c=c, out_dtype=d.dtype, out=d, backend=backend)
 
 
@@ -125,6 +125,6 @@ _FORMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, str | None], 
     "bmk,bnk->mn": _summed,
     "bhr,hdr->bhd": _batched(trans_b=True),
     "bhd,hdr->bhr": _batched(trans_b=False),
-    "bhd,bhr->hdr": _of_columns,
+    "bhd,bhr->hdr": _weight_gradient,
 }
 _TORCH_FORMS = ("bhr,hdr->bhd", "bhd,hdr->bhr")

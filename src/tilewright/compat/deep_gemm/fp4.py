@@ -1,5 +1,5 @@
-"""Casts to and from FP4 by DeepGEMM's names: there to be imported, as its tests do on every GPU, and refused when
-called.  Hopper's tensor cores have no FP4.
+"""Casts to and from FP4 with DeepGEMM's names.  They can be imported, as its tests do on every GPU; a call raises
+BackendError, because Hopper's tensor cores have no FP4.
 """
 
 from typing import Any, NoReturn
@@ -8,17 +8,17 @@ from tilewright.errors import BackendError
 
 
 def per_token_cast_to_fp4(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises BackendError: FP4 is Blackwell's."""
+    """Raises BackendError: only Blackwell has FP4."""
     _refuse("per_token_cast_to_fp4")
 
 
 def transpose_packed_fp4(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises BackendError: FP4 is Blackwell's."""
+    """Raises BackendError: only Blackwell has FP4."""
     _refuse("transpose_packed_fp4")
 
 
 def cast_back_from_fp4(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises BackendError: FP4 is Blackwell's."""
+    """Raises BackendError: only Blackwell has FP4."""
     _refuse("cast_back_from_fp4")
 
 

@@ -1,6 +1,6 @@
 """Dense bf16 products with DeepGEMM's signatures: D = C + A @ B, written into the caller's D.
 
-The two letters say how A, then B, lie in memory as they are passed: "n" as in the product A (M, K) @ B (K, N), "t"
+The two letters say how A, then B, are passed: "n" as in the product A (M, K) @ B (K, N), "t"
 transposed.
 """
 
@@ -22,8 +22,8 @@ def bf16_gemm_nt(
 
     a: (M, K) bf16.   b: (N, K) bf16; either may have any row or column stride, if its other stride is 1.
     d: (M, N) bf16|fp32, columns contiguous; overwritten.   c: like d; may be d itself, which then accumulates.
-    compiled_dims: accepted for DeepGEMM's sake; which sizes a kernel is compiled for is its own affair here.
-    Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
+    compiled_dims: accepted for compatibility, without effect: each kernel decides the sizes it is compiled for.
+    Raises InputError for other shapes, dtypes or layouts, and if a gradient would be lost.
     """
     _gemm("bf16_gemm_nt", a, b, d, c, compiled_dims, alpha)
 
@@ -65,7 +65,7 @@ def bf16_gemm_tt(
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`bf16_gemm_nt` by torch's own product, which on a GPU is cuBLAS's: something to compare with."""
+    """`bf16_gemm_nt` by torch's own product, which on a GPU is cuBLAS's: for comparisons."""
     _gemm("cublaslt_gemm_nt", a, b, d, c, "", None, "torch")
 
 

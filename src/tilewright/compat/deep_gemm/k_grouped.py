@@ -1,6 +1,6 @@
 """Products summed over groups of rows, with DeepGEMM's signatures: gradients of experts' weights.
 
-The lists of sizes on the host are checked and otherwise not needed: kernels read them on the device.
+Lists of sizes on the host are only checked: kernels read the sizes on the device.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from tilewright.log import log_once
 from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
 from tilewright.ops.quant.layout import TOKEN
 
-_BLOCK = 128  # of K that share a scale: groups of float8 end at multiples of it
+_BLOCK = 128  # elements along K that share a scale: groups of float8 end at multiples of it
 _RECIPE = (1, 1, _BLOCK)
-_FORMER = arguments.also(ks="ks_cpu", ks_tensor="grouped_layout")
+_FORMER_NAMES = arguments.also(ks="ks_cpu", ks_tensor="grouped_layout")
 
 
-@_FORMER
+@_FORMER_NAMES
 def k_grouped_bf16_gemm_tn_contiguous(
     a: Tensor,
     b: Tensor,
@@ -35,10 +35,10 @@ def k_grouped_bf16_gemm_tn_contiguous(
     """d[g] = c[g] + a[rows of g].T @ b[rows of g] for every group g, accumulated in float32.
 
     a: (T, M) bf16.   b: (T, N) bf16.   d: (G, M, N) bf16|fp32.   c: like d, may be d itself; None counts as zeros.
-    ks_cpu: sizes of the groups, in order and without gaps, or None; grouped_layout: (G,) int32, the same beside a, and
-    what is read.  They were called ks and ks_tensor, which is accepted.
+    ks_cpu: sizes of the groups, in order and without gaps, or None; grouped_layout: (G,) int32, the same on the device
+    of a, which kernels read.  The former names ks and ks_tensor are accepted.
     compiled_dims: without effect.   use_psum_layout: False, as on Hopper.
-    Raises InputError for other shapes, dtypes or layouts, and where a gradient would be lost.
+    Raises InputError for other shapes, dtypes or layouts, and if a gradient would be lost.
     """
     name = "k_grouped_bf16_gemm_tn_contiguous"
     arguments.same_device(name, c, a=a, b=b, d=d, grouped_layout=grouped_layout)
@@ -51,7 +51,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
     _product(a.mT, b.mT, None, None, d, c, grouped_layout)
 
 
-@_FORMER
+@_FORMER_NAMES
 def k_grouped_fp8_gemm_tn_contiguous(
     a: Pair,
     b: Pair,
@@ -63,7 +63,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """`k_grouped_bf16_gemm_tn_contiguous` of float8: groups of multiples of 128 rows.
+    """`k_grouped_bf16_gemm_tn_contiguous` with float8 operands: groups of multiples of 128 rows.
 
     a: (T, M) e4m3 and (T/128, M) float32, as `per_channel_cast_to_fp8` makes them.   b: (T, N) and (T/128, N).
     Tensor cores read float8 along T: both are transposed in each call, which is logged once.
@@ -80,11 +80,11 @@ def k_grouped_fp8_gemm_tn_contiguous(
     _results(name, d, c, m, n, compiled_dims)
     _sizes(name, ks_cpu, grouped_layout, d, t, _BLOCK, use_psum_layout)
     _scales(name, recipe, scale_a.mT, scale_b.mT, m, n, t)
-    _announce(name)
+    _log_copy(name)
     _product(left.mT.contiguous(), right.mT.contiguous(), scale_a.mT, scale_b.mT, d, c, grouped_layout)
 
 
-@_FORMER
+@_FORMER_NAMES
 def k_grouped_fp8_gemm_nt_contiguous(
     a: Pair,
     b: Pair,
@@ -96,14 +96,14 @@ def k_grouped_fp8_gemm_nt_contiguous(
     compiled_dims: str = "mn",
     use_psum_layout: bool = False,
 ) -> None:
-    """d[g] = c[g] + a_g @ b_g.T for every group g, of a_g (M, K_g) and b_g (N, K_g) one behind the other.
+    """d[g] = c[g] + a_g @ b_g.T for every group g, with a_g (M, K_g) and b_g (N, K_g) one after the other.
 
     a: (M * T,) e4m3, T = sum(K_g), every a_g contiguous, and (M, T/128) float32.   b: (N * T,) and (N, T/128).
     d: (G, M, N) bf16|fp32.   c: like d, may be d itself; None counts as zeros.
-    ks_cpu: the K_g, multiples of 128; grouped_layout: (G,) int32, the same beside a.   recipe: (1, 1, 128).
+    ks_cpu: the K_g, multiples of 128; grouped_layout: (G,) int32, the same on the device of a.   recipe: (1, 1, 128).
     compiled_dims, use_psum_layout: as in `k_grouped_bf16_gemm_tn_contiguous`.
-    The groups are copied side by side in each call, which is logged once, to (M, T) and (N, T): what
-    `ops.quant.per_channel_cast_to_fp8(x, transpose=True)` makes and `tilewright.ops.k_grouped_matmul` takes.
+    Each call concatenates the groups to (M, T) and (N, T), which is logged once: the form that
+    `ops.quant.per_channel_cast_to_fp8(x, transpose=True)` returns and `tilewright.ops.k_grouped_matmul` takes.
     """
     name = "k_grouped_fp8_gemm_nt_contiguous"
     (left, scale_a), (right, scale_b) = arguments.pair(name, "a", a), arguments.pair(name, "b", b)
@@ -122,8 +122,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
                 f"float8_e4m3fn, {rows} rows of each of ks_cpu={list(ks_cpu)}."
             )
     _scales(name, recipe, scale_a, scale_b, m, n, t)
-    _announce(name)
-    _product(_side_by_side(left, m, ks_cpu), _side_by_side(right, n, ks_cpu), scale_a, scale_b, d, c, grouped_layout)
+    _log_copy(name)
+    _product(_concatenate(left, m, ks_cpu), _concatenate(right, n, ks_cpu), scale_a, scale_b, d, c, grouped_layout)
 
 
 def _product(
@@ -135,7 +135,7 @@ def _product(
     c: Tensor | None,
     ks_tensor: Tensor,
 ) -> None:
-    """a (M, T), b (N, T), scales (M, T/128) and (N, T/128)."""
+    """The product of a (M, T) and b (N, T), with scales (M, T/128) and (N, T/128), into d."""
     if d.numel() == 0:
         return
     if scale_a is not None and scale_b is not None:
@@ -145,8 +145,8 @@ def _product(
     k_grouped_matmul(a, b, ends, c=c, scale_a=scale_a, scale_b=scale_b, trans_b=True, out_dtype=d.dtype, out=d)
 
 
-def _announce(name: str) -> None:
-    if not torch.compiler.is_compiling():  # which cannot trace a log
+def _log_copy(name: str) -> None:
+    if not torch.compiler.is_compiling():  # a log cannot be traced
         log_once(
             ("compat", name),
             f"{name}: each call copies a and b so that all groups lie side by side along K. "
@@ -154,8 +154,8 @@ def _announce(name: str) -> None:
         )
 
 
-def _side_by_side(flat: Tensor, rows: int, ks: Sequence[int]) -> Tensor:
-    """(rows, T) of matrices (rows, k) one behind the other in `flat`: one launch, a copy of every byte."""
+def _concatenate(flat: Tensor, rows: int, ks: Sequence[int]) -> Tensor:
+    """Concatenate matrices (rows, k), one after the other in `flat`, to (rows, T): one launch copies all bytes."""
     parts = flat.view(torch.uint8).view(-1).split([rows * k for k in ks])
     shaped = [part.view(rows, k) for part, k in zip(parts, ks, strict=True) if k]
     return torch.cat(shaped, 1).view(flat.dtype) if shaped else flat.view(rows, 0)
@@ -176,15 +176,15 @@ def _scales(name: str, recipe: Any, scale_a: Tensor, scale_b: Tensor, m: int, n:
 
 
 def _sizes(
-    name: str, ks: Sequence[int] | None, on_device: Tensor, d: Tensor, t: int, unit: int, use_psum_layout: bool
+    name: str, ks: Sequence[int] | None, grouped_layout: Tensor, d: Tensor, t: int, unit: int, use_psum_layout: bool
 ) -> None:
     groups = d.shape[0]
     if use_psum_layout:
         raise InputError(f"{name}: use_psum_layout=True; on Hopper grouped_layout holds the sizes of groups along K.")
-    if on_device.dtype != torch.int32 or tuple(on_device.shape) != (groups,):
+    if grouped_layout.dtype != torch.int32 or tuple(grouped_layout.shape) != (groups,):
         raise InputError(
-            f"{name}: grouped_layout is {tuple(on_device.shape)} {on_device.dtype}; needs ({groups},) torch.int32, the "
-            "size of each group of d."
+            f"{name}: grouped_layout is {tuple(grouped_layout.shape)} {grouped_layout.dtype}; needs ({groups},) "
+            "torch.int32, the size of each group of d."
         )
     if ks is None:
         return

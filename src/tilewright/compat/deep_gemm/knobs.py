@@ -1,7 +1,7 @@
-"""DeepGEMM's process-wide knobs that have nothing to turn here: a program may set them, and read back what it set.
+"""DeepGEMM's process-wide settings that have no effect here: a program may set them and read them back.
 
-None has an effect.  Which sizes a kernel is compiled for, its tiles and how launches overlap are the library's own
-choice, measured on the GPU at hand; results are the same.
+This library chooses the sizes that a kernel is compiled for, its tiles and the overlap of launches by measurements on
+the GPU; results are the same.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ _utilisation = [100]
 
 
 def set_pdl(enable_pdl: bool) -> None:
-    """Keep whether launches may overlap, for `get_pdl`.  Raises InputError for what is no bool."""
+    """Store whether launches may overlap, for `get_pdl`.  Raises InputError for anything but a bool."""
     _overlaps[0] = _truth("set_pdl", enable_pdl)
 
 
 def get_pdl() -> bool:
-    """What `set_pdl` was told; False at first."""
+    """The value of `set_pdl`; initially False."""
     return _overlaps[0]
 
 
 def set_tc_util(tc_util: int) -> None:
-    """Keep the percentage of time that tensor cores may be busy, for `get_tc_util`; DeepGEMM reads it on Blackwell.
+    """Store the percentage of time that tensor cores may be busy, for `get_tc_util`; DeepGEMM reads it on Blackwell.
 
     Raises InputError outside of 0 to 100.
     """
@@ -33,17 +33,17 @@ def set_tc_util(tc_util: int) -> None:
 
 
 def get_tc_util() -> int:
-    """What `set_tc_util` was told; 100 at first."""
+    """The value of `set_tc_util`; initially 100."""
     return _utilisation[0]
 
 
 def set_ignore_compile_dims(new_value: bool) -> None:
-    """Accept whether sizes stay out of kernels' constants.  Raises InputError for what is no bool."""
+    """Accept whether sizes are run-time arguments of kernels.  Raises InputError for anything but a bool."""
     _truth("set_ignore_compile_dims", new_value)
 
 
 def set_block_size_multiple_of(value: int | Sequence[int]) -> None:
-    """Accept what rows and columns of tiles are multiples of: one number for both, or (rows, columns).
+    """Accept the numbers that rows and columns of tiles are multiples of: one for both, or (rows, columns).
 
     Raises InputError for anything but one or two positive numbers.
     """

@@ -14,15 +14,15 @@ _alignment = [_HOPPER]
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """Rows that groups are padded to: 128, as on Hopper, until it is set otherwise."""
+    """The number of rows that groups are padded to a multiple of: 128, as on Hopper, unless it is set."""
     return _alignment[0]
 
 
 def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
-    """Where groups begin under use_psum_layout, and what code that asks pads them to.
+    """Set the alignment of groups: their begin under use_psum_layout, and the padding of code that reads it.
 
-    Kernels here take groups that begin anywhere: 1 saves the padding.  Groups along K of float8 go on ending at
-    multiples of 128.  Rows of padding up to the next multiple are computed with the group before them.
+    Kernels here take groups that begin anywhere: 1 saves the padding.  Groups along K of float8 still end at multiples
+    of 128.  Rows of padding up to the next multiple are computed with the group before them.
     """
     if not isinstance(new_value, int) or new_value < 1:
         raise InputError(f"set_mk_alignment_for_contiguous_layout({new_value!r}): needs a number of rows, at least 1.")
@@ -37,16 +37,16 @@ def get_theoretical_mk_alignment_for_contiguous_layout(
 
 
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
-    """Scales sf (..., rows, K blocks) float32 with consecutive rows side by side, lines of a multiple of 16 bytes.
+    """Scales sf (..., rows, K blocks) float32 with consecutive rows adjacent, in lines of a multiple of 16 bytes.
 
-    `sf` itself where it lies so, else a copy.
+    Returns `sf` itself if it has this layout, else a copy.
     """
     name = "get_mn_major_tma_aligned_tensor"
     arguments.same_device(name, sf=sf)
     if sf.dim() not in (2, 3) or sf.dtype != torch.float32:
         raise InputError(f"{name}: sf is {tuple(sf.shape)} {sf.dtype}; needs two or three dimensions of torch.float32.")
-    made = TOKEN.empty(sf.shape[-2], TOKEN.depth * sf.shape[-1], sf.device, *sf.shape[:-2])
-    return sf if sf.stride() == made.stride() else made.copy_(sf)
+    aligned = TOKEN.empty(sf.shape[-2], TOKEN.depth * sf.shape[-1], sf.device, *sf.shape[:-2])
+    return sf if sf.stride() == aligned.stride() else aligned.copy_(sf)
 
 
 def transform_sf_into_required_layout(
@@ -59,9 +59,9 @@ def transform_sf_into_required_layout(
     disable_ue8m0_cast: bool = False,
     psum_layout: Tensor | None = None,
 ) -> Tensor:
-    """The scales of a (num_groups, mn, k) or (mn, k) operand as kernels of Hopper read them.
+    """The scales of a (num_groups, mn, k) or (mn, k) operand in the layout of Hopper's kernels.
 
-    recipe: (rows of a, rows of b, K) with is_sfa saying which; or (rows, K).   1x128: see
+    recipe: (rows of a, rows of b, K) with is_sfa for a; or (rows, K).   1x128: see
     `get_mn_major_tma_aligned_tensor`; 128x128: `sf` itself.   disable_ue8m0_cast, and psum_layout, the ends of groups
     of rows: without effect.
     Raises InputError for scales of another shape or dtype, and other granularities.
@@ -79,7 +79,7 @@ def _granularity(name: str, recipe: Any, is_sfa: bool | None) -> Any:
         raise InputError(f"{name}: recipe={recipe} with is_sfa={is_sfa}; is_sfa goes with recipes of three numbers.")
     if len(recipe) == 3:
         recipe = (recipe[0] if is_sfa else recipe[1], recipe[2])
-    found = {(1, 128): TOKEN, (128, 128): BLOCK}.get(tuple(recipe))
-    if found is None:
+    layout = {(1, 128): TOKEN, (128, 128): BLOCK}.get(tuple(recipe))
+    if layout is None:
         raise InputError(f"{name}: scales of {recipe} elements; Hopper has (1, 128) and (128, 128).")
-    return found
+    return layout

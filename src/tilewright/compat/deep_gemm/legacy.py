@@ -1,6 +1,6 @@
-"""DeepGEMM's `legacy`: bf16 products of groups for older GPUs, with operands whose rows are gathered on the way.
+"""DeepGEMM's `legacy`: bf16 products of groups for older GPUs, with operands whose rows are gathered in the kernel.
 
-Here they run on what `tilewright.ops` chooses.  Gathered rows are copied before the product.
+Here they run on the kernels that `tilewright.ops` chooses.  Gathered rows are copied before the product.
 """
 
 from typing import NoReturn
@@ -14,7 +14,7 @@ from tilewright.errors import InputError
 from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
 
 Handle = tuple[Tensor, Tensor, Tensor]
-"""The row that stands at each place along K, -1 for zeros; first place and place behind the last of each group."""
+"""The row for each position along K, -1 for zeros; first and end position of each group."""
 
 __all__ = [
     "a_fused_k_grouped_bf16_gemm_tn_contiguous_tl",
@@ -33,19 +33,19 @@ def m_grouped_bf16_gemm_nt_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, m_indi
 
 def m_grouped_bf16_gemm_nn_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, m_indices: Tensor) -> None:
     """`m_grouped_bf16_gemm_nt_contiguous_tl` for b (G, K, N)."""
-    m_grouped_bf16_gemm_nt_contiguous(a, _turned("m_grouped_bf16_gemm_nn_contiguous_tl", b), d, m_indices)
+    m_grouped_bf16_gemm_nt_contiguous(a, _transposed("m_grouped_bf16_gemm_nn_contiguous_tl", b), d, m_indices)
 
 
 def a_fused_m_grouped_bf16_gemm_nt_contiguous_tl(
     a: Tensor, b: Tensor, d: Tensor, mappings: tuple[Tensor, Tensor]
 ) -> None:
-    """d[i] = a[rows[i]] @ b[groups[i]].T of (groups, rows) = mappings, (T,) int32 both; -1 among rows stands for zeros.
+    """d[i] = a[rows[i]] @ b[groups[i]].T with (groups, rows) = mappings, (T,) int32 both; -1 among rows means zeros.
 
     a: (R, K) bf16.   b: (G, N, K) bf16.   d: (T, N) bf16|fp32.   groups: as in `m_grouped_bf16_gemm_nt_contiguous`.
-    Raises InputError for other shapes and dtypes.  Indices outside of a are undefined on a GPU, as there.
+    Raises InputError for other shapes and dtypes.  Indices outside of a are undefined on a GPU, as in DeepGEMM.
     """
     groups, rows = mappings
-    m_grouped_bf16_gemm_nt_contiguous(_gathered("a_fused_m_grouped_bf16_gemm", a, rows), b, d, groups)
+    m_grouped_bf16_gemm_nt_contiguous(_gather("a_fused_m_grouped_bf16_gemm", a, rows), b, d, groups)
 
 
 def a_fused_m_grouped_bf16_gemm_nn_contiguous_tl(
@@ -53,7 +53,7 @@ def a_fused_m_grouped_bf16_gemm_nn_contiguous_tl(
 ) -> None:
     """`a_fused_m_grouped_bf16_gemm_nt_contiguous_tl` for b (G, K, N)."""
     name = "a_fused_m_grouped_bf16_gemm_nn_contiguous_tl"
-    a_fused_m_grouped_bf16_gemm_nt_contiguous_tl(a, _turned(name, b), d, mappings)
+    a_fused_m_grouped_bf16_gemm_nt_contiguous_tl(a, _transposed(name, b), d, mappings)
 
 
 def a_fused_k_grouped_bf16_gemm_tn_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, handle: Handle, acc: bool) -> None:
@@ -65,14 +65,14 @@ def a_fused_k_grouped_bf16_gemm_tn_contiguous_tl(a: Tensor, b: Tensor, d: Tensor
     """
     rows, starts, ends = handle
     name = "a_fused_k_grouped_bf16_gemm_tn_contiguous_tl"
-    _k_grouped(name, _gathered(name, a, rows), b, d, starts, ends, acc)
+    _k_grouped(name, _gather(name, a, rows), b, d, starts, ends, acc)
 
 
 def b_fused_k_grouped_bf16_gemm_tn_contiguous_tl(a: Tensor, b: Tensor, d: Tensor, handle: Handle, acc: bool) -> None:
     """`a_fused_k_grouped_bf16_gemm_tn_contiguous_tl` for a (T, M) and b (R, N), gathered."""
     rows, starts, ends = handle
     name = "b_fused_k_grouped_bf16_gemm_tn_contiguous_tl"
-    _k_grouped(name, a, _gathered(name, b, rows), d, starts, ends, acc)
+    _k_grouped(name, a, _gather(name, b, rows), d, starts, ends, acc)
 
 
 def _k_grouped(name: str, a: Tensor, b: Tensor, d: Tensor, starts: Tensor, ends: Tensor, acc: bool) -> None:
@@ -90,17 +90,17 @@ def _k_grouped(name: str, a: Tensor, b: Tensor, d: Tensor, starts: Tensor, ends:
             )
     if d.numel() == 0:
         return
-    last = ends.cummax(0).values  # an empty group may end anywhere before
-    at = torch.arange(t, dtype=torch.int32, device=a.device)
-    group = torch.searchsorted(last, at, right=True).clamp_(max=groups - 1)
-    between = at < starts[group]
-    a = a.masked_fill(between[:, None], 0)
-    b = b.masked_fill(between[:, None], 0)
+    last = ends.cummax(0).values  # an empty group may have any earlier end
+    positions = torch.arange(t, dtype=torch.int32, device=a.device)
+    group = torch.searchsorted(last, positions, right=True).clamp_(max=groups - 1)
+    in_gap = positions < starts[group]
+    a = a.masked_fill(in_gap[:, None], 0)
+    b = b.masked_fill(in_gap[:, None], 0)
     k_grouped_matmul(a.mT, b.mT, last, c=d if acc else None, trans_b=True, out_dtype=d.dtype, out=d)
 
 
-def _gathered(name: str, t: Tensor, rows: Tensor) -> Tensor:
-    """Rows of `t` (R, X) that `rows` (T,) names: (T, X), zeros for -1."""
+def _gather(name: str, t: Tensor, rows: Tensor) -> Tensor:
+    """Rows `rows` (T,) of `t` (R, X): (T, X), zeros for -1."""
     arguments.same_device(name, operand=t, rows=rows)
     arguments.dimensions(name, 2, operand=t)
     arguments.dimensions(name, 1, rows=rows)
@@ -111,7 +111,7 @@ def _gathered(name: str, t: Tensor, rows: Tensor) -> Tensor:
     return t.index_select(0, rows.clamp(min=0)).masked_fill_((rows < 0)[:, None], 0)
 
 
-def _turned(name: str, b: Tensor) -> Tensor:
+def _transposed(name: str, b: Tensor) -> Tensor:
     arguments.same_device(name, b=b)
     arguments.dimensions(name, 3, b=b)
     return b.mT

@@ -1,4 +1,4 @@
-"""Scales that are powers of two as Blackwell reads them: UE8M0 exponents, four in an int32, rows side by side.
+"""Powers of two as scales in Blackwell's layout: UE8M0 exponents, four in an int32, consecutive rows adjacent.
 
 Plain torch on every device, for code that prepares such scales; products on Hopper read float32.
 """
@@ -21,8 +21,8 @@ _PER_WORD = 4
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor | None = None) -> Tensor:
     """Exponents of sf (..., rows, K blocks) float32, packed to (..., rows, ceil(K blocks / 4)) int32.
 
-    Consecutive rows lie side by side, in lines of a multiple of 16 bytes.  Bits below the exponent are dropped:
-    `ceil_to_ue8m0` rounds up first.   psum_layout: (G,) int32, ends of groups of rows; what lies between groups is
+    Consecutive rows are adjacent, in lines of a multiple of 16 bytes.  Bits below the exponent are dropped:
+    `ceil_to_ue8m0` rounds up first.   psum_layout: (G,) int32, ends of groups of rows; rows between groups are
     packed too.
     Raises InputError for other dtypes and ranks.
     """
@@ -45,12 +45,12 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     k_alignment: int | None = None,
     use_psum_layout: bool = False,
 ) -> Tensor:
-    """Exponents of sf (sum of K_g / gran_k, rows) float32, packed along K in each group by itself.
+    """Exponents of sf (sum of K_g / gran_k, rows) float32, packed along K in each group separately.
 
     Returns (sum of ceil(K_g / (4 * gran_k)), rows) int32; the last word of a group has zeros where blocks are missing.
-    grouped_layout: (G,) int32, the sizes K_g beside sf; ks_cpu: the same on the host, which are read.   They were
-    called ks_tensor and ks, which is accepted.   gran_k: elements that share a scale.   k_alignment: what the sizes
-    are multiples of, checked where given.   use_psum_layout: False, as on Hopper.
+    grouped_layout: (G,) int32, the sizes K_g on the device of sf; ks_cpu: the same on the host, which is read.   The
+    former names ks_tensor and ks are accepted.   gran_k: elements that share a scale.   k_alignment: a divisor of the
+    sizes, checked if given.   use_psum_layout: False, as on Hopper.
     Raises InputError for other dtypes and shapes, and for sizes that do not fit.
     """
     name = "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor"
@@ -72,7 +72,7 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
             f"with {gran_k} in each block."
         )
     ends = list(accumulate((ceil_div(count, _PER_WORD) for count in blocks), initial=0))
-    made = sf.new_zeros((ends[-1], sf.shape[1]), dtype=torch.int32)
+    result = sf.new_zeros((ends[-1], sf.shape[1]), dtype=torch.int32)
     for (start, end), exponents in zip(pairwise(ends), sf.split(blocks), strict=True):
-        made[start:end] = numbers.pack(exponents.mT).mT
-    return made
+        result[start:end] = numbers.pack(exponents.mT).mT
+    return result

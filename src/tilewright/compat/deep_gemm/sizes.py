@@ -1,6 +1,6 @@
 """Rounding sizes up."""
 
-_ALIGNMENT = 16  # bytes: of every stride but the innermost that a tensor map takes
+_ALIGNMENT = 16  # bytes: alignment of every stride of a tensor map but the innermost
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -14,5 +14,5 @@ def align(x: int, y: int) -> int:
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """The smallest number of elements from `x` up that fills whole units of 16 bytes, as TMA needs of a row."""
+    """The smallest number of elements, at least `x`, that fills whole units of 16 bytes, as TMA needs for a row."""
     return align(x, _ALIGNMENT // element_size)

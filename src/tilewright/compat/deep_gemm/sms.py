@@ -5,15 +5,15 @@ from tilewright.errors import InputError
 from tilewright.hardware import device_info
 from tilewright.hardware.sm_budget import set_sm_budget, usable_sms
 
-_GPU = "cuda"  # the current one; without a GPU, the one that is planned for
+_GPU = "cuda"  # the current GPU; without a GPU, the planned one
 
 
 def set_num_sms(num_sms: int) -> None:
-    """Let persistent kernels of this process fill at most `num_sms` multiprocessors; 0 gives back all.
+    """Let persistent kernels of this process fill at most `num_sms` multiprocessors; 0 means all.
 
-    It holds from the next call on, for our kernels on every device; where torch was chosen, cuBLAS fills the machine.
-    CUDA graphs that were captured before keep what they had. Kernels that run in clusters of two leave the last of an
-    odd number idle, and fill two of one. Raises InputError for a negative number, or more than the current GPU has.
+    It holds from the next call on, for our kernels on every device; where torch is chosen, cuBLAS fills the GPU. CUDA
+    graphs captured before keep their grids. Kernels that run in clusters of two leave the last of an odd number idle,
+    and fill two for a budget of one. Raises InputError for a negative number, or more than the current GPU has.
     """
     available = device_info(_GPU).sm_count
     if not isinstance(num_sms, int) or not 0 <= num_sms <= available:

@@ -1,13 +1,12 @@
-"""The attention of the decode step, and how a model is made to use it for that step alone.
+"""The attention of the decode step, and how a model uses it for that step alone.
 
-Transformers looks its attention function up by name, `config._attn_implementation`, on every call. We add names of
-our own to its registry (no existing entry changes) and set the name on this model's config for the duration of a
-step.
+Transformers looks its attention function up by name, `config._attn_implementation`, on every call. We add our names to
+its registry (no existing entry changes) and set the name on this model's config for the duration of a step.
 
   split_kv   our Triton kernels; any length from one graph; the default on a GPU
   sdpa       torch's scaled_dot_product_attention over the visible slots; the default elsewhere
   grouped    two batched products and a softmax over the visible slots
-  model      whatever the model uses already, with our mask; the default where the model attends eagerly
+  model      the attention that the model already uses, with our mask; the default for models with eager attention
 """
 
 from collections.abc import Callable, Iterator
@@ -28,18 +27,18 @@ _PREFIX = "tilewright_decode_"
 
 
 def resolve(model: Any, requested: str, device: torch.device) -> str:
-    """The name to use for `requested`, which may be "auto". Raises InputError where the model cannot follow it."""
+    """The name to use for `requested`, which may be "auto". Raises InputError if the model cannot use it."""
     if requested not in ("auto", *NAMES):
         raise InputError(f"attention={requested!r} is unknown. Allowed: auto, {', '.join(NAMES)}.")
-    own = decoder_config(model)._attn_implementation
-    if own is not None and own.split("|")[-1].startswith(("flash", "flex")):
+    current = decoder_config(model)._attn_implementation
+    if current is not None and current.split("|")[-1].startswith(("flash", "flex")):
         raise InputError(
-            f"the model attends through {own!r}, which takes no dense mask over a static cache. "
+            f"the model attends through {current!r}, which takes no dense mask over a static cache. "
             'Call model.set_attn_implementation("sdpa") first.'
         )
     # An eager model may do more than softmax(QK)V (soft caps, sinks), and so may one that runs ops.fmha; a model
     # without the registry cannot be redirected.
-    replaceable = own not in (None, "eager") and getattr(model, "_supports_attention_backend", False)
+    replaceable = current not in (None, "eager") and getattr(model, "_supports_attention_backend", False)
     replaceable = replaceable and not _eager_in_steps(model)
     if requested == "auto":
         if not replaceable:
@@ -48,7 +47,7 @@ def resolve(model: Any, requested: str, device: torch.device) -> str:
     if requested != "model" and not replaceable:
         raise InputError(
             f"attention={requested!r} replaces a registered scaled-dot-product attention; {type(model).__name__} uses "
-            f'{own!r}. Use attention="model", or model.set_attn_implementation("sdpa") where the model supports it.'
+            f'{current!r}. Use attention="model", or model.set_attn_implementation("sdpa") where the model supports it.'
         )
     if requested == "split_kv" and not _runs_triton(device):
         raise InputError(
@@ -93,7 +92,7 @@ def prefer_fast_sdpa(device: torch.device, *, padded: bool) -> AbstractContextMa
 
 
 def _runs_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on tensors of `device`: on a GPU, or anywhere in Triton's interpreter."""
+    """True if Triton kernels run on tensors of `device`: on a GPU, or anywhere in Triton's interpreter."""
     if find_spec("triton") is None:
         return False
     if device.type == "cuda":
@@ -104,9 +103,9 @@ def _runs_triton(device: torch.device) -> bool:
 
 
 def _eager_in_steps(model: Any) -> bool:
-    """Does the model run ops.fmha for soft caps or sinks?  Its steps are eager: their masks are numbers to be added."""
-    own = decoder_config(model)._attn_implementation
-    return own is not None and own.startswith(interface.NAME) and bool(lost_by_sdpa(model))
+    """True if the model runs ops.fmha for soft caps or sinks: its decode steps are eager, with additive masks."""
+    current = decoder_config(model)._attn_implementation
+    return current is not None and current.startswith(interface.NAME) and bool(lost_by_sdpa(model))
 
 
 @cache

@@ -45,9 +45,9 @@ def grouped(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same as two batched products around a softmax, five launches; scores stay in fp32 on a GPU.
+    """`sdpa` as two batched products around a softmax, five launches; scores stay in fp32 on a GPU.
 
-    Shapes as `sdpa`. The second product has B * H_kv output tiles and as many busy SMs, unless cuBLAS splits it.
+    Shapes as in `sdpa`. The second product has B * H_kv output tiles and as many busy SMs, unless cuBLAS splits it.
     """
     batch, heads, kv_heads = check(query, key, kwargs)
     group, dim = heads // kv_heads, query.shape[-1]
@@ -63,13 +63,13 @@ def grouped(
 
 
 def check(query: torch.Tensor, key: torch.Tensor, extras: dict[str, Any]) -> tuple[int, int, int]:
-    """(B, H, H_kv), or InputError for what a one-token step over plain keys cannot mean."""
+    """(B, H, H_kv); raises InputError for inputs that a one-token step over plain keys cannot have."""
     if query.shape[2] != 1:
         raise InputError(f"a decode step attends with one token a row, got {query.shape[2]}")
-    given = [name for name in ("position_bias", "s_aux") if extras.get(name) is not None]
-    if given:
+    unsupported = [name for name in ("position_bias", "s_aux") if extras.get(name) is not None]
+    if unsupported:
         raise InputError(
-            f"the model passes {', '.join(given)} to its attention, which the decode attention does not apply. "
+            f"the model passes {', '.join(unsupported)} to its attention, which the decode attention does not apply. "
             'Use StaticDecoder(model, attention="model").'
         )
     return query.shape[0], query.shape[1], key.shape[1]

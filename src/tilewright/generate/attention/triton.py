@@ -1,9 +1,9 @@
-"""Attention of one query token over a long cache: the keys are split among programs, then the parts are combined.
+"""Attention of one query token over a long cache: programs take splits of the keys, then the parts are combined.
 
 One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs. So the
 interval of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for all
-query heads of one key head (the keys are read once for the whole group), and a second kernel weighs the parts by their
-maxima. The interval is read from device memory: one captured launch serves every length, and slots outside the
+query heads of one key head (the keys are read once for the whole group), and a second kernel combines the parts by
+their maxima. The interval is read from device memory: one captured launch serves every length, and slots outside the
 interval are never touched.
 
 Traffic: K and V of the visible positions once, 2 * B * H_kv * n * D values, plus B * H * splits * (D + 2) fp32 written
@@ -28,26 +28,26 @@ _WARPS = 4
 
 
 class Config(NamedTuple):
-    """How one call is cut."""
+    """Splits of the interval of one call, and keys per block."""
 
     splits: int
     block_n: int
 
 
 def choose(batch: int, kv_heads: int, head_dim: int, capacity: int, sm_count: int) -> Config:
-    """About two programs an SM, so that every SM has loads in flight while another program computes.
+    """About two programs an SM, so that one has loads in flight while the other computes.
 
-    Pure. `splits` does not depend on how much of the cache is in use: a captured graph must serve every length.
+    `splits` does not depend on how much of the cache is in use: a captured graph must serve every length.
     """
     block_n = 64 if head_dim <= 128 else 32  # K and V tiles of 16 KB each
-    wanted = max(1, 2 * sm_count // (batch * kv_heads))
-    useful = max(1, capacity // block_n)
-    return Config(splits=min(1 << (min(wanted, useful).bit_length() - 1), 64), block_n=block_n)
+    filling = max(1, 2 * sm_count // (batch * kv_heads))
+    max_splits = max(1, capacity // block_n)
+    return Config(splits=min(1 << (min(filling, max_splits).bit_length() - 1), 64), block_n=block_n)
 
 
 @torch.compiler.assume_constant_result
 def _processors(index: int) -> int:
-    """SMs of a CUDA device; under torch.compile a constant, not something to trace."""
+    """Number of SMs of a CUDA device; torch.compile treats it as a constant."""
     return device_info(torch.device("cuda", index)).sm_count
 
 
@@ -64,49 +64,52 @@ def _part_kernel(
     offs_g, offs_n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
     offs_dk, offs_dv = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
 
-    # This program's positions: [start, stop), whole blocks except the last one.
-    lower = tl.load(bounds + batch * 2).to(tl.int32)
+    # Find this program's positions: [start, stop), whole blocks except the last one
+    begin = tl.load(bounds + batch * 2).to(tl.int32)
     end = tl.load(bounds + batch * 2 + 1).to(tl.int32) + 1
-    chunk = tl.cdiv(tl.cdiv(end - lower, SPLITS), BLOCK_N) * BLOCK_N
-    start = lower + split * chunk
+    chunk = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_N) * BLOCK_N
+    start = begin + split * chunk
     stop = tl.minimum(start + chunk, end)
 
+    # Load the queries of the group
     q_rows = q + batch * q_batch + (head * GROUP + offs_g[:, None]) * q_head + offs_dk[None, :]
     q_mask = (offs_g[:, None] < GROUP) & (offs_dk[None, :] < D_K)
     q_tile = tl.load(q_rows, mask=q_mask, other=0.0)  # (BLOCK_G, BLOCK_DK)
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
 
-    # Running softmax in base 2: m maximum, l sum, acc weighted values; all fp32.
-    m = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_G,), tl.float32)  # noqa: E741
+    # Running softmax in base 2, in fp32: m_i maximum, l_i sum, acc weighted values
+    m_i = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_DV), tl.float32)
-    for base in range(start, stop, BLOCK_N):
-        position = base + offs_n
-        inside = position < stop
+    for block_start in range(start, stop, BLOCK_N):
+        position = block_start + offs_n
+        in_chunk = position < stop
         slot = (position % capacity).to(tl.int64)
+        # Load one K/V tile
         k_tile = tl.load(  # (BLOCK_DK, BLOCK_N)
-            k + slot[None, :] * k_slot + offs_dk[:, None], mask=inside[None, :] & (offs_dk[:, None] < D_K), other=0.0
+            k + slot[None, :] * k_slot + offs_dk[:, None], mask=in_chunk[None, :] & (offs_dk[:, None] < D_K), other=0.0
         )
         v_tile = tl.load(  # (BLOCK_N, BLOCK_DV)
-            v + slot[:, None] * v_slot + offs_dv[None, :], mask=inside[:, None] & (offs_dv[None, :] < D_V), other=0.0
+            v + slot[:, None] * v_slot + offs_dv[None, :], mask=in_chunk[:, None] & (offs_dv[None, :] < D_V), other=0.0
         )
-        # Inductor hands scale over as fp64
+        # Scores; Inductor passes scale as fp64
         s = tl.dot(q_tile, k_tile, input_precision="ieee") * tl.cast(scale, tl.float32)
-        s = tl.where(inside[None, :], s, float("-inf"))  # (BLOCK_G, BLOCK_N)
-        m_new = tl.maximum(m, tl.max(s, 1))
+        s = tl.where(in_chunk[None, :], s, float("-inf"))  # (BLOCK_G, BLOCK_N)
+        # Update maximum, sum and acc
+        m_new = tl.maximum(m_i, tl.max(s, 1))
         p = tl.exp2(s - m_new[:, None])
-        fade = tl.exp2(m - m_new)
-        l = l * fade + tl.sum(p, 1)  # noqa: E741
-        acc = acc * fade[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        m = m_new
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None] + tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
+        m_i = m_new
 
-    # A chunk without positions stores m = -inf, l = 0, acc = 0: it weighs nothing in the combination.
+    # Store the part; an empty chunk stores m_i = -inf, l_i = 0, acc = 0 and has no weight in the combination
     row = (batch * heads + head * GROUP + offs_g) * SPLITS + split
-    own = offs_g < GROUP
-    tl.store(acc_out + row[:, None] * D_V + offs_dv[None, :], acc, mask=own[:, None] & (offs_dv[None, :] < D_V))
-    tl.store(stat_out + row * 2, m, mask=own)
-    tl.store(stat_out + row * 2 + 1, l, mask=own)
+    head_mask = offs_g < GROUP
+    tl.store(acc_out + row[:, None] * D_V + offs_dv[None, :], acc, mask=head_mask[:, None] & (offs_dv[None, :] < D_V))
+    tl.store(stat_out + row * 2, m_i, mask=head_mask)
+    tl.store(stat_out + row * 2 + 1, l_i, mask=head_mask)
 
 
 @triton.jit
@@ -114,16 +117,18 @@ def _combine_kernel(
     acc_in, stat_in, out,  # acc_in: (B*H, SPLITS, D_V)  stat_in: (B*H, SPLITS, 2)  out: (B*H, D_V)
     D_V: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    # Load the maxima and sums of the splits
     row = tl.program_id(0).to(tl.int64)
     offs_s, offs_d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DV)
-    m = tl.load(stat_in + (row * SPLITS + offs_s) * 2)
-    l = tl.load(stat_in + (row * SPLITS + offs_s) * 2 + 1)  # noqa: E741
-    weight = tl.exp2(m - tl.max(m, 0))  # (SPLITS,)
+    m_i = tl.load(stat_in + (row * SPLITS + offs_s) * 2)
+    l_i = tl.load(stat_in + (row * SPLITS + offs_s) * 2 + 1)
+    alpha = tl.exp2(m_i - tl.max(m_i, 0))  # (SPLITS,)
+    # Combine and store
     acc = tl.load(
         acc_in + (row * SPLITS + offs_s[:, None]) * D_V + offs_d[None, :], mask=offs_d[None, :] < D_V, other=0.0
     )
-    result = tl.sum(acc * weight[:, None], 0) / tl.sum(l * weight, 0)
-    tl.store(out + row * D_V + offs_d, result.to(out.dtype.element_ty), mask=offs_d < D_V)
+    o = tl.sum(acc * alpha[:, None], 0) / tl.sum(l_i * alpha, 0)
+    tl.store(out + row * D_V + offs_d, o.to(out.dtype.element_ty), mask=offs_d < D_V)
 
 
 PARTS, COMBINE = TritonKernel(_part_kernel), TritonKernel(_combine_kernel)
@@ -139,7 +144,7 @@ def split_kv(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Two launches; reads only the positions of the interval.
+    """Attention of one query token in two launches, which read only the positions of the interval.
 
     query: (B, H, 1, D) bf16|fp16|fp32   key, value: (B, H_kv, capacity, D), a layer's whole storage, possibly a ring
     attention_mask: interval (B, 1, 1, 2) int64   -> (B, 1, H, D_v). D and D_v at most 256.
@@ -163,7 +168,7 @@ def split_kv(
     strides = *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]
     block_g = max(16, triton.next_power_of_2(group))  # the matrix unit takes at least 16 rows
     block_dk = max(16, triton.next_power_of_2(d_k))
-    _run(
+    _launch(
         _part_kernel,
         PARTS,
         (kv_heads, batch, splits),
@@ -171,14 +176,14 @@ def split_kv(
         (group, d_k, d_v, block_g, block_dk, max(16, block_dv), block_n, splits),
         stages=2,
     )
-    _run(_combine_kernel, COMBINE, (batch * heads,), (acc, stat, out), (d_v, block_dv, splits), stages=1)
+    _launch(_combine_kernel, COMBINE, (batch * heads,), (acc, stat, out), (d_v, block_dv, splits), stages=1)
     return out, None
 
 
-def _run(
+def _launch(
     fn: Any, kernel: TritonKernel, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], stages: int
 ) -> None:
-    """Launch on the current stream; under torch.compile, put the kernel's function into the graph."""
+    """Launch on the current stream; under torch.compile, trace the kernel's function into the graph."""
     if torch.compiler.is_compiling():
         fn[grid](*args, *constants, num_warps=_WARPS, num_stages=stages)
     else:

@@ -1,8 +1,8 @@
-"""Weight gradients of row-wise norms, second step: add up per-program partial sums, in a fixed order.
+"""Sums that the norms share: the mean of a row, and the second step of a weight gradient.
 
-A backward kernel leaves `partial` (P, N) float32, one row a program.  Reads 4*P*N bytes; P is the SM count, so this is
-under 2 % of the backward at 8192x4096.  Fixed tiles and a fixed order make it bitwise repeatable, which atomics would
-not be.
+A backward kernel leaves `partial` (P, N) float32, one row a program; `column_sums` adds the rows.  It reads 4*P*N
+bytes; P is the SM count, so this is under 2 % of the backward at 8192x4096.  Fixed tiles and a fixed order make the
+result bitwise repeatable, which atomics would not be.
 """
 
 import triton
@@ -12,6 +12,12 @@ from torch import Tensor
 from tilewright.jit.triton_launch import TritonKernel
 
 BLOCK_P, BLOCK_N = 64, 32  # 128 programs at N=4096: one wave of an H200, each reading 128-byte row segments
+
+
+@triton.jit
+def mean_of(row_sum, N):
+    """row_sum / N, correctly rounded: Triton's own division is off by 2 ULP, and a later difference magnifies that."""
+    return tl.div_rn(row_sum, N + 0.0)
 
 
 @triton.jit

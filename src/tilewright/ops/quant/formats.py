@@ -1,4 +1,4 @@
-"""What the ops of this family share: the result a cast allocates, the granularity that a pair's shapes tell, checks."""
+"""Shared by the ops of this family: outputs of a cast, the granularity of scales by their shape, checks."""
 
 import torch
 from torch import Tensor
@@ -11,21 +11,21 @@ from tilewright.ops.quant.numbers import E4M3
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 CHANNEL = ScaleLayout(128, 1, along_rows=False)
-"""128 elements of one column: TOKEN of the transpose, seen from the other side."""
+"""128 elements of one column: TOKEN of the transpose."""
 
 GRANULARITIES = (TENSOR, ROW, TOKEN, BLOCK, CHANNEL, TOKEN_UE8M0)
-"""In the order in which `granularity` tries them; where two fit, a matrix is so small that they mean the same."""
+"""`granularity` tries them in this order; two fit only a matrix so small that they mean the same."""
 
 
 def pair(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[OutputSpec, OutputSpec]:
-    """q (*batch, rows, depth) and its scales, as a raw op allocates them."""
+    """Output specs of q (*batch, rows, depth) and its scales."""
     *batch, rows, depth = shape
     scales = layout.empty(rows, depth, "meta", *batch)
     return (shape, E4M3), (tuple(scales.shape), layout.dtype, scales.stride())
 
 
 def granularity(q: Tensor, scales: Tensor) -> ScaleLayout | None:
-    """How many elements of q (..., R, K) share one of `scales`; None if the shapes do not say so.
+    """Layout whose shape `scales` have for q (..., R, K), or None.
 
     Strides are free.  One scale (1, 1) may serve a q of any dimensions.
     """
@@ -40,7 +40,7 @@ def granularity(q: Tensor, scales: Tensor) -> ScaleLayout | None:
 
 
 def check_matrix(op: str, x: Tensor, *, form: str = "(..., M, K)") -> None:
-    """x is a bf16, fp16 or fp32 tensor of at least two dimensions, of which no gradient is wanted."""
+    """x is a bf16, fp16 or fp32 tensor of at least two dimensions that requires no gradient."""
     if not isinstance(x, Tensor):
         raise InputError(f"{op}: x is a {type(x).__name__}; needs a torch.Tensor.")
     if x.dtype not in SOURCES:

@@ -1,8 +1,8 @@
-"""Where scales lie: how many elements share one, its dtype, and its place in memory.
+"""Layouts of scales: how many elements share one, its dtype, and its place in memory.
 
 A quantised matrix is (rows, depth) with depth along K, as both operands of `x @ w.T` are.  Its scales are a matrix
-too: one for each `rows` x `depth` block of elements, at the block's place.  The GEMM kernels of this library read a
-scale tensor as it lies, so whoever quantises writes it in the layout below and nothing is transposed in between.
+too: one for each `rows` x `depth` block of elements, at the block's index.  The casts write the layouts below, and the
+GEMM kernels of this library read them, so no scale tensor is transposed in between.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 WHOLE = 0
-"""As a block size: all rows, or all of K."""
+"""A block size: all rows, or all of K."""
 
 
 def _blocks(size: int, block: int) -> int:
@@ -22,11 +22,11 @@ def _blocks(size: int, block: int) -> int:
 class ScaleLayout:
     """One scale for each block of `rows` x `depth` elements; WHOLE means all of them.
 
-    dtype       float32; or int32: four UE8M0 exponents, of four neighbouring blocks along K, in one word, lowest first
-    along_rows  consecutive rows of scales lie side by side in memory ("MN-major"), as the copy engine reads the scales
-                of a tile's rows; else scales along K do
-    alignment   a line of scales (along the dimension above) takes a multiple of this many, 16 bytes of float32: padding
-                behind each line, never read
+    dtype       float32; or int32: four UE8M0 exponents, of four consecutive blocks along K, in one word, lowest first
+    along_rows  scales of consecutive rows are adjacent in memory ("MN-major"), as the copy engine reads the scales of a
+                tile's rows; else scales along K are
+    alignment   the stride between lines of adjacent scales is a multiple of this many scales, 4 float32 are 16 bytes;
+                the padding at the end of a line is never read
     """
 
     rows: int
@@ -36,12 +36,12 @@ class ScaleLayout:
     alignment: int = 4
 
     def shape(self, rows: int, depth: int) -> tuple[int, int]:
-        """Of the scales of a (rows, depth) matrix."""
+        """Shape of the scales of a (rows, depth) matrix."""
         packed = 4 if self.dtype == torch.int32 else 1
         return _blocks(rows, self.rows), -(-_blocks(depth, self.depth) // packed)
 
     def strides(self, rows: int, depth: int) -> tuple[int, int]:
-        """Of these scales in memory, in elements."""
+        """Strides of these scales, in elements."""
         lines = self.shape(rows, depth)
         pitch = -(-lines[0 if self.along_rows else 1] // self.alignment) * self.alignment
         return (1, pitch) if self.along_rows else (pitch, 1)
@@ -57,8 +57,9 @@ class ScaleLayout:
         return torch.empty_strided((*batch, *shape), (*reversed(steps), *strides), dtype=self.dtype, device=device)
 
     def mismatch(self, scales: Tensor, rows: int, depth: int) -> str | None:
-        """What keeps `scales` (..., *shape) from being the scales of a (..., rows, depth) tensor as kernels read them;
-        None if nothing does.  A stride over a single element, and pitches beyond the least one, do not matter.
+        """Why kernels cannot read `scales` (..., *shape) as the scales of a (..., rows, depth) tensor, or None.
+
+        The stride of a single element does not matter, and a pitch may exceed the least one.
         """
         shape, strides = self.shape(rows, depth), self.strides(rows, depth)
         if scales.dtype != self.dtype:
@@ -81,6 +82,6 @@ BLOCK = ScaleLayout(128, 128, along_rows=False, alignment=1)
 ROW = ScaleLayout(1, WHOLE, alignment=1)
 """A whole row: a token, or an output channel of a weight."""
 TENSOR = ScaleLayout(WHOLE, WHOLE, alignment=1)
-"""Everything."""
+"""The whole tensor."""
 TOKEN_UE8M0 = ScaleLayout(1, 128, torch.int32)
-"""As TOKEN, the scales powers of two, packed: what Blackwell's tensor cores read."""
+"""TOKEN with powers of two as scales, packed: the layout of Blackwell's tensor cores."""

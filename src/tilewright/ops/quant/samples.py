@@ -12,16 +12,16 @@ from tilewright.ops.quant.layout import ScaleLayout
 
 
 def matrix(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """(M, N) or (B, M, N), by `params`.  Neighbouring rows, and blocks of 128 columns, differ up to 64 times in size:
-    an element that meets another block's scale cannot pass.  special: the first rows hold NaN, Inf, -Inf and zeros.
+    """(M, N) or (B, M, N), by `params`.  Adjacent rows, and blocks of 128 columns, differ up to 64 times in magnitude:
+    an element with the wrong block's scale cannot pass.  special: the first rows hold NaN, Inf, -Inf and zeros.
     """
-    g = rows.generator(seed)
+    rng = rows.generator(seed)
     m, n = params["M"], params["N"]
     batch = (params["B"],) if "B" in params else ()
-    x = rows.random_tensor((*batch, m, n), torch.float32, device, g, scale=params.get("scale", 1.0))
-    spans = [torch.rand((*batch, m, 1), generator=g), torch.rand((*batch, 1, -(-n // 128)), generator=g)]
-    tall, wide = (torch.exp2(6 * span - 3).to(device) for span in spans)
-    x *= tall * wide.repeat_interleave(128, -1)[..., :n]
+    x = rows.random_tensor((*batch, m, n), torch.float32, device, rng, scale=params.get("scale", 1.0))
+    uniforms = [torch.rand((*batch, m, 1), generator=rng), torch.rand((*batch, 1, -(-n // 128)), generator=rng)]
+    row_scale, column_scale = (torch.exp2(6 * uniform - 3).to(device) for uniform in uniforms)
+    x *= row_scale * column_scale.repeat_interleave(128, -1)[..., :n]
     if params.get("special") and m > 3 and n:
         x[..., 0, n // 2], x[..., 1, n - 1], x[..., 2, 0] = torch.nan, torch.inf, -torch.inf
         x[..., 3, :] = 0.0
@@ -50,15 +50,15 @@ def workloads(prefix: str = "", **options: Any) -> tuple[Workload, ...]:
 
 
 def activations(prefix: str = "", **options: Any) -> tuple[Workload, ...]:
-    """One token to a prefill of 8192, along the dimensions of models."""
+    """Workloads of one token to a prefill of 8192, with hidden sizes of models."""
     return tuple(Workload(f"{prefix}{m}x{n}", {"M": m, "N": n, **options}, directions=("fwd",)) for m, n in ACTIVATIONS)
 
 
 def small(**options: Any) -> tuple[Workload, ...]:
-    """What a CPU measures."""
+    """The workload that is measured on a CPU."""
     return (Workload("small", {"M": 512, "N": 4096, **options}, (torch.bfloat16, torch.float32), ("fwd",)),)
 
 
 def bad(name: str, match: str, *shape: int, dtype: torch.dtype = torch.float32, **options: Any) -> BadInput:
-    """A call on ones."""
+    """A call with a tensor of ones that must fail."""
     return BadInput(name, lambda d: Sample((torch.ones(shape, device=d).to(dtype),), options), match)

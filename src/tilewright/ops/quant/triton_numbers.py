@@ -1,8 +1,8 @@
-"""The arithmetic of `numbers.py` in Triton, bit for bit: what quantising kernels of every op share.
+"""The arithmetic of `numbers.py` in Triton, bit for bit, shared by the quantising kernels of every op.
 
-A maximum is taken of magnitudes as integers, which order as the numbers do, NaN above infinity: so a NaN wins, which
-Triton's maximum of numbers would lose.  GPUs without a conversion to e4m3 of their own (before sm_89; gfx942, which has
-another e4m3) make it of integers: their kernels see q as bytes, see `as_stored`.
+A maximum compares magnitudes as integers, which have the order of the numbers, with NaN above infinity: so a NaN wins,
+which Triton's maximum of floats would lose.  GPUs that cannot convert to e4m3 (before sm_89; gfx942, which has another
+e4m3) compute the bits with integers: their kernels take q as bytes, see `as_stored`.
 """
 
 import re
@@ -22,17 +22,17 @@ MANTISSA = tl.constexpr(0x7FFFFF)
 
 
 def as_stored(q: Tensor) -> Tensor:
-    """`q` as kernels on its device take it: e4m3, or bytes where the GPU has no such type."""
+    """`q` as kernels on its device take it: e4m3, or bytes if the GPU does not have the type."""
     return q.view(torch.uint8) if re.fullmatch(r"sm_8[0-8]|sm_[1-7]\d|gfx(?!950|12).*", target_of(q)) else q
 
 
-def speaks_ptx(q: Tensor) -> bool:
-    """Are kernels on q, as `as_stored` gave it, compiled to PTX that converts to e4m3?"""
+def has_ptx_e4m3(q: Tensor) -> bool:
+    """True if kernels on q, a result of `as_stored`, compile to PTX that converts to e4m3."""
     return q.dtype != torch.uint8 and target_of(q).startswith("sm_")
 
 
 def compares_pairs(t: Tensor) -> bool:
-    """Has the device of `t` an instruction for two 16-bit maxima?  From Hopper on."""
+    """True if the device of `t` has an instruction for two 16-bit maxima: Hopper and later."""
     return re.fullmatch(r"sm_(9\d|1\d\d)a?", target_of(t)) is not None
 
 
@@ -44,10 +44,10 @@ def magnitude(x):
 
 @triton.jit
 def packed(x):
-    """x (M, N) for keeping: 16-bit numbers as words of two neighbours (M, N / 2) int32, first lowest; wider as it is.
+    """Pack 16-bit x (M, N) into words of two adjacent elements (M, N / 2) int32, first lowest; a wider x stays.
 
-    Neighbours come from memory in one register, and as a word they stay there until `unpacked`: a kernel that needs all
-    maxima before it can go on holds twice as much.
+    Adjacent elements are loaded into one register and stay packed until `unpacked`: a kernel that needs all maxima
+    before it can quantise holds twice as many elements.
     """
     if x.dtype.primitive_bitwidth == 16:
         low, high = tl.split(tl.reshape(x.to(tl.int16, bitcast=True), (x.shape[0], x.shape[1] // 2, 2)))
@@ -58,24 +58,24 @@ def packed(x):
 
 
 @triton.jit
-def packed_magnitudes(kept):
-    """`magnitude` of what `packed` made: of wide numbers 32 bits, of pairs two of 16 in a word."""
-    if kept.dtype == tl.int32:
-        result = kept & 0x7FFF7FFF
+def packed_magnitudes(words):
+    """`magnitude` of a result of `packed`: two 16-bit magnitudes a word, or one of 32 bits for a wider dtype."""
+    if words.dtype == tl.int32:
+        result = words & 0x7FFF7FFF
     else:
-        result = magnitude(kept)
+        result = magnitude(words)
     return result
 
 
 @triton.jit
 def larger_pair(a, b):
-    """Both maxima of two words of magnitudes."""
+    """The larger low half and the larger high half of two words of magnitudes."""
     return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a, b) & -65536)
 
 
 @triton.jit
 def larger_pair_native(a, b):
-    """The same in one instruction."""
+    """`larger_pair` in one instruction."""
     return tl.inline_asm_elementwise(
         "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )  # fmt: skip
@@ -84,7 +84,7 @@ def larger_pair_native(a, b):
 @triton.jit
 def halves(words, DTYPE: tl.constexpr):
     """The two numbers of DTYPE in each word, in float32."""
-    if DTYPE.is_bf16():  # as words: as halves of one, ptxas takes it apart and puts it together again
+    if DTYPE.is_bf16():  # shift and mask the word: with 16-bit halves ptxas would unpack and repack it
         low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
     else:
         low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
@@ -94,59 +94,59 @@ def halves(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def larger_size(a, b, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
-    """The larger of two `packed_magnitudes`, element by element."""
+    """Elementwise maximum of two `packed_magnitudes`."""
     if not PAIRS:
-        sizes = tl.maximum(a, b)
+        result = tl.maximum(a, b)
     elif NATIVE:
-        sizes = larger_pair_native(a, b)
+        result = larger_pair_native(a, b)
     else:
-        sizes = larger_pair(a, b)
-    return sizes
+        result = larger_pair(a, b)
+    return result
 
 
 @triton.jit
-def largest_size(sizes, AXIS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
-    """The largest of `packed_magnitudes` along AXIS, None for all."""
+def largest_size(magnitudes, AXIS: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr):
+    """Maximum of `packed_magnitudes` along AXIS, None for all."""
     if not PAIRS:
-        found = tl.max(sizes, AXIS)
+        result = tl.max(magnitudes, AXIS)
     elif NATIVE:
-        found = tl.reduce(sizes, AXIS, larger_pair_native)
+        result = tl.reduce(magnitudes, AXIS, larger_pair_native)
     else:
-        found = tl.reduce(sizes, AXIS, larger_pair)
-    return found
+        result = tl.reduce(magnitudes, AXIS, larger_pair)
+    return result
 
 
 @triton.jit
-def size_amax(sizes, AXIS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """Largest `magnitude` along AXIS, 1 or None for all, of numbers of DTYPE with these `packed_magnitudes`."""
+def size_amax(magnitudes, AXIS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Largest `magnitude` along AXIS, 1 or None for all, from `packed_magnitudes` of elements of DTYPE."""
     PAIRS: tl.constexpr = DTYPE.primitive_bitwidth == 16
-    found = largest_size(sizes, AXIS, PAIRS, NATIVE)
+    largest = largest_size(magnitudes, AXIS, PAIRS, NATIVE)
     if PAIRS:
-        low, high = halves(found, DTYPE)
+        low, high = halves(largest, DTYPE)
         amax = tl.maximum(magnitude(low), magnitude(high))
     else:
-        amax = found
+        amax = largest
     return amax
 
 
 @triton.jit
-def unpacked_halves(kept, factor, DTYPE: tl.constexpr):
-    """Even and odd columns, each (M, N / 2) float32, of what `packed` made of numbers of DTYPE, times `factor`."""
-    if kept.dtype == tl.int32:
-        low, high = halves(kept, DTYPE)
+def unpacked_halves(words, factor, DTYPE: tl.constexpr):
+    """Unpack to even and odd columns, each (M, N / 2) float32, times `factor`."""
+    if words.dtype == tl.int32:
+        low, high = halves(words, DTYPE)
     else:
-        low, high = tl.split(tl.reshape(kept.to(tl.float32), (kept.shape[0], kept.shape[1] // 2, 2)))
+        low, high = tl.split(tl.reshape(words.to(tl.float32), (words.shape[0], words.shape[1] // 2, 2)))
     return low * factor, high * factor
 
 
 @triton.jit
-def unpacked(kept, even, odd, DTYPE: tl.constexpr):
-    """float32 (M, N) of what `packed` made of numbers of DTYPE, even columns times `even`, odd ones times `odd`."""
-    if kept.dtype == tl.int32:
-        low, high = halves(kept, DTYPE)
-        result = tl.reshape(tl.join(low * even, high * odd), (kept.shape[0], 2 * kept.shape[1]))
+def unpacked(words, even, odd, DTYPE: tl.constexpr):
+    """Unpack to float32 (M, N), even columns times `even`, odd columns times `odd`."""
+    if words.dtype == tl.int32:
+        low, high = halves(words, DTYPE)
+        result = tl.reshape(tl.join(low * even, high * odd), (words.shape[0], 2 * words.shape[1]))
     else:
-        result = kept.to(tl.float32) * even
+        result = words.to(tl.float32) * even
     return result
 
 
@@ -168,13 +168,13 @@ def exponent(scale):
 
 @triton.jit
 def inverse(scale):
-    """1 / scale, correctly rounded: multiply by it, then `encode`."""
+    """1 / scale, correctly rounded: the factor before `encode`."""
     return tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def inverse_native(scale):
-    """`inverse` of a scale, which is normal or infinite or NaN, without a branch for what it cannot be."""
+    """`inverse` without branches: a scale is normal, infinite or NaN, never subnormal or 0."""
     guess = tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
     )  # fmt: skip
@@ -183,15 +183,15 @@ def inverse_native(scale):
 
 @triton.jit
 def encode(x, q):
-    """float32 as e4m3, to nearest even, for a store through pointer `q`: bytes if that is one to bytes."""
+    """float32 to e4m3, rounded to nearest even, for a store through pointer `q`: bytes if q points to bytes."""
     if q.dtype.element_ty == tl.uint8:
         bits = x.to(tl.int32, bitcast=True)
-        size = tl.minimum(bits & 0x7FFFFFFF, INFINITY)
-        # 20 bits of the mantissa go; the exponent's bias changes from 127 to 7; above 464 it is NaN, as in torch
-        normal = tl.minimum(((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3), 0x7F)
-        # below 2^-6 e4m3 has steps of 2^-9, those of float32 from 2^14 on
-        steps = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
-        code = tl.where(size < 0x3C800000, steps, normal)
+        magnitude_bits = tl.minimum(bits & 0x7FFFFFFF, INFINITY)
+        # drop 20 bits of the mantissa, change the exponent's bias from 127 to 7; above 464 is NaN, as in torch
+        normal = tl.minimum(((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3), 0x7F)
+        # below 2^-6 the spacing of e4m3 is 2^-9, which float32 has at 2^14: adding 2^14 rounds to it
+        subnormal = (magnitude_bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        code = tl.where(magnitude_bits < 0x3C800000, subnormal, normal)
         result = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
     else:
         result = x.to(tl.float8e4nv)
@@ -200,8 +200,8 @@ def encode(x, q):
 
 @triton.jit
 def encode_four(a, b, c, d, q, PTX: tl.constexpr):
-    """`encode` of four numbers into one int32, a lowest."""
-    if PTX:  # two at a time, where they shall be; Triton's own conversion pairs neighbours of one tensor
+    """`encode` four numbers into one int32, a lowest."""
+    if PTX:  # convert pairs of two tensors; Triton's conversion pairs adjacent elements of one tensor
         word = tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
@@ -223,10 +223,10 @@ def _byte(x, q):
 
 @triton.jit
 def decode(q):
-    """float32 of e4m3 values, or of bytes that are such."""
+    """e4m3, or its bytes, to float32."""
     if q.dtype == tl.uint8:
         code = q.to(tl.int32)
-        # e4m3's fields lie in float16 with the same width and one more bit of exponent: a bias 8 larger
+        # place the fields of e4m3 in float16, which has one more bit of exponent: its bias is 8 larger
         half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
         result = tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
     else:

@@ -1,9 +1,10 @@
 """Tables of cosines and sines for `ops.apply_rope`: the frequencies of every `rope_type` of Hugging Face's models.
 
-Pair i of a head turns by the angle position * f_i, plainly f_i = base^(-2i/dim): from one radian a token down to one in
-`base` tokens.  A model that shall read further than it was trained turns more slowly; types differ in which pairs do.
-Types and parameters have the names of `config.rope_parameters`, and the results are Hugging Face's bit for bit.  Each
-type is a function that gives (frequencies, attention_factor): float32 (dim/2,), and what cos and sin are multiplied by.
+Pair i of a head rotates by the angle position * f_i.  Without scaling f_i = base^(-2i/dim): from one radian a token to
+one radian in `base` tokens.  A longer context than in training needs lower frequencies; the types differ in which pairs
+they scale.  Types and parameters have the names of `config.rope_parameters`, and the results equal Hugging Face's bit
+for bit.  Each type is a function that returns (frequencies, attention_factor): float32 (dim/2,), and the factor on cos
+and sin.
 """
 
 import inspect
@@ -22,7 +23,7 @@ Frequencies = tuple[Tensor, float]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """What `rope_table` reads of a model's configuration; a Hugging Face config serves as well.
+    """The part of a model's configuration that `rope_table` reads; a Hugging Face config has the same names.
 
     RopeConfig(128, 8192, {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5})
     """
@@ -45,45 +46,50 @@ def rope_table(
     config      a `RopeConfig` or a Hugging Face config
     length      default: config.max_position_embeddings; "dynamic" and "longrope" choose their frequencies by it
     layer_type  for configs that hold one set of rope_parameters for each type of layer (Gemma 3)
-    Computed on the CPU in float32, then rounded to dtype.  Raises InputError as `frequencies`.
+    Computed on the CPU in float32, then rounded to dtype.  Raises InputError as `frequencies` does.
     """
     length = config.max_position_embeddings if length is None else length
-    turns, attention_factor = frequencies(config, length=length, layer_type=layer_type)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), turns)
+    inv_freq, attention_factor = frequencies(config, length=length, layer_type=layer_type)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = ((t * attention_factor).to(device=device, dtype=dtype) for t in (angles.cos(), angles.sin()))
     return cos, sin
 
 
 def frequencies(config: Any, *, length: int | None = None, layer_type: str | None = None) -> Frequencies:
-    """(frequencies, attention_factor) of a model, for sequences of `length` tokens; default: as it was trained.
+    """(frequencies, attention_factor) of a model, for sequences of `length` tokens; default: the trained length.
 
     Raises InputError for a rope_type that does not exist, or that lacks a parameter.
     """
-    given = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    kind = given.get("rope_type", "default")
+    rope_parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = rope_parameters.get("rope_type", "default")
     if kind not in TYPES:
         raise InputError(f"rope_table: rope_type is {kind!r}; needs one of {', '.join(TYPES)}.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    known = {
+    values = {
         "base": 10_000.0,
-        **{("base" if name == "rope_theta" else name): value for name, value in given.items() if value is not None},
+        **{
+            ("base" if name == "rope_theta" else name): value
+            for name, value in rope_parameters.items()
+            if value is not None
+        },
         "head_dim": head_dim,
-        "dim": int(head_dim * (given.get("partial_rotary_factor") or 1.0)),
+        "dim": int(head_dim * (rope_parameters.get("partial_rotary_factor") or 1.0)),
         "max_position_embeddings": config.max_position_embeddings,
         "length": length,
     }
     parameters = inspect.signature(TYPES[kind]).parameters
-    lacking = [n for n, p in parameters.items() if n not in known and p.default is p.empty]
-    if lacking:
+    missing = [n for n, p in parameters.items() if n not in values and p.default is p.empty]
+    if missing:
         raise InputError(
-            f"rope_table: rope_type {kind!r} needs {', '.join(lacking)} in rope_parameters; given {dict(given)}."
+            f"rope_table: rope_type {kind!r} needs {', '.join(missing)} in rope_parameters; "
+            f"given {dict(rope_parameters)}."
         )
-    return TYPES[kind](**{name: known[name] for name in parameters if name in known})
+    return TYPES[kind](**{name: values[name] for name in parameters if name in values})
 
 
 def inverse_frequencies(dim: int, base: float = 10_000.0) -> Tensor:
-    """base^(-2i/dim) for i below dim/2: radians a token of each pair, as they are without scaling."""
+    """base^(-2i/dim) for i below dim/2: radians a token of each pair, without scaling."""
     return 1.0 / _wavelengths(dim, base)
 
 
@@ -98,14 +104,14 @@ def default(dim: int, base: float) -> Frequencies:
 
 
 def linear(dim: int, base: float, factor: float) -> Frequencies:
-    """Position interpolation: every pair `factor` times slower.  Chen et al., 2023 (and kaiokendev)."""
+    """Position interpolation: every frequency divided by `factor`.  Chen et al., 2023 (and kaiokendev)."""
     return inverse_frequencies(dim, base) / factor, 1.0
 
 
 def dynamic(
     dim: int, base: float, factor: float, max_position_embeddings: int, length: int | None = None
 ) -> Frequencies:
-    """Dynamic NTK: a larger base once `length` exceeds what the model was made for; the fastest pair keeps its speed.
+    """Dynamic NTK: a larger base once `length` exceeds max_position_embeddings; the highest frequency stays.
 
     bloc97 and emozilla, 2023.
     """
@@ -114,11 +120,11 @@ def dynamic(
 
 
 def proportional(head_dim: int, base: float, factor: float = 1.0, partial_rotary_factor: float = 1.0) -> Frequencies:
-    """Only the fastest pairs of a whole head turn; the rest stand still, as frequency 0 (Gemma 4)."""
-    turning = int(partial_rotary_factor * head_dim // 2)
-    turns = inverse_frequencies(head_dim, base)
-    turns[turning:] = 0.0
-    return turns / factor, 1.0
+    """Only the pairs of highest frequency rotate; the others have frequency 0 (Gemma 4)."""
+    rotating_pairs = int(partial_rotary_factor * head_dim // 2)
+    inv_freq = inverse_frequencies(head_dim, base)
+    inv_freq[rotating_pairs:] = 0.0
+    return inv_freq / factor, 1.0
 
 
 def yarn(
@@ -134,9 +140,9 @@ def yarn(
     mscale_all_dim: float | None = None,
     truncate: bool = True,
 ) -> Frequencies:
-    """NTK by parts: pairs that turned more than `beta_fast` times in training stay, those under `beta_slow` slow down.
+    """NTK by parts: pairs with over `beta_fast` rotations in training stay, those under `beta_slow` are scaled.
 
-    A ramp joins them, and a factor on cos and sin sharpens attention.  Peng et al., "YaRN", 2023.
+    A ramp interpolates between them, and a factor on cos and sin sharpens attention.  Peng et al., "YaRN", 2023.
     """
     factor = factor or max_position_embeddings / original_max_position_embeddings
     if attention_factor is None:
@@ -144,19 +150,19 @@ def yarn(
         if mscale and mscale_all_dim:
             attention_factor = _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
 
-    def pair_that_turns(times: float) -> float:
-        tokens_a_radian = original_max_position_embeddings / (times * 2 * math.pi)
+    def pair_with_rotations(rotations: float) -> float:
+        tokens_a_radian = original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(tokens_a_radian) / (2 * math.log(base))
 
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    low, high = pair_with_rotations(beta_fast), pair_with_rotations(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001  # a step instead of a division by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    kept = 1 - ramp
+    unscaled = 1 - ramp
     wavelengths = _wavelengths(dim, base)
-    return (1.0 / (factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept, attention_factor
+    return (1.0 / (factor * wavelengths)) * (1 - unscaled) + (1.0 / wavelengths) * unscaled, attention_factor
 
 
 def _temperature(factor: float, mscale: float) -> float:
@@ -174,7 +180,7 @@ def longrope(
     attention_factor: float | None = None,
     length: int | None = None,
 ) -> Frequencies:
-    """A factor for each pair, found by search; one set within the trained length, one beyond.  Ding et al., 2024."""
+    """A searched factor for each pair: one set up to the trained length, one beyond.  Ding et al., 2024."""
     factor = factor or max_position_embeddings / original_max_position_embeddings
     if attention_factor is None:
         gain = math.log(factor) / math.log(original_max_position_embeddings) if factor > 1 else 0.0
@@ -192,17 +198,17 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Frequencies:
-    """By parts: pairs that turned over `high_freq_factor` times in training stay, under `low_freq_factor` slow down.
+    """By parts: pairs with over `high_freq_factor` rotations in training stay, under `low_freq_factor` are scaled.
 
-    A blend joins them.  Grattafiori et al., "The Llama 3 Herd of Models", 2024.
+    In between the two are blended.  Grattafiori et al., "The Llama 3 Herd of Models", 2024.
     """
-    turns = inverse_frequencies(dim, base)
-    wavelength = 2 * math.pi / turns
+    inv_freq = inverse_frequencies(dim, base)
+    wavelength = 2 * math.pi / inv_freq
     slow = wavelength > original_max_position_embeddings / low_freq_factor
     fast = wavelength < original_max_position_embeddings / high_freq_factor
-    share = (original_max_position_embeddings / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    blend = (1 - share) * turns / factor + share * turns
-    return torch.where(slow, turns / factor, torch.where(fast, turns, blend)), 1.0
+    smooth = (original_max_position_embeddings / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    return torch.where(slow, inv_freq / factor, torch.where(fast, inv_freq, blended)), 1.0
 
 
 TYPES: dict[str, Callable[..., Frequencies]] = {

@@ -1,4 +1,4 @@
-"""DeepGEMM's tools for tests: comparisons, byte counts, two ways to time a call, and what runs where."""
+"""DeepGEMM's tools for tests: comparisons, byte counts, two ways to time a call, and filters of tests."""
 
 from typing import NoReturn
 

@@ -19,9 +19,9 @@ from tilewright.errors import InputError
 from tilewright.hardware import device_info
 from tilewright.log import logger
 
-_LEAD_SIZE = 8192  # a float32 product of this size takes the GPU ten milliseconds and more
-_SHOWN = 8  # kernels that a message names
-_DEEP_GEMM_KERNELS = (  # what programs written for it look for
+_LEAD_SIZE = 8192  # a float32 product of this size takes a GPU at least ten milliseconds
+_SHOWN = 8  # kernels listed in a message
+_DEEP_GEMM_KERNELS = (  # names that programs written for DeepGEMM search
     "bf16_gemm",
     "fp8_gemm",
     "gemm_",
@@ -30,14 +30,14 @@ _DEEP_GEMM_KERNELS = (  # what programs written for it look for
     "b_fused_k_grouped_bf16_gemm_contiguous_tl_impl",
     "pack_fp32_into_ue8m0",
 )
-_GENERAL = ("gemm", "nvjet", "transpose")  # they look for these too; here a kernel may be named so, or not
-_FLUSH = "bitwise_not"  # in the name of the kernel that flushes, and hardly in that of one to be timed
+_GENERAL = ("gemm", "nvjet", "transpose")  # such programs search these too; a kernel here may have such a name or not
+_FLUSH = "bitwise_not"  # part of the flushing kernel's name, unlikely in that of a timed kernel
 
 
 def bench(fn: Callable[[], object], num_warmups: int = 5, num_tests: int = 10, high_precision: bool = False) -> float:
     """Seconds a call, from events around `num_tests` calls in a row; the L2 is flushed before the first only.
 
-    high_precision: enqueue a long product first, so that launches are not waited for.
+    high_precision: enqueue a long product first, so that the GPU does not wait for launches.
     """
     gpu = torch.cuda.is_available()
     if gpu:
@@ -74,16 +74,16 @@ def bench_kineto(
 ) -> float | tuple[float, ...]:
     """Mean seconds of the kernels whose names contain `kernel_names`, from torch's profiler; a tuple for a tuple.
 
-    Names of DeepGEMM's kernels ("bf16_gemm", "fp8_gemm", "gemm_") stand for all that a call launches here; so do
-    "gemm", "nvjet" and "transpose" where one of them is asked for alone and no kernel has it in its name. Another name
-    that no kernel contains gives 0, and a warning that lists the kernels seen. On a CPU the names are those of torch's
+    Names of DeepGEMM's kernels ("bf16_gemm", "fp8_gemm", "gemm_") stand for all kernels that a call launches here; so
+    do "gemm", "nvjet" and "transpose" if one of them is the only name and no kernel's name contains it. Another name
+    that no kernel contains gives 0, and a warning that lists the kernels. On a CPU the names are those of torch's
     operators ("aten::mm"), their times without the operators they call.
 
-    suppress_kineto_output: send what the process writes meanwhile to nowhere. trace_path: write a Chrome trace there.
-    flush_l2: overwrite four times the L2 before each call. with_multiple_kernels: a name may fit several kernels, and
-    the mean is then over all their launches; otherwise that raises InputError, which is an AssertionError too.
-    barrier: called before each call of `fn`, for programs of several processes; what it launches is counted unless a
-    name leaves it out.
+    suppress_kineto_output: discard the process's output meanwhile. trace_path: write a Chrome trace there.
+    flush_l2: overwrite four times the L2 before each call. with_multiple_kernels: a name may match several kernels, and
+    the mean is over all their launches; otherwise that raises InputError, which is an AssertionError too.
+    barrier: called before each call of `fn`, for programs of several processes; its kernels are counted if their names
+    match.
     """
     names = kernel_names if isinstance(kernel_names, tuple) else (kernel_names,)
     buffer = _flush_buffer() if flush_l2 else None
@@ -103,11 +103,11 @@ def bench_kineto(
 
 
 class AmbiguousNameError(InputError, AssertionError):
-    """Several kernels where one is meant; programs written for DeepGEMM catch AssertionError."""
+    """Several kernels match where one is expected; programs written for DeepGEMM catch AssertionError."""
 
 
 def _is_whole(name: str, count: int, kernels: Iterable[str]) -> bool:
-    """Does the name, one of `count`, stand for all that a call launches?"""
+    """True if the name, one of `count`, stands for all kernels of a call."""
     if name in _DEEP_GEMM_KERNELS:
         return True
     return count == 1 and name in _GENERAL and not any(name in kernel for kernel in kernels)
@@ -116,7 +116,7 @@ def _is_whole(name: str, count: int, kernels: Iterable[str]) -> bool:
 def _profiled(
     fn: Callable[[], object], num_tests: int, buffer: torch.Tensor | None, barrier: Callable[[], object] | None
 ) -> Any:
-    """A profile of `num_tests` calls, after as many that the profiler warms up on."""
+    """A profile of `num_tests` calls, after `num_tests` calls of warm-up."""
     gpu = torch.cuda.is_available()
     activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU
     plan = schedule(wait=0, warmup=1, active=1, repeat=1)
@@ -137,51 +137,51 @@ def _profiled(
 def _kernels(profiler: Any) -> dict[str, tuple[float, int]]:
     """Total seconds and launches by kernel name, or by operator on a CPU, without the flushing."""
     gpu = torch.cuda.is_available()
-    found: dict[str, tuple[float, int]] = {}
+    kernels: dict[str, tuple[float, int]] = {}
     for event in profiler.events():
-        here = event.device_type == (DeviceType.CUDA if gpu else DeviceType.CPU)
-        if here and not event.is_user_annotation and _FLUSH not in event.name:
+        on_device = event.device_type == (DeviceType.CUDA if gpu else DeviceType.CPU)
+        if on_device and not event.is_user_annotation and _FLUSH not in event.name:
             us = event.time_range.elapsed_us() if gpu else event.self_cpu_time_total
-            seconds, launches = found.get(event.name, (0.0, 0))
-            found[event.name] = seconds + us / 1e6, launches + 1
-    return found
+            seconds, launches = kernels.get(event.name, (0.0, 0))
+            kernels[event.name] = seconds + us / 1e6, launches + 1
+    return kernels
 
 
 def _mean_seconds(name: str, kernels: dict[str, tuple[float, int]], several: bool) -> float:
-    found = [kernel for kernel in kernels if name in kernel]
-    if not found:
-        seen = sorted(kernels, key=lambda kernel: -kernels[kernel][0])[:_SHOWN]
-        logger.warning("bench_kineto: no kernel's name contains %r; seen: %s", name, ", ".join(seen) or "none")
+    matches = [kernel for kernel in kernels if name in kernel]
+    if not matches:
+        longest = sorted(kernels, key=lambda kernel: -kernels[kernel][0])[:_SHOWN]
+        logger.warning("bench_kineto: no kernel's name contains %r; seen: %s", name, ", ".join(longest) or "none")
         return 0.0
-    if len(found) > 1 and not several:
+    if len(matches) > 1 and not several:
         raise AmbiguousNameError(
-            f"bench_kineto: {name!r} is in the names of {len(found)} kernels: {', '.join(found[:_SHOWN])}. "
+            f"bench_kineto: {name!r} is in the names of {len(matches)} kernels: {', '.join(matches[:_SHOWN])}. "
             "Give a longer part of one name, or with_multiple_kernels=True."
         )
-    return sum(kernels[kernel][0] for kernel in found) / sum(kernels[kernel][1] for kernel in found)
+    return sum(kernels[kernel][0] for kernel in matches) / sum(kernels[kernel][1] for kernel in matches)
 
 
 def _flush_buffer() -> torch.Tensor:
-    """Four times the L2, to be overwritten: nothing of the operands stays in it."""
+    """A buffer of four times the L2; writing it evicts the operands from L2."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.empty(4 * device_info(device).l2_bytes, dtype=torch.uint8, device=device)
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """The process's standard output and error into nothing, those of C++ libraries too."""
+    """Redirect the process's standard output and error to devnull, those of C++ libraries too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    saved = [os.dup(1), os.dup(2)]
+    devnull = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
-        for descriptor in (nothing, *kept):
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        for descriptor in (devnull, *saved):
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which tests of a program run where: by the GPU's architecture, and without a variable of the environment."""
+"""Filters of tests by the GPU's architecture, and tests without an environment variable."""
 
 import functools
 import os
@@ -12,14 +12,14 @@ Test = Callable[..., Any]
 
 
 def get_arch_major() -> int:
-    """First number of the GPU's compute capability: 9 for Hopper; without a GPU, of the one that is planned for."""
+    """First number of the GPU's compute capability: 9 for Hopper; without a GPU, that of the planned one."""
     return int(device_info("cuda").arch.removeprefix("sm_")) // 10
 
 
 def test_filter(condition: Callable[[], bool]) -> Callable[[Test], Test]:
-    """Let the decorated test run where `condition()` is true, and elsewhere print that it was left out.
+    """Run the decorated test if `condition()` is true, else print that it was left out.
 
-    It is asked at each call, as it may need a GPU.
+    The condition is evaluated at each call, because it may need a GPU.
     """
 
     def decorate(test: Test) -> Test:
@@ -35,24 +35,24 @@ def test_filter(condition: Callable[[], bool]) -> Callable[[Test], Test]:
     return decorate
 
 
-test_filter.__test__ = False  # type: ignore[attr-defined]  # or pytest takes it for a test
+test_filter.__test__ = False  # type: ignore[attr-defined]  # else pytest collects it as a test
 
 
 def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Test], Test]:
-    """Let the decorated test run without the variable `name` where `condition()` is true; it is back afterwards, also
-    if the test raises.
+    """Run the decorated test without the environment variable `name` if `condition()` is true, and restore it
+    afterwards, also if the test raises.
     """
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
-        def without(*args: Any, **kwargs: Any) -> Any:
-            kept = os.environ.pop(name, None) if condition() else None
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            saved = os.environ.pop(name, None) if condition() else None
             try:
                 return test(*args, **kwargs)
             finally:
-                if kept is not None:
-                    os.environ[name] = kept
+                if saved is not None:
+                    os.environ[name] = saved
 
-        return without
+        return wrapped
 
     return decorate

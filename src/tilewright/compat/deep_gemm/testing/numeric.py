@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how many bytes they hold."""
+"""The difference of two tensors, and their size in bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
     """1 - 2 <x, y> / (<x, x> + <y, y>) in float64: 0 for equal tensors, about half the squared relative error for close
     ones.
 
-    Returns a tensor without dimensions; NaN where either holds NaN or infinity, so that `< tolerance` fails. One number
-    for all elements: a wrong corner of a large result hardly moves it. Raises InputError for different shapes.
+    Returns a tensor without dimensions; NaN if either has a NaN or an infinity, so that `< tolerance` fails. It is one
+    number for all elements: a wrong corner of a large result hardly changes it. Raises InputError for different shapes.
     """
     if x.shape != y.shape:
         raise InputError(f"calc_diff: x is {tuple(x.shape)}, y is {tuple(y.shape)}; needs one shape.")

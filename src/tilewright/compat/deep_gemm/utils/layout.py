@@ -1,4 +1,4 @@
-"""DeepGEMM's `utils.layout`: how scales lie, and what groups are padded to."""
+"""DeepGEMM's `utils.layout`: layouts of scales, and the alignment of groups."""
 
 from tilewright.compat.deep_gemm.layouts import (
     get_mk_alignment_for_contiguous_layout,

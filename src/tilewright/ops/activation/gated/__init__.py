@@ -168,7 +168,7 @@ SPLIT_BAD_INPUTS = (
 
 
 def bad_approximate(*shapes: tuple[int, ...]) -> BadInput:
-    """A call with a GELU that does not exist, on tensors of these shapes."""
+    """A call on tensors of these shapes with an approximation that does not exist."""
     return BadInput(
         "unknown approximation",
         lambda d: Sample(tuple(_ones(shape, d) for shape in shapes), {"approximate": "fast"}),

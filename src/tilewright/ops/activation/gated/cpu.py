@@ -16,7 +16,7 @@ GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 class Params(NamedTuple):
-    """Of the template: T dtype of all tensors, Act the name of a struct in `gated.cpp`."""
+    """Template parameters.   T: dtype of all tensors.   Act: name of a struct in `gated.cpp`."""
 
     T: torch.dtype
     Act: str

@@ -15,7 +15,7 @@ from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.ops.rows import as_rows
 
-FILL = 512  # tiles wanted before tiles grow: about four for each SM of an H200
+FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
 LOG2E = 1.4426950408889634
 _INT32_MAX = 2**31 - 1
 
@@ -23,7 +23,7 @@ _INT32_MAX = 2**31 - 1
 class Config(NamedTuple):
     block: int
     num_warps: int = 4  # 4 or 8
-    occupancy: int = 0  # blocks that shall share an SM; 0: as tileiras chooses
+    occupancy: int = 0  # blocks per SM; 0: tileiras chooses
 
 
 def _tiles(dtype: torch.dtype) -> list[Config]:
@@ -32,7 +32,7 @@ def _tiles(dtype: torch.dtype) -> list[Config]:
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work; a small problem is all latency."""
+    """The largest tile that still gives every SM work; latency decides small problems."""
     m, n = bucket
     tiles = _tiles(dtype)
     return next((c for c in tiles if m * n >= FILL * c.block), tiles[-1])
@@ -42,7 +42,7 @@ CONFIGS = tuple(dict.fromkeys((*_tiles(torch.bfloat16), *_tiles(torch.float32)))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """From half a vector to four vectors a thread and tensor."""
+    """Configurations with half a vector to four vectors a thread and tensor."""
     return tuple(
         Config(32 * warps * bytes_ // dtype.itemsize, warps, occupancy)
         for warps in (4, 8)
@@ -53,7 +53,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 
 def _silu(g, PRECISE):
-    """silu(g) and its derivative in float32, of e^-|g|, which neither overflows nor cancels in 1 - sigmoid."""
+    """silu(g) and its derivative in float32, from e^-|g|: no overflow, and no cancellation in 1 - sigmoid."""
     if PRECISE:
         e = ct.exp(-abs(g))
         large = 1.0 / (1.0 + e)
@@ -70,33 +70,39 @@ def _gated_kernel(
     out, gate, up,  # (M, N) each, by stride
     BLOCK: ct.Constant[int], EXACT: ct.Constant[bool],
 ):  # fmt: skip  # EXACT: nothing needs a mask
+    """out = silu(gate) * up, one tile a block."""
+    # Load a tile of gate and up
     blocks = ct.cdiv(gate.shape[1], BLOCK)
-    row = ct.bid(0) // blocks
-    at = (row, ct.bid(0) % blocks * BLOCK + ct.arange(BLOCK, dtype=ct.int32))
-    g = ct.gather(gate, at, check_bounds=not EXACT)
-    u = ct.gather(up, at, check_bounds=not EXACT).astype(ct.float32)
+    row_idx = ct.bid(0) // blocks
+    index = (row_idx, ct.bid(0) % blocks * BLOCK + ct.arange(BLOCK, dtype=ct.int32))
+    g = ct.gather(gate, index, check_bounds=not EXACT)
+    u = ct.gather(up, index, check_bounds=not EXACT).astype(ct.float32)
+    # Compute and store out
     act, _ = _silu(g.astype(ct.float32), gate.dtype == ct.float32)
-    # act is rounded to the input's dtype before the product, as the models do
-    result = act.astype(gate.dtype).astype(ct.float32) * u
-    ct.scatter(out, at, result.astype(out.dtype), check_bounds=not EXACT)
+    # round act to the input's dtype before the product, as the models do
+    out_fp32 = act.astype(gate.dtype).astype(ct.float32) * u
+    ct.scatter(out, index, out_fp32.astype(out.dtype), check_bounds=not EXACT)
 
 
 def _gated_backward_kernel(
     dgate, dup, dout, gate, up,  # (M, N) each, by stride
     BLOCK: ct.Constant[int], EXACT: ct.Constant[bool],
 ):  # fmt: skip
+    """dgate = dout * up * silu'(gate) and dup = dout * silu(gate), elementwise, one tile a block."""
+    # Load a tile of gate, up and dout
     blocks = ct.cdiv(gate.shape[1], BLOCK)
-    row = ct.bid(0) // blocks
-    at = (row, ct.bid(0) % blocks * BLOCK + ct.arange(BLOCK, dtype=ct.int32))
-    g = ct.gather(gate, at, check_bounds=not EXACT).astype(ct.float32)
-    u = ct.gather(up, at, check_bounds=not EXACT).astype(ct.float32)
-    d = ct.gather(dout, at, check_bounds=not EXACT).astype(ct.float32)
+    row_idx = ct.bid(0) // blocks
+    index = (row_idx, ct.bid(0) % blocks * BLOCK + ct.arange(BLOCK, dtype=ct.int32))
+    g = ct.gather(gate, index, check_bounds=not EXACT).astype(ct.float32)
+    u = ct.gather(up, index, check_bounds=not EXACT).astype(ct.float32)
+    d = ct.gather(dout, index, check_bounds=not EXACT).astype(ct.float32)
+    # Recompute the activation
     act, slope = _silu(g, gate.dtype == ct.float32)
-    # autograd rounds the gradient of act(gate) to the input's dtype
+    # Compute and store dgate and dup; autograd rounds the gradient of act(gate) to the input's dtype
     dact = (d * u).astype(gate.dtype).astype(ct.float32)
-    ct.scatter(dgate, at, (dact * slope).astype(dgate.dtype), check_bounds=not EXACT)
+    ct.scatter(dgate, index, (dact * slope).astype(dgate.dtype), check_bounds=not EXACT)
     act = act.astype(gate.dtype).astype(ct.float32)
-    ct.scatter(dup, at, (d * act).astype(dup.dtype), check_bounds=not EXACT)
+    ct.scatter(dup, index, (d * act).astype(dup.dtype), check_bounds=not EXACT)
 
 
 _forward = CutileKernel(_gated_kernel)

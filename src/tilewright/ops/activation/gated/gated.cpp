@@ -1,4 +1,4 @@
-// Gated activations, act(gate) * up: one walk, in blocks of a row that are divided among threads.
+// Gated activations, act(gate) * up: one pass, in blocks of a row that are divided among threads.
 #include <tilewright/host/exponential.h>
 #include <tilewright/host/parallel.h>
 #include <tilewright/host/rows.h>
@@ -7,7 +7,7 @@ namespace tilewright {
 
 constexpr int64_t kBlock = 4096;
 
-// x * sigmoid(u).  Of e^-|u|, so that nothing overflows.
+// x * sigmoid(u), computed from e^-|u|, which cannot overflow.
 template <bool kPrecise>
 inline Float times_sigmoid(Float x, Float u) {
     const Float e = exp<kPrecise>((Float)((Bits)u | 0x80000000u));
@@ -16,7 +16,7 @@ inline Float times_sigmoid(Float x, Float u) {
 
 struct silu {
     template <bool kPrecise>
-    static Float of(Float g) {
+    static Float act(Float g) {
         return times_sigmoid<kPrecise>(g, g);
     }
 };
@@ -24,7 +24,7 @@ struct silu {
 // (1 + tanh(z)) / 2 is sigmoid(2 z).
 struct gelu_tanh {
     template <bool kPrecise>
-    static Float of(Float g) {
+    static Float act(Float g) {
         return times_sigmoid<kPrecise>(g, 1.5957691216057308f * (g + 0.044715f * g * g * g));
     }
 };
@@ -33,7 +33,7 @@ struct gelu_tanh {
 // polynomial with a relative error of 2^-28: the lower tail keeps its digits, which 1 + erf would cancel.
 struct gelu {
     template <bool kPrecise>
-    static Float of(Float g) {
+    static Float act(Float g) {
         const Float a = (Float)((Bits)g & 0x7fffffffu), t = 1.0f / (1.0f + 0.3f * a);
         Float q = splat(-0.020628701895475388f);
         q = q * t + 0.1124650090932846f;
@@ -50,7 +50,7 @@ struct gelu {
     }
 };
 
-// T: of gate, up and out.  Act: silu, gelu_tanh or gelu.  up begins up_offset elements further on.
+// T: dtype of gate, up and out.  Act: silu, gelu_tanh or gelu.  The data of up begin at up + up_offset.
 template <class Config, class T = typename Config::T>
 void gated(T* out, const T* gate, const T* up, int64_t m, int64_t n, int64_t stride_gate, int64_t stride_up,
            int64_t up_offset, int threads) {
@@ -61,11 +61,11 @@ void gated(T* out, const T* gate, const T* up, int64_t m, int64_t n, int64_t str
             const int64_t row = task / blocks, start = task % blocks * kBlock;
             const T* g = gate + row * stride_gate + start;
             const T* u = up + row * stride_up + up_offset + start;
-            T* to = out + row * n + start;
+            T* y = out + row * n + start;
             sweep(n - start < kBlock ? n - start : kBlock, [=](int64_t i, auto extent) {
-                // act is rounded to the input's dtype before the product, as the models do
-                const F32 act = rounded<T>(map(Config::Act::template of<sizeof(T) == 4>, Row::load(g + i, extent)));
-                Row::store(to + i, act * Row::load(u + i, extent), extent);
+                // act(g) is rounded to the input's dtype before the product, as the models do
+                const F32 a = rounded<T>(map(Config::Act::template act<sizeof(T) == 4>, Row::load(g + i, extent)));
+                Row::store(y + i, a * Row::load(u + i, extent), extent);
             });
         }
     });

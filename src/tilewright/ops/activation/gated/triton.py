@@ -1,7 +1,7 @@
 """Gated activations in Triton: one kernel forward, one backward, for all four ops.
 
 A tile is BLOCK neighbouring elements of one row; `up_offset` and the strides tell packed from split tensors, and
-contiguous split tensors count as one long row.  Every thread has several independent 16-byte loads under way.
+contiguous split tensors count as one long row.  Every thread has several independent 16-byte loads in flight.
 Traffic: forward 6*M*N bytes at bf16, so 8192x14336 cannot beat 168 us at 4.2 TB/s; backward reads dout, gate and up and
 writes two gradients, 10*M*N, 280 us.  The backward recomputes act(gate): nothing is saved but the inputs.
 """
@@ -17,7 +17,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
 from tilewright.ops.rows import as_rows
 
-FILL = 512  # tiles wanted before tiles grow: about four for each SM of an H200
+FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
@@ -29,14 +29,14 @@ class Config(NamedTuple):
 def _tiles(dtype: torch.dtype) -> list[Config]:
     """Tiles of one 16-byte vector a thread and tensor, largest first.
 
-    Two vectors, or programs that walk over several tiles, are slower: 164.7 us and more against 163.6 at 8192x14336
+    Two vectors, or programs that loop over several tiles, are slower: 164.7 us and more against 163.6 at 8192x14336
     (H200, 2026-11).
     """
     return [Config(32 * warps * 16 // dtype.itemsize, warps) for warps in (4, 2, 1)]
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work; a small problem is all latency."""
+    """The largest tile that still gives every SM work; latency decides small problems."""
     m, n = bucket
     tiles = _tiles(dtype)
     return next((c for c in tiles if m * n >= FILL * c.block), tiles[-1])
@@ -46,7 +46,7 @@ CONFIGS = (*_tiles(torch.bfloat16), *_tiles(torch.float32))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """From one element to four vectors a thread: few rows want many threads, many want long accesses."""
+    """One element to four vectors a thread: small problems need many threads, large ones long accesses."""
     m, n = bucket
     vector = 16 // dtype.itemsize
     each = (1, 2, 4, vector) if m * n < FILL * 2048 else (4, vector, 2 * vector, 4 * vector)
@@ -59,12 +59,12 @@ def normal(g, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> the normal distribu
     """(1 + erf) / 2 cancels below zero: at -5 two digits are left, at -6 none.
 
     The cdf at -a <= 0 is e^(-a^2 / 2) q(t) t, t = 1 / (1 + 0.3 a), with q the minimax polynomial of `gated.cpp`, whose
-    relative error is 2^-28; roundings make 6 * 2^-24 of it, beside those of e^x and of a division.  Fast, e^(-a^2 / 2)
-    adds 2^-18 at -13, where float32 ends.
+    relative error is 2^-28; rounding raises it to 6 * 2^-24, plus the errors of e^x and of a division.  If not PRECISE,
+    e^(-a^2 / 2) adds 2^-18 at -13, where the cdf leaves the range of float32.
     """
     a = tl.minimum(tl.abs(g), 40.0)  # from 15 on e^(-a^2 / 2) is 0, and the square of infinity has no low part
     if PRECISE:
-        # a^2 / 2 has an error of half an ULP, which e^ magnifies: z has 12 bits, and z^2 is exact
+        # the exponential magnifies the half ULP of error in a^2 / 2: split a at z of 12 bits, whose square is exact
         z = tl.floor(64.0 * a) * 0.015625
         bell = exp(-0.5 * z * z, PRECISE) * exp(-0.5 * (a - z) * (a + z), False)
     else:
@@ -99,7 +99,7 @@ def activate(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -
         if ACT == "gelu_tanh":
             u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
             du = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        # of e^-|u|: no overflow, and no cancellation in 1 - s, which du would magnify
+        # from e^-|u|: no overflow, and no cancellation in 1 - s, which du would magnify
         e = exp(-tl.abs(u), PRECISE)
         if PRECISE:
             large = tl.div_rn(1.0 + tl.zeros_like(e), 1.0 + e)
@@ -115,7 +115,7 @@ def activate(g, ACT: tl.constexpr, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -
 
 @triton.jit
 def gated(act, g, u):
-    """act * u in float32; act(g) is rounded to the input's dtype before, as the models do."""
+    """act * u in float32; act is rounded to the input's dtype first, as the models do."""
     return act.to(g.dtype).to(tl.float32) * u.to(tl.float32)
 
 
@@ -124,15 +124,18 @@ def _gated_kernel(
     out, gate, up, N, blocks, stride_gate, stride_up, up_offset,  # out: (M, N)   gate, up: (M, N) by stride
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """out = act(gate) * up, one tile a program."""
+    # Load a tile of gate and up
     offs = tl.arange(0, BLOCK)
     tile = tl.program_id(0)
-    row, start = (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64) * BLOCK
+    row_idx, start = (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64) * BLOCK
     mask = offs < N - start
-    g = tl.load(gate + (row * stride_gate + start) + offs, mask=mask)
-    u = tl.load(up + (row * stride_up + up_offset + start) + offs, mask=mask)
+    g = tl.load(gate + (row_idx * stride_gate + start) + offs, mask=mask)
+    u = tl.load(up + (row_idx * stride_up + up_offset + start) + offs, mask=mask)
+    # Compute and store out
     act, _ = activate(g.to(tl.float32), ACT, g.dtype == tl.float32)
-    result = gated(act, g, u)
-    tl.store(out + (row * N + start) + offs, result.to(out.dtype.element_ty), mask=mask)
+    out_fp32 = gated(act, g, u)
+    tl.store(out + (row_idx * N + start) + offs, out_fp32.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -141,19 +144,23 @@ def _gated_backward_kernel(
     stride_grad, stride_dout, stride_gate, stride_up, up_offset,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """dgate = dout * up * act'(gate) and dup = dout * act(gate), elementwise, one tile a program."""
+    # Load a tile of gate, up and dout
     offs = tl.arange(0, BLOCK)
     tile = tl.program_id(0)
-    row, start = (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64) * BLOCK
+    row_idx, start = (tile // blocks).to(tl.int64), (tile % blocks).to(tl.int64) * BLOCK
     mask = offs < N - start
-    g = tl.load(gate + (row * stride_gate + start) + offs, mask=mask)
-    u = tl.load(up + (row * stride_up + up_offset + start) + offs, mask=mask).to(tl.float32)
-    d = tl.load(dout + (row * stride_dout + start) + offs, mask=mask).to(tl.float32)
+    g = tl.load(gate + (row_idx * stride_gate + start) + offs, mask=mask)
+    u = tl.load(up + (row_idx * stride_up + up_offset + start) + offs, mask=mask).to(tl.float32)
+    d = tl.load(dout + (row_idx * stride_dout + start) + offs, mask=mask).to(tl.float32)
+    # Recompute the activation
     act, slope = activate(g.to(tl.float32), ACT, g.dtype == tl.float32)
-    # autograd rounds the gradient of act(gate) to the input's dtype
+    # Compute and store dgate and dup; autograd rounds the gradient of act(gate) to the input's dtype
     dact = (d * u).to(g.dtype).to(tl.float32)
-    at = row * stride_grad + start
-    tl.store(dgate + at + offs, (dact * slope).to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dup + (at + up_offset) + offs, (d * act.to(g.dtype).to(tl.float32)).to(dup.dtype.element_ty), mask=mask)
+    grad_offset = row_idx * stride_grad + start
+    tl.store(dgate + grad_offset + offs, (dact * slope).to(dgate.dtype.element_ty), mask=mask)
+    dup_fp32 = d * act.to(g.dtype).to(tl.float32)
+    tl.store(dup + (grad_offset + up_offset) + offs, dup_fp32.to(dup.dtype.element_ty), mask=mask)
 
 
 _forward = TritonKernel(_gated_kernel)
@@ -181,14 +188,14 @@ def _launch(
     gate: Tensor,
     up: Tensor,
     shape: tuple[int, int],
-    places: tuple[int, int, int],
+    layout: tuple[int, int, int],
     act: str,
     config: Config,
 ) -> None:
-    """`places`: row strides of gate and up, and where up begins."""
+    """`layout`: row strides of gate and up, and the offset of up."""
     m, n = shape
     blocks = triton.cdiv(n, config.block)
-    _forward((m * blocks,), (out, gate, up, n, blocks, *places), (act, config.block), num_warps=config.num_warps)
+    _forward((m * blocks,), (out, gate, up, n, blocks, *layout), (act, config.block), num_warps=config.num_warps)
 
 
 def split_backward(
@@ -200,16 +207,16 @@ def split_backward(
         return
     dout, gate, up = as_rows(dout), as_rows(gate), as_rows(up)
     m, n = gate.shape
-    places = (n, dout.stride(0), gate.stride(0), up.stride(0), 0)
-    _launch_backward(dgate, dup, dout, gate, up, (m, n), places, act, config)
+    layout = (n, dout.stride(0), gate.stride(0), up.stride(0), 0)
+    _launch_backward(dgate, dup, dout, gate, up, (m, n), layout, act, config)
 
 
 def packed_backward(dx: Tensor, dout: Tensor, x: Tensor, act: str, config: Config) -> None:
     """Gradient of `packed`, packed in the same way."""
     dout, x = as_rows(dout), as_rows(x)
     m, n = dout.shape
-    places = (2 * n, dout.stride(0), x.stride(0), x.stride(0), n)
-    _launch_backward(dx, dx, dout, x, x, (m, n), places, act, config)
+    layout = (2 * n, dout.stride(0), x.stride(0), x.stride(0), n)
+    _launch_backward(dx, dx, dout, x, x, (m, n), layout, act, config)
 
 
 def _launch_backward(
@@ -219,12 +226,12 @@ def _launch_backward(
     gate: Tensor,
     up: Tensor,
     shape: tuple[int, int],
-    places: tuple[int, int, int, int, int],
+    layout: tuple[int, int, int, int, int],
     act: str,
     config: Config,
 ) -> None:
-    """`places`: row strides of the gradients, dout, gate and up, and where the second half begins."""
+    """`layout`: row strides of the gradients, dout, gate and up, and the offset of the second half."""
     m, n = shape
     blocks = triton.cdiv(n, config.block)
-    args = (dgate, dup, dout, gate, up, n, blocks, *places)
+    args = (dgate, dup, dout, gate, up, n, blocks, *layout)
     _backward((m * blocks,), args, (act, config.block), num_warps=config.num_warps)

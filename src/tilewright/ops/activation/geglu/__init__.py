@@ -1,4 +1,4 @@
-"""GELU gate of a gate and an up tensor.  The contract; backends are the files beside it."""
+"""GELU gate of a gate and an up tensor.  The contract; backends are the files next to it."""
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ def geglu(
 
 
 def reference(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
-    """The same in plain torch, bit for bit what the Hugging Face modules compute."""
+    """Plain torch; equals the Hugging Face modules bit for bit."""
     return gated.gelu_mul(gate, up, approximate)
 
 

@@ -1,4 +1,4 @@
-"""GELU gate with gate and up packed in one tensor.  The contract; backends are the files beside it."""
+"""GELU gate with gate and up packed in one tensor.  The contract; backends are the files next to it."""
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def gelu_and_mul(
 
 
 def reference(x: Tensor, *, approximate: str = "tanh") -> Tensor:
-    """The same in plain torch, bit for bit what the Hugging Face modules compute."""
+    """Plain torch; equals the Hugging Face modules bit for bit."""
     return gated.gelu_mul(*gated.halves(x), approximate)
 
 

@@ -1,4 +1,4 @@
-"""SiLU gate with gate and up packed in one tensor.  The contract; backends are the files beside it."""
+"""SiLU gate with gate and up packed in one tensor.  The contract; backends are the files next to it."""
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None, backend: str | None = 
 
 
 def reference(x: Tensor) -> Tensor:
-    """The same in plain torch, bit for bit what the Hugging Face modules compute."""
+    """Plain torch; equals the Hugging Face modules bit for bit."""
     return gated.silu_mul(*gated.halves(x))
 
 

@@ -1,6 +1,4 @@
-"""SiLU gate of a packed tensor, quantised while it is still in registers.  The contract; backends are the files beside
-it.
-"""
+"""SiLU gate of a packed tensor, quantised in registers.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,12 +25,12 @@ def silu_and_mul_fp8(x: Tensor, *, ue8m0: bool = False, backend: str | None = No
     Raises InputError for other dtypes, fewer than two dimensions, an odd last dimension, and an x that requires a
     gradient outside torch.no_grad().
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, ue8m0), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, ue8m0), backend)
+    return result
 
 
 def reference(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: the two steps.  On float64 unrounded, see `ops/quant/numbers.py`."""
+    """Plain torch, in two steps.  A float64 input is not rounded, see `ops/quant/numbers.py`."""
     return cast(gated.silu_mul(*gated.halves(x)), TOKEN, ue8m0)
 
 
@@ -60,7 +58,7 @@ def check(x: Tensor, ue8m0: bool) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: as `swiglu_fp8`.  x is (M, 2N)."""
+    """params: as in `swiglu_fp8`.  x is (M, 2N)."""
     halves = swiglu_fp8.inputs(params, dtype, device, seed)
     return Sample((torch.cat(halves.args, -1),), halves.kwargs)
 

@@ -1,4 +1,4 @@
-"""SiLU gate of a gate and an up tensor.  The contract; backends are the files beside it."""
+"""SiLU gate of a gate and an up tensor.  The contract; backends are the files next to it."""
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ def swiglu(gate: Tensor, up: Tensor, *, out: Tensor | None = None, backend: str 
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
-    """The same in plain torch, bit for bit what the Hugging Face modules compute."""
+    """Plain torch; equals the Hugging Face modules bit for bit."""
     return gated.silu_mul(gate, up)
 
 

@@ -1,6 +1,4 @@
-"""SiLU gate whose result is quantised while it is still in registers.  The contract; backends are the files beside
-it.
-"""
+"""SiLU gate, quantised while the result is in registers.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +22,7 @@ def swiglu_fp8(gate: Tensor, up: Tensor, *, ue8m0: bool = False, backend: str | 
 
     gate, up: (..., M, N) bf16|fp16|fp32, one shape and dtype.
     Returns q (..., M, N) float8_e4m3fn and scales (..., M, ceil(N / 128)) float32 in the layout TOKEN: one for 128
-    elements of a row, those of consecutive rows side by side, as the GEMM kernels read them.
+    elements of a row, those of consecutive rows adjacent in memory, as the GEMM kernels read them.
 
     The product is rounded to gate's dtype and then quantised: the bits of the two ops called one after the other.
     ue8m0: round scales up to powers of two.
@@ -34,12 +32,12 @@ def swiglu_fp8(gate: Tensor, up: Tensor, *, ue8m0: bool = False, backend: str | 
     Raises InputError for other dtypes, fewer than two dimensions, tensors that differ in shape, dtype or device, and
     tensors that require a gradient outside torch.no_grad().
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (gate, up, ue8m0), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (gate, up, ue8m0), backend)
+    return result
 
 
 def reference(gate: Tensor, up: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: the two steps.  On float64 unrounded, see `ops/quant/numbers.py`."""
+    """Plain torch, in two steps.  A float64 input is not rounded, see `ops/quant/numbers.py`."""
     return cast(gated.silu_mul(gate, up), TOKEN, ue8m0)
 
 
@@ -72,7 +70,7 @@ def check(gate: Tensor, up: Tensor, ue8m0: bool) -> None:
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: M, N, optional B, scale (of up), gate_scale, special, ue8m0, and halves=True for gate and up as views of
-    one packed tensor.  Blocks of 128 columns differ in size, so that an element which meets another block's scale is
+    one packed tensor.  Blocks of 128 columns differ in magnitude, so that an element with the wrong block's scale is
     far off.
     """
     up = samples.matrix(params, dtype, device, seed)
@@ -105,7 +103,7 @@ EDGE_CASES = (
     Workload("n_1: a group of one", {"M": 5, "N": 1}),
     Workload("blocks: several programs a row, the last one partly masked", {"M": 3, "N": 5000}),
     Workload("tall: several programs a column, the last one partly masked", {"M": 70, "N": 130}),
-    Workload("batch: each matrix has scales of its own", {"B": 3, "M": 6, "N": 384}),
+    Workload("batch: each matrix has its own scales", {"B": 3, "M": 6, "N": 384}),
     Workload("ue8m0: powers of two", {"M": 33, "N": 512, "ue8m0": True}),
     Workload(
         "saturated: exp overflows on one side and vanishes on the other",
@@ -118,7 +116,7 @@ EDGE_CASES = (
 
 
 def ones(device: torch.device, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Sample:
-    """Arguments for a call that must fail."""
+    """Tensors of ones for a call that must fail."""
     return Sample(tuple(torch.ones(shape, device=device, dtype=dtype) for shape in shapes))
 
 

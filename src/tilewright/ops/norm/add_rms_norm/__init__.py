@@ -1,5 +1,5 @@
 """Residual add and RMSNorm in one pass: the pair every decoder layer runs twice.  The contract; backends are the files
-beside it.
+next to it.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def add_rms_norm(
 def reference(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
+    """Plain torch."""
     total = x + residual
     return rms.reference(total, weight, eps=eps, offset=offset, fp32_weight=fp32_weight), total
 
@@ -104,17 +104,17 @@ def check(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: as `rms_norm`."""
-    plain = rms.inputs(params, dtype, device, seed)
+    """params: as in `rms_norm`."""
+    sample = rms.inputs(params, dtype, device, seed)
     residual = rows.random_tensor(
-        plain.args[0].shape, dtype, device, rows.generator(seed + 1), params.get("scale", 1.0)
+        sample.args[0].shape, dtype, device, rows.generator(seed + 1), params.get("scale", 1.0)
     )
-    return Sample((plain.args[0], residual, plain.args[1]), plain.kwargs)
+    return Sample((sample.args[0], residual, sample.args[1]), sample.kwargs)
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Forward reads x and residual, writes y and the sum.  Backward reads dy, dsum and the sum, writes one gradient
-    for both.
+    """Forward reads x and residual, writes y and the sum.  Backward reads dy, dsum and the sum, writes one gradient,
+    which x and residual share.
     """
     x, _, weight = sample.args
     if direction == "fwd":
@@ -148,7 +148,7 @@ CONTRACT = register(
             inputs=(0, 1, 2),
             save=lambda args, outputs: (outputs[1], args[2]),
             raw_args=_backward_args,
-            expand=lambda made: (made[0], made[0], made[1]),
+            expand=lambda grads: (grads[0], grads[0], grads[1]),
         ),
         workloads=(
             Workload("llama8b_train", {"M": 8192, "N": 4096}),

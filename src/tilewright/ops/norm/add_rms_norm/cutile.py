@@ -11,7 +11,7 @@ from tilewright.ops.norm.rms_norm.cutile import (
     BACKWARD_CONFIGS,
     CONFIGS,
     Config,
-    WalkConfig,
+    PersistentConfig,
     candidates,
     candidates_backward,
     configure,
@@ -50,7 +50,7 @@ def launch(
     backend="cutile",
     direction="bwd",
     configure=configure_backward,
-    config_type=WalkConfig,
+    config_type=PersistentConfig,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
     supports=no_float64,
@@ -66,6 +66,6 @@ def launch_backward(
     fp32_weight: bool,
     need_dweight: bool,
     *,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     run_backward(outs[0], outs[1], dy, dtotal, total, weight, eps, offset, fp32_weight, need_dweight, config)

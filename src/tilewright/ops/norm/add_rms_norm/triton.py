@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.ops.norm.rms_norm.triton import (
     Config,
-    WalkConfig,
+    PersistentConfig,
     candidates,
     candidates_backward,
     configure_backward,
@@ -60,7 +60,7 @@ def launch(
     backend="triton",
     direction="bwd",
     configure=configure_backward,
-    config_type=WalkConfig,
+    config_type=PersistentConfig,
     configs=every(configure_backward),
     candidates=candidates_backward,
 )
@@ -75,6 +75,6 @@ def launch_backward(
     fp32_weight: bool,
     need_dweight: bool,
     *,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     run_backward(outs[0], outs[1], dy, dtotal, total, weight, eps, offset, fp32_weight, need_dweight, config)

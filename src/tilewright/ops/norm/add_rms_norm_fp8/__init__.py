@@ -1,4 +1,4 @@
-"""Residual add, RMSNorm and quantisation in one pass.  The contract; backends are the files beside it."""
+"""Residual add, RMSNorm and quantisation in one pass.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +34,8 @@ def add_rms_norm_fp8(
     Raises InputError for different shapes, dtypes or devices of x and residual, and for what `rms_norm_fp8` refuses.
     """
     args = (x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0)
-    made: tuple[Tensor, Tensor, Tensor] = call(CONTRACT, args, backend)
-    return made
+    result: tuple[Tensor, Tensor, Tensor] = call(CONTRACT, args, backend)
+    return result
 
 
 def reference(
@@ -48,7 +48,7 @@ def reference(
     fp32_weight: bool = False,
     ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch."""
+    """Plain torch."""
     total = x + residual
     q, scales = rms.reference(total, weight, eps=eps, offset=offset, fp32_weight=fp32_weight, ue8m0=ue8m0)
     return q, scales, total
@@ -85,9 +85,9 @@ def check(
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: as `rms_norm_fp8`."""
-    plain = rms.inputs(params, dtype, device, seed)
-    return Sample((plain.args[0], samples.matrix(params, dtype, device, seed + 2), plain.args[1]), plain.kwargs)
+    """params: as in `rms_norm_fp8`."""
+    sample = rms.inputs(params, dtype, device, seed)
+    return Sample((sample.args[0], samples.matrix(params, dtype, device, seed + 2), sample.args[1]), sample.kwargs)
 
 
 def cost(sample: Sample, direction: str) -> Cost:

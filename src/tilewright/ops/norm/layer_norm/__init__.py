@@ -1,4 +1,4 @@
-"""LayerNorm, forward and backward.  The contract; backends are the files beside it."""
+"""LayerNorm, forward and backward.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def layer_norm(
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """The same in plain torch."""
+    """Plain torch."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -81,10 +81,10 @@ BACKWARD = RawOp(
 
 def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
     """Raises InputError for what the docstring of `layer_norm` excludes."""
-    given = {name: t for name, t in (("x", x), ("weight", weight), ("bias", bias)) if t is not None}
-    rows.check_floating("layer_norm", **given)
+    tensors = {name: t for name, t in (("x", x), ("weight", weight), ("bias", bias)) if t is not None}
+    rows.check_floating("layer_norm", **tensors)
     rows.check_vector("layer_norm", x, weight=weight, bias=bias)
-    for name, t in given.items():
+    for name, t in tensors.items():
         if t.dtype != x.dtype:
             raise InputError(
                 f"layer_norm: {name} is {t.dtype}, x is {x.dtype}; they must have one dtype. Cast one of them."
@@ -93,9 +93,9 @@ def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: M, N, optional affine ("both", "weight", "none"), mean."""
-    g = rows.generator(seed)
-    x = rows.random_tensor((params["M"], params["N"]), torch.float32, device, g) + params.get("mean", 0.0)
-    weight, bias = (rows.random_tensor((params["N"],), dtype, device, g) for _ in range(2))
+    rng = rows.generator(seed)
+    x = rows.random_tensor((params["M"], params["N"]), torch.float32, device, rng) + params.get("mean", 0.0)
+    weight, bias = (rows.random_tensor((params["N"],), dtype, device, rng) for _ in range(2))
     affine = params.get("affine", "both")
     return Sample((x.to(dtype), None if affine == "none" else weight, bias if affine == "both" else None))
 

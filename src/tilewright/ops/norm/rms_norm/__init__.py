@@ -1,4 +1,4 @@
-"""RMSNorm: every Hugging Face variant, forward and backward.  The contract; backends are the files beside it."""
+"""RMSNorm: every Hugging Face variant, forward and backward.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,13 +43,13 @@ def rms_norm(
 def reference(
     x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
 ) -> Tensor:
-    """The same in plain torch, bit for bit what the Hugging Face modules compute."""
-    wide = x.to(rows.accumulate_dtype(x.dtype))
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    """Plain torch; equals the Hugging Face modules bit for bit."""
+    x_fp32 = x.to(rows.accumulate_dtype(x.dtype))
+    x_hat = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
     if fp32_weight or offset != 0.0:
-        w = weight.to(wide.dtype)
-        return (normed * (offset + w) if offset != 0.0 else w * normed).to(x.dtype)
-    return weight * normed.to(x.dtype)
+        w = weight.to(x_fp32.dtype)
+        return (x_hat * (offset + w) if offset != 0.0 else w * x_hat).to(x.dtype)
+    return weight * x_hat.to(x.dtype)
 
 
 def _raw(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> Tensor:
@@ -64,7 +64,7 @@ def _raw_backward(
 
 
 def out_dtype(x: Tensor, weight: Tensor, fp32_weight: bool) -> torch.dtype:
-    """dtype of the result: x's in the float32 forms, else torch's promotion of x and weight."""
+    """Return the dtype of y: x's in the float32 forms, else torch's promotion of x and weight."""
     return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight.dtype)
 
 
@@ -104,9 +104,9 @@ def check(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: boo
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: M, N, optional weight_dtype, offset, fp32_weight, eps."""
-    g = rows.generator(seed)
-    x = rows.random_tensor((params["M"], params["N"]), dtype, device, g, scale=params.get("scale", 1.0))
-    weight = rows.random_tensor((params["N"],), params.get("weight_dtype", dtype), device, g)
+    rng = rows.generator(seed)
+    x = rows.random_tensor((params["M"], params["N"]), dtype, device, rng, scale=params.get("scale", 1.0))
+    weight = rows.random_tensor((params["N"],), params.get("weight_dtype", dtype), device, rng)
     options = {k: params[k] for k in ("offset", "fp32_weight", "eps") if k in params}
     return Sample((x, weight), options)
 

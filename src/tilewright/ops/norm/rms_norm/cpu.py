@@ -1,6 +1,6 @@
 """RMSNorm on a CPU: compiles and calls `rms_norm.cpp`, which `add_rms_norm` shares.
 
-Traffic: reads x once, writes y once; the second walk along a row finds it in the L1 or L2 cache.
+Traffic: reads x once, writes y once; the second pass over a row finds it in the L1 or L2 cache.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from tilewright.ops.rows import as_rows
 
 
 class Params(NamedTuple):
-    """Of the template: T dtype of x, W of weight, Y of y."""
+    """Template parameters.   T, W, Y: dtypes of x, weight and y."""
 
     T: torch.dtype
     W: torch.dtype
@@ -37,13 +37,13 @@ def run_forward(
     offset: float,
     fp32_weight: bool,
 ) -> None:
-    """y = norm(x), or norm(x + residual) with the sum left in `total`."""
-    rows, weight = as_rows(x), weight.contiguous()
-    other = None if residual is None else as_rows(residual)
-    m, n = rows.shape
-    stride = 0 if other is None else other.stride(0)
-    params = Params(x.dtype, weight.dtype, y.dtype, other is not None, fp32_weight)
-    _kernel((y, total, rows, other, weight, m, n, rows.stride(0), stride, eps, offset), params)
+    """Normalise x into y.  With a residual: normalise total = x + residual, and write total."""
+    x_rows, weight = as_rows(x), weight.contiguous()
+    residual_rows = None if residual is None else as_rows(residual)
+    m, n = x_rows.shape
+    stride_r = 0 if residual_rows is None else residual_rows.stride(0)
+    params = Params(x.dtype, weight.dtype, y.dtype, residual_rows is not None, fp32_weight)
+    _kernel((y, total, x_rows, residual_rows, weight, m, n, x_rows.stride(0), stride_r, eps, offset), params)
 
 
 @register_impl("rms_norm", backend="cpu")

@@ -1,10 +1,10 @@
-"""RMSNorm in cuTile.  A block holds whole rows in registers: one read of x, one write of y, the sum in between.
+"""RMSNorm in cuTile.  A block holds whole rows in registers: one read of x, one write of y, statistics in between.
 
 Traffic: forward 4*M*N bytes at bf16, so 8192x4096 cannot beat 32 us at 4.2 TB/s; backward reads dy and x and writes
 dx, 6*M*N, 48 us.  Rows are read by gather, which becomes plain 16-byte loads: a tile load of a row becomes TMA boxes of
-256 elements, a third of the speed (1.1 TB/s against 3.9 at 32768x4096; H200, 2026-11).  The backward's weight gradient
-is accumulated by blocks that walk over the rows and added up in a fixed order.  Rows too long for registers are read
-twice; the second read comes from L2.
+256 elements, a third of the speed (1.1 TB/s against 3.9 at 32768x4096; H200, 2026-11).  Persistent blocks accumulate
+the weight gradient; their results are added in a fixed order.  Rows too long for registers are read twice; the second
+read comes from L2.
 """
 
 from typing import NamedTuple
@@ -19,22 +19,22 @@ from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.jit.tape import scratch
 from tilewright.ops.rows import as_rows, no_float64
 
-MAX_BLOCK = 16384  # 64 float32 a thread at 8 warps, the most there are; longer rows are walked in blocks of WALK
-MAX_BLOCK_BACKWARD = 8192  # x, dy, weight and its gradient
-WALK = 8192
-HELD = 32768  # elements of all the blocks on an SM, which has two registers for each
+MAX_BLOCK = 16384  # 64 float32 a thread at 8 warps, the most there are; longer rows are read in parts
+MAX_BLOCK_BACKWARD = 8192  # x, dy, weight and dw are in registers
+LONG_BLOCK = 8192  # columns of one part of a long row
+HELD = 32768  # elements that the blocks of one SM hold: two registers for each
 
 
 class Config(NamedTuple):
-    rows: int  # of one block
+    rows: int  # rows per block
     num_warps: int  # 4 or 8
-    occupancy: int = 0  # blocks that shall share an SM; 0: as tileiras chooses
+    occupancy: int = 0  # blocks per SM; 0: tileiras chooses
 
 
-class WalkConfig(NamedTuple):
-    """Blocks that walk over the rows, so that each leaves one partial weight gradient."""
+class PersistentConfig(NamedTuple):
+    """Persistent blocks: each loops over tiles of rows and leaves one partial weight gradient."""
 
-    rows: int
+    rows: int  # rows per tile
     num_warps: int  # 4 or 8
     waves: int  # blocks per SM
 
@@ -53,7 +53,7 @@ CONFIGS = tuple(dict.fromkeys(configure((1, 1 << k), torch.bfloat16) for k in ra
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """From 4 to 64 values a thread."""
+    """Configurations with 4 to 64 elements a thread."""
     m, n = bucket
     block = min(next_power_of_2(n), MAX_BLOCK)
     return tuple(
@@ -66,25 +66,25 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> WalkConfig:
+def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> PersistentConfig:
     _, n = bucket
     block = next_power_of_2(n)
     if block <= 2048:
-        return WalkConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, waves=4)
+        return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, waves=4)
     # two float32 blocks an SM spill on sm_100 and sm_120
-    return WalkConfig(rows=1, num_warps=8, waves=2 if block <= 4096 and dtype.itemsize == 2 else 1)
+    return PersistentConfig(rows=1, num_warps=8, waves=2 if block <= 4096 and dtype.itemsize == 2 else 1)
 
 
 BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((1, 1 << k), torch.bfloat16) for k in range(15)))
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[WalkConfig, ...]:
-    """From 4 to 32 values of each row in a thread."""
+def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
+    """Configurations with 4 to 32 elements of x and of dy a thread."""
     block = next_power_of_2(bucket[1])
     if block > MAX_BLOCK_BACKWARD:
         return ()
     return tuple(
-        WalkConfig(rows, warps, waves)
+        PersistentConfig(rows, warps, waves)
         for warps in (4, 8)
         for rows in (1, 2, 4, 8)
         for waves in (1, 2, 3, 4, 6)
@@ -98,128 +98,147 @@ def _rms_norm_kernel(
     ADD: ct.Constant[bool], FP32_WEIGHT: ct.Constant[bool], ROWS: ct.Constant[int], BLOCK_N: ct.Constant[int],
     EXACT: ct.Constant[bool],
 ):  # fmt: skip  # EXACT: nothing needs a mask
-    offs_m = (ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None]
-    offs_n = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
+    """y = x_hat * (offset + weight), x_hat = x * rstd.   ADD: normalise total = x + residual, and write it."""
+    # Load the weight and the rows
+    row_idx = (ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None]
+    col_offsets = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
     w = ct.gather(weight, (ct.arange(BLOCK_N, dtype=ct.int32),), check_bounds=not EXACT).astype(ct.float32)[None, :]
-    row = ct.gather(x, (offs_m, offs_n), check_bounds=not EXACT)
+    row = ct.gather(x, (row_idx, col_offsets), check_bounds=not EXACT)
     if ADD:  # the sum is rounded to its dtype before it is normalised, as in the model
-        other = ct.gather(residual, (offs_m, offs_n), check_bounds=not EXACT)
-        row = (row.astype(ct.float32) + other.astype(ct.float32)).astype(x.dtype)
-        ct.scatter(total, (offs_m, offs_n), row, check_bounds=not EXACT)
-    wide = row.astype(ct.float32)
-    normed = wide * ct.rsqrt(ct.sum(wide * wide, axis=1, keepdims=True) / x.shape[1] + eps)
+        r = ct.gather(residual, (row_idx, col_offsets), check_bounds=not EXACT)
+        row = (row.astype(ct.float32) + r.astype(ct.float32)).astype(x.dtype)
+        ct.scatter(total, (row_idx, col_offsets), row, check_bounds=not EXACT)
+    # Normalise
+    x_fp32 = row.astype(ct.float32)
+    x_hat = x_fp32 * ct.rsqrt(ct.sum(x_fp32 * x_fp32, axis=1, keepdims=True) / x.shape[1] + eps)
+    # Scale by the weight
     if FP32_WEIGHT:
-        result = normed * (offset + w)
+        y_fp32 = x_hat * (offset + w)
     else:  # round to x's dtype before the weight, as the models do
-        result = normed.astype(x.dtype).astype(ct.float32) * w
-    ct.scatter(y, (offs_m, offs_n), result.astype(y.dtype), check_bounds=not EXACT)
+        y_fp32 = x_hat.astype(x.dtype).astype(ct.float32) * w
+    ct.scatter(y, (row_idx, col_offsets), y_fp32.astype(y.dtype), check_bounds=not EXACT)
 
 
 def _rms_norm_long_kernel(
     y, total, x, residual, eps, offset, weight,  # y, total, x, residual: (M, N)   weight: (N,)
     ADD: ct.Constant[bool], FP32_WEIGHT: ct.Constant[bool], BLOCK_N: ct.Constant[int],
 ):  # fmt: skip
-    row = ct.bid(0)
+    # First read: rstd
+    row_idx = ct.bid(0)
     blocks = ct.cdiv(x.shape[1], BLOCK_N)
-    squares = ct.zeros((BLOCK_N,), ct.float32)
+    sum_squares = ct.zeros((BLOCK_N,), ct.float32)
     for block in range(blocks):
-        offs_n = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
-        wide = _load_sum(x, residual, row, offs_n, ADD)
-        squares = squares + wide * wide
-    rstd = ct.rsqrt(ct.sum(squares) / x.shape[1] + eps)
+        col_offsets = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
+        x_fp32 = _load_fp32(x, residual, row_idx, col_offsets, ADD)
+        sum_squares = sum_squares + x_fp32 * x_fp32
+    rstd = ct.rsqrt(ct.sum(sum_squares) / x.shape[1] + eps)
+    # Second read: y
     for block in range(blocks):
-        offs_n = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
-        wide = _load_sum(x, residual, row, offs_n, ADD)
+        col_offsets = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
+        x_fp32 = _load_fp32(x, residual, row_idx, col_offsets, ADD)
         if ADD:
-            ct.scatter(total, (row, offs_n), wide.astype(total.dtype))
-        w = ct.gather(weight, (offs_n,)).astype(ct.float32)
+            ct.scatter(total, (row_idx, col_offsets), x_fp32.astype(total.dtype))
+        w = ct.gather(weight, (col_offsets,)).astype(ct.float32)
         if FP32_WEIGHT:
-            result = wide * rstd * (offset + w)
+            y_fp32 = x_fp32 * rstd * (offset + w)
         else:
-            result = (wide * rstd).astype(x.dtype).astype(ct.float32) * w
-        ct.scatter(y, (row, offs_n), result.astype(y.dtype))
+            y_fp32 = (x_fp32 * rstd).astype(x.dtype).astype(ct.float32) * w
+        ct.scatter(y, (row_idx, col_offsets), y_fp32.astype(y.dtype))
 
 
-def _load_sum(x, residual, row, offs_n, ADD):
+def _load_fp32(x, residual, row_idx, col_offsets, ADD):
     """A block of x, or of x + residual rounded to x's dtype, in float32; 0 beyond the row."""
-    value = ct.gather(x, (row, offs_n)).astype(ct.float32)
+    x_fp32 = ct.gather(x, (row_idx, col_offsets)).astype(ct.float32)
     if ADD:
-        value = value + ct.gather(residual, (row, offs_n)).astype(ct.float32)
-        value = value.astype(x.dtype).astype(ct.float32)
-    return value
+        x_fp32 = x_fp32 + ct.gather(residual, (row_idx, col_offsets)).astype(ct.float32)
+        x_fp32 = x_fp32.astype(x.dtype).astype(ct.float32)
+    return x_fp32
 
 
 def _rms_norm_backward_kernel(
-    dx, partial, dy, x, dtotal, eps, offset, weight,  # dx, dy, x, dtotal: (M, N)   partial: (blocks, N)   weight: (N,)
+    dx, dw_partial, dy, x, dtotal, eps, offset, weight,  # dx, dy, x, dtotal: (M, N)  dw_partial: (blocks, N)
     ADD: ct.Constant[bool], FP32_WEIGHT: ct.Constant[bool], NEED_DWEIGHT: ct.Constant[bool], ROWS: ct.Constant[int],
     BLOCK_N: ct.Constant[int], EXACT: ct.Constant[bool],
 ):  # fmt: skip
-    offs_n = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
+    """With w = offset + weight and wdy = w * dy:   dx = rstd * (wdy - x_hat * (1 / N) * dot(wdy, x_hat))   [+ dtotal]
+
+    and, summed over the rows, dw = sum(dy * x_hat), x_hat rounded to x's dtype unless FP32_WEIGHT.
+    """
+    # Load the weight
+    col_offsets = ct.arange(BLOCK_N, dtype=ct.int32)[None, :]
     w = ct.gather(weight, (ct.arange(BLOCK_N, dtype=ct.int32),), check_bounds=not EXACT).astype(ct.float32)[None, :]
     w = w + offset
     dw = ct.zeros((1, BLOCK_N), ct.float32)
     for block in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        at = ((block * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None], offs_n)
-        wide = ct.gather(x, at, check_bounds=not EXACT).astype(ct.float32)
-        grad = ct.gather(dy, at, check_bounds=not EXACT).astype(ct.float32)
-        rstd = ct.rsqrt(ct.sum(wide * wide, axis=1, keepdims=True) / x.shape[1] + eps)
-        normed = wide * rstd
+        # Load a tile of rows of x and dy
+        index = ((block * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None], col_offsets)
+        x_fp32 = ct.gather(x, index, check_bounds=not EXACT).astype(ct.float32)
+        dy_fp32 = ct.gather(dy, index, check_bounds=not EXACT).astype(ct.float32)
+        # Recompute rstd
+        rstd = ct.rsqrt(ct.sum(x_fp32 * x_fp32, axis=1, keepdims=True) / x.shape[1] + eps)
+        x_hat = x_fp32 * rstd
+        # Accumulate dw
         if NEED_DWEIGHT:
-            rounded = normed
+            x_hat_rounded = x_hat
             if not FP32_WEIGHT:  # the weight was multiplied with the rounded values
-                rounded = normed.astype(x.dtype).astype(ct.float32)
-            dw = dw + ct.sum(grad * rounded, axis=0, keepdims=True)
-        g = grad * w
-        # d(x * rstd)/dx: the part of g along x is taken out
-        result = (g - normed * (ct.sum(g * normed, axis=1, keepdims=True) / x.shape[1])) * rstd
+                x_hat_rounded = x_hat.astype(x.dtype).astype(ct.float32)
+            dw = dw + ct.sum(dy_fp32 * x_hat_rounded, axis=0, keepdims=True)
+        # Compute and store dx
+        wdy = dy_fp32 * w
+        dx_fp32 = (wdy - x_hat * (ct.sum(wdy * x_hat, axis=1, keepdims=True) / x.shape[1])) * rstd
         if ADD:
-            result = result + ct.gather(dtotal, at, check_bounds=not EXACT).astype(ct.float32)
-        ct.scatter(dx, at, result.astype(dx.dtype), check_bounds=not EXACT)
+            dx_fp32 = dx_fp32 + ct.gather(dtotal, index, check_bounds=not EXACT).astype(ct.float32)
+        ct.scatter(dx, index, dx_fp32.astype(dx.dtype), check_bounds=not EXACT)
+    # Store this block's partial dw
     if NEED_DWEIGHT:
-        ct.scatter(partial, (ct.bid(0), offs_n), dw, check_bounds=not EXACT)
+        ct.scatter(dw_partial, (ct.bid(0), col_offsets), dw, check_bounds=not EXACT)
 
 
 def _rms_norm_backward_long_kernel(
     dx, rstds, dy, x, dtotal, eps, offset, weight,  # dx, dy, x, dtotal: (M, N)   rstds: (M,)   weight: (N,)
     ADD: ct.Constant[bool], BLOCK_N: ct.Constant[int],
 ):  # fmt: skip
-    row = ct.bid(0)
+    """dx = rstd * (wdy - x_hat * (1 / N) * dot(wdy, x_hat))   [+ dtotal if ADD], one row a block; writes rstd too."""
+    # First read: rstd and dot(wdy, x_hat)
+    row_idx = ct.bid(0)
     blocks = ct.cdiv(x.shape[1], BLOCK_N)
-    squares = ct.zeros((BLOCK_N,), ct.float32)
-    products = ct.zeros((BLOCK_N,), ct.float32)
+    sum_squares = ct.zeros((BLOCK_N,), ct.float32)
+    sum_wdy_x = ct.zeros((BLOCK_N,), ct.float32)
     for block in range(blocks):
-        offs_n = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
-        wide = ct.gather(x, (row, offs_n)).astype(ct.float32)
-        w = ct.gather(weight, (offs_n,)).astype(ct.float32) + offset
-        squares = squares + wide * wide
-        products = products + ct.gather(dy, (row, offs_n)).astype(ct.float32) * w * wide
-    rstd = ct.rsqrt(ct.sum(squares) / x.shape[1] + eps)
-    mean = ct.sum(products) * rstd / x.shape[1]
-    ct.scatter(rstds, (row,), rstd)
+        col_offsets = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
+        x_fp32 = ct.gather(x, (row_idx, col_offsets)).astype(ct.float32)
+        w = ct.gather(weight, (col_offsets,)).astype(ct.float32) + offset
+        sum_squares = sum_squares + x_fp32 * x_fp32
+        sum_wdy_x = sum_wdy_x + ct.gather(dy, (row_idx, col_offsets)).astype(ct.float32) * w * x_fp32
+    rstd = ct.rsqrt(ct.sum(sum_squares) / x.shape[1] + eps)
+    mean_wdy_x_hat = ct.sum(sum_wdy_x) * rstd / x.shape[1]
+    ct.scatter(rstds, (row_idx,), rstd)
+    # Second read: dx
     for block in range(blocks):
-        offs_n = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
-        normed = ct.gather(x, (row, offs_n)).astype(ct.float32) * rstd
-        w = ct.gather(weight, (offs_n,)).astype(ct.float32) + offset
-        g = ct.gather(dy, (row, offs_n)).astype(ct.float32) * w
-        result = (g - normed * mean) * rstd
+        col_offsets = block * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
+        x_hat = ct.gather(x, (row_idx, col_offsets)).astype(ct.float32) * rstd
+        w = ct.gather(weight, (col_offsets,)).astype(ct.float32) + offset
+        wdy = ct.gather(dy, (row_idx, col_offsets)).astype(ct.float32) * w
+        dx_fp32 = (wdy - x_hat * mean_wdy_x_hat) * rstd
         if ADD:
-            result = result + ct.gather(dtotal, (row, offs_n)).astype(ct.float32)
-        ct.scatter(dx, (row, offs_n), result.astype(dx.dtype))
+            dx_fp32 = dx_fp32 + ct.gather(dtotal, (row_idx, col_offsets)).astype(ct.float32)
+        ct.scatter(dx, (row_idx, col_offsets), dx_fp32.astype(dx.dtype))
 
 
 def _dweight_long_kernel(
     dweight, dy, x, rstds,  # dweight: (N,)   dy, x: (M, N)   rstds: (M,)
     FP32_WEIGHT: ct.Constant[bool], BLOCK_M: ct.Constant[int], BLOCK_N: ct.Constant[int],
 ):  # fmt: skip
-    offs_n = (ct.bid(0) * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32))[None, :]
-    total = ct.zeros((BLOCK_M, BLOCK_N), ct.float32)
+    """dw = sum(dy * x_hat) over the rows, x_hat rounded to x's dtype unless FP32_WEIGHT.  BLOCK_N columns a block."""
+    col_offsets = (ct.bid(0) * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32))[None, :]
+    acc = ct.zeros((BLOCK_M, BLOCK_N), ct.float32)
     for block in range(ct.cdiv(x.shape[0], BLOCK_M)):
-        offs_m = block * BLOCK_M + ct.arange(BLOCK_M, dtype=ct.int32)
-        normed = ct.gather(x, (offs_m[:, None], offs_n)).astype(ct.float32) * ct.gather(rstds, (offs_m,))[:, None]
+        row_idx = block * BLOCK_M + ct.arange(BLOCK_M, dtype=ct.int32)
+        x_hat = ct.gather(x, (row_idx[:, None], col_offsets)).astype(ct.float32) * ct.gather(rstds, (row_idx,))[:, None]
         if not FP32_WEIGHT:
-            normed = normed.astype(x.dtype).astype(ct.float32)
-        total = total + ct.gather(dy, (offs_m[:, None], offs_n)).astype(ct.float32) * normed
-    ct.scatter(dweight, (offs_n,), ct.sum(total, axis=0, keepdims=True).astype(dweight.dtype))
+            x_hat = x_hat.astype(x.dtype).astype(ct.float32)
+        acc = acc + ct.gather(dy, (row_idx[:, None], col_offsets)).astype(ct.float32) * x_hat
+    ct.scatter(dweight, (col_offsets,), ct.sum(acc, axis=0, keepdims=True).astype(dweight.dtype))
 
 
 def _column_sums_kernel(
@@ -253,20 +272,21 @@ def run_forward(
     fp32_weight: bool,
     config: Config,
 ) -> None:
-    """Normalise x, or with `residual` the sum, which is left in `total`."""
-    rows, weight = as_rows(x), weight.contiguous()
-    m, n = rows.shape
+    """Normalise x into y.  With a residual: normalise total = x + residual, and write total."""
+    x_rows, weight = as_rows(x), weight.contiguous()
+    m, n = x_rows.shape
     add = residual is not None
-    other, total = (as_rows(residual), total.view(m, n)) if add else (rows, y.view(m, n))  # unread where not needed
-    args = (y.view(m, n), total, rows, other, eps, offset, weight)
+    # A kernel without ADD uses neither residual nor total: any tensor will do
+    residual_rows, total = (as_rows(residual), total.view(m, n)) if add else (x_rows, y.view(m, n))
+    args = (y.view(m, n), total, x_rows, residual_rows, eps, offset, weight)
     hints = Hints(config.num_warps, config.occupancy or None)
-    block = next_power_of_2(n)
-    if block > MAX_BLOCK:
-        _forward_long((m,), args, (add, fp32_weight, WALK), Hints(num_worker_warps=8))
+    block_n = next_power_of_2(n)
+    if block_n > MAX_BLOCK:
+        _forward_long((m,), args, (add, fp32_weight, LONG_BLOCK), Hints(num_worker_warps=8))
     else:
-        exact = n == block and m % config.rows == 0
+        exact = n == block_n and m % config.rows == 0
         grid = (-(-m // config.rows),)
-        _forward(grid, args, (add, fp32_weight, config.rows, block, exact), hints)
+        _forward(grid, args, (add, fp32_weight, config.rows, block_n, exact), hints)
 
 
 def run_backward(
@@ -280,29 +300,29 @@ def run_backward(
     offset: float,
     fp32_weight: bool,
     need_dweight: bool,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
-    """Gradient of the norm at x; `dtotal`, the gradient that reaches the sum directly, is added to dx."""
-    grads, rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
-    m, n = rows.shape
+    """Write dx, and dweight if needed.  `dtotal`, the gradient of the returned sum itself, is added to dx."""
+    dy_rows, x_rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
+    m, n = x_rows.shape
     add = dtotal is not None
-    args = (grads, rows, as_rows(dtotal) if add else grads, eps, offset, weight)
-    block = next_power_of_2(n)
-    if block > MAX_BLOCK_BACKWARD:
+    args = (dy_rows, x_rows, as_rows(dtotal) if add else dy_rows, eps, offset, weight)
+    block_n = next_power_of_2(n)
+    if block_n > MAX_BLOCK_BACKWARD:
         rstds = scratch((m,), torch.float32, x.device)
-        _backward_long((m,), (dx.view(m, n), rstds, *args), (add, WALK // 2), Hints(num_worker_warps=8))
+        _backward_long((m,), (dx.view(m, n), rstds, *args), (add, LONG_BLOCK // 2), Hints(num_worker_warps=8))
         if need_dweight:
-            _dweight_long((-(-n // 64),), (dweight, grads, rows, rstds), (fp32_weight, 64, 64), Hints(8))
+            _dweight_long((-(-n // 64),), (dweight, dy_rows, x_rows, rstds), (fp32_weight, 64, 64), Hints(8))
         return
-    blocks = min(-(-m // config.rows), config.waves * device_info(x.device).sm_count)
-    partial = scratch((blocks if need_dweight else 1, n), torch.float32, x.device)
-    exact = n == block and m % config.rows == 0
-    constants = (add, fp32_weight, need_dweight, config.rows, block, exact)
-    # Small tiles have registers to spare, and one that needs masks would spill under the bound
-    hints = Hints(config.num_warps, config.waves if block > 2048 else None)
-    _backward((blocks,), (dx.view(m, n), partial, *args), constants, hints)
+    num_blocks = min(-(-m // config.rows), config.waves * device_info(x.device).sm_count)
+    dw_partial = scratch((num_blocks if need_dweight else 1, n), torch.float32, x.device)
+    exact = n == block_n and m % config.rows == 0
+    constants = (add, fp32_weight, need_dweight, config.rows, block_n, exact)
+    # Only large tiles get a bound: small ones have registers to spare, and a masked one would spill under it
+    hints = Hints(config.num_warps, config.waves if block_n > 2048 else None)
+    _backward((num_blocks,), (dx.view(m, n), dw_partial, *args), constants, hints)
     if need_dweight:
-        _column_sums((-(-n // 32),), (dweight, partial), (64, 32), Hints(num_worker_warps=4))
+        _column_sums((-(-n // 32),), (dweight, dw_partial), (64, 32), Hints(num_worker_warps=4))
 
 
 @register_impl(
@@ -325,7 +345,7 @@ def launch(
     backend="cutile",
     direction="bwd",
     configure=configure_backward,
-    config_type=WalkConfig,
+    config_type=PersistentConfig,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
     supports=no_float64,
@@ -340,6 +360,6 @@ def launch_backward(
     fp32_weight: bool,
     need_dweight: bool,
     *,
-    config: WalkConfig,
+    config: PersistentConfig,
 ) -> None:
     run_backward(outs[0], outs[1], dy, None, x, weight, eps, offset, fp32_weight, need_dweight, config)

@@ -1,35 +1,37 @@
-// RMSNorm of rows, with or without a residual add before it: two walks along a row, the second from the L1 cache.
+// RMSNorm of rows, with or without a residual add before it: two passes over a row, the second from the L1 cache.
 #include <tilewright/host/parallel.h>
 #include <tilewright/host/rows.h>
 
 namespace tilewright {
 
-// T: of x, residual and total.  W: of weight.  Y: of y.  kAdd: normalise total = x + residual, and write it.
-// kFp32Weight: one rounding, after the weight.
+// T: dtype of x, residual and total.  W: dtype of weight.  Y: dtype of y.
+// kAdd: normalise total = x + residual, and write it.  kFp32Weight: round once, after the product with the weight.
 template <class Config, class T = typename Config::T, class W = typename Config::W, class Y = typename Config::Y>
 void rms_norm(Y* y, T* total, const T* x, const T* residual, const W* weight, int64_t m, int64_t n, int64_t stride_x,
               int64_t stride_r, float eps, float offset, int threads) {
     using Row = RowOf<T, W, Y>;
     parallel(m, m * n, threads, [=](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
-            const T* from = x + row * stride_x;
-            const float squares = sum<Row>(n, [=](int64_t i, auto extent) {
-                F32 v = Row::load(from + i, extent);
+            // First pass: the sum of squares
+            const T* x_row = x + row * stride_x;
+            const float sum_squares = sum<Row>(n, [=](int64_t i, auto extent) {
+                F32 x_fp32 = Row::load(x_row + i, extent);
                 if constexpr (Config::kAdd) {  // the sum is rounded before it is normalised, as in the model
-                    v = rounded<T>(v + Row::load(residual + row * stride_r + i, extent));
-                    Row::store(total + row * n + i, v, extent);
+                    x_fp32 = rounded<T>(x_fp32 + Row::load(residual + row * stride_r + i, extent));
+                    Row::store(total + row * n + i, x_fp32, extent);
                 }
-                return v * v;
+                return x_fp32 * x_fp32;
             });
-            if (Config::kAdd) from = total + row * n;
-            const float rstd = 1.0f / __builtin_sqrtf(squares / float(n) + eps);
+            // Second pass: normalise and scale
+            if (Config::kAdd) x_row = total + row * n;
+            const float rstd = 1.0f / __builtin_sqrtf(sum_squares / float(n) + eps);
             sweep(n, [=](int64_t i, auto extent) {
-                prefetch(x + (row + 1) * stride_x + i);  // memory works while we compute
+                prefetch(x + (row + 1) * stride_x + i);  // the next row, while this one is computed
                 if (Config::kAdd) prefetch(residual + (row + 1) * stride_r + i);
-                const F32 normed = Row::load(from + i, extent) * rstd;
+                const F32 x_hat = Row::load(x_row + i, extent) * rstd;
                 const F32 w = Row::load(weight + i, extent);
-                const F32 result = Config::kFp32Weight ? normed * (w + offset) : rounded<T>(normed) * w;
-                Row::store(y + row * n + i, result, extent);
+                const F32 y_fp32 = Config::kFp32Weight ? x_hat * (w + offset) : rounded<T>(x_hat) * w;
+                Row::store(y + row * n + i, y_fp32, extent);
             });
         }
     });

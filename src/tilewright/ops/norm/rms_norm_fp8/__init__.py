@@ -1,4 +1,4 @@
-"""RMSNorm whose result is quantised while it is still in registers.  The contract; backends are the files beside it."""
+"""RMSNorm, quantised while the result is in registers.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def rms_norm_fp8(
 
     x: (..., M, N) bf16|fp16|fp32.   weight: (N,), any of these dtypes.
     Returns q (..., M, N) float8_e4m3fn and scales (..., M, ceil(N / 128)) float32 in the layout TOKEN: one for 128
-    elements of a row, those of consecutive rows side by side, as the GEMM kernels read them.
+    elements of a row, those of consecutive rows adjacent in memory, as the GEMM kernels read them.
 
     The norm is rounded to x's dtype and then quantised, the rounding points of the two ops called one after the other.
     eps, offset, fp32_weight: as in `rms_norm`.   ue8m0: round scales up to powers of two.
@@ -40,10 +40,10 @@ def rms_norm_fp8(
     Raises InputError for other dtypes, fewer than two dimensions, weight not (N,), tensors on different devices, and
     tensors that require a gradient outside torch.no_grad().
     """
-    made: tuple[Tensor, Tensor] = call(
+    result: tuple[Tensor, Tensor] = call(
         CONTRACT, (x, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0), backend
     )
-    return made
+    return result
 
 
 def reference(
@@ -55,7 +55,7 @@ def reference(
     fp32_weight: bool = False,
     ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: the two steps.  On float64 unrounded, see `ops/quant/numbers.py`."""
+    """Plain torch, in two steps.  A float64 input is not rounded, see `ops/quant/numbers.py`."""
     y = rms.reference(x, weight, eps=eps, offset=offset, fp32_weight=fp32_weight)
     return cast(y.to(x.dtype), TOKEN, ue8m0)
 
@@ -87,7 +87,7 @@ def check(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: boo
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: M, N, optional B, scale, weight_dtype, offset, fp32_weight, eps, ue8m0.  Blocks of 128 columns differ in
-    size, so that an element which meets another block's scale is far off.
+    magnitude, so that an element with the wrong block's scale is far off.
     """
     x = samples.matrix(params, dtype, device, seed)
     weight = rows.random_tensor((params["N"],), params.get("weight_dtype", dtype), device, rows.generator(seed + 1))
@@ -103,7 +103,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 def sizes(*ns: int) -> tuple[Workload, ...]:
-    """Prefills of models whose hidden size is N, and decoding of the first."""
+    """Prefill workloads for each hidden size N, and decode workloads for the first."""
     prefill = tuple(
         Workload(f"prefill_{m}x{n}", {"M": m, "N": n}, directions=("fwd",)) for m in (4096, 8192) for n in ns
     )
@@ -117,7 +117,7 @@ EDGE_CASES = (
     Workload("even_n: aligned rows, the last group is cut", {"M": 6, "N": 272}),
     Workload("narrow: less than a group", {"M": 5, "N": 48}),
     Workload("n_1: a group of one", {"M": 5, "N": 1}),
-    Workload("batch: each matrix has scales of its own", {"B": 3, "M": 6, "N": 384}),
+    Workload("batch: each matrix has its own scales", {"B": 3, "M": 6, "N": 384}),
     Workload("long_row: read twice", {"M": 2, "N": 20000}),
     Workload("long_batch: read twice, in matrices", {"B": 2, "M": 3, "N": 16400}),
     Workload("ue8m0: powers of two", {"M": 33, "N": 512, "ue8m0": True}),
@@ -130,7 +130,7 @@ EDGE_CASES = (
 
 
 def ones(device: torch.device, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Sample:
-    """Arguments for a call that must fail."""
+    """Tensors of ones for a call that must fail."""
     return Sample(tuple(torch.ones(shape, device=device, dtype=dtype) for shape in shapes))
 
 

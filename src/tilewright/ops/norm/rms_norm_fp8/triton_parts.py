@@ -1,16 +1,17 @@
 """RMSNorm to e4m3 of rows that are whole parts of a power of two of columns, such as 7168 = 7 * 1024, in Triton.
 
-A program takes one row.  All parts are on their way at once, none is masked, and until it is stored a row is held as
-words of two elements: half the registers, so twice as many rows in flight, and no padding of 7168 columns to 8192.
-Each step is taken for all parts before the next one: a chain of shuffles and a reciprocal would else be waited for once
-a part.  Only 16-bit dtypes; the sum of squares is in another order than that of the plain norm.
+A program takes one row.  The loads of all parts are in flight at once and none is masked.  The row stays packed, two
+elements a word, until it is stored: half the registers, so twice as many rows in flight, and 7168 columns are not
+padded to 8192.  Each step runs for all parts before the next step begins, so that the latency of a chain of shuffles
+and of a reciprocal is paid once, not once a part.  Only 16-bit dtypes; the sum of squares has another order than in
+`rms_norm`.
 """
 
 import triton
 import triton.language as tl
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.rms_norm.triton import mean_of
+from tilewright.ops.norm.column_sums import mean_of
 from tilewright.ops.quant.triton_numbers import (
     encode,
     halves,
@@ -26,8 +27,8 @@ from tilewright.ops.quant.triton_numbers import (
 
 @triton.jit
 def _weighted(words, w, rstd, offset, DTYPE: tl.constexpr, FP32_WEIGHT: tl.constexpr, NATIVE: tl.constexpr):
-    """A part of the result, as words of two: rounded to DTYPE before the weight too, unless that is FP32_WEIGHT."""
-    if NATIVE and not FP32_WEIGHT and w.dtype == DTYPE:  # products of pairs, which Triton's would take apart for
+    """A part of y as packed words; x * rstd is rounded to DTYPE before the weight too, unless FP32_WEIGHT."""
+    if NATIVE and not FP32_WEIGHT and w.dtype == DTYPE:  # packed multiply; Triton would unpack the pairs
         low, high = halves(words, DTYPE)
         PTX: tl.constexpr = "bf16x2" if DTYPE.is_bf16() else "f16x2"
         result = tl.inline_asm_elementwise(
@@ -45,17 +46,17 @@ def _weighted(words, w, rstd, offset, DTYPE: tl.constexpr, FP32_WEIGHT: tl.const
 
 
 @triton.jit
-def _side_by_side(scales, PARTS: tl.constexpr, LEVELS: tl.constexpr):
-    """(G, 2^LEVELS) of PARTS tensors (G,), the last one repeated."""
-    joined = scales
+def _concatenate(scales, PARTS: tl.constexpr, LEVELS: tl.constexpr):
+    """Concatenate PARTS tensors (G,) to (G, 2^LEVELS); the last one is repeated."""
+    level_tensors = scales
     for _ in tl.static_range(PARTS, 2**LEVELS):
-        joined += (scales[PARTS - 1],)
+        level_tensors += (scales[PARTS - 1],)
     for level in tl.static_range(LEVELS):
-        shorter = ()
+        next_level = ()
         for i in tl.static_range(2 ** (LEVELS - 1 - level)):
-            shorter += (tl.join(joined[i], joined[i + 2 ** (LEVELS - 1 - level)]),)
-        joined = shorter
-    return tl.reshape(joined[0], (scales[0].shape[0], 2**LEVELS))
+            next_level += (tl.join(level_tensors[i], level_tensors[i + 2 ** (LEVELS - 1 - level)]),)
+        level_tensors = next_level
+    return tl.reshape(level_tensors[0], (scales[0].shape[0], 2**LEVELS))
 
 
 @triton.jit
@@ -66,38 +67,44 @@ def _rms_norm_fp8_parts_kernel(
 ):  # fmt: skip  # N = PARTS * COLUMNS   LEVELS: log2 of PARTS, rounded up
     DTYPE: tl.constexpr = x.dtype.element_ty
     GROUPS: tl.constexpr = COLUMNS // 128
-    row = tl.program_id(0).to(tl.int64)
+    row_idx = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
-    places = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x += row * stride_x
-    kept = ()
+    part_offsets = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x += row_idx * stride_x
+    # Load all parts
+    x_parts = ()
     for part in tl.static_range(PARTS):
-        kept += (packed(tl.load(x + part * COLUMNS + places)),)  # (GROUPS, 64)
-    squares = tl.zeros((GROUPS, 64), tl.float32)
+        x_parts += (packed(tl.load(x + part * COLUMNS + part_offsets)),)  # (GROUPS, 64)
+    # rstd
+    sum_squares = tl.zeros((GROUPS, 64), tl.float32)
     for part in tl.static_range(PARTS):
-        low, high = halves(kept[part], DTYPE)
-        squares += low * low
-        squares += high * high
-    rstd = tl.rsqrt(mean_of(tl.sum(squares), N) + eps)
-    results = ()
+        low, high = halves(x_parts[part], DTYPE)
+        sum_squares += low * low
+        sum_squares += high * high
+    rstd = tl.rsqrt(mean_of(tl.sum(sum_squares), N) + eps)
+    # Normalise and scale
+    y_parts = ()
     for part in tl.static_range(PARTS):
-        w = tl.load(weight + part * COLUMNS + places)
-        results += (_weighted(kept[part], w, rstd, offset, DTYPE, FP32_WEIGHT, NATIVE),)
-    found = ()
+        w = tl.load(weight + part * COLUMNS + part_offsets)
+        y_parts += (_weighted(x_parts[part], w, rstd, offset, DTYPE, FP32_WEIGHT, NATIVE),)
+    # Scales of the groups
+    part_scales = ()
     for part in tl.static_range(PARTS):
-        found += (scale_of(size_amax(packed_magnitudes(results[part]), 1, DTYPE, NATIVE), UE8M0),)
-    q += row * N
+        part_scales += (scale_of(size_amax(packed_magnitudes(y_parts[part]), 1, DTYPE, NATIVE), UE8M0),)
+    # Quantise and store
+    q += row_idx * N
     for part in tl.static_range(PARTS):
         if NATIVE:
-            factor = inverse_native(found[part])[:, None]
+            factor = inverse_native(part_scales[part])[:, None]
         else:
-            factor = inverse(found[part])[:, None]
-        tl.store(q + part * COLUMNS + places, encode(unpacked(results[part], factor, factor, DTYPE), q))
+            factor = inverse(part_scales[part])[:, None]
+        tl.store(q + part * COLUMNS + part_offsets, encode(unpacked(y_parts[part], factor, factor, DTYPE), q))
     if BATCHED:
-        row = row // M * step + row % M
+        row_idx = row_idx // M * step + row_idx % M
     part = tl.arange(0, 2**LEVELS)[None, :]
-    line = part * GROUPS + group[:, None]
-    tl.store(scales + line.to(tl.int64) * pitch + row, _side_by_side(found, PARTS, LEVELS), mask=part < PARTS)
+    group_idx = part * GROUPS + group[:, None]
+    scale_offsets = group_idx.to(tl.int64) * pitch + row_idx
+    tl.store(scales + scale_offsets, _concatenate(part_scales, PARTS, LEVELS), mask=part < PARTS)
 
 
 parts = TritonKernel(_rms_norm_fp8_parts_kernel)

@@ -1,4 +1,4 @@
-"""e4m3 and its scales back to wider numbers, whatever the granularity.  The contract."""
+"""e4m3 and its scales back to wider dtypes, for every granularity.  The contract."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +30,8 @@ def dequantize(
 ) -> Tensor:
     """q * scale in float32, rounded once to `dtype`: bf16|fp16|fp32.
 
-    q: (..., M, K) float8_e4m3fn; rows may lie apart, other strides cost a copy.      Returns (..., M, K), contiguous.
-    scales: float32 of any strides; the shape says how many elements share one, and each cast of this family makes it
+    q: (..., M, K) float8_e4m3fn; any row stride; other strides cost a copy.      Returns (..., M, K), contiguous.
+    scales: float32 of any strides; the shape says how many elements share one, as the casts of this family write them
       (..., M, ceil(K / 128))               128 elements of a row
       (..., ceil(M / 128), ceil(K / 128))   a block of 128 x 128
       (..., ceil(M / 128), K)               128 elements of a column
@@ -43,12 +43,12 @@ def dequantize(
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for other dtypes, scales of another shape, and tensors that require a gradient.
     """
-    made: Tensor = call(CONTRACT, (q, scales, dtype), backend, out)
-    return made
+    result: Tensor = call(CONTRACT, (q, scales, dtype), backend, out)
+    return result
 
 
 def reference(q: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The same in plain torch; wider q, which an oracle has, give their own dtype, whatever `dtype` says."""
+    """Plain torch; a q wider than e4m3, as the oracle has, keeps its dtype whatever `dtype` is."""
     return _raw(q, scales, dtype)
 
 
@@ -61,8 +61,8 @@ def _raw(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _bucket(q: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
     layout = granularity(q, scales)
     assert layout is not None, "checked"
-    shared = GRANULARITIES.index(layout)
-    return *rows.rows_bucket(q), shared, 8 * dtype.itemsize
+    layout_index = GRANULARITIES.index(layout)
+    return *rows.rows_bucket(q), layout_index, 8 * dtype.itemsize
 
 
 FORWARD = RawOp(

@@ -1,4 +1,4 @@
-"""dequantize in Triton: a tile of e4m3, its scales fetched once for all elements that share them, one product each.
+"""dequantize in Triton: a tile of e4m3, each scale loaded once for all elements that share it, one product an element.
 
 Traffic: reads q and the scales, writes the result, 3.03 bytes an element to bf16: 8192x7168 cannot beat 42 us at 4.2
 TB/s.
@@ -19,14 +19,14 @@ from tilewright.ops.quant.triton_numbers import as_stored, decode
 from tilewright.ops.rows import as_rows
 
 GROUP = 128
-SMALL = 1 << 22  # elements, below which programs are made small, so that there are some for every SM
+SMALL = 1 << 22  # elements; smaller problems get small programs, so that every SM has some
 
 
 class Config(NamedTuple):
-    rows: int  # of one program
-    groups: int  # of 128 elements, of each row
+    rows: int  # rows per program
+    groups: int  # groups of 128 elements per row of a program
     num_warps: int
-    vector: int  # neighbours of a thread: 8 are 16 bytes of the result, 16 of q
+    vector: int  # adjacent elements per thread: 8 are 16 bytes of the result, 16 are 16 bytes of q
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -43,7 +43,7 @@ CONFIGS = tuple(
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """From 8 to 32 elements a thread."""
+    """Configurations with 8 to 32 elements a thread."""
     m, k, *_ = bucket
     sizes = ((r, g, 128 * r * g) for r in (1, 4, 8, 16) for g in (1, 2, 4, 8) if r <= m and (g == 1 or 128 * g < 2 * k))
     return tuple(
@@ -58,32 +58,35 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 @triton.jit
 def _dequantize_kernel(
     y, q, scales, R, K, M, stride_q, step, scale_r, scale_k,  # y, q: (R, K), R = batch * M   scales: by its strides
-    BATCHED: tl.constexpr, TALL: tl.constexpr, DEEP: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    BATCHED: tl.constexpr, SCALE_ROWS: tl.constexpr, ONE_GROUP: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
     GROUPS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip  # TALL: rows that share a scale, 0 for all   DEEP: do the 128 elements of a group share one with others
-    across = tl.cdiv(K, 128 * GROUPS)
+):  # fmt: skip  # SCALE_ROWS: rows that share a scale, 0 for all   ONE_GROUP: one scale for all columns
+    # Load the groups
+    blocks_a_row = tl.cdiv(K, 128 * GROUPS)
     index = tl.arange(0, ROWS * GROUPS)
-    r = tl.program_id(0) // across * ROWS + index // GROUPS
-    g = tl.program_id(0) % across * GROUPS + index % GROUPS
-    keep = (r < R) & (g * 128 < K)
-    offs_k = tl.max_contiguous(g[:, None] * 128 + tl.arange(0, 128)[None, :], [1, VECTOR])
-    mask = (r[:, None] < R) & (offs_k < K)
-    at = r.to(tl.int64)[:, None]
-    values = decode(tl.load(q + at * stride_q + offs_k, mask=mask))  # (ROWS * GROUPS, 128)
+    row_idx = tl.program_id(0) // blocks_a_row * ROWS + index // GROUPS
+    group_idx = tl.program_id(0) % blocks_a_row * GROUPS + index % GROUPS
+    group_mask = (row_idx < R) & (group_idx * 128 < K)
+    offs_k = tl.max_contiguous(group_idx[:, None] * 128 + tl.arange(0, 128)[None, :], [1, VECTOR])
+    mask = (row_idx[:, None] < R) & (offs_k < K)
+    row_offsets = row_idx.to(tl.int64)[:, None]
+    q_fp32 = decode(tl.load(q + row_offsets * stride_q + offs_k, mask=mask))  # (ROWS * GROUPS, 128)
+    # Load their scales
     if BATCHED:
-        scales += (r // M).to(tl.int64) * step
-        r = r % M
-    if TALL > 0:
-        scales += (r // TALL).to(tl.int64) * scale_r
+        scales += (row_idx // M).to(tl.int64) * step
+        row_idx = row_idx % M
+    if SCALE_ROWS > 0:
+        scales += (row_idx // SCALE_ROWS).to(tl.int64) * scale_r
     if PACKED:
-        word = tl.load(scales + g // 4 * scale_k, mask=keep, other=0)
-        exponent = (word >> (g % 4 * 8)) & 255
+        word = tl.load(scales + group_idx // 4 * scale_k, mask=group_mask, other=0)
+        exponent = (word >> (group_idx % 4 * 8)) & 255
         scale = tl.where(exponent == 255, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
-    elif DEEP:
-        scale = tl.load(scales + 0 * g, mask=keep, other=0.0)
+    elif ONE_GROUP:
+        scale = tl.load(scales + 0 * group_idx, mask=group_mask, other=0.0)
     else:
-        scale = tl.load(scales + g * scale_k, mask=keep, other=0.0)
-    tl.store(y + at * K + offs_k, (values * scale[:, None]).to(y.dtype.element_ty), mask=mask)
+        scale = tl.load(scales + group_idx * scale_k, mask=group_mask, other=0.0)
+    # Multiply and store
+    tl.store(y + row_offsets * K + offs_k, (q_fp32 * scale[:, None]).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -91,17 +94,20 @@ def _dequantize_channels_kernel(
     y, q, scales, R, K, M, stride_q, step, scale_r, scale_k,  # scales: (batch, M / 128, K) by its strides
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    across, down = tl.cdiv(K, COLUMNS), tl.cdiv(M, ROWS)
-    offs_k = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    first = tl.program_id(0) // across % down * ROWS
-    batch = (tl.program_id(0) // (across * down)).to(tl.int64)
-    offs_m = (first + tl.arange(0, ROWS))[:, None]
-    at = batch * M + offs_m
-    mask = (offs_m < M) & (offs_k < K)
-    values = decode(tl.load(q + at * stride_q + offs_k, mask=mask))  # (ROWS, COLUMNS)
-    line = scales + batch * step + (first // 128).to(tl.int64) * scale_r  # ROWS divides 128
-    scale = tl.load(line + offs_k * scale_k, mask=offs_k < K, other=0.0)
-    tl.store(y + at * K + offs_k, (values * scale).to(y.dtype.element_ty), mask=mask)
+    # Load a tile
+    blocks_a_row, row_blocks = tl.cdiv(K, COLUMNS), tl.cdiv(M, ROWS)
+    offs_k = (tl.program_id(0) % blocks_a_row * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    first_row = tl.program_id(0) // blocks_a_row % row_blocks * ROWS
+    batch = (tl.program_id(0) // (blocks_a_row * row_blocks)).to(tl.int64)
+    row_idx = (first_row + tl.arange(0, ROWS))[:, None]
+    row_offsets = batch * M + row_idx
+    mask = (row_idx < M) & (offs_k < K)
+    q_fp32 = decode(tl.load(q + row_offsets * stride_q + offs_k, mask=mask))  # (ROWS, COLUMNS)
+    # Load its row of scales
+    scale_row = scales + batch * step + (first_row // 128).to(tl.int64) * scale_r  # ROWS divides 128
+    scale = tl.load(scale_row + offs_k * scale_k, mask=offs_k < K, other=0.0)
+    # Multiply and store
+    tl.store(y + row_offsets * K + offs_k, (q_fp32 * scale).to(y.dtype.element_ty), mask=mask)
 
 
 _dequantize = TritonKernel(_dequantize_kernel)
@@ -118,14 +124,14 @@ _channels = TritonKernel(_dequantize_channels_kernel)
 )
 def launch(outs: tuple[Tensor], q: Tensor, scales: Tensor, dtype: torch.dtype, *, config: Config) -> None:
     layout = granularity(q, scales)
-    rows = as_rows(q)
-    (r, k), m = rows.shape, q.shape[-2]
-    scales = scales.flatten(0, -3) if scales.dim() > 3 else scales  # a copy where no one stride leads through the batch
+    q_rows = as_rows(q)
+    (r, k), m = q_rows.shape, q.shape[-2]
+    scales = scales.flatten(0, -3) if scales.dim() > 3 else scales  # copies if the batch has no single stride
     step = scales.stride(-3) if scales.dim() > 2 else 0
-    args = (outs[0], as_stored(rows), scales, r, k, m, rows.stride(0), step, *scales.stride()[-2:])
-    across = triton.cdiv(k, GROUP * config.groups)
+    args = (outs[0], as_stored(q_rows), scales, r, k, m, q_rows.stride(0), step, *scales.stride()[-2:])
+    blocks_a_row = triton.cdiv(k, GROUP * config.groups)
     if layout == CHANNEL:
-        grid = (r // m * triton.cdiv(m, config.rows) * across,)
+        grid = (r // m * triton.cdiv(m, config.rows) * blocks_a_row,)
         _channels(grid, args, (config.rows, GROUP * config.groups), num_warps=config.num_warps)
         return
     constants = (
@@ -137,4 +143,4 @@ def launch(outs: tuple[Tensor], q: Tensor, scales: Tensor, dtype: torch.dtype, *
         config.groups,
         config.vector,
     )
-    _dequantize((triton.cdiv(r, config.rows) * across,), args, constants, num_warps=config.num_warps)
+    _dequantize((triton.cdiv(r, config.rows) * blocks_a_row,), args, constants, num_warps=config.num_warps)

@@ -22,7 +22,7 @@ def per_block_cast_to_fp8(
 ) -> tuple[Tensor, Tensor]:
     """(q, scales) of weights x (..., N, K): scale = max(amax, 1e-4) / 448 over 128 x 128 elements.
 
-    x: (..., N, K) bf16|fp16|fp32; rows may lie apart, other strides cost a copy.
+    x: (..., N, K) bf16|fp16|fp32; any row stride; other strides cost a copy.
     q: (..., N, K) float8_e4m3fn.      scales: (..., ceil(N / 128), ceil(K / 128)) float32 in the layout BLOCK.
     transpose=True   q: (..., K, N), contiguous, and scales: (..., ceil(K / 128), ceil(N / 128)), in the same pass over
                      x: the weights of the gradient dX = dY @ W, whose K is N.
@@ -31,12 +31,12 @@ def per_block_cast_to_fp8(
 
     NaN, infinities, gradients and errors as in `per_token_cast_to_fp8`.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, transpose, ue8m0), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, transpose, ue8m0), backend)
+    return result
 
 
 def reference(x: Tensor, *, transpose: bool = False, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """The same in plain torch; on float64 unrounded, see `numbers`."""
+    """Plain torch; a float64 input is not rounded, see `numbers`."""
     return cast(x.mT if transpose else x, BLOCK, ue8m0)
 
 

@@ -22,9 +22,9 @@ def per_channel_cast_to_fp8(
 ) -> tuple[Tensor, Tensor]:
     """(q, scales) of x (..., T, N), T tokens: scale = max(amax, 1e-4) / 448 over 128 tokens of one channel.
 
-    A weight gradient sums over tokens, dW = dY^T @ X, so there the blocks of its operands lie along T.
+    A weight gradient sums over tokens, dW = dY^T @ X, so the blocks of its operands are along T.
 
-    x: (..., T, N) bf16|fp16|fp32; rows may lie apart, other strides cost a copy.
+    x: (..., T, N) bf16|fp16|fp32; any row stride; other strides cost a copy.
     q: (..., T, N) float8_e4m3fn.      scales: (..., ceil(T / 128), N) float32, in rows of a multiple of 16 bytes.
     transpose=True   q: (..., N, T), contiguous, and scales: (..., N, ceil(T / 128)) in the layout TOKEN, in the same
                      pass over x: what a GEMM with K = T reads.
@@ -33,12 +33,12 @@ def per_channel_cast_to_fp8(
 
     NaN, infinities, gradients and errors as in `per_token_cast_to_fp8`.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, transpose, ue8m0), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, transpose, ue8m0), backend)
+    return result
 
 
 def reference(x: Tensor, *, transpose: bool = False, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    """The same in plain torch; on float64 unrounded, see `numbers`."""
+    """Plain torch; a float64 input is not rounded, see `numbers`."""
     return cast(x.mT, TOKEN, ue8m0) if transpose else cast(x, CHANNEL, ue8m0)
 
 

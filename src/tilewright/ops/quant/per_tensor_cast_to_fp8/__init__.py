@@ -21,20 +21,20 @@ OP = "per_tensor_cast_to_fp8"
 def per_tensor_cast_to_fp8(x: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """(q, scale) with q * scale close to x: scale = max(amax, 1e-4) / 448 over all of x.
 
-    x: (..., M, K) bf16|fp16|fp32; rows may lie apart, other strides cost a copy.     q: like x, float8_e4m3fn.
+    x: (..., M, K) bf16|fp16|fp32; any row stride; other strides cost a copy.     q: like x, float8_e4m3fn.
     scale: (1, 1) float32 on the device, one for all matrices of a batch.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
 
     x is read twice, the first time for its scale: 5 bytes an element of a bf16 x much larger than the last-level cache
-    move through memory, and 3 of one that stays in it.  A NaN or an infinity anywhere is the scale of everything.
+    move through memory, and 3 of one that stays in it.  A NaN or an infinity anywhere becomes the scale of all of x.
     Gradients and errors as in `per_token_cast_to_fp8`.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x,), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (x,), backend)
+    return result
 
 
 def reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch; on float64 unrounded, see `numbers`."""
+    """Plain torch; a float64 input is not rounded, see `numbers`."""
     scale = scale_of(block_amax(x.reshape(1, -1), TENSOR))
     return quantise(x, scale).contiguous(), scale
 
@@ -63,10 +63,10 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Reads x, then again what the last-level cache cannot hold of it, and writes q."""
-    once = samples.cast_cost(sample, TENSOR)
-    again = max(0, once.bytes_read - device_info(sample.args[0].device).l2_bytes)
-    return Cost(once.flops, once.bytes_read + again, once.bytes_written)
+    """Reads x, then the part that the last-level cache cannot hold a second time, and writes q."""
+    single_pass = samples.cast_cost(sample, TENSOR)
+    reread_bytes = max(0, single_pass.bytes_read - device_info(sample.args[0].device).l2_bytes)
+    return Cost(single_pass.flops, single_pass.bytes_read + reread_bytes, single_pass.bytes_written)
 
 
 CONTRACT = register(

@@ -1,10 +1,10 @@
-"""per_tensor_cast_to_fp8 in Triton, two launches: maxima of parts; then everyone takes their maximum, and casts.
+"""per_tensor_cast_to_fp8 in Triton, two launches: the maximum of each part; then every program reduces them and casts.
 
-The second walks from the end: what the first read last may still be in L2, 60 MB on an H200.  The maximum of maxima
-does not depend on an order, so the result is repeatable without atomics.
+The second launch runs from the end of x: the elements that the first read last may still be in L2, 60 MB on an H200.
+The maximum of maxima does not depend on an order, so the result is repeatable without atomics.
 
-Traffic: reads x twice, the second time at best only what L2 could not hold, and writes q: 231 MB of 8192x7168 bf16 on
-an H200, 55 us at 4.2 TB/s.
+Traffic: reads x twice, the second time at best only the part that L2 cannot hold, and writes q: 231 MB of 8192x7168
+bf16 on an H200, 55 us at 4.2 TB/s.
 """
 
 from typing import NamedTuple
@@ -34,9 +34,9 @@ from tilewright.ops.rows import as_rows
 
 
 class Config(NamedTuple):
-    block: int  # elements of a row that a program takes at a time
+    block: int  # elements of a row per step of a program
     num_warps: int
-    waves: int  # programs of the first launch for each SM
+    waves: int  # programs per SM in the first launch
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -48,7 +48,7 @@ CONFIGS = (Config(8192, num_warps=8, waves=4),)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """From 16 to 64 elements a thread and step."""
+    """Configurations with 16 to 64 elements a thread and step."""
     return tuple(
         Config(block, warps, waves)
         for block in (2048, 4096, 8192, 16384)
@@ -59,26 +59,27 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 
 @triton.jit
-def _block_sizes(x, block, K, steps, stride_x, BLOCK: tl.constexpr):
-    """`packed_magnitudes` of one block: (1, BLOCK / 2) of 16-bit numbers."""
+def _block_magnitudes(x, block, K, steps, stride_x, BLOCK: tl.constexpr):
+    """`packed_magnitudes` of one block: (1, BLOCK / 2) for a 16-bit dtype."""
     offs = tl.arange(0, BLOCK)[None, :]
-    row, start = (block // steps).to(tl.int64), (block % steps).to(tl.int64) * BLOCK
-    values = tl.load(x + (row * stride_x + start) + offs, mask=offs < K - start, other=0.0)
-    return packed_magnitudes(packed(values))
+    row_idx, start = (block // steps).to(tl.int64), (block % steps).to(tl.int64) * BLOCK
+    x_block = tl.load(x + (row_idx * stride_x + start) + offs, mask=offs < K - start, other=0.0)
+    return packed_magnitudes(packed(x_block))
 
 
 @triton.jit
 def _amax_kernel(
-    partial, x, K, steps, blocks, stride_x,  # x: (R, K), walked in R * steps blocks   partial: (programs,)
+    partial, x, K, steps, blocks, stride_x,  # x: (R, K), in R * steps blocks   partial: (programs,)
     NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = x.dtype.element_ty
     PAIRS: tl.constexpr = DTYPE.primitive_bitwidth == 16
-    # The first block before the loop, so that what it carries lies in threads as blocks come from memory
-    size = _block_sizes(x, tl.program_id(0), K, steps, stride_x, BLOCK)
+    # Load the first block before the loop, so that the loop carries the layout of a load
+    magnitudes = _block_magnitudes(x, tl.program_id(0), K, steps, stride_x, BLOCK)
     for block in range(tl.program_id(0) + tl.num_programs(0), blocks, tl.num_programs(0)):
-        size = larger_size(size, _block_sizes(x, block, K, steps, stride_x, BLOCK), PAIRS, NATIVE)
-    tl.store(partial + tl.program_id(0) + tl.arange(0, 1), size_amax(size, 1, DTYPE, NATIVE))
+        magnitudes = larger_size(magnitudes, _block_magnitudes(x, block, K, steps, stride_x, BLOCK), PAIRS, NATIVE)
+    # Store the maximum of this program
+    tl.store(partial + tl.program_id(0) + tl.arange(0, 1), size_amax(magnitudes, 1, DTYPE, NATIVE))
 
 
 @triton.jit
@@ -86,17 +87,22 @@ def _cast_kernel(
     q, scale, x, partial, K, steps, blocks, parts, stride_x,  # q, x: (R, K)   scale: (1,)   partial: (parts,)
     BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    # Load a block, from the end
     block = blocks - 1 - tl.program_id(0)
-    row, start = (block // steps).to(tl.int64), (block % steps).to(tl.int64) * BLOCK
+    row_idx, start = (block // steps).to(tl.int64), (block % steps).to(tl.int64) * BLOCK
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < K - start
-    kept = packed(tl.load(x + (row * stride_x + start) + offs, mask=mask, other=0.0, eviction_policy="evict_first"))
+    x_block = tl.load(x + (row_idx * stride_x + start) + offs, mask=mask, other=0.0, eviction_policy="evict_first")
+    words = packed(x_block)
+    # Reduce the maxima to the scale
     offs_p = tl.arange(0, PARTS)
-    value = scale_of(tl.max(tl.load(partial + offs_p, mask=offs_p < parts, other=0), 0), False)
+    scale_value = scale_of(tl.max(tl.load(partial + offs_p, mask=offs_p < parts, other=0), 0), False)
     if tl.program_id(0) == 0:
-        tl.store(scale, value)
-    factor = inverse(value)
-    tl.store(q + (row * K + start) + offs, encode(unpacked(kept, factor, factor, x.dtype.element_ty), q), mask=mask)
+        tl.store(scale, scale_value)
+    # Quantise and store
+    factor = inverse(scale_value)
+    scaled = unpacked(words, factor, factor, x.dtype.element_ty)
+    tl.store(q + (row_idx * K + start) + offs, encode(scaled, q), mask=mask)
 
 
 _amax = TritonKernel(_amax_kernel)
@@ -113,14 +119,14 @@ _cast = TritonKernel(_cast_kernel)
 )
 def launch(outs: tuple[Tensor, Tensor], x: Tensor, *, config: Config) -> None:
     q, scale = as_stored(outs[0]), outs[1]
-    rows = x.view(1, -1) if x.is_contiguous() else as_rows(x)
-    r, k = rows.shape
+    x_rows = x.view(1, -1) if x.is_contiguous() else as_rows(x)
+    r, k = x_rows.shape
     steps = triton.cdiv(k, config.block)
     blocks = r * steps
     programs = min(blocks, config.waves * device_info(x.device).sm_count)
     partial = scratch((programs,), torch.int32, x.device)
-    stride = rows.stride(0)
-    args = (partial, rows, k, steps, blocks, stride)
+    stride = x_rows.stride(0)
+    args = (partial, x_rows, k, steps, blocks, stride)
     _amax((programs,), args, (compares_pairs(q), config.block), num_warps=config.num_warps)
-    args = (q, scale, rows, partial, k, steps, blocks, programs, stride)
+    args = (q, scale, x_rows, partial, k, steps, blocks, programs, stride)
     _cast((blocks,), args, (config.block, triton.next_power_of_2(programs)), num_warps=config.num_warps)

@@ -29,8 +29,8 @@ def per_token_cast_to_fp8(
     """(q, scales) with q * scales close to x: scale = max(amax, 1e-4) / 448 over `group` elements of a row, q rounded
     to nearest even.
 
-    x: (..., M, K) bf16|fp16|fp32; rows may lie apart, other strides cost a copy.      q: (..., M, K) float8_e4m3fn.
-    scales: (..., M, ceil(K / 128)) float32 in the layout TOKEN, the scales of consecutive rows side by side, as the
+    x: (..., M, K) bf16|fp16|fp32; any row stride; other strides cost a copy.      q: (..., M, K) float8_e4m3fn.
+    scales: (..., M, ceil(K / 128)) float32 in the layout TOKEN, the scales of consecutive rows adjacent, as the
     GEMM kernels read them; (..., M, 1) in the layout ROW with group=None, one scale a row.
 
     ue8m0    round scales up to powers of two.
@@ -38,17 +38,17 @@ def per_token_cast_to_fp8(
              and implies ue8m0.
     backend  run on exactly this backend ("triton", "torch") or raise BackendError.
 
-    A group with a NaN or an infinity has that as its scale; dequantised, all of it is NaN.  There is no gradient.
+    A group with a NaN or an infinity gets it as its scale; dequantised, all of the group is NaN.  There is no gradient.
     Raises InputError for other dtypes, fewer than two dimensions, another group, and x that requires a gradient.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (x, group or 0, True if packed else ue8m0, packed), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, group or 0, True if packed else ue8m0, packed), backend)
+    return result
 
 
 def reference(
     x: Tensor, *, group: int | None = 128, ue8m0: bool = False, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch; on float64 unrounded, see `numbers`."""
+    """Plain torch; a float64 input is not rounded, see `numbers`."""
     return _raw(x, group or 0, ue8m0 or packed, packed)
 
 
@@ -112,7 +112,7 @@ CONTRACT = register(
         ),
         cpu_workloads=samples.small(),
         edge_cases=(
-            Workload("batch: groups of four rows side by side in each matrix", {"B": 3, "M": 6, "N": 384}),
+            Workload("batch: groups of four adjacent rows in each matrix", {"B": 3, "M": 6, "N": 384}),
             Workload("one_row: a single program", {"M": 1, "N": 256}),
             Workload("odd_n: the last group is cut", {"M": 7, "N": 333}),
             Workload("n_1: a group of one", {"M": 5, "N": 1}),
@@ -123,7 +123,7 @@ CONTRACT = register(
             Workload("row: one scale a row", {"M": 9, "N": 700, "group": None}),
             Workload("row_ue8m0: one power of two a row", {"M": 3, "N": 48, "group": None, "ue8m0": True}),
             Workload("row_long: read twice", {"M": 2, "N": 20000, "group": None}),
-            Workload("row_batch: rows of all matrices in one line", {"B": 2, "M": 5, "N": 100, "group": None}),
+            Workload("row_batch: the scales of all matrices are adjacent", {"B": 2, "M": 5, "N": 100, "group": None}),
             Workload("tiny: amax below the floor", {"M": 4, "N": 256, "scale": 1e-7}),
             Workload("special: NaN, infinities, zeros", {"M": 5, "N": 300, "special": True}),
             Workload("row_special: NaN, infinities, zeros", {"M": 5, "N": 300, "special": True, "group": None}),

@@ -1,9 +1,9 @@
 """Per-token casts in Triton.
 
-group=128   A program takes groups of 128 from neighbouring rows, a group to each half warp: the maximum is found in a
-            few shuffles while the elements stay in registers.  Groups of one column of scales lie side by side, so that
-            a program writes its scales in runs, where the GEMM reads them.
-group=None  A program holds whole rows in registers; longer rows are walked twice, the second time from L2.
+group=128   A program takes groups of 128 from adjacent rows, one group a half warp: the maximum takes a few shuffles
+            while the elements stay in registers.  The scales of one column of groups are adjacent, so that a program
+            writes runs of scales in the layout that the GEMM reads.
+group=None  A program holds whole rows in registers; longer rows are read twice, the second time from L2.
 
 Traffic: reads x once, writes q and 4 bytes a group, 3.03 bytes an element at bf16: 8192x7168 cannot beat 42 us at 4.2
 TB/s.
@@ -23,13 +23,13 @@ from tilewright.ops.rows import as_rows
 
 MAX_BLOCK = 16384  # elements of a row held in registers; longer rows are read twice
 GROUP = 128
-ROWS = 16  # whose scales are 64 bytes in a line
-SMALL = 1 << 22  # elements, below which programs are made small, so that there are some for every SM
+ROWS = 16  # rows per program: their scales are 64 adjacent bytes
+SMALL = 1 << 22  # elements; smaller problems get small programs, so that every SM has some
 
 
 class Config(NamedTuple):
-    rows: int  # of one program
-    groups: int  # of each of these rows; 0: whole rows
+    rows: int  # rows per program
+    groups: int  # groups per row of a program; 0: whole rows
     num_warps: int
 
 
@@ -53,7 +53,7 @@ CONFIGS = tuple(
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """From 8 to 64 elements a thread."""
+    """Configurations with 8 to 64 elements a thread."""
     m, k, group = bucket
     warps = (1, 2, 4, 8, 16)
     if group:
@@ -76,29 +76,32 @@ def _group_kernel(
     q, scales, x, R, K, M, stride_x, pitch, step,  # q, x: (R, K), R = batch * M   scales: (batch, M, groups)
     UE8M0: tl.constexpr, PACKED: tl.constexpr, BATCHED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(K, 128 * GROUPS)
-    first_row = tl.program_id(0) // across * ROWS
-    first_group = tl.program_id(0) % across * GROUPS
-    index = tl.arange(0, ROWS * GROUPS)  # rows first: neighbours in a line of scales
-    r = first_row + index % ROWS
-    g = first_group + index // ROWS
-    offs_k = g[:, None] * 128 + tl.arange(0, 128)[None, :]
-    mask = (r[:, None] < R) & (offs_k < K)
-    at = r.to(tl.int64)[:, None]
-    wide = tl.load(x + at * stride_x + offs_k, mask=mask, other=0.0).to(tl.float32)  # (ROWS * GROUPS, 128)
-    scale = scale_of(tl.max(magnitude(wide), 1), UE8M0)
-    tl.store(q + at * K + offs_k, encode(wide * inverse(scale)[:, None], q), mask=mask)
+    # Load the groups
+    blocks_a_row = tl.cdiv(K, 128 * GROUPS)
+    first_row = tl.program_id(0) // blocks_a_row * ROWS
+    first_group = tl.program_id(0) % blocks_a_row * GROUPS
+    index = tl.arange(0, ROWS * GROUPS)  # row index fastest: adjacent scales
+    row_idx = first_row + index % ROWS
+    group_idx = first_group + index // ROWS
+    offs_k = group_idx[:, None] * 128 + tl.arange(0, 128)[None, :]
+    mask = (row_idx[:, None] < R) & (offs_k < K)
+    row_offsets = row_idx.to(tl.int64)[:, None]
+    x_fp32 = tl.load(x + row_offsets * stride_x + offs_k, mask=mask, other=0.0).to(tl.float32)  # (ROWS * GROUPS, 128)
+    # Quantise and store
+    scale = scale_of(tl.max(magnitude(x_fp32), 1), UE8M0)
+    tl.store(q + row_offsets * K + offs_k, encode(x_fp32 * inverse(scale)[:, None], q), mask=mask)
+    # Store the scales
     if PACKED:
-        shifted = tl.where(g * 128 < K, exponent(scale) << (g % 4 * 8), 0)
-        value = tl.sum(tl.reshape(shifted, (GROUPS // 4, 4, ROWS)), 1)  # exponents do not overlap: a sum is an or
-        rows = (first_row + tl.arange(0, ROWS))[None, :]
-        line = (first_group // 4 + tl.arange(0, GROUPS // 4))[:, None]
-        keep = (rows < R) & (line * 512 < K)
+        shifted = tl.where(group_idx * 128 < K, exponent(scale) << (group_idx % 4 * 8), 0)
+        stored = tl.sum(tl.reshape(shifted, (GROUPS // 4, 4, ROWS)), 1)  # the bits do not overlap: the sum is an or
+        scale_row = (first_row + tl.arange(0, ROWS))[None, :]
+        scale_line = (first_group // 4 + tl.arange(0, GROUPS // 4))[:, None]
+        scale_mask = (scale_row < R) & (scale_line * 512 < K)
     else:
-        value, rows, line, keep = scale, r, g, (r < R) & (g * 128 < K)
+        stored, scale_row, scale_line, scale_mask = scale, row_idx, group_idx, (row_idx < R) & (group_idx * 128 < K)
     if BATCHED:
-        rows = rows // M * step + rows % M
-    tl.store(scales + line.to(tl.int64) * pitch + rows, value, mask=keep)
+        scale_row = scale_row // M * step + scale_row % M
+    tl.store(scales + scale_line.to(tl.int64) * pitch + scale_row, stored, mask=scale_mask)
 
 
 @triton.jit
@@ -107,13 +110,13 @@ def _row_kernel(
     UE8M0: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     offs_k = tl.arange(0, BLOCK_K)[None, :]
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = r.to(tl.int64)[:, None]
-    mask = (r[:, None] < R) & (offs_k < K)
-    wide = tl.load(x + at * stride_x + offs_k, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(magnitude(wide), 1), UE8M0)
-    tl.store(q + at * K + offs_k, encode(wide * inverse(scale)[:, None], q), mask=mask)
-    tl.store(scales + r, scale, mask=r < R)
+    row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_offsets = row_idx.to(tl.int64)[:, None]
+    mask = (row_idx[:, None] < R) & (offs_k < K)
+    x_fp32 = tl.load(x + row_offsets * stride_x + offs_k, mask=mask, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(magnitude(x_fp32), 1), UE8M0)
+    tl.store(q + row_offsets * K + offs_k, encode(x_fp32 * inverse(scale)[:, None], q), mask=mask)
+    tl.store(scales + row_idx, scale, mask=row_idx < R)
 
 
 @triton.jit
@@ -121,19 +124,21 @@ def _long_row_kernel(
     q, scales, x, K, stride_x,  # q, x: (R, K)   scales: (R,)
     UE8M0: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row_idx = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_K)
+    # First read: amax
     amax = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
-        values = tl.load(x + row * stride_x + start + offs, mask=start + offs < K, other=0.0)
-        amax = tl.maximum(amax, magnitude(values))
+        x_block = tl.load(x + row_idx * stride_x + start + offs, mask=start + offs < K, other=0.0)
+        amax = tl.maximum(amax, magnitude(x_block))
     scale = scale_of(tl.max(amax, 0), UE8M0)
     factor = inverse(scale)
+    # Second read: quantise and store
     for start in range(0, K, BLOCK_K):
         mask = start + offs < K
-        values = tl.load(x + row * stride_x + start + offs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(q + row * K + start + offs, encode(values * factor, q), mask=mask)
-    tl.store(scales + row, scale)
+        x_block = tl.load(x + row_idx * stride_x + start + offs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(q + row_idx * K + start + offs, encode(x_block * factor, q), mask=mask)
+    tl.store(scales + row_idx, scale)
 
 
 _groups = TritonKernel(_group_kernel)
@@ -151,22 +156,22 @@ _long_rows = TritonKernel(_long_row_kernel)
 )
 def launch(outs: tuple[Tensor, Tensor], x: Tensor, group: int, ue8m0: bool, packed: bool, *, config: Config) -> None:
     q, scales = as_stored(outs[0]), outs[1]
-    rows = as_rows(x)
-    r, k = rows.shape
+    x_rows = as_rows(x)
+    r, k = x_rows.shape
     if not group:
-        block = triton.next_power_of_2(k)
-        args = (q, scales, rows, r, k, rows.stride(0))
-        if block <= MAX_BLOCK:
+        block_k = triton.next_power_of_2(k)
+        args = (q, scales, x_rows, r, k, x_rows.stride(0))
+        if block_k <= MAX_BLOCK:
             grid = (triton.cdiv(r, config.rows),)
-            _rows(grid, args, (ue8m0, config.rows, block), num_warps=config.num_warps)
+            _rows(grid, args, (ue8m0, config.rows, block_k), num_warps=config.num_warps)
         else:
-            _long_rows((r,), (*args[:3], k, rows.stride(0)), (ue8m0, 4096), num_warps=8)
+            _long_rows((r,), (*args[:3], k, x_rows.stride(0)), (ue8m0, 4096), num_warps=8)
         return
     m, batched = x.shape[-2], r > x.shape[-2]
     groups, warps = config.groups, config.num_warps
-    if packed and groups < 4:  # a word is written whole
+    if packed and groups < 4:  # a program writes whole words
         groups, warps = 4, min(16, warps * 4 // groups)
     grid = (triton.cdiv(r, config.rows) * triton.cdiv(k, GROUP * groups),)
     pitch, step = scales.stride(-1), scales.stride(-3) if batched else 0
-    args = (q, scales, rows, r, k, m, rows.stride(0), pitch, step)
+    args = (q, scales, x_rows, r, k, m, x_rows.stride(0), pitch, step)
     _groups(grid, args, (ue8m0, packed, batched, config.rows, groups), num_warps=warps)

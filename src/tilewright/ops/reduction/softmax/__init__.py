@@ -1,4 +1,4 @@
-"""Softmax, forward and backward.  The contract; backends are the files beside it."""
+"""Softmax, forward and backward.  The contract; backends are the files next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +17,9 @@ def softmax(x: Tensor, dim: int = -1, *, out: Tensor | None = None, backend: str
     """y = exp(x - max(x)) / sum(exp(x - max(x))) along `dim`, in float32, rounded once.
 
     x: (..., N) bf16|fp16|fp32.   Returns x's shape and dtype.
-    As in torch, -inf gives 0, and a row of nothing but -inf, or with a NaN or +inf in it, gives NaN.
-    The kernels work along the last dimension; along another, x is first copied so that it is last, and the result is a
-    view of the transposed one.
+    As in torch, -inf gives 0, and a row gives NaN if all of it is -inf or if it has a NaN or +inf.
+    The kernels work along the last dimension; for another dim, x is copied with that dimension last, and the result is
+    a transposed view.
 
     out: contiguous tensor to write instead of allocating, for the last dimension only; no gradient then.
     backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
@@ -34,12 +34,12 @@ def softmax(x: Tensor, dim: int = -1, *, out: Tensor | None = None, backend: str
         raise InputError(f"softmax: dim is {dim}, x is {tuple(x.shape)}; needs {-x.dim()} <= dim < {x.dim()}.")
     if out is not None:
         raise InputError(f"softmax(out=...) works along the last dimension, dim is {dim}. Drop out=.")
-    CONTRACT.check(x)  # before its dimensions are moved
+    CONTRACT.check(x)  # before movedim, so that messages show the shape of the caller
     return call(CONTRACT, (x.movedim(dim, -1),), backend).movedim(-1, dim)
 
 
 def reference(x: Tensor, dim: int = -1) -> Tensor:
-    """The same in plain torch: along the last dimension it computes in float32 and rounds once, on every device."""
+    """Plain torch: along the last dimension it computes in float32 and rounds once, on every device."""
     return _raw(x.movedim(dim, -1)).movedim(-1, dim)
 
 
@@ -81,7 +81,7 @@ def check(x: Tensor) -> None:
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: M, N, optional scale; inner=K for x (M, N, K) and dim=1; hidden=v to set every third element of odd rows
-    to v, and all of row 0 when v is finite.
+    to v, and all of row 0 if v > -inf.
     """
     shape = (params["M"], params["N"], *((params["inner"],) if "inner" in params else ()))
     x = rows.random_tensor(shape, dtype, device, rows.generator(seed), scale=params.get("scale", 1.0))

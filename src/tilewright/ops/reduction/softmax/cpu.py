@@ -1,6 +1,6 @@
 """Softmax on a CPU: compiles and calls `softmax.cpp`.
 
-Traffic: reads x once and writes y once; maximum, sum and quotients find the row in the caches.
+Traffic: reads x once and writes y once; the passes after the first find the row in the caches.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from tilewright.ops.rows import as_rows
 
 
 class Params(NamedTuple):
-    """Of the template: T dtype of x and y."""
+    """Template parameters.   T: dtype of x and y."""
 
     T: torch.dtype
 

@@ -1,12 +1,12 @@
-"""Softmax in cuTile, in three forms that differ in where a row is while its maximum and sum are found.
+"""Softmax in cuTile, in three forms that differ in where a row is kept while its maximum and sum are computed.
 
 short   A row fits in registers: one read, one write.
-long    One block a row walks over it twice: forwards with a running maximum and sum in every lane, no barrier; then
-        backwards, so that what was read last is still near, in L1 or L2.
-split   Few long rows, as in decoding: many blocks a row leave maximum and sum of their part, a second launch scales.
+long    One block a row reads it twice: forwards with a running maximum and sum in every lane, without a barrier; then
+        backwards, so that the elements read last are still in L1 or L2.
+split   Few long rows, as in decoding: many blocks a row write maximum and sum of their part, a second launch scales.
 
 Traffic: 4*M*N bytes at bf16 for the short form, so 8192x4096 cannot beat 32 us at 4.2 TB/s; the others read twice, from
-L2 where the rows under way fit there (60 MB on an H200).  The backward reads dy and y and writes dx, 6*M*N.
+L2 if the active rows fit there (60 MB on an H200).  The backward reads dy and y and writes dx, 6*M*N.
 """
 
 from typing import NamedTuple
@@ -21,19 +21,19 @@ from tilewright.jit.tape import scratch
 from tilewright.ops.rows import as_rows
 
 LOG2E = 1.4426950408889634
-LOWEST = -3.4028234663852886e38  # the first maximum; -inf - -inf would be NaN
+LOWEST = -3.4028234663852886e38  # initial maximum; -inf would give -inf - -inf = NaN
 INFINITY = float("inf")
-REGISTERS = 16384  # elements a block keeps as float32: 64 a thread at 8 warps, the most there are
-HELD = 32768  # elements of all the blocks on an SM, which has two registers for each
+REGISTERS = 16384  # float32 elements that a block holds: 64 a thread at 8 warps, the most there are
+HELD = 32768  # elements that the blocks of one SM hold: two registers for each
 SPLIT_ROWS = 64  # from here on, one block a row fills half of an H200
 
 
 class Config(NamedTuple):
-    rows: int = 1  # short: of one block
+    rows: int = 1  # short: rows per block
     num_warps: int = 8  # 4 or 8
-    occupancy: int = 0  # blocks that shall share an SM; 0: as tileiras chooses
-    steps: int = 0  # long: 16-byte vectors a thread takes in one step along the row; 0: the row is held or split
-    split: int = 0  # elements a block takes of a row that is divided among blocks, a power of two; 0: it is not
+    occupancy: int = 0  # blocks per SM; 0: tileiras chooses
+    steps: int = 0  # long: 16-byte vectors per thread in one step of the loop; 0: short or split
+    split: int = 0  # elements per block of a row that several blocks share, a power of two; 0: one block a row
 
 
 def next_power_of_2(n: int) -> int:
@@ -53,7 +53,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    held = REGISTERS // 2  # of dy and of y
+    held = REGISTERS // 2  # elements of dy and as many of y
     return _short(bucket[1], held) if bucket[1] <= held else Config(steps=4)
 
 
@@ -63,7 +63,7 @@ BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((4096, n), torch.bfloa
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Short rows from 8 to 64 values a thread, long ones by the size of a step or of a part."""
+    """Short rows with 8 to 64 elements a thread, long ones by the size of a step or of a part."""
     m, n = bucket
     if n <= REGISTERS:
         return _short_candidates(m, next_power_of_2(n), 1)
@@ -111,96 +111,109 @@ def _softmax_kernel(
     y, x,  # (M, N)
     ROWS: ct.Constant[int], BLOCK_N: ct.Constant[int], EXACT: ct.Constant[bool],
 ):  # fmt: skip  # EXACT: nothing needs a mask
-    offs_m = (ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None]
-    at = (offs_m, ct.arange(BLOCK_N, dtype=ct.int32)[None, :])
-    row = ct.gather(x, at, padding_value=-INFINITY, check_bounds=not EXACT).astype(ct.float32)
-    top = ct.maximum(ct.max(row, axis=1, keepdims=True), LOWEST)
-    e = _exp(row - top, y.dtype == ct.float32)
-    result = e * (1.0 / ct.sum(e, axis=1, keepdims=True))
-    ct.scatter(y, at, result.astype(y.dtype), check_bounds=not EXACT)
+    """y = exp(x - max(x)) / sum(exp(x - max(x))), the short form."""
+    row_idx = (ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None]
+    index = (row_idx, ct.arange(BLOCK_N, dtype=ct.int32)[None, :])
+    x_fp32 = ct.gather(x, index, padding_value=-INFINITY, check_bounds=not EXACT).astype(ct.float32)
+    m_i = ct.maximum(ct.max(x_fp32, axis=1, keepdims=True), LOWEST)
+    e = _exp(x_fp32 - m_i, y.dtype == ct.float32)
+    y_fp32 = e * (1.0 / ct.sum(e, axis=1, keepdims=True))
+    ct.scatter(y, index, y_fp32.astype(y.dtype), check_bounds=not EXACT)
 
 
 def _softmax_long_kernel(
     y, x,  # (M, N)
     STEPS: ct.Constant[int], LANES: ct.Constant[int],
 ):  # fmt: skip
-    # Lanes lie across the block's threads, so maxima and sums over dimension 0 need no other thread.
-    row = ct.bid(0)
+    """y as above, the long form."""
+    # Dimension 1 is spread over the threads: maxima and sums over dimension 0 stay in a thread.
+    row_idx = ct.bid(0)
     offs = ct.arange(STEPS, dtype=ct.int32)[:, None] * LANES + ct.arange(LANES, dtype=ct.int32)[None, :]
-    top = ct.full((1, LANES), LOWEST, ct.float32)
-    total = ct.zeros((1, LANES), ct.float32)
+    m_i = ct.full((1, LANES), LOWEST, ct.float32)
+    l_i = ct.zeros((1, LANES), ct.float32)
     blocks = ct.cdiv(x.shape[1], STEPS * LANES)
+    # First pass: running maximum and sum in every lane
     for block in range(blocks):
-        at = (row, block * (STEPS * LANES) + offs)
-        part = ct.gather(x, at, padding_value=-INFINITY).astype(ct.float32)
-        higher = ct.maximum(top, ct.max(part, axis=0, keepdims=True))
-        e = _exp(part - higher, y.dtype == ct.float32)
-        total = total * _exp(top - higher, y.dtype == ct.float32) + ct.sum(e, axis=0, keepdims=True)
-        top = higher
-    highest = ct.max(top, axis=1, keepdims=True)
-    scale = 1.0 / ct.sum(total * _exp(top - highest, y.dtype == ct.float32), axis=1, keepdims=True)
+        index = (row_idx, block * (STEPS * LANES) + offs)
+        part = ct.gather(x, index, padding_value=-INFINITY).astype(ct.float32)
+        m_new = ct.maximum(m_i, ct.max(part, axis=0, keepdims=True))
+        e = _exp(part - m_new, y.dtype == ct.float32)
+        l_i = l_i * _exp(m_i - m_new, y.dtype == ct.float32) + ct.sum(e, axis=0, keepdims=True)
+        m_i = m_new
+    # Combine the lanes
+    row_max = ct.max(m_i, axis=1, keepdims=True)
+    scale = 1.0 / ct.sum(l_i * _exp(m_i - row_max, y.dtype == ct.float32), axis=1, keepdims=True)
+    # Second pass, backwards: scale and store
     for back in range(blocks):
-        at = (row, (blocks - 1 - back) * (STEPS * LANES) + offs)
-        part = ct.gather(x, at).astype(ct.float32)
-        result = _exp(part - highest, y.dtype == ct.float32) * scale
-        ct.scatter(y, at, result.astype(y.dtype))
+        index = (row_idx, (blocks - 1 - back) * (STEPS * LANES) + offs)
+        part = ct.gather(x, index).astype(ct.float32)
+        y_fp32 = _exp(part - row_max, y.dtype == ct.float32) * scale
+        ct.scatter(y, index, y_fp32.astype(y.dtype))
 
 
 def _softmax_part_kernel(
-    tops, totals, x,  # tops, totals: (M, parts)   x: (M, N)
+    maxima, sums, x,  # maxima, sums: (M, parts)   x: (M, N)
     BLOCK_N: ct.Constant[int],
 ):  # fmt: skip
-    row, part = ct.bid(0) // tops.shape[1], ct.bid(0) % tops.shape[1]
-    offs_n = part * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
-    values = ct.gather(x, (row, offs_n), padding_value=-INFINITY).astype(ct.float32)
-    top = ct.maximum(ct.max(values), LOWEST)
-    ct.scatter(tops, (row, part), top)
-    ct.scatter(totals, (row, part), ct.sum(_exp(values - top, x.dtype == ct.float32)))
+    """Maximum and sum of exponentials of one part of a row."""
+    row_idx, part = ct.bid(0) // maxima.shape[1], ct.bid(0) % maxima.shape[1]
+    col_offsets = part * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32)
+    x_fp32 = ct.gather(x, (row_idx, col_offsets), padding_value=-INFINITY).astype(ct.float32)
+    m_i = ct.maximum(ct.max(x_fp32), LOWEST)
+    ct.scatter(maxima, (row_idx, part), m_i)
+    ct.scatter(sums, (row_idx, part), ct.sum(_exp(x_fp32 - m_i, x.dtype == ct.float32)))
 
 
 def _softmax_scale_kernel(
-    y, tops, totals, x,  # x, y: (M, N)   tops, totals: (M, parts)
+    y, maxima, sums, x,  # x, y: (M, N)   maxima, sums: (M, parts)
     PARTS: ct.Constant[int], BLOCK_N: ct.Constant[int],
 ):  # fmt: skip
-    row, part = ct.bid(0) // tops.shape[1], ct.bid(0) % tops.shape[1]
-    at = (row, part * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32))
-    values = ct.gather(x, at).astype(ct.float32)
+    """y of one part of a row, from maxima and sums of all its parts."""
+    # Load the part
+    row_idx, part = ct.bid(0) // maxima.shape[1], ct.bid(0) % maxima.shape[1]
+    index = (row_idx, part * BLOCK_N + ct.arange(BLOCK_N, dtype=ct.int32))
+    x_fp32 = ct.gather(x, index).astype(ct.float32)
+    # Combine maxima and sums of the parts
     offs_p = ct.arange(PARTS, dtype=ct.int32)
-    top = ct.gather(tops, (row, offs_p), padding_value=LOWEST)
-    total = ct.gather(totals, (row, offs_p))
-    highest = ct.max(top)
-    scale = 1.0 / ct.sum(total * _exp(top - highest, x.dtype == ct.float32))
-    ct.scatter(y, at, (_exp(values - highest, x.dtype == ct.float32) * scale).astype(y.dtype))
+    m_i = ct.gather(maxima, (row_idx, offs_p), padding_value=LOWEST)
+    l_i = ct.gather(sums, (row_idx, offs_p))
+    row_max = ct.max(m_i)
+    scale = 1.0 / ct.sum(l_i * _exp(m_i - row_max, x.dtype == ct.float32))
+    ct.scatter(y, index, (_exp(x_fp32 - row_max, x.dtype == ct.float32) * scale).astype(y.dtype))
 
 
 def _softmax_backward_kernel(
     dx, dy, y,  # (M, N)
     ROWS: ct.Constant[int], BLOCK_N: ct.Constant[int], EXACT: ct.Constant[bool],
 ):  # fmt: skip
-    offs_m = (ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None]
-    at = (offs_m, ct.arange(BLOCK_N, dtype=ct.int32)[None, :])
-    p = ct.gather(y, at, check_bounds=not EXACT).astype(ct.float32)
-    g = ct.gather(dy, at, check_bounds=not EXACT).astype(ct.float32)
-    result = p * (g - ct.sum(p * g, axis=1, keepdims=True))
-    ct.scatter(dx, at, result.astype(dx.dtype), check_bounds=not EXACT)
+    """dx = y * (dy - dot(dy, y)), the dot product over each row; the short form."""
+    row_idx = (ct.bid(0) * ROWS + ct.arange(ROWS, dtype=ct.int32))[:, None]
+    index = (row_idx, ct.arange(BLOCK_N, dtype=ct.int32)[None, :])
+    y_fp32 = ct.gather(y, index, check_bounds=not EXACT).astype(ct.float32)
+    dy_fp32 = ct.gather(dy, index, check_bounds=not EXACT).astype(ct.float32)
+    dx_fp32 = y_fp32 * (dy_fp32 - ct.sum(y_fp32 * dy_fp32, axis=1, keepdims=True))
+    ct.scatter(dx, index, dx_fp32.astype(dx.dtype), check_bounds=not EXACT)
 
 
 def _softmax_backward_long_kernel(
     dx, dy, y,  # (M, N)
     STEPS: ct.Constant[int], LANES: ct.Constant[int],
 ):  # fmt: skip
-    row = ct.bid(0)
+    """dx as above, the long form."""
+    # First pass: the dot product
+    row_idx = ct.bid(0)
     offs = ct.arange(STEPS, dtype=ct.int32)[:, None] * LANES + ct.arange(LANES, dtype=ct.int32)[None, :]
     products = ct.zeros((STEPS, LANES), ct.float32)
     blocks = ct.cdiv(y.shape[1], STEPS * LANES)
     for block in range(blocks):
-        at = (row, block * (STEPS * LANES) + offs)
-        products = products + ct.gather(y, at).astype(ct.float32) * ct.gather(dy, at).astype(ct.float32)
-    mean = ct.sum(products)
+        index = (row_idx, block * (STEPS * LANES) + offs)
+        products = products + ct.gather(y, index).astype(ct.float32) * ct.gather(dy, index).astype(ct.float32)
+    dot = ct.sum(products)
+    # Second pass, backwards: dx
     for back in range(blocks):
-        at = (row, (blocks - 1 - back) * (STEPS * LANES) + offs)
-        p, g = ct.gather(y, at).astype(ct.float32), ct.gather(dy, at).astype(ct.float32)
-        ct.scatter(dx, at, (p * (g - mean)).astype(dx.dtype))
+        index = (row_idx, (blocks - 1 - back) * (STEPS * LANES) + offs)
+        y_fp32, dy_fp32 = ct.gather(y, index).astype(ct.float32), ct.gather(dy, index).astype(ct.float32)
+        ct.scatter(dx, index, (y_fp32 * (dy_fp32 - dot)).astype(dx.dtype))
 
 
 _short_forward = CutileKernel(_softmax_kernel)
@@ -233,9 +246,9 @@ def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
     if config.split:
         hints = Hints(config.num_warps, config.occupancy or None)
         parts = -(-n // config.split)
-        tops, totals = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
-        _part((m * parts,), (tops, totals, x), (config.split,), hints)
-        _scale((m * parts,), (y, tops, totals, x), (next_power_of_2(parts), config.split), hints)
+        maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
+        _part((m * parts,), (maxima, sums, x), (config.split,), hints)
+        _scale((m * parts,), (y, maxima, sums, x), (next_power_of_2(parts), config.split), hints)
     else:
         _short_or_long(_short_forward, _long_forward, (y, x), config)
 

@@ -1,11 +1,11 @@
-"""Softmax in Triton, in three forms that differ in where a row is while its maximum and sum are found.
+"""Softmax in Triton, in three forms that differ in where a row is kept while its maximum and sum are computed.
 
 short   A row fits in registers: one read, one write.
-long    One program a row keeps the first `held` elements in registers and walks over the rest twice: forwards with a
-        running maximum and sum in every lane, no barrier; then backwards, so that what was read last is still near, in
+long    One program a row keeps the first `held` elements in registers and reads the rest twice: forwards with a running
+        maximum and sum in every lane, without a barrier; then backwards, so that the elements read last are still in
         L1, or in L2, which on an H200 (60 MB) has room for 132 rows of 256 KB.  Second reads and stores are evicted
         first.
-split   Few long rows, as in decoding: many programs a row leave maximum and sum of their part, a second launch scales.
+split   Few long rows, as in decoding: many programs a row write maximum and sum of their part, a second launch scales.
 
 Traffic: forward 4*M*N bytes at bf16, so 4096x128256 cannot beat 500 us at 4.2 TB/s; backward reads dy and y and writes
 dx, 6*M*N, 750 us.
@@ -24,19 +24,19 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
 from tilewright.ops.rows import as_rows
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the first maximum; -inf - -inf would be NaN
-REGISTERS = 32768  # elements a program keeps as float32: 64 registers a thread at 16 warps
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum; -inf would give -inf - -inf = NaN
+REGISTERS = 32768  # float32 elements that a program holds: 64 registers a thread at 16 warps
 SPLIT_ROWS = 64  # from here on, one program a row fills half of an H200
 
 
 class Config(NamedTuple):
     held: int  # elements of a row in registers, a power of two; longer rows take the long form
     num_warps: int
-    rows: int = 1  # short: of one program
-    num_stages: int = 1  # long: of the walk along a row
-    steps: int = 2  # long: 16-byte vectors per thread in one step along the row
-    split: int = 0  # elements a program takes of a row that is divided among programs; 0: it is not
-    packed: bool = False  # short, long: 16-bit elements stay packed in registers between their uses (NVIDIA)
+    rows: int = 1  # short: rows per program
+    num_stages: int = 1  # long: of the loop over a row
+    steps: int = 2  # long: 16-byte vectors per thread in one step of the loop
+    split: int = 0  # elements per program of a row that several programs share; 0: one program a row
+    packed: bool = False  # short, long: 16-bit elements stay packed in registers between uses (NVIDIA)
 
 
 def _short(n: int, held: int) -> Config:
@@ -55,7 +55,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     _, n = bucket
-    held = REGISTERS // 2  # of dy and of y
+    held = REGISTERS // 2  # elements of dy and as many of y
     return _short(n, held) if n <= held else Config(held, num_warps=16)
 
 
@@ -72,7 +72,7 @@ def _forms(dtype: torch.dtype) -> tuple[bool, ...]:
 
 
 def _short_space(n: int, held: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """4 to 64 elements a thread; packed ones take half the registers, so that a second program fits beside."""
+    """4 to 64 elements a thread; packed ones take half the registers, so that two programs fit on an SM."""
     block = triton.next_power_of_2(n)
     return tuple(
         Config(held, warps, rows, packed=packed)
@@ -86,7 +86,7 @@ def _short_space(n: int, held: int, dtype: torch.dtype) -> tuple[Config, ...]:
 
 
 def _long_space(held: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """8 to 64 elements of a row in each thread, and one to four vectors more a step."""
+    """8 to 64 held elements a thread, and one to four vectors a step."""
     return tuple(
         Config(elements, warps, steps=steps, packed=packed)
         for packed in _forms(dtype)
@@ -115,9 +115,9 @@ def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Co
 
 
 @triton.jit
-def _again(x, PACKED: tl.constexpr):
-    """x, for its second use.  PACKED: as something the compiler knows nothing of; else it would keep the float32 of the
-    first use in twice the registers.
+def _opaque_fp32(x, PACKED: tl.constexpr):
+    """x in float32 for its second use.  PACKED: hide x from the compiler, which would otherwise keep the float32 values
+    of the first use, in twice the registers.
     """
     if PACKED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -129,22 +129,26 @@ def _softmax_kernel(
     y, x, M, N, stride_x,  # x, y: (M, N)
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """y = exp(x - max(x)) / sum(exp(x - max(x))), the short form."""
+    # Load the rows
     PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
-    offs_n = tl.arange(0, BLOCK_N)[None, :]
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mask = offs_n < N
-    if ROWS > 1:  # else there is a program for each row, and one register less to keep
-        mask = mask & (offs_m < M)
-    at = offs_m.to(tl.int64)
-    row = tl.load(x + at * stride_x + offs_n, mask=mask, other=float("-inf"))
-    wide = row.to(tl.float32)
-    top = tl.maximum(tl.max(wide, 1), LOWEST)
-    e = exp(wide - top[:, None], PRECISE)
+    col_offsets = tl.arange(0, BLOCK_N)[None, :]
+    row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    mask = col_offsets < N
+    if ROWS > 1:  # with one row a program no row is out of range, and the mask takes one register less
+        mask = mask & (row_idx < M)
+    row_offsets = row_idx.to(tl.int64)
+    row = tl.load(x + row_offsets * stride_x + col_offsets, mask=mask, other=float("-inf"))
+    # Maximum, exponentials and their sum
+    x_fp32 = row.to(tl.float32)
+    m_i = tl.maximum(tl.max(x_fp32, 1), LOWEST)
+    e = exp(x_fp32 - m_i[:, None], PRECISE)
     scale = tl.div_rn(1.0, tl.sum(e, 1))
+    # Scale and store
     if PACKED:
-        e = exp(_again(row, PACKED) - top[:, None], PRECISE)
-    result = e * scale[:, None]
-    tl.store(y + at * N + offs_n, result.to(y.dtype.element_ty), mask=mask)
+        e = exp(_opaque_fp32(row, PACKED) - m_i[:, None], PRECISE)
+    y_fp32 = e * scale[:, None]
+    tl.store(y + row_offsets * N + col_offsets, y_fp32.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -152,8 +156,9 @@ def _softmax_long_kernel(
     y, x, N, stride_x,  # x, y: (M, N), N > HELD
     HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """y as above, the long form."""
     PRECISE: tl.constexpr = y.dtype.element_ty == tl.float32
-    # Lanes lie across the program's threads, so maxima and sums over dimension 0 need no other thread.
+    # Dimension 1 is spread over the threads: maxima and sums over dimension 0 stay in a thread.
     STEP: tl.constexpr = STEPS * LANES
     lanes = tl.arange(0, LANES)[None, :]
     offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + lanes
@@ -161,56 +166,65 @@ def _softmax_long_kernel(
     x += tl.program_id(0).to(tl.int64) * stride_x
     y += tl.program_id(0).to(tl.int64) * N
 
-    held = tl.load(x + offs_held, eviction_policy="evict_first")
-    wide = held.to(tl.float32)
-    top = tl.maximum(tl.max(wide, 0), LOWEST)
-    total = tl.sum(exp(wide - top[None, :], PRECISE), 0)
+    # First pass: running maximum and sum in every lane
+    x_held = tl.load(x + offs_held, eviction_policy="evict_first")
+    x_fp32 = x_held.to(tl.float32)
+    m_i = tl.maximum(tl.max(x_fp32, 0), LOWEST)
+    l_i = tl.sum(exp(x_fp32 - m_i[None, :], PRECISE), 0)
     for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
         part = tl.load(x + start + offs, mask=offs < N - start, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(part, 0))
-        total = total * exp(top - higher, PRECISE) + tl.sum(exp(part - higher[None, :], PRECISE), 0)
-        top = higher
-    highest = tl.max(top, 0)
-    scale = tl.div_rn(1.0, tl.sum(total * exp(top - highest, PRECISE), 0))
+        m_new = tl.maximum(m_i, tl.max(part, 0))
+        l_i = l_i * exp(m_i - m_new, PRECISE) + tl.sum(exp(part - m_new[None, :], PRECISE), 0)
+        m_i = m_new
+    # Combine the lanes
+    row_max = tl.max(m_i, 0)
+    scale = tl.div_rn(1.0, tl.sum(l_i * exp(m_i - row_max, PRECISE), 0))
 
+    # Second pass, backwards: scale and store
     last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
     for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
         start = last - back
         mask = offs < N - start
         part = tl.load(x + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        result = exp(part - highest, PRECISE) * scale
-        tl.store(y + start + offs, result.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    result = exp(_again(held, PACKED) - highest, PRECISE) * scale
-    tl.store(y + offs_held, result.to(y.dtype.element_ty), eviction_policy="evict_first")
+        y_fp32 = exp(part - row_max, PRECISE) * scale
+        tl.store(y + start + offs, y_fp32.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    y_fp32 = exp(_opaque_fp32(x_held, PACKED) - row_max, PRECISE) * scale
+    tl.store(y + offs_held, y_fp32.to(y.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit
-def _softmax_part_kernel(tops, totals, x, N, parts, stride_x, BLOCK_N: tl.constexpr):  # tops, totals: (M, parts)
+def _softmax_part_kernel(maxima, sums, x, N, parts, stride_x, BLOCK_N: tl.constexpr):  # maxima, sums: (M, parts)
+    """Maximum and sum of exponentials of one part of a row."""
     PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
-    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    values = tl.load(x + row.to(tl.int64) * stride_x + offs_n, mask=offs_n < N, other=float("-inf")).to(tl.float32)
-    top = tl.maximum(tl.max(values, 0), LOWEST)
-    tl.store(tops + tl.program_id(0), top)
-    tl.store(totals + tl.program_id(0), tl.sum(exp(values - top, PRECISE), 0))
+    row_idx, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    col_offsets = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.load(x + row_idx.to(tl.int64) * stride_x + col_offsets, mask=col_offsets < N, other=float("-inf"))
+    x_fp32 = row.to(tl.float32)
+    m_i = tl.maximum(tl.max(x_fp32, 0), LOWEST)
+    tl.store(maxima + tl.program_id(0), m_i)
+    tl.store(sums + tl.program_id(0), tl.sum(exp(x_fp32 - m_i, PRECISE), 0))
 
 
 @triton.jit
 def _softmax_scale_kernel(
-    y, tops, totals, x, N, parts, stride_x,  # tops, totals: (M, parts)
+    y, maxima, sums, x, N, parts, stride_x,  # maxima, sums: (M, parts)
     PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """y of one part of a row, from maxima and sums of all its parts."""
+    # Load the part
     PRECISE: tl.constexpr = x.dtype.element_ty == tl.float32
-    row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    values = tl.load(x + row.to(tl.int64) * stride_x + offs_n, mask=offs_n < N).to(tl.float32)
+    row_idx, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    col_offsets = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_fp32 = tl.load(x + row_idx.to(tl.int64) * stride_x + col_offsets, mask=col_offsets < N).to(tl.float32)
+    # Combine maxima and sums of the parts
     offs_p = tl.arange(0, PARTS)
-    top = tl.load(tops + row * parts + offs_p, mask=offs_p < parts, other=LOWEST)
-    total = tl.load(totals + row * parts + offs_p, mask=offs_p < parts, other=0.0)
-    highest = tl.max(top, 0)
-    scale = tl.div_rn(1.0, tl.sum(total * exp(top - highest, PRECISE), 0))
-    result = exp(values - highest, PRECISE) * scale
-    tl.store(y + row.to(tl.int64) * N + offs_n, result.to(y.dtype.element_ty), mask=offs_n < N)
+    m_i = tl.load(maxima + row_idx * parts + offs_p, mask=offs_p < parts, other=LOWEST)
+    l_i = tl.load(sums + row_idx * parts + offs_p, mask=offs_p < parts, other=0.0)
+    row_max = tl.max(m_i, 0)
+    scale = tl.div_rn(1.0, tl.sum(l_i * exp(m_i - row_max, PRECISE), 0))
+    # Scale and store
+    y_fp32 = exp(x_fp32 - row_max, PRECISE) * scale
+    tl.store(y + row_idx.to(tl.int64) * N + col_offsets, y_fp32.to(y.dtype.element_ty), mask=col_offsets < N)
 
 
 @triton.jit
@@ -218,17 +232,20 @@ def _softmax_backward_kernel(
     dx, dy, y, M, N, stride_dy, stride_y,  # dx, dy, y: (M, N)
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    offs_n = tl.arange(0, BLOCK_N)[None, :]
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mask = offs_n < N
-    if ROWS > 1:  # else there is a program for each row, and one register less to keep
-        mask = mask & (offs_m < M)
-    at = offs_m.to(tl.int64)
-    p = tl.load(y + at * stride_y + offs_n, mask=mask, other=0.0)
-    g = tl.load(dy + at * stride_dy + offs_n, mask=mask, other=0.0)
-    mean = tl.sum(g.to(tl.float32) * p.to(tl.float32), 1)[:, None]
-    result = _again(p, PACKED) * (_again(g, PACKED) - mean)
-    tl.store(dx + at * N + offs_n, result.to(dx.dtype.element_ty), mask=mask)
+    """dx = y * (dy - dot(dy, y)), the dot product over each row; the short form."""
+    # Load the rows
+    col_offsets = tl.arange(0, BLOCK_N)[None, :]
+    row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    mask = col_offsets < N
+    if ROWS > 1:  # with one row a program no row is out of range, and the mask takes one register less
+        mask = mask & (row_idx < M)
+    row_offsets = row_idx.to(tl.int64)
+    y_row = tl.load(y + row_offsets * stride_y + col_offsets, mask=mask, other=0.0)
+    dy_row = tl.load(dy + row_offsets * stride_dy + col_offsets, mask=mask, other=0.0)
+    # Compute and store dx
+    dot = tl.sum(dy_row.to(tl.float32) * y_row.to(tl.float32), 1)[:, None]
+    dx_fp32 = _opaque_fp32(y_row, PACKED) * (_opaque_fp32(dy_row, PACKED) - dot)
+    tl.store(dx + row_offsets * N + col_offsets, dx_fp32.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -236,6 +253,7 @@ def _softmax_backward_long_kernel(
     dx, dy, y, N, stride_dy, stride_y,  # dx, dy, y: (M, N), N > HELD
     HELD: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, NUM_STAGES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """dx as above, the long form."""
     STEP: tl.constexpr = STEPS * LANES
     lanes = tl.arange(0, LANES)[None, :]
     offs_held = tl.arange(0, HELD // LANES)[:, None] * LANES + lanes
@@ -244,25 +262,28 @@ def _softmax_backward_long_kernel(
     y += tl.program_id(0).to(tl.int64) * stride_y
     dx += tl.program_id(0).to(tl.int64) * N
 
-    held_p = tl.load(y + offs_held, eviction_policy="evict_first")
-    held_g = tl.load(dy + offs_held, eviction_policy="evict_first")
-    products = tl.sum(held_p.to(tl.float32) * held_g.to(tl.float32), 0)
+    # First pass: the dot product
+    y_held = tl.load(y + offs_held, eviction_policy="evict_first")
+    dy_held = tl.load(dy + offs_held, eviction_policy="evict_first")
+    dots = tl.sum(y_held.to(tl.float32) * dy_held.to(tl.float32), 0)
     for start in tl.range(HELD, N, STEP, num_stages=NUM_STAGES):
         mask = offs < N - start
-        p = tl.load(y + start + offs, mask=mask, other=0.0).to(tl.float32)
-        g = tl.load(dy + start + offs, mask=mask, other=0.0).to(tl.float32)
-        products += tl.sum(p * g, 0)
-    mean = tl.sum(products, 0)  # of dy under the distribution y
+        y_fp32 = tl.load(y + start + offs, mask=mask, other=0.0).to(tl.float32)
+        dy_fp32 = tl.load(dy + start + offs, mask=mask, other=0.0).to(tl.float32)
+        dots += tl.sum(y_fp32 * dy_fp32, 0)
+    dot = tl.sum(dots, 0)
 
+    # Second pass, backwards: dx
     last = HELD + (tl.cdiv(N - HELD, STEP) - 1) * STEP
     for back in tl.range(0, N - HELD, STEP, num_stages=NUM_STAGES):
         start = last - back
         mask = offs < N - start
-        p = tl.load(y + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        g = tl.load(dy + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
-        tl.store(dx + start + offs, (p * (g - mean)).to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    result = _again(held_p, PACKED) * (_again(held_g, PACKED) - mean)
-    tl.store(dx + offs_held, result.to(dx.dtype.element_ty), eviction_policy="evict_first")
+        y_fp32 = tl.load(y + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        dy_fp32 = tl.load(dy + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        dx_fp32 = y_fp32 * (dy_fp32 - dot)
+        tl.store(dx + start + offs, dx_fp32.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    dx_fp32 = _opaque_fp32(y_held, PACKED) * (_opaque_fp32(dy_held, PACKED) - dot)
+    tl.store(dx + offs_held, dx_fp32.to(dx.dtype.element_ty), eviction_policy="evict_first")
 
 
 _short_forward = TritonKernel(_softmax_kernel)
@@ -291,9 +312,9 @@ def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
         _short_forward(grid, (outs[0], x, m, n, x.stride(0)), constants, num_warps=config.num_warps)
     elif config.split:
         parts = -(-n // config.split)
-        tops, totals = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
-        _part((m * parts,), (tops, totals, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
-        args = (outs[0], tops, totals, x, n, parts, x.stride(0))
+        maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
+        _part((m * parts,), (maxima, sums, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
+        args = (outs[0], maxima, sums, x, n, parts, x.stride(0))
         constants = (triton.next_power_of_2(parts), config.split)
         _scale((m * parts,), args, constants, num_warps=config.num_warps)
     else:

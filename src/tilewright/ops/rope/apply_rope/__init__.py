@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, forward and backward.  The contract; backends are the files beside it."""
+"""Rotary embedding of queries and keys, forward and backward.  The contract; backends are the files next to it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,15 +32,15 @@ def apply_rope(
     q, k:      (B, H, S, D), (B, H_kv, S, D), or packed sequences (T, H, D), (T, H_kv, D); bf16|fp16|fp32; read with
                their strides, so the usual transposed view of (B, S, H, D) is not copied first.
     cos, sin:  one row a token, (B or 1, S, W) or packed (T, W); with positions a table (P, W).
-    positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  One outside the table raises
-               InputError on a CPU; on a GPU nobody waits to look, and the token's rotated elements are NaN.
-    Returns new tensors of the shapes and dtype of q and k, in memory by token or by head as q lies (k, where q has one
-    head); elements R to D of a head are copied.
+    positions: (B or 1, S) or packed (T,), int32|int64: each token's row of the table.  A row outside the table raises
+               InputError on a CPU.  On a GPU the check would need a synchronisation: the rotated elements are NaN.
+    Returns new tensors of the shapes and dtype of q and k; elements R to D of a head are copied.  They are laid out by
+    token, (B, S, H, D) in memory, or by head, as q is (as k is, if q has one head).
 
-    The pairs, and where their cos and sin stand:
+    The pairs, and the columns of their cos and sin:
       default           elements (i, i + R/2): Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX
-      interleaved=True  elements (2i, 2i + 1): GLM, Helium, Ernie, Cohere, DeepSeek-V2.  DeepSeek-V3 wants these values
-                        in another order, first elements of all pairs before the second: x[..., 0::2], x[..., 1::2].
+      interleaved=True  elements (2i, 2i + 1): GLM, Helium, Ernie, Cohere, DeepSeek-V2.  DeepSeek-V3 orders the
+                        result differently, first elements of all pairs before the second: x[..., 0::2], x[..., 1::2].
       W = R (default)   column i serves pair i and column i + R/2 repeats it, as Hugging Face's rotary modules make
                         them; either may be read.  Cohere repeats each column: pass cos[..., ::2], rotary_dim=W.
       W = R/2           column i serves pair i; needs rotary_dim=R (GPT-OSS)
@@ -67,15 +67,15 @@ def reference(
     positions: Tensor | None = None,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, bit for bit what the Hugging Face functions compute."""
+    """Plain torch; equals the Hugging Face functions bit for bit."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
-    cos, sin = (_spread(t, rotary_dim or t.shape[-1], interleaved).unsqueeze(1) for t in (cos, sin))
+    cos, sin = (_expand_table(t, rotary_dim or t.shape[-1], interleaved).unsqueeze(1) for t in (cos, sin))
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-def _spread(table: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
-    """(..., W) -> (..., R): an entry for each element instead of each pair."""
+def _expand_table(table: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
+    """(..., W) -> (..., R): one column for each element instead of each pair."""
     if interleaved:
         return table[..., : rotary_dim // 2].repeat_interleave(2, dim=-1)
     return table if table.shape[-1] == rotary_dim else torch.cat((table, table), dim=-1)
@@ -83,13 +83,13 @@ def _spread(table: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     r = cos.shape[-1]
-    rotary, rest = x[..., :r], x[..., r:]
+    rotary, tail = x[..., :r], x[..., r:]
     if interleaved:
-        turned = torch.stack((-rotary[..., 1::2], rotary[..., 0::2]), dim=-1).flatten(-2)
+        rotated_half = torch.stack((-rotary[..., 1::2], rotary[..., 0::2]), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((-rotary[..., r // 2 :], rotary[..., : r // 2]), dim=-1)
-    rotated = (rotary * cos + turned * sin).to(x.dtype)
-    return torch.cat((rotated, rest), dim=-1) if r < x.shape[-1] else rotated
+        rotated_half = torch.cat((-rotary[..., r // 2 :], rotary[..., : r // 2]), dim=-1)
+    rotated = (rotary * cos + rotated_half * sin).to(x.dtype)
+    return torch.cat((rotated, tail), dim=-1) if r < x.shape[-1] else rotated
 
 
 def _raw(
@@ -99,20 +99,20 @@ def _raw(
 
 
 def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Tensor, ...]:
-    # The rotation is linear in q and k: its gradient asks for tensors of their shape, not for their values.
+    # The rotation is linear in q and k: the gradient depends on their shapes, not on their values.
     return vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
 
 
 def by_token(*tensors: Tensor) -> bool:
-    """Do these (B, H, S, D) lie in memory as (B, S, H, D), the way a projection leaves them?
+    """True if these (B, H, S, D) tensors are (B, S, H, D) in memory, as a projection writes them.
 
-    One head steps nowhere, and its stride says nothing: the first tensor with several decides.
+    The stride of a single head says nothing: the first tensor with several heads decides.
     """
     return next((bool(x.stride(1) < x.stride(2)) for x in tensors if x.dim() == 4 and x.shape[1] > 1), False)
 
 
-def _laid_by_token(x: Tensor) -> OutputSpec:
-    """Like `x`, and by token in memory; packed tensors are so as they are."""
+def _by_token_spec(x: Tensor) -> OutputSpec:
+    """Shape and dtype of `x`, laid out by token; packed tensors already are."""
     if x.dim() == 3:
         return x.shape, x.dtype
     b, h, s, d = x.shape
@@ -120,9 +120,9 @@ def _laid_by_token(x: Tensor) -> OutputSpec:
 
 
 def _outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
-    """As q lies, or k where q has one head: attention then hands on what the next projection reads without a copy."""
+    """Laid out by token if q is (k, if q has one head): the projection after attention then needs no copy."""
     if by_token(q, k):
-        return _laid_by_token(q), _laid_by_token(k)
+        return _by_token_spec(q), _by_token_spec(k)
     return (q.shape, q.dtype), (k.shape, k.dtype)
 
 
@@ -134,11 +134,11 @@ def tokens_bucket(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[int, .
 
 
 _BUCKET = ("T", "H", "H_kv", "D", "R")
-_REST = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, int rotary_dim"
+_TABLE_SCHEMA = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, int rotary_dim"
 FORWARD = RawOp(
     "apply_rope",
     "fwd",
-    f"Tensor q, Tensor k, {_REST}",
+    f"Tensor q, Tensor k, {_TABLE_SCHEMA}",
     package=__name__,
     outputs=_outputs,
     reference=_raw,
@@ -146,13 +146,13 @@ FORWARD = RawOp(
     bucket_names=_BUCKET,
     count=2,
 )
-# Gradients lie by token, as the projections that made q and k want them: no copy follows.
+# Gradients are laid out by token: the backward of the projections of q and k reads them without a copy.
 BACKWARD = RawOp(
     "apply_rope",
     "bwd",
-    f"Tensor dq, Tensor dk, {_REST}",
+    f"Tensor dq, Tensor dk, {_TABLE_SCHEMA}",
     package=__name__,
-    outputs=lambda dq, dk, *_: (_laid_by_token(dq), _laid_by_token(dk)),
+    outputs=lambda dq, dk, *_: (_by_token_spec(dq), _by_token_spec(dk)),
     reference=_raw_backward,
     bucket=tokens_bucket,
     bucket_names=_BUCKET,
@@ -163,21 +163,21 @@ BACKWARD = RawOp(
 def _backward_args(
     grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Any, ...]:
-    """A gradient that does not arrive or is not wanted becomes one of no heads, which costs nothing."""
-    absent = next(g for g in grads if g is not None).narrow(1, 0, 0)
-    dq, dk = (g if g is not None and need else absent for g, need in zip(grads, needs[:2], strict=True))
+    """An absent gradient, or one that is not needed, becomes a tensor of no heads, which costs nothing."""
+    no_heads = next(g for g in grads if g is not None).narrow(1, 0, 0)
+    dq, dk = (g if g is not None and need else no_heads for g, need in zip(grads, needs[:2], strict=True))
     return (dq, dk, *saved, *args[5:])
 
 
 def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """No heads mean no gradient."""
+    """Replace a gradient of no heads by None."""
     return tuple(g if g.shape[1] else None for g in grads)
 
 
 def _empty_gradients(
     grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
 ) -> dict[int, Tensor]:
-    """Those of a q or k that has no heads itself."""
+    """Gradients of a q or k that has no heads itself."""
     return {i: torch.empty_like(g) for i, g in enumerate(grads) if g is not None and needs[i] and not g.shape[1]}
 
 
@@ -186,12 +186,12 @@ def cost(sample: Sample, direction: str) -> Cost:
     q, k, cos, _ = sample.args
     r = sample.kwargs.get("rotary_dim") or cos.shape[-1]
     positions = sample.kwargs.get("positions")
-    used = cos.numel() // cos.shape[-1]
+    table_rows = cos.numel() // cos.shape[-1]
     if positions is not None:
-        used = min(used, positions.numel())
-    moved = rows.nbytes(q, k)
+        table_rows = min(table_rows, positions.numel())
+    qk_bytes = rows.nbytes(q, k)
     pairs = (q.numel() + k.numel()) // q.shape[-1] * (r // 2)
-    return Cost(6 * pairs, moved + rows.nbytes(positions) + 2 * used * (r // 2) * cos.element_size(), moved)
+    return Cost(6 * pairs, qk_bytes + rows.nbytes(positions) + 2 * table_rows * (r // 2) * cos.element_size(), qk_bytes)
 
 
 _LLAMA_8B = {"H": 32, "H_kv": 8, "D": 128}
@@ -232,11 +232,13 @@ CONTRACT = register(
         ),
         edge_cases=(
             Workload("decode: one token", {**_SMALL, "B": 1, "S": 1}),
-            Workload("decode_batch: tokens lie in the batch", {**_SMALL, "B": 5, "S": 1, "tables": "each"}),
+            Workload("decode_batch: all tokens in the batch", {**_SMALL, "B": 5, "S": 1, "tables": "each"}),
             Workload("odd_s: the last tokens are masked", {**_SMALL, "S": 13, "D": 32}),
             Workload("odd_heads: the last heads are masked", {**_SMALL, "H": 11, "H_kv": 3, "D": 32}),
             Workload("mqa: one key head", {**_SMALL, "H": 6, "H_kv": 1}),
-            Workload("one_head: its stride does not say how k lies", {**_SMALL, "H": 1, "H_kv": 3, "layout": "fused"}),
+            Workload(
+                "one_head: its stride does not tell the layout of k", {**_SMALL, "H": 1, "H_kv": 3, "layout": "fused"}
+            ),
             Workload("contiguous: by head, not by token", {**_SMALL, "layout": "contiguous"}),
             Workload("fused: slices of one projection", {**_SMALL, "layout": "fused"}),
             Workload("own_tables: each sequence its own", {**_SMALL, "tables": "each"}),

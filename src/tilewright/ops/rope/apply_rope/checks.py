@@ -1,4 +1,4 @@
-"""What `apply_rope` refuses, in words."""
+"""Checks of the arguments of `apply_rope`."""
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def _check_positions(q: Tensor, cos: Tensor, positions: Tensor) -> None:
     if cos.dim() != 2:
         raise InputError(f"apply_rope: cos is {tuple(cos.shape)}; with positions it must be a table (P, columns).")
     _check_tokens(q, "positions is", positions.shape)
-    # Looking at values would make a GPU's host wait; traced tensors have none.
+    # On a GPU the check would need a synchronisation; traced tensors have no values.
     if positions.device.type == "cpu" and type(positions) in (Tensor, Parameter) and positions.numel():
         low, high = (int(v) for v in positions.aminmax())
         if low < 0 or high >= cos.shape[0]:

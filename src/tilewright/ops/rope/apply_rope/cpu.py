@@ -1,6 +1,6 @@
 """Rotary embedding on a CPU: compiles and calls `rope.cpp`.
 
-Traffic: reads q and k once and writes as much, with their strides; the tables' rows are read once a token.
+Traffic: reads q and k once and writes as much, with their strides; each token's rows of the tables are read once.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ MAX_ROTARY = 2048  # kMaxRotary in rope.cpp
 
 
 class Params(NamedTuple):
-    """Of the template: T dtype of q and k, A of cos and sin, I of positions."""
+    """Template parameters.   T, A, I: dtypes of q and k, of cos and sin, of positions."""
 
     T: torch.dtype
     A: torch.dtype
@@ -28,12 +28,12 @@ class Params(NamedTuple):
 _kernel = HostKernel(Path(__file__).with_name("rope.cpp"), "rope", "P" * 7 + "q" * 23, flags=("-ffp-contract=off",))
 
 
-def supports(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> str | None:
+def why_not(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> str | None:
     r = hint(rest[-1] or cos.shape[-1])
     return None if r <= MAX_ROTARY else f"takes rotary dimensions up to {MAX_ROTARY}, got {r}"
 
 
-@register_impl("apply_rope", backend="cpu", supports=supports)
+@register_impl("apply_rope", backend="cpu", supports=why_not)
 def launch(
     outs: tuple[Tensor, Tensor],
     q: Tensor,
@@ -50,17 +50,17 @@ def launch(
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     r = rotary_dim or cos.shape[-1]
-    packed = q.dim() == 3  # sequences end to end are one
+    packed = q.dim() == 3  # packed sequences are one sequence
     b, h, s, d = (1, q.shape[1], q.shape[0], q.shape[2]) if packed else q.shape
     if positions is None:
-        table, rows = _entry_strides(cos, packed), (0, 0)
+        table_strides, positions_strides = _entry_strides(cos, packed), (0, 0)
     else:
-        table, rows = (0, cos.stride(0)), _entry_strides(positions, packed)
-    heads = (stride for x in (*outs, q, k) for stride in _head_strides(x))
+        table_strides, positions_strides = (0, cos.stride(0)), _entry_strides(positions, packed)
+    head_strides = (stride for x in (*outs, q, k) for stride in _head_strides(x))
     sizes = (b, s, h, k.shape[1], d, r, cos.shape[0])
     index = torch.int32 if positions is None else positions.dtype
     params = Params(q.dtype, cos.dtype, index, interleaved)
-    _kernel((*outs, q, k, cos, sin, positions, *sizes, *heads, *table, *rows), params)
+    _kernel((*outs, q, k, cos, sin, positions, *sizes, *head_strides, *table_strides, *positions_strides), params)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _head_strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
     return (0, x.stride(1), x.stride(0)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def _entry_strides(entries: Tensor, packed: bool) -> tuple[int, int]:
-    """Of batch and token, of something with an entry for each token: (B or 1, S, ...), or packed (T, ...)."""
+    """Strides of batch and token.   entries: (B or 1, S, ...), or packed (T, ...)."""
     if packed:
         return 0, entries.stride(0)
     return (entries.stride(0) if entries.shape[0] > 1 else 0), entries.stride(1)

@@ -1,9 +1,9 @@
-"""Rotary embedding in cuTile.  A block turns some heads of some neighbouring tokens: both halves of a row lie in
-registers, so every element of q and k is read once and written once, and one launch serves both.
+"""Rotary embedding in cuTile.  A block rotates a few heads of a few adjacent tokens.  Both halves of a row are in
+registers, so every element of q and k is read once and written once.  One launch serves q and k.
 
 Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
-Every tensor is seen as (batch, head, token, element) or (batch, token, column) by its strides.  Blocks that share
-tokens are neighbours in the grid and find the tables in the L2.  The backward is the rotation by the opposite angle.
+Every tensor is a view (batch, head, token, element) or (batch, token, column) with its strides.  Blocks that share
+tokens are adjacent in the grid and find the tables in L2.  The backward rotates by the opposite angle.
 """
 
 from itertools import product
@@ -17,7 +17,7 @@ from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.ops.rows import no_float64
 
-FILL = 512  # blocks wanted before tiles grow: about four for each SM of an H200
+FILL = 512  # minimum blocks before tiles grow: about four for each SM of an H200
 NAN = float("nan")
 
 
@@ -25,10 +25,10 @@ class Config(NamedTuple):
     tokens: int
     heads: int
     num_warps: int = 4  # 4 or 8
-    occupancy: int = 0  # blocks that shall share an SM; 0: as tileiras chooses
+    occupancy: int = 0  # blocks per SM; 0: tileiras chooses
 
 
-HEADS = 4  # one warp's vectors at D = 128 in bf16: its rows share a token, and so a row of the tables
+HEADS = 4  # the heads that one warp holds at D = 128 in bf16: they share a token, and so a row of the tables
 
 
 def next_power_of_2(n: int) -> int:
@@ -36,7 +36,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def _tile(vectors: int, bucket: tuple[int, ...], dtype: torch.dtype, heads: int = HEADS) -> Config:
-    """128 threads with `vectors` 16-byte vectors of either half, and not over 8 of a whole row."""
+    """A tile for 128 threads: `vectors` 16-byte vectors of each half a thread, and at most 8 of a whole row."""
     *_, d, r = bucket
     half, row = (next_power_of_2(n) * dtype.itemsize for n in (r // 2, d))
     rows = max(1, min(vectors * 2048 // max(32, half), 8 * 2048 // row))
@@ -63,14 +63,14 @@ CONFIGS = tuple(
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """One, two or four vectors of either half in a thread, or as much work in twice the threads."""
-    found = []
+    """Configurations with one, two or four vectors of each half a thread, or the same tile with twice the threads."""
+    configs = []
     for vectors, heads in product((1, 2, 4), (1, 4, 8)):
         tile = _tile(vectors, bucket, dtype, heads)
-        found += [tile, tile._replace(num_warps=8), tile._replace(tokens=max(1, tile.tokens // 2))]
+        configs += [tile, tile._replace(num_warps=8), tile._replace(tokens=max(1, tile.tokens // 2))]
         if vectors == 1:
-            found.append(tile._replace(occupancy=8))
-    return tuple(dict.fromkeys(found))
+            configs.append(tile._replace(occupancy=8))
+    return tuple(dict.fromkeys(configs))
 
 
 def _rope_kernel(
@@ -78,6 +78,7 @@ def _rope_kernel(
     R: ct.Constant[int], POSITIONS: ct.Constant[bool], INTERLEAVED: ct.Constant[bool], INVERSE: ct.Constant[bool],
     TOKENS: ct.Constant[int], HEADS: ct.Constant[int], BLOCK_HALF: ct.Constant[int], BLOCK_REST: ct.Constant[int],
 ):  # fmt: skip  # cos, sin: (B, S, W), or with POSITIONS (1, P, W)
+    # Find the tile of tokens and heads
     groups_q = ct.cdiv(q.shape[1], HEADS)
     groups = groups_q + ct.cdiv(k.shape[1], HEADS)
     blocks = ct.cdiv(q.shape[2], TOKENS)
@@ -85,42 +86,46 @@ def _rope_kernel(
     block = ct.bid(0) // groups
     b = block // blocks
     token = block % blocks * TOKENS + ct.arange(TOKENS, dtype=ct.int32)
-    # A position outside the table shows as NaN, the padding of its angles.
+    # Find the tokens' rows of the tables; a position outside the table gives NaN, the padding of its angles
     if POSITIONS:
-        at = (0, ct.gather(positions, (b, token))[:, None, None])
+        table_index = (0, ct.gather(positions, (b, token))[:, None, None])
     else:
-        at = (b, token[:, None, None])
+        table_index = (b, token[:, None, None])
+    # Rotate
     if group < groups_q:
-        _turn(yq, q, cos, sin, b, group, token, at,
+        _rotate_heads(yq, q, cos, sin, b, group, token, table_index,
               R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST)  # fmt: skip
     else:
-        _turn(yk, k, cos, sin, b, group - groups_q, token, at,
+        _rotate_heads(yk, k, cos, sin, b, group - groups_q, token, table_index,
               R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST)  # fmt: skip
 
 
-def _turn(y, x, cos, sin, b, group, token, at, R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST):
-    """Turn HEADS heads of each token; every tile is (TOKENS, HEADS, elements)."""
+def _rotate_heads(y, x, cos, sin, b, group, token, table_index, R, INTERLEAVED, INVERSE, HEADS, BLOCK_HALF, BLOCK_REST):
+    """Rotate HEADS heads of each token; every tile is (TOKENS, HEADS, elements)."""
     h = (group * HEADS + ct.arange(HEADS, dtype=ct.int32))[None, :, None]
     t = token[:, None, None]
     tile = (token.shape[0], HEADS, BLOCK_HALF)
     offs = ct.arange(BLOCK_HALF, dtype=ct.int32)[None, None, :]
-    pairs = None
+    pair_mask = None
     if 2 * BLOCK_HALF > R:
-        pairs = offs < R // 2
+        pair_mask = offs < R // 2
+    # Load the pairs
     if INTERLEAVED:
         offs_angle = offs
         offs_both = ct.arange(2 * BLOCK_HALF, dtype=ct.int32)[None, None, :]
-        both = ct.gather(x, (b, h, t, offs_both), mask=offs_both < R).reshape((*tile, 2))
-        x1 = both.extract((0, 0, 0, 0), (*tile, 1)).reshape(tile)
-        x2 = both.extract((0, 0, 0, 1), (*tile, 1)).reshape(tile)
+        x_pairs = ct.gather(x, (b, h, t, offs_both), mask=offs_both < R).reshape((*tile, 2))
+        x1 = x_pairs.extract((0, 0, 0, 0), (*tile, 1)).reshape(tile)
+        x2 = x_pairs.extract((0, 0, 0, 1), (*tile, 1)).reshape(tile)
     else:
-        # Each head loads its token's angles anew, after the first one from the L1: without that, a token's angles
-        # reach the threads of its heads through 64 KB of shared memory.
+        # Each head reloads its token's angles, from L1 after the first head.  Otherwise a token's angles would reach
+        # the threads of its heads through 64 KB of shared memory.
         offs_angle = ct.broadcast_to(offs, tile)
-        x1 = ct.gather(x, (b, h, t, offs), mask=pairs)
-        x2 = ct.gather(x, (b, h, t, offs + R // 2), mask=pairs)
-    c = ct.gather(cos, (*at, offs_angle), mask=pairs, padding_value=NAN)
-    s = ct.gather(sin, (*at, offs_angle), mask=pairs, padding_value=NAN)
+        x1 = ct.gather(x, (b, h, t, offs), mask=pair_mask)
+        x2 = ct.gather(x, (b, h, t, offs + R // 2), mask=pair_mask)
+    # Load the angles
+    c = ct.gather(cos, (*table_index, offs_angle), mask=pair_mask, padding_value=NAN)
+    s = ct.gather(sin, (*table_index, offs_angle), mask=pair_mask, padding_value=NAN)
+    # Rotate
     if INVERSE:
         y1 = _product(x1, c) + _product(x2, s)
         y2 = _product(x2, c) - _product(x1, s)
@@ -128,20 +133,21 @@ def _turn(y, x, cos, sin, b, group, token, at, R, INTERLEAVED, INVERSE, HEADS, B
         y1 = _product(x1, c) - _product(x2, s)
         y2 = _product(x2, c) + _product(x1, s)
     y1, y2 = y1.astype(y.dtype), y2.astype(y.dtype)
+    # Store the pairs, and copy the rest of each head
     if INTERLEAVED:
-        turned = ct.cat((y1.reshape((*tile, 1)), y2.reshape((*tile, 1))), 3)
-        turned = turned.reshape((token.shape[0], HEADS, 2 * BLOCK_HALF))
-        ct.scatter(y, (b, h, t, offs_both), turned, mask=offs_both < R)
+        interleaved = ct.cat((y1.reshape((*tile, 1)), y2.reshape((*tile, 1))), 3)
+        interleaved = interleaved.reshape((token.shape[0], HEADS, 2 * BLOCK_HALF))
+        ct.scatter(y, (b, h, t, offs_both), interleaved, mask=offs_both < R)
     else:
-        ct.scatter(y, (b, h, t, offs), y1, mask=pairs)
-        ct.scatter(y, (b, h, t, offs + R // 2), y2, mask=pairs)
+        ct.scatter(y, (b, h, t, offs), y1, mask=pair_mask)
+        ct.scatter(y, (b, h, t, offs + R // 2), y2, mask=pair_mask)
     if BLOCK_REST > 0:
         offs_rest = R + ct.arange(BLOCK_REST, dtype=ct.int32)[None, None, :]
         ct.scatter(y, (b, h, t, offs_rest), ct.gather(x, (b, h, t, offs_rest)))
 
 
 def _product(x, angle):
-    """x * angle in float32, rounded where the model rounds it: if both have one dtype, to that."""
+    """x * angle in float32; rounded to their dtype if both have one, as the model does."""
     product = x.astype(ct.float32) * angle.astype(ct.float32)
     if x.dtype == angle.dtype:
         product = product.astype(x.dtype).astype(ct.float32)
@@ -163,7 +169,7 @@ def rotate(
     inverse: bool,
     config: Config,
 ) -> None:
-    """Forward, or with `inverse` backward."""
+    """Rotate q and k into `outs`; with `inverse` by the opposite angle."""
     packed = q.dim() == 3
     r, d = rotary_dim or cos.shape[-1], q.shape[-1]
     tensors = tuple(_by_head(x) for x in (*outs, q, k))
@@ -175,21 +181,30 @@ def rotate(
         cos, sin, rows = cos[None], sin[None], _by_batch(positions, packed, batch, s)
     tokens = min(config.tokens, next_power_of_2(s))
     groups = -(-h // config.heads) + -(-tensors[3].shape[1] // config.heads)
-    rest = next_power_of_2(d - r) if r < d else 0
-    constants = (r, positions is not None, interleaved, inverse, tokens, config.heads, next_power_of_2(r // 2), rest)
+    block_rest = next_power_of_2(d - r) if r < d else 0
+    constants = (
+        r,
+        positions is not None,
+        interleaved,
+        inverse,
+        tokens,
+        config.heads,
+        next_power_of_2(r // 2),
+        block_rest,
+    )
     grid = (batch * -(-s // tokens) * groups,)
     _kernel(grid, (*tensors, cos, sin, rows), constants, Hints(config.num_warps, config.occupancy or None))
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """(B, H, S, D); packed tokens, and sequences of one token each, are one sequence."""
+    """View as (B, H, S, D); packed tokens, and sequences of one token each, become one sequence."""
     if x.dim() == 3:
         return x.transpose(0, 1)[None]
     return x.transpose(0, 2) if x.shape[2] == 1 else x
 
 
 def _by_batch(rows: Tensor, packed: bool, batch: int, s: int) -> Tensor:
-    """(B, S, ...) of something with an entry for each token: (B or 1, S, ...), or packed (T, ...)."""
+    """Expand rows (B or 1, S, ...), or packed (T, ...), to (B, S, ...)."""
     if packed:
         return rows[None]
     if rows.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""Random arguments of `apply_rope`, laid out as models lay them out; and calls that must fail."""
+"""Random arguments of `apply_rope`, laid out as in models, and calls that must fail."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,19 +16,19 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
     Optional: `R`, `interleaved`, `table_dtype`, and
     layout     of q and k: "projected" (views of (B, S, H, D), the default), "contiguous", "fused" (one projection)
-    tables     "one" for all sequences (the default), "each" its own, "half" (W = R/2), "doubled" (every column twice)
-    positions  how many rows the table has that they point into
+    tables     "one" for all (the default), "each" (one a sequence), "half" (W = R/2), "doubled" (columns twice)
+    positions  number of rows of the table
     """
-    g = rows.generator(seed)
+    rng = rows.generator(seed)
     packed = "T" in params
     b, s = (1, params["T"]) if packed else (params["B"], params["S"])
-    q, k = _heads(params, b, s, dtype, device, g)
-    cos, sin = _tables(params, b, params.get("positions", s), dtype, device, g)
+    q, k = _heads(params, b, s, dtype, device, rng)
+    cos, sin = _tables(params, b, params.get("positions", s), dtype, device, rng)
     options: dict[str, Any] = {"interleaved": True} if params.get("interleaved") else {}
     if params.get("tables") in ("half", "doubled"):
         options["rotary_dim"] = params.get("R", params["D"])
     if "positions" in params:
-        positions = torch.randint(0, params["positions"], (b, s), generator=g).to(device)
+        positions = torch.randint(0, params["positions"], (b, s), generator=rng).to(device)
         options["positions"] = positions[0] if packed else positions
     if packed:
         q, k = (x.transpose(1, 2)[0] for x in (q, k))
@@ -38,25 +38,25 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def _heads(
-    params: Mapping[str, Any], b: int, s: int, dtype: torch.dtype, device: torch.device, g: torch.Generator
+    params: Mapping[str, Any], b: int, s: int, dtype: torch.dtype, device: torch.device, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, S, D) and k (B, H_kv, S, D) in the layout asked for."""
+    """q (B, H, S, D) and k (B, H_kv, S, D) in the layout of `params`."""
     h, h_kv, d = params["H"], params["H_kv"], params["D"]
     if params.get("layout") == "fused":
-        fused = rows.random_tensor((b, s, h + 2 * h_kv, d), dtype, device, g)
+        fused = rows.random_tensor((b, s, h + 2 * h_kv, d), dtype, device, rng)
         q, k = fused[:, :, :h], fused[:, :, h : h + h_kv]
     else:
-        q, k = (rows.random_tensor((b, s, heads, d), dtype, device, g) for heads in (h, h_kv))
+        q, k = (rows.random_tensor((b, s, heads, d), dtype, device, rng) for heads in (h, h_kv))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     return (q.contiguous(), k.contiguous()) if params.get("layout") == "contiguous" else (q, k)
 
 
 def _tables(
-    params: Mapping[str, Any], b: int, length: int, dtype: torch.dtype, device: torch.device, g: torch.Generator
+    params: Mapping[str, Any], b: int, length: int, dtype: torch.dtype, device: torch.device, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, (B or 1, length, W), of positions that begin somewhere below 1000."""
+    """cos and sin, (B or 1, length, W), of positions from a random start below 1000."""
     kind = params.get("tables", "one")
-    start = torch.randint(0, 1000, (b if kind == "each" else 1, 1), generator=g)
+    start = torch.randint(0, 1000, (b if kind == "each" else 1, 1), generator=rng)
     angles = (start + torch.arange(length)).float()[..., None] * inverse_frequencies(params.get("R", params["D"]))
     if kind == "doubled":
         angles = angles.repeat_interleave(2, dim=-1)
@@ -67,7 +67,7 @@ def _tables(
 
 
 def _bad(device: torch.device, **changes: Any) -> Sample:
-    """A call that would run, q (2, 4, 3, 8), k (2, 2, 3, 8), tables (1, 3, 8), with some arguments changed."""
+    """A valid call, q (2, 4, 3, 8), k (2, 2, 3, 8), tables (1, 3, 8), with some arguments changed."""
     shapes = {"q": (2, 4, 3, 8), "k": (2, 2, 3, 8), "cos": (1, 3, 8), "sin": (1, 3, 8)}
     tensors = {name: torch.ones(changes.pop(name, shape), device=device) for name, shape in shapes.items()}
     for name in ("q", "k", "cos"):

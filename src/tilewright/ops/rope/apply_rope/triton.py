@@ -1,9 +1,10 @@
-"""Rotary embedding in Triton.  A program turns some heads of some neighbouring tokens: both halves of a row lie in
-registers, so every element of q and k is read once and written once, and one launch serves both.
+"""Rotary embedding in Triton.  A program rotates a few heads of a few adjacent tokens.  Both halves of a row are in
+registers, so every element of q and k is read once and written once.  One launch serves q and k.
 
 Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
-Programs that share tokens are neighbours in the grid and find the tables in the L2.  Every access is a 16-byte vector
-where R/2 and the strides allow it.  The backward is the rotation by the opposite angle, the same kernel.
+Programs that share tokens are adjacent in the grid and find the tables in L2.  Every access is a 16-byte vector
+where R/2 and the strides allow it.  The backward rotates by the opposite angle, with the
+same kernel: (da, db) = (da' cos + db' sin, db' cos - da' sin).
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.rope.apply_rope import by_token
 
-FILL = 512  # programs wanted before tiles grow: about four for each SM of an H200
+FILL = 512  # minimum programs before tiles grow: about four for each SM of an H200
 
 
 class Config(NamedTuple):
@@ -26,40 +27,40 @@ class Config(NamedTuple):
     num_warps: int
 
 
-HEADS = 4  # one warp's vectors at D = 128 in bf16: its rows share a token, and so a row of the tables
+HEADS = 4  # the heads that one warp holds at D = 128 in bf16: they share a token, and so a row of the tables
 
-# (warps, 16-byte vectors of either half of a row in a thread), largest tile first
+# (warps, 16-byte vectors of each half of a row a thread), largest tile first
 _TILES = ((4, 2), (2, 1), (1, 1))
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives every SM work; a warp's vectors, of both halves, hold 1 KB of rows."""
+    """The largest tile that still gives every SM work; one vector of each half a thread is 1 KB of rows a warp."""
     t, h, h_kv, d, r = bucket
-    row = _between(128, triton.next_power_of_2(d) * dtype.itemsize, 512)
-    turned = _between(64, triton.next_power_of_2(r) * dtype.itemsize, 512)
+    row_bytes = _clamp(128, triton.next_power_of_2(d) * dtype.itemsize, 512)
+    rotary_bytes = _clamp(64, triton.next_power_of_2(r) * dtype.itemsize, 512)
     tiles = []
     for warps, vectors in _TILES:
-        rows = warps * max(vectors * 1024 // row, 1024 // turned)
+        rows = warps * max(vectors * 1024 // row_bytes, 1024 // rotary_bytes)
         heads = min(rows, HEADS)
         tiles.append(Config(rows // heads, heads, warps))
     return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
 
 
-def _between(low: int, n: int, high: int) -> int:
+def _clamp(low: int, n: int, high: int) -> int:
     return min(max(n, low), high)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """One to four vectors of either half of a row in each thread, with few heads or many beside each other."""
+    """Configurations with one to four vectors of each half of a row a thread, and few or many heads a tile."""
     t, h, h_kv, d, _ = bucket
-    row = triton.next_power_of_2(d) * dtype.itemsize
-    most = 8 if t * (h + h_kv) >= 8 * FILL * HEADS else 4  # warps: small problems want small programs
+    row_bytes = triton.next_power_of_2(d) * dtype.itemsize
+    max_warps = 8 if t * (h + h_kv) >= 8 * FILL * HEADS else 4  # small problems need small programs
     return tuple(
         Config(tokens, heads, warps)
         for warps in (1, 2, 4, 8)
         for heads in (1, 2, 4, 8)
         for tokens in (1, 2, 4, 8, 16, 32)
-        if warps <= most and tokens <= t and heads <= h and 32 <= tokens * heads * row // (32 * warps) <= 128
+        if warps <= max_warps and tokens <= t and heads <= h and 32 <= tokens * heads * row_bytes // (32 * warps) <= 128
     )
 
 
@@ -80,60 +81,65 @@ def _rope_kernel(
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, BY_TOKEN: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
+    # Find the tile of tokens and heads
     group = tl.program_id(0) % groups
     block = tl.program_id(0) // groups
     b = (block // blocks).to(tl.int64)
     token = ((block % blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    known = token < S
+    # Find the tokens' rows of the tables
+    valid = token < S
     if positions is not None:
-        row = tl.load(positions + b * positions_b + token * positions_s, mask=known, other=0).to(tl.int64)
-        known = known & (row >= 0) & (row < P)
-        at = row * table_s
+        table_row = tl.load(positions + b * positions_b + token * positions_s, mask=valid, other=0).to(tl.int64)
+        valid = valid & (table_row >= 0) & (table_row < P)
+        table_offset = table_row * table_s
     else:
-        at = b * table_b + token * table_s
+        table_offset = b * table_b + token * table_s
+    # Rotate
     if group < groups_q:
         _rotate_heads(
-            yq + b * H * S * D, q + b * q_b, cos, sin, token, at, known, group, S, H, q_h, q_s,
+            yq + b * H * S * D, q + b * q_b, cos, sin, token, table_offset, valid, group, S, H, q_h, q_s,
             table_d, D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
         _rotate_heads(
-            yk + b * H_KV * S * D, k + b * k_b, cos, sin, token, at, known, group - groups_q, S, H_KV, k_h, k_s,
-            table_d, D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
+            yk + b * H_KV * S * D, k + b * k_b, cos, sin, token, table_offset, valid, group - groups_q, S, H_KV, k_h,
+            k_s, table_d, D, R, INTERLEAVED, INVERSE, BY_TOKEN, TOKENS, HEADS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
 
 
 @triton.jit
 def _rotate_heads(
-    y, x, cos, sin, token, at, known, group, S, H, x_h, x_s, table_d,  # token, at, known: (TOKENS,)
+    y, x, cos, sin, token, table_offset, valid, group, S, H, x_h, x_s, table_d,  # token, at, known: (TOKENS,)
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, BY_TOKEN: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of TOKENS tokens of one sequence; `at` is where their rows of the tables begin, if `known`."""
+    """Rotate HEADS heads of TOKENS tokens.   table_offset: start of each token's table row; valid: the row exists."""
     t = token[:, None, None]  # every tile is (TOKENS, HEADS, elements)
     h = (group * HEADS + tl.arange(0, HEADS)).to(tl.int64)[None, :, None]
-    inside = (t < S) & (h < H)
+    head_mask = (t < S) & (h < H)
     x += t * x_s + h * x_h
     y += (t * H + h) * D if BY_TOKEN else (h * S + t) * D
     offs = tl.arange(0, BLOCK_HALF)[None, None, :]
-    pairs = inside & (offs < R // 2)
+    pair_mask = head_mask & (offs < R // 2)
     offs_both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
 
+    # Load the pairs
     offs_angle = offs
     if INTERLEAVED:
-        # as many angles in a thread as it holds pairs, so that they need not be exchanged
+        # a thread holds as many angles as pairs, so threads exchange none
         offs_angle = tl.max_contiguous(offs, [1, 1, 64 // x.dtype.element_ty.primitive_bitwidth])
-        both = tl.load(x + offs_both, mask=inside & (offs_both < R), other=0.0)
-        x1, x2 = tl.split(tl.reshape(both, (TOKENS, HEADS, BLOCK_HALF, 2)))
+        x_pairs = tl.load(x + offs_both, mask=head_mask & (offs_both < R), other=0.0)
+        x1, x2 = tl.split(tl.reshape(x_pairs, (TOKENS, HEADS, BLOCK_HALF, 2)))
     else:
-        x1 = tl.load(x + offs, mask=pairs, other=0.0)
-        x2 = tl.load(x + R // 2 + offs, mask=pairs, other=0.0)
+        x1 = tl.load(x + offs, mask=pair_mask, other=0.0)
+        x2 = tl.load(x + R // 2 + offs, mask=pair_mask, other=0.0)
 
-    # Each head loads its token's angles anew, after the first one from the L1: no exchange between threads is needed.
-    # A position outside the table shows as NaN.
-    angle = tl.broadcast_to(at[:, None, None] + offs_angle * table_d, (TOKENS, HEADS, BLOCK_HALF))
-    c = tl.load(cos + angle, mask=pairs & known[:, None, None], other=float("nan"))
-    s = tl.load(sin + angle, mask=pairs & known[:, None, None], other=float("nan"))
+    # Load the angles: each head reloads its token's angles, from L1 after the first head, so threads exchange none.
+    # A position outside the table gives NaN.
+    angle = tl.broadcast_to(table_offset[:, None, None] + offs_angle * table_d, (TOKENS, HEADS, BLOCK_HALF))
+    c = tl.load(cos + angle, mask=pair_mask & valid[:, None, None], other=float("nan"))
+    s = tl.load(sin + angle, mask=pair_mask & valid[:, None, None], other=float("nan"))
+    # Rotate
     if INVERSE:
         y1 = _product(x1, c) + _product(x2, s)
         y2 = _product(x2, c) - _product(x1, s)
@@ -142,28 +148,29 @@ def _rotate_heads(
         y2 = _product(x2, c) + _product(x1, s)
     y1, y2 = y1.to(y.dtype.element_ty), y2.to(y.dtype.element_ty)
 
+    # Store the pairs, and copy the rest of each head
     if INTERLEAVED:
-        turned = tl.reshape(tl.join(y1, y2), (TOKENS, HEADS, 2 * BLOCK_HALF))
-        tl.store(y + offs_both, turned, mask=inside & (offs_both < R))
+        interleaved = tl.reshape(tl.join(y1, y2), (TOKENS, HEADS, 2 * BLOCK_HALF))
+        tl.store(y + offs_both, interleaved, mask=head_mask & (offs_both < R))
     else:
-        tl.store(y + offs, y1, mask=pairs)
-        tl.store(y + R // 2 + offs, y2, mask=pairs)
+        tl.store(y + offs, y1, mask=pair_mask)
+        tl.store(y + R // 2 + offs, y2, mask=pair_mask)
     if R < D:
         offs_rest = tl.arange(0, BLOCK_REST)[None, None, :]
-        rest = inside & (offs_rest < D - R)
-        tl.store(y + R + offs_rest, tl.load(x + R + offs_rest, mask=rest), mask=rest)
+        rest_mask = head_mask & (offs_rest < D - R)
+        tl.store(y + R + offs_rest, tl.load(x + R + offs_rest, mask=rest_mask), mask=rest_mask)
 
 
 @triton.jit
 def _product(x, angle):
-    """x * angle in float32, rounded where the model rounds it: if both have one dtype, to that."""
+    """x * angle in float32; rounded to their dtype if both have one, as the model does."""
     product = x.to(tl.float32) * angle.to(tl.float32)
     if x.dtype == angle.dtype:
         product = product.to(x.dtype).to(tl.float32)
     return product
 
 
-# Fused multiply-add would leave out the rounding of one of the two products.
+# A fused multiply-add would skip the rounding of one of the two products.
 _kernel = TritonKernel(_rope_kernel, enable_fp_fusion=False)
 
 
@@ -179,26 +186,26 @@ def rotate(
     inverse: bool,
     config: Config,
 ) -> None:
-    """Forward, or with `inverse` backward."""
+    """Rotate q and k into `outs`; with `inverse` by the opposite angle."""
     q, k = _unit_stride(q), _unit_stride(k)
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    # Packed tokens, and sequences of one token each, are one sequence whose batch does not matter.
+    # Packed tokens, and sequences of one token each, are one sequence: the stride of the batch does not matter.
     single = q.dim() == 3 or q.shape[2] == 1
     batch, s = (1, q.shape[0]) if single else (q.shape[0], q.shape[2])
     h, h_kv, d = q.shape[1], k.shape[1], q.shape[-1]
     r = rotary_dim or cos.shape[-1]
     if positions is None:
-        table, rows = _strides(cos, single), (0, 0)
+        table_strides, positions_strides = _strides(cos, single), (0, 0)
     else:
-        table, rows = (0, cos.stride(0)), _strides(positions, single)
+        table_strides, positions_strides = (0, cos.stride(0)), _strides(positions, single)
     tokens = min(config.tokens, triton.next_power_of_2(s))
     blocks, groups_q = triton.cdiv(s, tokens), triton.cdiv(h, config.heads)
     groups = groups_q + triton.cdiv(h_kv, config.heads)
     sizes = (s, h, h_kv, cos.shape[0], blocks, groups_q, groups)
-    strides = (*_head_strides(q, single), *_head_strides(k, single), *table, cos.stride(-1), *rows)
-    halves, rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
-    constants = (d, r, interleaved, inverse, single or by_token(*outs), tokens, config.heads, halves, rest)
+    strides = (*_head_strides(q, single), *_head_strides(k, single), *table_strides, cos.stride(-1), *positions_strides)
+    block_half, block_rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
+    constants = (d, r, interleaved, inverse, single or by_token(*outs), tokens, config.heads, block_half, block_rest)
     args = (*outs, q, k, cos, sin, positions, *sizes, *strides)
     _kernel((batch * blocks * groups,), args, constants, num_warps=config.num_warps)
 
@@ -208,17 +215,17 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _head_strides(x: Tensor, single: bool) -> tuple[int, int, int]:
-    """Of batch, head and token."""
+    """Strides of batch, head and token."""
     return (0, x.stride(1), x.stride(0)) if single else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def _strides(rows: Tensor, single: bool) -> tuple[int, int]:
-    """Of batch and token, of something with an entry for each token: (B or 1, S, ...), or packed (T, ...)."""
+    """Strides of batch and token.   rows: (B or 1, S, ...), or packed (T, ...)."""
     first = rows.stride(0) if rows.shape[0] > 1 else 0
     return (0, first) if single else (first, rows.stride(1))
 
 
-def supports(q: Tensor, *_: object) -> str | None:
+def why_not(q: Tensor, *_: object) -> str | None:
     return "has no float64" if q.dtype == torch.float64 else None
 
 
@@ -229,7 +236,7 @@ def supports(q: Tensor, *_: object) -> str | None:
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=why_not,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -254,7 +261,7 @@ def launch(
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=why_not,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor],
