@@ -261,7 +261,7 @@ def test_host_and_kernel_agree_on_shared_memory(config, monkeypatch):
     barriers = 16 * (1 + config.stages)
 
     def compile_claiming(size):
-        claim = f"static_assert(tilewright::Layout<tilewright::Unscaled<Config>>::kBarriers + {barriers} == {size});\n"
+        claim = f"static_assert(tilewright::Layout<tilewright::Unscaled<Config>>::kBarriersOffset + {barriers} == {size});\n"
         monkeypatch.setattr(engine.KERNEL, "source", lambda _: text + claim)
         engine.KERNEL.compile(params, "sm_90")
 

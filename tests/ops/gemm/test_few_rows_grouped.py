@@ -205,7 +205,7 @@ def test_host_and_kernel_agree_on_shared_memory(scaling, monkeypatch):
     config, element = deepest(24, 2, 1, scaling), bf16 if scaling == UNSCALED else fp8
     params = grouped.Params(*config, False, 0, int(scaling), element, bf16, bf16, bf16)
     text, size = grouped.KERNEL.source(params), model.shared_bytes(config, scaling, grouped=True)
-    laid_out = f"tilewright::Layout<tilewright::OfGroups<Config>>::kBarriers + {16 * (1 + config.stages)}"
+    laid_out = f"tilewright::Layout<tilewright::Grouped<Config>>::kBarriersOffset + {16 * (1 + config.stages)}"
     claim = f"static_assert({laid_out} == {size});\n"
     monkeypatch.setattr(grouped.KERNEL, "source", lambda _: text + claim)
     grouped.KERNEL.compile(params, "sm_90")

@@ -224,7 +224,7 @@ def test_host_and_kernel_agree_on_shared_memory(scaling, monkeypatch):
 
     def compile_claiming(size):
         barriers = 16 * (1 + config.stages)
-        claim = f"static_assert(tilewright::Layout<tilewright::OfProduct<Config>>::kBarriers + {barriers} == {size});\n"
+        claim = f"static_assert(tilewright::Layout<tilewright::Batched<Config>>::kBarriersOffset + {barriers} == {size});\n"
         monkeypatch.setattr(scaled.KERNEL, "source", lambda _: text + claim)
         scaled.KERNEL.compile(params, "sm_90")
 
