@@ -173,7 +173,7 @@ def test_host_and_kernel_agree_on_shared_memory(bits, scale, shape, monkeypatch)
     text, barriers = cuda.KERNEL.source(params), 16 * (1 + config.stages)
 
     def compile_claiming(size):
-        claim = f"static_assert(tilewright::Layout<Config>::kBarriers + {barriers} == {size});\n"
+        claim = f"static_assert(tilewright::Layout<Config>::kBarriersOffset + {barriers} == {size});\n"
         monkeypatch.setattr(cuda.KERNEL, "source", lambda _: text + claim)
         cuda.KERNEL.compile(params, "sm_90")
 
