@@ -71,7 +71,7 @@ template <typename T> __device__ inline void load_element(float& value, u32 addr
 // True if weights are permuted into the order of tokens; else tokens are permuted each time a warp reads them.
 template <typename Config> constexpr bool kPermuteWeights = Config::kTokens > 16;
 
-// Converts eight consecutive K of a weight row for two 16 x 8 x 16 MMAs: pairs 0 and 1 for the first, 2 and 3 for the second.
+// Converts eight consecutive K of a weight row for two 16 x 8 x 16 MMAs: pairs 0 and 1 for the first, 2 and 3 for the other.
 // 8 bits: words 2 u and 2 u + 1 of the chunk.  4 bits: word u.
 template <typename Config> __device__ inline void convert(const u32 (&words)[4], u32 unit, u32 (&pairs)[4]) {
     using Element = typename Config::Element;
