@@ -29,7 +29,7 @@ def rows_arguments(
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a.dtype == FP8 else a.dtype
     right = b.mT if trans_b else b
-    left_scale, right_scale = laid_out(op, a, right, scale_a, turned(scale_b, trans_b))
+    left_scale, right_scale = laid_out(op, a, right, scale_a, transposed_scales(scale_b, trans_b))
     return (
         unit_stride(a),
         unit_stride(right),
@@ -67,9 +67,9 @@ def matrices(op: str, a: Any, b: Any, dims: int, form: str) -> None:
         raise InputError(f"{op}: a is {tuple(a.shape)}, b is {tuple(b.shape)}; needs {form}.")
 
 
-def turned(scale: Any, already: bool) -> Any:
+def transposed_scales(scale: Any, is_transposed: bool) -> Any:
     """Scales (..., K blocks, N blocks) as those of b.mT, unless they lie so `already`."""
-    return scale.mT if isinstance(scale, Tensor) and scale.dim() > 1 and not already else scale
+    return scale.mT if isinstance(scale, Tensor) and scale.dim() > 1 and not is_transposed else scale
 
 
 def contiguous(t: Any) -> Any:

@@ -26,8 +26,8 @@ def check_rows(
     masked = op == "masked_matmul"
     if a.dim() != 3 or b.dim() != 3:
         form = "(G, Mmax, K) and (G, K, N)" if masked else "(T, K) and (G, K, N)"
-        given = tuple(a.shape) if masked or a.dim() != 3 else tuple(a.shape[1:])
-        raise InputError(f"{op}: a is {given}, b is {tuple(b.shape)}; needs {form}.")
+        a_shape = tuple(a.shape) if masked or a.dim() != 3 else tuple(a.shape[1:])
+        raise InputError(f"{op}: a is {a_shape}, b is {tuple(b.shape)}; needs {form}.")
     if a.shape[2] != b.shape[1]:
         raise InputError(
             f"{op}: a has K={a.shape[2]} and op(b) is {tuple(b.shape)}, (G, K, N); they must agree in K. "

@@ -87,11 +87,11 @@ def _gradients(
     """dA row by row; dB lies in memory as b does, so that `.grad` takes it as it is."""
     groups, k, n = b.shape
     rows = dz.shape[1]
-    turned = major_b(b) is Major.K
-    nothing = ((0,), b.dtype, (1,))
+    transposed = major_b(b) is Major.K
+    empty = ((0,), b.dtype, (1,))
     return (
-        ((1, rows, k), b.dtype, (rows * k, k, 1)) if need_da else nothing,
-        ((groups, k, n), b.dtype, (k * n, 1, k) if turned else (k * n, n, 1)) if need_db else nothing,
+        ((1, rows, k), b.dtype, (rows * k, k, 1)) if need_da else empty,
+        ((groups, k, n), b.dtype, (k * n, 1, k) if transposed else (k * n, n, 1)) if need_db else empty,
     )
 
 
@@ -118,8 +118,8 @@ def _reference(
 def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """b and the limits of the groups, and a if b wants a gradient."""
     a, b, starts, ends = args[0], args[1], args[4], args[5]
-    nobody = not (a.requires_grad or b.requires_grad)  # says whoever calls the raw ops himself
-    return (a if b.requires_grad or nobody else None), b, starts, ends
+    direct_call = not (a.requires_grad or b.requires_grad)  # says whoever calls the raw ops himself
+    return (a if b.requires_grad or direct_call else None), b, starts, ends
 
 
 def _raw_args(

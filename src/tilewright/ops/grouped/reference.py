@@ -34,22 +34,22 @@ def rows_product(
 ) -> Tensor:
     """act(rows of group g of a @ b[g]) for every group; `out` keeps what it holds elsewhere.  Raw arguments."""
     a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
-    if _torch_has_it(a, b, starts, activation, out_dtype):
+    if _torch_supports(a, b, starts, activation, out_dtype):
         # Ends that lie would have torch's kernel read and write outside of the tensors
         offs = ends.clamp(0, a.shape[1]).cummax(0).values
-        made = torch._grouped_mm(a[0], b, offs=offs, out_dtype=out_dtype)[None]
+        computed = torch._grouped_mm(a[0], b, offs=offs, out_dtype=out_dtype)[None]
         if out is None:
-            return made
-        inside = torch.arange(a.shape[1], device=a.device) < offs[-1]
-        return _kept(made, inside[:, None], out)
+            return computed
+        mask = torch.arange(a.shape[1], device=a.device) < offs[-1]
+        return _merge(computed, mask[:, None], out)
     if a.dtype == torch.float64:
         out_dtype = torch.float64
     count, rows = a.shape[0], a.shape[1]
     first, last = bounds(starts, ends, count, rows)
-    at = torch.arange(rows, device=a.device)
-    inside = ((at >= first[:, None]) & (at < last[:, None]))[..., None]  # (G, R, 1)
+    row_idx = torch.arange(rows, device=a.device)
+    mask = ((row_idx >= first[:, None]) & (row_idx < last[:, None]))[..., None]  # (G, R, 1)
     if count == b.shape[0]:
-        return _kept(product(_zeroed(a, inside), b, None, None, None, 1.0, activation, out_dtype), inside, out)
+        return _merge(product(_masked(a, mask), b, None, None, None, 1.0, activation, out_dtype), mask, out)
     result = a.new_zeros((1, rows, columns_out(b.shape[-1], activation)), dtype=out_dtype) if out is None else out
     if readable(ends):
         for g, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
@@ -58,8 +58,8 @@ def rows_product(
         return _differentiable(result, a, b, activation)
     total = result
     for g in range(b.shape[0]):
-        made = product(_zeroed(a[0], inside[g]), b[g], None, None, None, 1.0, activation, out_dtype)
-        total = torch.where(inside[g], made[None], total)
+        computed = product(_masked(a[0], mask[g]), b[g], None, None, None, 1.0, activation, out_dtype)
+        total = torch.where(mask[g], computed[None], total)
     return _differentiable(total, a, b, activation) if out is None else out.copy_(total)
 
 
@@ -86,22 +86,22 @@ def product_along_k(
 
     Of scaled float8 on a GPU, what cuBLAS makes of each group, where it takes them: it sums as tensor cores do.
     """
-    if scale_a is not None and scale_b is not None and _cublas_has_it(a, b, scale_a, scale_b):
+    if scale_a is not None and scale_b is not None and _cublas_supports(a, b, scale_a, scale_b):
         summed = _scaled_along_k(a, b, scale_a, scale_b, c, ends, out_dtype)
         return summed if out is None else out.copy_(summed)
     a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
     if a.dtype == torch.float64:
         out_dtype = torch.float64
     shape = (ends.shape[0], a.shape[0], b.shape[1])
-    made = [
+    products = [
         product(left, right, None, None if c is None else c[g], None, 1.0, "", out_dtype)
         for g, (left, right) in enumerate(_slices_of_k(a, b, ends))
     ]
-    result = torch.stack(made) if made else a.new_zeros(shape, dtype=out_dtype)
+    result = torch.stack(products) if products else a.new_zeros(shape, dtype=out_dtype)
     return result if out is None else out.copy_(result)
 
 
-def _cublas_has_it(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+def _cublas_supports(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     """Are these float8 with a scale for 128 of t, on a GPU whose cuBLAS multiplies such?"""
     if a.dtype != FP8 or a.device.type != "cuda" or scaling_of(a, b, scale_a, scale_b) is not Scaling.TOKEN_TOKEN:
         return False
@@ -113,17 +113,17 @@ def _scaled_along_k(
 ) -> Tensor:
     """Every group by cuBLAS, with zeros for the numbers of all others; scale_a (M, T/128), scale_b (N, T/128)."""
     first, last = bounds(None, ends, 1, b.shape[0])
-    at = torch.arange(b.shape[0], device=b.device)
+    k_idx = torch.arange(b.shape[0], device=b.device)
     blocks = 128 * torch.arange(scale_a.shape[1], device=b.device)
-    made = []
+    products = []
     for g in range(ends.shape[0]):
-        inside, touched = (at >= first[g]) & (at < last[g]), (blocks + 128 > first[g]) & (blocks < last[g])
-        left, right = (torch.where(inside, t.view(torch.uint8), 0).view(t.dtype) for t in (a, b.mT))
-        of_a, of_b = (_zeroed(t, touched) for t in (scale_a, scale_b))
-        z = scaled_cublas.product(left, right.mT, of_a, of_b, torch.float32)
+        mask, scale_mask = (k_idx >= first[g]) & (k_idx < last[g]), (blocks + 128 > first[g]) & (blocks < last[g])
+        left, right = (torch.where(mask, t.view(torch.uint8), 0).view(t.dtype) for t in (a, b.mT))
+        left_scale, right_scale = (_masked(t, scale_mask) for t in (scale_a, scale_b))
+        z = scaled_cublas.product(left, right.mT, left_scale, right_scale, torch.float32)
         assert z is not None, "asked before"
-        made.append(apply_epilogue(z, None, None if c is None else c[g], "", out_dtype))
-    return torch.stack(made) if made else a.new_zeros((0, a.shape[0], b.shape[1]), dtype=out_dtype)
+        products.append(apply_epilogue(z, None, None if c is None else c[g], "", out_dtype))
+    return torch.stack(products) if products else a.new_zeros((0, a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 def _slices_of_k(a: Tensor, b: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -132,10 +132,10 @@ def _slices_of_k(a: Tensor, b: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, T
         for start, end in zip(first.tolist(), last.tolist(), strict=True):
             yield a[:, start : max(start, end)], b[start : max(start, end)]
         return
-    at = torch.arange(b.shape[0], device=b.device)
+    k_idx = torch.arange(b.shape[0], device=b.device)
     for g in range(ends.shape[0]):
-        inside = ((at >= first[g]) & (at < last[g]))[:, None]
-        yield _zeroed(a, inside.mT), _zeroed(b, inside)
+        mask = ((k_idx >= first[g]) & (k_idx < last[g]))[:, None]
+        yield _masked(a, mask.mT), _masked(b, mask)
 
 
 def bounds(starts: Tensor | None, ends: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -171,17 +171,17 @@ def _transposed_scaled(b: Tensor, scales: Tensor | None) -> Tensor:
     return scaled(b, None) if scales is None else scaled(b.mT, scales).mT
 
 
-def _zeroed(t: Tensor, inside: Tensor) -> Tensor:
+def _masked(t: Tensor, mask: Tensor) -> Tensor:
     """`t` without the numbers outside, which may be NaN."""
-    return torch.where(inside, t, torch.zeros((), dtype=t.dtype, device=t.device))
+    return torch.where(mask, t, torch.zeros((), dtype=t.dtype, device=t.device))
 
 
-def _kept(made: Tensor, inside: Tensor, out: Tensor | None) -> Tensor:
+def _merge(computed: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
     """`made` inside; elsewhere zeros, or what `out` holds, which is written and returned."""
-    return _zeroed(made, inside) if out is None else out.copy_(torch.where(inside, made, out))
+    return _masked(computed, mask) if out is None else out.copy_(torch.where(mask, computed, out))
 
 
-def _torch_has_it(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, out_dtype: torch.dtype) -> bool:
+def _torch_supports(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, out_dtype: torch.dtype) -> bool:
     """Is this one call of torch's kernel, which rounds bfloat16 once and has its own rules of alignment?"""
     if a.device.type != "cuda" or torch.version.hip is not None or not a.dtype == out_dtype == torch.bfloat16:
         return False

@@ -106,12 +106,12 @@ def unpack(q: Tensor) -> Tensor:
     """The integers of a packed weight as int8, (..., K); int8 as it is."""
     if bits_of(q) == 8:
         return q
-    both = q.view(torch.int8)
-    return torch.stack((both << 4 >> 4, both >> 4), -1).flatten(-2)
+    packed_bytes = q.view(torch.int8)
+    return torch.stack((packed_bytes << 4 >> 4, packed_bytes >> 4), -1).flatten(-2)
 
 
 def restore(q: Tensor, scales: Tensor) -> Tensor:
     """q * scale (N, K), in float32; in float64 if the scales are float64."""
-    wide = scales if scales.dtype == torch.float64 else scales.to(torch.float32)
-    integers = unpack(q).to(wide.dtype)
-    return integers * wide.repeat_interleave(GROUP, -1)[:, : integers.shape[-1]]
+    scales_fp = scales if scales.dtype == torch.float64 else scales.to(torch.float32)
+    integers = unpack(q).to(scales_fp.dtype)
+    return integers * scales_fp.repeat_interleave(GROUP, -1)[:, : integers.shape[-1]]

@@ -30,7 +30,7 @@ from tilewright.ops.gemm.operands import ACTIVATIONS, Major, columns_out, major_
 _SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
 _SHARED = 232448 - 1024  # bytes of a block, without its barriers
 _GATED = 1  # the epilogue of a bucket, as in `raw.py`
-_STAGED = 2 * 64 * _SPAN  # of D, a warpgroup
+_STAGING = 2 * 64 * _SPAN  # of D, a warpgroup
 _MAX_STAGES = 10
 
 
@@ -79,7 +79,7 @@ class Groups:
     count: int = 0
     starts: Tensor | int = 0
     ends: Tensor | int = 0
-    apart: bool = False
+    batched: bool = False
 
 
 DENSE, ROWS, DEPTH = range(3)
@@ -94,7 +94,7 @@ KERNEL = CudaKernel(
 )
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -107,7 +107,7 @@ def refusal(
     """Why this engine cannot run these arguments; None if it can."""
     if major_a(a) is None or major_b(b) is None:
         return "needs a and b contiguous along one of their last two dimensions"
-    return sm90_operands.refusal(a, b, bias, c, activation, out_dtype)
+    return sm90_operands.why_not(a, b, bias, c, activation, out_dtype)
 
 
 def gemm(
@@ -123,10 +123,10 @@ def gemm(
     groups: Groups = NO_GROUPS,
 ) -> None:
     """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; with `groups`, `ops/grouped/engines/`."""
-    into = c is not None and sm90_operands.adds_in_place(c, d)
-    if c is not None and collecting() is not None and not into and c.dtype == d.dtype == torch.float32:
+    accumulate = c is not None and sm90_operands.adds_in_place(c, d)
+    if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
         gemm(d, a, b, bias, d, scale, alpha, activation, config, groups)  # without memory nobody knows whether c is d
-    addend = None if into else c
+    addend = None if accumulate else c
     m, k = a.shape[1:]
     n = b.shape[-1]
     batches = groups.count or a.shape[0]
@@ -153,7 +153,7 @@ def gemm(
         Bias=d.dtype if bias is None else bias.dtype,
         Addend=d.dtype if addend is None else addend.dtype,
         kWalk=groups.walk,
-        kInto=into,
+        kInto=accumulate,
     )
     args = (
         *maps,
@@ -163,7 +163,7 @@ def gemm(
         alpha,
         *((0, 0) if addend is None else (addend.stride(1), addend.stride(0))),
         *((d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)),
-        *(groups.starts, groups.ends, groups.apart),
+        *(groups.starts, groups.ends, groups.batched),
         *(m, n, k, batches, config.band),
     )
     cluster = config.cluster_m * config.cluster_n
@@ -173,19 +173,19 @@ def gemm(
         (blocks,),
         args,
         params,
-        block=128 * (1 + _groups(config.block_m)),
+        block=128 * (1 + _math_warpgroups(config.block_m)),
         shared_bytes=config.stages * stage_bytes(config.block_m, config.block_n, along_n)
-        + _groups(config.block_m) * _STAGED,
+        + _math_warpgroups(config.block_m) * _STAGING,
         cluster=(cluster, 1, 1) if cluster > 1 else None,
     )
 
 
-def _operand(rows: Tensor, across: bool, block: int, shared: int) -> TensorMap | None:
+def _operand(rows: Tensor, mn_major: bool, block: int, shared: int) -> TensorMap | None:
     """Map of an operand whose last dimension is contiguous, for one of `shared` blocks that load a tile together.
 
     rows: (B, M or N, K); across: (B, K, M or N), which comes in boxes of 64 columns.
     """
-    return tensor_map(rows, (1, (_BLOCK_K if across else block) // shared, 64), swizzle=_SPAN)
+    return tensor_map(rows, (1, (_BLOCK_K if mn_major else block) // shared, 64), swizzle=_SPAN)
 
 
 # ------------------------------------------------------------------------------------------------------- what to choose
@@ -199,14 +199,16 @@ TILES = tuple(Tile(m, n, *cluster) for m, columns in _BLOCKS.items() for n in co
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
     """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue."""
     sms = device_info("cuda").sm_count or 132
-    chosen = _configure(tuple(bucket), batch, sms)
+    config = _configure(tuple(bucket), batch, sms)
     if settings.current().print_configs:
-        tile = Tile(chosen.block_m, chosen.block_n, chosen.cluster_m, chosen.cluster_n)
-        words = cost_model.predict(_problem(bucket, batch, sms), tile)
+        tile = Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n)
+        prediction = cost_model.predict(_problem(bucket, batch, sms), tile)
         log_once(
-            ("dense", bucket, batch), f"dense GEMM {tuple(bucket)} on {sms} SMs: {chosen}, {words}", logging.WARNING
+            ("dense", bucket, batch),
+            f"dense GEMM {tuple(bucket)} on {sms} SMs: {config}, {prediction}",
+            logging.WARNING,
         )
-    return chosen
+    return config
 
 
 @cache
@@ -218,11 +220,11 @@ def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
     """The eight tiles of the least predicted time, each with other bands."""
     problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
-    found = []
+    configs = []
     for tile, _ in cost_model.rank(problem, _legal(problem))[:8]:
         config = _config(tile, problem)
-        found += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
-    return tuple(found)
+        configs += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
+    return tuple(configs)
 
 
 def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
@@ -244,13 +246,13 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
 
 
 def _config(tile: Tile, problem: Problem) -> Config:
-    free = _SHARED - _groups(tile.block_m) * _STAGED
+    free = _SHARED - _math_warpgroups(tile.block_m) * _STAGING
     stages = min(_MAX_STAGES, free // stage_bytes(tile.block_m, tile.block_n, problem.mn_major_b))
     band = cost_model.band(tile, problem.sms)
     return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, band)
 
 
-def _groups(block_m: int) -> int:
+def _math_warpgroups(block_m: int) -> int:
     """Warpgroups that multiply."""
     return 1 if block_m == 64 else 2
 

@@ -26,7 +26,7 @@ from tilewright.ops.gemm.engines.few_rows.grouped import CONFIGS as CONFIGS_GROU
 from tilewright.ops.gemm.engines.few_rows.grouped import candidates as candidates_grouped
 from tilewright.ops.gemm.engines.few_rows.grouped import configure as configure_grouped
 from tilewright.ops.gemm.engines.few_rows.grouped import gemm as grouped
-from tilewright.ops.gemm.engines.few_rows.grouped import refusal as refusal_grouped
+from tilewright.ops.gemm.engines.few_rows.grouped import why_not as why_not_grouped
 from tilewright.ops.gemm.engines.few_rows.launch import (
     FILE,
     along_n,
@@ -40,7 +40,7 @@ from tilewright.ops.gemm.engines.few_rows.scaled import CONFIGS as CONFIGS_SCALE
 from tilewright.ops.gemm.engines.few_rows.scaled import candidates as candidates_scaled
 from tilewright.ops.gemm.engines.few_rows.scaled import configure as configure_scaled
 from tilewright.ops.gemm.engines.few_rows.scaled import gemm as scaled
-from tilewright.ops.gemm.engines.few_rows.scaled import refusal as refusal_scaled
+from tilewright.ops.gemm.engines.few_rows.scaled import why_not as why_not_scaled
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, major_a, major_b
 
 __all__ = [
@@ -59,10 +59,10 @@ __all__ = [
     "configure_scaled",
     "gemm",
     "grouped",
-    "refusal",
-    "refusal_grouped",
-    "refusal_scaled",
     "scaled",
+    "why_not",
+    "why_not_grouped",
+    "why_not_scaled",
 ]
 
 
@@ -84,7 +84,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(FILE, "few_rows_gemm", "TTPPPPqqqqfiiiii?", archs=("sm_90a",), dependent=True)
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -99,7 +99,7 @@ def refusal(
         return f"is for at most {MAX_ROWS} rows of a, got {a.shape[-2]}"
     if major_a(a) is not Major.K or major_b(b) is None:
         return "needs a contiguous along K, and b along K or N"
-    return sm90_operands.refusal(a, b, bias, c, activation, out_dtype)
+    return sm90_operands.why_not(a, b, bias, c, activation, out_dtype)
 
 
 def gemm(
@@ -114,10 +114,10 @@ def gemm(
     config: Config,
 ) -> None:
     """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; any number of rows is computed right."""
-    batches, rows, depth = a.shape
-    columns = b.shape[-1]
-    check_split(config, depth, a.itemsize)
-    token_rows = min(rows, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    batches, m, k = a.shape
+    n = b.shape[-1]
+    check_split(config, k, a.itemsize)
+    token_rows = min(m, config.tokens)  # rows that do not exist are not read: their sums are never stored
     params = Params(
         kTokens=config.tokens,
         kStages=config.stages,
@@ -139,14 +139,14 @@ def gemm(
         *d.stride()[:2],
         *((0, 0) if c is None else c.stride()[:2]),
         float(alpha),
-        rows,
-        columns,
-        depth,
+        m,
+        n,
+        k,
         batches,
         token_rows,
         stores_vectors(d),
     )
-    tiles = batches * -(-rows // config.tokens) * -(-columns // model.BLOCK_N)
+    tiles = batches * -(-m // config.tokens) * -(-n // model.BLOCK_N)
     launch(KERNEL, config, model.shared_bytes(config), tiles, d.device, args, params)
 
 

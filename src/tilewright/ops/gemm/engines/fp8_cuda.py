@@ -36,7 +36,7 @@ _MAX_BUFFERS = 4  # such boxes a warpgroup
 _MAX_STAGES = 8
 _MAX_BOX_ROWS = 256  # that one copy brings
 _BLOCKS = 3  # of 128 columns that a tile may touch
-_SPARE = 4  # rows of scales before a tile: copies begin at multiples of 16 bytes
+_SCALE_PAD = 4  # rows of scales before a tile: copies begin at multiples of 16 bytes
 _FP8 = torch.float8_e4m3fn
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -77,7 +77,7 @@ KERNEL = CudaKernel(
 )
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -102,7 +102,7 @@ def refusal(
     return None
 
 
-def refusal_fp8(
+def why_not_fp8(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -114,7 +114,7 @@ def refusal_fp8(
     """The same of `gemm_fp8`."""
     if columns_out(b.shape[-1], activation) % 16:
         return f"writes rows of multiples of 16 columns, got {columns_out(b.shape[-1], activation)}"
-    return refusal(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.bfloat16)
+    return why_not(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.bfloat16)
 
 
 def gemm(
@@ -134,12 +134,26 @@ def gemm(
 
     d (B, M, N_out), a (B, M, K), b (B, K, N), scale_a (B, M blocks, K blocks), scale_b (B, N blocks, K blocks).
     """
-    into = c is not None and sm90_operands.adds_in_place(c, d)
-    if c is not None and collecting() is not None and not into and c.dtype == d.dtype == torch.float32:
+    accumulate = c is not None and sm90_operands.adds_in_place(c, d)
+    if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
         # Without memory nobody knows whether c is d
         gemm(d, a, b, scale_a, scale_b, bias, d, alpha, activation, config, groups)
-    stored = (d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)
-    _launch(d, stored, a, b, scale_a, scale_b, bias, None if into else c, alpha, activation, config, groups, into=into)
+    direct = (d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)
+    _launch(
+        d,
+        direct,
+        a,
+        b,
+        scale_a,
+        scale_b,
+        bias,
+        None if accumulate else c,
+        alpha,
+        activation,
+        config,
+        groups,
+        accumulate=accumulate,
+    )
 
 
 def gemm_fp8(
@@ -157,13 +171,13 @@ def gemm_fp8(
     """act(alpha * (a * scale_a) @ (b * scale_b) + bias) as q (B, M, N_out) e4m3 and scales (B, M, ceil(N_out / 128)),
     consecutive rows side by side.
     """
-    stored = (scales, scales.stride(2), scales.stride(0))
-    _launch(q, stored, a, b, scale_a, scale_b, bias, None, alpha, activation, config, NO_GROUPS)
+    direct = (scales, scales.stride(2), scales.stride(0))
+    _launch(q, direct, a, b, scale_a, scale_b, bias, None, alpha, activation, config, NO_GROUPS)
 
 
 def _launch(
     d: Tensor,
-    stored: tuple[Tensor | int, int, int],
+    direct: tuple[Tensor | int, int, int],
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -175,7 +189,7 @@ def _launch(
     config: Config,
     groups: Groups,
     *,
-    into: bool = False,
+    accumulate: bool = False,
 ) -> None:
     """stored: what the kernel writes without a tensor map, and its strides.  into: d is added to."""
     m, k = a.shape[1:]
@@ -188,7 +202,7 @@ def _launch(
         tensor_map(b.mT, (1, config.block_n, _SPAN), swizzle=_SPAN),
     )
     by_token = scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN), scaling == Scaling.TOKEN_TOKEN
-    rows = _copied_rows(config.block_m) + (_SPARE if groups.walk == ROWS else 0)
+    rows = _rows_per_copy(config.block_m) + (_SCALE_PAD if groups.walk == ROWS else 0)
     maps = (
         *operands,
         tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
@@ -204,7 +218,7 @@ def _launch(
         kActivation=ACTIVATIONS.index(activation),
         kBias=bias is not None,
         kAddend=0 if addend is None else 2 if sm90_operands.in_pairs(addend) else 1,
-        kInto=into,
+        kInto=accumulate,
         Element=a.dtype,
         Out=d.dtype,
         Bias=torch.float32 if bias is None else bias.dtype,
@@ -218,18 +232,18 @@ def _launch(
         0 if addend is None else addend,
         alpha,
         *((0, 0) if addend is None else (addend.stride(1), addend.stride(0))),
-        *stored,
-        *(groups.starts, groups.ends, groups.apart),
+        *direct,
+        *(groups.starts, groups.ends, groups.batched),
         *(m, n, k, batches, config.band),
     )
-    most = usable_sms(d.device)
+    sms = usable_sms(d.device)
     tiles = -(-m // config.block_m) * -(-n // config.block_n) * batches
-    blocks = max(1, most if groups.walk == ROWS else min(tiles, most))  # rows are the device's secret
+    blocks = max(1, sms if groups.walk == ROWS else min(tiles, sms))  # rows are the device's secret
     KERNEL(
         (blocks,),
         args,
         params,
-        block=128 * (1 + _groups(config.block_m)),
+        block=128 * (1 + _math_warpgroups(config.block_m)),
         shared_bytes=_shared_bytes(config, scaling),
     )
 
@@ -251,12 +265,14 @@ TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
     """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue, scaling."""
     sms = device_info("cuda").sm_count or 132
-    chosen = _configure(tuple(bucket), batch, sms)
+    config = _configure(tuple(bucket), batch, sms)
     if settings.current().print_configs:
-        tile = Tile(chosen.block_m, chosen.block_n)
-        words = fp8_cost_model.predict(_problem(bucket, batch, sms), tile)
-        log_once(("fp8", bucket, batch), f"fp8 GEMM {tuple(bucket)} on {sms} SMs: {chosen}, {words}", logging.WARNING)
-    return chosen
+        tile = Tile(config.block_m, config.block_n)
+        prediction = fp8_cost_model.predict(_problem(bucket, batch, sms), tile)
+        log_once(
+            ("fp8", bucket, batch), f"fp8 GEMM {tuple(bucket)} on {sms} SMs: {config}, {prediction}", logging.WARNING
+        )
+    return config
 
 
 @cache
@@ -268,11 +284,11 @@ def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
     """The six tiles of the least predicted time, each with other bands."""
     problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
-    found = []
+    configs = []
     for tile, _ in fp8_cost_model.rank(problem, _legal(problem))[:6]:
         config = _config(tile, problem)
-        found += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
-    return tuple(found)
+        configs += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
+    return tuple(configs)
 
 
 def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
@@ -305,7 +321,7 @@ def _waves(block_m: int) -> int:
     return 2 if block_m > 192 else 1
 
 
-def _groups(block_m: int) -> int:
+def _math_warpgroups(block_m: int) -> int:
     """Warpgroups that multiply."""
     return block_m // 64 // _waves(block_m)
 
@@ -314,24 +330,24 @@ def _shared_bytes(config: Config, scaling: int) -> int:
     """Stages of A, B and their scales, and what is staged of D: all of a bf16 tile up to four boxes a warpgroup."""
     stage = (config.block_m + config.block_n) * _SPAN + _scale_bytes(config, scaling)
     boxes = min(_MAX_BUFFERS, _waves(config.block_m) * -(-config.block_n // 64))
-    return config.stages * stage + _groups(config.block_m) * boxes * _BOX
+    return config.stages * stage + _math_warpgroups(config.block_m) * boxes * _BOX
 
 
-def _copied_rows(block_m: int) -> int:
+def _rows_per_copy(block_m: int) -> int:
     """Rows whose scales one copy brings, without those before the tile."""
-    return block_m // (2 if block_m + _SPARE > _MAX_BOX_ROWS else 1)
+    return block_m // (2 if block_m + _SCALE_PAD > _MAX_BOX_ROWS else 1)
 
 
 def _scale_bytes(config: Config, scaling: int) -> int:
     """Of the scales in a stage: of rows in one or two parts, and of blocks of columns or of columns."""
     if scaling not in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
         return 0
-    rows = _copied_rows(config.block_m)
+    rows = _rows_per_copy(config.block_m)
     columns = config.block_n if scaling == Scaling.TOKEN_TOKEN else _BLOCKS
-    return config.block_m // rows * _lines(rows + _SPARE) + _lines(columns)
+    return config.block_m // rows * _scale_row_bytes(rows + _SCALE_PAD) + _scale_row_bytes(columns)
 
 
-def _lines(floats: int) -> int:
+def _scale_row_bytes(floats: int) -> int:
     """Bytes of whole lines, where copies may begin."""
     return -(-4 * floats // 128) * 128
 

@@ -83,7 +83,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def refusal(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: object) -> str | None:
+def why_not(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: object) -> str | None:
     """Only pairs of scalings that no kernel has."""
     if scaling_of(a, b, scale_a, scale_b) is Scaling.OTHER:
         return (
@@ -93,7 +93,7 @@ def refusal(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: objec
     return None
 
 
-refusal_fp8 = refusal
+why_not_fp8 = why_not
 
 _gemm = TritonKernel(scaled_gemm_kernel)
 _cast = TritonKernel(cast_kernel)

@@ -10,7 +10,7 @@ _INPUTS = (torch.bfloat16, torch.float16)
 _OUTPUTS = (*_INPUTS, torch.float32)
 
 
-def refusal(
+def why_not(
     a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> str | None:
     """Why no engine of bf16 and fp16 can run these arguments, by dtypes and alignment; None if they can."""

@@ -18,7 +18,7 @@ from tilewright.jit.cutile_launch import Hints
 from tilewright.ops.gemm.engines.tile_cutile_kernel import kernel
 from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, VECTOR, Major, major_a, major_b
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"]
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, FP8)
@@ -91,8 +91,8 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
         return Config(64, 64, 32, 4, fast_acc=fast) if fp8 else Config(128, 64, 64, 8)
     fixed = FP8_TILES.get(LAYOUTS[layout], None if fast else SLOW_TILE) if fp8 else None
     if fixed is None and m <= FEW_ROWS:  # what counts is how many bytes of b are on their way at one time
-        wide = 128 if -(-n // 128) >= SMS else 64
-        return Config(max(16, m), wide, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fast)
+        block_n = 128 if -(-n // 128) >= SMS else 64
+        return Config(max(16, m), block_n, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fast)
     tile = fixed or min(TILES, key=lambda t: _waves(t, m, n) * _area(t) / t.speed)
     return Config(tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, out_bits), fast_acc=fast)
 
@@ -143,17 +143,17 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
             for swap in (True, False)
             if columns <= 128 or (swap and block_k == step)
         )
-    found = [
+    configs = [
         Config(block_m, block_n, bytes_k // dtype.itemsize, warps, occupancy=occupancy, fast_acc=fp8 and k <= FAST_K)
         for block_m, block_n, warps, occupancy, depths in SPACE
         for bytes_k in depths
     ]
-    best = found[1]  # 128x256, a whole swizzled row deep
-    found += [best._replace(slice_n=64), *(best._replace(band=band) for band in (4, 16, 32))]
-    return tuple(c for c in found if c.block_n <= 2 * n)
+    best = configs[1]  # 128x256, a whole swizzled row deep
+    configs += [best._replace(slice_n=64), *(best._replace(band=band) for band in (4, 16, 32))]
+    return tuple(c for c in configs if c.block_n <= 2 * n)
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -183,16 +183,16 @@ def gemm(
     """d (B, M, N_out) = act(alpha * scale * a (B, M, K) @ b (B, K, N) + bias) + c; see the package's docstring."""
     batch, m, _ = a.shape
     n = b.shape[2]
-    a_turned, b_turned = major_a(a) is Major.MN, major_b(b) is Major.K
-    by_copy = d.shape[2] * d.element_size() % VECTOR == 0  # the copy engine writes: whole vectors alone
-    whole = c is not None or not config.slice_n  # c would be read without the copy engine too, which spills
+    a_transposed, b_transposed = major_a(a) is Major.MN, major_b(b) is Major.K
+    use_tma = d.shape[2] * d.element_size() % VECTOR == 0  # the copy engine writes: whole vectors alone
+    whole_tile = c is not None or not config.slice_n  # c would be read without the copy engine too, which spills
     tiles = batch * -(-m // config.block_m) * -(-n // config.block_n)
     kernel(
         (min(tiles, config.occupancy * max(1, usable_sms(d.device))),),
         (
             d,
-            a.mT if a_turned else a,
-            b.mT if b_turned else b,
+            a.mT if a_transposed else a,
+            b.mT if b_transposed else b,
             d if bias is None else bias,
             d if c is None else c,
             d if scale is None else scale.reshape(1),
@@ -200,8 +200,9 @@ def gemm(
             config.band,
         ),
         (
-            a_turned, b_turned, bias is not None, c is not None, scale is not None, ACTIVATIONS.index(activation),
-            config.fast_acc, config.swap, by_copy, *config[:3], config.block_n if whole else config.slice_n,
+            a_transposed, b_transposed, bias is not None, c is not None, scale is not None,
+            ACTIVATIONS.index(activation),
+            config.fast_acc, config.swap, use_tma, *config[:3], config.block_n if whole_tile else config.slice_n,
         ),
         Hints(config.num_warps, config.occupancy if config.occupancy > 1 else None),
     )  # fmt: skip

@@ -22,7 +22,7 @@ def _gemm_kernel(
     USE_TMA: ct.Constant[bool],
     BLOCK_M: ct.Constant[int], BLOCK_N: ct.Constant[int], BLOCK_K: ct.Constant[int], SLICE_N: ct.Constant[int],
 ):  # fmt: skip
-    # d = act(alpha * scale * a @ b + bias) + c.  Absent arguments are d.  Transposed operands have the last axes swapped.
+    # d = act(alpha * scale * a @ b + bias) + c; absent arguments are d, transposed operands have swapped last axes
     N = b.shape[1] if B_TRANSPOSED else b.shape[2]
     K = a.shape[1] if A_TRANSPOSED else a.shape[2]
     tiles_m, tiles_n = ct.cdiv(d.shape[1], BLOCK_M), ct.cdiv(N, BLOCK_N)

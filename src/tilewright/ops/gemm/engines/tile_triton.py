@@ -108,7 +108,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -146,35 +146,35 @@ def gemm(
     blocks = triton.cdiv(k, config.block_k)
     splits = triton.cdiv(blocks, triton.cdiv(blocks, config.splits))  # no part of K is empty
     c_strides = (0, 0, 0) if c is None else c.stride()
-    finish = (bias, c, scale, alpha)
-    finish_strides = (0 if bias is None else bias.stride(0), *c_strides)
+    epilogue = (bias, c, scale, alpha)
+    epilogue_strides = (0 if bias is None else bias.stride(0), *c_strides)
     if config.block_m == 1:
-        row_triton.gemm(d, a, b, finish, finish_strides, activation, config)
+        row_triton.gemm(d, a, b, epilogue, epilogue_strides, activation, config)
         return
     if splits == 1:
-        _multiply(d, a, b, finish, finish_strides, activation, 1, config)
+        _multiply(d, a, b, epilogue, epilogue_strides, activation, 1, config)
         return
     partials = scratch((splits * batch, m, n), torch.float32, d.device)
     _multiply(partials, a, b, (None, None, None, 1.0), (0, 0, 0, 0), "", splits, config)
     grid = (batch * triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
-    wide = needs_wide_offsets(d, c)
-    args = (d, partials, *finish, batch, m, n, splits, *d.stride()[:2], *finish_strides)
-    reduce_parts(grid, args, (activation, wide, REDUCE_M, REDUCE_N), num_warps=4)
+    int64_offsets = needs_wide_offsets(d, c)
+    args = (d, partials, *epilogue, batch, m, n, splits, *d.stride()[:2], *epilogue_strides)
+    reduce_parts(grid, args, (activation, int64_offsets, REDUCE_M, REDUCE_N), num_warps=4)
 
 
 def _multiply(
     d: Tensor,
     a: Tensor,
     b: Tensor,
-    finish: tuple[Tensor | None, Tensor | None, Tensor | None, float],
-    finish_strides: tuple[int, ...],
+    epilogue: tuple[Tensor | None, Tensor | None, Tensor | None, float],
+    epilogue_strides: tuple[int, ...],
     activation: str,
     splits: int,
     config: Config,
 ) -> None:
     """One launch of the GEMM; `d` has a batch for each part of K."""
     batch, m, k = a.shape
-    n, c = b.shape[2], finish[1]
+    n, c = b.shape[2], epilogue[1]
     arch = target_of(a)
     a_major, b_major = major_a(a), major_b(b)
     strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
@@ -187,7 +187,7 @@ def _multiply(
     config = fit.config
     tiles = splits * batch * triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     grid = (max(1, min(tiles, fit.programs * usable_sms(a.device))),)
-    args = (d, a, b, *finish, batch, m, n, k, splits, *strides, *finish_strides)
+    args = (d, a, b, *epilogue, batch, m, n, k, splits, *strides, *epilogue_strides)
     constants = (
         activation, descriptors, a_major is Major.K, b_major is Major.K,
         vector_width(a, k if a_major is Major.K else m), vector_width(b, k if b_major is Major.K else n),

@@ -1,7 +1,7 @@
 """Engines: grouped products in one language each, shared by the ops beside this folder.
 
 Each module has the names `Config`, `configure(bucket, dtype)`, `candidates(bucket, dtype)`, `CONFIGS` and
-`refusal(*raw_args)` as those of `ops/gemm/engines`, with the buckets of `raw.py` and `k_grouped_matmul`, and one of
+`why_not(*raw_args)` as those of `ops/gemm/engines`, with the buckets of `raw.py` and `k_grouped_matmul`, and one of
 
     rows:   gemm(d, a, b, scale_a, scale_b, starts, ends, activation, config) -> None
     along K: gemm(d, a, b, scale_a, scale_b, c, ends, config) -> None

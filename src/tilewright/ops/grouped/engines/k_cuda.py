@@ -22,10 +22,10 @@ from tilewright.ops.grouped.engines.config_cuda import Config, named, own
 from tilewright.ops.grouped.k_grouped_matmul.raw import whole_blocks
 from tilewright.ops.grouped.raw import UNSCALED
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"]
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -44,9 +44,9 @@ def refusal(
         if major_a(a) is not Major.MN or major_b(b) is not Major.MN:
             # Groups begin at any K, and a copy at multiples of 16 bytes of a line
             return "needs a contiguous along M and b along N"
-        return dense_cuda.refusal(a, b, None, c, None, 1.0, "", out_dtype)
-    lacking = fp8_cuda.refusal(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
-    return lacking or whole_blocks(scale_a, a)
+        return dense_cuda.why_not(a, b, None, c, None, 1.0, "", out_dtype)
+    reason = fp8_cuda.why_not(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
+    return reason or whole_blocks(scale_a, a)
 
 
 def gemm(

@@ -65,7 +65,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -75,10 +75,10 @@ def refusal(
     out_dtype: torch.dtype,
 ) -> str | None:
     """What a GPU's matrix units lack, and scales that are not one for 128 along T."""
-    lacking = no_float8(a)
-    if lacking is None and scaling_code(a, b, scale_a, scale_b) not in (UNSCALED, Scaling.TOKEN_TOKEN):
+    reason = no_float8(a)
+    if reason is None and scaling_code(a, b, scale_a, scale_b) not in (UNSCALED, Scaling.TOKEN_TOKEN):
         return "takes scales (M, T/128) and (N, T/128), one for 128 along T"
-    return lacking or whole_blocks(scale_a, a)
+    return reason or whole_blocks(scale_a, a)
 
 
 _kernel = TritonKernel(k_grouped_kernel)

@@ -64,13 +64,13 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
     """d: the products a[i] (M, K) @ b[i] (K, N), contiguous, each from a multiple of UNIT elements on."""
     groups = len(a)
     table = scratch((groups, FIELDS.value), torch.int64, d.device)
-    at = tiles = 0
+    d_offset = tiles = 0
     for i, (left, right) in enumerate(zip(a, b, strict=True)):
         (m, k), n = left.shape, right.shape[1]
-        sizes = (at, m, n, k, *left.stride(), *right.stride())
+        sizes = (d_offset, m, n, k, *left.stride(), *right.stride())
         gap = -m * n % UNIT if i + 1 < groups else 0
         _table((1,), (table, i, d, gap, left, right, *sizes), (UNIT,), num_warps=1)
-        at += m * n + gap
+        d_offset += m * n + gap
         tiles += triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
     a_unit, b_unit = _common(map(major_a, a)), _common(map(major_b, b))
     vector = 16 // a[0].element_size()
@@ -78,23 +78,23 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
         a_unit and b_unit and all(_vectors(x, major_a(x), y, major_b(y), vector) for x, y in zip(a, b, strict=True))
     ):
         vector = 1
-    wide = any(512 * max(t.stride()) > 2**31 - 1 for t in (*a, *b, *(y.mT for y in b)))
+    wide_offsets = any(512 * max(t.stride()) > 2**31 - 1 for t in (*a, *b, *(y.mT for y in b)))
     fit = tiling.fitted(_dense(config), target_of(d), a[0].element_size(), d.element_size(), None, "")
     grid = (max(1, min(tiles, fit.programs * usable_sms(d.device))),)
     parts = min(fit.parts, 2)
-    constants = (a_unit, b_unit, vector, wide, GROUPS, config.band, parts, *fit.config[:3])
+    constants = (a_unit, b_unit, vector, wide_offsets, GROUPS, config.band, parts, *fit.config[:3])
     _gemm(grid, (d, table, a[0], groups), constants, num_warps=config.num_warps, num_stages=fit.config.num_stages)
 
 
 def _common(majors: object) -> str:
     """The one dimension of unit stride of all matrices; "" if there are two."""
-    found = set(majors)  # type: ignore[call-overload]
-    return {Major.K: "K", Major.MN: "MN"}[found.pop()] if len(found) == 1 else ""
+    majors_found = set(majors)  # type: ignore[call-overload]
+    return {Major.K: "K", Major.MN: "MN"}[majors_found.pop()] if len(majors_found) == 1 else ""
 
 
-def _vectors(a: Tensor, of_a: Major | None, b: Tensor, of_b: Major | None, elements: int) -> bool:
+def _vectors(a: Tensor, major_of_a: Major | None, b: Tensor, major_of_b: Major | None, elements: int) -> bool:
     """Are both made of vectors of 16 bytes along their unit stride?"""
-    along = (a.shape[1] if of_a is Major.K else a.shape[0], b.shape[0] if of_b is Major.K else b.shape[1])
+    along = (a.shape[1] if major_of_a is Major.K else a.shape[0], b.shape[0] if major_of_b is Major.K else b.shape[1])
     return copyable(a) and copyable(b) and all(size % elements == 0 for size in along)
 
 

@@ -22,12 +22,12 @@ from tilewright.ops.gemm.operands import Major, major_a
 from tilewright.ops.grouped.engines.config_cuda import Config, named, own
 from tilewright.ops.grouped.raw import UNSCALED
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"]
 
 _A_ALONG_K = (0, 1)  # the layouts nt and nn
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -47,8 +47,8 @@ def refusal(
     if scale_a is None or scale_b is None:
         if major_a(a) is not Major.K:  # groups begin at any row, and a copy at multiples of 16 bytes of a line
             return "needs a contiguous along K"
-        return dense_cuda.refusal(a, b, None, None, None, 1.0, activation, out_dtype)
-    return fp8_cuda.refusal(a, b, scale_a, scale_b, None, None, 1.0, activation, out_dtype)
+        return dense_cuda.why_not(a, b, None, None, None, 1.0, activation, out_dtype)
+    return fp8_cuda.why_not(a, b, scale_a, scale_b, None, None, 1.0, activation, out_dtype)
 
 
 def gemm(
@@ -68,8 +68,8 @@ def gemm(
     if config.kernel == "few_rows":
         few_rows.gemm(d, a, b, scale_a, scale_b, starts, ends, activation, own(config))
         return
-    apart = a.shape[0] == b.shape[0]  # a single group begins at row 0 of the only matrix either way
-    groups = Groups(dense_cuda.ROWS, b.shape[0], 0 if starts is None else starts, ends, apart)
+    batched = a.shape[0] == b.shape[0]  # a single group begins at row 0 of the only matrix either way
+    groups = Groups(dense_cuda.ROWS, b.shape[0], 0 if starts is None else starts, ends, batched)
     if scale_a is None or scale_b is None:
         dense_cuda.gemm(d, a, b, None, None, None, 1.0, activation, own(config), groups)
     else:
@@ -97,12 +97,12 @@ def _large(bucket: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
     """Best first, those last whose pairs of blocks share columns of B: they pad each group to pairs of row tiles."""
     rows, n, k, groups, layout, aligned, out_bits, gated, scaling = bucket
     product, groups = (rows, n, k, layout, aligned, out_bits, gated), max(1, groups)
-    found: list[Config]
+    configs: list[Config]
     if scaling == UNSCALED:
-        found = [named("dense", config) for config in dense_cuda.candidates(product, dtype, groups)]
+        configs = [named("dense", config) for config in dense_cuda.candidates(product, dtype, groups)]
     else:
-        found = [named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, groups)]
-    return sorted(found, key=lambda config: config.cluster_m)
+        configs = [named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, groups)]
+    return sorted(configs, key=lambda config: config.cluster_m)
 
 
 CONFIGS: tuple[Config, ...] = (

@@ -86,7 +86,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -98,10 +98,10 @@ def refusal(
     out_dtype: torch.dtype,
 ) -> str | None:
     """What a GPU's matrix units lack, and scales in other blocks than the named ones."""
-    lacking = no_float8(a)
-    if lacking is None and scaling_code(a, b, scale_a, scale_b) > BLOCKS + 1:
+    reason = no_float8(a)
+    if reason is None and scaling_code(a, b, scale_a, scale_b) > BLOCKS + 1:
         return "takes scales of whole tensors, of rows, 1x128 by 128x128, or 1x128 by 1x128"
-    return lacking
+    return reason
 
 
 _kernel = TritonKernel(grouped_rows_kernel)

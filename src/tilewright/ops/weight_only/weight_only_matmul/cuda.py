@@ -73,7 +73,7 @@ CONFIGS: tuple[Config, ...] = tuple(dict.fromkeys((*model.defaults(8), *model.de
 """Every config that `configure` can return."""
 
 
-def refusal(
+def why_not(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> str | None:
     """Why the kernel cannot run these arguments; None if it can."""
@@ -97,7 +97,7 @@ def refusal(
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=refusal,
+    supports=why_not,
 )
 def launch(
     outs: tuple[Tensor],
@@ -111,14 +111,14 @@ def launch(
     config: Config,
 ) -> None:
     (d,) = outs
-    rows, depth = x.shape
-    columns, bits = q.shape[0], packing.bits_of(q)
-    if config.split > model.steps(depth, bits):
+    m, k = x.shape
+    n, bits = q.shape[0], packing.bits_of(q)
+    if config.split > model.steps(k, bits):
         raise InputError(
-            f"weight_only_matmul: split={config.split} leaves blocks without work, K={depth} has "
-            f"{model.steps(depth, bits)} steps of {model.stage_k(bits)}; take a split of at most that."
+            f"weight_only_matmul: split={config.split} leaves blocks without work, K={k} has "
+            f"{model.steps(k, bits)} steps of {model.stage_k(bits)}; take a split of at most that."
         )
-    token_rows = min(rows, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    token_rows = min(m, config.tokens)  # rows that do not exist are not read: their sums are never stored
     params = Params(
         bits,
         *config,
@@ -135,13 +135,13 @@ def launch(
         d,
         0 if bias is None else bias,
         d.stride(0),
-        rows,
-        columns,
-        depth,
+        m,
+        n,
+        k,
         token_rows,
         collecting() is None and _stores_vectors(d),
     )
-    tiles = -(-rows // config.tokens) * -(-columns // config.rows)
+    tiles = -(-m // config.tokens) * -(-n // config.rows)
     clusters = min(tiles, resident(config.split, config.ctas, usable_sms(d.device)))
     KERNEL(
         (clusters * config.split,),

@@ -145,12 +145,12 @@ def deepest(bits: int, tokens: int, tiles: int, warps: int, split: int, ctas: in
     """The config with the deepest ring; None if it keeps too little of the weights on their way, or its sums leave too
     few registers.
     """
-    made = Config(tokens, tiles, warps, 0, split, ctas)
-    if _registers(made) > _available(made):
+    config = Config(tokens, tiles, warps, 0, split, ctas)
+    if _registers(config) > _available(config):
         return None
-    stages = (SHARED[ctas] - fixed_bytes(made)) // (stage_bytes(made, bits) + 16)
-    enough = stages >= 2 and ctas * stages * made.rows * SPAN >= _IN_FLIGHT
-    return made._replace(stages=stages) if enough else None
+    stages = (SHARED[ctas] - fixed_bytes(config)) // (stage_bytes(config, bits) + 16)
+    enough = stages >= 2 and ctas * stages * config.rows * SPAN >= _IN_FLIGHT
+    return config._replace(stages=stages) if enough else None
 
 
 def _registers(config: Config) -> int:
@@ -187,14 +187,14 @@ def chosen(work: Work) -> Config:
     if tokens is None or work.columns * work.depth * work.bits > 8 * SMALL:
         return ranked(defaults(work.bits), work)[0]
     split, ctas = (4, 2) if steps(work.depth, work.bits) >= 4 else (1, 1)
-    made = deepest(work.bits, tokens, 1, 4, split, ctas)
-    assert made is not None, "fits, whatever the tokens"
-    return made
+    config = deepest(work.bits, tokens, 1, 4, split, ctas)
+    assert config is not None, "fits, whatever the tokens"
+    return config
 
 
 def _all(bits: int, tokens: Iterable[int], shapes: Iterable[tuple[int, int]]) -> tuple[Config, ...]:
-    made = (deepest(bits, t, *rows, *shape) for t, rows, shape in product(tokens, _ROWS, shapes))
-    return tuple(config for config in made if config is not None)
+    configs = (deepest(bits, t, *rows, *shape) for t, rows, shape in product(tokens, _ROWS, shapes))
+    return tuple(config for config in configs if config is not None)
 
 
 def ranked(configs: Iterable[Config], work: Work) -> list[Config]:

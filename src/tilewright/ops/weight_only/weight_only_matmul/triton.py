@@ -65,10 +65,10 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     if not aligned or is_small(n, k, bits):
         return FEW_ROWS if m <= FEW_ROWS.block_m else MORE_ROWS
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    whole = k % packing.GROUP == 0
-    block_n = 64 if rows < 64 and whole and n >= 64 else 32
+    whole_groups = k % packing.GROUP == 0
+    block_n = 64 if rows < 64 and whole_groups and n >= 64 else 32
     tiles, splits = -(-n // block_n), 1
-    may_split = whole and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
+    may_split = whole_groups and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
     while may_split and splits < 8 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
         splits *= 2
     return Config(rows, block_n, 4, 3, splits, False)

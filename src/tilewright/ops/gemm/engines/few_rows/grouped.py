@@ -48,7 +48,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(FILE, "few_rows_grouped_gemm", "TTTTPPPPPqqqqqiiiii??", archs=("sm_90a",), dependent=True)
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -66,10 +66,10 @@ def refusal(
     if any(t.dtype != torch.int32 or (t.shape[0] > 1 and t.stride(0) != 1) for t in bounds):
         return "reads starts and ends of groups that are contiguous int32"
     if scale_a is not None and scale_b is not None:
-        return scaled.operand_refusal(a, b, scale_a, scale_b, activation, out_dtype)
+        return scaled.why_not_operands(a, b, scale_a, scale_b, activation, out_dtype)
     if major_a(a) is not Major.K or major_b(b) is None:
         return "needs a contiguous along K, and b along K or N"
-    return sm90_operands.refusal(a, b, None, None, activation, out_dtype)
+    return sm90_operands.why_not(a, b, None, None, activation, out_dtype)
 
 
 def gemm(
@@ -90,13 +90,13 @@ def gemm(
     Ba is 1, or G: then rows of group g are those of a[g], without starts from 0 on.  Rows beyond R do not exist,
     whatever ends says.
     """
-    batches, rows, depth = a.shape
-    groups, _, columns = b.shape
+    batches, m, k = a.shape
+    groups, _, n = b.shape
     if 0 in d.shape or groups == 0:
         return
     scaling = model.UNSCALED if scale_a is None or scale_b is None else int(scaling_of(a, b, scale_a, scale_b))
-    check_split(config, depth, a.itemsize)
-    token_rows = min(rows, config.tokens)
+    check_split(config, k, a.itemsize)
+    token_rows = min(m, config.tokens)
     weights, tokens = operand_maps(a, b, token_rows)
     params = Params(
         kTokens=config.tokens,
@@ -123,16 +123,16 @@ def gemm(
         *scale_strides(scale_a, scale_b),
         *d.stride()[:2],
         groups,
-        rows,
-        columns,
-        depth,
+        m,
+        n,
+        k,
         token_rows,
         batches > 1,
         stores_vectors(d),
     )
     # at most: where groups share rows, no more of them have any than there are rows
-    token_tiles = -(-rows // config.tokens) * groups if batches > 1 else -(-rows // config.tokens) + min(groups, rows)
-    tiles = token_tiles * -(-columns // model.BLOCK_N)
+    token_tiles = -(-m // config.tokens) * groups if batches > 1 else -(-m // config.tokens) + min(groups, m)
+    tiles = token_tiles * -(-n // model.BLOCK_N)
     launch(KERNEL, config, model.shared_bytes(config, scaling, grouped=True), tiles, d.device, args, params)
 
 

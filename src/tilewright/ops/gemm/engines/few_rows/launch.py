@@ -22,10 +22,10 @@ _WIDTH = 4  # results that a thread stores at once
 
 def check_split(config: Config, depth: int, itemsize: int) -> None:
     """Raise InputError if a block of a cluster would have nothing of K."""
-    found = model.steps(depth, itemsize)
-    if config.split > found:
+    k_blocks = model.steps(depth, itemsize)
+    if config.split > k_blocks:
         raise InputError(
-            f"few_rows_cuda: split={config.split} leaves blocks without work, K={depth} has {found} steps of "
+            f"few_rows_cuda: split={config.split} leaves blocks without work, K={depth} has {k_blocks} steps of "
             f"{model.STAGE_BYTES // itemsize}; take a split of at most that, as `candidates` does"
         )
 

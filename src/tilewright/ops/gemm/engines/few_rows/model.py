@@ -87,9 +87,9 @@ def scale_rows(tokens: int, grouped: bool) -> int:
 
 def fixed_bytes(tokens: int, split: int) -> int:
     """What lies beside the ring: parcels received from the cluster, the result, two barriers."""
-    share = -(-tokens // 8 // split)  # parcels of eight tokens that a block of a cluster owns
-    received = split * share * _PARCEL if split > 1 else 0
-    return received + share * 8 * _PITCH * 4 + 16
+    block_parcels = -(-tokens // 8 // split)  # parcels of eight tokens that a block of a cluster owns
+    parcel_bytes = split * block_parcels * _PARCEL if split > 1 else 0
+    return parcel_bytes + block_parcels * 8 * _PITCH * 4 + 16
 
 
 def resident(split: int, ctas: int, processors: int) -> int:
@@ -206,8 +206,8 @@ def space(tokens: Iterable[int], scaling: int, grouped: bool = False) -> tuple[C
 def _all(
     tokens: Iterable[int], shapes: Iterable[tuple[int, int]], scaling: int, grouped: bool = False
 ) -> tuple[Config, ...]:
-    made = (deepest(t, split, ctas, scaling, grouped) for t in tokens for split, ctas in shapes)
-    return tuple(config for config in made if config is not None)
+    configs = (deepest(t, split, ctas, scaling, grouped) for t in tokens for split, ctas in shapes)
+    return tuple(config for config in configs if config is not None)
 
 
 def ranked(configs: Iterable[Config], work: Work) -> list[Config]:

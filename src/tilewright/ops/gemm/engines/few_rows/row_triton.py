@@ -33,17 +33,17 @@ def gemm(
     d: Tensor,
     a: Tensor,
     b: Tensor,
-    finish: tuple[Tensor | None, Tensor | None, Tensor | None, float],
-    finish_strides: tuple[int, ...],
+    epilogue: tuple[Tensor | None, Tensor | None, Tensor | None, float],
+    epilogue_strides: tuple[int, ...],
     activation: str,
     config: Config,
 ) -> None:
     """One launch.   finish: bias, c, scale, alpha;  finish_strides: of the bias, and the three of c."""
     batch, m, k = a.shape
-    n, c = b.shape[2], finish[1]
+    n, c = b.shape[2], epilogue[1]
     b_along_k = major_b(b) is Major.K
     strides = (*d.stride()[:2], *a.stride(), *b.stride())
-    args = (d, a, b, *finish, m, n, k, *strides, *finish_strides)
+    args = (d, a, b, *epilogue, m, n, k, *strides, *epilogue_strides)
     constants = (
         activation, b_along_k, vector_width(a, k), vector_width(b, k if b_along_k else n), vector_width_of_c(c),
         vector_width(d, d.shape[2]), k % config.block_k == 0, needs_wide_offsets(d, a, b, c, reach=config.block_k),

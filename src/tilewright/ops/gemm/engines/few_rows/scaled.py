@@ -50,7 +50,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(FILE, "few_rows_scaled_gemm", "TTTTPPPPPqqqqqqqfiiiii?", archs=("sm_90a",), dependent=True)
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -66,10 +66,10 @@ def refusal(
         return f"is for at most {model.MAX_ROWS} rows of a, got {a.shape[-2]}"
     if any(t is not None and t.dtype not in _OUTPUTS for t in (bias, c)):
         return "takes a bias and an addend of bf16, fp16 or fp32"
-    return operand_refusal(a, b, scale_a, scale_b, activation, out_dtype)
+    return why_not_operands(a, b, scale_a, scale_b, activation, out_dtype)
 
 
-def operand_refusal(
+def why_not_operands(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, activation: str, out_dtype: torch.dtype
 ) -> str | None:
     """The same by the operands and their scales alone."""
@@ -84,13 +84,13 @@ def operand_refusal(
     scaling = scaling_of(a, b, scale_a, scale_b)
     if scaling is Scaling.OTHER:
         return f"has no form for scales {tuple(scale_a.shape)} and {tuple(scale_b.shape)}"
-    given = ("scale_a", scale_a, a.shape[-2]), ("scale_b", scale_b, b.shape[-1])
-    for layout, (name, scales, rows) in zip(scaling.layouts, given, strict=True):
-        lacking = layout.mismatch(scales, rows, a.shape[-1])
-        if lacking is None and layout is TOKEN and not copyable(scales):
-            lacking = "do not start at, or step by, a multiple of 16 bytes"
-        if lacking is not None:
-            return f"reads scales as they lie, and {name} {lacking}"
+    scale_args = ("scale_a", scale_a, a.shape[-2]), ("scale_b", scale_b, b.shape[-1])
+    for layout, (name, scales, rows) in zip(scaling.layouts, scale_args, strict=True):
+        reason = layout.mismatch(scales, rows, a.shape[-1])
+        if reason is None and layout is TOKEN and not copyable(scales):
+            reason = "do not start at, or step by, a multiple of 16 bytes"
+        if reason is not None:
+            return f"reads scales as they lie, and {name} {reason}"
     return None
 
 
@@ -110,11 +110,11 @@ def gemm(
 
     d (B, M, N_out)   a (B, M, K)   b (B, K, N)   scale_a (B, M blocks, K blocks)   scale_b (B, N blocks, K blocks)
     """
-    batches, rows, depth = a.shape
-    columns = b.shape[-1]
+    batches, m, k = a.shape
+    n = b.shape[-1]
     scaling = int(scaling_of(a, b, scale_a, scale_b))
-    check_split(config, depth, a.itemsize)
-    token_rows = min(rows, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    check_split(config, k, a.itemsize)
+    token_rows = min(m, config.tokens)  # rows that do not exist are not read: their sums are never stored
     weights, tokens = operand_maps(a, b, token_rows)
     params = Params(
         kTokens=config.tokens,
@@ -142,14 +142,14 @@ def gemm(
         *d.stride()[:2],
         *((0, 0) if c is None else c.stride()[:2]),
         float(alpha),
-        rows,
-        columns,
-        depth,
+        m,
+        n,
+        k,
         batches,
         token_rows,
         stores_vectors(d),
     )
-    tiles = batches * -(-rows // config.tokens) * -(-columns // model.BLOCK_N)
+    tiles = batches * -(-m // config.tokens) * -(-n // model.BLOCK_N)
     launch(KERNEL, config, model.shared_bytes(config, scaling), tiles, d.device, args, params)
 
 
