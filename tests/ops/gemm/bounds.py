@@ -40,7 +40,7 @@ PLACES = [
 
 
 def run(function, *args, place, **options):
-    """The public function on the place's backend; a refusal in words is a skip, and nothing else is."""
+    """The public function on the place's backend; a reason in words is a skip, and nothing else is."""
     try:
         return function(*args, backend=place.backend, **options)
     except RefusedError as error:

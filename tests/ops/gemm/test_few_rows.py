@@ -138,17 +138,17 @@ REFUSED = {
 def test_what_it_cannot_do_is_said(case):
     words, change = REFUSED[case]
     a, b = torch.zeros(8, 64, dtype=bf16), torch.zeros(128, 64, dtype=bf16).T
-    assert engine.refusal(a, b, None, None, None, 1.0, "", bf16) is None
+    assert engine.why_not(a, b, None, None, None, 1.0, "", bf16) is None
     a, b, bias = change(a, b)
-    reason = engine.refusal(a, b, bias, None, None, 1.0, "", bf16)
+    reason = engine.why_not(a, b, bias, None, None, 1.0, "", bf16)
     assert reason is not None
     assert words in reason.replace("bf16, fp16 or fp32", "bf16, fp16 and fp32")
 
 
 def test_gated_columns_count_half_for_the_alignment_of_the_result():
     a, b = torch.zeros(8, 64, dtype=bf16), torch.zeros(120, 64, dtype=bf16).T
-    assert engine.refusal(a, b, None, None, None, 1.0, "", bf16) is None
-    assert "16 bytes" in str(engine.refusal(a, b, None, None, None, 1.0, "swiglu", bf16))
+    assert engine.why_not(a, b, None, None, None, 1.0, "", bf16) is None
+    assert "16 bytes" in str(engine.why_not(a, b, None, None, None, 1.0, "swiglu", bf16))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -261,7 +261,8 @@ def test_host_and_kernel_agree_on_shared_memory(config, monkeypatch):
     barriers = 16 * (1 + config.stages)
 
     def compile_claiming(size):
-        claim = f"static_assert(tilewright::Layout<tilewright::Unscaled<Config>>::kBarriers + {barriers} == {size});\n"
+        offset = "tilewright::Layout<tilewright::Unscaled<Config>>::kBarriersOffset"
+        claim = f"static_assert({offset} + {barriers} == {size});\n"
         monkeypatch.setattr(engine.KERNEL, "source", lambda _: text + claim)
         engine.KERNEL.compile(params, "sm_90")
 

@@ -93,24 +93,24 @@ def test_token_tiles_of_a_group_share_its_weights():
 def test_what_it_cannot_do_is_said():
     a, b, _, _ = operands(1, 40, 128, 256, 4)
     starts, ends = bounds([0, 10, 20, 30], [10, 20, 30, 40])
-    assert engine.refusal_grouped(a, b, None, None, starts, ends, 10, "", bf16) is None
-    assert engine.refusal_grouped(a, b.contiguous(), None, None, None, ends, 10, "", bf16) is None
-    assert "65" in str(engine.refusal_grouped(a, b, None, None, starts, ends, 65, "", bf16))
-    assert "int32" in str(engine.refusal_grouped(a, b, None, None, starts.long(), ends, 10, "", bf16))
-    assert "int32" in str(engine.refusal_grouped(a, b, None, None, starts, ends[::2], 10, "", bf16))
-    assert "bf16 or fp16" in str(engine.refusal_grouped(a.float(), b.float(), None, None, starts, ends, 10, "", bf16))
+    assert engine.why_not_grouped(a, b, None, None, starts, ends, 10, "", bf16) is None
+    assert engine.why_not_grouped(a, b.contiguous(), None, None, None, ends, 10, "", bf16) is None
+    assert "65" in str(engine.why_not_grouped(a, b, None, None, starts, ends, 65, "", bf16))
+    assert "int32" in str(engine.why_not_grouped(a, b, None, None, starts.long(), ends, 10, "", bf16))
+    assert "int32" in str(engine.why_not_grouped(a, b, None, None, starts, ends[::2], 10, "", bf16))
+    assert "bf16 or fp16" in str(engine.why_not_grouped(a.float(), b.float(), None, None, starts, ends, 10, "", bf16))
     along_m = a.mT.contiguous().mT
-    assert "along K" in str(engine.refusal_grouped(along_m, b, None, None, starts, ends, 10, "", bf16))
+    assert "along K" in str(engine.why_not_grouped(along_m, b, None, None, starts, ends, 10, "", bf16))
 
 
 def test_scales_are_checked_as_for_one_product():
     a, b, scale_a, scale_b = operands(1, 40, 256, 256, 4, Scaling.TOKEN_BLOCK)
     ends = bounds(None, [10, 20, 30, 40])[1]
-    assert engine.refusal_grouped(a, b, scale_a, scale_b, None, ends, 10, "", bf16) is None
+    assert engine.why_not_grouped(a, b, scale_a, scale_b, None, ends, 10, "", bf16) is None
     assert "scale_a have strides" in str(
-        engine.refusal_grouped(a, b, scale_a.contiguous(), scale_b, None, ends, 10, "", bf16)
+        engine.why_not_grouped(a, b, scale_a.contiguous(), scale_b, None, ends, 10, "", bf16)
     )
-    assert "fp32" in str(engine.refusal_grouped(a, b, scale_a, scale_b, None, ends, 10, "", fp8))
+    assert "fp32" in str(engine.why_not_grouped(a, b, scale_a, scale_b, None, ends, 10, "", fp8))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -205,7 +205,7 @@ def test_host_and_kernel_agree_on_shared_memory(scaling, monkeypatch):
     config, element = deepest(24, 2, 1, scaling), bf16 if scaling == UNSCALED else fp8
     params = grouped.Params(*config, False, 0, int(scaling), element, bf16, bf16, bf16)
     text, size = grouped.KERNEL.source(params), model.shared_bytes(config, scaling, grouped=True)
-    laid_out = f"tilewright::Layout<tilewright::OfGroups<Config>>::kBarriers + {16 * (1 + config.stages)}"
+    laid_out = f"tilewright::Layout<tilewright::Grouped<Config>>::kBarriersOffset + {16 * (1 + config.stages)}"
     claim = f"static_assert({laid_out} == {size});\n"
     monkeypatch.setattr(grouped.KERNEL, "source", lambda _: text + claim)
     grouped.KERNEL.compile(params, "sm_90")

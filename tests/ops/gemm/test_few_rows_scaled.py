@@ -127,8 +127,8 @@ REFUSED = {
 def test_what_it_cannot_do_is_said(case):
     words, change = REFUSED[case]
     arguments = [t[0] for t in operands(8, 256, 256, Scaling.TOKEN_BLOCK)]
-    assert engine.refusal_scaled(*arguments, None, None, 1.0, "", bf16) is None
-    reason = engine.refusal_scaled(*change(arguments), None, None, 1.0, "", bf16)
+    assert engine.why_not_scaled(*arguments, None, None, 1.0, "", bf16) is None
+    reason = engine.why_not_scaled(*change(arguments), None, None, 1.0, "", bf16)
     assert reason is not None
     assert words in reason
 
@@ -136,14 +136,14 @@ def test_what_it_cannot_do_is_said(case):
 def test_scales_that_begin_anywhere_are_refused():
     a, b, _, scale_b = (t[0] for t in operands(8, 256, 256, Scaling.TOKEN_BLOCK))
     moved = torch.empty(17)[1:].as_strided((8, 2), (1, 8), 1)
-    assert "16 bytes" in str(engine.refusal_scaled(a, b, moved, scale_b, None, None, 1.0, "", bf16))
+    assert "16 bytes" in str(engine.why_not_scaled(a, b, moved, scale_b, None, None, 1.0, "", bf16))
 
 
 def test_results_and_addends_of_other_types_are_refused():
     arguments = [t[0] for t in operands(8, 256, 256, Scaling.ROW)]
-    assert "fp32" in str(engine.refusal_scaled(*arguments, None, None, 1.0, "", fp8))
+    assert "fp32" in str(engine.why_not_scaled(*arguments, None, None, 1.0, "", fp8))
     bias = torch.zeros(256, dtype=torch.float64)
-    assert "fp32" in str(engine.refusal_scaled(*arguments, bias, None, 1.0, "", bf16))
+    assert "fp32" in str(engine.why_not_scaled(*arguments, bias, None, 1.0, "", bf16))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -224,7 +224,9 @@ def test_host_and_kernel_agree_on_shared_memory(scaling, monkeypatch):
 
     def compile_claiming(size):
         barriers = 16 * (1 + config.stages)
-        claim = f"static_assert(tilewright::Layout<tilewright::OfProduct<Config>>::kBarriers + {barriers} == {size});\n"
+        claim = (
+            f"static_assert(tilewright::Layout<tilewright::Batched<Config>>::kBarriersOffset + {barriers} == {size});\n"
+        )
         monkeypatch.setattr(scaled.KERNEL, "source", lambda _: text + claim)
         scaled.KERNEL.compile(params, "sm_90")
 

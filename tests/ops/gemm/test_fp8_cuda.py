@@ -55,21 +55,21 @@ REFUSED = {
 def test_what_it_cannot_do_is_said(case):
     words, change = REFUSED[case]
     given = operands(64, 384, 256)
-    assert engine.refusal(*given, None, None, 1.0, "", bf16) is None
+    assert engine.why_not(*given, None, None, 1.0, "", bf16) is None
     a, b, sa, sb, bias = change(*given)
     if case == "odd K":  # strides of 248 bytes
         a, b = a.contiguous(), b.mT.contiguous().mT
-    reason = engine.refusal(a, b, sa, sb, bias, None, 1.0, "", bf16)
+    reason = engine.why_not(a, b, sa, sb, bias, None, 1.0, "", bf16)
     assert reason is not None
     assert words in reason
 
 
 def test_results_in_fp8_have_rows_of_16_bytes():
     given = operands(64, 40, 256)
-    assert engine.refusal(*given, None, None, 1.0, "", bf16) is None
-    assert "16 columns" in str(engine.refusal_fp8(*given, None, 1.0, ""))
-    assert engine.refusal_fp8(*operands(64, 96, 256), None, 1.0, "") is None
-    assert "16 columns" in str(engine.refusal_fp8(*operands(64, 48, 256), None, 1.0, "swiglu"))
+    assert engine.why_not(*given, None, None, 1.0, "", bf16) is None
+    assert "16 columns" in str(engine.why_not_fp8(*given, None, 1.0, ""))
+    assert engine.why_not_fp8(*operands(64, 96, 256), None, 1.0, "") is None
+    assert "16 columns" in str(engine.why_not_fp8(*operands(64, 48, 256), None, 1.0, "swiglu"))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches

@@ -133,7 +133,7 @@ def test_hoppers_kernels_refuse_a_sum_over_nothing(m, monkeypatch):
     for engine in (hopper_cuda, hopper_fp8_cuda):
         monkeypatch.setattr(engine, "device_info", lambda device: hopper)
     a, b = torch.empty(1, m, 64, dtype=HALF)[..., :0], torch.empty(1, 256, 64, dtype=HALF)[..., :0].mT
-    assert "K = 0" in str(hopper_cuda.refusal(a, b, None, None, None, 1.0, "", HALF))
+    assert "K = 0" in str(hopper_cuda.why_not(a, b, None, None, None, 1.0, "", HALF))
     q, w = a[0].to(torch.float8_e4m3fn), b[0].to(torch.float8_e4m3fn)
     scales = torch.empty(m, 0), torch.empty(2, 0)
-    assert "K = 0" in str(hopper_fp8_cuda.refusal(q, w, *scales, None, None, 1.0, "", HALF))
+    assert "K = 0" in str(hopper_fp8_cuda.why_not(q, w, *scales, None, None, 1.0, "", HALF))

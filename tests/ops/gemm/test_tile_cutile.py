@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import tileiras
 from tilewright.ops.gemm.engines import tile_cutile
-from tilewright.ops.gemm.engines.tile_cutile import CONFIGS, Config, candidates, configure, gemm, refusal
+from tilewright.ops.gemm.engines.tile_cutile import CONFIGS, Config, candidates, configure, gemm, why_not
 from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, apply_epilogue, columns_out
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -146,8 +146,8 @@ def test_the_rule_fills_the_gpu():
 
 def test_float32_operands_are_refused():
     a, b = operands(1, 8, 8, 8, dtype=FP32)
-    assert "float32" in refusal(a, b, None, None, None, 1.0, "", FP32)
-    assert refusal(a.to(BF16), b.to(BF16), None, None, None, 1.0, "", FP32) is None
+    assert "float32" in why_not(a, b, None, None, None, 1.0, "", FP32)
+    assert why_not(a.to(BF16), b.to(BF16), None, None, None, 1.0, "", FP32) is None
 
 
 # Binaries.  What is compiled is what would be launched.
@@ -221,5 +221,5 @@ class TestBinaries:
 
 
 def test_the_engine_defines_what_every_engine_does():
-    names = {"CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"}
+    names = {"CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"}
     assert names == set(tile_cutile.__all__)

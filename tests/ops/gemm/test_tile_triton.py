@@ -71,7 +71,7 @@ def test_a_small_gpu_gets_fewer_stages_or_a_narrower_tile():
 def test_float8_is_refused_where_triton_has_none(arch, monkeypatch):
     a = torch.empty(16, 16, dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(engine, "target_of", lambda _: arch)
-    reason = engine.refusal(a, a, None, None, None, 1.0, "", torch.bfloat16)
+    reason = engine.why_not(a, a, None, None, None, 1.0, "", torch.bfloat16)
     assert (reason is None) == (arch == "sm_89")
 
 

@@ -94,7 +94,7 @@ def test_configs_survive_being_one_type(engine):
 
 def test_rows_are_for_hopper():
     a, b = torch.empty(1, 64, 64, dtype=bf16), torch.empty(2, 64, 64, dtype=bf16)
-    assert "Hopper" in rows_cuda.refusal(a, b, None, None, None, ends_of(1, 2), 32, "", bf16)
+    assert "Hopper" in rows_cuda.why_not(a, b, None, None, None, ends_of(1, 2), 32, "", bf16)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_rows_are_for_hopper():
     ],
 )
 def test_rows_refuse(hopper, a, b, out, words):
-    found = rows_cuda.refusal(
+    found = rows_cuda.why_not(
         torch.empty(a, dtype=bf16), torch.empty(b, dtype=bf16), None, None, None, ends_of(1, 2), 32, "", out
     )
     assert found is None if words is None else words in found
@@ -116,22 +116,22 @@ def test_rows_refuse(hopper, a, b, out, words):
 def test_rows_refuse_a_sum_of_nothing(hopper):
     """Columns of wider tensors, which begin at multiples of 16 bytes and would choose a tile for K = 0."""
     a, b = torch.empty(1, 60, 64, dtype=bf16)[..., :0], torch.empty(2, 64, 64, dtype=bf16)[:, :0]
-    assert "K = 0" in str(rows_cuda.refusal(a, b, None, None, None, ends_of(1, 2), 32, "", bf16))
+    assert "K = 0" in str(rows_cuda.why_not(a, b, None, None, None, ends_of(1, 2), 32, "", bf16))
 
 
 def test_float8_needs_scales(hopper):
     a, b = torch.empty(1, 64, 128, dtype=fp8), torch.empty(2, 256, 128, dtype=fp8).mT
-    assert "bf16 or fp16" in rows_cuda.refusal(a, b, None, None, None, ends_of(1, 2), 32, "", bf16)
+    assert "bf16 or fp16" in rows_cuda.why_not(a, b, None, None, None, ends_of(1, 2), 32, "", bf16)
     of_a, of_b = Scaling.TOKEN_BLOCK.layouts
     scales = of_a.empty(64, 128, "cpu", 1), of_b.empty(256, 128, "cpu", 2)
-    assert rows_cuda.refusal(a, b, *scales, None, ends_of(1, 2), 32, "", bf16) is None
+    assert rows_cuda.why_not(a, b, *scales, None, ends_of(1, 2), 32, "", bf16) is None
 
 
 def test_groups_along_k_refuse_columns_of_c_apart(hopper):
     a, b = torch.empty(128, 64, dtype=bf16).mT, torch.empty(128, 64, dtype=bf16)
     c = torch.empty(2, 64, 64)
-    assert k_cuda.refusal(a, b, None, None, c, ends_of(1, 128), fp32) is None
-    assert "along N" in k_cuda.refusal(a, b, None, None, c.mT, ends_of(1, 128), fp32)
+    assert k_cuda.why_not(a, b, None, None, c, ends_of(1, 128), fp32) is None
+    assert "along N" in k_cuda.why_not(a, b, None, None, c.mT, ends_of(1, 128), fp32)
 
 
 # ----------------------------------------------------------------------------------------------- what they launch

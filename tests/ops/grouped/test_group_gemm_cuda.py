@@ -5,7 +5,7 @@ import torch
 
 from tilewright import ops
 from tilewright.ops.gemm.engines import hopper_cuda
-from tilewright.ops.grouped.group_gemm import FORWARD, cuda, places, reference
+from tilewright.ops.grouped.group_gemm import FORWARD, cuda, offsets, reference
 
 HALF = torch.bfloat16
 
@@ -36,7 +36,7 @@ def test_products_go_to_their_places(launched):
     args = a[0], b[0], a[1:], b[1:], HALF
     out = torch.full(FORWARD.outputs(*args)[0][0], torch.nan, dtype=HALF)
     cuda.launch((out,), *args, config=None)
-    made = [out[at : at + m * n].view(m, n) for at, m, n in zip(*places(*args[:4]), strict=True)]
+    made = [out[at : at + m * n].view(m, n) for at, m, n in zip(*offsets(*args[:4]), strict=True)]
     for found, wanted in zip(made, reference(a, b), strict=True):
         torch.testing.assert_close(found, wanted)
     assert launched == [(70, 72, 40, "dense"), (1, 136, 56, "few_rows"), (300, 40, 200, "dense")]

@@ -72,13 +72,13 @@ def test_a_prediction_is_not_under_the_time_to_read_the_weight():
 def test_what_it_cannot_do_is_said(monkeypatch):
     x, q, scales = operands(3, 64, 256, 8)
     monkeypatch.setattr(cuda, "device_info", lambda _: type("Info", (), {"arch": "sm_80"}))
-    assert "written for Hopper" in str(cuda.refusal(x, q, scales, None, "", bf16))
+    assert "written for Hopper" in str(cuda.why_not(x, q, scales, None, "", bf16))
     monkeypatch.setattr(cuda, "device_info", lambda _: type("Info", (), {"arch": "sm_90"}))
-    assert cuda.refusal(x, q, scales, None, "", bf16) is None
-    assert "side by side" in str(cuda.refusal(x, q, scales.contiguous(), None, "", bf16))
-    assert "float64" in str(cuda.refusal(x, q, scales, torch.zeros(64).double(), "", bf16))
+    assert cuda.why_not(x, q, scales, None, "", bf16) is None
+    assert "side by side" in str(cuda.why_not(x, q, scales.contiguous(), None, "", bf16))
+    assert "float64" in str(cuda.why_not(x, q, scales, torch.zeros(64).double(), "", bf16))
     x, q, scales = operands(3, 64, 40, 4)
-    assert "multiples of 16 bytes" in str(cuda.refusal(x, q, scales, None, "", bf16)), "rows of 20 bytes"
+    assert "multiples of 16 bytes" in str(cuda.why_not(x, q, scales, None, "", bf16)), "rows of 20 bytes"
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -173,7 +173,7 @@ def test_host_and_kernel_agree_on_shared_memory(bits, scale, shape, monkeypatch)
     text, barriers = cuda.KERNEL.source(params), 16 * (1 + config.stages)
 
     def compile_claiming(size):
-        claim = f"static_assert(tilewright::Layout<Config>::kBarriers + {barriers} == {size});\n"
+        claim = f"static_assert(tilewright::Layout<Config>::kBarriersOffset + {barriers} == {size});\n"
         monkeypatch.setattr(cuda.KERNEL, "source", lambda _: text + claim)
         cuda.KERNEL.compile(params, "sm_90")
 

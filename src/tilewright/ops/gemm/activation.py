@@ -1,8 +1,7 @@
-"""The epilogue as a step of its own, with a gradient.
+"""The epilogue as a separate step with a gradient.
 
-A fused epilogue leaves no z = alpha * A @ B + bias behind, and its gradient needs z.  Where a gradient is wanted the
-product writes z, in the dtype of the result, and this step follows: nothing is computed twice, and between the passes
-lie the bytes of z and nothing in float32.
+A fused epilogue does not store z = alpha * A @ B + bias, which its gradient needs.  If a gradient is needed, the
+product writes z in the dtype of the result, and this step follows: nothing is computed twice or stored in float32.
 """
 
 from typing import Any
@@ -19,12 +18,12 @@ _aten = torch.ops.aten
 
 
 def activated(z: Tensor, c: Tensor | None, activation: str) -> Tensor:
-    """act(z) + c in float32, rounded once to z's dtype; differentiable in z and c."""
-    # A compiler's partitioner finds the same: z is kept, the rest computed again.  `_Activated` has no forward mode
+    """Returns act(z) + c, computed in float32 and rounded once to z's dtype; differentiable in z and c."""
+    # A compiler's partitioner does the same: it saves z and recomputes the rest.  `_Activated` has no forward mode
     if torch.compiler.is_compiling() or level_is_open():
         return apply_epilogue(z.to(accumulate_dtype(z.dtype)), None, c, activation, z.dtype)
-    made: Tensor = _Activated.apply(z, c, activation)
-    return made
+    result: Tensor = _Activated.apply(z, c, activation)
+    return result
 
 
 class _Activated(Function):
@@ -41,10 +40,14 @@ class _Activated(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Steps of torch with gradients of their own, so that create_graph gets second derivatives."""
+        """Computes dz = dy act'(z) by differentiable torch ops, so that create_graph gives second derivatives."""
         (z,) = ctx.saved_tensors
-        wide = accumulate_dtype(z.dtype)
-        dz = _gradient(dy.to(wide), z.to(wide), ctx.activation).to(z.dtype) if ctx.needs_input_grad[0] else None
+        acc_dtype = accumulate_dtype(z.dtype)
+        dz = (
+            _gradient(dy.to(acc_dtype), z.to(acc_dtype), ctx.activation).to(z.dtype)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return dz, dy if ctx.needs_input_grad[1] else None, None
 
 
@@ -60,7 +63,7 @@ def _gradient(dy: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def _silu_gradient(dy: Tensor, z: Tensor) -> Tensor:
-    """torch's own has no derivative."""
+    """Returns dy silu'(z); torch's own op has no second derivative."""
     if not torch.is_grad_enabled() and not level_is_open():
         return _aten.silu_backward(dy, z)
     share = torch.sigmoid(z)

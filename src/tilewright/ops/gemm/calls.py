@@ -1,4 +1,4 @@
-"""From the arguments of a public product to those of its raw op."""
+"""Converts the arguments of a public product to those of its raw op."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def arguments(
     alpha: float | Tensor,
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
-    """Arguments of the raw op: transposed already, with a unit stride among the last two of a, b and c."""
+    """Returns the arguments of the raw op: transposed already, with a unit stride among the last two of a, b and c."""
     scale, factor = (alpha, 1.0) if isinstance(alpha, Tensor) else (None, alpha)
     if isinstance(factor, int):
         factor = float(factor)
@@ -34,16 +34,16 @@ def arguments(
 
 
 def wants_activation_gradient(args: tuple[Any, ...]) -> bool:
-    """Is this a call whose activation something has to be differentiated through?"""
+    """Returns whether a gradient has to pass through the activation of this call."""
     return (
         args[6] != "" and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args[:4])
     )
 
 
 def differentiated(contract: Contract, args: tuple[Any, ...], backend: str | None) -> Tensor:
-    """The product without its epilogue's last steps, then these, with a gradient."""
+    """Runs the product without activation and c, then these as a separate step with a gradient."""
     a, b, bias, c, scale, alpha, activation, out_dtype = args
     with torch.no_grad():
-        contract.check(*args)  # the activation and c are no part of the call below
+        contract.check(*args)  # the call below has neither the activation nor c
     z = call(contract, (a, b, bias, None, scale, alpha, "", out_dtype), backend)
     return activated(z, c, activation)

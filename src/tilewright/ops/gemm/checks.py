@@ -1,4 +1,4 @@
-"""What a GEMM refuses before anything is launched, in words."""
+"""Checks of GEMM arguments: InputError before any launch."""
 
 import torch
 from torch import Tensor
@@ -51,13 +51,13 @@ def check_raw(
 
 
 def are_matrices(a: Tensor, b: Tensor) -> bool:
-    """Can `a` and `b` be transposed and folded?  What else may be wrong with them is found before a launch."""
+    """Returns whether `a` and `b` can be transposed and folded; `check_raw` finds all other faults."""
     both = isinstance(a, Tensor) and isinstance(b, Tensor) and not (a.is_nested or b.is_nested)
     return both and a.dim() > 1 and b.dim() > 1
 
 
 def check_operands(op: str, a: Tensor, b: Tensor) -> None:
-    """Two matrices, of one dtype, on one device."""
+    """Checks for two matrices of one dtype on one device."""
     refuse_layout(op, a=a, b=b)
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
@@ -75,7 +75,7 @@ def check_operands(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_out_dtype(op: str, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    """The result is bfloat16, float16 or float32; float64 for float64 operands and only for them."""
+    """Checks for a result of bfloat16, float16 or float32; float64 for float64 operands and only for them."""
     allowed = (torch.float64,) if dtype == torch.float64 else RESULTS
     if out_dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -85,8 +85,8 @@ def check_out_dtype(op: str, dtype: torch.dtype, out_dtype: torch.dtype) -> None
 def check_epilogue(
     op: str, shape: tuple[int, ...], first: Tensor, bias: Tensor | None, c: Tensor | None, activation: str
 ) -> None:
-    """bias (N,) and c (..., M, N_out) for a product of `shape`, beside its `first` operand; pairs of columns for a
-    gate.  float64 goes with float64 operands alone.
+    """Checks bias (N,) and c (..., M, N_out) for a product of `shape` on the device of `first`; N is even for a gate.
+    float64 goes with float64 operands alone.
     """
     floats = FLOATS if first.dtype == torch.float64 else RESULTS
     n = shape[-1]
@@ -130,10 +130,10 @@ def _check_gradient(
         return
     if scale is not None and scale.requires_grad:
         raise InputError(f"{op}: alpha requires a gradient, and has none here. Detach it, or multiply outside.")
-    wanted = any(t is not None and t.requires_grad for t in (a, b, bias, c))
-    if wanted and a.dtype == FP8:
+    needs_grad = any(t is not None and t.requires_grad for t in (a, b, bias, c))
+    if needs_grad and a.dtype == FP8:
         raise InputError(f"{op}: a gradient is wanted of float8 operands, which have none. Use torch.no_grad().")
-    if wanted and activation:
+    if needs_grad and activation:
         raise InputError(
             f"{op}: the op with an activation has no gradient; call tilewright.ops.{op}, which takes it apart."
         )

@@ -1,6 +1,6 @@
-"""The raw ops of `matmul` and `bmm`: one schema, one bucket, one gradient; they differ in the leading dimension alone.
+"""The raw ops of `matmul` and `bmm`: one schema, one bucket, one gradient; they differ only in the leading dimension.
 
-The gradient is made of products of the same op: dA = alpha * dZ @ B^T and dB = alpha * A^T @ dZ, each accumulated in
+The gradient consists of products by the same op: dA = alpha * dZ @ B^T and dB = alpha * A^T @ dZ, each accumulated in
 float32, rounded once, and sent to the backend that is best for its own sizes and layout.
 """
 
@@ -40,7 +40,7 @@ def bucket(
     activation: str,
     out_dtype: torch.dtype,
 ) -> tuple[int, ...]:
-    """What a choice of kernel may depend on, named by `BUCKET`: M in powers of two, N and K as they are."""
+    """Returns what a choice of kernel may depend on, named by `BUCKET`: M in powers of two, exact N and K."""
     n = b.shape[-1]
     return (
         row_bucket(a.shape[-2]),
@@ -53,23 +53,23 @@ def bucket(
     )
 
 
-PLAIN, GATED, APART = range(3)
-"""Epilogues in a bucket: what cuBLAS does inside the product; "swiglu"; what torch computes in passes of its own."""
+PLAIN, GATED, SEPARATE = range(3)
+"""Epilogues in a bucket: what cuBLAS fuses into the product; "swiglu"; what torch computes in separate passes."""
 
 
 def _epilogue(
     a: Tensor, bias: Tensor | None, c: Tensor | None, scale: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> int:
     if activation:
-        return GATED if activation == "swiglu" else APART
+        return GATED if activation == "swiglu" else SEPARATE
     addends = [t for t in (bias, c) if t is not None]
-    inside = scale is None and len(addends) < 2 and all(t.dtype == a.dtype == out_dtype for t in addends)
-    inside = inside and (out_dtype == torch.float32 or added_inside(a, bias, c))
-    return PLAIN if inside else APART
+    fused = scale is None and len(addends) < 2 and all(t.dtype == a.dtype == out_dtype for t in addends)
+    fused = fused and (out_dtype == torch.float32 or added_inside(a, bias, c))
+    return PLAIN if fused else SEPARATE
 
 
 def refuses_out(out: Tensor, *args: Any) -> str | None:
-    """What `out` would need to be written: rows that are contiguous and apart."""
+    """Returns what `out` lacks to be written, or None: contiguous rows that do not overlap."""
     if out.stride(-1) != 1:
         return "contiguous rows"
     end = 1
@@ -81,12 +81,12 @@ def refuses_out(out: Tensor, *args: Any) -> str | None:
 
 
 def _direct(out: Tensor, *args: Any) -> bool:
-    """Kernels of aligned operands write aligned results, which `out` may not be."""
+    """Returns whether a kernel can write `out`: kernels of aligned operands write aligned results."""
     return copyable(out) or not bucket(*args)[4]
 
 
 def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
-    """Many rows, and nothing that torch would compute apart: what is unmeasured goes to the vendor's library."""
+    """Prefers the vendor's library for unmeasured problems of many rows whose epilogue it fuses."""
     m, epilogue = bucket[-len(BUCKET)], bucket[-1]
     return dtype == torch.float32 or (dtype != FP8 and m > 64 and epilogue == PLAIN)
 
@@ -118,7 +118,7 @@ def forward_op(op: str, package: str, *, batched: bool) -> RawOp:
 
 
 def gradient_of(forward: RawOp) -> Gradient:
-    """The gradient of a raw op that `forward_op` made: of a, b, bias and c; alpha has none."""
+    """Returns the gradient of a raw op of `forward_op`, for a, b, bias and c; alpha has none."""
     return Gradient(
         _backward_op(forward),
         inputs=(0, 1),
@@ -145,10 +145,10 @@ def _backward_op(forward: RawOp) -> RawOp:
         if need_da:
             factors.append((outs[0], dz, b.mT))
         if need_db:
-            assert a is not None, "saved wherever b wants a gradient"
+            assert a is not None, "saved if b needs a gradient"
             factors.append((outs[1], a.mT, dz))
         for out, left, right in factors:
-            if out.stride(-1) != 1:  # of a transposed operand: its transpose is what a kernel writes
+            if out.stride(-1) != 1:  # the operand was transposed: write the transpose of its gradient
                 out, left, right = out.mT, right.mT, left.mT
             run(forward, out, left, right, None, None, scale, alpha, "", out.dtype)
 
@@ -169,21 +169,21 @@ def _backward_op(forward: RawOp) -> RawOp:
 def _gradients(
     dz: Tensor, a: Tensor | None, b: Tensor, scale: Tensor | None, alpha: float, need_da: bool, need_db: bool
 ) -> tuple[tuple[Sequence[int], torch.dtype, Sequence[int]], ...]:
-    """Shapes of dA and dB; each lies in memory as its operand does, so that `.grad` takes it as it is."""
+    """Returns shapes, dtypes and strides of dA and dB: those of their operands, so that `.grad` needs no copy."""
     da, db = (*dz.shape[:-1], b.shape[-2]), tuple(b.shape)
-    a_turned = a is not None and major_a(a) is Major.MN
-    b_turned = major_b(b) is Major.K
-    nothing = ((0,), b.dtype, (1,))
+    a_transposed = a is not None and major_a(a) is Major.MN
+    b_transposed = major_b(b) is Major.K
+    empty = ((0,), b.dtype, (1,))
     return (
-        (da, b.dtype, _dense(da, a_turned)) if need_da else nothing,
-        (db, b.dtype, _dense(db, b_turned)) if need_db else nothing,
+        (da, b.dtype, _dense(da, a_transposed)) if need_da else empty,
+        (db, b.dtype, _dense(db, b_transposed)) if need_db else empty,
     )
 
 
-def _dense(shape: Sequence[int], turned: bool) -> tuple[int, ...]:
-    """Strides of a dense tensor, its last two dimensions swapped in memory if `turned`."""
+def _dense(shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
+    """Returns strides of a dense tensor, its last two dimensions swapped in memory if `transposed`."""
     rows, columns = shape[-2:]
-    inner = (1, max(rows, 1)) if turned else (max(columns, 1), 1)
+    inner = (1, max(rows, 1)) if transposed else (max(columns, 1), 1)
     return (max(rows, 1) * max(columns, 1), *inner)[-len(shape) :]
 
 
@@ -194,16 +194,17 @@ def _reference(
     if need_da:
         da = product(dz, b.mT, None, None, scale, alpha, "", b.dtype)
     if need_db:
-        assert a is not None, "saved wherever b wants a gradient"
+        assert a is not None, "saved if b needs a gradient"
         db = product(a.mT, dz, None, None, scale, alpha, "", b.dtype)
     return da, db
 
 
 def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """b, scale, and a if b wants a gradient: activations are what fills the memory where weights are frozen."""
+    """Saves b, scale, and a if b needs a gradient: with frozen weights, activations would fill the memory."""
     a, b, scale = args[0], args[1], args[4]
-    nobody = not any(t is not None and t.requires_grad for t in args[:4])  # says whoever calls the raw ops himself
-    return (a if b.requires_grad or nobody else None), b, scale
+    # The raw op was called directly, outside autograd
+    direct_call = not any(t is not None and t.requires_grad for t in args[:4])
+    return (a if b.requires_grad or direct_call else None), b, scale
 
 
 def _raw_args(
@@ -217,11 +218,11 @@ def _raw_args(
 def _others(
     grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
 ) -> Mapping[int, Tensor]:
-    """Gradients of bias, a sum in float32, and of c, which is that of the result; autograd rounds them."""
+    """Returns the gradients of bias, a float32 sum, and of c, that of the result; autograd rounds them."""
     dz: Tensor = grads[0]
-    made = {}
+    grads_out = {}
     if needs[2]:
-        made[2] = dz.sum(tuple(range(dz.dim() - 1)), dtype=accumulate_dtype(dz.dtype))
+        grads_out[2] = dz.sum(tuple(range(dz.dim() - 1)), dtype=accumulate_dtype(dz.dtype))
     if needs[3]:
-        made[3] = dz
-    return made
+        grads_out[3] = dz
+    return grads_out

@@ -1,4 +1,4 @@
-"""The product in plain torch: the oracle on float64, and on a GPU what cuBLAS makes of it, which `auto` may choose."""
+"""The product in plain torch: the oracle in float64; on a GPU it runs cuBLAS, which `auto` may choose."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +23,7 @@ def product(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """act(alpha * scale * a @ b + bias) + c, rounded once; float64 operands give float64, whatever `out_dtype` says.
+    """Returns act(alpha * scale * a @ b + bias) + c, rounded once; in float64 for float64 operands.
 
     a: (M, K) or (B, M, K), b alike; arguments as the raw ops take them.  `out`: written and returned; may be `c`.
     """
@@ -32,8 +32,10 @@ def product(
     if a.dtype == torch.float64:
         out_dtype = torch.float64
     # On a GPU, BLAS adds to a float32 result of halves too
-    inside = a.dtype == out_dtype or (a.device.type == "cuda" and a.dim() == 2 and out_dtype == torch.float32)
-    if activation == "" and scale is None and inside and alpha != 0.0:  # of which BLAS makes 0, also of 0 * NaN
+    one_blas_call = a.dtype == out_dtype or (a.device.type == "cuda" and a.dim() == 2 and out_dtype == torch.float32)
+    if (
+        activation == "" and scale is None and one_blas_call and alpha != 0.0
+    ):  # with alpha 0 BLAS returns 0, also for NaN
         addend = c if bias is None else bias
         if addend is None and alpha == 1.0:
             return _multiply(a, b, None, 1.0, out_dtype, out)
@@ -47,13 +49,14 @@ def product(
         z = z * scale.to(z.dtype)
     if activation and z.requires_grad:  # as in `activation.py`: the gradient needs a z, and gets a rounded one
         z, bias = (z if bias is None else z + bias.to(z.dtype)).to(out_dtype).to(z.dtype), None
-    made = apply_epilogue(z, bias, c, activation, out_dtype)
-    return made if out is None else out.copy_(made)
+    result = apply_epilogue(z, bias, c, activation, out_dtype)
+    return result if out is None else out.copy_(result)
 
 
 def added_inside(a: Tensor, bias: Tensor | None, c: Tensor | None) -> bool:
-    """Does cuBLAS add it to a result of halves before the one rounding?  Only the bias of a single matrix: a product is
-    rounded before c is added, and before the bias of a batch, which torch copies into the result as its c.
+    """Returns whether cuBLAS adds bias or c to a 16-bit result before the one rounding.  Only for the bias of a
+    single matrix: cuBLAS rounds the product before it adds c, or the bias of a batch, which torch copies into the
+    result.
     """
     return c is None and (bias is None or a.dim() == 2)
 
@@ -61,11 +64,11 @@ def added_inside(a: Tensor, bias: Tensor | None, c: Tensor | None) -> bool:
 def _multiply(
     a: Tensor, b: Tensor, addend: Tensor | None, alpha: float, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """alpha * a @ b + addend, rounded once to `dtype`: that of a, or the wider one it is accumulated in."""
+    """Returns alpha * a @ b + addend, rounded once to `dtype`: that of a, or the accumulator's."""
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, addend))
     if wants_grad and not level_is_open():  # torch's own products have forward-mode derivatives, `_Multiply` has none
-        made: Tensor = _Multiply.apply(a, b, addend, alpha, dtype)
-        return made
+        result: Tensor = _Multiply.apply(a, b, addend, alpha, dtype)
+        return result
     return _blas(a, b, addend, alpha, dtype, out)
 
 
@@ -91,17 +94,17 @@ def _widened(
     options: dict[str, Any] = {"out_dtype": dtype}  # which torch's stubs lack
     if out is not None:
         options["out"] = out
-    made: Tensor
+    result: Tensor
     if addend is None:
-        made = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **options)
+        result = (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **options)
     else:
-        made = torch.addmm(addend, a, b, alpha=alpha, **options)
-    return made
+        result = torch.addmm(addend, a, b, alpha=alpha, **options)
+    return result
 
 
 class _Multiply(Function):
-    """torch's own gradients would be products under the autocast of whoever calls backward, and torch has none of a
-    product of halves into float32.
+    """alpha * a @ b + addend with a gradient.  torch's own gradients would run under the autocast of the backward call,
+    and torch has none for a 16-bit product with a float32 result.
     """
 
     generate_vmap_rule = True
@@ -118,7 +121,7 @@ class _Multiply(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Steps of torch with gradients of their own, so that create_graph gets second derivatives."""
+        """da = dy b^T and db = a^T dy, by differentiable torch ops, so that create_graph gives second derivatives."""
         a, b = ctx.saved_tensors
         with _without_autocast(dy.device.type):
             da = None if b is None else _scaled(dy.to(b.dtype) @ b.mT, ctx.alpha)
@@ -130,7 +133,7 @@ class _Multiply(Function):
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast off; on a device that has none (meta), nothing."""
+    """Disables autocast on devices that have it."""
     return torch.autocast(device, enabled=False) if device in AUTOCASTS else nullcontext()
 
 

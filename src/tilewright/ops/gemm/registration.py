@@ -1,4 +1,4 @@
-"""An engine as a backend of `matmul`, a batch of one, or of `bmm`: what the files `<op>/<backend>.py` call."""
+"""Registers an engine as a backend of `matmul`, a batch of one, or of `bmm`, for the files `<op>/<backend>.py`."""
 
 from typing import Any
 
@@ -18,26 +18,26 @@ def register_matmul(backend: str, engine: Any) -> None:
         config_type=engine.Config,
         configs=engine.CONFIGS,
         candidates=engine.candidates,
-        supports=engine.refusal,
+        supports=engine.why_not,
     )
     def launch(outs: tuple[Tensor], *args: Any, config: Any) -> None:
         a, b, bias, c, *rest, _ = args  # the last is out_dtype: that of outs
-        rows = None if c is None else c.unsqueeze(0)
-        engine.gemm(outs[0].unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), bias, rows, *rest, config)
+        addend = None if c is None else c.unsqueeze(0)
+        engine.gemm(outs[0].unsqueeze(0), a.unsqueeze(0), b.unsqueeze(0), bias, addend, *rest, config)
 
 
 def register_bmm(backend: str, engine: Any, *, by_batch: bool = False) -> None:
-    """by_batch: `configure` and `candidates` of the engine take the size of the batch, the first number of the bucket,
-    as a third argument; others choose as for one of the products.
+    """by_batch: `configure` and `candidates` of the engine take the batch size, the first number of the bucket, as a
+    third argument; otherwise they choose as for a single product.
     """
-    taken = 1 if by_batch else 0
+    batch_fields = 1 if by_batch else 0
 
     def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Any:
-        return engine.configure(bucket[1:], dtype, *bucket[:taken])
+        return engine.configure(bucket[1:], dtype, *bucket[:batch_fields])
 
     def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = engine.candidates(bucket[1:], dtype, *bucket[:taken])
-        return found
+        configs: tuple[Any, ...] = engine.candidates(bucket[1:], dtype, *bucket[:batch_fields])
+        return configs
 
     @register_impl(
         "bmm",
@@ -46,7 +46,7 @@ def register_bmm(backend: str, engine: Any, *, by_batch: bool = False) -> None:
         config_type=engine.Config,
         configs=engine.CONFIGS,
         candidates=candidates,
-        supports=engine.refusal,
+        supports=engine.why_not,
     )
     def launch(outs: tuple[Tensor], *args: Any, config: Any) -> None:
         *operands, _ = args  # the last is out_dtype: that of outs

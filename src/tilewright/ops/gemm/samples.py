@@ -28,12 +28,12 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     lead = (params["B"],) if "B" in params else ()
     small = max(k, 1) ** -0.5
 
-    def operand(shape: tuple[int, int], turned: bool, scale: float) -> Tensor:
-        size = (*lead, *(reversed(shape) if turned else shape))
-        made = rows.random_tensor(size, torch.float32 if params.get("log_uniform") else dtype, device, g, scale)
+    def operand(shape: tuple[int, int], transposed: bool, scale: float) -> Tensor:
+        size = (*lead, *(reversed(shape) if transposed else shape))
+        values = rows.random_tensor(size, torch.float32 if params.get("log_uniform") else dtype, device, g, scale)
         if params.get("log_uniform"):
-            made = (made * torch.exp2(12 * torch.rand(size, generator=g) - 6).to(device)).to(dtype)
-        return made.mT if turned else made
+            values = (values * torch.exp2(12 * torch.rand(size, generator=g) - 6).to(device)).to(dtype)
+        return values.mT if transposed else values
 
     code = LAYOUTS.index(params.get("layout", "nt"))
     a = operand((m, k), code >= 2, 1.0)
@@ -54,8 +54,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Two operations a product of elements; every operand read once, the result written once.  Backward: two products,
-    which read dz, a and b and write the gradients of a and b.
+    """Two operations a product of elements; every operand is read once, the result written once.  The backward is two
+    products, which read dz, a and b and write the gradients of a and b.
     """
     a, b = sample.args
     options = sample.kwargs
@@ -112,8 +112,8 @@ def bad_inputs(lead: tuple[int, ...]) -> tuple[BadInput, ...]:
             def ones(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
                 return torch.ones(shape, device=device).to(dtype)
 
-            given = {k: ones(*v) if isinstance(v, tuple) else v for k, v in options.items()}
-            return Sample((ones((*lead, *a), dtypes[0]), ones((*lead, *b), dtypes[1])), given)
+            kwargs = {k: ones(*v) if isinstance(v, tuple) else v for k, v in options.items()}
+            return Sample((ones((*lead, *a), dtypes[0]), ones((*lead, *b), dtypes[1])), kwargs)
 
         return BadInput(name, make, match)
 

@@ -1,4 +1,4 @@
-"""From the arguments of a public scaled product to those of its raw op."""
+"""Converts the arguments of a public scaled product to those of its raw op."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,41 +16,41 @@ from tilewright.ops.gemm.scaling import folded
 def operands(
     op: str, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, trans_a: bool, trans_b: bool
 ) -> tuple[Sequence[int], tuple[Any, ...]]:
-    """(rows, (a (M, K), b (K, N), scale_a (Mb, Kb), scale_b (Nb, Kb), bias)), a and b contiguous along K.
+    """Returns (rows, (a (M, K), b (K, N), scale_a (Mb, Kb), scale_b (Nb, Kb), bias)), a and b contiguous along K.
 
-    `rows` are those of op(a) before they were folded into one dimension.
+    `rows` are the leading dimensions of op(a) before folding.
     """
     if not are_matrices(a, b):
         check_fp8(op, a, b)
-    left, right, of_a, of_b = turned(a, b, scale_a, scale_b, trans_a, trans_b)
+    left, right, left_scale, right_scale = transposed(a, b, scale_a, scale_b, trans_a, trans_b)
     rows = left.shape[:-1]
     if len(rows) > 1:
-        left, of_a = fold(op, "a", left, rows), folded(op, "scale_a", of_a, rows)
+        left, left_scale = fold(op, "a", left, rows), folded(op, "scale_a", left_scale, rows)
     if isinstance(bias, Tensor):
         bias = bias.contiguous()
-    return rows, (_k_major(op, "a", left), _k_major(op, "b", right.mT).mT, of_a, of_b, bias)
+    return rows, (_k_major(op, "a", left), _k_major(op, "b", right.mT).mT, left_scale, right_scale, bias)
 
 
-def turned(
+def transposed(
     a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, trans_a: bool, trans_b: bool
 ) -> tuple[Tensor, Tensor, Any, Any]:
     """op(a) (..., M, K), op(b) (K, N), and their scales, (..., M blocks, K blocks) and (N blocks, K blocks)."""
-    of_a, of_b = (_swapped(scale_a) if trans_a else scale_a), (scale_b if trans_b else _swapped(scale_b))
-    return (a.mT if trans_a else a), (b.mT if trans_b else b), of_a, of_b
+    left_scale, right_scale = (_swapped(scale_a) if trans_a else scale_a), (scale_b if trans_b else _swapped(scale_b))
+    return (a.mT if trans_a else a), (b.mT if trans_b else b), left_scale, right_scale
 
 
 def _swapped(scales: Any) -> Any:
-    """What is no matrix is left for the checks."""
+    """Returns the transpose; the checks refuse what is no matrix."""
     return scales.mT if isinstance(scales, Tensor) and scales.dim() > 1 else scales
 
 
 def _k_major(op: str, name: str, t: Tensor) -> Tensor:
-    """`t` (..., K) itself if it is contiguous along K, else a copy that is, announced once.  Without strides it is left
-    for the checks.
+    """Returns `t` (..., K) if it is contiguous along K, else a copy that is, logged once.  Tensors without strides pass
+    as they are.
     """
     if t.layout is not torch.strided or t.stride(-1) == 1:
         return t
-    if not torch.compiler.is_compiling():  # which cannot trace a log
+    if not torch.compiler.is_compiling():  # Dynamo cannot trace logging
         log_once(
             ("k_major", op, name),
             f"{op}: {name} is not contiguous along K, and each call copies it so that it is, as tensor cores read "

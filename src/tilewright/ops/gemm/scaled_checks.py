@@ -1,4 +1,4 @@
-"""What a scaled product refuses before anything is launched, in words."""
+"""Checks of the arguments of scaled products: InputError before any launch."""
 
 from typing import Any
 
@@ -41,13 +41,13 @@ def check_scaled(
     check_epilogue(op, (a.shape[0], b.shape[1]), a, bias, c, activation)
     if not isinstance(alpha, (int, float, torch.SymFloat)):
         raise InputError(f"{op}: alpha is a {type(alpha).__name__}; needs a number. Multiply scale_a by a tensor.")
-    given = (scale_a, scale_b, bias, c)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given):
+    tensors = (scale_a, scale_b, bias, c)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise InputError(f"{op}: a gradient is wanted of a product of float8, which has none. Use torch.no_grad().")
 
 
 def check_fp8(op: str, a: Any, b: Any) -> None:
-    """Two matrices of e4m3 on one device."""
+    """Checks for two e4m3 matrices on one device."""
     refuse_layout(op, a=a, b=b)
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
@@ -64,7 +64,7 @@ def check_fp8(op: str, a: Any, b: Any) -> None:
 
 
 def _check_scales(op: str, name: str, scales: Any, what: str, operand: Tensor) -> None:
-    """float32 scales of one of the granularities, beside `operand` (rows, K)."""
+    """Checks for float32 scales of one of the granularities, on the device of `operand` (rows, K)."""
     if not isinstance(scales, Tensor):
         raise InputError(f"{op}: {name} is a {type(scales).__name__}; needs a float32 tensor.")
     if scales.dtype == torch.int32:

@@ -1,9 +1,8 @@
 """Scaled products by cuBLASLt, through `torch._scaled_mm`.
 
-It takes K-major operands, sizes in multiples of 16 and blocks of scales that are whole; others are padded with zeros
-here.  Operands and scales begin at multiples of 16 bytes, which a row cut out of a batch need not do (the scale of row
-19 lies at byte 76): such are copied.  What else it takes differs between versions and GPUs, so each scaling is tried
-once, on a small product.
+It takes K-major operands, sizes in multiples of 16 and complete blocks of scales; this module pads others with zeros.
+Operands and scales must begin at multiples of 16 bytes; slices that do not (the scale of row 19 is at byte 76) are
+copied.  What else it takes differs between versions and GPUs, so each scaling is tried once, on a small product.
 """
 
 import functools
@@ -20,14 +19,14 @@ from tilewright.ops.gemm.scaling import Scaling, scaling_of
 
 
 class _Units(NamedTuple):
-    """What sizes have to be multiples of."""
+    """Sizes must be multiples of these."""
 
     m: int
     n: int
     k: int
 
 
-# Versions disagree about the pitch of 128x128 scales along K: where blocks come in fours there is one answer
+# Versions disagree about the pitch of 128x128 scales along K, unless the number of blocks is a multiple of four
 _UNITS = {
     Scaling.TENSOR: _Units(16, 16, 16),
     Scaling.ROW: _Units(16, 16, 16),
@@ -37,9 +36,9 @@ _UNITS = {
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """(a * scale_a) @ (b * scale_b) of e4m3 a (M, K), b (K, N), rounded once to bf16 or float32; scale_b is of b.mT.
+    """Returns (a * scale_a) @ (b * scale_b) of e4m3 a (M, K), b (K, N), rounded once; scale_b is of b.mT.
 
-    None where cuBLAS does not take them: on other devices, scalings and GPUs.
+    Returns None if cuBLAS does not support the device, the GPU or the scaling.
     """
     scaling = scaling_of(a, b, scale_a, scale_b)
     if a.device.type != "cuda" or not takes(a.device.index or 0, scaling):
@@ -50,15 +49,15 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     unit = _UNITS[scaling]
     left, right = padded(a, unit.m, unit.k), padded(b.mT, unit.n, unit.k)
     scales = scales_for(scaling, scale_a, scale_b, left, right)
-    made = torch._scaled_mm(left, right.mT, *scales, out_dtype=dtype, use_fast_accum=False)
-    return made if made.shape == (m, n) else made[:m, :n].contiguous()
+    result = torch._scaled_mm(left, right.mT, *scales, out_dtype=dtype, use_fast_accum=False)
+    return result if result.shape == (m, n) else result[:m, :n].contiguous()
 
 
 def scales_for(
     scaling: Scaling, scale_a: Tensor, scale_b: Tensor, left: Tensor, right: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Both as `torch._scaled_mm` takes them beside the padded operands left (M, K) and right (N, K): those of 1x128
-    without a gap along rows, others contiguous, scale_b transposed, (K blocks, N blocks).
+    """Returns both scales as `torch._scaled_mm` takes them with the padded operands left (M, K) and right (N, K): 1x128
+    scales without a gap along rows, others contiguous, scale_b transposed, (K blocks, N blocks).
     """
     rows, columns, blocks = left.shape[0], right.shape[0], left.shape[1] // 128
     if scaling is Scaling.TENSOR:
@@ -72,9 +71,9 @@ def scales_for(
 
 
 def padded(t: Tensor, rows: int, columns: int) -> Tensor:
-    """`t` (R, C) with zeros behind it up to multiples of `rows` and `columns`, contiguous along C.
+    """Returns `t` (R, C) padded with zeros to multiples of `rows` and `columns`, contiguous along C.
 
-    Itself if it is all that, and its lines begin at multiples of 16 bytes; of scales that is left to `scales_for`.
+    No copy if it is so already and its rows are aligned to 16 bytes (`scales_for` aligns scales).
     """
     more_rows, more_columns = -t.shape[0] % rows, -t.shape[1] % columns
     if more_rows or more_columns:  # as bytes: torch pads no float8
@@ -86,7 +85,7 @@ def padded(t: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _lines(t: Tensor) -> Tensor:
-    """Scales without gaps, from a multiple of 16 bytes on."""
+    """Returns contiguous scales, aligned to 16 bytes."""
     return _at_16_bytes(t.contiguous())
 
 
@@ -96,7 +95,7 @@ def _at_16_bytes(t: Tensor) -> Tensor:
 
 @functools.cache
 def takes(device: int, scaling: Scaling) -> bool:
-    """Does `torch._scaled_mm` multiply operands of this scaling on this GPU, for results of bf16 and of float32?"""
+    """Returns whether `torch._scaled_mm` supports this scaling on this GPU, with bf16 and with float32 results."""
     if scaling is Scaling.OTHER or not torch.cuda.is_available():
         return False
     unit = _UNITS[scaling]
@@ -104,13 +103,13 @@ def takes(device: int, scaling: Scaling) -> bool:
         left, right = (
             torch.zeros(rows, unit.k, device=f"cuda:{device}").to(torch.float8_e4m3fn) for rows in (unit.m, unit.n)
         )
-        of_a, of_b = (
+        scale_a, scale_b = (
             layout.empty(q.shape[0], q.shape[1], q.device).fill_(1.0)
             for layout, q in zip(scaling.layouts, (left, right), strict=True)
         )
         try:
             for dtype in (torch.bfloat16, torch.float32):
-                torch._scaled_mm(left, right.mT, *scales_for(scaling, of_a, of_b, left, right), out_dtype=dtype)
+                torch._scaled_mm(left, right.mT, *scales_for(scaling, scale_a, scale_b, left, right), out_dtype=dtype)
         except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
             logger.debug("torch._scaled_mm refuses %s scales here: %s", scaling.name, error)
             return False

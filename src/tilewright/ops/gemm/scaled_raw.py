@@ -9,7 +9,7 @@ from tilewright.dispatch import RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.ops.gemm.checks import FP8
 from tilewright.ops.gemm.operands import aligned, columns_out, copyable, layout_code
-from tilewright.ops.gemm.raw import APART, GATED, PLAIN, refuses_out
+from tilewright.ops.gemm.raw import GATED, PLAIN, SEPARATE, refuses_out
 from tilewright.ops.gemm.scaled_reference import product, requantised
 from tilewright.ops.gemm.scaling import scaling_of
 from tilewright.ops.quant.formats import pair
@@ -30,7 +30,7 @@ def bucket(
     activation: str,
     out_dtype: torch.dtype,
 ) -> tuple[int, ...]:
-    """What a choice of kernel may depend on, named by `BUCKET`: that of `matmul`, and the scaling."""
+    """Returns what a choice of kernel may depend on, named by `BUCKET`: that of `matmul`, and the scaling."""
     n = b.shape[1]
     plain = not activation and bias is None and c is None and alpha == 1.0
     return (
@@ -40,7 +40,7 @@ def bucket(
         layout_code(a, b),
         int(aligned(a, b, columns_out(n, activation), out_dtype)),
         8 * out_dtype.itemsize,
-        PLAIN if plain else GATED if activation == "swiglu" else APART,
+        PLAIN if plain else GATED if activation == "swiglu" else SEPARATE,
         int(scaling_of(a, b, scale_a, scale_b)),
     )
 

@@ -13,7 +13,7 @@ from tilewright.ops.gemm.operands import LAYOUTS, columns_out
 from tilewright.ops.quant.layout import BLOCK, ROW, TENSOR, TOKEN, ScaleLayout
 
 OCTAVES = 6
-"""Over which the scales of a benchmark lie."""
+"""The range of the scales of a benchmark."""
 _SCALINGS: Mapping[str, tuple[ScaleLayout, ScaleLayout]] = {
     "tensor": (TENSOR, TENSOR),
     "row": (ROW, ROW),
@@ -36,20 +36,20 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     activation = params.get("activation")
     n += n % 2 if activation == "swiglu" else 0
     code = LAYOUTS.index(params.get("layout", "nt"))
-    of_a, of_b = _SCALINGS[params.get("scaling", "token_block")]
+    layout_a, layout_b = _SCALINGS[params.get("scaling", "token_block")]
     size = max(k, 1) ** -0.5
 
     def operand(shape: tuple[int, int], k_major: bool) -> Tensor:
-        made = rows.random_tensor(shape if k_major else shape[::-1], FP8, device, g)
-        return made if k_major else made.mT
+        values = rows.random_tensor(shape if k_major else shape[::-1], FP8, device, g)
+        return values if k_major else values.mT
 
     def scales(layout: ScaleLayout, shape: tuple[int, int], unit: float) -> Tensor:
-        drawn = torch.rand(layout.shape(*shape), generator=g)
-        exponents = torch.floor(drawn * (OCTAVES + 1)) - OCTAVES if params.get("binary") else 4 * drawn - 2
+        uniform = torch.rand(layout.shape(*shape), generator=g)
+        exponents = torch.floor(uniform * (OCTAVES + 1)) - OCTAVES if params.get("binary") else 4 * uniform - 2
         return layout.empty(*shape, device).copy_(unit * torch.exp2(exponents))
 
     a, b = operand((m, k), code < 2), operand((n, k), code in (0, 3)).mT
-    scale_a, scale_b = scales(of_a, (m, k), 1.25), scales(of_b, (n, k), size).mT
+    scale_a, scale_b = scales(layout_a, (m, k), 1.25), scales(layout_b, (n, k), size).mT
     options = {"alpha": params["alpha"]} if "alpha" in params else {}
     if activation is not None:
         options["activation"] = activation
@@ -65,7 +65,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def quantising_inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """As `inputs`, for results of float8."""
+    """Returns `inputs` for results of float8."""
     return inputs(params, FP8, device, seed)
 
 
@@ -77,7 +77,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 def quantising_cost(sample: Sample, direction: str) -> Cost:
-    """As `cost`; written are a byte an element and the scales."""
+    """Counts as `cost` does; the result is a byte an element and the scales."""
     m, n_out = _result(sample)
     return _cost(sample, m * n_out + 4 * m * -(-n_out // 128))
 
@@ -140,8 +140,8 @@ def ones(
     scale_b: tuple[int, ...] = (2, 1),
 ) -> tuple[Tensor, ...]:
     """Operands and scales of these shapes, all ones: 1x128 times 128x128."""
-    given = [torch.ones(shape, device=device) for shape in (a, b, scale_a, scale_b)]
-    return given[0].to(FP8), given[1].to(FP8), given[2], given[3]
+    tensors = [torch.ones(shape, device=device) for shape in (a, b, scale_a, scale_b)]
+    return tensors[0].to(FP8), tensors[1].to(FP8), tensors[2], tensors[3]
 
 
 def bad(name: str, match: str, **changed: Any) -> BadInput:
@@ -159,13 +159,13 @@ def bad(name: str, match: str, **changed: Any) -> BadInput:
     return BadInput(name, make, match)
 
 
-def _tensor(given: Any, device: torch.device) -> Tensor:
-    shape, *dtype = given
+def _tensor(spec: Any, device: torch.device) -> Tensor:
+    shape, *dtype = spec
     return torch.ones(shape, device=device).to(*(dtype or (torch.float32,)))
 
 
 def bad_inputs() -> tuple[BadInput, ...]:
-    """Calls that both ops refuse."""
+    """Returns calls that both ops refuse."""
     half = torch.bfloat16
     return (
         bad("K differs", "agree in K", b=(128, 6)),

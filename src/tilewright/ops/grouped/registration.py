@@ -1,4 +1,4 @@
-"""An engine as a backend: what the files `<op>/<backend>.py` call."""
+"""Registers an engine as a backend; the files `<op>/<backend>.py` call this."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from tilewright.ops.grouped.reference import bounds
 def register_rows(op: str, backend: str, engine: Any, *, any_out: bool = False) -> None:
     """engine: a module for groups of rows, as `engines/__init__.py` describes; op: grouped_matmul or masked_matmul.
 
-    any_out: `gemm` writes a d of any alignment.  Others get memory that the copy engine can write, and the rows of the
-    groups are copied out of it.
+    any_out: `gemm` writes a d of any alignment.  Others write memory that TMA can write, and the rows of the groups are
+    copied from there.
     """
 
     @register_impl(
@@ -24,7 +24,7 @@ def register_rows(op: str, backend: str, engine: Any, *, any_out: bool = False) 
         config_type=engine.Config,
         configs=engine.CONFIGS,
         candidates=engine.candidates,
-        supports=engine.refusal,
+        supports=engine.why_not,
     )
     def launch(
         outs: tuple[Tensor],
@@ -37,14 +37,14 @@ def register_rows(op: str, backend: str, engine: Any, *, any_out: bool = False) 
         *rest: Any,
         config: Any,
     ) -> None:
-        _, activation, _ = rest  # expected rows, which the config stands for, and out_dtype: that of outs
+        _, activation, _ = rest  # expected rows, which chose the config, and out_dtype: that of outs
         d = outs[0]
         if any_out or copyable(d):
             engine.gemm(d, a, b, scale_a, scale_b, starts, ends, activation, config)
             return
-        made = torch.empty_like(d, memory_format=torch.contiguous_format)
-        engine.gemm(made, a, b, scale_a, scale_b, starts, ends, activation, config)
-        copy_rows(d, made, starts, ends)
+        source = torch.empty_like(d, memory_format=torch.contiguous_format)
+        engine.gemm(source, a, b, scale_a, scale_b, starts, ends, activation, config)
+        copy_rows(d, source, starts, ends)
 
 
 def register_along_k(backend: str, engine: Any) -> None:
@@ -57,18 +57,18 @@ def register_along_k(backend: str, engine: Any) -> None:
         config_type=engine.Config,
         configs=engine.CONFIGS,
         candidates=engine.candidates,
-        supports=engine.refusal,
+        supports=engine.why_not,
     )
     def launch(outs: tuple[Tensor], *args: Any, config: Any) -> None:
         *operands, _ = args  # the last is out_dtype: that of outs
         engine.gemm(outs[0], *operands, config)
 
 
-def copy_rows(d: Tensor, made: Tensor, starts: Tensor | None, ends: Tensor) -> None:
-    """The rows of the groups of `made` (Ba, R, N) into `d`, and no others."""
+def copy_rows(d: Tensor, source: Tensor, starts: Tensor | None, ends: Tensor) -> None:
+    """Copies the rows of the groups from `source` (Ba, R, N) to `d`, and no others."""
     count, rows = d.shape[:2]
     first, last = bounds(starts, ends, count, rows)
-    at = torch.arange(rows, device=d.device)
-    inside = (at >= first[:, None]) & (at < last[:, None])
-    inside = inside if count == ends.shape[0] else inside.any(0, keepdim=True)
-    d.copy_(torch.where(inside[..., None], made, d))
+    row_idx = torch.arange(rows, device=d.device)
+    mask = (row_idx >= first[:, None]) & (row_idx < last[:, None])
+    mask = mask if count == ends.shape[0] else mask.any(0, keepdim=True)
+    d.copy_(torch.where(mask[..., None], source, d))

@@ -1,4 +1,4 @@
-"""Random problems, costs and bad calls of the family: ragged groups, empty ones, one that has everything."""
+"""Random problems, costs and bad calls of the family: ragged groups, empty groups, one group with all rows."""
 
 import random
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def grouped(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
     """
     draw = _Draw(params, dtype, device, seed)
     sizes = parts(params["G"] * params["M"], params["G"], params.get("split", "even"), seed)
-    a, scale_a = draw.operand((sum(sizes), params["K"]), turned=False, of_a=True)
+    a, scale_a = draw.operand((sum(sizes), params["K"]), transposed=False, is_a=True)
     b, scale_b = draw.weights()
     return Sample((a, b, _ends(sizes, device)), draw.options(scale_a, scale_b))
 
@@ -33,7 +33,7 @@ def masked(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     """params: G, M (rows of every group, all of which count), N, K; else as `grouped`."""
     draw = _Draw(params, dtype, device, seed)
     groups, m = params["G"], params["M"]
-    a, scale_a = draw.operand((groups, m, params["K"]), turned=False, of_a=True)
+    a, scale_a = draw.operand((groups, m, params["K"]), transposed=False, is_a=True)
     b, scale_b = draw.weights()
     counts = torch.tensor([m] * groups, dtype=torch.int32, device=device)
     return Sample((a, b, counts), draw.options(scale_a, scale_b))
@@ -47,8 +47,8 @@ def along_k(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
     unit = 128 if dtype == FP8 and params.get("scaling") is not None else 1
     sizes = [unit * n for n in parts(params["G"] * params["K"] // unit, params["G"], params.get("split", "even"), seed)]
     total, layout = sum(sizes), params.get("layout", "tn")
-    a, scale_a = draw.operand((params["M"], total), turned=layout[0] == "t", of_a=True)
-    b, scale_b = draw.operand((params["N"], total), turned=layout[1] == "n", of_a=False)
+    a, scale_a = draw.operand((params["M"], total), transposed=layout[0] == "t", is_a=True)
+    b, scale_b = draw.operand((params["N"], total), transposed=layout[1] == "n", is_a=False)
     options = {} if scale_a is None or scale_b is None else {"scale_a": scale_a, "scale_b": scale_b.mT}
     if params.get("out_dtype"):
         options["out_dtype"] = params["out_dtype"]
@@ -58,7 +58,7 @@ def along_k(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
 
 
 def parts(total: int, groups: int, split: str, seed: int) -> list[int]:
-    """Sizes of `groups` groups, `total` together.  even: as equal as whole numbers are.   random: uniform cuts.
+    """Returns sizes of `groups` groups, `total` together.  even: as equal as whole numbers are.   random: uniform cuts.
     one: a single group has all.   sparse: every other group is empty.
     """
     draw = random.Random(seed)
@@ -80,8 +80,8 @@ def _ends(sizes: list[int], device: torch.device) -> Tensor:
 
 
 class _Draw:
-    """Operands of one problem.  Elements are of size 1 and 1/sqrt(K), so that results are of size 1; of float8 the
-    scales bring that about, log-uniform over six octaves, so that a scale from another block shows.
+    """Operands of one problem.  Elements are of size 1 and 1/sqrt(K), so that results are of size 1; float8 gets
+    these sizes from scales, log-uniform over six octaves, so that a scale of the wrong block shows.
     """
 
     def __init__(self, params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -90,38 +90,38 @@ class _Draw:
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         return rows.random_tensor(shape, dtype, self._device, self._generator, scale)
 
-    def operand(self, shape: tuple[int, ...], *, turned: bool, of_a: bool) -> tuple[Tensor, Tensor | None]:
-        """(..., R, K), K last in memory unless `turned`, and its scales."""
-        *lead, high, deep = shape
-        size = 1.0 if of_a else max(self._params["K"], 1) ** -0.5
+    def operand(self, shape: tuple[int, ...], *, transposed: bool, is_a: bool) -> tuple[Tensor, Tensor | None]:
+        """Returns (..., R, K), contiguous along K unless `transposed`, and its scales."""
+        *lead, num_rows, k = shape
+        size = 1.0 if is_a else max(self._params["K"], 1) ** -0.5
         scaling = self._params.get("scaling") if self._dtype == FP8 else None
-        made = self.normal((*lead, deep, high) if turned else shape, self._dtype, size if scaling is None else 8)
-        made = made.mT if turned else made
+        values = self.normal((*lead, k, num_rows) if transposed else shape, self._dtype, size if scaling is None else 8)
+        values = values.mT if transposed else values
         if scaling is None:
-            return made, None
-        layout: ScaleLayout = Scaling(scaling).layouts[0 if of_a else 1]
-        scales = layout.empty(high, deep, self._device, *lead)
+            return values, None
+        layout: ScaleLayout = Scaling(scaling).layouts[0 if is_a else 1]
+        scales = layout.empty(num_rows, k, self._device, *lead)
         octaves = torch.rand(scales.shape, generator=self._generator)
-        return made, scales.copy_((torch.exp2(6 * octaves - 3) * (size / 8)).to(self._device))
+        return values, scales.copy_((torch.exp2(6 * octaves - 3) * (size / 8)).to(self._device))
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """b (G, K, N) and its scales (G, K blocks, N blocks)."""
         params = self._params
         n = params["N"] + (params["N"] % 2 if params.get("activation") == "swiglu" else 0)
-        turned = params.get("layout", "nt")[1] == "n"
-        b, scales = self.operand((params["G"], n, params["K"]), turned=turned, of_a=False)
+        transposed = params.get("layout", "nt")[1] == "n"
+        b, scales = self.operand((params["G"], n, params["K"]), transposed=transposed, is_a=False)
         return b.mT, None if scales is None else scales.mT
 
     def options(self, scale_a: Tensor | None, scale_b: Tensor | None) -> dict[str, Any]:
-        """Of the public function."""
-        given = {name: self._params[name] for name in _OPTIONS if self._params.get(name) is not None}
-        return given if scale_a is None else {**given, "scale_a": scale_a, "scale_b": scale_b}
+        """Returns options of the public function."""
+        kwargs = {name: self._params[name] for name in _OPTIONS if self._params.get(name) is not None}
+        return kwargs if scale_a is None else {**kwargs, "scale_a": scale_a, "scale_b": scale_b}
 
 
 def _result_type(sample: Sample) -> torch.dtype:
     a = sample.args[0]
-    found: torch.dtype = sample.kwargs.get("out_dtype") or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
-    return found
+    dtype: torch.dtype = sample.kwargs.get("out_dtype") or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
+    return dtype
 
 
 def rows_cost(sample: Sample, direction: str) -> Cost:
@@ -132,15 +132,15 @@ def rows_cost(sample: Sample, direction: str) -> Cost:
     options = sample.kwargs
     limits = ends.tolist()
     sizes = limits if a.dim() == 3 else [end - start for start, end in zip([0, *limits], limits, strict=False)]
-    total, used = sum(sizes), sum(size > 0 for size in sizes)
-    (groups, k, n), everything = b.shape, max(a.numel() // max(a.shape[-1], 1), 1)
-    into = rows.nbytes(a, options.get("scale_a")) * total // everything
-    weights = rows.nbytes(b, options.get("scale_b")) * used // max(groups, 1)
-    made = total * columns_out(n, options.get("activation") or "") * _result_type(sample).itemsize
+    total, nonempty = sum(sizes), sum(size > 0 for size in sizes)
+    (groups, k, n), all_rows = b.shape, max(a.numel() // max(a.shape[-1], 1), 1)
+    a_bytes = rows.nbytes(a, options.get("scale_a")) * total // all_rows
+    weights = rows.nbytes(b, options.get("scale_b")) * nonempty // max(groups, 1)
+    result_bytes = total * columns_out(n, options.get("activation") or "") * _result_type(sample).itemsize
     flops = 2 * total * k * n
     if direction == "fwd":
-        return Cost(flops, into + weights + rows.nbytes(ends), made)
-    return Cost(2 * flops, into + weights + made, into + rows.nbytes(b))
+        return Cost(flops, a_bytes + weights + rows.nbytes(ends), result_bytes)
+    return Cost(2 * flops, a_bytes + weights + result_bytes, a_bytes + rows.nbytes(b))
 
 
 def along_k_cost(sample: Sample, direction: str) -> Cost:
@@ -171,8 +171,8 @@ def bad_rows(*, masked: bool) -> tuple[BadInput, ...]:
                 return torch.ones(shape, device=device).to(dtype)
 
             limits = torch.ones(sizes[1:], dtype=sizes[0], device=device) if isinstance(sizes, tuple) else sizes
-            given = {k: ones(*v) if isinstance(v, tuple) else v for k, v in options.items()}
-            return Sample((ones(a, dtypes[0]), ones(b, dtypes[1]), limits), given)
+            kwargs = {k: ones(*v) if isinstance(v, tuple) else v for k, v in options.items()}
+            return Sample((ones(a, dtypes[0]), ones(b, dtypes[1]), limits), kwargs)
 
         return BadInput(what, make, match)
 
@@ -207,8 +207,8 @@ def _bad_along_k(
 ) -> BadInput:
     def make(device: torch.device) -> Sample:
         limits = torch.ones(2, dtype=ends, device=device)
-        given = {k: torch.ones(v, device=device) if isinstance(v, tuple) else v for k, v in options.items()}
-        return Sample((torch.ones(a, device=device), torch.ones(b, device=device), limits), given)
+        kwargs = {k: torch.ones(v, device=device) if isinstance(v, tuple) else v for k, v in options.items()}
+        return Sample((torch.ones(a, device=device), torch.ones(b, device=device), limits), kwargs)
 
     return BadInput(what, make, match)
 

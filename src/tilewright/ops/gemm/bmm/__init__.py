@@ -36,8 +36,8 @@ def bmm(
     args = arguments(a.mT if trans_a else a, b.mT if trans_b else b, bias, activation, c, alpha, out_dtype)
     if out is None and wants_activation_gradient(args):
         return differentiated(CONTRACT, args, backend)
-    made: Tensor = call(CONTRACT, args, backend, out)
-    return made
+    result: Tensor = call(CONTRACT, args, backend, out)
+    return result
 
 
 def reference(

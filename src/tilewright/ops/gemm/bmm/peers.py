@@ -17,8 +17,8 @@ def _cublas(sample: Sample) -> Call | None:
     if p.a.dtype == torch.float8_e4m3fn or isinstance(p.alpha, Tensor) or p.alpha != 1.0:
         return None
     if p.a.dtype != p.out_dtype:
-        wide: dict[str, Any] = {"out_dtype": p.out_dtype}
-        return (lambda: torch.bmm(p.a, p.b, **wide)) if p.plain else None
+        options: dict[str, Any] = {"out_dtype": p.out_dtype}
+        return (lambda: torch.bmm(p.a, p.b, **options)) if p.plain else None
     if p.plain:
         return lambda: torch.bmm(p.a, p.b)
     if p.bias is None:

@@ -1,12 +1,12 @@
 """Engines: one GEMM in one language, shared by `matmul` (a batch of one) and `bmm`.
 
-Every module here defines the same five things, and the files `<op>/<backend>.py` do nothing but register them:
+Every module here defines the same names, and the files `<op>/<backend>.py` register them:
 
     class Config(NamedTuple)                plain ints, bools, strs
     configure(bucket, dtype) -> Config      pure; bucket without batch: M, N, K, layout, aligned, out_bits, epilogue
     candidates(bucket, dtype) -> Configs    what the tuner may try, legal ones only
     CONFIGS                                 every config that `configure` can return, each compiled without a GPU
-    refusal(a, b, bias, c, scale, alpha, activation, out_dtype) -> str | None      by what bucket and dtypes tell alone
+    why_not(a, b, bias, c, scale, alpha, activation, out_dtype) -> str | None   by bucket and dtypes alone
     gemm(d, a, b, bias, c, scale, alpha, activation, config) -> None
 
 `gemm` writes d (B, M, N_out), contiguous along its last dimension, from a (B, M, K), b (B, K, N), bias (N,) or None,

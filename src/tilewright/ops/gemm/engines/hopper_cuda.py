@@ -1,4 +1,4 @@
-"""The two CUDA C++ engines as one backend: few rows of A stream the weights, more of them fill the tensor cores."""
+"""The two CUDA C++ engines as one backend: a memory-bound kernel for few rows of A, a tiled one for more."""
 
 from typing import Any, NamedTuple
 
@@ -28,20 +28,20 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """bucket: M, N, K, layout, aligned, out_bits, epilogue.  Batch-invariant calls say M = 4096 for every M."""
+    """bucket: M, N, K, layout, aligned, out_bits, epilogue.  Batch-invariant calls pass M = 4096 for every M."""
     if _few(bucket):
-        return _named("few_rows", few_rows_cuda.configure(bucket, dtype))
-    return _named("dense", dense_cuda.configure(bucket, dtype, batch))
+        return _wrap("few_rows", few_rows_cuda.configure(bucket, dtype))
+    return _wrap("dense", dense_cuda.configure(bucket, dtype, batch))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """What the tuner may try: of both engines where both can run."""
+    """Returns the configs for the tuner, of both engines if both can run."""
     few = few_rows_cuda.candidates(bucket, dtype) if _few(bucket) else ()
     dense = dense_cuda.candidates(bucket, dtype, batch)
-    return (*(_named("few_rows", config) for config in few), *(_named("dense", config) for config in dense))
+    return (*(_wrap("few_rows", config) for config in few), *(_wrap("dense", config) for config in dense))
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
@@ -58,7 +58,7 @@ def refusal(
     if not a.shape[-1]:
         return "has no tiles for K = 0"
     args = a, b, bias, c, scale, alpha, activation, out_dtype
-    return None if few_rows_cuda.refusal(*args) is None else dense_cuda.refusal(*args)
+    return None if few_rows_cuda.why_not(*args) is None else dense_cuda.why_not(*args)
 
 
 def gemm(
@@ -74,19 +74,19 @@ def gemm(
 ) -> None:
     """d = act(alpha * scale * a @ b + bias) + c by the engine that `config` names."""
     engine: Any = _ENGINES[config.kernel]
-    own = engine.Config(*(getattr(config, field) for field in engine.Config._fields))
-    engine.gemm(d, a, b, bias, c, scale, alpha, activation, own)
+    engine_config = engine.Config(*(getattr(config, field) for field in engine.Config._fields))
+    engine.gemm(d, a, b, bias, c, scale, alpha, activation, engine_config)
 
 
 def _few(bucket: tuple[int, ...]) -> bool:
     return bucket[0] <= few_rows_cuda.MAX_ROWS and bucket[3] in _A_ALONG_K
 
 
-def _named(kernel: str, config: Any) -> Config:
+def _wrap(kernel: str, config: Any) -> Config:
     return Config(kernel=kernel, **config._asdict())
 
 
 CONFIGS: tuple[Config, ...] = tuple(
-    _named(kernel, config) for kernel, engine in _ENGINES.items() for config in engine.CONFIGS
+    _wrap(kernel, config) for kernel, engine in _ENGINES.items() for config in engine.CONFIGS
 )
 """Every config that `configure` can return."""

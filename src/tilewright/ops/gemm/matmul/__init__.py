@@ -70,10 +70,10 @@ def matmul(
         call(CONTRACT, args, backend, folded_out("matmul", out, rows))
         return out
     if wants_activation_gradient(args):
-        made = differentiated(CONTRACT, args, backend)
+        result = differentiated(CONTRACT, args, backend)
     else:
-        made = call(CONTRACT, args, backend)
-    return made if a.dim() == 2 else made.view(*rows, made.shape[-1])
+        result = call(CONTRACT, args, backend)
+    return result if a.dim() == 2 else result.view(*rows, result.shape[-1])
 
 
 def reference(
@@ -100,15 +100,15 @@ def reference(
     left, right = (a.mT if trans_a else a), (b.mT if trans_b else b)
     rows = left.shape[:-1]
     c_rows = None if c is None else c.flatten(0, -2)
-    made = product(*arguments(left.flatten(0, -2), right, bias, activation, c_rows, alpha, out_dtype))
-    return made.reshape(*rows, made.shape[-1])
+    result = product(*arguments(left.flatten(0, -2), right, bias, activation, c_rows, alpha, out_dtype))
+    return result.reshape(*rows, result.shape[-1])
 
 
 def _both(scale_a: Tensor | None, scale_b: Tensor | None) -> tuple[Tensor, Tensor]:
     if scale_a is None or scale_b is None:
-        given, lacking = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
+        present, absent = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
         raise InputError(
-            f"matmul: {given} is given and {lacking} is not; give both, or none. Ones (1, 1) scale nothing."
+            f"matmul: {present} is given and {absent} is not; give both, or none. Ones (1, 1) scale nothing."
         )
     return scale_a, scale_b
 

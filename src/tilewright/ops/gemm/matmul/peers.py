@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample) -> "Problem":
-        """From a sample of `matmul` or `bmm`."""
+        """Returns the problem of a sample of `matmul` or `bmm`."""
         a, b, *_ = sample.args
         options = sample.kwargs
         fp8 = a.dtype == torch.float8_e4m3fn
@@ -57,13 +57,13 @@ class Problem(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Is it the product alone, whatever the dtype of the result?"""
+        """Whether it is a product without an epilogue; the result may have another dtype."""
         scaled = isinstance(self.alpha, Tensor) or self.alpha != 1.0
         return self.bias is None and self.c is None and not self.activation and not scaled
 
 
 def eager(z: Tensor, c: Tensor | None, activation: str | None) -> Tensor:
-    """What follows the product in a model of torch's own pieces, each rounding to z's dtype."""
+    """Computes the epilogue by torch's own ops, each of which rounds to z's dtype."""
     if activation == "relu":
         z = F.relu(z)
     elif activation == "gelu":
@@ -92,14 +92,14 @@ def _cublas(sample: Sample) -> Call | None:
 
 
 def _widening(p: Problem) -> Call | None:
-    """Half operands, float32 result; with `c` a weight gradient that is summed in place, as training frameworks do."""
-    wide: dict[str, Any] = {"out_dtype": p.out_dtype}
+    """16-bit operands, float32 result; with `c` a weight gradient accumulated in place, as training frameworks do."""
+    options: dict[str, Any] = {"out_dtype": p.out_dtype}
     if p.plain:
-        return lambda: torch.mm(p.a, p.b, **wide)
+        return lambda: torch.mm(p.a, p.b, **options)
     c = p.c
     if c is None or p.bias is not None or p.activation or c.dtype != p.out_dtype:
         return None
-    return lambda: torch.addmm(c, p.a, p.b, out=c, **wide)
+    return lambda: torch.addmm(c, p.a, p.b, out=c, **options)
 
 
 def _scaled(p: Problem) -> Call | None:

@@ -9,7 +9,7 @@ from tilewright.dispatch import BadInput, Contract, Sample, call, dispatch, regi
 from tilewright.ops.gemm import scaled_samples as samples
 from tilewright.ops.gemm.checks import FP8, check_out_dtype
 from tilewright.ops.gemm.operands import fold, folded_out
-from tilewright.ops.gemm.scaled_calls import operands, turned
+from tilewright.ops.gemm.scaled_calls import operands, transposed
 from tilewright.ops.gemm.scaled_checks import check_scaled
 from tilewright.ops.gemm.scaled_matmul.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.gemm.scaled_raw import forward_op
@@ -51,19 +51,19 @@ def scaled_matmul(
     backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     There is no gradient: raises InputError where one is wanted, and for all that is outside of the above.
     """
-    rows, given = operands("scaled_matmul", a, b, scale_a, scale_b, bias, trans_a, trans_b)
+    rows, operand_args = operands("scaled_matmul", a, b, scale_a, scale_b, bias, trans_a, trans_b)
     if isinstance(c, Tensor) and c.dim() > 1 and c.stride(-1) != 1:
         c = c.contiguous()
     c = fold("scaled_matmul", "c", c, rows)
-    args = (*given, c, float(alpha) if isinstance(alpha, int) else alpha, activation or "", out_dtype or _BF16)
+    args = (*operand_args, c, float(alpha) if isinstance(alpha, int) else alpha, activation or "", out_dtype or _BF16)
     if out is not None:
         if a.dim() > 2:  # what is wrong with the operands comes before what is wrong with folding `out`
             with torch.no_grad():
                 CONTRACT.check(*args)
         call(CONTRACT, args, backend, folded_out("scaled_matmul", out, rows))
         return out
-    made: Tensor = call(CONTRACT, args, backend)
-    return made if a.dim() == 2 else made.view(*rows, made.shape[-1])
+    result: Tensor = call(CONTRACT, args, backend)
+    return result if a.dim() == 2 else result.view(*rows, result.shape[-1])
 
 
 _BF16 = torch.bfloat16
@@ -84,11 +84,11 @@ def reference(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same in plain torch; on float64 operands the result is float64, whatever `out_dtype` says."""
-    left, right, of_a, of_b = turned(a, b, scale_a, scale_b, trans_a, trans_b)
-    of_a, c_rows = of_a.flatten(0, -2), None if c is None else c.flatten(0, -2)
-    given = (left.flatten(0, -2), right, of_a, of_b, bias, c_rows)
-    made = product(*given, alpha, activation or "", out_dtype or _BF16)
-    return made.reshape(*left.shape[:-1], made.shape[-1])
+    left, right, left_scale, right_scale = transposed(a, b, scale_a, scale_b, trans_a, trans_b)
+    left_scale, c_rows = left_scale.flatten(0, -2), None if c is None else c.flatten(0, -2)
+    operand_args = (left.flatten(0, -2), right, left_scale, right_scale, bias, c_rows)
+    result = product(*operand_args, alpha, activation or "", out_dtype or _BF16)
+    return result.reshape(*left.shape[:-1], result.shape[-1])
 
 
 FORWARD = forward_op(__name__)
@@ -96,8 +96,8 @@ FORWARD = forward_op(__name__)
 
 def check(*args: Any) -> None:
     """Raises InputError for what the docstring of `scaled_matmul` excludes."""
-    *given, out_dtype = args
-    check_scaled("scaled_matmul", *given)
+    *operand_args, out_dtype = args
+    check_scaled("scaled_matmul", *operand_args)
     check_out_dtype("scaled_matmul", FP8, out_dtype)
 
 

@@ -6,7 +6,7 @@
     cublas_tensor_fast         the same with sums that stay in the tensor core's 14 bits
 
 The reference is cuBLAS as well, so eager torch and torch.compile would be the same kernels again.  Layouts that a
-library wants are made before anything is timed.
+library needs are made before anything is timed.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample) -> "Problem":
-        """From a sample of `scaled_matmul`."""
+        """Returns the problem of a sample of `scaled_matmul`."""
         a, b, scale_a, scale_b = sample.args
         bias, c, activation = (sample.kwargs.get(name) for name in ("bias", "c", "activation"))
         out_dtype = sample.kwargs.get("out_dtype") or torch.bfloat16
@@ -62,13 +62,13 @@ def _cublas(sample: Sample, among: tuple[Scaling, ...]) -> Call | None:
 
 def _cublas_tensor(sample: Sample, *, fast: bool) -> Call | None:
     p = Problem.of(sample)
-    a, of_a = _folded(p.a, p.scale_a)
-    b, of_b = _folded(p.b.mT, p.scale_b)
-    return None if a is None or b is None else _product(p, a, b.mT, of_a, of_b, fast=fast)
+    a, scale_a = _folded(p.a, p.scale_a)
+    b, scale_b = _folded(p.b.mT, p.scale_b)
+    return None if a is None or b is None else _product(p, a, b.mT, scale_a, scale_b, fast=fast)
 
 
 def _product(p: Problem, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: bool) -> Call | None:
-    """Then what follows in a model of torch's own pieces; a bias goes into the product where cuBLAS has one."""
+    """The product, then the epilogue by torch's own ops; cuBLAS fuses the bias."""
     if p.bias is not None and p.bias.dtype != p.out_dtype:
         return None
     multiply = partial(torch._scaled_mm, a, b, scale_a, scale_b, p.bias, out_dtype=p.out_dtype, use_fast_accum=fast)
@@ -78,13 +78,13 @@ def _product(p: Problem, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor,
 
 
 def _folded(q: Tensor, scales: Tensor) -> tuple[Tensor | None, Tensor]:
-    """(q', scale) of the same numbers as q and its scales; (None, _) where they are no multiples that e4m3 holds."""
+    """Returns (q', scale), equal to q and its scales; (None, _) if e4m3 cannot hold q'."""
     layout = granularity(scales.shape, *q.shape)
     assert layout is not None
     least = scales.min()
     exact = q.float() * (spread(scales, layout, *q.shape) / least)
-    made = exact.to(FP8)
-    return (made if torch.equal(made.float(), exact) else None), least
+    rescaled = exact.to(FP8)
+    return (rescaled if torch.equal(rescaled.float(), exact) else None), least
 
 
 def _deep_gemm(sample: Sample) -> Call | None:

@@ -25,7 +25,7 @@ COARSE = ((4096, 4096, 7168), (4096, 7168, 16384), (8192, 8192, 8192))
 
 
 def row(name: str, m: int, n: int, k: int, into: str | None = None, **options: Any) -> Workload:
-    """Of float8 operands, forward only."""
+    """A row of float8 operands, forward only."""
     return Workload(name, {"M": m, "N": n, "K": k, "binary": True, **options}, (torch.float8_e4m3fn,), ("fwd",), into)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.ops.gemm import scaled_samples as samples
-from tilewright.ops.gemm.scaled_calls import operands, turned
+from tilewright.ops.gemm.scaled_calls import operands, transposed
 from tilewright.ops.gemm.scaled_checks import check_scaled
 from tilewright.ops.gemm.scaled_matmul_fp8.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.gemm.scaled_raw import quantising_op
@@ -34,9 +34,9 @@ def scaled_matmul_fp8(
 
     There is no gradient and no out=.  Raises InputError for what `scaled_matmul` refuses.
     """
-    rows, given = operands("scaled_matmul_fp8", a, b, scale_a, scale_b, bias, trans_a, trans_b)
+    rows, operand_args = operands("scaled_matmul_fp8", a, b, scale_a, scale_b, bias, trans_a, trans_b)
     factor = float(alpha) if isinstance(alpha, int) else alpha
-    q, scales = call(CONTRACT, (*given, factor, activation or ""), backend)
+    q, scales = call(CONTRACT, (*operand_args, factor, activation or ""), backend)
     return (q, scales) if a.dim() == 2 else (q.view(*rows, q.shape[1]), scales.unflatten(0, tuple(rows)))
 
 
@@ -53,9 +53,9 @@ def reference(
     trans_b: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch; of float64 operands q is Z / scale, not rounded, and both are float64."""
-    left, right, of_a, of_b = turned(a, b, scale_a, scale_b, trans_a, trans_b)
-    given = (left.flatten(0, -2), right, of_a.flatten(0, -2), of_b, bias)
-    q, scales = requantised(*given, alpha, activation or "")
+    left, right, left_scale, right_scale = transposed(a, b, scale_a, scale_b, trans_a, trans_b)
+    operand_args = (left.flatten(0, -2), right, left_scale.flatten(0, -2), right_scale, bias)
+    q, scales = requantised(*operand_args, alpha, activation or "")
     return q.view(*left.shape[:-1], q.shape[1]), scales.unflatten(0, left.shape[:-1])
 
 

@@ -1,7 +1,7 @@
 """scaled_matmul_fp8 in CUDA C++ for Hopper: `engines/fp8_cuda.py` with the epilogue that quantises.
 
-A row's 128 results and their scale are made from the accumulators, so the float32 result never exists in memory: 1 +
-1/32 bytes an element leave instead of 4, and no second launch reads them.
+128 results of a row and their scale are computed from the accumulators, so the float32 result is never stored: 1 + 1/32
+bytes an element are written instead of 4, and no second launch reads them.
 """
 
 import sys
@@ -11,17 +11,17 @@ from torch import Tensor
 from tilewright.ops.gemm.engines import fp8_cuda
 from tilewright.ops.gemm.engines.fp8_cuda import CONFIGS_FP8 as CONFIGS
 from tilewright.ops.gemm.engines.fp8_cuda import Config, candidates, configure, gemm_fp8
-from tilewright.ops.gemm.engines.hopper_fp8_cuda import other_machine
+from tilewright.ops.gemm.engines.hopper_fp8_cuda import why_not_machine
 from tilewright.ops.gemm.scaled_registration import register_scaled_matmul_fp8
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm_fp8", "refusal_fp8"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm_fp8", "why_not_fp8"]
 
 
-def refusal_fp8(
+def why_not_fp8(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, alpha: float, activation: str
 ) -> str | None:
     """Why the engine cannot run these arguments; None if it can."""
-    return other_machine(a) or fp8_cuda.refusal_fp8(a, b, scale_a, scale_b, bias, alpha, activation)
+    return why_not_machine(a) or fp8_cuda.why_not_fp8(a, b, scale_a, scale_b, bias, alpha, activation)
 
 
 register_scaled_matmul_fp8("cuda", sys.modules[__name__])

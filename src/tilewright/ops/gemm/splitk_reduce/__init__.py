@@ -1,4 +1,4 @@
-"""The last step of a split product: partial sums added in order, and the epilogue.  The contract."""
+"""The reduction of a split-K product: partial sums added in order, and the epilogue.  The contract."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +41,8 @@ def splitk_reduce(
     if isinstance(bias, Tensor):
         bias = bias.contiguous()
     args = (partials, bias, c, activation or "", out_dtype or torch.float32)
-    made: Tensor = call(CONTRACT, args, backend, out)
-    return made
+    result: Tensor = call(CONTRACT, args, backend, out)
+    return result
 
 
 def reference(
@@ -58,11 +58,11 @@ def reference(
 
 
 def _raw(partials: Tensor, bias: Tensor | None, c: Tensor | None, activation: str, out_dtype: torch.dtype) -> Tensor:
-    wide = partials.dtype == torch.float64
+    is_float64 = partials.dtype == torch.float64
     z = partials[0] if partials.shape[0] > 1 else partials[0].clone()  # never a view of the input
     for part in partials[1:]:
         z = z + part
-    return apply_epilogue(z, bias, c, activation, torch.float64 if wide else out_dtype)
+    return apply_epilogue(z, bias, c, activation, torch.float64 if is_float64 else out_dtype)
 
 
 FORWARD = RawOp(

@@ -1,13 +1,13 @@
-"""Groups of rows in CUDA C++ for Hopper: the kernels of dense products on a walk that reads the groups.
+"""Groups of rows in CUDA C++ for Hopper: the dense kernels with a tile scheduler that reads the groups.
 
 Tiles, ring and epilogue are those of `dense_cuda.py` (bf16, fp16) and `fp8_cuda.py` (e4m3 with scales) in
-`ops/gemm/engines`; what differs is where a tile lies.  Each block counts the tiles of every group at its start and
-finds the group of a tile by bisection, so that the number of groups costs nothing later.  Groups begin at any row: a
-tile reads on into the next group, whose rows do not count, and where a group ends within 64 rows, these are written by
-ordinary stores instead of the copy engine.  A group of R rows costs ceil(R / block_m) rows of tiles; 64 rows of a tile
-that are all outside are not multiplied.
+`ops/gemm/engines`; only the tile scheduler differs.  Each block counts the tiles of every group at its start and finds
+the group of a tile by bisection, so that the number of groups costs nothing later.  Groups begin at any row: a tile may
+read rows of the next group, which are not stored, and the 64 rows in which a group ends are written by ordinary stores
+instead of TMA.  A group of R rows costs ceil(R / block_m) rows of tiles; 64 rows of a tile that are all outside are not
+multiplied.
 
-Where few rows a group are expected, the weights are what takes time, and `few_rows/grouped.py` streams them.
+If few rows a group are expected, reading the weights dominates, and `few_rows/grouped.py` runs.
 """
 
 import torch
@@ -22,12 +22,12 @@ from tilewright.ops.gemm.operands import Major, major_a
 from tilewright.ops.grouped.engines.config_cuda import Config, named, own
 from tilewright.ops.grouped.raw import UNSCALED
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "refusal"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"]
 
 _A_ALONG_K = (0, 1)  # the layouts nt and nn
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -47,8 +47,8 @@ def refusal(
     if scale_a is None or scale_b is None:
         if major_a(a) is not Major.K:  # groups begin at any row, and a copy at multiples of 16 bytes of a line
             return "needs a contiguous along K"
-        return dense_cuda.refusal(a, b, None, None, None, 1.0, activation, out_dtype)
-    return fp8_cuda.refusal(a, b, scale_a, scale_b, None, None, 1.0, activation, out_dtype)
+        return dense_cuda.why_not(a, b, None, None, None, 1.0, activation, out_dtype)
+    return fp8_cuda.why_not(a, b, scale_a, scale_b, None, None, 1.0, activation, out_dtype)
 
 
 def gemm(
@@ -62,14 +62,14 @@ def gemm(
     activation: str,
     config: Config,
 ) -> None:
-    """Rows of each group of a times b of the group.  See `engines/__init__.py`."""
+    """d = rows of each group of a @ b of the group.  See `engines/__init__.py`."""
     if not d.numel():
         return
     if config.kernel == "few_rows":
         few_rows.gemm(d, a, b, scale_a, scale_b, starts, ends, activation, own(config))
         return
-    apart = a.shape[0] == b.shape[0]  # a single group begins at row 0 of the only matrix either way
-    groups = Groups(dense_cuda.ROWS, b.shape[0], 0 if starts is None else starts, ends, apart)
+    batched = a.shape[0] == b.shape[0]  # a single group begins at row 0 of the only matrix either way
+    groups = Groups(dense_cuda.ROWS, b.shape[0], 0 if starts is None else starts, ends, batched)
     if scale_a is None or scale_b is None:
         dense_cuda.gemm(d, a, b, None, None, None, 1.0, activation, own(config), groups)
     else:
@@ -77,14 +77,14 @@ def gemm(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """What the model of dense products likes best for as many products of the expected rows."""
+    """Returns the choice of the dense cost model for a batch of products of the expected rows."""
     if _few(bucket):
         return named("few_rows", few_rows.configure(bucket, dtype))
     return _large(bucket, dtype)[0]
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """What the tuner may try: of both kinds where both can run."""
+    """Returns the configs for the tuner, of both kinds if both can run."""
     few = few_rows.candidates(bucket, dtype) if _few(bucket) else ()
     return (*(named("few_rows", config) for config in few), *_large(bucket, dtype))
 
@@ -94,15 +94,15 @@ def _few(bucket: tuple[int, ...]) -> bool:
 
 
 def _large(bucket: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
-    """Best first, those last whose pairs of blocks share columns of B: they pad each group to pairs of row tiles."""
+    """Returns configs, best first; clusters along M come last, as they pad each group to pairs of row tiles."""
     rows, n, k, groups, layout, aligned, out_bits, gated, scaling = bucket
     product, groups = (rows, n, k, layout, aligned, out_bits, gated), max(1, groups)
-    found: list[Config]
+    configs: list[Config]
     if scaling == UNSCALED:
-        found = [named("dense", config) for config in dense_cuda.candidates(product, dtype, groups)]
+        configs = [named("dense", config) for config in dense_cuda.candidates(product, dtype, groups)]
     else:
-        found = [named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, groups)]
-    return sorted(found, key=lambda config: config.cluster_m)
+        configs = [named("fp8", config) for config in fp8_cuda.candidates((*product, scaling), dtype, groups)]
+    return sorted(configs, key=lambda config: config.cluster_m)
 
 
 CONFIGS: tuple[Config, ...] = (

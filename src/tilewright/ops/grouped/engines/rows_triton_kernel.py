@@ -1,7 +1,6 @@
-"""The Triton kernel of groups of rows: from a tile's number to its group, the loop along K, an epilogue that stops
-where the group does.
+"""The Triton kernel of groups of rows: the group of a tile, the loop along K, an epilogue that ends with the group.
 
-Row limits come from device memory.  What a tile reads behind its group is not stored: rows do not mix in a product.
+Row limits come from device memory.  A tile may read rows after the end of its group, but does not store them.
 """
 
 # mypy: ignore-errors
@@ -9,22 +8,29 @@ Row limits come from device memory.  What a tile reads behind its group is not s
 import triton
 import triton.language as tl
 
-from tilewright.ops.gemm.engines.tile_triton_kernel import _activate, _add_product, _halves, _load, _multiple, _offsets
+from tilewright.ops.gemm.engines.tile_triton_kernel import (
+    _activate,
+    _dot_acc,
+    _load,
+    _multiple,
+    _offsets,
+    _split_columns,
+)
 
 NO_SCALES = tl.constexpr(-1)
 TOKEN_BLOCK = tl.constexpr(2)
 
 
 @triton.jit
-def _row_limits(group, inside, starts, ends, R, BATCHED: tl.constexpr):
-    """First row of groups, and the row behind their last, in 0..R; nothing where not `inside`."""
-    last = tl.load(ends + group, mask=inside, other=0)
+def _row_limits(group, mask, starts, ends, R, BATCHED: tl.constexpr):
+    """Returns the first row of each group and the row after its last, clamped to 0..R; 0, 0 where not `mask`."""
+    last = tl.load(ends + group, mask=mask, other=0)
     if starts is not None:
-        first = tl.load(starts + group, mask=inside, other=0)
+        first = tl.load(starts + group, mask=mask, other=0)
     elif BATCHED:
         first = last * 0
     else:
-        first = tl.load(ends + group - 1, mask=inside & (group > 0), other=0)
+        first = tl.load(ends + group - 1, mask=mask & (group > 0), other=0)
     return tl.minimum(tl.maximum(first, 0), R), tl.minimum(tl.maximum(last, 0), R)
 
 
@@ -36,61 +42,63 @@ def _row_tiles(group, starts, ends, G, R, BATCHED: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 def _all_row_tiles(starts, ends, G, R, BATCHED: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    total = 0
-    for some in range(0, G, GROUPS):
-        total += tl.sum(_row_tiles(some + tl.arange(0, GROUPS), starts, ends, G, R, BATCHED, BLOCK_M))
-    return total
+    num_tiles = 0
+    for first_group in range(0, G, GROUPS):
+        num_tiles += tl.sum(_row_tiles(first_group + tl.arange(0, GROUPS), starts, ends, G, R, BATCHED, BLOCK_M))
+    return num_tiles
 
 
 @triton.jit
 def _group_of(tile, tiles_n, starts, ends, G, R, BATCHED: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """(the group of a tile, rows of tiles in the groups before): tiles are numbered group by group."""
+    """Returns the group of a tile, and the tile rows of all groups before it; tiles are numbered group by group."""
     group = 0
-    before = 0
-    seen = 0
-    for some in range(0, G, GROUPS):
-        groups = some + tl.arange(0, GROUPS)
+    tiles_before = 0
+    tiles_seen = 0
+    for first_group in range(0, G, GROUPS):
+        groups = first_group + tl.arange(0, GROUPS)
         tiles = _row_tiles(groups, starts, ends, G, R, BATCHED, BLOCK_M)
-        upto = seen + tl.cumsum(tiles, 0)
-        passed = (upto * tiles_n <= tile) & (groups < G)
-        group += tl.sum(passed.to(tl.int32))
-        before += tl.sum(tl.where(passed, tiles, 0))
-        seen += tl.sum(tiles)
-    return group, before
+        tiles_end = tiles_seen + tl.cumsum(tiles, 0)
+        is_earlier = (tiles_end * tiles_n <= tile) & (groups < G)
+        group += tl.sum(is_earlier.to(tl.int32))
+        tiles_before += tl.sum(tl.where(is_earlier, tiles, 0))
+        tiles_seen += tl.sum(tiles)
+    return group, tiles_before
 
 
 @triton.jit
 def _store_rows(d, value, batch, row, row_end, col, N, stride_db, stride_dm, WIDE: tl.constexpr):
     offs_m = _offsets(value.shape[0], WIDE)[:, None]
     offs_n = tl.arange(0, value.shape[1])[None, :]
-    at = d + (batch.to(tl.int64) * stride_db + row.to(tl.int64) * stride_dm + col)
-    tl.store(at + (offs_m * stride_dm + offs_n), value, mask=(offs_m < row_end - row) & (offs_n < N - col))
+    ptr = d + (batch.to(tl.int64) * stride_db + row.to(tl.int64) * stride_dm + col)
+    tl.store(ptr + (offs_m * stride_dm + offs_n), value, mask=(offs_m < row_end - row) & (offs_n < N - col))
 
 
 @triton.jit
-def _row_scales(scale, batch, row, rows, deep, stride_b, stride_r, stride_k, BLOCK: tl.constexpr):  # -> (BLOCK,)
+def _row_scales(scale, batch, row, rows, k_block, stride_b, stride_r, stride_k, BLOCK: tl.constexpr):  # -> (BLOCK,)
     offs = tl.arange(0, BLOCK)
-    at = scale + (batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_r + deep.to(tl.int64) * stride_k)
-    return tl.load(at + tl.minimum(offs, rows - 1) * stride_r)
+    ptr = scale + (batch.to(tl.int64) * stride_b + row.to(tl.int64) * stride_r + k_block.to(tl.int64) * stride_k)
+    return tl.load(ptr + tl.minimum(offs, rows - 1) * stride_r)
 
 
 @triton.jit
 def grouped_rows_kernel(
     d, a, b, scale_a, scale_b, starts, ends,  # d: (Ba, R, N_out)   a: (Ba, R, K)   b: (G, K, N)   all by stride
     G, R, N, K, stride_db, stride_dm, stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn,
-    stride_sab, stride_sam, stride_sak, stride_sbb, stride_sbn, stride_sbk,  # 0 where one scale serves all
+    stride_sab, stride_sam, stride_sak, stride_sbb, stride_sbn, stride_sbk,  # stride 0 where all share one scale
     ACT: tl.constexpr, SCALING: tl.constexpr, BATCHED: tl.constexpr,
     DESCRIPTORS: tl.constexpr, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr,
     VECTOR_A: tl.constexpr, VECTOR_B: tl.constexpr, VECTOR_D: tl.constexpr,
-    EVEN_K: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, BAND: tl.constexpr, PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """d = act(a rows of group g @ b[g]): as many programs as fit walk over the tiles of all groups."""
+    """Computes d = act(rows of a in group g @ b[g]): persistent programs take the tiles of all groups in turn."""
     GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
     WIDTH: tl.constexpr = BLOCK_N // PARTS // GATED
     PRECISE: tl.constexpr = d.dtype.element_ty == tl.float32
-    # Hopper adds float8 products up in 14 bits; after this many along K they go into a float32 accumulator
-    SHORT: tl.constexpr = min(BLOCK_K, 128) if a.dtype.element_ty.primitive_bitwidth == 8 else 0
+    # Hopper accumulates float8 products in 14 bits; after this many along K they are added to a float32 accumulator
+    MAX_IMPRECISE: tl.constexpr = min(BLOCK_K, 128) if a.dtype.element_ty.primitive_bitwidth == 8 else 0
+
+    # Tell the compiler what is a multiple of 16 bytes
     N_out = _multiple(N // GATED, VECTOR_D)
     stride_dm = _multiple(stride_dm, VECTOR_D)
     stride_db = _multiple(stride_db, VECTOR_D)
@@ -112,6 +120,8 @@ def grouped_rows_kernel(
     stride_bb = _multiple(stride_bb, VECTOR_B)
     CLAMP_A: tl.constexpr = A_K_MAJOR or VECTOR_A == 1
     CLAMP_B: tl.constexpr = B_K_MAJOR or VECTOR_B == 1
+
+    # Describe operands and result to TMA
     if DESCRIPTORS:
         batches = G if BATCHED else 1
         if A_K_MAJOR:
@@ -123,28 +133,33 @@ def grouped_rows_kernel(
         else:
             b_desc = tl.make_tensor_descriptor(b, [G, K, N], [stride_bb, stride_bk, 1], [1, BLOCK_K, BLOCK_N])
         d_desc = tl.make_tensor_descriptor(d, [batches, R, N_out], [stride_db, stride_dm, 1], [1, BLOCK_M, WIDTH])
+
     tiles_n = tl.cdiv(N, BLOCK_N)
-    blocks = tl.cdiv(K, BLOCK_K)
-    tiles = _all_row_tiles(starts, ends, G, R, BATCHED, BLOCK_M, GROUPS) * tiles_n
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        group, before = _group_of(tile, tiles_n, starts, ends, G, R, BATCHED, BLOCK_M, GROUPS)
+    k_blocks = tl.cdiv(K, BLOCK_K)
+    num_tiles = _all_row_tiles(starts, ends, G, R, BATCHED, BLOCK_M, GROUPS) * tiles_n
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        # Find the group of the tile
+        group, tiles_before = _group_of(tile, tiles_n, starts, ends, G, R, BATCHED, BLOCK_M, GROUPS)
         first, last = _row_limits(group, group < G, starts, ends, R, BATCHED)
         batch = group if BATCHED else group * 0
-        # Bands of BAND tile rows of a group, walked column by column
-        place = tile - before * tiles_n
-        band = place // (BAND * tiles_n)
-        height = tl.minimum(tl.cdiv(last - first, BLOCK_M) - band * BAND, BAND)
-        inside = place % (BAND * tiles_n)
-        row = first + (band * BAND + inside % height) * BLOCK_M
-        col = inside // height * BLOCK_N
-        at_a = a + (batch.to(tl.int64) * stride_ab + row.to(tl.int64) * stride_am)
-        at_b = b + (group.to(tl.int64) * stride_bb + col.to(tl.int64) * stride_bn)
+
+        # Find the tile in grouped order: GROUP_M tile rows of a group at a time, column by column
+        tile_index = tile - tiles_before * tiles_n
+        m_group = tile_index // (GROUP_M * tiles_n)
+        group_size_m = tl.minimum(tl.cdiv(last - first, BLOCK_M) - m_group * GROUP_M, GROUP_M)
+        index_in_group = tile_index % (GROUP_M * tiles_n)
+        row = first + (m_group * GROUP_M + index_in_group % group_size_m) * BLOCK_M
+        col = index_in_group // group_size_m * BLOCK_N
+        a_ptr = a + (batch.to(tl.int64) * stride_ab + row.to(tl.int64) * stride_am)
+        b_ptr = b + (group.to(tl.int64) * stride_bb + col.to(tl.int64) * stride_bn)
         offs_m = _offsets(BLOCK_M, WIDE)[:, None]
         offs_n = _offsets(BLOCK_N, WIDE)[None, :]
         offs_k = _offsets(BLOCK_K, WIDE)
+
+        # Accumulate along K
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for block in range(blocks):
-            start = block * BLOCK_K
+        for k_block in range(k_blocks):
+            start = k_block * BLOCK_K
             if DESCRIPTORS:
                 if A_K_MAJOR:
                     x = a_desc.load([batch, row, start]).reshape(BLOCK_M, BLOCK_K)
@@ -155,43 +170,52 @@ def grouped_rows_kernel(
                 else:
                     y = b_desc.load([group, start, col]).reshape(BLOCK_K, BLOCK_N)
             else:
-                in_a = at_a + start.to(tl.int64) * stride_ak
-                in_b = at_b + start.to(tl.int64) * stride_bk
-                x = _load(in_a, offs_m, offs_k[None, :], last - row, K - start, stride_am, stride_ak, CLAMP_A, EVEN_K)
-                y = _load(in_b, offs_n, offs_k[:, None], N - col, K - start, stride_bn, stride_bk, CLAMP_B, EVEN_K)
+                a_k_ptr = a_ptr + start.to(tl.int64) * stride_ak
+                b_k_ptr = b_ptr + start.to(tl.int64) * stride_bk
+                x = _load(
+                    a_k_ptr, offs_m, offs_k[None, :], last - row, K - start, stride_am, stride_ak, CLAMP_A, EVEN_K
+                )
+                y = _load(b_k_ptr, offs_n, offs_k[:, None], N - col, K - start, stride_bn, stride_bk, CLAMP_B, EVEN_K)
             if SCALING >= TOKEN_BLOCK:
-                part = tl.dot(x, y)  # 128 of K: as far as the tensor cores' own sum may go
-                deep = start // 128
-                left = _row_scales(
-                    scale_a, batch, row, last - row, deep, stride_sab, stride_sam, stride_sak, BLOCK_M
+                acc_tmp = tl.dot(x, y)  # 128 of K: the most that tensor cores may accumulate alone
+                scale_idx = start // 128
+                row_scale = _row_scales(
+                    scale_a, batch, row, last - row, scale_idx, stride_sab, stride_sam, stride_sak, BLOCK_M
                 )  # fmt: skip
-                if SCALING == TOKEN_BLOCK:  # 128 columns share a scale, and a tile lies inside of them
-                    at = group.to(tl.int64) * stride_sbb + (col // 128).to(tl.int64) * stride_sbn
-                    acc += part * (left * tl.load(scale_b + at + deep.to(tl.int64) * stride_sbk))[:, None]
+                if SCALING == TOKEN_BLOCK:  # a tile lies inside the 128 columns that share a scale
+                    scale_offset = group.to(tl.int64) * stride_sbb + (col // 128).to(tl.int64) * stride_sbn
+                    acc += (
+                        acc_tmp
+                        * (row_scale * tl.load(scale_b + scale_offset + scale_idx.to(tl.int64) * stride_sbk))[:, None]
+                    )
                 else:
-                    right = _row_scales(
-                        scale_b, group, col, N - col, deep, stride_sbb, stride_sbn, stride_sbk, BLOCK_N
+                    col_scale = _row_scales(
+                        scale_b, group, col, N - col, scale_idx, stride_sbb, stride_sbn, stride_sbk, BLOCK_N
                     )  # fmt: skip
-                    acc += part * left[:, None] * right[None, :]
+                    acc += acc_tmp * row_scale[:, None] * col_scale[None, :]
             else:
-                acc = _add_product(acc, x, y, SHORT)
-        if SCALING != NO_SCALES and SCALING < TOKEN_BLOCK:  # of whole rows, or of everything
-            left = _row_scales(scale_a, batch, row, last - row, group * 0, stride_sab, stride_sam, 0, BLOCK_M)
-            right = _row_scales(scale_b, group, col, N - col, group * 0, stride_sbb, stride_sbn, 0, BLOCK_N)
-            acc = acc * left[:, None] * right[None, :]
+                acc = _dot_acc(acc, x, y, MAX_IMPRECISE)
+
+        # Apply scales that are constant along K
+        if SCALING != NO_SCALES and SCALING < TOKEN_BLOCK:
+            row_scale = _row_scales(scale_a, batch, row, last - row, group * 0, stride_sab, stride_sam, 0, BLOCK_M)
+            col_scale = _row_scales(scale_b, group, col, N - col, group * 0, stride_sbb, stride_sbn, 0, BLOCK_N)
+            acc = acc * row_scale[:, None] * col_scale[None, :]
+
+        # Epilogue, in parts of the columns to save registers; TMA stores only tiles that end inside the group
         parts = (acc,)
         if PARTS >= 2:
-            parts = _halves(acc)
+            parts = _split_columns(acc)
         if PARTS >= 4:
             left_half, right_half = parts
-            parts = _halves(left_half) + _halves(right_half)
+            parts = _split_columns(left_half) + _split_columns(right_half)
         for i in tl.static_range(PARTS):
-            here = (col + i * (BLOCK_N // PARTS)) // GATED
+            part_col = (col + i * (BLOCK_N // PARTS)) // GATED
             value = _activate(parts[i], ACT, PRECISE).to(d.dtype.element_ty)
             if DESCRIPTORS:
                 if row + BLOCK_M <= last:
-                    d_desc.store([batch, row, here], value.reshape(1, BLOCK_M, WIDTH))
+                    d_desc.store([batch, row, part_col], value.reshape(1, BLOCK_M, WIDTH))
                 else:
-                    _store_rows(d, value, batch, row, last, here, N_out, stride_db, stride_dm, WIDE)
+                    _store_rows(d, value, batch, row, last, part_col, N_out, stride_db, stride_dm, WIDE)
             else:
-                _store_rows(d, value, batch, row, last, here, N_out, stride_db, stride_dm, WIDE)
+                _store_rows(d, value, batch, row, last, part_col, N_out, stride_db, stride_dm, WIDE)

@@ -34,12 +34,12 @@ def group_gemm(
     Raises InputError for empty lists, lists of different lengths, and what `matmul` refuses of each pair.
     """
     args = _arguments(list_a, list_b, out_dtype)
-    made: Tensor = call(CONTRACT, args, backend)
-    return [made[at : at + m * n].view(m, n) for at, m, n in zip(*places(*args[:4]), strict=True)]
+    flat: Tensor = call(CONTRACT, args, backend)
+    return [flat[offset : offset + m * n].view(m, n) for offset, m, n in zip(*offsets(*args[:4]), strict=True)]
 
 
 def _arguments(list_a: Any, list_b: Any, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The first pair, then lists of the others: the machinery looks at the first tensor."""
+    """Returns the first pair, then lists of the others: dispatch reads device and dtype from the first tensor."""
     a, b = list(list_a), list(list_b)
     if not a or len(a) != len(b):
         raise InputError(f"group_gemm: {len(a)} matrices a and {len(b)} b; needs as many of each, at least one.")
@@ -49,29 +49,29 @@ def _arguments(list_a: Any, list_b: Any, out_dtype: torch.dtype | None) -> tuple
     return a[0], b[0], a[1:], b[1:], out_dtype or a[0].dtype
 
 
-def places(
+def offsets(
     a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Where each product begins in one tensor, and its rows and columns."""
+    """Returns the offset of each product in one tensor, and its rows and columns."""
     m, n = [t.shape[0] for t in (a, *more_a)], [t.shape[1] for t in (b, *more_b)]
-    starts, at = [], 0
-    for high, wide in zip(m, n, strict=True):
-        starts.append(at)
-        at += -(-high * wide // _UNIT) * _UNIT
+    starts, offset = [], 0
+    for num_rows, columns in zip(m, n, strict=True):
+        starts.append(offset)
+        offset += -(-num_rows * columns // _UNIT) * _UNIT
     return starts, m, n
 
 
 def _outputs(
     a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype
 ) -> tuple[tuple[tuple[int], torch.dtype]]:
-    starts, m, n = places(a, b, more_a, more_b)
+    starts, m, n = offsets(a, b, more_a, more_b)
     return (((starts[-1] + m[-1] * n[-1],), out_dtype),)
 
 
 def _raw(a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor], out_dtype: torch.dtype) -> Tensor:
-    made = reference([a, *more_a], [b, *more_b], out_dtype=out_dtype)
-    padded = [torch.nn.functional.pad(d.flatten(), (0, -d.numel() % _UNIT)) for d in made[:-1]]
-    return torch.cat([*padded, made[-1].flatten()])
+    products = reference([a, *more_a], [b, *more_b], out_dtype=out_dtype)
+    padded = [torch.nn.functional.pad(d.flatten(), (0, -d.numel() % _UNIT)) for d in products[:-1]]
+    return torch.cat([*padded, products[-1].flatten()])
 
 
 def reference(
@@ -143,8 +143,8 @@ def cost(sample: Sample, direction: str) -> Cost:
     a, b = sample.args
     out_dtype = sample.kwargs.get("out_dtype") or a[0].dtype
     flops = sum(2 * left.numel() * right.shape[1] for left, right in zip(a, b, strict=True))
-    made = sum(left.shape[0] * right.shape[1] for left, right in zip(a, b, strict=True))
-    return Cost(flops, rows.nbytes(*a, *b), made * out_dtype.itemsize)
+    elements = sum(left.shape[0] * right.shape[1] for left, right in zip(a, b, strict=True))
+    return Cost(flops, rows.nbytes(*a, *b), elements * out_dtype.itemsize)
 
 
 def _ones(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
@@ -180,7 +180,7 @@ CONTRACT = register(
             _case("mixed: every layout", (20, 72, 40), (8, 16, 56), (24, 40, 32), (16, 24, 48), layout="mixed"),
             _case("odd_sizes: no row is aligned", (7, 33, 45), (1, 1, 1), (5, 3, 70)),
             _case("one: a single product", (37, 72, 40)),
-            _case("many: more than are read at one time", *((3, 8 + i % 3, 16) for i in range(70))),
+            _case("many: more than are read at once", *((3, 8 + i % 3, 16) for i in range(70))),
             _case("float32: results are wider than operands", (20, 72, 40), (9, 8, 56), out_dtype=torch.float32),
             _case("hollow: products without rows or depth", (20, 24, 40), (0, 8, 56), (9, 8, 0)),
         ),

@@ -61,10 +61,10 @@ def grouped_matmul(
     if args[7] != "" and torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         with torch.no_grad():
             CONTRACT.check(*args)  # the activation is no part of the call below
-        made = activated(call(CONTRACT, (*args[:7], "", args[8]), backend), None, args[7])
+        result = activated(call(CONTRACT, (*args[:7], "", args[8]), backend), None, args[7])
     else:
-        made = call(CONTRACT, args, backend)
-    return made.squeeze(0)
+        result = call(CONTRACT, args, backend)
+    return result.squeeze(0)
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""From a group for each row to where groups begin and end.  The contract."""
+"""Starts and ends of groups from the group id of each row.  The contract."""
 
 import random
 from collections.abc import Mapping
@@ -23,19 +23,19 @@ def groups_of_rows(ids: Tensor, groups: int, *, backend: str | None = None) -> t
     What comes out are `starts` and `ends` of `grouped_matmul`; nothing leaves the device.
     Raises InputError for ids of another dtype or rank.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (contiguous(ids), groups), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (contiguous(ids), groups), backend)
+    return result
 
 
 def reference(ids: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The same in plain torch: the least and the largest row of each group."""
     rows = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
-    mine = (ids >= 0) & (ids < groups)
-    at = torch.where(mine, ids, groups).to(torch.int64)
+    valid = (ids >= 0) & (ids < groups)
+    index = torch.where(valid, ids, groups).to(torch.int64)
     first = torch.full((groups + 1,), ids.shape[0], dtype=torch.int32, device=ids.device)
-    first = first.scatter_reduce(0, at, rows, "amin")[:groups]
+    first = first.scatter_reduce(0, index, rows, "amin")[:groups]
     last = torch.zeros(groups + 1, dtype=torch.int32, device=ids.device)
-    last = last.scatter_reduce(0, at, rows + 1, "amax")[:groups]
+    last = last.scatter_reduce(0, index, rows + 1, "amax")[:groups]
     return torch.where(last > 0, first, 0), last
 
 

@@ -1,7 +1,7 @@
-"""groups_of_rows in Triton: two launches, one that writes zeros, and one in which every row looks at its neighbours.
+"""groups_of_rows in Triton: one launch that writes zeros, and one that compares every row with its neighbours.
 
-A row whose id differs from the one before begins its group, one whose id differs from the next ends it; they alone
-write, so no two write the same number.  4*T bytes read, two launches of about 2 us that no bandwidth shortens.
+A row whose id differs from the previous one begins its group, one whose id differs from the next ends it; only these
+rows write, so each number is written once.  Traffic: 4*T bytes; the two launches of about 2 us take longer.
 """
 
 from typing import NamedTuple
@@ -26,12 +26,12 @@ _CONFIGS = (Config(512, 4), Config(1024, 4), Config(2048, 8))
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """A launch's time, whatever the block."""
+    """Returns the smallest block: the launch dominates."""
     return _CONFIGS[0]
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Two to eight rows a thread."""
+    """Returns two to eight rows a thread."""
     return _CONFIGS
 
 
@@ -44,13 +44,15 @@ def _clear_kernel(starts, ends, G, BLOCK: tl.constexpr):
 
 @triton.jit
 def _groups_of_rows_kernel(starts, ends, ids, T, G, BLOCK: tl.constexpr):
+    # Load each id and its neighbours
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = tl.load(ids + offs, mask=offs < T, other=-1)
-    before = tl.load(ids + offs - 1, mask=(offs > 0) & (offs < T), other=-1)
-    after = tl.load(ids + offs + 1, mask=offs + 1 < T, other=-1)
-    mine = (here >= 0) & (here < G)
-    tl.store(starts + here, offs, mask=mine & (before != here))
-    tl.store(ends + here, offs + 1, mask=mine & (after != here))
+    group = tl.load(ids + offs, mask=offs < T, other=-1)
+    previous = tl.load(ids + offs - 1, mask=(offs > 0) & (offs < T), other=-1)
+    following = tl.load(ids + offs + 1, mask=offs + 1 < T, other=-1)
+    # Write where a group begins and ends
+    valid = (group >= 0) & (group < G)
+    tl.store(starts + group, offs, mask=valid & (previous != group))
+    tl.store(ends + group, offs + 1, mask=valid & (following != group))
 
 
 _clear = TritonKernel(_clear_kernel)

@@ -7,7 +7,7 @@ from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.errors import InputError
 from tilewright.ops.gemm.operands import unit_stride
 from tilewright.ops.grouped import samples
-from tilewright.ops.grouped.arguments import contiguous, laid_out, turned
+from tilewright.ops.grouped.arguments import contiguous, laid_out, transposed_scales
 from tilewright.ops.grouped.k_grouped_matmul.raw import FORWARD, check
 from tilewright.ops.grouped.k_grouped_matmul.workloads import CPU_WORKLOADS, EDGE_CASES, WORKLOADS
 from tilewright.ops.grouped.reference import product_along_k
@@ -47,8 +47,8 @@ def k_grouped_matmul(
             got = tuple(t.shape) if isinstance(t, Tensor) else f"a {type(t).__name__}"
             raise InputError(f"{OP}: {name} is {got}; needs (M, T) and (T, N).")
     args = _arguments(a, b, ends, c, scale_a, scale_b, trans_a, trans_b, out_dtype)
-    made: Tensor = call(CONTRACT, args, backend, out)
-    return made
+    result: Tensor = call(CONTRACT, args, backend, out)
+    return result
 
 
 def _arguments(
@@ -63,7 +63,7 @@ def _arguments(
     out_dtype: torch.dtype | None,
 ) -> tuple[object, ...]:
     left, right = (a.mT if trans_a else a), (b.mT if trans_b else b)
-    scales = laid_out(OP, left, right, turned(scale_a, not trans_a), turned(scale_b, trans_b))
+    scales = laid_out(OP, left, right, transposed_scales(scale_a, not trans_a), transposed_scales(scale_b, trans_b))
     if isinstance(c, Tensor) and c.dim() == 3 and c.stride(-1) != 1:
         c = c.contiguous()
     return unit_stride(left), unit_stride(right), *scales, c, contiguous(ends), out_dtype or _float(a)

@@ -24,15 +24,15 @@ def _loop(sample: Sample) -> Call | None:
     if a.dtype != torch.bfloat16:
         return None
     depths = slices(ends)
-    wide: dict[str, Any] = {} if out_dtype == a.dtype else {"out_dtype": out_dtype}
+    options: dict[str, Any] = {} if out_dtype == a.dtype else {"out_dtype": out_dtype}
 
     def call() -> torch.Tensor:
         d = torch.empty(len(depths), a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
         for g, depth in enumerate(depths):
             if c is None:
-                torch.mm(a[:, depth], b[depth], out=d[g], **wide)
+                torch.mm(a[:, depth], b[depth], out=d[g], **options)
             else:
-                torch.addmm(c[g], a[:, depth], b[depth], out=d[g], **wide)
+                torch.addmm(c[g], a[:, depth], b[depth], out=d[g], **options)
         return d
 
     return call

@@ -43,8 +43,8 @@ def masked_matmul(
     matrices("masked_matmul", a, b, 3, "(G, Mmax, K) and (G, K, N)")
     expected = a.shape[1] if expected_rows is None else expected_rows
     args = rows_arguments("masked_matmul", a, b, scale_a, scale_b, None, rows, expected, activation, trans_b, out_dtype)
-    made: Tensor = call(CONTRACT, args, backend, out)
-    return made
+    result: Tensor = call(CONTRACT, args, backend, out)
+    return result
 
 
 def reference(

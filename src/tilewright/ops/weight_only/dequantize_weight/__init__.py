@@ -26,8 +26,8 @@ def dequantize_weight(
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.   Has no gradient.
     Raises InputError for other dtypes and for scales that do not fit.
     """
-    made: Tensor = call(CONTRACT, (q.contiguous() if isinstance(q, Tensor) else q, scales, dtype), backend)
-    return made
+    result: Tensor = call(CONTRACT, (q.contiguous() if isinstance(q, Tensor) else q, scales, dtype), backend)
+    return result
 
 
 def reference(q: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -29,8 +29,8 @@ def quantize_weight(w: Tensor, *, bits: int = 8, group: int = 128, backend: str 
     """
     if as_int("quantize_weight", "group", group) != packing.GROUP:
         raise InputError(f"quantize_weight: group is {group!r}; kernels know groups of {packing.GROUP} alone.")
-    made: tuple[Tensor, Tensor] = call(CONTRACT, (w, bits), backend)
-    return made
+    result: tuple[Tensor, Tensor] = call(CONTRACT, (w, bits), backend)
+    return result
 
 
 def reference(w: Tensor, *, bits: int = 8, group: int = 128) -> tuple[Tensor, Tensor]:
@@ -41,10 +41,10 @@ def reference(w: Tensor, *, bits: int = 8, group: int = 128) -> tuple[Tensor, Te
 def _outputs(w: Tensor, bits: int) -> tuple[Any, ...]:
     n, k = w.shape
     dtype = torch.float64 if w.dtype == torch.float64 else torch.bfloat16
-    stored = ((n, k), torch.int8) if bits == 8 else ((n, k // 2), torch.uint8)
+    q = ((n, k), torch.int8) if bits == 8 else ((n, k // 2), torch.uint8)
     if dtype == torch.float64:
-        return stored, ((n, packing.groups(k)), dtype)
-    return stored, ((n, packing.groups(k)), dtype, packing.layout(dtype).strides(n, k))
+        return q, ((n, packing.groups(k)), dtype)
+    return q, ((n, packing.groups(k)), dtype, packing.layout(dtype).strides(n, k))
 
 
 FORWARD = RawOp(

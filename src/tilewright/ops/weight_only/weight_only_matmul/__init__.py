@@ -53,16 +53,16 @@ def weight_only_matmul(
                 CONTRACT.check(*args)
             call(CONTRACT, args, backend, folded_out("weight_only_matmul", out, rows))
             return out
-        made: Tensor = call(CONTRACT, args, backend, out)
-        return made
-    made = call(CONTRACT, args, backend)
-    return made if x.dim() == 2 else made.view(*rows, made.shape[-1])
+        result: Tensor = call(CONTRACT, args, backend, out)
+        return result
+    result = call(CONTRACT, args, backend)
+    return result if x.dim() == 2 else result.view(*rows, result.shape[-1])
 
 
 def arguments(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
 ) -> tuple[Any, ...]:
-    """Arguments of the raw op: rows of x and q contiguous."""
+    """Returns the arguments of the raw op: rows of x and q contiguous."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     q = q.contiguous() if isinstance(q, Tensor) else q
     bias = bias.contiguous() if isinstance(bias, Tensor) else bias
@@ -79,23 +79,23 @@ def reference(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The same in plain torch; on float64 the result is float64, whatever `out_dtype` says."""
-    made = product(x.flatten(0, -2), q, scales, bias, activation or "", out_dtype or x.dtype)
-    return made.reshape(*x.shape[:-1], made.shape[-1])
+    result = product(x.flatten(0, -2), q, scales, bias, activation or "", out_dtype or x.dtype)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
 
 
 def product(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """act(x @ w.T + bias) of rows x (M, K), the weight and the sums in float32."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    z = x.to(wide) @ packing.restore(q, scales).to(wide).T
-    return apply_epilogue(z, bias, None, activation, torch.float64 if wide == torch.float64 else out_dtype)
+    """Returns act(x @ w.T + bias) of rows x (M, K), with weight and accumulation in float32."""
+    acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    z = x.to(acc_dtype) @ packing.restore(q, scales).to(acc_dtype).T
+    return apply_epilogue(z, bias, None, activation, torch.float64 if acc_dtype == torch.float64 else out_dtype)
 
 
 def bucket(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """aligned: can the copy engine read x, q and the scales where they lie?  gated: halves the columns."""
+    """aligned: TMA can read x, q and the scales in place.  gated: halves the columns."""
     aligned = copyable(x) and copyable(q) and copyable(scales) and packing.in_layout(scales)
     return (
         row_bucket(x.shape[0]),

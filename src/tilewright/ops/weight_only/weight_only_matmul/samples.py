@@ -110,9 +110,9 @@ def _bad(
     **options: Any,
 ) -> BadInput:
     def make(device: torch.device) -> Sample:
-        given = {key: _ones(device, *value) if isinstance(value, tuple) else value for key, value in options.items()}
-        made = [_ones(device, *size, dtype=dtype) for size, dtype in zip((x, q, scales), dtypes, strict=True)]
-        return Sample(tuple(made), given)
+        kwargs = {key: _ones(device, *value) if isinstance(value, tuple) else value for key, value in options.items()}
+        args = [_ones(device, *size, dtype=dtype) for size, dtype in zip((x, q, scales), dtypes, strict=True)]
+        return Sample(tuple(args), kwargs)
 
     return BadInput(name, make, match)
 

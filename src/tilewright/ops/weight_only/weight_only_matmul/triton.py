@@ -1,12 +1,12 @@
 """weight_only_matmul in Triton: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
 
-A step takes one group of 128 along K: the integers become x's dtype in registers, exactly, one product starts from
-zero, and its float32 sums are added to the accumulator with the group's scales.  At 4 bits a byte holds an even and an
-odd element of K; x is split the same way, and two products of 64 replace the one of 128: nothing is interleaved.
+The loop takes one group of 128 along K at a time: it converts the integers to x's dtype in registers, exactly,
+multiplies from zero, and adds the float32 result to the accumulator with the group's scales.  At 4 bits a byte holds an
+even and an odd element of K; x is split the same way, and two products of 64 replace one of 128, without interleaving.
 
-Few rows make few tiles: K is split, each part leaves float32 sums, and a second launch adds them in a fixed order.
+Few rows make few tiles, so K is split: each part writes float32 sums, and a second launch adds them in a fixed order.
 
-Sizes are run-time values.  What is compiled depends on their layout alone: rows that can be read as vectors, columns
+Sizes are run-time values.  The compiled variant depends on the layout alone: rows that can be read as vectors, columns
 that can be written as vectors, or neither.
 
 Traffic: the weight as stored, N K (1 + 2 / 128) bytes at 8 bits and bf16 scales; 28672 x 4096 of 4 bits, 60.6 MB,
@@ -24,11 +24,11 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines.tile_triton_kernel import _finish, reduce_kernel
+from tilewright.ops.gemm.engines.tile_triton_kernel import _epilogue, reduce_kernel
 from tilewright.ops.weight_only import packing
 
 FILL = 128  # programs that keep a large GPU busy; the configuration may not depend on the GPU at hand
-REDUCE_M, REDUCE_N = 4, 256  # of a program that adds up parts
+REDUCE_M, REDUCE_N = 4, 256  # tile of a program of the reduction
 
 
 class Config(NamedTuple):
@@ -50,25 +50,25 @@ SMALL = 1 << 20  # bytes of a weight
 
 
 def is_small(n: int, k: int, bits: int) -> bool:
-    """Is the weight read in less time than a launch takes?"""
+    """Returns whether reading the weight takes less time than a launch."""
     return n * k * bits <= 8 * SMALL
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """Tiles of 64 channels, or 32 where rows or masks need the registers; whole groups of aligned operands are split
-    along K until FILL programs have something to do, four groups at least.
+    """Chooses tiles of 64 channels, or 32 where rows or masks need the registers.  Splits K of whole groups until FILL
+    programs have a tile, with four groups a part at least.
 
     Three stages fit the 64 KB of an AMD compute unit, whose compiler pipelines no deeper; an H200's table may say more.
-    A call of unaligned or small operands is bound by neither tiles nor masks, and two kernels serve all of these.
+    Unaligned or small operands are bound by neither tiles nor masks: two configs serve them all.
     """
     m, n, k, bits, aligned = bucket[:5]
     if not aligned or is_small(n, k, bits):
         return FEW_ROWS if m <= FEW_ROWS.block_m else MORE_ROWS
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
-    whole = k % packing.GROUP == 0
-    block_n = 64 if rows < 64 and whole and n >= 64 else 32
+    whole_groups = k % packing.GROUP == 0
+    block_n = 64 if rows < 64 and whole_groups and n >= 64 else 32
     tiles, splits = -(-n // block_n), 1
-    may_split = whole and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
+    may_split = whole_groups and m <= 64 and n >= block_n  # a second launch is for products that fill a tile
     while may_split and splits < 8 and splits * tiles < FILL and packing.groups(k) >= 8 * splits:
         splits *= 2
     return Config(rows, block_n, 4, 3, splits, False)
@@ -79,7 +79,7 @@ CONFIGS = tuple(dict.fromkeys(configure((m, n, k, 8, aligned), torch.bfloat16) f
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Both orientations, deeper pipelines than every GPU has room for, all splits that leave two groups a part."""
+    """Returns both orientations, pipelines deeper than some GPUs have room for, all splits with two groups a part."""
     m, _, k = bucket[:3]
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
     return tuple(
@@ -99,60 +99,71 @@ def _weight_only_kernel(
     BITS: tl.constexpr, ACT: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr, SWAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Computes y = act(x @ (q * scales)^T + bias); with SPLIT one float32 product for each part of K."""
     GROUP: tl.constexpr = 128
     PER_BYTE: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = GROUP // PER_BYTE
+
+    # Find the tile, and its part of K
     tiles_m = tl.cdiv(M, BLOCK_M)
     row = tl.program_id(0) % tiles_m * BLOCK_M
     col = tl.program_id(0) // tiles_m * BLOCK_N
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     groups = tl.cdiv(K, GROUP)
-    first = 0
-    last = groups
+    group_begin = 0
+    group_end = groups
     if SPLIT:
-        first = groups * part // splits
-        last = groups * (part + 1) // splits
+        group_begin = groups * split // splits
+        group_end = groups * (split + 1) // splits
     offs_m = row + tl.arange(0, BLOCK_M)
-    # Channels beyond the last are never stored: reading the last one again spares a predicate for each byte
+    # Channels beyond the last are never stored: re-reading the last one saves a predicate for each byte
     offs_n = tl.minimum(col + tl.arange(0, BLOCK_N), N - 1)
     offs_k = tl.arange(0, GROUP)
     offs_b = tl.arange(0, WIDTH)
-    at_x = x + offs_m.to(tl.int64)[:, None] * stride_x + offs_k[None, :]
-    at_q = q + offs_n.to(tl.int64)[:, None] * (K // PER_BYTE) + offs_b[None, :]
-    at_s = scales + offs_n.to(tl.int64) * stride_sn
+    x_ptrs = x + offs_m.to(tl.int64)[:, None] * stride_x + offs_k[None, :]
+    q_ptrs = q + offs_n.to(tl.int64)[:, None] * (K // PER_BYTE) + offs_b[None, :]
+    scale_ptrs = scales + offs_n.to(tl.int64) * stride_sn
+
     if SWAPPED:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(first, last):
-        inside_x = (offs_m < M)[:, None]
+    for group in range(group_begin, group_end):
+        # Load one group of weights, rows and scales
+        mask_x = (offs_m < M)[:, None]
         if EVEN_K:
-            stored = tl.load(at_q + group * WIDTH)  # (BLOCK_N, WIDTH)
+            q_tile = tl.load(q_ptrs + group * WIDTH)  # (BLOCK_N, WIDTH)
         else:
-            inside_x = inside_x & (offs_k < K - group * GROUP)[None, :]
-            stored = tl.load(at_q + group * WIDTH, mask=(offs_b < K // PER_BYTE - group * WIDTH)[None, :], other=0)
-        rows = tl.load(at_x + group * GROUP, mask=inside_x, other=0.0)  # (BLOCK_M, GROUP)
-        scale = tl.load(at_s + group * stride_sg).to(tl.float32)
+            mask_x = mask_x & (offs_k < K - group * GROUP)[None, :]
+            q_tile = tl.load(q_ptrs + group * WIDTH, mask=(offs_b < K // PER_BYTE - group * WIDTH)[None, :], other=0)
+        x_tile = tl.load(x_ptrs + group * GROUP, mask=mask_x, other=0.0)  # (BLOCK_M, GROUP)
+        scale = tl.load(scale_ptrs + group * stride_sg).to(tl.float32)
+
+        # Convert the integers, and multiply
         if BITS == 8:
-            z = _product(rows, stored.to(x.dtype.element_ty), None, SWAPPED)
+            acc_tmp = _dot_acc(x_tile, q_tile.to(x.dtype.element_ty), None, SWAPPED)
         else:
-            both = stored.to(tl.int8, bitcast=True)
-            even, odd = tl.split(tl.reshape(rows, (BLOCK_M, WIDTH, 2)))
-            z = _product(even, ((both << 4) >> 4).to(x.dtype.element_ty), None, SWAPPED)
-            z = _product(odd, (both >> 4).to(x.dtype.element_ty), z, SWAPPED)
+            packed = q_tile.to(tl.int8, bitcast=True)
+            even, odd = tl.split(tl.reshape(x_tile, (BLOCK_M, WIDTH, 2)))
+            acc_tmp = _dot_acc(even, ((packed << 4) >> 4).to(x.dtype.element_ty), None, SWAPPED)
+            acc_tmp = _dot_acc(odd, (packed >> 4).to(x.dtype.element_ty), acc_tmp, SWAPPED)
+
+        # Promote with scales
         if SWAPPED:
-            acc += z * scale[:, None]
+            acc += acc_tmp * scale[:, None]
         else:
-            acc += z * scale[None, :]
+            acc += acc_tmp * scale[None, :]
     if SWAPPED:
         acc = acc.T
+
+    # Epilogue
     GATED: tl.constexpr = 2 if ACT == "swiglu" else 1
-    value = _finish(
+    value = _epilogue(
         acc,
         1.0,
         bias,
         None,
-        part,
+        split,
         row,
         col,
         M,
@@ -167,13 +178,13 @@ def _weight_only_kernel(
         y.dtype.element_ty == tl.float32,
         False,
     ).to(y.dtype.element_ty)  # (BLOCK_M, BLOCK_N / GATED)
-    offs = col // GATED + tl.arange(0, BLOCK_N // GATED)
-    at_y = y + (part.to(tl.int64) * M + offs_m)[:, None] * stride_y + offs[None, :]
-    tl.store(at_y, value, mask=(offs_m < M)[:, None] & (offs < N // GATED)[None, :])
+    offs_out = col // GATED + tl.arange(0, BLOCK_N // GATED)
+    y_ptrs = y + (split.to(tl.int64) * M + offs_m)[:, None] * stride_y + offs_out[None, :]
+    tl.store(y_ptrs, value, mask=(offs_m < M)[:, None] & (offs_out < N // GATED)[None, :])
 
 
 @triton.jit
-def _product(rows, weights, acc, SWAPPED: tl.constexpr):  # rows (BLOCK_M, K), weights (BLOCK_N, K); None: from zero
+def _dot_acc(rows, weights, acc, SWAPPED: tl.constexpr):  # rows (BLOCK_M, K), weights (BLOCK_N, K); acc None: from zero
     if SWAPPED:
         acc = tl.dot(weights, rows.T, acc)
     else:
@@ -181,20 +192,20 @@ def _product(rows, weights, acc, SWAPPED: tl.constexpr):  # rows (BLOCK_M, K), w
     return acc
 
 
-def _specialised(*but: str) -> TritonKernel:
-    """The kernel, compiled for multiples of 16 among its sizes and strides, `but` not among these."""
-    return TritonKernel(triton.jit(_weight_only_kernel.fn, do_not_specialize=("M", "splits", *but)))
+def _specialized(*except_for: str) -> TritonKernel:
+    """The kernel with its sizes and strides specialized on multiples of 16, except for M, splits and these."""
+    return TritonKernel(triton.jit(_weight_only_kernel.fn, do_not_specialize=("M", "splits", *except_for)))
 
 
-_TUNED = TritonKernel(_weight_only_kernel)  # M counts too: without it 32 rows of 8 bits spill on Hopper
-_VECTORS = _specialised()  # every other size and stride is a multiple of 16
-_READ_VECTORS = _specialised("N", "stride_y", "stride_sg")  # K and rows of x are
-_SCALARS = _specialised("N", "K", "stride_y", "stride_x", "stride_sg")
+_TUNED = TritonKernel(_weight_only_kernel)  # also specialized on M: otherwise 32 rows of 8 bits spill on Hopper
+_VECTORS = _specialized()  # every other size and stride is a multiple of 16
+_READ_VECTORS = _specialized("N", "stride_y", "stride_sg")  # K and the rows of x are multiples of 16
+_SCALARS = _specialized("N", "K", "stride_y", "stride_x", "stride_sg")
 _reduce = TritonKernel(reduce_kernel)
 
 
 def _kernel_for(small: bool, k: int, stride_x: int, *others: int) -> TritonKernel:
-    """By the layout: what of it can be read and written as vectors."""
+    """Chooses the variant by the layout: what can be read and written as vectors."""
     if k % 16 or stride_x % 16:
         return _SCALARS
     if any(size % 16 for size in others):
@@ -202,11 +213,11 @@ def _kernel_for(small: bool, k: int, stride_x: int, *others: int) -> TritonKerne
     return _VECTORS if small else _TUNED
 
 
-def _supports(
+def _why_not(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> str | None:
-    wide = any(t is not None and t.dtype == torch.float64 for t in (scales, bias))
-    return "has no float64" if wide else None
+    has_float64 = any(t is not None and t.dtype == torch.float64 for t in (scales, bias))
+    return "has no float64" if has_float64 else None
 
 
 @register_impl(
@@ -216,7 +227,7 @@ def _supports(
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch(
     outs: tuple[Tensor],
@@ -233,16 +244,16 @@ def launch(
     m, k = x.shape
     n = q.shape[0]
     splits = min(config.splits, packing.groups(k))
-    to = y if splits == 1 else scratch((splits, m, n), torch.float32, y.device)
+    out = y if splits == 1 else scratch((splits, m, n), torch.float32, y.device)
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), splits)
-    finish = (bias, activation) if splits == 1 else (None, "")
-    args = (to, x, q, scales, finish[0], m, n, k, splits, to.shape[-1], x.stride(0), *scales.stride())
+    epilogue = (bias, activation) if splits == 1 else (None, "")
+    args = (out, x, q, scales, epilogue[0], m, n, k, splits, out.shape[-1], x.stride(0), *scales.stride())
     bits = packing.bits_of(q)
     even = k % packing.GROUP == 0 and not is_small(n, k, bits)
-    constants = (bits, finish[1], splits > 1, even, config.swapped, config.block_m, config.block_n)
-    multiply = _kernel_for(is_small(n, k, bits), k, x.stride(0), n, to.shape[-1], scales.stride(1))
+    constants = (bits, epilogue[1], splits > 1, even, config.swapped, config.block_m, config.block_n)
+    multiply = _kernel_for(is_small(n, k, bits), k, x.stride(0), n, out.shape[-1], scales.stride(1))
     multiply(grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
     if splits > 1:
         grid = (triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
-        args = (y, to, bias, None, None, 1.0, 1, m, n, splits, 0, y.shape[1], 1, 0, 0, 0)
+        args = (y, out, bias, None, None, 1.0, 1, m, n, splits, 0, y.shape[1], 1, 0, 0, 0)
         _reduce(grid, args, (activation, False, REDUCE_M, REDUCE_N), num_warps=4)

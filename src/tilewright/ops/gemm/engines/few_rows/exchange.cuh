@@ -1,5 +1,5 @@
-// The sums of the blocks of a cluster come together: each sends its own, eight tokens at a time, to the block that owns
-// these tokens, which adds what it received from block 0, 1, ... in this order: the same bits every time.
+// Split-K reduction inside a cluster: each block sends its accumulators, eight tokens at a time (a parcel), to the block
+// that owns these tokens, which adds what it received from block 0, 1, ... in this order: the same bits every time.
 #pragma once
 
 #include <tilewright/cluster.cuh>
@@ -15,28 +15,29 @@ __device__ inline void load_shared(float (&value)[4], u32 address) {
                  : "memory");
 }
 
-// Sends the parcels of tokens below `height` to their owners, each thread its four floats of each parcel.
+// Sends the parcels of the first `tile_tokens` tokens to their owners; each thread sends its four floats of each parcel.
 template <typename Config, u32 kCount>
-__device__ inline void send(const float (&sums)[kCount], u32 received, const Barrier& landed, u32 rank, u32 height) {
+__device__ inline void send_parcels(
+    const float (&acc)[kCount], u32 parcels, const Barrier& full, u32 rank, u32 tile_tokens) {
     using Shape = Layout<Config>;
-    const u32 mine = received + rank * Shape::kShare * kParcel + threadIdx.x * 16;
+    const u32 slot_0 = parcels + rank * Shape::kBlockParcels * kParcel + threadIdx.x * 16;
 #pragma unroll
     for (u32 p = 0; p < Shape::kParcels; ++p) {
-        if (8 * p >= height) break;
-        const u32 owner = p / Shape::kShare, slot = p % Shape::kShare;
-        const float* const f = sums + 4 * p;
-        store_shared_remote(map_shared_rank(mine + slot * kParcel, owner), map_shared_rank(landed.address(), owner),
+        if (8 * p >= tile_tokens) break;
+        const u32 owner = p / Shape::kBlockParcels, slot = p % Shape::kBlockParcels;
+        const float* const f = acc + 4 * p;
+        store_shared_remote(map_shared_rank(slot_0 + slot * kParcel, owner), map_shared_rank(full.address(), owner),
                          f[0], f[1], f[2], f[3]);
     }
 }
 
-// sum = what this thread's peers in block 0, 1, ... sent in slot `slot`, added in this order.
-template <typename Config> __device__ inline void add_up(float (&sum)[4], u32 received, u32 slot) {
+// sum = slot `slot` of the parcels from block 0, 1, ..., added in this order.
+template <typename Config> __device__ inline void reduce_parcels(float (&sum)[4], u32 parcels, u32 slot) {
     constexpr u32 kSplit = Config::kSplit;
     float part[kSplit][4];
 #pragma unroll
     for (u32 s = 0; s < kSplit; ++s) {
-        load_shared(part[s], received + (s * Layout<Config>::kShare + slot) * kParcel + threadIdx.x * 16);
+        load_shared(part[s], parcels + (s * Layout<Config>::kBlockParcels + slot) * kParcel + threadIdx.x * 16);
     }
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// act(factor * sum + bias) + c, rounded once and stored: what becomes of the sums.
+// The epilogue: act(factor * sum + bias) + c, rounded once and stored.
 #pragma once
 
 #include <tilewright/activation.cuh>
@@ -6,35 +6,35 @@
 
 namespace tilewright {
 
-// What the epilogue needs beside the sums; c may be d.  A null pointer: not there.  Strides in elements.
+// D and what the epilogue adds; c may be d.  bias and c may be null.  Strides in elements.
 template <typename Config> struct Output {
     typename Config::Out* d;
     const typename Config::Bias* bias;
     const typename Config::Addend* c;
     i64 d_batch, d_row, c_batch, c_row;
     int columns;     // of op(B)
-    bool vectors;    // may kWidth results be stored at once?
+    bool vectors;    // kWidth results may be stored at once
 };
 
-// Rounds and stores kWidth neighbouring results, of which `count` exist.
+// Rounds kWidth neighbouring results, and stores the first `count`.
 template <typename Out, u32 kWidth>
-__device__ inline void store(Out* to, const float (&z)[kWidth], u32 count, bool vectors) {
+__device__ inline void store(Out* dst, const float (&z)[kWidth], u32 count, bool vectors) {
     if (vectors && count == kWidth) {
         struct alignas(kWidth * sizeof(Out)) Vector { Out values[kWidth]; } vector;
 #pragma unroll
         for (u32 i = 0; i < kWidth; ++i) vector.values[i] = from_float<Out>(z[i]);
-        *reinterpret_cast<Vector*>(to) = vector;
+        *reinterpret_cast<Vector*>(dst) = vector;
     } else {
 #pragma unroll
         for (u32 i = 0; i < kWidth; ++i) {
-            if (i < count) to[i] = from_float<Out>(z[i]);
+            if (i < count) dst[i] = from_float<Out>(z[i]);
         }
     }
 }
 
-// For four columns of one row from `column` on, of which at least one exists.
+// Finishes four columns of one row from `column` on, at least one of them in bounds.
 template <typename Config>
-__device__ inline void finish(
+__device__ inline void apply_epilogue(
     const float (&sum)[4], const float (&bias)[4], float factor, const Output<Config>& out, u32 batch, u32 row,
     u32 column) {
     constexpr Activation kActivation = Activation(Config::kActivation);

@@ -1,9 +1,9 @@
-"""Groups of rows with weights each: experts that have few tokens, at the speed at which their weights can be read.
+"""Groups of rows, each with its own weights: experts with few tokens, at the speed of reading their weights.
 
-The device alone knows which rows a group has.  Each warp counts the tiles of 128 groups at a time from starts and ends,
-by a prefix sum over its lanes, and finds its own: no table in memory, no launch before, no limit to the groups.  A tile
-is 64 rows of weights by the tokens of a group; what a copy brings of the next group's tokens is multiplied and never
-stored.  Groups have more rows than expected as often as less, hence tiles with half as many tokens again.
+Only the device knows which rows a group has.  Each warp counts the tiles of 128 groups at a time from starts and ends,
+by a prefix sum over its lanes, and finds its tile: no table in memory, no extra launch, any number of groups.  A tile
+is 64 rows of weights by the tokens of a group; tokens of the next group in the same box are multiplied but not stored.
+Groups have more rows than expected as often as fewer, so tiles have room for half as many tokens again.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from tilewright.ops.gemm.scaling import Scaling, scaling_of
 
 
 class Params(NamedTuple):
-    """What few_rows_grouped_gemm is compiled for."""
+    """The compile-time constants of few_rows_grouped_gemm."""
 
     kTokens: int
     kStages: int
@@ -48,7 +48,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(FILE, "few_rows_grouped_gemm", "TTTTPPPPPqqqqqiiiii??", archs=("sm_90a",), dependent=True)
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -66,10 +66,10 @@ def refusal(
     if any(t.dtype != torch.int32 or (t.shape[0] > 1 and t.stride(0) != 1) for t in bounds):
         return "reads starts and ends of groups that are contiguous int32"
     if scale_a is not None and scale_b is not None:
-        return scaled.operand_refusal(a, b, scale_a, scale_b, activation, out_dtype)
+        return scaled.why_not_operands(a, b, scale_a, scale_b, activation, out_dtype)
     if major_a(a) is not Major.K or major_b(b) is None:
         return "needs a contiguous along K, and b along K or N"
-    return sm90_operands.refusal(a, b, None, None, activation, out_dtype)
+    return sm90_operands.why_not(a, b, None, None, activation, out_dtype)
 
 
 def gemm(
@@ -86,17 +86,17 @@ def gemm(
     """Rows starts[g] .. ends[g] of d = act(those of a @ b[g]); other rows of d stay as they are.
 
     d (Ba, R, N_out)   a (Ba, R, K)   b (G, K, N)   scale_a (Ba, R blocks, K blocks)   scale_b (G, N blocks, K blocks)
-    starts, ends (G,) int32 on the device; without starts a group begins where the one before ends, the first at row 0.
+    starts, ends (G,) int32 on the device; without starts a group begins at the previous end.
     Ba is 1, or G: then rows of group g are those of a[g], without starts from 0 on.  Rows beyond R do not exist,
     whatever ends says.
     """
-    batches, rows, depth = a.shape
-    groups, _, columns = b.shape
+    batches, m, k = a.shape
+    groups, _, n = b.shape
     if 0 in d.shape or groups == 0:
         return
     scaling = model.UNSCALED if scale_a is None or scale_b is None else int(scaling_of(a, b, scale_a, scale_b))
-    check_split(config, depth, a.itemsize)
-    token_rows = min(rows, config.tokens)
+    check_split(config, k, a.itemsize)
+    token_rows = min(m, config.tokens)
     weights, tokens = operand_maps(a, b, token_rows)
     params = Params(
         kTokens=config.tokens,
@@ -123,21 +123,21 @@ def gemm(
         *scale_strides(scale_a, scale_b),
         *d.stride()[:2],
         groups,
-        rows,
-        columns,
-        depth,
+        m,
+        n,
+        k,
         token_rows,
         batches > 1,
         stores_vectors(d),
     )
-    # at most: where groups share rows, no more of them have any than there are rows
-    token_tiles = -(-rows // config.tokens) * groups if batches > 1 else -(-rows // config.tokens) + min(groups, rows)
-    tiles = token_tiles * -(-columns // model.BLOCK_N)
+    # An upper bound: at most as many groups as rows are not empty if groups share one matrix
+    token_tiles = -(-m // config.tokens) * groups if batches > 1 else -(-m // config.tokens) + min(groups, m)
+    tiles = token_tiles * -(-n // model.BLOCK_N)
     launch(KERNEL, config, model.shared_bytes(config, scaling, grouped=True), tiles, d.device, args, params)
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The config of the least predicted time among `CONFIGS`, with room for more rows than are expected.
+    """Returns the config of the least predicted time among `CONFIGS`, with room for more rows than expected.
 
     bucket: rows (expected, of a group), N, K, G, layout, aligned, out_bits, gated, scaling (-1: 16-bit operands)
     """
@@ -147,7 +147,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 24 of least predicted time, with room for what is expected or more."""
+    """Returns the 24 configs of least predicted time, with room for the expected rows or more."""
     work = _work(bucket)
     tokens = sorted({_room(work.rows), model.fitting(model.GROUP_TOKENS, work.rows)})
     return tuple(model.ranked(model.space(tokens, work.scaling, grouped=True), work)[:24])

@@ -1,10 +1,10 @@
-"""e4m3 operands with scales: every granularity that `Scaling` has a name for.
+"""e4m3 operands with scales, in every granularity of `Scaling`.
 
-Weights take half the bytes: 3.8 us for 4096 x 4096 at 4.4 TB/s, and then the launch weighs as much as the reading.
-Scales of 128 of K come through the ring with what they belong to, but for those of 128 x 128 weights: one float for a
-tile and 128 of K, 32 of which the lanes of a warp load at once, a tile or 16 stages ahead, since each new sector comes
-from memory.  They are applied as products are promoted to float32, while the next ones are multiplied.  Scales of whole
-rows and tensors wait for the epilogue.
+Weights take half the bytes: 3.8 us for 4096 x 4096 at 4.4 TB/s, about as long as the launch.  Scales of 128 of K come
+through the ring with their operands, except those of 128 x 128 weights: one float for a tile and 128 of K, 32 of which
+the lanes of a warp load at once, a tile or 16 stages early, since each new sector comes from memory.  They are applied
+when products are promoted to float32, during the next WGMMAs.  Scales of whole rows and tensors are applied in the
+epilogue.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Params(NamedTuple):
-    """What few_rows_scaled_gemm is compiled for."""
+    """The compile-time constants of few_rows_scaled_gemm."""
 
     kTokens: int
     kStages: int
@@ -50,7 +50,7 @@ class Params(NamedTuple):
 KERNEL = CudaKernel(FILE, "few_rows_scaled_gemm", "TTTTPPPPPqqqqqqqfiiiii?", archs=("sm_90a",), dependent=True)
 
 
-def refusal(
+def why_not(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -66,13 +66,13 @@ def refusal(
         return f"is for at most {model.MAX_ROWS} rows of a, got {a.shape[-2]}"
     if any(t is not None and t.dtype not in _OUTPUTS for t in (bias, c)):
         return "takes a bias and an addend of bf16, fp16 or fp32"
-    return operand_refusal(a, b, scale_a, scale_b, activation, out_dtype)
+    return why_not_operands(a, b, scale_a, scale_b, activation, out_dtype)
 
 
-def operand_refusal(
+def why_not_operands(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, activation: str, out_dtype: torch.dtype
 ) -> str | None:
-    """The same by the operands and their scales alone."""
+    """Why the operands and their scales cannot run; None if they can."""
     if a.dtype != torch.float8_e4m3fn or b.dtype != a.dtype:
         return f"multiplies e4m3 operands by scales, got {a.dtype} and {b.dtype}"
     if out_dtype not in _OUTPUTS:
@@ -84,13 +84,13 @@ def operand_refusal(
     scaling = scaling_of(a, b, scale_a, scale_b)
     if scaling is Scaling.OTHER:
         return f"has no form for scales {tuple(scale_a.shape)} and {tuple(scale_b.shape)}"
-    given = ("scale_a", scale_a, a.shape[-2]), ("scale_b", scale_b, b.shape[-1])
-    for layout, (name, scales, rows) in zip(scaling.layouts, given, strict=True):
-        lacking = layout.mismatch(scales, rows, a.shape[-1])
-        if lacking is None and layout is TOKEN and not copyable(scales):
-            lacking = "do not start at, or step by, a multiple of 16 bytes"
-        if lacking is not None:
-            return f"reads scales as they lie, and {name} {lacking}"
+    scale_args = ("scale_a", scale_a, a.shape[-2]), ("scale_b", scale_b, b.shape[-1])
+    for layout, (name, scales, rows) in zip(scaling.layouts, scale_args, strict=True):
+        reason = layout.mismatch(scales, rows, a.shape[-1])
+        if reason is None and layout is TOKEN and not copyable(scales):
+            reason = "do not start at, or step by, a multiple of 16 bytes"
+        if reason is not None:
+            return f"reads scales as they lie, and {name} {reason}"
     return None
 
 
@@ -110,11 +110,11 @@ def gemm(
 
     d (B, M, N_out)   a (B, M, K)   b (B, K, N)   scale_a (B, M blocks, K blocks)   scale_b (B, N blocks, K blocks)
     """
-    batches, rows, depth = a.shape
-    columns = b.shape[-1]
+    batches, m, k = a.shape
+    n = b.shape[-1]
     scaling = int(scaling_of(a, b, scale_a, scale_b))
-    check_split(config, depth, a.itemsize)
-    token_rows = min(rows, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    check_split(config, k, a.itemsize)
+    token_rows = min(m, config.tokens)  # the box ends with the rows of a; the rest of the tile is not stored
     weights, tokens = operand_maps(a, b, token_rows)
     params = Params(
         kTokens=config.tokens,
@@ -142,19 +142,19 @@ def gemm(
         *d.stride()[:2],
         *((0, 0) if c is None else c.stride()[:2]),
         float(alpha),
-        rows,
-        columns,
-        depth,
+        m,
+        n,
+        k,
         batches,
         token_rows,
         stores_vectors(d),
     )
-    tiles = batches * -(-rows // config.tokens) * -(-columns // model.BLOCK_N)
+    tiles = batches * -(-m // config.tokens) * -(-n // model.BLOCK_N)
     launch(KERNEL, config, model.shared_bytes(config, scaling), tiles, d.device, args, params)
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows.
+    """Returns the config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows.
 
     bucket: M, N, K, layout, aligned, out_bits, epilogue, scaling
     """
@@ -164,7 +164,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 24 of least predicted time."""
+    """Returns the 24 configs of least predicted time."""
     work = _work(bucket)
     return tuple(model.ranked(model.space([model.fitting(model.TOKENS, work.rows)], work.scaling), work)[:24])
 
