@@ -34,10 +34,10 @@ class Error:
 def upcast(sample: Sample) -> Sample:
     """The same values in float64."""
 
-    def wide(v: Any) -> Any:
+    def widen(v: Any) -> Any:
         return v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
 
-    args, kwargs = tree_map(wide, (sample.args, dict(sample.kwargs)))
+    args, kwargs = tree_map(widen, (sample.args, dict(sample.kwargs)))
     return Sample(args, kwargs)
 
 
@@ -69,9 +69,9 @@ def errors(outputs: Sequence[Tensor], oracle: Sequence[Tensor]) -> list[Error]:
     return [error(output, expected) for output, expected in zip(outputs, oracle, strict=True)]
 
 
-def worst(found: Sequence[Error]) -> float:
+def worst(output_errors: Sequence[Error]) -> float:
     """Largest relative Frobenius error of an op's outputs."""
-    return max(item.frobenius for item in found)
+    return max(item.frobenius for item in output_errors)
 
 
 class Judge:
@@ -90,15 +90,15 @@ class Judge:
 
     def __call__(self, outputs: object) -> tuple[bool, float]:
         """(right enough, relative error)."""
-        found = errors(tensors(outputs), self._oracle)
-        right = all(map(self._passes, found, self._torch_errors, self._oracle, self._dtypes))
-        return right, worst(found)
+        output_errors = errors(tensors(outputs), self._oracle)
+        right = all(map(self._passes, output_errors, self._torch_errors, self._oracle, self._dtypes))
+        return right, worst(output_errors)
 
-    def _passes(self, mine: Error, theirs: Error, oracle: Tensor, dtype: torch.dtype) -> bool:
+    def _passes(self, ours: Error, theirs: Error, oracle: Tensor, dtype: torch.dtype) -> bool:
         if not dtype.is_floating_point:
-            return mine.largest == 0
+            return ours.largest == 0
         unit = torch.finfo(dtype).eps / 2 + _SUM_ORDER
         rms = float(oracle.norm()) / math.sqrt(oracle.numel()) or 1.0
         peak = float(oracle.abs().max()) / rms
-        within = mine.frobenius <= self._factor * theirs.frobenius + unit
-        return within and mine.largest <= self._factor * theirs.largest + unit * peak
+        frobenius_passes = ours.frobenius <= self._factor * theirs.frobenius + unit
+        return frobenius_passes and ours.largest <= self._factor * theirs.largest + unit * peak

@@ -40,9 +40,9 @@ def bracket(bytes_read: int, bytes_written: int) -> list[str]:
     """The one or two measured mixes around this one."""
     written = bytes_written / (bytes_read + bytes_written)
     shares = sorted(MIXES.items(), key=lambda item: item[1])
-    for (low, at), (high, above) in pairwise(shares):
-        if at <= written <= above:
-            return [low] if written - at < 1e-2 else [high] if above - written < 1e-2 else [low, high]
+    for (low, low_share), (high, high_share) in pairwise(shares):
+        if low_share <= written <= high_share:
+            return [low] if written - low_share < 1e-2 else [high] if high_share - written < 1e-2 else [low, high]
     raise AssertionError(f"a share of {written} lies outside [0, 1]")
 
 

@@ -135,11 +135,11 @@ def calibrate(
     About a minute on a GPU and 15 s on two CPU cores; a third of that with `quick` (fewer points, larger errors).
     `progress` gets one line a step; the last lines are the errors on held-out shapes.
     """
-    where = torch.device(device)
-    grid = (GPU_QUICK if quick else GPU) if where.type == "cuda" else (CPU_QUICK if quick else CPU)
+    target = torch.device(device)
+    grid = (GPU_QUICK if quick else GPU) if target.type == "cuda" else (CPU_QUICK if quick else CPU)
     say = progress or (lambda line: None)
-    info = device_info(where)
-    meter = _Meter(where, grid.rounds)
+    info = device_info(target)
+    meter = _Meter(target, grid.rounds)
     with torch.inference_mode():
         say("launch cost")
         launch, in_graph = meter.launch()
@@ -151,13 +151,13 @@ def calibrate(
             matmul[dtype_name(dtype)] = meter.matmul_grid(grid, dtype)
         say(f"attention {dtype_name(grid.attention_dtype)}: S {grid.s}, D {grid.d}")
         attention = {dtype_name(grid.attention_dtype): meter.attention_grid(grid)}
-        found = Ceilings(
+        ceilings = Ceilings(
             device=info.name,
             arch=info.arch,
-            driver=driver_version(where),
+            driver=driver_version(target),
             torch_version=torch.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            tf32=where.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+            tf32=target.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
             bandwidth=bandwidth,
             matmul=matmul,
             attention=attention,
@@ -166,12 +166,12 @@ def calibrate(
             quick=quick,
         )
         say("held-out shapes")
-        found = replace(found, held_out=_held_out(found, meter, grid))
-    for kind, error in found.held_out.items():
+        ceilings = replace(ceilings, held_out=_held_out(ceilings, meter, grid))
+    for kind, error in ceilings.held_out.items():
         say(f"{kind}: median error {error['median_percent']:.1f} % on {error['shapes']:.0f} held-out shapes")
     if keep:
-        save(found, where)
-    return found
+        save(ceilings, target)
+    return ceilings
 
 
 class _Meter:
@@ -243,27 +243,27 @@ def headline(device: torch.device | str) -> dict[str, float]:
 
     Bandwidth in GB/s of each mix at a size far above the cache, launch cost in us.
     """
-    where = torch.device(device)
-    size = 512 * MIB if where.type == "cuda" else 64 * MIB
-    meter = _Meter(where, rounds=7)
+    target = torch.device(device)
+    size = 512 * MIB if target.type == "cuda" else 64 * MIB
+    meter = _Meter(target, rounds=7)
     with torch.inference_mode():
-        found = {f"{mix}_gb_s": size / meter.traffic(mix, size) / 1e3 for mix in MIXES}
+        ceilings = {f"{mix}_gb_s": size / meter.traffic(mix, size) / 1e3 for mix in MIXES}
         eager, in_graph = meter.launch()
-    found["launch_us"] = eager
+    ceilings["launch_us"] = eager
     if in_graph is not None:
-        found["launch_graph_us"] = in_graph
-    return {name: round(value, 3) for name, value in found.items()}
+        ceilings["launch_graph_us"] = in_graph
+    return {name: round(value, 3) for name, value in ceilings.items()}
 
 
 def _fastest_call(call: Call, budget_s: float) -> float:
     """us of the fastest of as many calls as fit the budget, at least two after a first that does not count."""
     call()
-    fastest, taken, began = float("inf"), 0, time.perf_counter_ns()
-    while taken < 2 or time.perf_counter_ns() - began < budget_s * 1e9:
+    fastest, count, began = float("inf"), 0, time.perf_counter_ns()
+    while count < 2 or time.perf_counter_ns() - began < budget_s * 1e9:
         start = time.perf_counter_ns()
         call()
         fastest = min(fastest, time.perf_counter_ns() - start)
-        taken += 1
+        count += 1
     return fastest / 1e3
 
 
@@ -281,21 +281,23 @@ def _ascending(curve: Curve) -> Curve:
     return result[::-1]
 
 
-def _held_out(found: Ceilings, meter: _Meter, grid: Grid) -> dict[str, dict[str, float]]:
+def _held_out(ceilings: Ceilings, meter: _Meter, grid: Grid) -> dict[str, dict[str, float]]:
     """Median absolute error, in percent, of the predictions for shapes between the grid points."""
     memory = [
-        _percent(found.memory_us(size * (1 - share), size * share), meter.traffic(mix, size))
+        _percent(ceilings.memory_us(size * (1 - share), size * share), meter.traffic(mix, size))
         for size in grid.held_traffic
         for mix, share in MIXES.items()
     ]
     matmul = [
-        _percent(found.matmul_us(m, n, k, dtype), meter.matmul(m, n, k, dtype))
+        _percent(ceilings.matmul_us(m, n, k, dtype), meter.matmul(m, n, k, dtype))
         for m, n, k in grid.held_matmul
         for dtype in grid.dtypes
     ]
     kind, d = grid.attention_dtype, grid.d[0]
     attention = [
-        _percent(found.attention_us(1, grid.heads, s, s, d, kind, causal=causal), meter.attention(s, d, causal, grid))
+        _percent(
+            ceilings.attention_us(1, grid.heads, s, s, d, kind, causal=causal), meter.attention(s, d, causal, grid)
+        )
         for s in grid.held_s
         for causal in (True, False)
     ]

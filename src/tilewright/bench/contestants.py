@@ -48,8 +48,8 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     contract = case.contract
     with torch.no_grad(), record() as recording:
         contract.function(*sample.args, **sample.kwargs)
-    forward, forward_args, *wish = recording.calls[0]
-    forward_plan = forward.plan(forward_args, *wish)  # what ran: the recorded one may have had no kernel here
+    forward, forward_args, *preference = recording.calls[0]
+    forward_plan = forward.plan(forward_args, *preference)  # what ran: the recorded one may have had no kernel here
     if case.direction == "fwd":
         return _choice(forward, forward_args, forward_plan.backend)
     gradient = contract.gradient
@@ -57,7 +57,7 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     positions = gradient.inputs
     needs = [position in positions for position in range(len(forward_args))]
     with torch.no_grad():
-        outputs = tensors(forward(*forward_args, *wish))  # those too that the public function keeps to itself
+        outputs = tensors(forward(*forward_args, *preference))  # those too that the public function keeps to itself
     grads = random_cotangents(outputs[: len(cotangents)], 0)  # the public function's results may have other dimensions
     unused = (None,) * (len(outputs) - len(cotangents))
     saved = gradient.save(forward_args, tuple(outputs))
@@ -72,10 +72,10 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     return _choice(gradient.op, raw_args, "auto" if picked == "torch" and gradient.recomputes else picked)
 
 
-def contestants(case: Case, found: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
+def contestants(case: Case, selection: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
     """Our implementations, then the peers."""
     function = case.contract.function
-    names = found.names if found.chosen in found.names else (*found.names, found.chosen)
+    names = selection.names if selection.chosen in selection.names else (*selection.names, selection.chosen)
     ours = [Contestant(name, True, partial(_ours, function, name, case.workload.into)) for name in names]
     peers = available_peers(case.contract, device, against, case=case.workload.name)
     return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
@@ -147,11 +147,11 @@ def reference_outputs(
 
 
 def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
-    found = implementations(raw.op, raw.direction, raw.package)
-    names = tuple(name for name in known(found) if refusal(raw, found, name, raw_args, "default") is None)
+    impls = implementations(raw.op, raw.direction, raw.package)
+    names = tuple(name for name in known(impls) if refusal(raw, impls, name, raw_args, "default") is None)
     return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
 
 
 def _ours(function: Callable[..., object], backend: str, into: str | None, sample: Sample) -> Call:
-    where = {} if into is None else {"out": sample.kwargs[into]}
-    return bound(partial(function, backend=backend, **where), sample)
+    destination = {} if into is None else {"out": sample.kwargs[into]}
+    return bound(partial(function, backend=backend, **destination), sample)

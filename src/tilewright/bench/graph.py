@@ -28,21 +28,21 @@ def capture(call: Call, *, launches: int, device: torch.device | str) -> Callabl
     Captures on the current stream when that is a side stream, else on a new one. A backward pass runs on the stream
     of its forward: prepare it on the side stream that is current here, or the capture misses it and fails.
     """
-    where = torch.device(device)
-    if where.type != "cuda":
-        raise InputError(f"capture: CUDA graphs need a CUDA device, got {where}")
-    current = torch.cuda.current_stream(where)
-    stream = torch.cuda.Stream(where) if current == torch.cuda.default_stream(where) else current
+    target = torch.device(device)
+    if target.type != "cuda":
+        raise InputError(f"capture: CUDA graphs need a CUDA device, got {target}")
+    current = torch.cuda.current_stream(target)
+    stream = torch.cuda.Stream(target) if current == torch.cuda.default_stream(target) else current
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(3):  # compilation, autotuning and handles must be over before the capture
             call()
-    torch.cuda.synchronize(where)
+    torch.cuda.synchronize(target)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(launches):
             call()
-    torch.cuda.synchronize(where)
+    torch.cuda.synchronize(target)
     return graph.replay
 
 
@@ -70,10 +70,10 @@ def interleave_replays(
     replays: Mapping[str, Call], *, device: torch.device | str, launches: int, rounds: int = 30, evict: bool = True
 ) -> dict[str, Samples]:
     """Time graphs that `capture` made, interleaved; microseconds per captured call."""
-    where = torch.device(device)
-    clock = clock_for(where)
-    plans = {name: Plan(replay, 1, _replay_lead(replay, where), units=launches) for name, replay in replays.items()}
-    return run_rounds(plans, clock, rounds=rounds, before=_eviction(where) if evict else None)
+    target = torch.device(device)
+    clock = clock_for(target)
+    plans = {name: Plan(replay, 1, _replay_lead(replay, target), units=launches) for name, replay in replays.items()}
+    return run_rounds(plans, clock, rounds=rounds, before=_eviction(target) if evict else None)
 
 
 def _replay_lead(replay: Call, device: torch.device) -> float:

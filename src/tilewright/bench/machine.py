@@ -89,17 +89,17 @@ def clocks(device: torch.device | str) -> dict[str, float] | None:
 
     None on a CPU, or where there is no nvidia-smi or it refuses.
     """
-    where = torch.device(device)
+    target = torch.device(device)
     tool = shutil.which("nvidia-smi")
-    if where.type != "cuda" or tool is None:
+    if target.type != "cuda" or tool is None:
         return None
-    uuid = torch.cuda.get_device_properties(where).uuid
+    uuid = torch.cuda.get_device_properties(target).uuid
     command = [tool, f"--id=GPU-{uuid}", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode != 0:
+    process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if process.returncode != 0:
         return None
     readings = {}
-    for name, text in zip(_QUERY, done.stdout.strip().split(","), strict=False):
+    for name, text in zip(_QUERY, process.stdout.strip().split(","), strict=False):
         try:
             readings[name] = float(text)
         except ValueError:  # "[N/A]": this board does not report it

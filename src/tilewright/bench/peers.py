@@ -93,21 +93,21 @@ def available_peers(
     contract: Contract, device: torch.device, against: Sequence[str] | None = None, *, case: str
 ) -> list[Peer]:
     """Peers that can run here and take part in the workload called `case`; with `against`, those of these names."""
-    wanted = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
-    return [peer for peer in wanted if case in getattr(peer, "cases", (case,)) and peer.available()]
+    selected = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
+    return [peer for peer in selected if case in getattr(peer, "cases", (case,)) and peer.available()]
 
 
 def check_names(contracts: Iterable[Contract], device: torch.device, against: Sequence[str]) -> None:
     """Raises UsageError for a name that is no peer of any of the ops."""
-    known = {peer.name for contract in contracts for peer in declared_peers(contract, device)}
-    unknown = sorted(set(against) - known)
+    names = {peer.name for contract in contracts for peer in declared_peers(contract, device)}
+    unknown = sorted(set(against) - names)
     if unknown:
-        raise UsageError(f"no peer named {', '.join(unknown)}. Peers of these ops: {', '.join(sorted(known))}.")
+        raise UsageError(f"no peer named {', '.join(unknown)}. Peers of these ops: {', '.join(sorted(names))}.")
 
 
 def _beside(contract: Contract) -> Sequence[Peer]:
-    found = _module(contract)
-    return found.PEERS if found is not None else ()
+    module = _module(contract)
+    return module.PEERS if module is not None else ()
 
 
 def _replaced(contract: Contract) -> Mapping[str, Sequence[str]]:

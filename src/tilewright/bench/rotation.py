@@ -28,10 +28,10 @@ def rotate(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 
     def turn() -> object:
         nonlocal position
-        here = position
-        position = (here + 1) % len(calls)
-        held[here] = calls[here]()
-        return held[here]
+        index = position
+        position = (index + 1) % len(calls)
+        held[index] = calls[index]()
+        return held[index]
 
     return turn
 
@@ -42,5 +42,5 @@ def sets_for(bytes_touched: int, device: torch.device | str, *, at_most: int = 2
     `at_most` bounds the memory objects; where it binds, the caller evicts the cache between samples (see
     `graph.interleave_graphs`).
     """
-    wanted = math.ceil(2 * device_info(device).l2_bytes / max(1, bytes_touched)) + 1
-    return max(2, min(at_most, wanted))
+    count = math.ceil(2 * device_info(device).l2_bytes / max(1, bytes_touched)) + 1
+    return max(2, min(at_most, count))

@@ -210,16 +210,16 @@ def _grouped(notes: Iterable[Note]) -> list[dict[str, Any]]:
     for n in notes:
         cases.setdefault((n.op, n.dtype, n.direction, n.name, n.reason), []).append(n.case)
     names = ("op", "dtype", "direction", "name", "reason")
-    return [{**dict(zip(names, shared, strict=True)), "cases": found} for shared, found in cases.items()]
+    return [{**dict(zip(names, shared, strict=True)), "cases": case_names} for shared, case_names in cases.items()]
 
 
 def _notes(written: Iterable[Mapping[str, Any]]) -> list[Note]:
     """A note a case, of either form."""
-    found = []
+    notes = []
     for note in written:
         shared = {name: value for name, value in note.items() if name not in ("case", "cases")}
-        found += [Note(case=case, **shared) for case in note.get("cases") or [note["case"]]]
-    return found
+        notes += [Note(case=case, **shared) for case in note.get("cases") or [note["case"]]]
+    return notes
 
 
 def _case_of(note: Note) -> tuple[str, str, str, str]:

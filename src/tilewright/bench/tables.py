@@ -40,14 +40,14 @@ def write_table(results: Results, path: Path | None = None) -> Path:
 def header(machine: Mapping[str, Any]) -> dict[str, Any]:
     """The head of a table measured on `machine`, a dict of `bench.machine.Machine`."""
     compilers = ("host",) if machine["arch"] == "cpu" else ("nvrtc", "tileiras")
-    found = {name: get_compiler(name).version() for name in compilers}
+    compiler_versions = {name: get_compiler(name).version() for name in compilers}
     return {
         "gpu": machine["device"],
         "arch": machine["arch"],
         "sm_count": machine["sm_count"],
         "versions": {
             **{name: machine[name] for name in ("torch", "triton", "driver")},
-            **{name: version for name, version in found.items() if version is not None},
+            **{name: version for name, version in compiler_versions.items() if version is not None},
         },
         "date": machine["date"][:10],
     }

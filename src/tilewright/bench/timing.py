@@ -109,8 +109,8 @@ def run_rounds(
             spans[name].append((start, clock.mark()))
     clock.synchronize()
     return {
-        name: Samples([clock.elapsed_us(*span) / (plans[name].calls * plans[name].units) for span in taken])
-        for name, taken in spans.items()
+        name: Samples([clock.elapsed_us(*span) / (plans[name].calls * plans[name].units) for span in marks])
+        for name, marks in spans.items()
     }
 
 
@@ -118,19 +118,19 @@ def host_us(fn: Call, *, device: torch.device | str, rounds: int = 20, calls: in
     """Host time to enqueue one call, in microseconds, with the device drained before each batch and never waited for
     inside it.
     """
-    where = torch.device(device)
-    clock = clock_for(where)
+    target = torch.device(device)
+    clock = clock_for(target)
     fn()
-    taken = []
+    samples = []
     with _no_collector():
         for _ in range(rounds):
             clock.synchronize()
             start = time.perf_counter_ns()
             for _ in range(calls):
                 fn()
-            taken.append((time.perf_counter_ns() - start) / 1e3 / calls)
+            samples.append((time.perf_counter_ns() - start) / 1e3 / calls)
     clock.synchronize()
-    return Samples(taken)
+    return Samples(samples)
 
 
 def rounds_order(names: Sequence[str], index: int) -> list[str]:

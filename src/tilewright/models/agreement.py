@@ -66,9 +66,9 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
             ours = torch.zeros_like(theirs)
         rows = zip(torch.atleast_1d(ours).split(1024), torch.atleast_1d(theirs).split(1024), strict=True)
         for our_rows, their_rows in rows:  # a piece at a time: logits of a long prompt are gigabytes
-            wide = their_rows.double()
-            difference += float((our_rows.to(wide.device).double() - wide).square().sum())
-            norm += float(wide.square().sum())
+            theirs_fp64 = their_rows.double()
+            difference += float((our_rows.to(theirs_fp64.device).double() - theirs_fp64).square().sum())
+            norm += float(theirs_fp64.square().sum())
     if not math.isfinite(difference):
         return math.inf
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
@@ -76,9 +76,9 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
 
 def logits_of(output: Any) -> Tensor:
     """The tensor that a forward call is judged by: `.logits`, or the first tensor of what it returned."""
-    found = getattr(output, "logits", output)
-    if isinstance(found, Tensor):
-        return found
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, Tensor):
+        return logits
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(output, (tuple, list, Mapping)) else ():
         if isinstance(value, Tensor):

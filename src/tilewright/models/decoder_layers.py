@@ -116,12 +116,12 @@ class _Attention(nn.Module):
         super().__init__()
         self.slope = slope
         self.keyword: str | None = None
-        self.seen: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
 
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         self.keyword = None if args else next(iter(kwargs))
         x = args[0] if self.keyword is None else kwargs.pop(self.keyword)
-        self.seen = kwargs
+        self.received = kwargs
         return torch.tanh(x * self.slope), None
 
 
@@ -153,8 +153,8 @@ def _recipe(
         calls.append(((), {}))
 
     recipe = None
-    device, own = placement(module)
-    cases = itertools.product(dict.fromkeys((own, torch.float32)), (False, True), calls)
+    device, own_dtype = placement(module)
+    cases = itertools.product(dict.fromkeys((own_dtype, torch.float32)), (False, True), calls)
     for dtype, training, (args, kwargs) in cases:
         with probing(device):
             stub = _Attention(torch.randn(_WIDTH, device=device, dtype=dtype))
@@ -166,12 +166,12 @@ def _recipe(
                 expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)
             except Left:
                 return None  # the roles are wrong: the MLP stood where attention is called
-            seen, keyword = stub.seen, stub.keyword
+            received, keyword = stub.received, stub.keyword
             recipe = AddNormRecipe(
                 norm1, attention, norm2, mlp, second, first.name, tuple(values), defaults, keyword, "torch"
             )
             got = call("add_norm", recipe.build(type(module)), layer, x, *args, **kwargs)
-            if match(got, expected) != "bitwise" or stub.seen != seen or stub.keyword != keyword:
+            if match(got, expected) != "bitwise" or stub.received != received or stub.keyword != keyword:
                 return None
     return recipe
 

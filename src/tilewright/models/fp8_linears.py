@@ -74,27 +74,27 @@ class Fp8MlpRecipe:
     up: str
     down: str
     argument: str
-    apart: Recipe | None
+    unfused: Recipe | None
     backend: str | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> y: (..., H)."""
         backend = self.backend
-        apart: Callable[..., Any] = cls.forward if self.apart is None else self.apart.build(cls)
+        unfused: Callable[..., Any] = cls.forward if self.unfused is None else self.unfused.build(cls)
         roles = self.gate, self.up, self.down
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             gate, up, down = (getattr(self, role) for role in roles)
             if not (all(type(m) is nn.Linear for m in (gate, up, down)) and _runs(self, x)):  # or an adapter came
-                made: Tensor = apart(self, x)
-                return made
+                y: Tensor = unfused(self, x)
+                return y
             q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
             pair, last = _cast(self, "pair", [gate.weight, up.weight]), _cast(self, "down", [down.weight])
             bias = None if gate.bias is None else _interleaved([gate.bias, up.bias])
             inner, inner_scales = scaled_matmul_fp8(
                 q, pair[0], scales, pair[1], bias=bias, activation="swiglu", trans_b=True, backend=backend
             )
-            made = scaled_matmul(
+            y = scaled_matmul(
                 inner,
                 last[0],
                 inner_scales,
@@ -104,7 +104,7 @@ class Fp8MlpRecipe:
                 out_dtype=result_dtype(x),
                 backend=backend,
             )
-            return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
         return rename_argument(forward, "x", self.argument)
 
@@ -124,10 +124,10 @@ Fp8Recipe = Fp8LinearRecipe | Fp8MlpRecipe
 def heads(model: nn.Module) -> frozenset[nn.Module]:
     """The layer of output logits, and layers that share a weight with an embedding."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embedded}
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if ask is not None else None
-    return frozenset(found | {head} if isinstance(head, nn.Module) else found)
+    layers = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embedded}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    return frozenset(layers | {head} if isinstance(head, nn.Module) else layers)
 
 
 def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) -> Proposal | None:
@@ -152,7 +152,7 @@ def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) ->
 
 
 def find_mlp(
-    module: nn.Module, recipe: Recipe | None, apart: bool, layers: Collection[nn.Module], backend: str | None
+    module: nn.Module, recipe: Recipe | None, with_unfused: bool, layers: Collection[nn.Module], backend: str | None
 ) -> Proposal | None:
     """The SwiGLU MLP that `recipe` says `module` is, if its linears are among `layers`, which `find` proposed.
 
@@ -165,8 +165,10 @@ def find_mlp(
         return None
     if (gate.bias is None) != (up.bias is None) or gate.weight.dtype != up.weight.dtype:
         return None
-    made = Fp8MlpRecipe(recipe.gate, recipe.up, recipe.down, recipe.argument, recipe if apart else None, backend)
-    return Proposal("fp8", made, ("scaled_matmul_fp8", "scaled_matmul"), str(made))
+    fp8_recipe = Fp8MlpRecipe(
+        recipe.gate, recipe.up, recipe.down, recipe.argument, recipe if with_unfused else None, backend
+    )
+    return Proposal("fp8", fp8_recipe, ("scaled_matmul_fp8", "scaled_matmul"), str(fp8_recipe))
 
 
 def prepare(module: nn.Module) -> None:
@@ -204,8 +206,8 @@ def _cast(module: nn.Module, name: str, weights: Sequence[Tensor]) -> Cast:
 
     if torch.compiler.is_compiling():
         return casts.last(name) or _cast_rows(*[w.detach() for w in weights])
-    made: Cast = casts.of(name, weights, _cast_rows)
-    return made
+    cast: Cast = casts.of(name, weights, _cast_rows)
+    return cast
 
 
 def _cast_rows(*parts: Tensor) -> Cast:

@@ -19,23 +19,25 @@ def measured_faster(x: Tensor, weight: Tensor) -> bool:
     if fused is None:
         return False
     n, k = weight.shape
-    apart = apart_us(n, k, x.dtype, x.device)
-    return fused < apart.get(row_bucket(x.numel() // x.shape[-1]), 0.0)
+    unfused = unfused_us(n, k, x.dtype, x.device)
+    return fused < unfused.get(row_bucket(x.numel() // x.shape[-1]), 0.0)
 
 
 def won(n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[int, float]:
     """Microseconds that the gated product (M, K) @ (N, K).T was faster by, for each bucket of rows where it was."""
-    apart = apart_us(n, k, dtype, device)
+    unfused = unfused_us(n, k, dtype, device)
     rows = by_rows(forward_op(), sizes(n, k, dtype, gated=True), dtype, device)
-    saved = {m: apart[m] - row.us for m, row in rows.items() if m in apart and row.backend != "torch"}
+    saved = {m: unfused[m] - row.us for m, row in rows.items() if m in unfused and row.backend != "torch"}
     return {m: us for m, us in saved.items() if us > 0}
 
 
-def apart_us(n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[int, float]:
+def unfused_us(n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[int, float]:
     """Microseconds of product and gate, for each bucket of rows at which the product was measured.
 
     The gate takes longer the more rows there are: where it was not measured, the largest smaller M is its lower bound.
     """
     products = by_rows(forward_op(), sizes(n, k, dtype), dtype, device)
     gates = by_rows(contract("swiglu").forward, (n // 2,), dtype, device)
-    return {m: row.us + max((g.us for at, g in gates.items() if at <= m), default=0.0) for m, row in products.items()}
+    return {
+        m: row.us + max((g.us for rows, g in gates.items() if rows <= m), default=0.0) for m, row in products.items()
+    }

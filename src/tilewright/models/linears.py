@@ -75,10 +75,10 @@ def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None,
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         return False
-    wish, numerics = resolve(backend)
-    if wish == "torch":
+    preference, numerics = resolve(backend)
+    if preference == "torch":
         return False
-    if wish != "auto" or numerics != "default" or torch.compiler.is_compiling():
+    if preference != "auto" or numerics != "default" or torch.compiler.is_compiling():
         return True
     size = x.numel()
     if size == 0:

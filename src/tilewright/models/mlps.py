@@ -130,8 +130,8 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
         raise Left(
             "mlp", "is not down(act(gate(x)) * up(x)) with SiLU or GELU, gate first where packed, and no dropout"
         )
-    found, verdict = best
-    return Proposal("mlp", dataclasses.replace(found, backend=backend), (found.op,), f"{found} ({verdict})")
+    recipe, verdict = best
+    return Proposal("mlp", dataclasses.replace(recipe, backend=backend), (recipe.op,), f"{recipe} ({verdict})")
 
 
 def _linear_shape(module: nn.Module | None) -> tuple[int, int] | None:
@@ -157,10 +157,10 @@ def _candidates(linears: dict[str, tuple[int, int]], argument: str) -> Iterator[
 
 def _reproduces(module: nn.Module, recipe: MlpRecipe) -> Match | None:
     """Both with dropout on and off: a functional dropout in the module must not be lost."""
-    device, own = placement(module)
+    device, own_dtype = placement(module)
     forward = recipe.build(type(module))
     verdicts: list[Match | None] = []
-    for dtype in dict.fromkeys((own, torch.float32)):
+    for dtype in dict.fromkeys((own_dtype, torch.float32)):
         with probing(device):
             clone = stand_in(module, children=_small_linears(recipe, device, dtype))
             x = 2 * torch.randn(3, 5, _WIDTH, device=device, dtype=dtype)

@@ -144,9 +144,9 @@ def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Propo
             break
     if best is None:
         raise Left("norm", "computes none of the known formulas (RMSNorm, RMSNorm with 1 + weight, LayerNorm)")
-    found, verdict = best
-    op = "layer_norm" if isinstance(found, LayerNormRecipe) else "rms_norm"
-    return Proposal("norm", dataclasses.replace(found, backend=backend), (op,), f"{found} ({verdict})")
+    recipe, verdict = best
+    op = "layer_norm" if isinstance(recipe, LayerNormRecipe) else "rms_norm"
+    return Proposal("norm", dataclasses.replace(recipe, backend=backend), (op,), f"{recipe} ({verdict})")
 
 
 def _candidates(
@@ -166,10 +166,10 @@ def _candidates(
 def _reproduces(module: nn.Module, recipe: RmsNormRecipe | LayerNormRecipe, eps: float) -> Match | None:
     weight = module._parameters[recipe.weight]
     assert weight is not None
-    own = (weight.dtype, weight.dtype)
+    own_dtypes = (weight.dtype, weight.dtype)
     forward = recipe.build(type(module))
     verdicts: list[Match | None] = []
-    for weight_dtype, x_dtype in dict.fromkeys((own, *_DTYPES)):
+    for weight_dtype, x_dtype in dict.fromkeys((own_dtypes, *_DTYPES)):
         with probing(weight.device):
             names = [name for name, p in module._parameters.items() if p is not None]
             values = {name: torch.randn(weight.shape, dtype=weight_dtype, device=weight.device) for name in names}

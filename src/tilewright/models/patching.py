@@ -1,29 +1,21 @@
 """Replace norms, gated MLPs, rotary embeddings, residual adds and linears of one model; verified, undoable."""
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError, VerificationError
-from tilewright.models import attention, decoder_layers, fp8_linears, linears, mlps, norms, rotary, rotary_tables
-from tilewright.models.experts import holds_experts
-from tilewright.models.report import Report, Row
+from tilewright.models import attention, fp8_linears, planning
+from tilewright.models.planning import Mode
+from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
-from tilewright.models.stand_in import Left, Proposal, planned_for
+from tilewright.models.stand_in import planned_for
 from tilewright.models.verification import Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
-
-Mode = Literal["inference", "train"]
-_OPS = (
-    "rms_norm", "layer_norm", "swiglu", "geglu", "silu_and_mul", "gelu_and_mul", "apply_rope", "add_rms_norm", "matmul",
-)  # fmt: skip
-_KINDS = ("norm", "mlp", "rotary", "add_norm", "linear", "attention")
 
 
 def patch(
@@ -111,11 +103,11 @@ class Patch:
     ) -> None:
         self.model = model
         self.mode = mode
-        self._swaps: dict[nn.Module, type[nn.Module]] = {}
-        self._fp8: dict[nn.Module, WeightCasts] = {}
-        rows = list(self._plan(allowed, backend, fp8_linears.heads(model) if fp8 else None))
+        plan = planning.plan(model, mode, allowed, backend, fp8)
+        self._swaps = {module: specialise(type(module), chosen.recipe) for module, chosen in plan.chosen.items()}
+        self._fp8 = {module: WeightCasts() for module, chosen in plan.chosen.items() if chosen.kind == "fp8"}
         row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
-        self._report = Report(tuple(rows if row is None else [*rows, row]))
+        self._report = Report(tuple(plan.rows if row is None else [*plan.rows, row]))
         self._active = False
 
     def apply(self) -> None:
@@ -185,52 +177,6 @@ class Patch:
         if self._active:
             self.undo()
 
-    def _plan(self, allowed: frozenset[str], backend: str | None, heads: frozenset[nn.Module] | None) -> Iterator[Row]:
-        """Probe every module; remember the swaps and yield the rows of the report."""
-        modules = list(self.model.named_modules())
-        tables = rotary_tables.tables(self.model)
-        proposals: dict[nn.Module, list[Proposal | Left]] = {
-            m: list(_proposals(m, rotary_tables.nearest(path, tables), backend, heads)) for path, m in modules
-        }
-        within = frozenset() if heads is None else _float8_mlps(proposals, allowed, backend)
-        recipes = {m: p.recipe for m, found in proposals.items() for p in found if isinstance(p, Proposal)}
-        for _, module in modules:
-            proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)
-        fused: set[nn.Module] = set()
-        for path, module in modules:
-            if holds_experts(module):
-                yield Row(path, type(module).__name__, "experts", "left", "experts are not replaced in this version")
-            if module in within:
-                yield Row(path, type(module).__name__, "fp8", "replaced", "within its MLP's float8 products")
-                continue
-            for proposal in proposals[module]:
-                reason = self._reason_to_leave(proposal, allowed)
-                if reason is None and module in self._swaps:
-                    reason = "something else in this module was replaced"
-                text = reason or (proposal.text if isinstance(proposal, Proposal) else "")
-                if module in fused and reason is None:
-                    text += ", within its layer's ops.add_rms_norm"
-                yield Row(path, type(module).__name__, proposal.kind, "left" if reason else "replaced", text)
-                if reason is None and isinstance(proposal, Proposal):
-                    self._swaps[module] = specialise(type(module), proposal.recipe)
-                    if proposal.kind == "fp8":
-                        self._fp8[module] = WeightCasts()
-                    if isinstance(proposal.recipe, decoder_layers.AddNormRecipe):
-                        fused.add(getattr(module, proposal.recipe.norm2))
-
-    def _reason_to_leave(self, proposal: Proposal | Left, allowed: frozenset[str]) -> str | None:
-        if isinstance(proposal, Left):
-            return str(proposal)
-        if proposal.kind == "fp8":
-            return None
-        if not allowed.issuperset(proposal.ops):
-            return f"ops.{proposal.ops[0]} is not in ops="
-        if self.mode == "train" and proposal.kind == "linear":
-            return "F.linear computes whatever a gradient is wanted of"
-        if self.mode == "train" and (fixed := [op for op in proposal.ops if contract(op).gradient is None]):
-            return f"ops.{fixed[0]} has no gradient"
-        return None
-
     def _apply(self, modules: Collection[nn.Module]) -> None:
         self._classes(modules)
         for rebinding in self._rebindings:
@@ -295,58 +241,11 @@ class Patch:
 
 
 def _allowed(names: Iterable[str] | None) -> frozenset[str]:
-    """Names of ops and kinds; a kind stands for all its ops."""
-    of_kind: dict[str, tuple[str, ...]] = {
-        "norm": ("rms_norm", "layer_norm"),
-        "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
-        "rotary": ("apply_rope",),
-        "add_norm": ("add_rms_norm",),
-        "linear": ("matmul",),
-        "attention": ("attention",),
-    }
-    given = frozenset(of_kind) if names is None else frozenset(names)
-    if unknown := given - set(_KINDS) - set(_OPS):
+    """The names in `ops=`, None being all kinds, with the ops of every kind among them."""
+    names = frozenset(OPS_OF_KIND) if names is None else frozenset(names)
+    known_ops = [op for ops in OPS_OF_KIND.values() for op in ops]
+    if unknown := names - set(OPS_OF_KIND) - set(known_ops):
         raise InputError(
-            f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(_KINDS)}; ops {', '.join(_OPS)}."
+            f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(OPS_OF_KIND)}; ops {', '.join(known_ops)}."
         )
-    return given.union(*(of_kind.get(name, ()) for name in given))
-
-
-def _proposals(
-    module: nn.Module, tables: rotary_tables.Tables, backend: str | None, heads: frozenset[nn.Module] | None
-) -> Iterator[Proposal | Left]:
-    """heads: layers that float8 leaves; None where nobody asked for it."""
-    for find in (norms.find, mlps.find):
-        yield from _ask(functools.partial(find, backend=backend), module)
-    narrow: list[Proposal | Left] = []
-    if heads is not None:
-        narrow = _ask(functools.partial(fp8_linears.find, heads=heads, backend=backend), module)
-        yield from narrow
-    if not any(isinstance(found, Proposal) for found in narrow):
-        yield from _ask(functools.partial(linears.find, backend=backend), module)
-    yield from _ask(functools.partial(rotary.find, tables=tables, backend=backend), module)
-
-
-def _float8_mlps(
-    proposals: dict[nn.Module, list[Proposal | Left]], allowed: frozenset[str], backend: str | None
-) -> frozenset[nn.Module]:
-    """Put float8 in place of MLPs in `proposals` where their layers may run in it; gives these layers."""
-    layers = {m for m, found in proposals.items() for p in found if isinstance(p, Proposal) and p.kind == "fp8"}
-    within: set[nn.Module] = set()
-    for module, found in proposals.items():
-        mlp = next((p for p in found if isinstance(p, Proposal) and p.kind == "mlp"), None)
-        if mlp is None:
-            continue
-        made = fp8_linears.find_mlp(module, mlp.recipe, allowed.issuperset(mlp.ops), layers, backend)
-        if made is not None:
-            found[found.index(mlp)] = made
-            within |= {layer for layer in module.children() if layer in layers}
-    return frozenset(within)
-
-
-def _ask(find: Callable[[nn.Module], Proposal | None], module: nn.Module) -> list[Proposal | Left]:
-    try:
-        found = find(module)
-    except Left as left:
-        return [left]
-    return [] if found is None else [found]
+    return names.union(*(ops for kind, ops in OPS_OF_KIND.items() if kind in names))

@@ -2,10 +2,21 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["norm", "mlp", "rotary", "add_norm", "linear", "fp8", "attention", "experts"]
+Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention"]
+OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
+    "norm": ("rms_norm", "layer_norm"),
+    "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
+    "rotary": ("apply_rope",),
+    "add_norm": ("add_rms_norm",),
+    "linear": ("matmul",),
+    "attention": (),  # the backend decides which function attends
+}
+"""What `patch(ops=)` can allow: kinds of modules, and the ops that replace them."""
+Kind = Literal[Patchable, "fp8", "experts"]
 Status = Literal["replaced", "left"]
 
 

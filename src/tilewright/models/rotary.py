@@ -81,13 +81,13 @@ def find(module: nn.Module, tables: Tables, backend: str | None) -> Proposal | N
         raise Left("rotary", reason)
     device, dtype = placement(module)
     tables = tables or frozenset({("halves", dtype)})
-    found: list[tuple[str, Style, tuple[str, ...]]] = []
+    functions: list[tuple[str, Style, tuple[str, ...]]] = []
     verdicts: list[Match | None] = []
     for name in names:
         rest, style, verdict = _style(forward.__globals__[name], tables, device, dtype)
-        found.append((name, style, rest))
+        functions.append((name, style, rest))
         verdicts.append(verdict)
-    recipe = RotaryRecipe(tuple(found), backend)
+    recipe = RotaryRecipe(tuple(functions), backend)
     return Proposal("rotary", recipe, ("apply_rope",), f"{recipe} ({weakest(verdicts)})")
 
 

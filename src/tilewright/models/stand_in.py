@@ -58,8 +58,8 @@ def stand_in(
     clone.__dict__.update(module.__dict__)
     if wraps_subclasses(type(module)):
         clone.__dict__["gradient_checkpointing"] = False  # it goes around whatever forward there is
-    given = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
-    clone.__dict__["_parameters"] = {**module._parameters, **given}
+    replacements = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
+    clone.__dict__["_parameters"] = {**module._parameters, **replacements}
     clone.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
     clone.__dict__["_modules"] = {
         name: (children or {}).get(name) or copy.deepcopy(child) for name, child in module._modules.items()
@@ -121,8 +121,8 @@ def match(got: Any, expected: Any) -> Match | None:
         return "bitwise"
     exact, other = expected.double(), got.double()
     scale = exact.abs().clamp_min(exact.square().mean().sqrt().item())
-    within = (other - exact).abs() <= 2 * torch.finfo(expected.dtype).eps * scale
-    return "to rounding" if bool(within.all()) else None
+    close = (other - exact).abs() <= 2 * torch.finfo(expected.dtype).eps * scale
+    return "to rounding" if bool(close.all()) else None
 
 
 def weakest(matches: Sequence[Match | None]) -> Match | None:

@@ -45,7 +45,7 @@ def layer_types(config: Any) -> tuple[list[str], list[int | None]]:
     kinds, options = get_layer_types_and_kwargs(config)
     if isinstance(options, dict):
         options = [options if kind == "sliding_attention" else {} for kind in kinds]
-    count = max((place for place, kind in enumerate(kinds, 1) if kind != "dummy"), default=0)
+    count = max((number for number, kind in enumerate(kinds, 1) if kind != "dummy"), default=0)
     return list(kinds[:count]), [each.get("sliding_window") for each in options[:count]]
 
 
@@ -60,8 +60,8 @@ def sdpa_mask() -> Callable[..., Any]:
     """What makes the elements of a mask, (B, 1, S_q, S_k) bool."""
     from transformers.masking_utils import sdpa_mask
 
-    found: Callable[..., Any] = sdpa_mask
-    return found
+    function: Callable[..., Any] = sdpa_mask
+    return function
 
 
 def mask_maker(name: str) -> Callable[..., Any] | None:
@@ -75,22 +75,22 @@ def sdpa_attention_forward() -> Callable[..., Any]:
     """What a layer runs whose attention is "sdpa"."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: Callable[..., Any] = sdpa_attention_forward
-    return found
+    function: Callable[..., Any] = sdpa_attention_forward
+    return function
 
 
 def no_init_weights() -> AbstractContextManager[None]:
     """Models are built in it with the weights that memory holds: nothing is drawn, nothing is written."""
     from transformers.initialization import no_init_weights
 
-    found: AbstractContextManager[None] = no_init_weights()
-    return found
+    context: AbstractContextManager[None] = no_init_weights()
+    return context
 
 
 def default_generation_settings(config: Any) -> dict[str, Any]:
     """What `generate` takes for every setting that neither the call nor a GenerationConfig gives."""
-    found: dict[str, Any] = config._get_default_generation_params()
-    return found
+    settings: dict[str, Any] = config._get_default_generation_params()
+    return settings
 
 
 def wraps_subclasses(cls: type) -> bool:
@@ -100,5 +100,5 @@ def wraps_subclasses(cls: type) -> bool:
     """
     layers = sys.modules.get("transformers.modeling_layers")
     layer = getattr(layers, "GradientCheckpointingLayer", object)
-    own = getattr(layer.__init_subclass__, "__func__", None)
-    return own is not None and getattr(cls.__init_subclass__, "__func__", None) is own
+    hook = getattr(layer.__init_subclass__, "__func__", None)
+    return hook is not None and getattr(cls.__init_subclass__, "__func__", None) is hook

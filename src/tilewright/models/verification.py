@@ -118,8 +118,8 @@ def compare(
                     f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]} "
                     "Pass inputs= that its forward takes, or verify=False."
                 ) from error
-            wide = wide_dtype(model)
-            reference = wide_copy(model, wide, next(model.parameters()).device)
+            reference_dtype = wide_dtype(model)
+            reference = wide_copy(model, reference_dtype, next(model.parameters()).device)
         got, got_grads = _run(model, kwargs, gradients)
         narrow = got
         if in_torch is not None:
@@ -130,7 +130,7 @@ def compare(
     keep = _counted_positions(kwargs, exact)
     got, narrow, base, exact = got[keep], narrow[keep], base[keep], exact[keep]
     return Verification(
-        reference=f"the unpatched model in {str(wide).removeprefix('torch.')}",
+        reference=f"the unpatched model in {str(reference_dtype).removeprefix('torch.')}",
         tokens=exact.shape[0],
         logits=Comparison(
             relative_error([got], [exact]),

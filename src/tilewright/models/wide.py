@@ -35,21 +35,21 @@ def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.
     accuracy rule covers.
     """
 
-    def wide(tensor: Tensor) -> Tensor:
+    def widen(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.element_size() >= dtype.itemsize:
             return tensor.detach().to(device, copy=True)
         return tensor.detach().to(device, dtype)
 
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(wide(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(widen(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo.setdefault(id(buffer), wide(buffer))
-    found = copy.deepcopy(model, memo)
-    run_plainly(found)
+        memo.setdefault(id(buffer), widen(buffer))
+    clone = copy.deepcopy(model, memo)
+    run_plainly(clone)
     narrower = tuple(d for d in (torch.float16, torch.bfloat16, torch.float32) if d.itemsize < dtype.itemsize)
-    cast_on_entry(found, narrower, dtype, device)
-    return found
+    cast_on_entry(clone, narrower, dtype, device)
+    return clone
 
 
 def cast_on_entry(

@@ -31,7 +31,7 @@ class Compilers:
         """Compilations at once."""
         return len(self._workers)
 
-    def compile(self, problem: Problem, trials: Sequence[Trial], done: Callable[[], None]) -> None:
+    def compile(self, problem: Problem, trials: Sequence[Trial], advance: Callable[[], None]) -> None:
         """Compile all; those that may not run get their reason.  `done` is called after each."""
         waiting, busy = list(trials), dict[Watched, Trial]()
         while waiting or busy:
@@ -48,7 +48,7 @@ class Compilers:
                     trial.reason = worker.answer()
                 except WorkerFailed as error:
                     trial.reason = f"{error} (while it was compiled)"
-                done()
+                advance()
 
     def close(self) -> None:
         """End the workers."""

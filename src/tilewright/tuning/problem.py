@@ -42,8 +42,8 @@ class Problem:
     @property
     def raw(self) -> RawOp:
         """The raw op: forward or backward."""
-        (found,) = [raw for raw in self.contract.raw_ops if raw.direction == self.direction]
-        return found
+        (raw_op,) = [raw for raw in self.contract.raw_ops if raw.direction == self.direction]
+        return raw_op
 
     def sample(self) -> Sample:
         """Arguments of the public function: fresh random tensors on the device."""
@@ -61,8 +61,8 @@ def modules_of(subject: Contract, device_type: str) -> tuple[str, ...]:
     """Every module that an op and its implementations were registered from."""
     names = ["tilewright.ops", subject.function.__module__]
     for raw in subject.raw_ops:
-        found = implementations(raw.op, raw.direction, raw.package, device_type)
-        names += [implementation.launch.__module__ for implementation in found.values()]
+        impls = implementations(raw.op, raw.direction, raw.package, device_type)
+        names += [implementation.launch.__module__ for implementation in impls.values()]
     return tuple(dict.fromkeys(names))
 
 
@@ -73,10 +73,10 @@ def raw_call(problem: Problem, sample: Sample) -> Call:
         raw, args, _, _ = notes.calls[0]
         if problem.direction == "fwd":
             return Call(raw, args)
-        made = raw.plain(*args)
+        result = raw.plain(*args)
     gradient = problem.contract.gradient
     assert gradient is not None, "a case has a backward only where the contract has one"
-    outputs = (made,) if isinstance(made, Tensor) else tuple(made)
+    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
     cotangents = tuple(torch.randn_like(output) for output in outputs)
     plain = tuple(None if isinstance(a, Tensor) else a for a in args)
     needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))

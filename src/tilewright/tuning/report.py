@@ -94,6 +94,6 @@ class Report:
 
     def losers(self) -> list[str]:
         """One line for each reason why candidates were dropped, the most frequent first."""
-        found = (trial.reason for each in self.tuned for trial in each.trials)
-        reasons = Counter(reason.split(":", maxsplit=1)[0] for reason in found if reason is not None)
+        texts = (trial.reason for each in self.tuned for trial in each.trials)
+        reasons = Counter(reason.split(":", maxsplit=1)[0] for reason in texts if reason is not None)
         return [f"dropped {count}: {reason}" for reason, count in reasons.most_common()]

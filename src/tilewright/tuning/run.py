@@ -66,11 +66,11 @@ def tune(
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise InputError("tune: a CUDA graph is being captured. Tune before, or after.")
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if backend is not None and (reason := missing(check_name(backend), where.type)):
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if backend is not None and (reason := missing(check_name(backend), target.type)):
         raise BackendError(f"tune: backend {backend} {reason}.")
-    cases = _cases(suite, case, dtype, direction, where)
-    run = _Run(where, search, backend, min_gain, path, seconds, seed)
+    cases = _cases(suite, case, dtype, direction, target)
+    run = _Run(target, search, backend, min_gain, path, seconds, seed)
     end = time.monotonic() + (FOREVER if budget is None else budget)
     try:
         for i, each in enumerate(cases):
@@ -79,9 +79,9 @@ def tune(
                 run.leave(each, "the budget was used up")
                 continue
 
-            def say(what: str, done: int, of: int, number: int = i, running: Case = each) -> None:
+            def say(what: str, count: int, total: int, number: int = i, running: Case = each) -> None:
                 if progress is not None:
-                    progress(number, len(cases), running, what, done, of)
+                    progress(number, len(cases), running, what, count, total)
 
             run.tune(each, now + (end - now) / (len(cases) - i), say)
     finally:
@@ -125,29 +125,29 @@ class _Run:
     def tune(self, case: Case, until: float, say: Callable[[str, int, int], None]) -> None:
         """Tune one case, alone on machines that share this cache folder."""
         subject, problem = case.contract, _problem(case, self._device, self.report.seed)
-        found = space(problem, self._search, self._backend)
-        key = (subject.name, case.direction, found.bucket, found.dtype, "default")
+        search_space = space(problem, self._search, self._backend)
+        key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._rows().get(key)
         say("waiting for another tuner", 0, 1)
         with _alone(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
-                found = space(problem, self._search, self._backend)
+                search_space = space(problem, self._search, self._backend)
                 if self._rows().get(key) != before:
                     self.leave(case, "another process has just tuned it")
                     return
-            if all(trial.backend == "torch" for trial in found.trials):
+            if all(trial.backend == "torch" for trial in search_space.trials):
                 self.leave(case, "torch alone can run it")
                 return
             began = time.monotonic()
             track = Track(problem, self._compilers, self._bench, self._effort)
             try:
-                race = track.race(found, until, say)
+                race = track.race(search_space, until, say)
                 torchs = next((s for t, s in race.samples.items() if t.backend == "torch"), None) or track.torch()
             except (BackendError, WorkerFailed) as error:
                 self.leave(case, str(error), failed=True)
                 return
-            tuned = decide(case, found, race, torchs, self._min_gain, time.monotonic() - began)
+            tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
             if tuned.changed or before is None:
                 table_update.update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
@@ -161,17 +161,17 @@ def _cases(
     suite: str, case: Mapping[str, Any] | None, dtype: str | None, direction: Direction | None, device: torch.device
 ) -> list[Case]:
     """Cases of an op, a family or all, without those whose row an earlier one already decides."""
-    known = known_contracts()
-    if suite not in known and suite not in suites():
-        raise UsageError(f"no op or suite named {suite!r}. Ops: {', '.join(known)}. Suites: {', '.join(suites())}.")
-    family, ops = (known[suite].family, [suite]) if suite in known and suite not in suites() else (suite, None)
-    found: dict[tuple[Any, ...], Case] = {}
+    by_name = known_contracts()
+    if suite not in by_name and suite not in suites():
+        raise UsageError(f"no op or suite named {suite!r}. Ops: {', '.join(by_name)}. Suites: {', '.join(suites())}.")
+    family, ops = (by_name[suite].family, [suite]) if suite in by_name and suite not in suites() else (suite, None)
+    unique: dict[tuple[Any, ...], Case] = {}
     for each in select(family, ops=ops, dtype=dtype, case=case, device=device):
         if direction in (None, each.direction):
-            found.setdefault(
+            unique.setdefault(
                 (each.contract.name, each.direction, each.dtype, bucket_of(_problem(each, device, 0))), each
             )
-    return list(found.values())
+    return list(unique.values())
 
 
 def _problem(case: Case, device: torch.device, seed: int) -> Problem:

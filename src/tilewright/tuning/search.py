@@ -86,27 +86,27 @@ class Track:
 
     def _try(self, trials: Sequence[Trial], always: int, until: float, progress: Progress) -> None:
         """Compile and check, in batches as large as the pool; the first `always` whatever the time."""
-        done = 0
+        tried = 0
         for batch in _batches(trials, max(always, 2 * self._compilers.jobs), 2 * self._compilers.jobs):
             compiled = 0
 
             def advance() -> None:
                 nonlocal compiled
                 compiled += 1
-                progress("compiling", done + compiled, len(trials))  # noqa: B023 - called before the next batch
+                progress("compiling", tried + compiled, len(trials))  # noqa: B023 - called before the next batch
 
-            if done and time.monotonic() > until:
+            if tried and time.monotonic() > until:
                 for trial in batch:
                     trial.reason = NO_TIME
                 continue
             self._compilers.compile(self._problem, batch, advance)
             for trial in batch:
-                done += 1
-                if trial.reason is None and done > always and time.monotonic() > until:
+                tried += 1
+                if trial.reason is None and tried > always and time.monotonic() > until:
                     trial.reason = NO_TIME
                 if trial.reason is None:
                     trial.reason = self._checked(trial)
-                progress("checking", done, len(trials))
+                progress("checking", tried, len(trials))
 
     def _checked(self, trial: Trial) -> str | None:
         """Why a candidate is out, or None.  A crash counts in a new worker only: an old one may hold others' damage."""
@@ -129,11 +129,11 @@ class Track:
             base = samples[present].median if present in samples else None
             reference = reference or base
             scale = reference / base if reference and base else 1.0
-            for trial, found in samples.items():
-                trial.us = found.median * scale
+            for trial, timed in samples.items():
+                trial.us = timed.median * scale
         if not others:
-            for trial, found in self._timed(list(trials), rounds).items():
-                trial.us = found.median
+            for trial, timed in self._timed(list(trials), rounds).items():
+                trial.us = timed.median
 
     def _timed(self, trials: Sequence[Trial], rounds: int) -> dict[Trial, Samples]:
         """Interleaved samples; who cannot be timed gets a reason and is missing."""
@@ -173,11 +173,11 @@ class Track:
         return trials[0], "crashed: only beside others"
 
     def _in_race(self, trials: Sequence[Trial]) -> list[Trial]:
-        found = [trial for trial in trials if trial.reason is None]
-        if not found:
+        racing = [trial for trial in trials if trial.reason is None]
+        if not racing:
             reasons = "; ".join(f"{trial}: {trial.reason}" for trial in trials[:3])
             raise BackendError(f"{self._problem.op}: no candidate is right here ({reasons})")
-        return found
+        return racing
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         """Ask the worker that has the device; a new one is first given the problem."""

@@ -68,14 +68,14 @@ def space(problem: Problem, search: Search, backend: str | None = None) -> Space
         raw, args = call
         plan = raw.plan(args, "auto", "default")
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
-        found = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
-        able = [name for name in known(found) if refusal(raw, found, name, args, "default") is None]
+        impls = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
+        runnable = [name for name in known(impls) if refusal(raw, impls, name, args, "default") is None]
     present = Trial(plan.backend, plan.config, default=True)
     first, rest = [present], list[Trial]()
-    for name in able:
+    for name in runnable:
         if (backend is not None and name != backend) or (name == "torch" and problem.direction == "bwd"):
             continue
-        configs = found[name].space(bucket, dtype) if name in found else (None,)
+        configs = impls[name].space(bucket, dtype) if name in impls else (None,)
         for i, config in enumerate(configs):
             if (name, config) != present.choice:
                 (rest if i else first).append(Trial(name, config, default=not i))

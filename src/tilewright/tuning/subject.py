@@ -72,20 +72,20 @@ class Subject:
             return None
         self._small.backend = backend
         for name in _CHECKS[self.problem.direction]:
-            found = Findings(self._small)
+            findings = Findings(self._small)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, about the deterministic algorithms that poisoning asks for
-                MODES[name].run(self._small, found)
-            if found.faults:
-                return f"wrong ({name}): {found.faults[0]}"
+                MODES[name].run(self._small, findings)
+            if findings.faults:
+                return f"wrong ({name}): {findings.faults[0]}"
         return None
 
     def _takes_few_rows(self, backend: str) -> bool:
         """Can the public function run the small problem on `backend`, there and back?"""
         for problem in (replace(self._shrunk, direction="fwd"), self._shrunk):
             with without_memory(problem) as (raw, args):
-                found = implementations(raw.op, raw.direction, raw.package, self.device.type)
-                if refusal(raw, found, backend, args, "default") is not None:
+                impls = implementations(raw.op, raw.direction, raw.package, self.device.type)
+                if refusal(raw, impls, backend, args, "default") is not None:
                     return False
         return True
 
@@ -113,7 +113,7 @@ class Subject:
         return self._judge(outs)
 
     def _judge(self, outs: object) -> str | None:
-        judged = (wanted.judge(ours) for wanted, ours in zip(self._standards, tensors(outs), strict=True))
+        judged = (expected.judge(ours) for expected, ours in zip(self._standards, tensors(outs), strict=True))
         return next((f"wrong: {fault}" for measure in judged for fault in measure.faults), None)
 
     def _make_standards(self) -> list[Standard]:
@@ -136,26 +136,26 @@ class Subject:
 
     def time(self, choices: Sequence[tuple[str, Any]], rounds: int) -> list[list[float] | str]:
         """Interleaved device times in microseconds, one a round and choice; a reason for one that cannot be timed."""
-        made: dict[str, Call] = {}
+        timed_calls: dict[str, Call] = {}
         reasons: dict[str, str] = {}
         graph = self._launches
         with torch.inference_mode(self.problem.direction == "fwd"):
             for i, (backend, config) in enumerate(choices):
                 try:
                     call = rotate(self._calls(backend, config))
-                    made[str(i)] = capture(call, launches=graph, device=self.device) if graph else call
+                    timed_calls[str(i)] = capture(call, launches=graph, device=self.device) if graph else call
                 except RuntimeError as error:
                     reasons[str(i)] = f"cannot be captured: {error}".splitlines()[0][:200]
             if graph:
-                timed = interleave_replays(made, device=self.device, launches=graph, rounds=rounds, evict=True)
+                timed = interleave_replays(timed_calls, device=self.device, launches=graph, rounds=rounds, evict=True)
             else:
-                timed = interleave(made, device=self.device, rounds=rounds)
+                timed = interleave(timed_calls, device=self.device, rounds=rounds)
             for name in timed:
                 backend, config = choices[int(name)]
                 fault = None if backend == "torch" else self._judge(self._call(backend, config, self._sets[0])())
                 if fault is not None:
                     reasons[name] = f"after timing: {fault}"
-        del made
+        del timed_calls
         gc.collect()  # graphs hold their memory
         return [reasons.get(str(i)) or timed[str(i)].us for i in range(len(choices))]
 

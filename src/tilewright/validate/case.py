@@ -21,11 +21,11 @@ class RawCall(NamedTuple):
 
     op: RawOp
     args: tuple[Any, ...]
-    wish: tuple[str, str]
+    preference: tuple[str, str]
 
     def plan(self) -> Plan:
         """What the raw op would launch for this call."""
-        return self.op.plan(self.args, *self.wish)
+        return self.op.plan(self.args, *self.preference)
 
 
 class Other(NamedTuple):
@@ -75,8 +75,8 @@ class Case:
 
     def truth_of(self, sample: Sample, cotangents: Sequence[Tensor] | None = None) -> Truth:
         """The truth of another sample."""
-        kept = Sample(replicas(sample.args), replicas(dict(sample.kwargs)))
-        return truth(self.contract, kept, self.seed + 1, cotangents)
+        replica = Sample(replicas(sample.args), replicas(dict(sample.kwargs)))
+        return truth(self.contract, replica, self.seed + 1, cotangents)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Sample:
         """The inputs with `change` applied to every tensor."""
@@ -122,18 +122,18 @@ def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) 
         function(*sample.args, **sample.kwargs)
     if not notes.calls:
         raise NotApplicable("no raw op is behind this call")
-    op, args, *wish = notes.calls[0]
-    forward = RawCall(op, args, (wish[0], wish[1]))
+    op, args, *preference = notes.calls[0]
+    forward = RawCall(op, args, (preference[0], preference[1]))
     gradient = contract.gradient
     if gradient is None or not gradient.covers(args):
         return [forward]
     plain = tuple(None if isinstance(a, Tensor) else a for a in args)
     needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
     with torch.no_grad():
-        outputs = as_tuple(op(*args, *wish))
+        outputs = as_tuple(op(*args, *preference))
     cotangents = tuple(torch.randn_like(o) for o in outputs)
     raw = gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs)
-    return [forward, RawCall(gradient.op, raw, forward.wish)]
+    return [forward, RawCall(gradient.op, raw, forward.preference)]
 
 
 def tensors(sample: Sample) -> list[Tensor]:
@@ -188,17 +188,19 @@ class Findings:
         self.faults += trial.faults
         self.judged += trial.judged
 
-    def outputs(self, made: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
+    def outputs(self, outputs: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
         """Judge the outputs of one call."""
         standards = (against or self.case.truth).outputs
-        self.require(len(made) == len(standards), f"{where}{len(made)} outputs; the reference has {len(standards)}")
-        for wanted, ours in zip(standards, made, strict=False):
-            self.measure(wanted.judge(ours), where)
+        self.require(
+            len(outputs) == len(standards), f"{where}{len(outputs)} outputs; the reference has {len(standards)}"
+        )
+        for standard, ours in zip(standards, outputs, strict=False):
+            self.measure(standard.judge(ours), where)
 
-    def gradients(self, made: dict[int, Any], where: str = "", against: Truth | None = None) -> None:
+    def gradients(self, grads: dict[int, Any], where: str = "", against: Truth | None = None) -> None:
         """Judge gradients by position."""
         standards = (against or self.case.truth).gradients
-        for i, ours in made.items():
+        for i, ours in grads.items():
             self.measure(standards[i].judge(ours), where)
 
     def measure(self, measure: Measure, where: str = "") -> None:

@@ -54,18 +54,18 @@ def check(
     chosen = _modes(modes)
     if backend is not None:
         check_name(backend)
-    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     start = secrets.randbelow(2**31) if seed is None else seed
     results: list[Result] = []
-    problems = list(_problems(subject, sample, dtype, place))
+    problems = list(_problems(subject, sample, dtype, target))
     telling = _representative(subject) if sample is None else None
     for i, problem in enumerate(problems):
         runs = [m for m in chosen if (i == 0 or not m.once) and not (m.heavy and telling and problem.name != telling)]
         if runs:
             case = Case(subject, problem.name, problem.make, backend=backend, seed=start + i, compiler=compiler)
-            place = case.device
+            target = case.device
             results += [_run(mode, case) for mode in runs]
-    return CheckReport(subject.name, backend or "auto", str(place), start, tuple(results))
+    return CheckReport(subject.name, backend or "auto", str(target), start, tuple(results))
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ def _problems(subject: Contract, sample: Any, dtype: torch.dtype | None, device:
     else:
         if dtype is not None:
             raise InputError("check: dtype= goes with a workload; a sample has the dtypes of its tensors.")
-        given = sample if isinstance(sample, Sample) else Sample(tuple(sample))
-        kept = Sample(replicas(given.args), replicas(dict(given.kwargs)))
+        original = sample if isinstance(sample, Sample) else Sample(tuple(sample))
+        template = Sample(replicas(original.args), replicas(dict(original.kwargs)))
         variants: dict[int, Sample] = {}
 
         def make(seed: int) -> Sample:
             # the first request is the sample as given; any other is for different values of the same kind
             first = next(iter(variants), seed)
-            return variants.setdefault(seed, kept if seed == first else _other_values(kept, seed - first))
+            return variants.setdefault(seed, template if seed == first else _other_values(template, seed - first))
 
         yield _Problem("sample", make)
 
@@ -138,11 +138,11 @@ def _from_workload(subject: Contract, workload: Workload, dtype: torch.dtype, de
 
 
 def _named(subject: Contract, name: str) -> Workload:
-    known = {w.name: w for w in (*subject.workloads, *subject.cpu_workloads, *subject.edge_cases)}
-    found = known.get(name) or {n.partition(":")[0]: w for n, w in known.items()}.get(name)
-    if found is None:
-        raise InputError(f"check({subject.name}): no workload named {name!r}. Allowed: {', '.join(known)}.")
-    return found
+    workloads = {w.name: w for w in (*subject.workloads, *subject.cpu_workloads, *subject.edge_cases)}
+    workload = workloads.get(name) or {n.partition(":")[0]: w for n, w in workloads.items()}.get(name)
+    if workload is None:
+        raise InputError(f"check({subject.name}): no workload named {name!r}. Allowed: {', '.join(workloads)}.")
+    return workload
 
 
 def _other_values(sample: Sample, turn: int) -> Sample:
@@ -161,22 +161,22 @@ def _other_values(sample: Sample, turn: int) -> Sample:
 
 
 def _run(mode: Mode, case: Case) -> Result:
-    found = Findings(case)
+    findings = Findings(case)
     began = time.perf_counter()
     reason = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about settings of its own: TF32, deterministic algorithms
-            mode.run(case, found)
+            mode.run(case, findings)
     except (NotApplicable, RefusedError) as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 - whatever the op raised is the finding
-        found.faults.append(f"raised {type(error).__name__}: {error}")
-    if reason is None and not found.judged:
-        reason = "; ".join(found.refusals) or "nothing was judged"
-    status: Status = "failed" if found.faults else "passed" if reason is None else "skipped"
-    remarks = (*found.notes, *(f"refused: {text}" for text in found.refusals))
-    details = (reason,) if status == "skipped" and reason else (*found.faults, *remarks)
+        findings.faults.append(f"raised {type(error).__name__}: {error}")
+    if reason is None and not findings.judged:
+        reason = "; ".join(findings.refusals) or "nothing was judged"
+    status: Status = "failed" if findings.faults else "passed" if reason is None else "skipped"
+    remarks = (*findings.notes, *(f"refused: {text}" for text in findings.refusals))
+    details = (reason,) if status == "skipped" and reason else (*findings.faults, *remarks)
     seconds = time.perf_counter() - began
     dtype = str(case.dtype).removeprefix("torch.")
-    return Result(case.name, dtype, mode.name, status, details, tuple(found.measures), seconds, mode.computes)
+    return Result(case.name, dtype, mode.name, status, details, tuple(findings.measures), seconds, mode.computes)

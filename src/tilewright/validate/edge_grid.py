@@ -67,14 +67,14 @@ def problems(contract: Contract, seed: int, density: float = 1.5) -> list[EdgePr
     varied = {name for base in contract.edge_cases for name in base.params if name in SIZES}
     count = max(2, math.ceil(density * (len(varied | {*contract.edge_grid}) + math.sqrt(len(contract.edge_cases)) + 2)))
     covered: set[tuple[str, str]] = set()
-    found: list[EdgeProblem] = []
-    while len(found) < count:
-        candidates = [_candidate(contract, draw, seed + len(found)) for _ in range(CANDIDATES)]
+    chosen: list[EdgeProblem] = []
+    while len(chosen) < count:
+        candidates = [_candidate(contract, draw, seed + len(chosen)) for _ in range(CANDIDATES)]
         pairs = [_pairs(candidate) for candidate in candidates]
         best = max(range(CANDIDATES), key=lambda i: len(pairs[i] - covered))
         covered |= pairs[best]
-        found.append(candidates[best])
-    return found
+        chosen.append(candidates[best])
+    return chosen
 
 
 def _candidate(contract: Contract, draw: random.Random, seed: int) -> EdgeProblem:

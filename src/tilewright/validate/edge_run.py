@@ -67,8 +67,8 @@ def run_problem(
 def _run(
     contract: Contract, problem: EdgeProblem, backend: str, device: torch.device, judged: bool, result: EdgeResult
 ) -> None:
-    made = contract.inputs(problem.params, problem.dtype, device, problem.seed)
-    sample = placed(made, problem.offset, GUARD if judged else 0)
+    inputs = contract.inputs(problem.params, problem.dtype, device, problem.seed)
+    sample = placed(inputs, problem.offset, GUARD if judged else 0)
     memory = _memory(sample)
     before = [m.clone() for m in memory]
 
@@ -80,7 +80,7 @@ def _run(
             return as_tuple(function(*sample.args, **sample.kwargs))
 
     outputs = _planned(forward)
-    exact = truth(contract, made, problem.seed) if judged else None
+    exact = truth(contract, inputs, problem.seed) if judged else None
     cotangents = _cotangents(outputs, exact, problem)
     _judge(result, exact, outputs, "")
     positions = gradient_inputs(contract, sample)
@@ -93,10 +93,10 @@ def _run(
             _judge(result, exact, *_planned(both), "with gradients: ")
     except _Refused as reason:
         result.refused_backward, positions = str(reason), ()
-    for again in range(_REPEATS):
+    for repeat in range(_REPEATS):
         outputs = forward()
         grads = both()[1] if positions else {}
-        if again == _REPEATS - 1:
+        if repeat == _REPEATS - 1:
             _judge(result, exact, outputs, grads, "on tape: ")
     if not result.refused_backward:
         with suppress(NotApplicable):  # no raw op is behind the call
@@ -104,8 +104,10 @@ def _run(
                 _launch_guarded(call, problem.offset, device, result)
     for i, (old, now) in enumerate(zip(before, memory, strict=True)):
         if not torch.equal(old, now):
-            at = int((old != now).nonzero()[0])
-            result.details.append(f"memory {i} of the inputs, or beside them, was written to: first at byte {at}")
+            first_byte = int((old != now).nonzero()[0])
+            result.details.append(
+                f"memory {i} of the inputs, or beside them, was written to: first at byte {first_byte}"
+            )
 
 
 def _planned(call: Callable[[], Any]) -> Any:
@@ -124,20 +126,20 @@ def placed(sample: Sample, offset: int, guard: int) -> Sample:
     """`sample` in other memory: each storage `offset` bytes behind a boundary, or one element where that is more, with
     `guard` bytes of 0xFF on both sides.
     """
-    found: dict[int, tuple[Tensor, int]] = {}
+    copies: dict[int, tuple[Tensor, int]] = {}
 
     def place(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         storage, size = value.untyped_storage(), value.element_size()
         key = storage._cdata
-        if key not in found:
+        if key not in copies:
             start = -(-guard // _BOUNDARY) * _BOUNDARY + -(-offset // size) * size
             memory = torch.full((start + storage.nbytes() + guard,), 0xFF, dtype=torch.uint8, device=value.device)
             bytes_of = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
             memory[start : start + storage.nbytes()] = bytes_of
-            found[key] = memory, start
-        memory, start = found[key]
+            copies[key] = memory, start
+        memory, start = copies[key]
         first = start // size + value.storage_offset()
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(
             memory.untyped_storage(), first, value.shape, value.stride()
@@ -149,10 +151,10 @@ def placed(sample: Sample, offset: int, guard: int) -> Sample:
 
 def _memory(sample: Sample) -> list[Tensor]:
     """The bytes of every storage of a sample, once."""
-    found = {t.untyped_storage()._cdata: t for t in tensors(sample)}
+    storages = {t.untyped_storage()._cdata: t for t in tensors(sample)}
     return [
         torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # shares memory
-        for t in found.values()
+        for t in storages.values()
     ]
 
 
@@ -170,7 +172,7 @@ def _judge(result: EdgeResult, exact: Truth | None, outputs: Sequence[Tensor], *
     grads, where = rest if len(rest) == 2 else ({}, rest[0])
     if len(outputs) != len(exact.outputs):
         result.details.append(f"{where}{len(outputs)} outputs; the reference has {len(exact.outputs)}")
-    measures = [wanted.judge(ours) for wanted, ours in zip(exact.outputs, outputs, strict=False)]
+    measures = [standard.judge(ours) for standard, ours in zip(exact.outputs, outputs, strict=False)]
     measures += [exact.gradients[i].judge(grad) for i, grad in grads.items()]
     result.details += [where + fault for measure in measures for fault in measure.faults]
 
@@ -183,10 +185,12 @@ def _launch_guarded(call: RawCall, offset: int, device: torch.device, result: Ed
         return
     if call.args[0].numel() == 0:  # the machinery computes the reference there
         return
-    given = [guarded(tuple(o.shape), o.dtype, device, GUARD, -(-offset // o.element_size()), o.stride()) for o in outs]
-    around = [surroundings(o) for o in given]
-    plan.launch(tuple(given), *call.args, config=plan.config)
-    for i, (out, old) in enumerate(zip(given, around, strict=True)):
+    buffers = [
+        guarded(tuple(o.shape), o.dtype, device, GUARD, -(-offset // o.element_size()), o.stride()) for o in outs
+    ]
+    around = [surroundings(o) for o in buffers]
+    plan.launch(tuple(buffers), *call.args, config=plan.config)
+    for i, (out, old) in enumerate(zip(buffers, around, strict=True)):
         for side, was, now in zip(("before", "after"), old, surroundings(out), strict=True):
             if not torch.equal(was, now):
                 result.details.append(f"{call.op.key} output {i}: memory {side} the output was overwritten")

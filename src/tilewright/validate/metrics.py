@@ -22,7 +22,7 @@ CANCELLED = 2.0**-40  # of the typical value: less is what float64 leaves of ter
 class Errors(NamedTuple):
     """Norms of an error (or of any tensor seen as (M, N)), in its own units; `ulp` counts representable values."""
 
-    whole: Tensor  # (): Frobenius norm
+    frobenius: Tensor  # (): Frobenius norm
     largest: Tensor  # (): largest absolute value
     ulp: Tensor  # (): see `ulp_quantile`
     rows: Tensor  # (M,): norm of each row

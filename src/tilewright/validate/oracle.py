@@ -62,7 +62,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
         baseline = as_tuple(contract.reference(*sample.args, **sample.kwargs))
     if cotangents is None:
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in baseline]
-    wide = wider(sample)
+    jitter_dtype = wider(sample)
 
     def at(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
         args, kwargs, grads = converted((sample.args, dict(sample.kwargs), tuple(cotangents)), dtype, noise)
@@ -72,7 +72,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
             return as_tuple(contract.reference(*args, **kwargs)), {}
 
     exact, same = at(torch.float64), at(None)
-    noisy = [at(wide, generator) for _ in range(JITTERS)]
+    noisy = [at(jitter_dtype, generator) for _ in range(JITTERS)]
     names = argument_names(contract)
     outputs = tuple(
         standard(
@@ -139,9 +139,9 @@ def argument_names(contract: Contract) -> list[str]:
     return list(inspect.signature(contract.function).parameters)
 
 
-def as_tuple(made: Any) -> tuple[Tensor, ...]:
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
     """One result or several, as a tuple."""
-    return (made,) if isinstance(made, Tensor) else tuple(made)
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _dense(grad: Tensor | None, like: Tensor) -> Tensor:

@@ -76,9 +76,9 @@ class Standard:
         assert isinstance(ours, Tensor)
         if not self.dtype.is_floating_point:
             return Measure(self.name, *_NOTHING, faults=self._other_integers(ours))
-        found = errors(ours.detach(), self.exact, self.dtype, ulps=self.ulps)
-        faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
-        return self._measure(found, tuple(faults))
+        measured = errors(ours.detach(), self.exact, self.dtype, ulps=self.ulps)
+        faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(measured))]
+        return self._measure(measured, tuple(faults))
 
     def _structure(self, ours: object) -> str | None:
         if not isinstance(ours, Tensor):
@@ -91,8 +91,8 @@ class Standard:
         wrong = (ours != self.rounded).nonzero()
         if not len(wrong):
             return ()
-        at = tuple(int(i) for i in wrong[0])
-        return (f"{self.name}: {len(wrong)} integers are not the reference's; first difference at {at}",)
+        index = tuple(int(i) for i in wrong[0])
+        return (f"{self.name}: {len(wrong)} integers are not the reference's; first difference at {index}",)
 
     def _non_finite(self, ours: Tensor) -> list[str]:
         kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
@@ -104,24 +104,26 @@ class Standard:
         for kind, test in kinds:
             got, expected = test(testable(ours)), test(testable(self.rounded))
             if not torch.equal(got, expected):
-                at = tuple(int(i) for i in (got != expected).nonzero()[0])
-                here, there = int(got.sum()), int(expected.sum())
-                faults.append(f"{here} elements are {kind}, the oracle has {there}; first difference at {at}")
+                index = tuple(int(i) for i in (got != expected).nonzero()[0])
+                ours_count, oracle_count = int(got.sum()), int(expected.sum())
+                faults.append(
+                    f"{ours_count} elements are {kind}, the oracle has {oracle_count}; first difference at {index}"
+                )
         return faults
 
-    def _excesses(self, found: Errors) -> list[str]:
+    def _excesses(self, measured: Errors) -> list[str]:
         faults = []
         for field, unit, scale in (
-            ("whole", "of its norm", self.size.whole),
+            ("whole", "of its norm", self.size.frobenius),
             ("largest", "of its largest value", self.size.largest),
             ("ulp", "ULP", torch.ones_like(self.size.ulp)),
         ):
-            ours, theirs, limit = (float(getattr(e, field) / scale) for e in (found, self.torch, self.limit))
-            if not getattr(found, field) <= getattr(self.limit, field):
+            ours, theirs, limit = (float(getattr(e, field) / scale) for e in (measured, self.torch, self.limit))
+            if not getattr(measured, field) <= getattr(self.limit, field):
                 what = {"whole": "error", "largest": "largest error", "ulp": "high quantile of errors"}[field]
                 faults.append(f"{what} {ours:.3g} {unit}; torch {theirs:.3g}, allowed {limit:.3g}")
         for part in PARTS:
-            value, limit, torch_value, size = (getattr(e, part) for e in (found, self.limit, self.torch, self.size))
+            value, limit, torch_value, size = (getattr(e, part) for e in (measured, self.limit, self.torch, self.size))
             excess = ~(value <= limit)
             if excess.any():
                 worst = int(torch.where(excess, value / limit, 0.0).argmax())
@@ -132,8 +134,8 @@ class Standard:
                 )
         return faults
 
-    def _measure(self, found: Errors, faults: tuple[str, ...]) -> Measure:
-        norm = float(self.size.whole) or 1.0
+    def _measure(self, measured: Errors, faults: tuple[str, ...]) -> Measure:
+        norm = float(self.size.frobenius) or 1.0
         rms = norm / self.exact.numel() ** 0.5
 
         def worst(e: Errors) -> float:
@@ -141,13 +143,13 @@ class Standard:
 
         return Measure(
             self.name,
-            float(found.whole) / norm,
-            float(self.torch.whole) / norm,
-            float(found.largest) / rms,
+            float(measured.frobenius) / norm,
+            float(self.torch.frobenius) / norm,
+            float(measured.largest) / rms,
             float(self.torch.largest) / rms,
-            float(found.ulp),
+            float(measured.ulp),
             float(self.torch.ulp),
-            worst(found),
+            worst(measured),
             worst(self.torch),
             faults,
         )
@@ -175,8 +177,8 @@ def standard(
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
     if exact.numel() == 0 or not dtype.is_floating_point:
-        nothing = Errors(*[zero] * len(Errors._fields))
-        return Standard(name, dtype, exact.device, exact, rounded, nothing, nothing, nothing)
+        zeros = Errors(*[zero] * len(Errors._fields))
+        return Standard(name, dtype, exact.device, exact, rounded, zeros, zeros, zeros)
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
     theirs = errors(baseline, exact, dtype, ulps=ulps)
     number = counts(exact)
@@ -188,20 +190,20 @@ def standard(
         order + info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
     )
     rms = typical(exact)
-    coarser = _ratio(theirs.whole, noise.whole)
+    coarser = _ratio(theirs.frobenius, noise.frobenius)
     limits = []
     for field in Errors._fields:
-        their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
+        their, norm, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
         if field in PARTS:
-            sound = _sound(own / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
-            their = torch.maximum(their, torch.where(sound, _ratio(their, own), 0.0).max() * own)
+            sound = _sound(norm / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
+            their = torch.maximum(their, torch.where(sound, _ratio(their, norm), 0.0).max() * norm)
             their = torch.maximum(their, coarser * getattr(noise, field))
-            usual = _typical_part(own / n.sqrt(), rms)
-            cancelled = torch.where(sound, 0.0, SUM_ORDER * (usual * n.sqrt() / 2 - own).clamp_min(0))
+            usual = _typical_part(norm / n.sqrt(), rms)
+            cancelled = torch.where(sound, 0.0, SUM_ORDER * (usual * n.sqrt() / 2 - norm).clamp_min(0))
         floor = (
             FLOOR_ULP + order / info.eps
             if field == "ulp"
-            else relative * own + info.smallest_normal * info.eps * n.sqrt()
+            else relative * norm + info.smallest_normal * info.eps * n.sqrt()
         )
         if field in PARTS:
             floor = floor + cancelled

@@ -27,8 +27,8 @@ class AbsentDevice(TorchFunctionMode):
 
 def _index(x: Tensor, index: Any) -> Tensor:
     viewed, places = _viewed(x, index)
-    made: Tensor = _aten.index.Tensor(viewed, places) if places else viewed
-    return made
+    result: Tensor = _aten.index.Tensor(viewed, places) if places else viewed
+    return result
 
 
 def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -38,9 +38,9 @@ def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous
 def _viewed(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
     """(x after all that makes a view of it, indices of its dimensions by tensors; none where there is no such one)."""
     items = list(index) if isinstance(index, tuple) else [index]
-    taken = sum(_dimensions(item) for item in items)
+    indexed_dims = sum(_dimensions(item) for item in items)
     gap = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    items[gap : gap + 1] = [slice(None)] * (x.dim() - taken)
+    items[gap : gap + 1] = [slice(None)] * (x.dim() - indexed_dims)
     viewed, dim = _aten.alias(x), 0
     places: list[Tensor | None] = []
     for item in items:

@@ -82,15 +82,15 @@ def _of_case(case: Case) -> RawCall:
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)
         with record() as notes:
             public = contract.function(*sample.args, **sample.kwargs)
-        ((op, args, *wish),) = notes.calls
+        ((op, args, *preference),) = notes.calls
         if case.direction == "fwd" or gradient is None:
             return RawCall(op, args)
-        made = op(*args, *wish)  # those too that the public function keeps to itself, which get no gradient
-        outputs = made if isinstance(made, tuple) else (made,)
+        result = op(*args, *preference)  # those too that the public function keeps to itself, which get no gradient
+        outputs = result if isinstance(result, tuple) else (result,)
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(isinstance(a, Tensor) for a in args)
-        wanted = len(public) if isinstance(public, tuple) else 1
-        grads = tuple(torch.empty_like(out) if i < wanted else None for i, out in enumerate(outputs))
+        public_count = len(public) if isinstance(public, tuple) else 1
+        grads = tuple(torch.empty_like(out) if i < public_count else None for i, out in enumerate(outputs))
         return RawCall(gradient.op, gradient.raw_args(grads, gradient.save(args, outputs), plain, needs))
 
 
@@ -136,10 +136,10 @@ def of_model(
         _move(model, device)
         patched.apply()
         for length in tokens:
-            made = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
+            prefill = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
             step = torch.ones(batch, 1, dtype=torch.long, device=device)
             for _ in range(min(new_tokens, _STEPS)):
-                model(input_ids=step, past_key_values=made.past_key_values, use_cache=True)
+                model(input_ids=step, past_key_values=prefill.past_key_values, use_cache=True)
         for length in tokens:
             try:
                 run_planned(model, batch, length, new_tokens)
@@ -152,7 +152,7 @@ def of_model(
 
 def _move(model: Any, device: torch.device) -> None:
     """Put fake tensors on `device` in place of parameters and buffers; those that are shared stay so."""
-    made: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def placed(t: Tensor) -> Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
@@ -160,12 +160,12 @@ def _move(model: Any, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = torch.nn.Parameter(placed(parameter), requires_grad=False)
-                module._parameters[name] = made[id(parameter)]
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = torch.nn.Parameter(placed(parameter), requires_grad=False)
+                module._parameters[name] = copies[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = made.setdefault(id(buffer), placed(buffer))
+                module._buffers[name] = copies.setdefault(id(buffer), placed(buffer))
 
 
 def _build(name: str, dtype: str | None) -> Any:
@@ -178,11 +178,16 @@ def _build(name: str, dtype: str | None) -> Any:
         config = AutoConfig.for_model(family, **sizes)
     else:
         config = AutoConfig.for_model(**_read(name))
-    own = getattr(config, "dtype", None)
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: own or torch.bfloat16}[dtype]
+    config_dtype = getattr(config, "dtype", None)
+    model_dtype = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        None: config_dtype or torch.bfloat16,
+    }[dtype]
     try:
         with transformers_names.no_init_weights():
-            return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
+            return AutoModelForCausalLM.from_config(config, dtype=model_dtype).eval()
     except ValueError as error:  # a type of model that generates no text
         raise UsageError(f"--model {name}: {str(error).partition(chr(10))[0]}") from error
 
@@ -199,10 +204,10 @@ def _read(name: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {name}: {file} cannot be read as JSON ({error}).") from error
-    kind = found.get("model_type") if isinstance(found, dict) else None
+    kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in CONFIG_MAPPING:
         raise UsageError(f"--model {name}: {file} has model_type {kind!r}, which this transformers does not know.")
-    return dict(found)
+    return dict(config)

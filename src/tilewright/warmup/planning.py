@@ -43,14 +43,14 @@ def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str], others: S
     for name in backends:
         check_name(name)
     device = "cpu" if arch == "cpu" else "cuda"
-    failures, seen, planned, by_torch = [], set(), 0, 0
+    failures, signatures, planned, by_torch = [], set(), 0, 0
     with collect(arch) as collector:
         for job in others:
             collector.add(*job)
         for call in calls:
-            if call.signature in seen or not call.args[0].numel():
+            if call.signature in signatures or not call.args[0].numel():
                 continue
-            seen.add(call.signature)
+            signatures.add(call.signature)
             plans = _plans(call, device, backends)
             planned += bool(plans)
             for chosen in plans:
@@ -71,6 +71,6 @@ def _plans(call: RawCall, device: str, backends: Sequence[str]) -> list[Plan]:
         args = call.on(device)
         if not backends:
             return [call.op.plan(args, "auto", "default")]
-        found = implementations(call.op.op, call.op.direction, call.op.package, device)
-        able = [name for name in backends if refusal(call.op, found, name, args, "default") is None]
-        return [call.op.plan(args, f"{name}!", "default") for name in able]
+        impls = implementations(call.op.op, call.op.direction, call.op.package, device)
+        runnable = [name for name in backends if refusal(call.op, impls, name, args, "default") is None]
+        return [call.op.plan(args, f"{name}!", "default") for name in runnable]

@@ -42,13 +42,13 @@ class Found(NamedTuple):
 Event = Found | Kernel | Failure
 
 
-def events(wanted: Wanted, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
+def events(request: Wanted, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
     """Everything that happens while `arch` is prepared, as it happens: `Found`, then kernels and failures.
 
     hide_gpus: plan for the architecture as such, whatever GPU is here.  Raises what planning raises.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(wanted, arch, at_once, sender))
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(request, arch, at_once, sender))
     with _environment(arch, hide_gpus):
         process.start()
     sender.close()
@@ -81,25 +81,25 @@ def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
     }
     if hide_gpus:
         changed["CUDA_VISIBLE_DEVICES"] = ""
-    kept = {name: os.environ.get(name) for name in changed}
+    saved = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in saved.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
 
 
-def _work(wanted: Wanted, arch: str, at_once: int, sender: Connection) -> None:
+def _work(request: Wanted, arch: str, at_once: int, sender: Connection) -> None:
     """In the planning process."""
     import torch
 
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     try:
-        calls, others = wanted.needs(arch)
-        planned = plan(calls, arch, wanted.backends, others)
+        calls, others = request.needs(arch)
+        planned = plan(calls, arch, request.backends, others)
         sender.send(Found(arch, len(planned.jobs), planned.calls, planned.by_torch))
         for failure in planned.failures:
             sender.send(failure)
@@ -139,17 +139,17 @@ def _compile(arch: str, job: Job, sender: Connection) -> None:
     """In a child: compile one kernel into the cache and say how it went."""
     began = time.monotonic()
     try:
-        made = job.compile()
+        artifact = job.compile()
     except Exception as error:  # noqa: BLE001 - compilers raise whatever they like, and it is the result
         sender.send(Failure(arch, job.name, f"{type(error).__name__}: {error}"))
         return
-    if made.path is None:
+    if artifact.path is None:
         sender.send(
             Failure(arch, job.name, "compiled, but the kernel cache cannot be written; see TILEWRIGHT_CACHE_DIR")
         )
         return
-    key, seconds = made.key, time.monotonic() - began
-    sender.send(Kernel(arch, key.name, key.kind, key.folder, seconds, dict(made.info)))
+    key, seconds = artifact.key, time.monotonic() - began
+    sender.send(Kernel(arch, key.name, key.kind, key.folder, seconds, dict(artifact.info)))
 
 
 def _death(code: int | None) -> str:

@@ -85,14 +85,14 @@ class _Case:
         self.judge = self._judge()
 
     def run(self) -> Measured:
-        found = choice(self.case, self.sample, self.cotangents)
-        field = contestants(self.case, found, self.device, self.shared.against)
+        selection = choice(self.case, self.sample, self.cotangents)
+        field = contestants(self.case, selection, self.device, self.shared.against)
         err = {c.name: e for c in field if (e := self._checked(c)) is not None}
         field = [c for c in field if c.name in err]
         self.peer_names = {c.name for c in field if not c.ours}
-        if found.chosen not in err:
+        if selection.chosen not in err:
             return Measured(None, None, self.left_out, self.failures)
-        prepared = self._keeping_up([(c, self._sets(c)) for c in field], found.chosen)
+        prepared = self._keeping_up([(c, self._sets(c)) for c in field], selection.chosen)
         field = [c for c, _ in prepared]
         calls = {c.name: rotate(sets) for c, sets in prepared}
         timed, floor = self._time(calls)
@@ -102,14 +102,14 @@ class _Case:
         self._not_faster_than(floor, timed)
         ours = {c.name: timed[c.name] for c in field if c.ours}
         peers = {c.name: timed[c.name] for c in field if c.name in timed and not c.ours}
-        return self._result(found, Times(ours, peers, floor, paused), calls[found.chosen], err)
+        return self._result(selection, Times(ours, peers, floor, paused), calls[selection.chosen], err)
 
     # Being right.
 
     def _judge(self) -> accuracy.Judge:
         contract, direction = self.case.contract, self.case.direction
-        wide = [g.double() for g in self.cotangents]
-        oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, wide)]
+        grads_fp64 = [g.double() for g in self.cotangents]
+        oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, grads_fp64)]
         torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
         return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)
 
@@ -160,8 +160,8 @@ class _Case:
         return torch.inference_mode(self.case.direction == "fwd")
 
     def _sets(self, contestant: Contestant) -> list[Call]:
-        made = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
-        return [call for call in made if call is not None]
+        calls = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
+        return [call for call in calls if call is not None]
 
     def _keeping_up(
         self, prepared: list[tuple[Contestant, list[Call]]], chosen: str
@@ -169,7 +169,7 @@ class _Case:
         """Without those whose every round would cost the others dozens, unless `auto` picks them."""
         once = {c.name: self._once(sets[0]) for c, sets in prepared}
         least = min(once.values())
-        kept = []
+        remaining = []
         for contestant, sets in prepared:
             us = once[contestant.name]
             if us > max(_LONG_US, _HOPELESS * least):
@@ -178,8 +178,8 @@ class _Case:
                 reason = f"{us / 1e3:.0f} ms in one call, over {_HOPELESS:.0f} times the fastest: not interleaved"
                 self.left_out.append(Note(*self.case.key, contestant.name, reason))
             else:
-                kept.append((contestant, sets))
-        return kept
+                remaining.append((contestant, sets))
+        return remaining
 
     def _once(self, call: Call) -> float:
         """Wall time of one call in microseconds."""
@@ -249,8 +249,8 @@ class _Case:
         share = MATRIX_SHARE if floor == self.matrix_us else _FLOOR_SHARE
         for name, samples in timed.items():
             if samples.interval().high < share * floor - _FLOOR_SLACK_US:
-                beside = f"{samples.median:.2f} us, floor {floor:.2f} us"
-                reason = f"faster than its floor: {beside}; the bytes or the timing are miscounted"
+                times = f"{samples.median:.2f} us, floor {floor:.2f} us"
+                reason = f"faster than its floor: {times}; the bytes or the timing are miscounted"
                 self.failures.append(Note(*self.case.key, name, reason))
 
     def _graph_us(self, call: Call, already: Samples) -> float | None:
@@ -264,17 +264,17 @@ class _Case:
             )
         return timed["chosen"].median
 
-    def _result(self, found: Choice, times: Times, chosen: Call, err: dict[str, float]) -> Measured:
+    def _result(self, selection: Choice, times: Times, chosen: Call, err: dict[str, float]) -> Measured:
         with self._mode():
             host = host_us(chosen, device=self.device, rounds=self.shared.effort.host_rounds, calls=5).median
-        made = row(
+        result_row = row(
             self.case,
             times,
-            chosen=found.chosen,
+            chosen=selection.chosen,
             timing="sustained" if self.launches is not None else self.shared.timing,
             l2=self.l2,
             host_us=host,
-            graph_us=self._graph_us(chosen, times.ours[found.chosen]),
+            graph_us=self._graph_us(chosen, times.ours[selection.chosen]),
             err=err,
         )
-        return Measured(made, table_choice(self.case, found, times.ours), self.left_out, self.failures)
+        return Measured(result_row, table_choice(self.case, selection, times.ours), self.left_out, self.failures)

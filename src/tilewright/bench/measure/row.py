@@ -44,8 +44,8 @@ class Times:
 
     def ratio_own_paused(self) -> float | None:
         """Best peer / best kernel of ours, both chosen by their paused times."""
-        own = _fastest(self.paused, _kernels(self.ours))
-        return _ratio(self.paused, _fastest(self.paused, self.peers), own)
+        kernel = _fastest(self.paused, _kernels(self.ours))
+        return _ratio(self.paused, _fastest(self.paused, self.peers), kernel)
 
 
 def row(
@@ -84,22 +84,22 @@ def row(
     )
 
 
-def table_choice(case: Case, found: Choice, ours: Mapping[str, Samples]) -> TableChoice | None:
+def table_choice(case: Case, selection: Choice, ours: Mapping[str, Samples]) -> TableChoice | None:
     """Fastest of ours that a table can ask for.
 
     Not torch in a backward that would recompute under our forward: it is timed as torch's autograd.
     """
     gradient = case.contract.gradient
-    apart = case.direction == "bwd" and gradient is not None and gradient.recomputes
-    eligible = [n for n in found.names if n in ours and not (apart and n == "torch")]
+    torch_recomputes = case.direction == "bwd" and gradient is not None and gradient.recomputes
+    eligible = [n for n in selection.names if n in ours and not (torch_recomputes and n == "torch")]
     if not eligible:
         return None
     best = min(eligible, key=lambda name: ours[name].median)
-    plan = found.plans[best]
+    plan = selection.plans[best]
     config = None if plan.config is None else plan.config._asdict()  # a NamedTuple, by the order of kernel files
     torch_us = ours["torch"].median if "torch" in ours else None
     return TableChoice(
-        op=found.raw.op,
+        op=selection.raw.op,
         direction=case.direction,
         bucket=plan.bucket,
         dtype=plan.dtype,

@@ -21,8 +21,8 @@ def ratio(value: float | None) -> str:
 
 def mean(ratios: Iterable[float | None]) -> str:
     """Geometric mean of those that exist."""
-    known = [each for each in ratios if each is not None]
-    return f"{geometric_mean(known):.3f}" if known else "-"
+    values = [each for each in ratios if each is not None]
+    return f"{geometric_mean(values):.3f}" if values else "-"
 
 
 def share(part: float) -> str:

@@ -40,13 +40,13 @@ def report(results_dir: Path, out_md: Path) -> Path:
     Results lie in one folder a machine. Other JSON files are passed over. Raises InputError when there is no result, or
     one has another schema version.
     """
-    found = _load(results_dir)
-    if not found:
+    result_files = _load(results_dir)
+    if not result_files:
         raise InputError(
             f"report: no bench results under {results_dir}. Write some with `tilewright bench norm --json FILE`."
         )
-    parts = [_INTRO, _losses(found)]
-    for path, results in found.items():
+    parts = [_INTRO, _losses(result_files)]
+    for path, results in result_files.items():
         name = f"{path.parent.name}-{path.stem}"
         parts += [f"## {path.parent.name}: {results.suite}\n", _machine(results), _means(results.rows)]
         products = [row for row in results.rows if is_product(row)]
@@ -69,7 +69,7 @@ def _plot(title: str, rows: Iterable[Row], path: Path) -> str:
     rows = list(rows)
     label = _title if len(rows) <= _MOST_LINES else lambda row: f"{row.op} {row.direction}"
     bars = [Bar(label(row), row.ratio_own, row.ratio_auto) for row in rows]
-    if all(bar.own is None and bar.auto is None for bar in bars):
+    if all(bar.ratio_own is None and bar.ratio_auto is None for bar in bars):
         return ""
     ratio_plot(title, bars, path.with_name(f"{path.name}.png"))
     return f"![{path.name}](plots/{path.name}.png)\n"
@@ -78,7 +78,7 @@ def _plot(title: str, rows: Iterable[Row], path: Path) -> str:
 def _product_plot(title: str, rows: Iterable[Row], path: Path) -> str:
     """Ratios over M: a hundred bars would be a poster."""
     dots = [Dot(int(row.params["M"]), row.ratio_own, row.ratio_auto) for row in rows]
-    if all(dot.own is None and dot.auto is None for dot in dots):
+    if all(dot.ratio_own is None and dot.ratio_auto is None for dot in dots):
         return ""
     name = f"{path.name}-by-m"
     scatter_plot(title, dots, path.with_name(f"{name}.png"))
@@ -86,25 +86,25 @@ def _product_plot(title: str, rows: Iterable[Row], path: Path) -> str:
 
 
 def _load(folder: Path) -> dict[Path, Results]:
-    found = {}
+    result_files = {}
     for path in sorted(folder.rglob("*.json")):
         try:
             data = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise InputError(f"{path}: not JSON ({error}).") from None
         if isinstance(data, dict) and data.get("kind") == KIND:
-            found[path] = schema.load(path)
-    return found
+            result_files[path] = schema.load(path)
+    return result_files
 
 
-def _losses(found: Mapping[Path, Results]) -> str:
+def _losses(result_files: Mapping[Path, Results]) -> str:
     lost = [
         (path, row)
-        for path, results in found.items()
+        for path, results in result_files.items()
         for row in results.rows
         if row.ratio_auto is not None and row.ratio_auto < 1
     ]
-    rows = sum(len(results.rows) for results in found.values())
+    rows = sum(len(results.rows) for results in result_files.values())
     clear = [(path, row) for path, row in lost if row.ratio_auto is not None and row.ratio_auto < 1 - row.spread]
     head = (
         "## Where a peer is faster\n\n"
@@ -142,10 +142,10 @@ def _means(rows: Iterable[Row]) -> str:
         groups.setdefault((row.op, row.direction), []).append(row)
     lines = ["| geometric means | direction | rows | own | auto | of the floor |", "|---|---|---|---|---|---|"]
     for (op, direction), group in groups.items():
-        own = mean(row.ratio_own for row in group)
-        auto = mean(row.ratio_auto for row in group)
-        of_floor = share(geometric_mean(row.floor_us / row.impls[row.chosen] for row in group))
-        lines.append(f"| {op} | {direction} | {len(group)} | {own} | {auto} | {of_floor} |")
+        kernel_mean = mean(row.ratio_own for row in group)
+        auto_mean = mean(row.ratio_auto for row in group)
+        floor_share = share(geometric_mean(row.floor_us / row.impls[row.chosen] for row in group))
+        lines.append(f"| {op} | {direction} | {len(group)} | {kernel_mean} | {auto_mean} | {floor_share} |")
     return "\n".join(lines) + "\n"
 
 
@@ -186,8 +186,8 @@ def _notes(results: Results) -> str:
     for n in results.left_out:  # one line for all cases with the same reason: a peer often lacks an option altogether
         cases.setdefault((n.op, n.dtype, n.direction, n.name, n.reason), []).append(n.case)
     lines += [
-        f"- {name} left out of {op} {dtype} {direction}, {reason}: {', '.join(found)}"
-        for (op, dtype, direction, name, reason), found in cases.items()
+        f"- {name} left out of {op} {dtype} {direction}, {reason}: {', '.join(case_names)}"
+        for (op, dtype, direction, name, reason), case_names in cases.items()
     ]
     return "\n".join(lines) + "\n" if lines else ""
 

@@ -43,10 +43,10 @@ def class_means(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(map(_kind, rows)):
-        mine = [row for row in rows if _kind(row) == kind]
-        plain = [row for row in mine if _is_plain(row)]
+        op_rows = [row for row in rows if _kind(row) == kind]
+        plain = [row for row in op_rows if _is_plain(row)]
         groups = [(name, [row for row in plain if belongs(row)]) for name, belongs in _CLASSES]
-        groups.append(("other layouts and epilogues", [row for row in mine if not _is_plain(row)]))
+        groups.append(("other layouts and epilogues", [row for row in op_rows if not _is_plain(row)]))
         lines += [_means_line(f"{kind}, {name}", group) for name, group in groups if group]
     return "\n".join(lines) + "\n"
 
@@ -55,9 +55,9 @@ def tables(rows: Sequence[Row]) -> str:
     """A table for each M with several rows, and one for all others."""
     parts = []
     for op in dict.fromkeys(row.op for row in rows):
-        mine = [row for row in rows if row.op == op]
+        op_rows = [row for row in rows if row.op == op]
         by_m: dict[int, list[Row]] = {}
-        for row in sorted(mine, key=_m):
+        for row in sorted(op_rows, key=_m):
             by_m.setdefault(_m(row), []).append(row)
         parts += [_table(f"{op}, M = {m}", group) for m, group in by_m.items() if len(group) >= _FEWEST]
         others = [row for group in by_m.values() if len(group) < _FEWEST for row in group]

@@ -90,7 +90,7 @@ def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[st
     layers = list(_attention_layers(model))
     if backend in (None, "auto"):
         device = serving_device(next((p.device for p in model.parameters()), torch.device("cpu")))
-        if not layers or _obstacle(model, current, layers):
+        if not layers or _why_not_fmha(model, current, layers):
             return None, ""
         extras = sum(bit for word, (_, bit) in _IGNORED_BY_SDPA.items() if word in _passed(model))
         configs = {id(c): c for layer in layers if (c := getattr(layer, "config", None)) is not None}.values()
@@ -104,13 +104,13 @@ def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[st
         return None, ""  # whose attention SDPA is
     if not layers:
         return None, f"; ops.fmha[{backend}] does not take it: its layers do not ask transformers' registry"
-    if reason := _obstacle(model, current, layers) or _refusal(model, backend):
+    if reason := _why_not_fmha(model, current, layers) or _why_not_on_backend(model, backend):
         return None, f"; ops.fmha[{backend}] does not take it: {reason}"
     interface.register_attention()
     return (interface.register_backend(backend), f"ops.fmha[{backend}] instead of {current}"), ""
 
 
-def _obstacle(model: nn.Module, current: str, layers: list[nn.Module]) -> str | None:
+def _why_not_fmha(model: nn.Module, current: str, layers: list[nn.Module]) -> str | None:
     """Why `ops.fmha` would not compute what the model computes now, whatever the backend."""
     if current not in ("eager", "sdpa"):
         return f"it runs {current!r}"
@@ -131,9 +131,9 @@ def _obstacle(model: nn.Module, current: str, layers: list[nn.Module]) -> str | 
     return None
 
 
-def _refusal(model: nn.Module, backend: str) -> str | None:
+def _why_not_on_backend(model: nn.Module, backend: str) -> str | None:
     """Why `backend` cannot run heads of this model over a few keys; None if it can."""
-    found = contract("fmha").forward
+    raw_op = contract("fmha").forward
     parameter = next(model.parameters())
     for config in {id(c): c for layer in _attention_layers(model) if (c := getattr(layer, "config", None))}.values():
         shape = measured.heads_of(config)
@@ -146,7 +146,7 @@ def _refusal(model: nn.Module, backend: str) -> str | None:
             for heads, width in ((group, d), (1, d), (1, d_v))
         )
         try:
-            found.plan((q, k, v, None, None, None, "", -1, 0, 1.0, 0.0), f"{backend}!", "default")
+            raw_op.plan((q, k, v, None, None, None, "", -1, 0, 1.0, 0.0), f"{backend}!", "default")
         except BackendError as error:
             return str(error)
     return None

@@ -20,7 +20,7 @@ from tilewright.errors import InputError
 from tilewright.mask import Mask, causal, prefix, window
 from tilewright.models import transformers_names
 from tilewright.models.attention import masks, measured
-from tilewright.models.attention.carrier import CarriedMask, Seen, seen_in
+from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, visible_keys
 from tilewright.ops.attention.fmha import fmha
 
 NAME = "tilewright"
@@ -90,12 +90,12 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = _cast(query, key, value)
-    seen = _seen(query, key, attention_mask, is_causal, sliding_window)
+    visible = _visible_keys(query, key, attention_mask, is_causal, sliding_window)
     o = fmha(
         query,
-        _fitted(key, seen.keys),
-        _fitted(value, seen.keys),
-        mask=seen.mask,
+        _fitted(key, visible.keys),
+        _fitted(value, visible.keys),
+        mask=visible.mask,
         scale=scaling,
         softcap=softcap or None,
         sinks=s_aux,
@@ -125,9 +125,9 @@ def attend_measured(
         is_causal = getattr(module, "is_causal", True)
     softcap, s_aux = kwargs.get("softcap"), kwargs.get("s_aux")
     if not kwargs.get("dropout") and not torch.compiler.is_compiling():
-        seen = _seen(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
-        fitted = _fitted(key, seen.keys), _fitted(value, seen.keys)
-        if measured.ours(query, *fitted, seen.mask, softcap or None, s_aux):
+        visible = _visible_keys(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
+        fitted = _fitted(key, visible.keys), _fitted(value, visible.keys)
+        if measured.ours(query, *fitted, visible.mask, softcap or None, s_aux):
             return attend(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
     if isinstance(attention_mask, CarriedMask):
         attention_mask = attention_mask.elements
@@ -136,19 +136,19 @@ def attend_measured(
         theirs, attention_mask = eager_of(module), _added(attention_mask, query, key, is_causal)
     if theirs is None:
         theirs = transformers_names.sdpa_attention_forward()
-    made: tuple[Tensor, Tensor | None] = theirs(
+    result: tuple[Tensor, Tensor | None] = theirs(
         module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )
-    return made
+    return result
 
 
 def eager_of(module: nn.Module) -> Callable[..., Any] | None:
     """The function beside the module's class that attends eagerly; None where its forward knows none."""
     for cls in type(module).__mro__:
         forward = vars(cls).get("forward")
-        found = getattr(forward, "__globals__", {}).get("eager_attention_forward")
-        if callable(found):
-            return found
+        eager = getattr(forward, "__globals__", {}).get("eager_attention_forward")
+        if callable(eager):
+            return eager
     return None
 
 
@@ -168,11 +168,13 @@ def _refuse(kwargs: dict[str, Any], attention_mask: Tensor | None) -> None:
         )
 
 
-def _seen(query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool, sliding: int | None) -> Seen:
+def _visible_keys(
+    query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool, sliding: int | None
+) -> VisibleKeys:
     """Mask and number of keys of a call."""
     s_q, s_k = query.shape[2], key.shape[2]
     if attention_mask is not None:
-        return seen_in(attention_mask, s_q, s_k)
+        return visible_keys(attention_mask, s_q, s_k)
     if sliding is not None and sliding >= s_k:
         sliding = None  # all keys are within it
     if not is_causal:
@@ -180,12 +182,12 @@ def _seen(query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: 
             raise InputError(
                 f"attention: a window of {sliding} over {s_k} keys without a mask, for a layer that is not causal."
             )
-        return Seen(None, s_k)
+        return VisibleKeys(None, s_k)
     if s_q == 1:
-        return Seen(None if sliding is None else window(sliding - 1), s_k)
+        return VisibleKeys(None if sliding is None else window(sliding - 1), s_k)
     # Queries begin at the first key, and keys behind the last query are seen by none: a static cache being filled
     mask: Mask = causal() if sliding is None else window(sliding - 1)
-    return Seen(mask if s_q <= s_k else mask & prefix(s_k), s_q)
+    return VisibleKeys(mask if s_q <= s_k else mask & prefix(s_k), s_q)
 
 
 def _cast(*tensors: Tensor) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from tilewright.errors import InputError
 from tilewright.log import log_once
 from tilewright.mask import Mask
 from tilewright.models import transformers_names
-from tilewright.models.attention.carrier import CarriedMask, Seen, by_keys
+from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, by_keys
 
 MaskFunction = Callable[..., Any]
 """(batch, head, query, key) -> allowed, as transformers calls it."""
@@ -101,12 +101,12 @@ def attention_mask(
             return None
         if (right < 0 or right > keys) and allow_is_bidirectional_skip and padding is None:
             return None
-    return CarriedMask(Seen(allowed, keys), (batch_size, q_length, kv_length), torch.device(device))
+    return CarriedMask(VisibleKeys(allowed, keys), (batch_size, q_length, kv_length), torch.device(device))
 
 
 def _elements(everything: dict[str, Any]) -> Tensor | None:
-    made: Tensor | None = transformers_names.sdpa_mask()(**everything, allow_is_causal_skip=False)
-    return made
+    elements: Tensor | None = transformers_names.sdpa_mask()(**everything, allow_is_causal_skip=False)
+    return elements
 
 
 def _padding(tokens: Tensor, kv_length: int, place: _Place) -> Mask | None:
@@ -117,10 +117,10 @@ def _padding(tokens: Tensor, kv_length: int, place: _Place) -> Mask | None:
     return by_keys(F.pad(tokens, (0, place.keys - tokens.shape[1]))[:, None, None])
 
 
-def _at_keys(values: Tensor, keys: int, kv_offset: int, missing: int) -> Tensor:
+def _at_keys(values: Tensor, keys: int, kv_offset: int, padding: int) -> Tensor:
     """(B, keys) of (B, indices): a column a key, `missing` where there is no such index."""
-    found = values[:, kv_offset : kv_offset + keys]
-    return F.pad(found, (0, keys - found.shape[1]), value=missing)
+    columns = values[:, kv_offset : kv_offset + keys]
+    return F.pad(columns, (0, keys - columns.shape[1]), value=padding)
 
 
 def _within_causal(function: MaskFunction) -> bool:
@@ -142,10 +142,10 @@ def _closed_form(function: MaskFunction, place: _Place) -> Mask:
     captured = _captured(function)
     if _is(function, "and") or _is(function, "or"):
         parts = [_closed_form(part, place) for part in captured["mask_functions"]]
-        made = parts[0]
+        result = parts[0]
         for part in parts[1:]:
-            made = made & part if _is(function, "and") else made | part
-        return made
+            result = result & part if _is(function, "and") else result | part
+        return result
     if _is(function, "window"):
         return ~_at_least(captured["sliding_window"] + place.lag)
     if _is(function, "window_both"):
@@ -198,8 +198,8 @@ def _kinds() -> dict[str, MaskFunction | None]:
     causal, bidirectional = transformers_names.mask_functions()
 
     def one(maker: str, *args: Any) -> MaskFunction | None:
-        found: Callable[..., MaskFunction] | None = transformers_names.mask_maker(maker)
-        return None if found is None else found(*args)
+        function: Callable[..., MaskFunction] | None = transformers_names.mask_maker(maker)
+        return None if function is None else function(*args)
 
     return {
         "causal": causal,

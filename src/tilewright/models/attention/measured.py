@@ -29,19 +29,19 @@ def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | No
     A preference in force (`use_backend`) counts as if it were measured.  Asked once for each bucket of sizes.
     """
     raw = raw_arguments(q.detach(), k.detach(), v.detach(), mask, None, split("fmha", None, softcap, sinks))
-    wish, numerics = resolve(None)
+    preference, numerics = resolve(None)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     bucket = FORWARD.bucket_of(raw, numerics)
-    key = (GENERATION[0], bucket, by_token(q), q.dtype, q.device, wish, numerics, grad)
-    found = _verdicts.get(key)
-    if found is None:
-        found = FORWARD.plan(raw, wish, numerics).backend != "torch"
-        if found and grad:
+    key = (GENERATION[0], bucket, by_token(q), q.dtype, q.device, preference, numerics, grad)
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        verdict = FORWARD.plan(raw, preference, numerics).backend != "torch"
+        if verdict and grad:
             o, lse = FORWARD.allocate(raw, q.device)
-            back = BACKWARD.plan((o, None, *raw[:3], o, lse, *raw[3:]), wish, numerics)
-            found = back.backend != "torch"
-        _verdicts[key] = found
-    return found
+            back = BACKWARD.plan((o, None, *raw[:3], o, lse, *raw[3:]), preference, numerics)
+            verdict = back.backend != "torch"
+        _verdicts[key] = verdict
+    return verdict
 
 
 def won(config: Any, dtype: torch.dtype, device: torch.device, extras: int) -> int:

@@ -21,7 +21,7 @@ from tilewright.validate.rule import Standard
 
 
 @mode("grad_inputs")
-def grad_inputs(case: Case, found: Findings) -> None:
+def grad_inputs(case: Case, findings: Findings) -> None:
     """Every input requires a gradient and one is asked for: it is right, and no other tensor's `.grad` is written."""
     needs_gradient(case)
     for i in case.positions:
@@ -37,24 +37,24 @@ def grad_inputs(case: Case, found: Findings) -> None:
             else:
                 torch.autograd.backward(used, cotangents, inputs=[leaves[i]])
                 grad, leaves[i].grad = leaves[i].grad, None
-            found.gradients({i: grad}, f"{way}, only {name}: ")
+            findings.gradients({i: grad}, f"{way}, only {name}: ")
             written = [case.truth.gradients[j].name for j, leaf in leaves.items() if leaf.grad is not None]
-            found.require(not written, f"{way}, only {name}: wrote {', '.join(written)} too")
+            findings.require(not written, f"{way}, only {name}: wrote {', '.join(written)} too")
 
 
 @mode("checkpoint")
-def checkpoint(case: Case, found: Findings) -> None:
+def checkpoint(case: Case, findings: Findings) -> None:
     """Inside torch.utils.checkpoint(use_reentrant=False): the backward computes the forward again."""
     needs_gradient(case)
     outputs, grads = case.differentiate(
         case.sample(), function=partial(checkpointed, case.function, use_reentrant=False)
     )
-    found.outputs(outputs)
-    found.gradients(grads)
+    findings.outputs(outputs)
+    findings.gradients(grads)
 
 
 @mode("double_backward", heavy=True)
-def double_backward(case: Case, found: Findings) -> None:
+def double_backward(case: Case, findings: Findings) -> None:
     """Gradients of a gradient penalty, sum(grad * v): by the inputs, and by the cotangents where these require one."""
     needs_gradient(case)
     vectors = _like_inputs(case, 1)
@@ -62,28 +62,28 @@ def double_backward(case: Case, found: Findings) -> None:
     further = (*case.truth.cotangents, *vectors)
     standards = _derived(case, further, compute, "gradient of a gradient")
     for where, through in (("cotangents are constants: ", False), ("", True)):
-        made = _twice(case, through, case.function, case.sample(), replicas(further))
-        _judge(found, standards, made, where)
+        results = _twice(case, through, case.function, case.sample(), replicas(further))
+        _judge(findings, standards, results, where)
 
 
 @mode("forward_ad", heavy=True)
-def forward_ad(case: Case, found: Findings) -> None:
+def forward_ad(case: Case, findings: Findings) -> None:
     """Forward mode, by dual tensors and by torch.func.jvp: outputs and their tangents."""
     needs_gradient(case)
     tangents = _like_inputs(case, 2)
     standards = _derived(case, tangents, partial(_duals, case), "forward mode")
     for where, way in (("dual tensors: ", _duals), ("func.jvp: ", _jvp)):
-        _judge(found, standards, way(case, case.function, case.sample(), replicas(tangents)), where)
+        _judge(findings, standards, way(case, case.function, case.sample(), replicas(tangents)), where)
 
 
 @mode("negative_bit")
-def negative_bit(case: Case, found: Findings) -> None:
+def negative_bit(case: Case, findings: Findings) -> None:
     """Memory that is not the value: views whose sign is a bit, imaginary parts of conjugates, zeros without memory."""
     for name, change in (("negative views", _negative), ("imaginary parts of conjugates", _imaginary)):
         sample = case.mapped(change)
         if not any(t.is_neg() for t in tensors(sample)):
             continue
-        with found.part(name) as where:
+        with findings.part(name) as where:
             outputs: Sequence[Tensor] = case.call(sample)
             grads: dict[int, Tensor | None] = {}
             if case.positions:
@@ -92,12 +92,12 @@ def negative_bit(case: Case, found: Findings) -> None:
             trial = _judged(case, case.truth, outputs, grads, where)
             if trial.faults:  # torch may take another road for views, too: then its errors on that one are the measure
                 cotangents = [change(c) for c in case.truth.cotangents]
-                there = truth(case.contract, case.mapped(change), case.seed, cotangents)
-                trial = _judged(case, there, outputs, grads, where)
-            found.adopt(trial)
+                view_truth = truth(case.contract, case.mapped(change), case.seed, cotangents)
+                trial = _judged(case, view_truth, outputs, grads, where)
+            findings.adopt(trial)
     if case.positions:
-        _zero_cotangents(case, found)
-    if not found.judged and not found.refusals:
+        _zero_cotangents(case, findings)
+    if not findings.judged and not findings.refusals:
         raise NotApplicable("no input is of a type that has such views")
 
 
@@ -110,15 +110,15 @@ def _judged(
     return trial
 
 
-def _zero_cotangents(case: Case, found: Findings) -> None:
+def _zero_cotangents(case: Case, findings: Findings) -> None:
     """Cotangents that autograd makes of nothing: gradients are those of zeros in memory."""
     zeros = [torch.zeros_like(c) for c in case.truth.cotangents]
-    nothing = [torch._efficientzerotensor(c.shape, dtype=c.dtype, device=c.device) for c in zeros]
-    _, wanted = case.differentiate(case.sample(), None, zeros, case.contract.reference)
-    _, grads = case.differentiate(case.sample(), None, nothing)
+    lazy_zeros = [torch._efficientzerotensor(c.shape, dtype=c.dtype, device=c.device) for c in zeros]
+    _, expected = case.differentiate(case.sample(), None, zeros, case.contract.reference)
+    _, grads = case.differentiate(case.sample(), None, lazy_zeros)
     for i, grad in grads.items():
-        ours, theirs = (_dense(t, case.sample().args[i]).nan_to_num(7.0) for t in (grad, wanted[i]))
-        found.require(
+        ours, theirs = (_dense(t, case.sample().args[i]).nan_to_num(7.0) for t in (grad, expected[i]))
+        findings.require(
             torch.equal(ours, theirs),
             f"zero cotangents without memory: {case.truth.gradients[i].name} is not that of zeros",
         )
@@ -153,9 +153,9 @@ def _derived(case: Case, further: Sequence[Tensor], compute: Derivation, what: s
         raise NotApplicable(f"the reference has no {what}: {error}") from error
 
 
-def _judge(found: Findings, standards: dict[str, Standard], made: dict[str, Any], where: str) -> None:
-    for name, ours in made.items():
-        found.measure(standards[name].judge(ours), where)
+def _judge(findings: Findings, standards: dict[str, Standard], results: dict[str, Any], where: str) -> None:
+    for name, ours in results.items():
+        findings.measure(standards[name].judge(ours), where)
 
 
 def _twice(
@@ -177,13 +177,13 @@ def _twice(
         inputs = [args[i] for i in case.positions]
         grads = torch.autograd.grad(used, inputs, weights, create_graph=True, allow_unused=True)
         pairs = [(g, v) for g, v in zip(grads, further[count:], strict=True) if g is not None and g.requires_grad]
-        made: Sequence[Tensor | None] = [None] * len(leaves)
+        grad_grads: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
-            made = torch.autograd.grad(
+            grad_grads = torch.autograd.grad(
                 [g for g, _ in pairs], list(leaves.values()), [v for _, v in pairs], allow_unused=True
             )
-    found = dict(zip(leaves, made, strict=True))
-    return {name: _dense(t, leaves[name]) for name, t in found.items()} if reference else found
+    results = dict(zip(leaves, grad_grads, strict=True))
+    return {name: _dense(t, leaves[name]) for name, t in results.items()} if reference else results
 
 
 def _duals(case: Case, function: Callable[..., Any], sample: Sample, tangents: Sequence[Tensor]) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def _jvp(case: Case, function: Callable[..., Any], sample: Sample, tangents: Seq
             args[i] = value
         return as_tuple(function(*args, **sample.kwargs))
 
-    made = torch.func.jvp(of_inputs, tuple(args[i] for i in case.positions), tuple(tangents))
-    return _named(case, function, made[0], made[1])
+    result = torch.func.jvp(of_inputs, tuple(args[i] for i in case.positions), tuple(tangents))
+    return _named(case, function, result[0], result[1])
 
 
 def _named(

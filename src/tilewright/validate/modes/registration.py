@@ -13,24 +13,24 @@ _ALL = ("test_schema", *_OTHERS)  # the schema's test compares inputs before and
 
 
 @mode("opcheck", heavy=True)
-def opcheck(case: Case, found: Findings) -> None:
+def opcheck(case: Case, findings: Findings) -> None:
     """torch.library.opcheck on the raw ops, their out overload and the composite op."""
     for call in case.raw_calls(case.sample()):
-        _check(found, call.op.torch_op, (*call.args, *call.wish), {})
+        _check(findings, call.op.torch_op, (*call.args, *call.preference), {})
     forward, *_ = case.raw_calls(case.sample())
     if forward.op.torch_out is not None:
         (out,) = forward.op.allocate(forward.args, case.device)
         out.zero_()
-        _check(found, forward.op.torch_out, (*forward.args, *forward.wish), {"out0": out})
+        _check(findings, forward.op.torch_out, (*forward.args, *forward.preference), {"out0": out})
     composite = getattr(torch.ops.tilewright, case.contract.name).default
     leaves = list(forward.args)
     for i in case.positions:
         leaves[i] = leaves[i].detach().requires_grad_()
-    _check(found, composite, (*leaves, *forward.wish), {})
+    _check(findings, composite, (*leaves, *forward.preference), {})
 
 
-def _check(found: Findings, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Tensor]) -> None:
+def _check(findings: Findings, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Tensor]) -> None:
     eight_bits = any(isinstance(a, Tensor) and a.is_floating_point() and a.element_size() == 1 for a in args)
     results = torch.library.opcheck(op, args, kwargs, test_utils=_OTHERS if eight_bits else _ALL, raise_exception=False)
     for test, outcome in results.items():
-        found.require(outcome == "SUCCESS", f"{op}: {test}: {outcome}")
+        findings.require(outcome == "SUCCESS", f"{op}: {test}: {outcome}")

@@ -14,7 +14,7 @@ DELAY = 40_000_000  # clock cycles that the stream is held up: about 20 ms, long
 
 
 @mode("cuda_graph")
-def cuda_graph(case: Case, found: Findings) -> None:
+def cuda_graph(case: Case, findings: Findings) -> None:
     """Forward, and forward with backward, captured once and replayed three times, on new data each time."""
     _needs_gpu(case)
     sample = case.sample()
@@ -22,20 +22,20 @@ def cuda_graph(case: Case, found: Findings) -> None:
     for where, other in _replays(case):
         overwrite(sample, other.sample)
         replay()
-        found.outputs(outputs, f"{where}: ", other.truth)
+        findings.outputs(outputs, f"{where}: ", other.truth)
         case.call(case.sample())  # an eager call between two replays shares no memory with the graph
     if not case.positions:
         return
     sample = case.sample()
     cotangents = [c.clone() for c in case.truth.cotangents]
-    made, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
+    captured, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
     for where, other in _replays(case):
         overwrite(sample, other.sample)
         for c, value in zip(cotangents, other.truth.cotangents, strict=True):
             c.copy_(value)
         replay()
-        found.outputs(made[0], f"{where}, with gradients: ", other.truth)
-        found.gradients(made[1], f"{where}: ", other.truth)
+        findings.outputs(captured[0], f"{where}, with gradients: ", other.truth)
+        findings.gradients(captured[1], f"{where}: ", other.truth)
         case.differentiate(case.sample())
 
 
@@ -46,7 +46,7 @@ def _replays(case: Case) -> Iterator[tuple[str, Other]]:
 
 
 @mode("side_stream")
-def side_stream(case: Case, found: Findings) -> None:
+def side_stream(case: Case, findings: Findings) -> None:
     """On another stream, behind inputs that arrive late: a launch on the default stream would read NaN."""
     _needs_gpu(case)
     truth = case.truth.cotangents if case.positions else []
@@ -69,9 +69,9 @@ def side_stream(case: Case, found: Findings) -> None:
         if case.positions:
             _, grads = case.differentiate(late, None, cotangents)
     torch.cuda.synchronize(case.device)
-    found.outputs(outputs)
+    findings.outputs(outputs)
     if grads is not None:
-        found.gradients(grads)
+        findings.gradients(grads)
 
 
 def _needs_gpu(case: Case) -> None:
@@ -88,5 +88,5 @@ def _captured(run: Callable[[], T], case: Case) -> tuple[T, Callable[[], None]]:
     torch.cuda.current_stream(case.device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = run()
-    return made, graph.replay
+        result = run()
+    return result, graph.replay
