@@ -1,10 +1,9 @@
-"""Is an output right enough to be timed? Errors against a float64 oracle, judged by the error that torch makes in the
-same dtype.
+"""Check outputs before they are timed: errors against a float64 oracle, judged by torch's error in the same dtype.
 
 Two measures of each output: relative Frobenius error, which sees bias and lost precision, and the largest error over
 the root mean square, which sees one wrong tile in a large tensor. Both may be at most `factor` times torch's own,
 plus one rounding of the output dtype and what the order of a float32 sum may change. Integers (packed scales, bounds of
-groups) have no rounding: all must be right.
+groups) have no rounding: all must be equal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Sample
 
-_SUM_ORDER = 2.0**-20  # a few float32 roundings: no order of summation is the right one
+_SUM_ORDER = 2.0**-20  # a few float32 roundings: every order of summation is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def worst(output_errors: Sequence[Error]) -> float:
 
 
 class Judge:
-    """Says whether outputs may pass, given the float64 oracle and what torch computes in the inputs' own dtype."""
+    """Judges outputs, given the float64 oracle and what torch computes in the inputs' own dtype."""
 
     def __init__(self, oracle: Sequence[Tensor], torchs: Sequence[Tensor], factor: float) -> None:
         self._oracle = list(oracle)
@@ -85,7 +84,7 @@ class Judge:
 
     @property
     def torch_error(self) -> float:
-        """Relative error of torch itself."""
+        """Relative error of torch."""
         return worst(self._torch_errors)
 
     def __call__(self, outputs: object) -> tuple[bool, float]:

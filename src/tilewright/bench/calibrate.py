@@ -28,14 +28,12 @@ Call = Callable[[], object]
 Progress = Callable[[str], None]
 
 KIB, MIB = 1 << 10, 1 << 20
-_LAUNCHES = 64  # calls in one graph, each on input of its own
+_LAUNCHES = 64  # calls in one graph, each on its own input
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: traffic in bytes, matrix sizes, attention lengths and head dims, and the rounds of each
-    timing.
-    """
+    """The sizes to measure: traffic in bytes, matrices, attention lengths and head dims; `held_*` test predictions."""
 
     traffic: tuple[int, ...]
     m: tuple[int, ...]
@@ -55,18 +53,8 @@ class Grid:
 _HALF = (torch.bfloat16, torch.float16)
 GPU = Grid(
     traffic=tuple(16 * KIB << i for i in range(17)),  # 16 KiB .. 1 GiB
-    m=(
-        1,
-        16,
-        32,
-        64,
-        128,
-        256,
-        512,
-        1024,
-        4096,
-        16384,
-    ),  # dense where a product turns from memory-bound to compute-bound
+    # dense where a product turns from memory-bound to compute-bound
+    m=(1, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384),
     n=(512, 2048, 8192, 32768),
     k=(512, 2048, 8192),
     dtypes=(*_HALF, torch.float32),
@@ -182,10 +170,10 @@ class _Meter:
         self.rounds = rounds
 
     def time(self, calls: dict[str, Call], *, small: bool) -> float:
-        """us of the fastest contestant; as graphs where the work is launch-sized.
+        """Microseconds of the fastest callable; as graphs where the work is launch-sized.
 
-        The median on a GPU. On a CPU the fastest call within a time budget: other processes only ever add time, and a
-        ceiling is what is left without them.
+        The median on a GPU. On a CPU the fastest call within a time budget: other processes only add time, and a
+        ceiling is the time without them.
         """
         if self.device.type != "cuda":
             return min(_fastest_call(call, budget_s=0.01 * self.rounds) for call in calls.values())
@@ -196,7 +184,7 @@ class _Meter:
         return min(samples.median for samples in timed.values())
 
     def launch(self) -> tuple[float, float | None]:
-        """(eager back to back, as a node of a graph) us of a kernel that touches one element."""
+        """Microseconds of a kernel of one element: (eager back to back, as a node of a graph)."""
         cell = torch.zeros(1, device=self.device)
         calls: dict[str, Call] = {"add": lambda: cell.add_(1)}
         eager = interleave(calls, device=self.device, rounds=3 * self.rounds, measure="wall", sample_us=1000)[
@@ -207,9 +195,8 @@ class _Meter:
         return eager, interleave_graphs(calls, device=self.device, launches=200, rounds=3 * self.rounds)["add"].median
 
     def traffic(self, mix: str, size: int) -> float:
-        at_most = (
-            _LAUNCHES if self.device.type == "cuda" else 1024
-        )  # graphs evict the cache between replays, a CPU cannot
+        # Graphs evict the cache between replays; a CPU cannot
+        at_most = _LAUNCHES if self.device.type == "cuda" else 1024
         sets = sets_for(size, self.device, at_most=at_most)
         return self.time(stream_calls(mix, size, self.device, sets=sets), small=size <= 16 * MIB)
 
@@ -239,7 +226,7 @@ class _Meter:
 
 
 def headline(device: torch.device | str) -> dict[str, float]:
-    """Ceilings in a second, for the machine block of a run.
+    """Measure the main ceilings in a second, for the machine block of a run.
 
     Bandwidth in GB/s of each mix at a size far above the cache, launch cost in us.
     """
@@ -256,7 +243,7 @@ def headline(device: torch.device | str) -> dict[str, float]:
 
 
 def _fastest_call(call: Call, budget_s: float) -> float:
-    """us of the fastest of as many calls as fit the budget, at least two after a first that does not count."""
+    """Microseconds of the fastest call within the budget, of at least two after an uncounted first one."""
     call()
     fastest, count, began = float("inf"), 0, time.perf_counter_ns()
     while count < 2 or time.perf_counter_ns() - began < budget_s * 1e9:
@@ -272,7 +259,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor) -> Call:
 
 
 def _ascending(curve: Curve) -> Curve:
-    """More bytes never take less time: where noise says so, the smaller size is as slow as the next one is fast."""
+    """Make a curve ascend: a smaller size takes at most the time of a larger one, whatever noise says."""
     least = float("inf")
     result: Curve = []
     for size, us in reversed(curve):

@@ -1,4 +1,4 @@
-"""Which cases a run consists of: the contracts' declared workloads, by family, op, dtype and direction."""
+"""Select the cases of a run: the contracts' declared workloads, by family, op, dtype and direction."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _cases_of(contract: Contract, dtype: str | None, params: Mapping[str, Any], 
 
 
 def _custom(contract: Contract, declared: Sequence[Workload], params: Mapping[str, Any]) -> Workload:
-    """A workload of the user's own sizes; what is not given is taken from the first declared one."""
+    """A workload with the user's sizes; other parameters come from the first declared workload."""
     if not declared:
         raise UsageError(f"{contract.name} declares no workload for this device")
     model = declared[0]

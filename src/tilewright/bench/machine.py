@@ -1,4 +1,4 @@
-"""The machine block of every result: what ran where, with which versions, at which clocks."""
+"""The machine block of every result: device, versions, clocks, ceilings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def describe(
     after: dict[str, float] | None = None,
     ceilings: dict[str, float] | None = None,
 ) -> Machine:
-    """Read everything but the clocks and ceilings, which the caller took at the right moments."""
+    """Read everything but clocks and ceilings, which the caller measured before and after the run."""
     info, cpu = device_info(device), device_info("cpu")
     return Machine(
         device=info.name,
@@ -85,9 +85,9 @@ def describe(
 
 
 def clocks(device: torch.device | str) -> dict[str, float] | None:
-    """Clocks, power and temperature as nvidia-smi reads them now.
+    """Clocks, power and temperature, read by nvidia-smi now.
 
-    None on a CPU, or where there is no nvidia-smi or it refuses.
+    None on a CPU, or where nvidia-smi is missing or fails.
     """
     target = torch.device(device)
     tool = shutil.which("nvidia-smi")

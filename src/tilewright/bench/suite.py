@@ -136,19 +136,16 @@ def _number(ratio: float | None) -> str:
 
 
 def _side_stream(device: torch.device) -> Any:
-    """Everything runs on one side stream.
+    """Run the block on one side stream.
 
-    Autograd replays a backward on its forward's stream, and the default one cannot be captured.
+    Autograd replays a backward on its forward's stream, and the default stream cannot be captured.
     """
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def _repeatable_backward() -> Iterator[None]:
-    """torch.compile's backward may otherwise write into its saved tensors and refuse retain_graph.
-
-    A repeated backward needs them whole.
-    """
+    """Keep torch.compile's backward from writing into its saved tensors, which a repeated backward reads again."""
     import torch._functorch.config as functorch
 
     with functorch.patch(donated_buffer=False):

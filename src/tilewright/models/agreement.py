@@ -1,4 +1,4 @@
-"""How close the outputs of two models are: relative error of logits, and how often they prefer the same token."""
+"""Closeness of the outputs of two models: relative error of logits, and how often the top token is the same."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor that a forward call is judged by: `.logits`, or the first tensor of what it returned."""
+    """The tensor to compare in the result of a forward call: `.logits`, or the first tensor in it."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, Tensor):
         return logits

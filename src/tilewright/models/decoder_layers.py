@@ -3,9 +3,9 @@
     h = x + attention(norm1(x));   y = h + mlp(norm2(h))
 
 is the layer of Llama and most of its descendants. Unfused, h is written by the add and read again by norm2; fused,
-both results leave one kernel that reads its inputs once. Whether a layer has this structure is asked of the layer:
-its children are replaced by small recording functions and its own forward must give, bit for bit, the sum above, and
-must hand attention the arguments that our forward would. A layer with four norms (Gemma 2 and 3) or a scaled
+one kernel reads its inputs once and writes both results. A probe finds out whether a layer has this structure: small
+recording functions take the place of its children, and the layer's own forward must then give, bit for bit, the sum
+above, and must pass attention the arguments that our forward would. A layer with four norms (Gemma 2 and 3) or a scaled
 residual (Granite) does not, and is left.
 """
 
@@ -36,10 +36,10 @@ class AddNormRecipe:
     attention: str
     norm2: str
     mlp: str
-    second: RmsNormRecipe  # of norm2
+    second: RmsNormRecipe  # the recipe of norm2
     argument: str  # the forward's first parameter, the hidden states
-    names: tuple[str, ...]  # the parameters after it, all handed on to attention
-    defaults: tuple[tuple[str, Any], ...]  # of those that have one
+    names: tuple[str, ...]  # the parameters after it, all passed on to attention
+    defaults: tuple[tuple[str, Any], ...]  # the defaults of those parameters that have one
     keyword: str | None  # the name by which attention gets the hidden states; None: by position
     backend: str | None
 
@@ -78,7 +78,7 @@ class AddNormRecipe:
 
 
 def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | None) -> Proposal | None:
-    """The fused layer this module can be; None if it is not two blocks with norms.  Raises Left if it will not fuse."""
+    """Propose a layer of two blocks with norms; None for other modules.  Raises Left if it cannot be fused."""
     norms = {
         n: r
         for n, m in module._modules.items()
@@ -137,7 +137,7 @@ class _Mlp(nn.Module):
 def _recipe(
     module: nn.Module, norm1: str, attention: str, norm2: str, mlp: str, second: RmsNormRecipe
 ) -> AddNormRecipe | None:
-    """The recipe for these roles if it reproduces the layer in every way of passing its arguments."""
+    """The recipe for these roles, if it reproduces the layer in every way of passing its arguments."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if not parameters or parameters[0].kind is not parameters[0].POSITIONAL_OR_KEYWORD:
         return None
@@ -165,7 +165,7 @@ def _recipe(
             try:
                 expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)
             except Left:
-                return None  # the roles are wrong: the MLP stood where attention is called
+                return None  # the roles are wrong: the MLP's stub was called as attention
             received, keyword = stub.received, stub.keyword
             recipe = AddNormRecipe(
                 norm1, attention, norm2, mlp, second, first.name, tuple(values), defaults, keyword, "torch"

@@ -1,12 +1,12 @@
-"""Linear layers and SwiGLU MLPs of a model in float8, for inference: what `patch(model, fp8=True)` asks for.
+"""Linear layers and SwiGLU MLPs of a model in float8, for inference: the replacements of `patch(model, fp8=True)`.
 
-A layer multiplies x, cast with one scale for 128 elements of a row, by its weight, cast once with one for 128x128.  In
-an MLP down(silu(gate(x)) * up(x)) the product of gate and up, rows interleaved, gates its own columns and casts them
-for the product of down: x is cast once, and what lies between is written and read in one byte an element.
+A layer casts x with one scale for 128 elements of a row, and its weight once with one scale for each 128x128 block.
+An MLP down(silu(gate(x)) * up(x)) runs gate and up as one GEMM with interleaved rows, whose epilogue applies SwiGLU and
+casts the result for down: x is cast once, and the activation between takes one byte an element.
 
-Left as they are: the head, whose rounding no later layer averages out; layers with fewer than 512 inputs or outputs,
-which are routers, adapters and heads of classifiers, read in the time of a launch; and sizes that are no multiple of
-16, which tensor cores do not read in float8.  Calls that want a gradient run as before.
+Left as they are: the head, whose rounding no later layer averages out; layers with fewer than 512 inputs or outputs
+(routers, adapters, classifier heads), whose weights are read in the time of a launch; and sizes that are no multiple of
+16, which tensor cores do not read in float8.  Calls that need a gradient run as before.
 
 The weights stay: state_dict is what it was, undo is exact, and the float8 copies cost half as much again of bf16.
 Where memory matters, `nn.FP8Linear.from_linear(layer, frozen=True)` keeps no other copy.
@@ -68,7 +68,7 @@ class Fp8LinearRecipe:
 
 @dataclass(frozen=True)
 class Fp8MlpRecipe:
-    """down(silu(gate(x)) * up(x)) in two products; `apart` is the recipe for calls that want a gradient, if any."""
+    """down(silu(gate(x)) * up(x)) in two products; `unfused` is the recipe for calls that need a gradient, if any."""
 
     gate: str
     up: str
@@ -85,7 +85,7 @@ class Fp8MlpRecipe:
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             gate, up, down = (getattr(self, role) for role in roles)
-            if not (all(type(m) is nn.Linear for m in (gate, up, down)) and _runs(self, x)):  # or an adapter came
+            if not (all(type(m) is nn.Linear for m in (gate, up, down)) and _runs(self, x)):  # or an adapter was added
                 y: Tensor = unfused(self, x)
                 return y
             q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
@@ -122,7 +122,7 @@ Fp8Recipe = Fp8LinearRecipe | Fp8MlpRecipe
 
 
 def heads(model: nn.Module) -> frozenset[nn.Module]:
-    """The layer of output logits, and layers that share a weight with an embedding."""
+    """The layer that computes the logits, and layers that share a weight with an embedding."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     layers = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embedded}
     get_head = getattr(model, "get_output_embeddings", None)
@@ -131,7 +131,7 @@ def heads(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) -> Proposal | None:
-    """The linear layer this module is; None for anything but an nn.Linear of plain floats."""
+    """Propose an nn.Linear of plain floats; None for other modules.  Raises Left for a layer that stays as it is."""
     if getattr(type(module), "forward", None) is not nn.Linear.forward:
         return None
     assert isinstance(module, nn.Linear)
@@ -154,9 +154,9 @@ def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) ->
 def find_mlp(
     module: nn.Module, recipe: Recipe | None, with_unfused: bool, layers: Collection[nn.Module], backend: str | None
 ) -> Proposal | None:
-    """The SwiGLU MLP that `recipe` says `module` is, if its linears are among `layers`, which `find` proposed.
+    """Propose the SwiGLU MLP of `recipe` as a whole, if all its linears are in `layers`, which `find` proposed.
 
-    apart: may calls that want a gradient run `recipe`?
+    with_unfused: calls that need a gradient run `recipe`, else the module's own forward.
     """
     if not isinstance(recipe, GatedMlpRecipe) or recipe.activation != "silu":
         return None
@@ -172,12 +172,12 @@ def find_mlp(
 
 
 def prepare(module: nn.Module) -> None:
-    """Cast the weights of a replaced module now, and not in the first call, which a CUDA graph may capture."""
+    """Cast the weights of a replaced module now: a CUDA graph may capture the first call."""
     _recipe_of(type(module)).prepare(module)
 
 
 def in_torch(generated: type[nn.Module]) -> type[nn.Module]:
-    """The class of a replaced module with torch's products in place of the kernels that would be chosen."""
+    """The class of a replaced module with torch's products in place of our kernels."""
     return specialise(origin(generated)[0], dataclasses.replace(_recipe_of(generated), backend="torch"))
 
 
@@ -188,12 +188,12 @@ def _recipe_of(generated: type[nn.Module]) -> Fp8Recipe:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Does somebody watch this layer, whom a product of two layers would pass by?"""
+    """True if the layer has hooks, which a fused product of two layers would not call."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _runs(module: nn.Module, x: Tensor) -> bool:
-    """Is this a call for float8?  Torch's own forward defines what gradients, tangents, vectors and subclasses give."""
+    """True for calls that run in float8.  Gradients, tangents, vectors and tensor subclasses keep torch's forward."""
     if type(x) not in _PLAIN or x.dim() < 2 or x.dtype not in _FLOATS or level_is_open():
         return False
     return not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())))
@@ -201,7 +201,7 @@ def _runs(module: nn.Module, x: Tensor) -> bool:
 
 def _cast(module: nn.Module, name: str, weights: Sequence[Tensor]) -> Cast:
     casts = vars(module).get(CASTS)
-    if casts is None:  # of a copy, or of a module that was loaded
+    if casts is None:  # a copied or unpickled module has none yet
         casts = vars(module)[CASTS] = WeightCasts()
 
     if torch.compiler.is_compiling():
@@ -215,5 +215,5 @@ def _cast_rows(*parts: Tensor) -> Cast:
 
 
 def _interleaved(parts: Sequence[Tensor]) -> Tensor:
-    """Row 0 of each, row 1 of each, ...: what a gated epilogue reads."""
+    """Row 0 of each, row 1 of each, ...: the layout that a gated epilogue reads."""
     return torch.stack(list(parts), 1).flatten(0, 1)

@@ -2,9 +2,9 @@
 
 Model code spells RMSNorm in three ways that differ in where they round: normalise, cast, then multiply by the weight
 (Llama, and T5 where weight and input have one dtype); multiply in float32, then cast (GPT-OSS, OLMo 2); the same with
-1 + weight (Gemma). They agree in float32 and part in bf16, so each candidate is held against the module in several
-pairs of weight and input dtypes; the one that agrees in all of them is the formula. Rows of very different size make a
-wrong or missing eps visible.
+1 + weight (Gemma). They agree in float32 and differ in bf16, so each candidate is compared with the module in several
+pairs of weight and input dtypes; the one that agrees in all of them is the formula. Rows of very different magnitude
+make a wrong or missing eps visible.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class RmsNormRecipe:
     fp32_weight: bool
     argument: str
     backend: str | None
-    one_dtype: bool = False  # T5: a call whose input has another dtype than the weight stays with the module's forward
+    one_dtype: bool = False  # T5: the module's forward keeps calls whose input and weight differ in dtype
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> y, the same shape."""
@@ -106,7 +106,7 @@ class LayerNormRecipe:
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The norm this module is; None if it does not look like one.  Raises Left if it does and cannot be replaced."""
+    """Propose a norm; None if the module does not look like one.  Raises Left if it does and cannot be replaced."""
     named = "norm" in type(module).__name__.lower()
     eps_names = [name for name in vars(module) if "eps" in name]
     if module._modules or not (eps_names or named):
@@ -116,7 +116,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     except Left:
         if named:
             raise
-        return None  # an eps alone makes no norm
+        return None  # an eps alone does not make it a norm
 
 
 def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Proposal:

@@ -39,11 +39,11 @@ def patch(
     names of ours and lose none, and other models are not affected. Attention keeps its masks, windows and dropout: it
     is SDPA, or `ops.fmha` where that was measured faster or `backend` names it; mixture-of-experts weights are left.
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
-    before for all others and wherever a gradient is wanted.
+    before for all others and wherever a gradient is needed.
 
     mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
-    inputs   for that: token ids (B, S) or keyword arguments of the model; None draws random tokens
+    inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
     ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention") or ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
     fp8      also run linear layers and SwiGLU MLPs in float8, whatever `ops` says, but small layers and the head; for
@@ -83,10 +83,10 @@ def patch(
 
 
 def plan_patch(model: nn.Module, device: torch.device, fp8: bool = False) -> "Patch":
-    """The patch of a model that will run on `device`, which need not be here; `apply` puts it in place.
+    """Plan the patch of a model that will run on `device`, which this machine need not have; `apply` puts it in place.
 
-    Modules are probed where they are, and replaced by what was measured on `device`.  Raises PatchError if nothing can
-    be replaced.
+    Modules are probed on the device that holds them; the choices use measurements of `device`.  Raises PatchError if
+    nothing can be replaced.
     """
     with planned_for(device):
         planned = Patch(model, "inference", _allowed(None), None, fp8)
@@ -117,16 +117,16 @@ class Patch:
         self._apply(self._swaps)
 
     def report(self) -> Report:
-        """Every module that was replaced, by what, or looked replaceable and was left, and why."""
+        """Every module that was replaced, and by what; every one that looked replaceable and was left, and why."""
         return self._report
 
     def verify(self, inputs: Tensor | Mapping[str, Any] | None = None) -> Verification:
-        """Accuracy of the patched model beside the unpatched one's, against a wider copy of the latter.
+        """Compare the patched and the unpatched model, each with a wider copy of the unpatched one.
 
         inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's
-        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True this is
-        asked of the model without float8; with it the error may come to 1.1 times what the same float8 makes in plain
-        torch, and to 0.25, and agreement is stated.
+        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True that
+        rule judges the model without float8.  With float8 the error may be 1.1 times the sum of the unpatched model's
+        and of the same float8 in plain torch, at most 0.25; agreement is reported and not judged.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
@@ -159,9 +159,9 @@ class Patch:
             casts.clear()
 
     def requantise(self) -> None:
-        """Cast float8 weights again, after writes that nobody counts: through `weight.data`, or by a CUDA graph.
+        """Cast float8 weights again, after writes that torch does not count: through `weight.data`, or by a CUDA graph.
 
-        Copies that a captured graph reads are cast now, in the same memory, others in the next call.
+        Copies that a captured graph reads are cast now, in the same memory; others in the next call.
         """
         for module in self.model.modules():
             casts = vars(module).get(fp8_linears.CASTS)
@@ -211,7 +211,7 @@ class Patch:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        """The model as it was."""
+        """Undo the patch inside the block."""
         patched = [module for module in self._swaps if isinstance(module, Patched)]
         self._restore()
         try:
@@ -221,7 +221,7 @@ class Patch:
 
     @contextmanager
     def _in_torch(self) -> Iterator[None]:
-        """Float8 products by torch, on the same float8 numbers."""
+        """Compute float8 products by torch inside the block, on the same float8 numbers."""
         for module in self._fp8:
             module.__class__ = fp8_linears.in_torch(type(module))
         try:
@@ -232,7 +232,7 @@ class Patch:
 
     @contextmanager
     def _classes_back(self, modules: Collection[nn.Module]) -> Iterator[None]:
-        """These modules alone as they were."""
+        """Undo the patch of these modules alone inside the block."""
         self._own_classes(modules)
         try:
             yield
@@ -245,7 +245,6 @@ def _allowed(names: Iterable[str] | None) -> frozenset[str]:
     names = frozenset(OPS_OF_KIND) if names is None else frozenset(names)
     known_ops = [op for ops in OPS_OF_KIND.values() for op in ops]
     if unknown := names - set(OPS_OF_KIND) - set(known_ops):
-        raise InputError(
-            f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(OPS_OF_KIND)}; ops {', '.join(known_ops)}."
-        )
+        kinds = ", ".join(OPS_OF_KIND)
+        raise InputError(f"ops has {', '.join(sorted(unknown))}; allowed: kinds {kinds}; ops {', '.join(known_ops)}.")
     return names.union(*(ops for kind, ops in OPS_OF_KIND.items() if kind in names))

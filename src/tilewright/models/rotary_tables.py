@@ -1,8 +1,8 @@
-"""What a model hands its attention as rotary tables: how columns repeat, and in which dtype.
+"""The rotary tables that a model passes to its attention: how columns repeat, and in which dtype.
 
 The same rotation function means different things for different tables: `q * cos + rotate_half(q) * sin` is a rotation
 only if column i + R/2 of cos repeats column i. So the model's own rotary module is run once, on a few positions, and
-looked at.
+the layout is read from its result.
 """
 
 import inspect
@@ -36,7 +36,7 @@ def tables(model: nn.Module) -> dict[str, Tables]:
 
 
 def nearest(path: str, by_path: dict[str, Tables]) -> Tables:
-    """The tables of the rotary modules that share most of their path with the module at `path`."""
+    """The tables of those rotary modules whose path shares the longest prefix with `path`."""
     shared = {other: _shared(path, other) for other in by_path}
     best = max(shared.values(), default=0)
     return frozenset().union(*(by_path[other] for other, depth in shared.items() if depth == best))

@@ -57,7 +57,7 @@ def stand_in(
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
     if wraps_subclasses(type(module)):
-        clone.__dict__["gradient_checkpointing"] = False  # it goes around whatever forward there is
+        clone.__dict__["gradient_checkpointing"] = False  # it would wrap the forward under comparison
     replacements = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
     clone.__dict__["_parameters"] = {**module._parameters, **replacements}
     clone.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
@@ -72,7 +72,7 @@ _planned: ContextVar[torch.device | None] = ContextVar("tilewright_planned_devic
 
 @contextmanager
 def planned_for(device: torch.device) -> Iterator[None]:
-    """Decide what is replaced by what was measured on `device`, wherever the weights lie that are probed."""
+    """Inside the block, decide by what was measured on `device`, whatever device holds the weights."""
     token = _planned.set(device)
     try:
         yield
@@ -86,7 +86,7 @@ def serving_device(device: torch.device) -> torch.device:
 
 
 def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run foreign code on probe inputs; whatever it raises becomes the reason for leaving the module."""
+    """Run the model's code on probe inputs; an exception becomes the reason for leaving the module."""
     try:
         return forward(*args, **kwargs)
     except Exception as error:
@@ -97,7 +97,7 @@ def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def run_both(
     kind: Kind, theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Match | None:
-    """Run both on the same arguments.  An op of ours that refuses them does not reproduce the module."""
+    """Run both on the same arguments and compare; None where our op refuses them.  Raises Left where `theirs` fails."""
     expected = call(kind, theirs, *args, **kwargs)
     try:
         got = ours(*args, **kwargs)
@@ -144,7 +144,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def only_argument(module: nn.Module) -> str | None:
-    """Name of the one tensor a module's forward takes, or None if it takes more or fewer."""
+    """Name of the only argument of a module's forward, or None if it takes more or fewer."""
     forward = inspect.getattr_static(type(module), "forward", None)
     if not inspect.isfunction(forward):
         return None
@@ -168,5 +168,5 @@ def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
         for forked in devices:
             torch.cuda.default_generators[forked.index].manual_seed(seed)
-        with warnings.catch_warnings(action="ignore"):  # of mixed dtypes, which only the probe may have
+        with warnings.catch_warnings(action="ignore"):  # torch warns of mixed dtypes, which only the probe has
             yield

@@ -1,4 +1,4 @@
-"""One problem under check: an op, one sample of its inputs, the backend asked for, and what the result should be."""
+"""One problem under check: an op, one sample of its inputs, the requested backend, and the standards of its results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_
 
 
 class RawCall(NamedTuple):
-    """A call of a raw op; `wish` is its last two arguments, backend and numerics."""
+    """A call of a raw op.   preference: its last two arguments, backend and numerics."""
 
     op: RawOp
     args: tuple[Any, ...]
@@ -29,14 +29,14 @@ class RawCall(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Another sample and its truth.  To be read only."""
+    """Another sample and its truth, shared by all modes: read it only."""
 
     sample: Sample
     truth: Truth
 
 
 class Case:
-    """A sample with its truth.  `sample()` hands out copies, so that a mode which is spoilt spoils nobody else."""
+    """A sample with its truth.  `sample()` returns copies, so that a mode cannot spoil the sample of another."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Case:
         self._others: dict[int, Other] = {}
 
     def sample(self) -> Sample:
-        """The inputs, in memory of their own."""
+        """A copy of the inputs."""
         return Sample(replicas(self._sample.args), replicas(dict(self._sample.kwargs)))
 
     def other(self, number: int = 1) -> "Other":
-        """Other values of the same shapes and dtypes, with their truth: another set for each number from 1.
+        """Other values of the same shapes and dtypes, with their truth: a different set for each number from 1.
 
-        Raises NotApplicable where they are the case's own values.
+        Raises NotApplicable if they equal the case's own values.
         """
         if number not in self._others:
             sample = self._make(self.seed + number)
@@ -109,12 +109,12 @@ class Case:
         )
 
     def raw_calls(self, sample: Sample) -> list[RawCall]:
-        """The raw calls behind one public call: forward, and backward where there is one."""
+        """The raw calls of one public call: forward, and backward where there is one."""
         return raw_calls(self.contract, self.function, sample)
 
 
 def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) -> list[RawCall]:
-    """The raw calls behind one call of an op's public `function`: forward, and backward where there is one.
+    """The raw calls of one call of an op's public `function`: forward, and backward where there is one.
 
     Raises NotApplicable where there are none: torch computes some options of attention by itself.
     """
@@ -152,30 +152,31 @@ def overwrite(sample: Sample, values: Sample) -> None:
 
 
 class NotApplicable(Exception):
-    """Raised by a mode that has nothing to say about a case; the text is the reason."""
+    """Raised by a mode that does not apply to a case; the text is the reason."""
 
 
 @dataclass
 class Findings:
-    """What one mode found out about one case."""
+    """The findings of one mode about one case."""
 
     case: Case
     measures: list[Measure] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    judged: int = 0  # how many things were looked at
+    judged: int = 0  # number of judgements
 
     def require(self, condition: bool, fault: str) -> None:
-        """Note `fault` unless `condition` holds."""
+        """Record `fault` unless `condition` holds."""
         self.judged += 1
         if not condition:
             self.faults.append(fault)
 
     @contextmanager
     def part(self, where: str) -> Iterator[str]:
-        """One way of several that a mode tries: where planning refuses it, the others still count.  Yields the words
-        that its faults begin with.
+        """One of several variants that a mode tries: if planning refuses it, the others still count.
+
+        Yields the prefix of its faults.
         """
         try:
             yield f"{where}: "
@@ -183,7 +184,7 @@ class Findings:
             self.refusals.append(f"{where}: {reason}")
 
     def adopt(self, trial: "Findings") -> None:
-        """Take over what a trial found."""
+        """Add the findings of a trial."""
         self.measures += trial.measures
         self.faults += trial.faults
         self.judged += trial.judged
@@ -204,7 +205,7 @@ class Findings:
             self.measure(standards[i].judge(ours), where)
 
     def measure(self, measure: Measure, where: str = "") -> None:
-        """Note one tensor that was judged."""
+        """Record the measure of one tensor."""
         self.judged += 1
         self.measures.append(measure)
         self.faults.extend(where + fault for fault in measure.faults)

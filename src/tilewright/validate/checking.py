@@ -1,4 +1,4 @@
-"""`check`: run an op every way it may be run, against the oracle, and report."""
+"""`check`: run an op in every execution mode against the oracle, and report."""
 
 import secrets
 import time
@@ -58,9 +58,13 @@ def check(
     start = secrets.randbelow(2**31) if seed is None else seed
     results: list[Result] = []
     problems = list(_problems(subject, sample, dtype, target))
-    telling = _representative(subject) if sample is None else None
+    representative = _representative(subject) if sample is None else None
     for i, problem in enumerate(problems):
-        runs = [m for m in chosen if (i == 0 or not m.once) and not (m.heavy and telling and problem.name != telling)]
+        runs = [
+            m
+            for m in chosen
+            if (i == 0 or not m.once) and not (m.heavy and representative and problem.name != representative)
+        ]
         if runs:
             case = Case(subject, problem.name, problem.make, backend=backend, seed=start + i, compiler=compiler)
             target = case.device
@@ -88,7 +92,7 @@ def _subject(op: str | Contract | Callable[..., Any]) -> Contract:
 
 
 def _representative(subject: Contract) -> str | None:
-    """The edge case heavy modes run on: the first whose batch is large enough (four) to be a symbolic size."""
+    """The edge case that heavy modes run on: the first with a batch of four or more, which can be a symbolic size."""
     for workload in subject.edge_cases:
         if subject.batch_dim is None:
             return workload.name
@@ -146,9 +150,7 @@ def _named(subject: Contract, name: str) -> Workload:
 
 
 def _other_values(sample: Sample, turn: int) -> Sample:
-    """The elements of the first argument, and of every floating-point tensor, moved on by `turn`: other values, of the
-    same kind.
-    """
+    """Other values of the same kind: roll the first argument, and every floating-point tensor, by `turn` elements."""
 
     def moved(t: Any) -> Any:
         return bits(t).flatten().roll(turn).view(t.dtype).view(t.shape) if isinstance(t, Tensor) else t

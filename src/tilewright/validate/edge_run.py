@@ -1,8 +1,8 @@
 """Run one problem of the edge grid on one backend: forward, backward, their tapes, and launches into guarded outputs.
 
-Inputs lie inside of larger buffers, the first element as many bytes behind a boundary as the problem says, and all
-around them lies 0xFF: NaN in every format, -1 as an integer.  What is read beyond a tensor so shows in the result, and
-what is written there is found afterwards.  Fresh memory, outputs and workspaces, holds NaN.
+Inputs lie inside larger buffers, at the problem's offset from a boundary, and the bytes around them are 0xFF: NaN in
+every format, -1 as an integer.  So a read beyond a tensor shows in the result, and a write there is found afterwards.
+Fresh memory (outputs and workspaces) holds NaN.
 """
 
 import warnings
@@ -22,15 +22,15 @@ from tilewright.validate.edge_grid import EdgeProblem
 from tilewright.validate.modes.memory import guarded, poisoned, surroundings
 from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
 
-GUARD = 4096  # bytes on both sides of what is given and of what is written
+GUARD = 4096  # bytes on both sides of every input and output
 _BOUNDARY = 256
-_REPEATS = 2  # of a call whose plan is known: one makes the tape, one replays it
+_REPEATS = 2  # after the first call: one makes the tape, one replays it
 
 
 @dataclass
 class EdgeResult:
-    """status: "passed", "failed", or "refused" where planning or a check said in words that it cannot be done.
-    refused_backward: why the forward ran and the backward was refused.
+    """status: "passed", "failed", or "refused" where planning or a check raised its own error before any launch.
+    refused_backward: why the backward was refused although the forward ran.
     """
 
     status: str = "passed"
@@ -39,14 +39,15 @@ class EdgeResult:
 
 
 class _Refused(Exception):
-    """Before anything was launched."""
+    """Planning or a check refused the call before any launch."""
 
 
 def run_problem(
     contract: Contract, problem: EdgeProblem, backend: str, device: torch.device, *, judged: bool = True
 ) -> EdgeResult:
-    """Run `problem` on exactly `backend`.  judged=False: nothing is compared, and no guard lies behind a tensor, for
-    runs under a tool that watches every access itself.
+    """Run `problem` on exactly `backend`.
+
+    judged=False: compare nothing and add no guards, for runs under a tool that checks every access itself.
     """
     result = EdgeResult()
     try:
@@ -85,21 +86,21 @@ def _run(
     _judge(result, exact, outputs, "")
     positions = gradient_inputs(contract, sample)
 
-    def both() -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
+    def forward_backward() -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
         return differentiate(function, sample, positions, cotangents)
 
     try:
         if positions:
-            _judge(result, exact, *_planned(both), "with gradients: ")
+            _judge(result, exact, *_planned(forward_backward), "with gradients: ")
     except _Refused as reason:
         result.refused_backward, positions = str(reason), ()
     for repeat in range(_REPEATS):
         outputs = forward()
-        grads = both()[1] if positions else {}
+        grads = forward_backward()[1] if positions else {}
         if repeat == _REPEATS - 1:
             _judge(result, exact, outputs, grads, "on tape: ")
     if not result.refused_backward:
-        with suppress(NotApplicable):  # no raw op is behind the call
+        with suppress(NotApplicable):  # the call has no raw op
             for call in raw_calls(contract, function, sample):
                 _launch_guarded(call, problem.offset, device, result)
     for i, (old, now) in enumerate(zip(before, memory, strict=True)):
@@ -111,8 +112,8 @@ def _run(
 
 
 def _planned(call: Callable[[], Any]) -> Any:
-    """What `call` returns.  What a check or planning says it cannot do is a refusal; a `BackendError` of any other kind
-    is a kernel that was not compiled, loaded or launched.
+    """Return what `call` returns.  Raises _Refused where a check or planning refuses; any other `BackendError` is a
+    kernel that failed to compile, load or launch.
     """
     try:
         return call()
@@ -123,7 +124,7 @@ def _planned(call: Callable[[], Any]) -> Any:
 
 
 def placed(sample: Sample, offset: int, guard: int) -> Sample:
-    """`sample` in other memory: each storage `offset` bytes behind a boundary, or one element where that is more, with
+    """Copy `sample` to new memory: each storage `offset` bytes (or one element, if larger) after a boundary, with
     `guard` bytes of 0xFF on both sides.
     """
     copies: dict[int, tuple[Tensor, int]] = {}
@@ -166,7 +167,7 @@ def _cotangents(outputs: Sequence[Tensor], exact: Truth | None, problem: EdgePro
 
 
 def _judge(result: EdgeResult, exact: Truth | None, outputs: Sequence[Tensor], *rest: Any) -> None:
-    """By the rule of `check`.  rest: gradients, where there are some, and what to say in front of a fault."""
+    """Judge by the rule of `check`.   rest: gradients, if there are any, and the prefix of faults."""
     if exact is None:
         return
     grads, where = rest if len(rest) == 2 else ({}, rest[0])
@@ -178,19 +179,19 @@ def _judge(result: EdgeResult, exact: Truth | None, outputs: Sequence[Tensor], *
 
 
 def _launch_guarded(call: RawCall, offset: int, device: torch.device, result: EdgeResult) -> None:
-    """Launch the implementation itself into outputs that begin `offset` bytes behind a boundary."""
+    """Launch the implementation itself into outputs that begin `offset` bytes after a boundary."""
     plan = call.plan()
     outs = call.op.allocate(call.args, "meta")
     if plan.launch is None or call.op.compose is not None or not any(o.numel() for o in outs):
         return
-    if call.args[0].numel() == 0:  # the machinery computes the reference there
+    if call.args[0].numel() == 0:  # dispatch computes the reference for empty inputs
         return
     buffers = [
         guarded(tuple(o.shape), o.dtype, device, GUARD, -(-offset // o.element_size()), o.stride()) for o in outs
     ]
-    around = [surroundings(o) for o in buffers]
+    bytes_before = [surroundings(o) for o in buffers]
     plan.launch(tuple(buffers), *call.args, config=plan.config)
-    for i, (out, old) in enumerate(zip(buffers, around, strict=True)):
+    for i, (out, old) in enumerate(zip(buffers, bytes_before, strict=True)):
         for side, was, now in zip(("before", "after"), old, surroundings(out), strict=True):
             if not torch.equal(was, now):
                 result.details.append(f"{call.op.key} output {i}: memory {side} the output was overwritten")

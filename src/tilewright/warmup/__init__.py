@@ -26,7 +26,7 @@ __all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architec
 
 @dataclass
 class Outcome:
-    """What a warm-up did."""
+    """The results of a warm-up: planned machines, compiled kernels, failures."""
 
     found: list[Found] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
@@ -45,10 +45,10 @@ def warm(
     jobs: int | None = None,
     progress: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
-    """Compile into the kernel cache what `wanted` needs on each of `archs` (none: on this machine).
+    """Compile into the kernel cache what `request` needs on each of `archs` (none: on this machine).
 
     jobs: compilations at once; None is `TILEWRIGHT_MAX_JOBS`, by default what memory and cores allow.
-    What cannot be compiled is in the outcome's failures.  Raises UsageError for a wrong wish.
+    What cannot be compiled is in the outcome's failures.  Raises UsageError for an unknown suite, model or machine.
     """
     outcome = Outcome()
     this_arch = this_machine()
@@ -73,14 +73,14 @@ def warm(
 
 
 def _absent(plans: Sequence[Found]) -> dict[str, str]:
-    """Backends that no kernel can be compiled for here, and what each needs."""
+    """Backends whose kernels this machine cannot compile, and what each lacks."""
     devices = {"cpu" if machine.arch == "cpu" else "cuda" for machine in plans}
     reasons = {name: missing(name, device) for device in devices for name in on_device(device)}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def architectures(names: Sequence[str]) -> list[str]:
-    """Machines by name, each once: "sm_90a" and "sm_90" are one.  Raises UsageError for an unknown one."""
+    """Architectures by name, each once: "sm_90a" and "sm_90" are the same.  Raises UsageError for an unknown name."""
     archs = list(dict.fromkeys(machine(name) for name in names))
     if unknown := [name for name in archs if name not in (*GPUS, "cpu")]:
         raise UsageError(f"--arch {', '.join(unknown)}: known are {', '.join(GPUS)} and cpu.")

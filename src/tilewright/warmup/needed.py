@@ -1,10 +1,10 @@
-"""Which raw calls a suite or a model makes, found on fake tensors: sizes, strides and types, without memory or GPU.
+"""Trace the raw calls of a suite or a model on fake tensors: sizes, strides and dtypes, without memory or GPU.
 
-A model is built from its configuration alone.  Its weights are allocated and never touched, so that an 8B model costs
-no memory to speak of; patching probes modules with weights of its own, and decides by what was measured on the machine
-that is prepared.  Then fake tensors on that machine's device take the place of the weights, and the model runs as it
-will run: prefills, steps of its own `generate`, and a step with a static cache.  A recording lists every call of our
-ops, and a collector the kernels of decoding, which belong to no op.
+A model is built from its configuration alone.  Its weights are allocated and never touched, so that an 8B model takes
+almost no memory.  Patching probes modules with small random weights, and decides by what was measured on the target
+machine.  Then fake tensors on the target device take the place of the weights, and the model runs as it will run:
+prefills, steps of its own `generate`, and a step with a static cache.  A recording lists every call of our ops, and a
+collector the kernels of decoding, which belong to no op.
 """
 
 import json
@@ -37,15 +37,15 @@ _TINY = {
     "max_position_embeddings": 8192,
 }
 BUILT_IN = {f"tiny-{family}": (family, _TINY) for family in ("llama", "qwen3", "gemma2", "mistral")}
-"""Models that need no file, to try the road: name -> (transformers' model type, configuration)."""
+"""Small models that need no file: name -> (transformers' model type, configuration)."""
 
 
 _STEPS = 16
-"""Of a cache that grows: after them its length was a multiple of 16 once, of which kernels are specialised."""
+"""Decoding steps with a growing cache: within 16 its length is a multiple of 16 once, which kernels specialise on."""
 
 
 class RawCall(NamedTuple):
-    """One raw op; of the tensors among its arguments only sizes, strides and types are known."""
+    """A call of one raw op; its tensors have sizes, strides and dtypes, and no data."""
 
     op: RawOp
     args: tuple[Any, ...]
@@ -67,16 +67,16 @@ class RawCall(NamedTuple):
         return tuple(map(placed, self.args))
 
 
-def of_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]:
-    """Calls of every workload that the bench measures on `device`, forward and backward.
+def trace_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]:
+    """The calls of every workload that the bench measures on `device`, forward and backward.
 
     dtype: "bf16", "fp16" or "fp32" instead of what the workloads declare.  Raises UsageError for an unknown suite.
     """
     for case in select(suite, dtype=dtype, device=torch.device(device)):
-        yield _of_case(case)
+        yield _trace_case(case)
 
 
-def _of_case(case: Case) -> RawCall:
+def _trace_case(case: Case) -> RawCall:
     contract, gradient = case.contract, case.contract.gradient
     with FakeTensorMode(), torch.no_grad():
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)
@@ -85,7 +85,7 @@ def _of_case(case: Case) -> RawCall:
         ((op, args, *preference),) = notes.calls
         if case.direction == "fwd" or gradient is None:
             return RawCall(op, args)
-        result = op(*args, *preference)  # those too that the public function keeps to itself, which get no gradient
+        result = op(*args, *preference)  # with outputs that the public function does not return: they get no gradient
         outputs = result if isinstance(result, tuple) else (result,)
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(isinstance(a, Tensor) for a in args)
@@ -95,13 +95,13 @@ def _of_case(case: Case) -> RawCall:
 
 
 class ModelNeeds(NamedTuple):
-    """What a patched model runs: raw calls, and kernels that are no op's."""
+    """What a patched model runs: raw calls, and kernels that belong to no op."""
 
     calls: list[RawCall]
     jobs: list[Job]
 
 
-def of_model(
+def trace_model(
     name: str,
     dtype: str | None,
     batch: int,
@@ -111,13 +111,13 @@ def of_model(
     new_tokens: int = 128,
     fp8: bool = False,
 ) -> ModelNeeds:
-    """What a patched model runs on `arch`, for `batch` sequences: prefills of `tokens` tokens each and decoding, as the
-    model's own `generate` does it, and as an attached one with a cache for `new_tokens` more.
+    """Trace what a patched model runs on `arch` for `batch` sequences: prefills of `tokens` tokens each, and decoding.
 
-    name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.  fp8: as `patch(fp8=True)`, whose weights
-    are cast here too.  Raises UsageError.
+    Decoding is traced twice: by the model's own `generate`, and by the attached one, whose static cache holds
+    `new_tokens` more.   name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.   fp8: as
+    `patch(fp8=True)`; the casts of the weights are traced too.   Raises UsageError for a model that cannot be built.
     """
-    for contract in contracts().values():  # their files make small tensors, which shall be no fake ones
+    for contract in contracts().values():  # import kernel files first: the small tensors they create must not be fake
         for raw in contract.raw_ops:
             implementations(raw.op, raw.direction, raw.package)
     model = _build(name, dtype)
@@ -151,7 +151,7 @@ def of_model(
 
 
 def _move(model: Any, device: torch.device) -> None:
-    """Put fake tensors on `device` in place of parameters and buffers; those that are shared stay so."""
+    """Put fake tensors on `device` in place of parameters and buffers; tied ones stay tied."""
     copies: dict[int, Any] = {}
 
     def placed(t: Tensor) -> Tensor:

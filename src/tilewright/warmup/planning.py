@@ -1,5 +1,5 @@
-"""From raw calls to compile jobs: plan each call for a GPU that need not be here, and let its launch code say which
-kernels it would launch.
+"""Turn raw calls into compile jobs: plan each call for a GPU that this machine need not have, and collect the kernels
+that its launch code would launch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from tilewright.warmup.needed import RawCall
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that is needed and could not be prepared; `what` names a kernel or a call."""
+    """A kernel or a call, named by `what`, that could not be prepared."""
 
     arch: str
     what: str
@@ -25,7 +25,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Planned:
-    """What one machine needs.  calls: those that a backend runs.  by_torch: those that need no kernel of ours."""
+    """What one machine needs.   calls: number that a backend can run.   by_torch: number without a kernel of ours."""
 
     arch: str
     jobs: list[Job]
@@ -35,9 +35,9 @@ class Planned:
 
 
 def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str], others: Sequence[Job] = ()) -> Planned:
-    """The distinct kernels behind `calls` on `arch`, and `others`, which belong to no call.
+    """The distinct kernels of `calls` on `arch`, and of `others`, which belong to no call.
 
-    backends: every one of these that can run a call; none: the one that the dispatcher would choose.
+    backends: plan each of these that can run a call; none: the one that the dispatcher would choose.
     Raises BackendError for a backend that does not exist.
     """
     for name in backends:

@@ -1,8 +1,8 @@
-"""Plan in a process that believes in the GPU it compiles for, and compile in one process for each kernel.
+"""Plan in a process whose environment names the target GPU, and compile in one process for each kernel.
 
-The planning process is started afresh, because what a device is, once asked, is remembered.  The compiling ones are
-forked from it: they inherit jobs and loaded libraries, give all memory back when they end, and one that a compiler
-takes down with it is one failure and not the end of the others.
+The planning process is spawned, because device properties are cached once they are read.  The compiling ones are
+forked from it: they inherit jobs and loaded libraries, give all memory back when they end, and if a compiler crashes,
+only its own kernel fails.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ from tilewright.warmup.wanted import Wanted
 
 
 class Kernel(NamedTuple):
-    """One compiled kernel.  folder: its entry in the cache.  info: what the compiler says of it."""
+    """One compiled kernel.   folder: its entry in the cache.   info: what the compiler reports."""
 
     arch: str
     name: str
@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Planning is done: so many kernels for so many distinct calls, of which torch itself computes `by_torch`."""
+    """The planning of one machine is done: counts of kernels and distinct calls; torch computes `by_torch` of these."""
 
     arch: str
     kernels: int
@@ -73,7 +73,7 @@ def _next(receiver: Connection, process: Any) -> Any:
 
 @contextmanager
 def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
-    """What the planning process inherits: the architecture to plan for, and no sight of other GPUs."""
+    """Set what the planning process inherits: the architecture to plan for and, with `hide_gpus`, no visible GPU."""
     changed = {
         "TILEWRIGHT_ARCH": "" if arch == "cpu" else arch,
         "TRITON_INTERPRET": "0",
@@ -93,7 +93,7 @@ def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
 
 
 def _work(request: Wanted, arch: str, at_once: int, sender: Connection) -> None:
-    """In the planning process."""
+    """Plan and compile; runs in the planning process."""
     import torch
 
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
@@ -111,7 +111,7 @@ def _work(request: Wanted, arch: str, at_once: int, sender: Connection) -> None:
 
 
 def _compile_all(planned: Planned, at_once: int) -> Iterator[Kernel | Failure]:
-    """Every job, `at_once` at a time, each in a child of this process, in the order in which they end."""
+    """Compile every job, `at_once` at a time, each in a child of this process; yields them as they end."""
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(planned.jobs))
     running: dict[Connection, tuple[Job, Any]] = {}
@@ -136,7 +136,7 @@ def _compile_all(planned: Planned, at_once: int) -> Iterator[Kernel | Failure]:
 
 
 def _compile(arch: str, job: Job, sender: Connection) -> None:
-    """In a child: compile one kernel into the cache and say how it went."""
+    """Compile one kernel into the cache and send the result; runs in a child."""
     began = time.monotonic()
     try:
         artifact = job.compile()

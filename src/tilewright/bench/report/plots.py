@@ -1,4 +1,4 @@
-"""The plots of the performance page, ratios around 1, as small PNG files: a bar a row, or a dot a row over M."""
+"""The plots of the performance page, ratios around 1, as small PNG files: one bar a row, or one dot a row over M."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Dot:
 
 
 def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
-    """Write a PNG: ratios over M, one column for each M, our best kernel left and what `auto` picks right in it."""
+    """Write a PNG: ratios over M, one column for each M; our best kernel left in it, the pick of `auto` right."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -54,9 +54,7 @@ def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
 
 
 def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
-    """Write a PNG: one line a label on a log axis; a filled dot is what `auto` picks, a ring our best
-    kernel where that is another.
-    """
+    """Write a PNG: one line a label on a log axis; a dot is the pick of `auto`, a ring our best kernel if another."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -96,7 +94,7 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Sixteen colours are enough, and a file is half of its SVG."""
+    """Save with sixteen colours, at half the size of an SVG."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)

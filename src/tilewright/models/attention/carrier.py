@@ -1,7 +1,7 @@
 """A mask of `tilewright.mask` inside a tensor: transformers hands masks from a model to its layers as 4-D tensors.
 
-The tensor has the shape of the dense mask and no elements.  Attention takes the mask out of it.  Code that computes
-with it gets the elements then, exact and shared, so that models which slice or overwrite their masks stay right.
+The tensor has the shape of the dense mask and no elements.  Our attention reads the closed form from it.  For any other
+operation the elements are computed, exact and shared, so that models which slice or overwrite their masks stay right.
 """
 
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from tilewright.mask import Mask
 
 
 class VisibleKeys(NamedTuple):
-    """A mask (None: everything), and the number of keys that it speaks of, from the first one.
+    """A mask (None: everything), and the number of keys that it covers, from the first one.
 
-    More keys than there are: the others are there for the positions alone, and the mask allows none of them.
+    `keys` may exceed S_k: the extra keys only shift positions, and the mask allows none of them.
     """
 
     mask: Mask | None
@@ -29,7 +29,7 @@ class VisibleKeys(NamedTuple):
 
 
 class CarriedMask(Tensor):
-    """bool (B, 1, S_q, S_k), True where a key may be seen; `seen` is the same in closed form."""
+    """bool (B, 1, S_q, S_k), True where a key is visible; `visible` is the same in closed form."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _visible: VisibleKeys
@@ -45,19 +45,19 @@ class CarriedMask(Tensor):
         return tensor
 
     def __init__(self, visible: VisibleKeys, shape: tuple[int, int, int], device: torch.device) -> None:
-        """All is done in `__new__`."""
+        """Do nothing: `__new__` sets all attributes."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"CarriedMask({self._visible.mask!r}, {tuple(self.shape)})"
 
     @property
     def visible(self) -> VisibleKeys | None:
-        """The closed form; None once somebody wrote into the elements, or got a view through which he may."""
+        """The closed form; None after a write into the elements, or once a view shares their memory."""
         return None if self._shared else self._visible
 
     @property
     def elements(self) -> Tensor:
-        """The dense mask, made on first use."""
+        """The dense mask, computed on first use."""
         return self._elements.get("dense", self.device, self._dense, needs=self._visible)[0]
 
     def _dense(self) -> tuple[Tensor]:
@@ -72,7 +72,7 @@ class CarriedMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Any operation works on the elements; a view that only autograd asks for stays what it is."""
+        """Run any operation on the elements; only `detach`, which autograd calls, keeps the closed form."""
         if func is torch.ops.aten.detach.default:
             return args[0]
 
@@ -89,7 +89,7 @@ class CarriedMask(Tensor):
 
 
 def visible_keys(attention_mask: Tensor, s_q: int, s_k: int) -> VisibleKeys:
-    """What a 4-D mask allows: (B or 1, H or 1, S_q or 1, S_k) bool, or floats: 0, and -inf or the least number.
+    """Read a 4-D mask: (B or 1, H or 1, S_q or 1, S_k) bool, or floats: 0, and -inf or the least number.
 
     Raises InputError for other shapes, and for other numbers, which are a bias and no mask.
     """
@@ -131,7 +131,7 @@ def _of_elements(allowed: Tensor, s_q: int, s_k: int) -> VisibleKeys:
     allowed = F.pad(allowed, (0, keys - s_k)) if keys > s_k else allowed
     if allowed.shape[2] == 1 or allowed.stride(2) == 0:
         return VisibleKeys(by_keys(allowed[:, :, :1]), keys)
-    if not torch.compiler.is_compiling():  # which does not take loggers
+    if not torch.compiler.is_compiling():  # Dynamo does not trace loggers
         log_once(
             "attention-elements",
             "attention: a mask given by its elements becomes a table of S_k x S_k bits; "

@@ -1,8 +1,8 @@
-"""`ops.fmha` under the names that transformers looks attention up by.
+"""`ops.fmha` under the names by which transformers looks attention up.
 
     tilewright             ops.fmha; the dispatcher chooses
     tilewright_<backend>   ops.fmha on exactly this backend
-    tilewright_measured    ops.fmha where the tables say that a kernel of ours is faster, else what the model ran before
+    tilewright_measured    ops.fmha where the tables have a faster kernel of ours, else what the model ran before
 
 Each name also makes masks (`masks`).
 """
@@ -31,11 +31,11 @@ REFUSED = {
     "indices": "indices of keys",
     "block_indices": "indices of blocks",
 }
-"""Arguments of transformers' attention functions that change the result and that `ops.fmha` does not take here."""
+"""Arguments of transformers' attention functions that change the result and that `attend` does not take."""
 
 
 def register_attention() -> str:
-    """Let transformers' models run `ops.fmha`: `model.set_attn_implementation("tilewright")`.  Returns that name.
+    """Register `ops.fmha` with transformers: `model.set_attn_implementation("tilewright")`.  Returns that name.
 
     Adds this name, and those that `patch` uses, to AttentionInterface and AttentionMaskInterface and changes no entry
     of theirs; a second call changes nothing.  `patch` calls it; a process that unpickles a patched model has to.
@@ -50,7 +50,7 @@ def register_attention() -> str:
 
 
 def register_backend(backend: str) -> str:
-    """The name of `ops.fmha` on `backend`, strictly; added if it is new."""
+    """Register `ops.fmha` on exactly `backend`, if that is new; returns the name."""
     return _register(f"{NAME}_{backend}", partial(attend, backend=backend))
 
 
@@ -78,13 +78,13 @@ def attend(
     backend: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' AttentionInterface calls.
+    """Attend as transformers' AttentionInterface expects it.
 
     query: (B, H, S_q, D)   key: (B, H_kv, S_k, D)   value: (B, H_kv, S_k, D_v); bf16|fp16|fp32
-    attention_mask: what `masks` made, or (B, 1, S_q, S_k) bool, or 0 and -inf.  None: causal from the first
-    key on if `is_causal`, or else the module's attribute of that name, says so, as transformers' "sdpa" reads it.
+    attention_mask: a CarriedMask, or (B, 1, S_q, S_k) bool, or 0 and -inf.  None: causal from the first key on
+    if `is_causal`, or by default the module's attribute of that name, is True, as in transformers' "sdpa".
     s_aux: (H,) sinks.   Returns (B, S_q, H, D_v) and None.
-    Raises InputError for what `register_attention` says, BackendError where `backend` cannot run the call.
+    Raises InputError for what `register_attention` lists, BackendError where `backend` cannot run the call.
     """
     _refuse(kwargs, attention_mask)
     if is_causal is None:
@@ -115,9 +115,9 @@ def attend_measured(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` where the tables say that a kernel of ours won, else what transformers has: SDPA, or eager for extras.
+    """Run `attend` where a kernel of ours won in the tables, else transformers' SDPA, or eager attention for extras.
 
-    Dropout and graphs of torch.compile, whose sizes may be symbols, are transformers' too.
+    transformers also keeps calls with dropout, and those under torch.compile, whose sizes may be symbolic.
     """
     _refuse(kwargs, attention_mask)
     query, key, value = _cast(query, key, value)
@@ -143,7 +143,7 @@ def attend_measured(
 
 
 def eager_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The function beside the module's class that attends eagerly; None where its forward knows none."""
+    """`eager_attention_forward` of the file that defines the module's class; None where there is none."""
     for cls in type(module).__mro__:
         forward = vars(cls).get("forward")
         eager = getattr(forward, "__globals__", {}).get("eager_attention_forward")
@@ -176,7 +176,7 @@ def _visible_keys(
     if attention_mask is not None:
         return visible_keys(attention_mask, s_q, s_k)
     if sliding is not None and sliding >= s_k:
-        sliding = None  # all keys are within it
+        sliding = None  # the window holds all keys
     if not is_causal:
         if sliding is not None:
             raise InputError(
@@ -185,25 +185,25 @@ def _visible_keys(
         return VisibleKeys(None, s_k)
     if s_q == 1:
         return VisibleKeys(None if sliding is None else window(sliding - 1), s_k)
-    # Queries begin at the first key, and keys behind the last query are seen by none: a static cache being filled
+    # Queries begin at the first key, and keys after the last query are masked: a static cache that is not full
     mask: Mask = causal() if sliding is None else window(sliding - 1)
     return VisibleKeys(mask if s_q <= s_k else mask & prefix(s_k), s_q)
 
 
 def _cast(*tensors: Tensor) -> Iterator[Tensor]:
-    """Under autocast what SDPA gets there: rotary embeddings leave queries and keys in float32."""
+    """Cast as autocast does for SDPA: rotary embeddings leave queries and keys in float32."""
     device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return (t if dtype is None else t.to(dtype) for t in tensors)
 
 
 def _fitted(x: Tensor, keys: int) -> Tensor:
-    """The first `keys` rows of (B, H, S_k, D); rows of zeros behind where there are fewer."""
+    """The first `keys` rows of (B, H, S_k, D), padded with rows of zeros where there are fewer."""
     return x[:, :, :keys] if keys <= x.shape[2] else F.pad(x, (0, 0, 0, keys - x.shape[2]))
 
 
 def _added(attention_mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
-    """The mask as eager attention adds it to the scores."""
+    """The mask in the form that eager attention adds to the scores."""
     if attention_mask is None and is_causal and query.shape[2] > 1:
         attention_mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()[None, None]
     if attention_mask is None or attention_mask.is_floating_point():

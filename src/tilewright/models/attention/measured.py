@@ -1,4 +1,4 @@
-"""What the tables say of attention: whether a kernel of ours won the sizes of a model, and of one call."""
+"""Look attention up in the tuning tables: whether a kernel of ours won the sizes of a model, and of one call."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from tilewright.ops.attention.fmha.raw import BACKWARD, BAND, CAUSAL, FORWARD, F
 from tilewright.ops.attention.layout import by_token
 from tilewright.ops.attention.score import split
 
-_HEADS = [1 << n for n in range(13)]  # buckets of B * H that are looked for
+_HEADS = [1 << n for n in range(13)]  # buckets of B * H that are looked up
 _LENGTHS = [1 << n for n in range(5, 18)]  # and of S
 
 _verdicts: dict[tuple[Any, ...], bool] = {}
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Does dispatch have a kernel of ours for this call of `ops.fmha`, and for its backward if one is wanted?
+    """True if dispatch picks a kernel of ours for this call of `ops.fmha`, and for its backward if one is needed.
 
-    A preference in force (`use_backend`) counts as if it were measured.  Asked once for each bucket of sizes.
+    A preference in force (`use_backend`) counts as if it were measured.  Planned once for each bucket of sizes.
     """
     raw = raw_arguments(q.detach(), k.detach(), v.detach(), mask, None, split("fmha", None, softcap, sinks))
     preference, numerics = resolve(None)
@@ -45,7 +45,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | No
 
 
 def won(config: Any, dtype: torch.dtype, device: torch.device, extras: int) -> int:
-    """How many sizes of a forward the tables in force have that ours won, for heads as `config` describes them.
+    """Number of forward sizes, with the heads that `config` describes, that a kernel of ours won in the tables.
 
     extras: SOFTCAP | SINKS of `fmha.raw`, what the model passes besides its mask.
     """

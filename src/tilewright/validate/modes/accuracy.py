@@ -1,4 +1,4 @@
-"""Is the result right?  Forward, backward, and under the context managers a caller may have around the call."""
+"""Accuracy: forward, backward, and under the context managers a caller may have around the call."""
 
 import torch
 
@@ -92,7 +92,7 @@ def autocast(case: Case, findings: Findings) -> None:
 
 
 def _planned(case: Case) -> list[str]:
-    """The backends of the raw ops behind a call: forward, and backward where there is one."""
+    """The backends of a call's raw ops: forward, and backward where there is one."""
     try:
         return [call.plan().backend for call in case.raw_calls(case.sample())]
     except NotApplicable:

@@ -1,5 +1,5 @@
-"""Autograd beyond one backward: some gradients of many, recomputed forwards, gradients of gradients, forward mode, and
-the views that only autograd makes.
+"""Autograd beyond one backward: gradients of some inputs, recomputed forwards, double backward, forward mode, and views
+that only autograd creates.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tilewright.validate.bits import replicas
 from tilewright.validate.case import Case, Findings, NotApplicable, tensors
 from tilewright.validate.modes.accuracy import needs_gradient
 from tilewright.validate.modes.registry import mode
-from tilewright.validate.oracle import Derivation, Truth, argument_names, as_tuple, derived, truth
+from tilewright.validate.oracle import Derivation, Truth, argument_names, as_tuple, derive_standards, truth
 from tilewright.validate.rule import Standard
 
 
@@ -61,8 +61,8 @@ def double_backward(case: Case, findings: Findings) -> None:
     compute = partial(_twice, case, True)
     further = (*case.truth.cotangents, *vectors)
     standards = _derived(case, further, compute, "gradient of a gradient")
-    for where, through in (("cotangents are constants: ", False), ("", True)):
-        results = _twice(case, through, case.function, case.sample(), replicas(further))
+    for where, with_cotangents in (("cotangents are constants: ", False), ("", True)):
+        results = _twice(case, with_cotangents, case.function, case.sample(), replicas(further))
         _judge(findings, standards, results, where)
 
 
@@ -90,7 +90,7 @@ def negative_bit(case: Case, findings: Findings) -> None:
                 cotangents = [change(c) for c in case.truth.cotangents]
                 _, grads = case.differentiate(case.mapped(change), None, cotangents)
             trial = _judged(case, case.truth, outputs, grads, where)
-            if trial.faults:  # torch may take another road for views, too: then its errors on that one are the measure
+            if trial.faults:  # torch may run another kernel for views, too: then judge by its errors on the views
                 cotangents = [change(c) for c in case.truth.cotangents]
                 view_truth = truth(case.contract, case.mapped(change), case.seed, cotangents)
                 trial = _judged(case, view_truth, outputs, grads, where)
@@ -111,7 +111,7 @@ def _judged(
 
 
 def _zero_cotangents(case: Case, findings: Findings) -> None:
-    """Cotangents that autograd makes of nothing: gradients are those of zeros in memory."""
+    """Compare zero cotangents without memory, which autograd creates, with zeros in memory."""
     zeros = [torch.zeros_like(c) for c in case.truth.cotangents]
     lazy_zeros = [torch._efficientzerotensor(c.shape, dtype=c.dtype, device=c.device) for c in zeros]
     _, expected = case.differentiate(case.sample(), None, zeros, case.contract.reference)
@@ -125,7 +125,7 @@ def _zero_cotangents(case: Case, findings: Findings) -> None:
 
 
 def _with_leaves(case: Case) -> tuple[Sample, dict[int, Tensor]]:
-    """A sample whose differentiable inputs are leaves, and these by position."""
+    """A sample whose differentiable inputs are leaves, and the leaves by position."""
     sample = case.sample()
     args = list(sample.args)
     for i in case.positions:
@@ -148,7 +148,7 @@ def _like_inputs(case: Case, salt: int) -> tuple[Tensor, ...]:
 
 def _derived(case: Case, further: Sequence[Tensor], compute: Derivation, what: str) -> dict[str, Standard]:
     try:
-        return derived(case.contract, case.sample(), case.seed, further, compute)
+        return derive_standards(case.contract, case.sample(), case.seed, further, compute)
     except NotImplementedError as error:
         raise NotApplicable(f"the reference has no {what}: {error}") from error
 
@@ -159,17 +159,17 @@ def _judge(findings: Findings, standards: dict[str, Standard], results: dict[str
 
 
 def _twice(
-    case: Case, through: bool, function: Callable[..., Any], sample: Sample, further: Sequence[Tensor]
+    case: Case, with_cotangents: bool, function: Callable[..., Any], sample: Sample, further: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Gradients of sum(grad * v) by the inputs, and with `through` by the cotangents."""
+    """Gradients of sum(grad * v) with respect to the inputs, and with `through` also to the cotangents."""
     reference = function is case.contract.reference
     count, names = len(case.truth.cotangents), argument_names(case.contract)
     args = list(sample.args)
     for i in case.positions:
         args[i] = args[i].detach().requires_grad_()
     leaves = {f"dd{names[i]}": args[i] for i in case.positions}
-    cotangents = [c.detach().requires_grad_(through) for c in further[:count]]
-    if through:
+    cotangents = [c.detach().requires_grad_(with_cotangents) for c in further[:count]]
+    if with_cotangents:
         leaves |= {f"dd{s.name}": c for s, c in zip(case.truth.outputs, cotangents, strict=True)}
     with torch.enable_grad():
         outputs = as_tuple(function(*args, **sample.kwargs))
@@ -197,7 +197,7 @@ def _duals(case: Case, function: Callable[..., Any], sample: Sample, tangents: S
 
 
 def _jvp(case: Case, function: Callable[..., Any], sample: Sample, tangents: Sequence[Tensor]) -> dict[str, Any]:
-    """The same by torch.func.jvp."""
+    """Outputs and tangents of the function by torch.func.jvp."""
     args = list(sample.args)
 
     def of_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +212,7 @@ def _jvp(case: Case, function: Callable[..., Any], sample: Sample, tangents: Seq
 def _named(
     case: Case, function: Callable[..., Any], primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> dict[str, Any]:
-    if function is case.contract.reference:  # an output that depends on no input has none
+    if function is case.contract.reference:  # an output that depends on no input has no tangent
         tangents = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
     names = [s.name for s in case.truth.outputs]
     pushed = {f"tangent of {name}": t for name, t in zip(names, tangents, strict=True)}
@@ -224,10 +224,10 @@ def _dense(value: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _negative(t: Tensor) -> Tensor:
-    """The same numbers as a view of -t."""
+    """The same numbers, as a negative view of -t."""
     return torch._neg_view(t.neg()) if t.is_floating_point() and t.element_size() > 1 else t
 
 
 def _imaginary(t: Tensor) -> Tensor:
-    """The same numbers as every second one of a complex tensor's, where torch has such a type."""
+    """The same numbers, as the imaginary part of a conjugated complex tensor, where torch has that dtype."""
     return torch.complex(torch.zeros_like(t), -t).conj().imag if t.dtype in (torch.float32, torch.float64) else t

@@ -59,7 +59,7 @@ def compile_dynamic(case: Case, findings: Findings) -> None:
 
 
 class Compiled:
-    """The public function under torch.compile; `graphs` counts the graphs handed to the compiler."""
+    """The public function under torch.compile; `graphs` counts the graphs given to the compiler."""
 
     def __init__(self, case: Case, findings: Findings, *, dynamic: bool) -> None:
         op, op_backend = case.contract.function, case.backend
@@ -81,7 +81,7 @@ class Compiled:
         self.function: Callable[..., Any] = torch.compile(public, fullgraph=True, dynamic=dynamic, backend=counting)
 
     def call(self, sample: Sample) -> tuple[Tensor, ...]:
-        """Its outputs without gradients."""
+        """Outputs of the compiled function without gradients."""
         with torch.no_grad():
             result = self.function(*sample.args, **sample.kwargs)
         return (result,) if isinstance(result, Tensor) else tuple(result)

@@ -1,4 +1,4 @@
-"""What is written: every output element, nothing else, and no input."""
+"""Memory writes: every output element, nothing else, and no input."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from tilewright.validate.case import Case, Findings, NotApplicable, RawCall, ten
 from tilewright.validate.layouts import every_second
 from tilewright.validate.modes.registry import mode
 
-GUARD = 8192  # elements on each side of a guarded output: more than one block of any kernel runs over
+GUARD = 8192  # elements on each side of a guarded output: more than a block of any kernel can overrun
 
 
 @mode("inputs_unchanged")
@@ -80,12 +80,12 @@ def guard_bands(case: Case, findings: Findings) -> None:
         where = "misaligned: " if shift else ""
         if case.contract.forward.torch_out is not None:
             buffer = _out_buffer(case, GUARD, shift)
-            around = surroundings(buffer)
+            bytes_before = surroundings(buffer)
             accepted.append(_into(case, buffer) is not None)
             if accepted[-1]:
                 launched = True
                 findings.outputs([buffer], f"{where}out=: ")
-            _intact(findings, buffer, around, f"{where}out=")
+            _intact(findings, buffer, bytes_before, f"{where}out=")
         for call in case.raw_calls(case.sample()):
             launched |= _launch_guarded(call, findings, where, shift)
     findings.require(len(set(accepted)) < 2, "out= is taken at one alignment and refused at another")
@@ -95,11 +95,11 @@ def guard_bands(case: Case, findings: Findings) -> None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Every `torch.empty` in the block holds NaN (the largest integer for integers)."""
+    """Fill every `torch.empty` in the block with NaN (the largest integer for integers)."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)  # only the filling is wanted, not refusals by torch's ops
+    torch.use_deterministic_algorithms(True, warn_only=True)  # for the filling only: torch's ops shall not refuse
     switch.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
@@ -116,8 +116,8 @@ def guarded(
     shift: int = 0,
     strides: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """A NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it), and in the gaps
-    that `strides` leave between its lines.
+    """A NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it) and in the gaps
+    of `strides`.
     """
     size = torch.empty(0, dtype=dtype).element_size()
     template = (
@@ -138,7 +138,7 @@ def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
 
 
 def _into(case: Case, buffer: Tensor) -> Tensor | None:
-    """The result of a call with out=buffer; None where the op takes out=, but refuses it for these arguments."""
+    """The result of a call with out=buffer; None if the op takes out= but refuses it for these arguments."""
     try:
         (result,) = case.call(case.sample(), out=buffer)
     except InputError as error:
@@ -161,7 +161,7 @@ def _intact(findings: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: 
 
 
 def _launch_guarded(call: RawCall, findings: Findings, where: str, shift: int) -> bool:
-    """Launch the implementation itself, forward or backward, into guarded outputs; False where torch is chosen."""
+    """Launch the implementation itself, forward or backward, into guarded outputs; False if torch is chosen."""
     plan = call.plan()
     if plan.launch is None or call.args[0].numel() == 0:
         return False
@@ -169,9 +169,9 @@ def _launch_guarded(call: RawCall, findings: Findings, where: str, shift: int) -
     outs = tuple(
         guarded(tuple(t.shape), t.dtype, device, GUARD, shift, t.stride()) for t in call.op.allocate(call.args, "meta")
     )
-    around = [surroundings(t) for t in outs]
+    bytes_before = [surroundings(t) for t in outs]
     plan.launch(outs, *call.args, config=plan.config)
-    for i, (t, old) in enumerate(zip(outs, around, strict=True)):
+    for i, (t, old) in enumerate(zip(outs, bytes_before, strict=True)):
         _intact(findings, t, old, f"{where}{call.op.key} output {i}")
     outputs = call.op(*call.args, *call.preference)
     if findings.case.contract.promises.deterministic and not shift:

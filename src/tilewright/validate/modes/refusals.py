@@ -1,4 +1,4 @@
-"""Calls that must fail: the promised error, in the promised words, before anything is written."""
+"""Calls that must fail: with the contract's error and text, before anything is written."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How the op presents itself to torch: schema, fake, autograd, and tracing by AOTAutograd with symbolic sizes."""
+"""The op's registration with torch: schema, fake, autograd, and tracing by AOTAutograd with symbolic sizes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tilewright.validate.case import Case, Findings
 from tilewright.validate.modes.registry import mode
 
 _OTHERS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-_ALL = ("test_schema", *_OTHERS)  # the schema's test compares inputs before and after, which torch cannot do in float8
+_ALL = ("test_schema", *_OTHERS)  # test_schema compares inputs before and after, which torch cannot do in float8
 
 
 @mode("opcheck", heavy=True)

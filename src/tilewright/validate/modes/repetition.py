@@ -1,4 +1,4 @@
-"""Same call again, same values in another batch, other values at the same addresses."""
+"""The same call again, the same values in another batch, other values at the same addresses."""
 
 from torch import Tensor
 

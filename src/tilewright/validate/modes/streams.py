@@ -10,7 +10,7 @@ from tilewright.validate.modes.registry import mode
 
 T = TypeVar("T")
 REPLAYS = 3
-DELAY = 40_000_000  # clock cycles that the stream is held up: about 20 ms, longer than launching takes
+DELAY = 40_000_000  # clock cycles by which the stream is delayed: about 20 ms, longer than launching takes
 
 
 @mode("cuda_graph")
@@ -40,7 +40,7 @@ def cuda_graph(case: Case, findings: Findings) -> None:
 
 
 def _replays(case: Case) -> Iterator[tuple[str, Other]]:
-    """Each replay's name, and the values it is given."""
+    """The name of each replay, and its values."""
     for number in range(1, REPLAYS + 1):
         yield f"replay {number}", case.other(number)
 
@@ -80,7 +80,7 @@ def _needs_gpu(case: Case) -> None:
 
 
 def _captured(run: Callable[[], T], case: Case) -> tuple[T, Callable[[], None]]:
-    """(what `run` returned while it was captured, the function that replays it)."""
+    """Capture `run`: (its result, the function that replays it)."""
     side = torch.cuda.Stream(case.device)
     side.wait_stream(torch.cuda.current_stream(case.device))
     with torch.cuda.stream(side):
