@@ -90,8 +90,8 @@ class Judge:
     def __call__(self, outputs: object) -> tuple[bool, float]:
         """(right enough, relative error)."""
         output_errors = errors(tensors(outputs), self._oracle)
-        right = all(map(self._passes, output_errors, self._torch_errors, self._oracle, self._dtypes))
-        return right, worst(output_errors)
+        correct = all(map(self._passes, output_errors, self._torch_errors, self._oracle, self._dtypes))
+        return correct, worst(output_errors)
 
     def _passes(self, ours: Error, theirs: Error, oracle: Tensor, dtype: torch.dtype) -> bool:
         if not dtype.is_floating_point:

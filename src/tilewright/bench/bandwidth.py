@@ -90,5 +90,5 @@ def _triton_mover(mix: str, sources: Sequence[torch.Tensor], out: torch.Tensor, 
 
     _, writes = _ARRAYS[mix]
     n = sources[0].numel() if sources else out.numel()
-    held = list(sources)
-    return lambda: stream(held, out, writes=writes, n=n, block=block)
+    inputs = list(sources)
+    return lambda: stream(inputs, out, writes=writes, n=n, block=block)

@@ -259,7 +259,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor) -> Call:
 
 
 def _ascending(curve: Curve) -> Curve:
-    """Make a curve ascend: a smaller size takes at most the time of a larger one, whatever noise says."""
+    """Make a curve ascend despite noise: a smaller size takes at most the time of a larger one."""
     least = float("inf")
     result: Curve = []
     for size, us in reversed(curve):

@@ -60,20 +60,20 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     saved = gradient.save(forward_args, tuple(outputs))
     plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
     raw_args = tuple(gradient.raw_args((*grads, *unused), tuple(saved), plain, needs))
-    if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
+    if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table row is
         return _choice(gradient.op, raw_args, "torch")
     with torch.no_grad():
         gradient.op(*raw_args, "auto", "default")  # as in the forward, running it finds out which kernels can run
-    picked = gradient.op.plan(raw_args, "auto", "default").backend
+    auto_backend = gradient.op.plan(raw_args, "auto", "default").backend
     # A torch backward that recomputes our forward is neither ours nor torch's autograd
-    return _choice(gradient.op, raw_args, "auto" if picked == "torch" and gradient.recomputes else picked)
+    return _choice(gradient.op, raw_args, "auto" if auto_backend == "torch" and gradient.recomputes else auto_backend)
 
 
 def contestants(case: Case, selection: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
     """Our implementations, then the peers."""
     function = case.contract.function
     names = selection.names if selection.chosen in selection.names else (*selection.names, selection.chosen)
-    ours = [Contestant(name, True, partial(_ours, function, name, case.workload.into)) for name in names]
+    ours = [Contestant(name, True, partial(_our_call, function, name, case.workload.into)) for name in names]
     peers = available_peers(case.contract, device, against, case=case.workload.name)
     return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
 
@@ -148,6 +148,6 @@ def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
     return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
 
 
-def _ours(function: Callable[..., object], backend: str, into: str | None, sample: Sample) -> Call:
+def _our_call(function: Callable[..., object], backend: str, into: str | None, sample: Sample) -> Call:
     destination = {} if into is None else {"out": sample.kwargs[into]}
     return bound(partial(function, backend=backend, **destination), sample)

@@ -49,7 +49,7 @@ class Machine:
     ceilings: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as it stands in result files."""
+        """Plain data, the machine block of result files."""
         return asdict(self)
 
 

@@ -19,15 +19,15 @@ def rotate(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """One callable that runs `calls` in turn, one for each input set, and keeps each result until its next turn."""
     if not calls:
         raise InputError("rotate: no callables given")
-    held: list[object] = [None] * len(calls)
+    results: list[object] = [None] * len(calls)
     position = 0
 
     def turn() -> object:
         nonlocal position
         index = position
         position = (index + 1) % len(calls)
-        held[index] = calls[index]()
-        return held[index]
+        results[index] = calls[index]()
+        return results[index]
 
     return turn
 

@@ -40,7 +40,7 @@ _PROBE_BELOW_US = 5000.0  # a longer call needs no second probe: one call is a s
 class Plan:
     """How one callable is sampled: `calls` calls after a lead of `lead_us`.
 
-    Each call stands for `units` units of work. us: about how long the calls take.
+    Each call counts as `units` units of work. us: estimated time of the calls.
     """
 
     fn: Call

@@ -56,7 +56,7 @@ class Agreement:
 def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
     """Frobenius norm of the difference over that of the reference, all tensors taken as one, in float64.
 
-    None stands for zeros (a parameter without a gradient). inf where `got` holds a NaN or an infinity.
+    None means zeros (a parameter without a gradient). Returns inf if `got` holds a NaN or an infinity.
     """
     difference = norm = 0.0
     for ours, theirs in zip(got, reference, strict=True):

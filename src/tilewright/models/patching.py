@@ -46,7 +46,7 @@ def patch(
     inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
     ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention") or ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
-    fp8      also run linear layers and SwiGLU MLPs in float8, whatever `ops` says, but small layers and the head; for
+    fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
              the error that the same float8 makes in plain torch
 
@@ -89,10 +89,10 @@ def plan_patch(model: nn.Module, device: torch.device, fp8: bool = False) -> "Pa
     nothing can be replaced.
     """
     with planned_for(device):
-        planned = Patch(model, "inference", _allowed(None), None, fp8)
-    if not planned.report().counts():
-        raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{planned.report()}")
-    return planned
+        result = Patch(model, "inference", _allowed(None), None, fp8)
+    if not result.report().counts():
+        raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{result.report()}")
+    return result
 
 
 class Patch:

@@ -3,7 +3,7 @@
 1. Every finder proposes a recipe for every module, or says why the module is left.
 2. In float8, an MLP whose three linear layers may all run in float8 is proposed as a whole.
 3. A decoder layer whose norms were recognised is proposed as one residual add and norm.
-4. Each module gets the first proposal that the caller allows; a row of the report says so, or why not.
+4. Each module gets the first proposal that the caller allows; every proposal becomes a row of the report.
 """
 
 from collections.abc import Callable

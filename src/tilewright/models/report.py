@@ -22,7 +22,7 @@ Status = Literal["replaced", "left"]
 
 @dataclass(frozen=True)
 class Row:
-    """One module.  `text` says what runs now when it is replaced, and the reason when it is left."""
+    """One module.   text: what runs now if it is replaced, the reason if it is left."""
 
     path: str
     module_class: str

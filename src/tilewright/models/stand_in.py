@@ -28,7 +28,7 @@ Match = Literal["bitwise", "to rounding"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A recipe that reproduces a module, the ops it calls, and one line that says what will run."""
+    """A recipe that reproduces a module, the ops it calls, and one line of the report: what will run."""
 
     kind: Kind
     recipe: Recipe
@@ -37,7 +37,7 @@ class Proposal:
 
 
 class Left(Exception):
-    """A module that looked replaceable and is not, with the reason."""
+    """A module looks replaceable but is left as it is; the text is the reason."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
         super().__init__(reason)
@@ -50,7 +50,7 @@ def stand_in(
     parameters: Mapping[str, Tensor] | None = None,
     children: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
-    """A module of the same class and attributes with these parameters and children in place of its own.
+    """Copy a module: same class and attributes, with these parameters and children in place of its own.
 
     Children that are not given are copied: they must be small (activations, dropouts).
     """

@@ -122,14 +122,14 @@ class _Run:
         """Record a case that was not tuned."""
         self.report.untuned.append(Untuned(*case.key, reason, failed))
 
-    def tune(self, case: Case, until: float, say: Callable[[str, int, int], None]) -> None:
+    def tune(self, case: Case, deadline: float, say: Callable[[str, int, int], None]) -> None:
         """Tune one case, under a lock that machines with this cache folder share."""
         subject, problem = case.contract, _problem(case, self._device, self.report.seed)
         search_space = space(problem, self._search, self._backend)
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._rows().get(key)
         say("waiting for another tuner", 0, 1)
-        with _alone(f"{self._machine['device']} {subject.name}") as waited:
+        with _exclusive(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
                 search_space = space(problem, self._search, self._backend)
@@ -142,7 +142,7 @@ class _Run:
             began = time.monotonic()
             track = Track(problem, self._compilers, self._bench, self._effort)
             try:
-                race = track.race(search_space, until, say)
+                race = track.race(search_space, deadline, say)
                 torchs = next((s for t, s in race.samples.items() if t.backend == "torch"), None) or track.torch()
             except (BackendError, WorkerFailed) as error:
                 self.leave(case, str(error), failed=True)
@@ -183,14 +183,14 @@ def _problem(case: Case, device: torch.device, seed: int) -> Problem:
 
 
 @contextmanager
-def _alone(what: str) -> Iterator[bool]:
-    """Hold the lock of `what` on machines that share this cache folder; yields True if we had to wait for it."""
+def _exclusive(name: str) -> Iterator[bool]:
+    """Hold the lock called `name` on all machines with this cache folder; yields True if we had to wait for it."""
     locks = current().cache_dir / "locks"
     try:
         locks.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
-    lock = FileLock(locks / f"tune-{slug(what)}.lock")
+    lock = FileLock(locks / f"tune-{slug(name)}.lock")
     try:
         lock.acquire(timeout=0)
         waited = False

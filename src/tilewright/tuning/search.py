@@ -55,21 +55,21 @@ class Track:
         self._problem, self._compilers, self._bench, self._effort = problem, compilers, bench, effort
         self._prepared: int | None = None
 
-    def race(self, space: Space, until: float, progress: Progress) -> Race:
-        """Find the fastest correct candidate before `until` (in time.monotonic).
+    def race(self, space: Space, deadline: float, progress: Progress) -> Race:
+        """Find the fastest correct candidate before `deadline` (in time.monotonic).
 
         Raises BackendError if none is correct.
         """
         trials = space.trials
-        trying_until = time.monotonic() + TRYING * (until - time.monotonic())
-        self._try(trials, len(space.first), trying_until, progress)
+        trial_deadline = time.monotonic() + TRYING * (deadline - time.monotonic())
+        self._try(trials, len(space.first), trial_deadline, progress)
         if space.present.backend == "torch" and self._problem.direction == "bwd":
             space.present.reason = "torch's backward is autograd's: no row can ask for it"
         progress("timing", 0, 2)
-        right = self._in_race(trials)
-        self._look(right, self._effort.look, space.present)
+        correct = self._in_race(trials)
+        self._look(correct, self._effort.look, space.present)
         progress("timing", 1, 2)
-        finalists = _finalists(self._in_race(right), space.present)
+        finalists = _finalists(self._in_race(correct), space.present)
         samples = self._timed(finalists, self._effort.rounds)
         progress("timing", 2, 2)
         best = min(self._in_race(finalists), key=lambda trial: samples[trial].median)
@@ -84,7 +84,7 @@ class Track:
             times = str(error)
         return None if isinstance(times, str) else Samples(times)
 
-    def _try(self, trials: Sequence[Trial], always: int, until: float, progress: Progress) -> None:
+    def _try(self, trials: Sequence[Trial], always: int, deadline: float, progress: Progress) -> None:
         """Compile and check, in batches of twice the pool; the first `always` even when the time is up."""
         tried = 0
         for batch in _batches(trials, max(always, 2 * self._compilers.jobs), 2 * self._compilers.jobs):
@@ -95,14 +95,14 @@ class Track:
                 compiled += 1
                 progress("compiling", tried + compiled, len(trials))  # noqa: B023 - called before the next batch
 
-            if tried and time.monotonic() > until:
+            if tried and time.monotonic() > deadline:
                 for trial in batch:
                     trial.reason = NO_TIME
                 continue
             self._compilers.compile(self._problem, batch, advance)
             for trial in batch:
                 tried += 1
-                if trial.reason is None and tried > always and time.monotonic() > until:
+                if trial.reason is None and tried > always and time.monotonic() > deadline:
                     trial.reason = NO_TIME
                 if trial.reason is None:
                     trial.reason = self._check(trial)
@@ -110,11 +110,11 @@ class Track:
 
     def _check(self, trial: Trial) -> str | None:
         """Why a candidate is dropped, or None.  A crash in a used worker is retried: another may have caused it."""
-        used = self._bench.generation if self._bench.alive else None
+        generation = self._bench.generation if self._bench.alive else None
         try:
             reason: str | None = self._ask("check", *trial.choice)
         except WorkerFailed as error:
-            if isinstance(error, WorkerLost) and not error.hung and self._prepared == used:
+            if isinstance(error, WorkerLost) and not error.hung and self._prepared == generation:
                 return self._check(trial)
             return str(error)
         return reason
@@ -201,7 +201,7 @@ def _batches(trials: Sequence[Trial], first: int, size: int) -> Iterator[list[Tr
 def _finalists(trials: Sequence[Trial], present: Trial) -> list[Trial]:
     """The present choice, the best of each backend, and those near the best of all."""
     ranked = sorted(trials, key=lambda trial: trial.us or 0.0)
-    near = [trial for trial in ranked if (trial.us or 0.0) <= NEAR * (ranked[0].us or 0.0)]
+    contenders = [trial for trial in ranked if (trial.us or 0.0) <= NEAR * (ranked[0].us or 0.0)]
     leaders = {trial.backend: trial for trial in reversed(ranked)}
-    chosen = [*leaders.values(), *near[:FINALISTS], *([present] if present in trials else [])]
+    chosen = [*leaders.values(), *contenders[:FINALISTS], *([present] if present in trials else [])]
     return list(dict.fromkeys(chosen))

@@ -111,8 +111,8 @@ class Subject:
         return self._judge(outs)
 
     def _judge(self, outs: object) -> str | None:
-        judged = (expected.judge(ours) for expected, ours in zip(self._standards, tensors(outs), strict=True))
-        return next((f"wrong: {fault}" for measure in judged for fault in measure.faults), None)
+        measures = (expected.judge(ours) for expected, ours in zip(self._standards, tensors(outs), strict=True))
+        return next((f"wrong: {fault}" for measure in measures for fault in measure.faults), None)
 
     def _make_standards(self) -> list[Standard]:
         """Standards for the whole problem, tile by tile: the reference in float64, and torch in the problem's dtype."""
@@ -200,7 +200,7 @@ class Subject:
 def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
     """Make the public function run `chosen` with this config inside the block, in this worker alone."""
 
-    def launch(outs: tuple[Tensor, ...], *args: Any, **planned: Any) -> None:
+    def launch(outs: tuple[Tensor, ...], *args: Any, **plan_options: Any) -> None:
         chosen.launch(outs, *args, config=config)
 
     options = {f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name not in ("op", "launch")}
@@ -213,5 +213,5 @@ def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
 
 def _edges(t: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes before and after a guarded output; they share its memory."""
-    everything, width = memory(t), GUARD * t.element_size()
-    return everything[:width], everything[-width:]
+    storage, width = memory(t), GUARD * t.element_size()
+    return storage[:width], storage[-width:]

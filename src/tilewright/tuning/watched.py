@@ -112,19 +112,19 @@ class Watched:
             self._errors.close()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, worker_end = Pipe()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tilewright.tuning.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", "tilewright.tuning.worker", str(worker_end.fileno())],
+            pass_fds=[worker_end.fileno()],
             env={**os.environ, "PYTHONPATH": path, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
             start_new_session=True,
         )
-        theirs.close()
+        worker_end.close()
         self.generation += 1
 
     def _last_words(self, status: int) -> str:

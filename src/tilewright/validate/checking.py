@@ -33,7 +33,7 @@ def check(
 ) -> CheckReport:
     """Check one op against its float64 oracle in every execution mode.  Failures are reported, not raised.
 
-    A mode is skipped where it has nothing to say about a case, or where planning refuses the backend asked for before
+    A mode is skipped where it does not apply to a case, or where planning refuses the requested backend before
     anything is launched.  Whatever goes wrong after that is a failure: a kernel that is not compiled, not loaded, not
     launched.  A report in which no mode ran the op has not passed.
 
@@ -152,14 +152,14 @@ def _named(subject: Contract, name: str) -> Workload:
 def _other_values(sample: Sample, turn: int) -> Sample:
     """Other values of the same kind: roll the first argument, and every floating-point tensor, by `turn` elements."""
 
-    def moved(t: Any) -> Any:
+    def rolled(t: Any) -> Any:
         return bits(t).flatten().roll(turn).view(t.dtype).view(t.shape) if isinstance(t, Tensor) else t
 
     def weights(v: Any) -> Any:
-        return moved(v) if isinstance(v, Tensor) and v.is_floating_point() else v
+        return rolled(v) if isinstance(v, Tensor) and v.is_floating_point() else v
 
     rest, kwargs = tree_map(weights, (sample.args[1:], dict(sample.kwargs)))
-    return Sample((tree_map(moved, sample.args[0]), *rest), kwargs)
+    return Sample((tree_map(rolled, sample.args[0]), *rest), kwargs)
 
 
 def _run(mode: Mode, case: Case) -> Result:
@@ -168,7 +168,7 @@ def _run(mode: Mode, case: Case) -> Result:
     reason = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about settings of its own: TF32, deterministic algorithms
+            warnings.simplefilter("ignore")  # torch warns about its own settings: TF32, deterministic algorithms
             mode.run(case, findings)
     except (NotApplicable, RefusedError) as error:
         reason = str(error)

@@ -19,7 +19,7 @@ from tilewright.validate.rule import Standard, standard
 JITTERS = 8
 
 Derivation = Callable[[Callable[..., Any], Sample, tuple[Tensor, ...]], dict[str, Tensor]]
-"""(function, sample, further tensors) -> tensors by name, which autograd derives from one call."""
+"""(function, sample, extras) -> tensors by name, which autograd derives from one call.   extras: tangents, ..."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def _cut_off(sample: Sample, output: Tensor) -> float:
 
 
 def derive_standards(
-    contract: Contract, sample: Sample, seed: int, further: Sequence[Tensor], compute: Derivation
+    contract: Contract, sample: Sample, seed: int, extras: Sequence[Tensor], compute: Derivation
 ) -> dict[str, Standard]:
-    """Standards, by name, for what `compute` derives from the op, its sample and further tensors such as tangents.
+    """Standards, by name, for what `compute` derives from the op, its sample and `extras` such as tangents.
 
     Raises NotImplementedError where autograd cannot derive it from the reference, or the reference overflows.
     """
@@ -119,9 +119,9 @@ def derive_standards(
 
     def run_derivation(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> dict[str, Tensor]:
         """What `compute` derives from the reference on inputs in `dtype`, jittered by `noise`."""
-        args, kwargs, others = convert((sample.args, dict(sample.kwargs), tuple(further)), dtype, noise)
+        args, kwargs, cast_extras = convert((sample.args, dict(sample.kwargs), tuple(extras)), dtype, noise)
         try:
-            return compute(contract.reference, Sample(args, kwargs), others)
+            return compute(contract.reference, Sample(args, kwargs), cast_extras)
         except RuntimeError as error:
             raise NotImplementedError(str(error).split("\n", 1)[0]) from error
 

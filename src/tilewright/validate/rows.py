@@ -50,12 +50,12 @@ def require_independent_rows(case: Case) -> int:
         raise NotApplicable("a batch of fewer than two rows")
     sample = rows_of(case, case.sample(), size - 1, 1)
     with torch.no_grad():
-        alone = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
-    for output, standard in zip(alone, case.truth.outputs, strict=True):
+        row_outputs = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
+    for output, standard in zip(row_outputs, case.truth.outputs, strict=True):
         row = output_rows(case, standard.rounded, size - 1, 1)
-        near = 0.15 if output.element_size() == 1 else 0.05  # e4m3's neighbours are an eighth apart
+        tolerance = 0.15 if output.element_size() == 1 else 0.05  # e4m3's neighbours are an eighth apart
         if output.shape != row.shape or not torch.allclose(
-            testable(output), testable(row), rtol=near, atol=near, equal_nan=True
+            testable(output), testable(row), rtol=tolerance, atol=tolerance, equal_nan=True
         ):
             raise NotApplicable("rows of this sample are not independent in the reference")
     return size

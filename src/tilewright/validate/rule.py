@@ -197,8 +197,8 @@ def standard(
             sound = _sound(norm / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
             their = torch.maximum(their, torch.where(sound, _ratio(their, norm), 0.0).max() * norm)
             their = torch.maximum(their, torch_over_jitter * getattr(noise, field))
-            usual = _typical_part(norm / n.sqrt(), rms)
-            cancelled = torch.where(sound, 0.0, SUM_ORDER * (usual * n.sqrt() / 2 - norm).clamp_min(0))
+            typical_size = _typical_part(norm / n.sqrt(), rms)
+            cancelled = torch.where(sound, 0.0, SUM_ORDER * (typical_size * n.sqrt() / 2 - norm).clamp_min(0))
         floor = (
             FLOOR_ULP + order / info.eps
             if field == "ulp"
@@ -211,13 +211,13 @@ def standard(
     return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits), ulps)
 
 
-def _sound(sizes: Tensor, moved: Tensor, rms: Tensor) -> Tensor:
-    """True for parts whose relative errors are meaningful.   sizes: rms of each part.   moved: rms of its jitter."""
+def _sound(sizes: Tensor, noise: Tensor, rms: Tensor) -> Tensor:
+    """True for parts whose relative errors are meaningful.   sizes: rms of each part.   noise: rms of its jitter."""
     large = sizes > NEARLY_ZERO * rms
-    usual = _ratio(moved, sizes)[large]
-    if not len(usual):
+    typical_noise = _ratio(noise, sizes)[large]
+    if not len(typical_noise):
         return large
-    return large | ((sizes > CANCELLED * rms) & (moved <= SOUND * usual.median() * sizes))
+    return large | ((sizes > CANCELLED * rms) & (noise <= SOUND * typical_noise.median() * sizes))
 
 
 def _typical_part(sizes: Tensor, rms: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class _Case:
     def run(self) -> Measured:
         selection = choice(self.case, self.sample, self.cotangents)
         field = contestants(self.case, selection, self.device, self.shared.against)
-        err = {c.name: e for c in field if (e := self._checked(c)) is not None}
+        err = {c.name: e for c in field if (e := self._check_first(c)) is not None}
         field = [c for c in field if c.name in err]
         self.peer_names = {c.name for c in field if not c.ours}
         if selection.chosen not in err:
@@ -113,21 +113,21 @@ class _Case:
         torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
         return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)
 
-    def _checked(self, contestant: Contestant) -> float | None:
+    def _check_first(self, contestant: Contestant) -> float | None:
         """Error of a first, untimed run; None, with a note, for a contestant that is wrong or fails."""
         try:
             call = prepare(contestant, self.sample, self.case, self.cotangents)
             if call is None:
                 self._note(contestant, "does not offer these options")
                 return None
-            right, err = self.judge(self._run(call))
+            correct, err = self.judge(self._run(call))
         except KernelMissingError as error:  # a compiler is missing, which is no fault of the kernel
             self.left_out.append(Note(*self.case.key, contestant.name, str(error).splitlines()[0][:200]))
             return None
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes; the run goes on and says so
             self._note(contestant, f"{type(error).__name__}: {error}".splitlines()[0][:200])
             return None
-        if not right:
+        if not correct:
             self._note(contestant, f"wrong before timing: relative error {err:.3g}, torch {self.judge.torch_error:.3g}")
             return None
         return err
@@ -137,12 +137,12 @@ class _Case:
 
         A contestant that may overwrite its inputs (a peer, or an op that adds in place) is checked on fresh ones.
         """
-        right, err = self.judge(self._run(call))
-        if not right and (not contestant.ours or self.case.workload.into is not None):
+        correct, err = self.judge(self._run(call))
+        if not correct and (not contestant.ours or self.case.workload.into is not None):
             fresh = prepare(contestant, self.sample, self.case, self.cotangents)
             assert fresh is not None, "it was prepared before"
-            right, err = self.judge(self._run(fresh))
-        if not right:
+            correct, err = self.judge(self._run(fresh))
+        if not correct:
             self._note(contestant, f"wrong after timing: relative error {err:.3g}")
 
     def _note(self, contestant: Contestant, reason: str) -> None:
@@ -167,14 +167,14 @@ class _Case:
         self, prepared: list[tuple[Contestant, list[Call]]], chosen: str
     ) -> list[tuple[Contestant, list[Call]]]:
         """Drop contestants far slower than the fastest (`_LONG_US`, `_HOPELESS`), unless `auto` picks them."""
-        once = {c.name: self._wall_us(sets[0]) for c, sets in prepared}
-        least = min(once.values())
+        single_us = {c.name: self._wall_us(sets[0]) for c, sets in prepared}
+        fastest_us = min(single_us.values())
         remaining = []
         for contestant, sets in prepared:
-            us = once[contestant.name]
-            if us > max(_LONG_US, _HOPELESS * least):
+            us = single_us[contestant.name]
+            if us > max(_LONG_US, _HOPELESS * fastest_us):
                 us = min(us, self._wall_us(sets[0]))
-            if us > max(_LONG_US, _HOPELESS * least) and contestant.name != chosen:
+            if us > max(_LONG_US, _HOPELESS * fastest_us) and contestant.name != chosen:
                 reason = f"{us / 1e3:.0f} ms in one call, over {_HOPELESS:.0f} times the fastest: not interleaved"
                 self.left_out.append(Note(*self.case.key, contestant.name, reason))
             else:
@@ -214,8 +214,8 @@ class _Case:
                     rounds=effort.rounds,
                     limit_s=effort.row_s,
                 )
-        moved = {name.removeprefix(_PREFIX): timed.pop(name) for name in streams}
-        floor = floor_us(moved, read, written, shared=self.device.type == "cpu") if moved else 0.0
+        streamed = {name.removeprefix(_PREFIX): timed.pop(name) for name in streams}
+        floor = floor_us(streamed, read, written, shared=self.device.type == "cpu") if streamed else 0.0
         return timed, max(floor, self.matrix_us)
 
     def _paused(self, calls: dict[str, Call], floor: float) -> dict[str, Samples]:

@@ -60,7 +60,7 @@ def switch(model: nn.Module, allowed: bool, backend: str | None = None) -> tuple
     if current is None:
         return None, []
     name, lost = type(model).__name__, lost_by_sdpa(model)
-    ours, why_not = _ours(model, current, backend) if allowed else (None, "")
+    ours, why_not = _choose_fmha(model, current, backend) if allowed else (None, "")
     if ours is not None:
         return Row("", name, "attention", "replaced", ours[1]), list(_rebindings(model, config, ours[0]))
     if current != "eager":
@@ -86,7 +86,7 @@ def lost_by_sdpa(model: nn.Module) -> list[str]:
     return sorted(meaning for word, (meaning, _) in _IGNORED_BY_SDPA.items() if word in _passed(model))
 
 
-def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[str, str] | None, str]:
+def _choose_fmha(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[str, str] | None, str]:
     """((registered name, text of the report), ""), or (None, why not); the reason is empty for an automatic choice."""
     layers = list(_attention_layers(model))
     if backend in (None, "auto"):

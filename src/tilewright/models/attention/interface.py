@@ -127,7 +127,7 @@ def attend_measured(
     if not kwargs.get("dropout") and not torch.compiler.is_compiling():
         visible = _visible_keys(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
         fitted = _fitted(key, visible.keys), _fitted(value, visible.keys)
-        if measured.ours(query, *fitted, visible.mask, softcap or None, s_aux):
+        if measured.prefers_ours(query, *fitted, visible.mask, softcap or None, s_aux):
             return attend(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
     if isinstance(attention_mask, CarriedMask):
         attention_mask = attention_mask.elements

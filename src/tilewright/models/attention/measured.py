@@ -23,7 +23,9 @@ _LENGTHS = [1 << n for n in range(5, 18)]  # and of S
 _verdicts: dict[tuple[Any, ...], bool] = {}
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None, sinks: Tensor | None) -> bool:
+def prefers_ours(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None, sinks: Tensor | None
+) -> bool:
     """True if dispatch picks a kernel of ours for this call of `ops.fmha`, and for its backward if one is needed.
 
     A preference in force (`use_backend`) counts as if it were measured.  Planned once for each bucket of sizes.

@@ -27,10 +27,11 @@ def reference_bits(case: Case, findings: Findings) -> None:
     with torch.no_grad():
         expected = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
     for standard, ours, theirs in zip(case.truth.outputs, case.call(case.sample()), expected, strict=True):
-        other = other_bits(ours, theirs)
-        where = ", ".join(str(tuple(index)) for index in other.nonzero()[:1].tolist())
+        differing = other_bits(ours, theirs)
+        position = ", ".join(str(tuple(index)) for index in differing.nonzero()[:1].tolist())
         findings.require(
-            where == "", f"{standard.name}: {int(other.sum())} elements have other bits; first difference at {where}"
+            position == "",
+            f"{standard.name}: {int(differing.sum())} elements have other bits; first difference at {position}",
         )
 
 
@@ -80,7 +81,7 @@ def inference_mode(case: Case, findings: Findings) -> None:
 
 @mode("autocast")
 def autocast(case: Case, findings: Findings) -> None:
-    """Under torch.autocast: same dtypes and accuracy, because an op casts nothing it was not asked to."""
+    """Under torch.autocast: same dtypes and accuracy, because an op ignores autocast."""
     kind = case.device.type
     for dtype in (torch.bfloat16, torch.float16) if kind == "cuda" else (torch.bfloat16,):
         with torch.autocast(kind, dtype):

@@ -22,7 +22,7 @@ from tilewright.validate.rule import Standard
 
 @mode("grad_inputs")
 def grad_inputs(case: Case, findings: Findings) -> None:
-    """Every input requires a gradient and one is asked for: it is right, and no other tensor's `.grad` is written."""
+    """Every input requires a gradient and one is requested: it is right, and no other tensor's `.grad` is written."""
     needs_gradient(case)
     for i in case.positions:
         name = case.truth.gradients[i].name
@@ -59,10 +59,10 @@ def double_backward(case: Case, findings: Findings) -> None:
     needs_gradient(case)
     vectors = _like_inputs(case, 1)
     compute = partial(_twice, case, True)
-    further = (*case.truth.cotangents, *vectors)
-    standards = _derived(case, further, compute, "gradient of a gradient")
+    extras = (*case.truth.cotangents, *vectors)
+    standards = _derived(case, extras, compute, "gradient of a gradient")
     for where, with_cotangents in (("cotangents are constants: ", False), ("", True)):
-        results = _twice(case, with_cotangents, case.function, case.sample(), replicas(further))
+        results = _twice(case, with_cotangents, case.function, case.sample(), replicas(extras))
         _judge(findings, standards, results, where)
 
 
@@ -146,9 +146,9 @@ def _like_inputs(case: Case, salt: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(args[i].shape, generator=generator).to(args[i]) for i in case.positions)
 
 
-def _derived(case: Case, further: Sequence[Tensor], compute: Derivation, what: str) -> dict[str, Standard]:
+def _derived(case: Case, extras: Sequence[Tensor], compute: Derivation, what: str) -> dict[str, Standard]:
     try:
-        return derive_standards(case.contract, case.sample(), case.seed, further, compute)
+        return derive_standards(case.contract, case.sample(), case.seed, extras, compute)
     except NotImplementedError as error:
         raise NotApplicable(f"the reference has no {what}: {error}") from error
 
@@ -159,7 +159,7 @@ def _judge(findings: Findings, standards: dict[str, Standard], results: dict[str
 
 
 def _twice(
-    case: Case, with_cotangents: bool, function: Callable[..., Any], sample: Sample, further: Sequence[Tensor]
+    case: Case, with_cotangents: bool, function: Callable[..., Any], sample: Sample, extras: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Gradients of sum(grad * v) with respect to the inputs, and with `through` also to the cotangents."""
     reference = function is case.contract.reference
@@ -168,7 +168,7 @@ def _twice(
     for i in case.positions:
         args[i] = args[i].detach().requires_grad_()
     leaves = {f"dd{names[i]}": args[i] for i in case.positions}
-    cotangents = [c.detach().requires_grad_(with_cotangents) for c in further[:count]]
+    cotangents = [c.detach().requires_grad_(with_cotangents) for c in extras[:count]]
     if with_cotangents:
         leaves |= {f"dd{s.name}": c for s, c in zip(case.truth.outputs, cotangents, strict=True)}
     with torch.enable_grad():
@@ -176,7 +176,7 @@ def _twice(
         used, weights = _used(outputs, cotangents)
         inputs = [args[i] for i in case.positions]
         grads = torch.autograd.grad(used, inputs, weights, create_graph=True, allow_unused=True)
-        pairs = [(g, v) for g, v in zip(grads, further[count:], strict=True) if g is not None and g.requires_grad]
+        pairs = [(g, v) for g, v in zip(grads, extras[count:], strict=True) if g is not None and g.requires_grad]
         grad_grads: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
             grad_grads = torch.autograd.grad(

@@ -68,8 +68,8 @@ def out(case: Case, findings: Findings) -> None:
         leaf.args[case.positions[0]].requires_grad_()
         with torch.enable_grad():
             bad = torch.full_like(buffer, torch.nan)
-            wanting = "out= while an input requires grad"
-            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=bad), bad, wanting)
+            label = "out= while an input requires grad"
+            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=bad), bad, label)
 
 
 @mode("guard_bands")
@@ -150,9 +150,9 @@ def _into(case: Case, buffer: Tensor) -> Tensor | None:
 
 def surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of the bytes before the first element of a view and after its last."""
-    everything, size = memory(t), t.element_size()
+    storage, size = memory(t), t.element_size()
     start = t.storage_offset() * size
-    return everything[:start].clone(), everything[start + span(t) :].clone()
+    return storage[:start].clone(), storage[start + span(t) :].clone()
 
 
 def _intact(findings: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: str) -> None:

@@ -51,8 +51,8 @@ def batch_invariance(case: Case, findings: Findings) -> None:
         full = case.call(sample)
         for start, length in _parts(size):
             part = case.call(rows_of(case, sample, start, length))
-            for output, alone, standard in zip(full, part, case.truth.outputs, strict=True):
-                same = same_bits(output_rows(case, output, start, length).contiguous(), alone.contiguous())
+            for output, part_output, standard in zip(full, part, case.truth.outputs, strict=True):
+                same = same_bits(output_rows(case, output, start, length).contiguous(), part_output.contiguous())
                 rows = f"row {start}" if length == 1 else f"rows {start} to {start + length - 1}"
                 findings.require(same, f"{rows} of {standard.name}: other bits alone than in the batch of {size}")
 

@@ -47,7 +47,7 @@ def _replays(case: Case) -> Iterator[tuple[str, Other]]:
 
 @mode("side_stream")
 def side_stream(case: Case, findings: Findings) -> None:
-    """On another stream, behind inputs that arrive late: a launch on the default stream would read NaN."""
+    """On another stream, after inputs that arrive late: a launch on the default stream would read NaN."""
     _needs_gpu(case)
     truth = case.truth.cotangents if case.positions else []
     cotangents = [torch.full_like(c, torch.nan) for c in truth]
