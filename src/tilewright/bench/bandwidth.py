@@ -19,7 +19,7 @@ from tilewright.hardware.ceilings import MIXES, mix_between
 _ITEM = 4  # int32: sums cannot become NaN, and every torch build moves it at full width
 _ARRAYS = {"read": (1, 0), "read2_write1": (2, 1), "read1_write1": (1, 1), "write": (0, 1)}
 _BLOCKS = (1024, 4096)
-_ALIGN = 64  # elements; a ragged length would cost the streams their wide accesses
+_ALIGN = 64  # elements; with a ragged length the streams could not use wide accesses
 
 Call = Callable[[], object]
 

@@ -132,7 +132,7 @@ def random_cotangents(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
 def reference_outputs(
     contract: Contract, sample: Sample, direction: Direction, cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What the reference computes on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
+    """Run the reference on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
     if direction == "fwd":
         with torch.no_grad():
             return tensors(contract.reference(*sample.args, **sample.kwargs))

@@ -27,7 +27,7 @@ _QUERY = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a run took place; `clocks` holds readings before and after, `ceilings` those of the same run."""
+    """The machine of a run.   clocks: readings before and after.   ceilings: those of the same run."""
 
     device: str
     arch: str

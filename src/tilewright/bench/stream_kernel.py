@@ -16,10 +16,12 @@ def stream_kernel(a, b, out, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK
     offs = pid * BLOCK + tl.arange(0, BLOCK)
     mask = offs < n
     value = tl.zeros((BLOCK,), tl.int32) + 1
+    # Load READS arrays
     if READS >= 1:
         value += tl.load(a + offs, mask=mask, other=0)
     if READS == 2:
         value += tl.load(b + offs, mask=mask, other=0)
+    # Store the block, or one sum that keeps the loads
     if WRITES == 1:
         tl.store(out + offs, value, mask=mask)
     else:

@@ -80,7 +80,7 @@ def run(
                 begun += 1
                 if keep is not None:
                     keep(results)
-        except KeyboardInterrupt:  # what was measured is worth keeping
+        except KeyboardInterrupt:  # keep the rows measured so far
             say("interrupted")
         say(f"{len(results.rows)} rows in {time.monotonic() - began:.0f} s")
     results.unbegun = len(chosen) - begun

@@ -38,7 +38,7 @@ _PROBE_BELOW_US = 5000.0  # a longer call needs no second probe: one call is a s
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one callable is sampled: `calls` calls after a lead of `lead_us`.
+    """The sampling of one callable: `calls` calls after a lead of `lead_us`.
 
     Each call counts as `units` units of work. us: estimated time of the calls.
     """

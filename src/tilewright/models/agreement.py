@@ -65,7 +65,7 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
         if ours is None:
             ours = torch.zeros_like(theirs)
         rows = zip(torch.atleast_1d(ours).split(1024), torch.atleast_1d(theirs).split(1024), strict=True)
-        for our_rows, their_rows in rows:  # a piece at a time: logits of a long prompt are gigabytes
+        for our_rows, their_rows in rows:  # in pieces: logits of a long prompt are gigabytes
             theirs_fp64 = their_rows.double()
             difference += float((our_rows.to(theirs_fp64.device).double() - theirs_fp64).square().sum())
             norm += float(theirs_fp64.square().sum())

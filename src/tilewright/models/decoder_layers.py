@@ -56,7 +56,7 @@ class AddNormRecipe:
                 attended = getattr(self, attention)(normed, **options)[0]
             else:
                 attended = getattr(self, attention)(**{keyword: normed}, **options)[0]
-            if attended.dtype != x.dtype:  # under autocast; the sum would promote
+            if attended.dtype != x.dtype:  # under autocast, where the layer's own sum promotes
                 common = torch.promote_types(attended.dtype, x.dtype)
                 attended, x = attended.to(common), x.to(common)
             norm = getattr(self, norm2)

@@ -36,7 +36,7 @@ from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
 CASTS = "tilewright_fp8"
 """The attribute in which a replaced module holds its float8 weights."""
 SMALLEST = 512  # features
-_UNIT = 16  # features: 16 bytes, what the copy engine reads at once
+_UNIT = 16  # features: 16 bytes, the alignment that TMA needs
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = frozenset((Tensor, FakeTensor))
 

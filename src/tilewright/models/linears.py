@@ -27,7 +27,7 @@ from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
 from tilewright.models.stand_in import Left, Match, Proposal, obstacle, probing, run_both, serving_device
 
-_K, _N = 16, 24  # of the probe
+_K, _N = 16, 24  # sizes of the probe
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = frozenset((Tensor, FakeTensor))
 
@@ -122,7 +122,7 @@ def won(n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[int, f
 
 
 def saved_us(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> float:
-    """What `linear` saves in a call of `m` rows, by the tables."""
+    """Microseconds that `linear` saves in a call of `m` rows, by the tables."""
     return won(n, k, dtype, device).get(row_bucket(m), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a patch did, module by module: replaced by what, or left and why."""
+"""The report of a patch, module by module: replaced, and by what, or left, and why."""
 
 import re
 from collections import Counter
@@ -13,9 +13,9 @@ OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "rotary": ("apply_rope",),
     "add_norm": ("add_rms_norm",),
     "linear": ("matmul",),
-    "attention": (),  # the backend decides which function attends
+    "attention": (),  # a name in the model's configuration: see `attention.choice`
 }
-"""What `patch(ops=)` can allow: kinds of modules, and the ops that replace them."""
+"""The names that `patch(ops=)` allows: kinds of modules, and the ops that replace them."""
 Kind = Literal[Patchable, "fp8", "experts"]
 Status = Literal["replaced", "left"]
 

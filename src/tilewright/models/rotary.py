@@ -51,7 +51,7 @@ class RotaryRecipe:
         """A copy of `cls.forward` that sees our functions under the old names."""
         forward = inspect.getattr_static(cls, "forward")
         names = dict(forward.__globals__)
-        # torch.compile looks for the globals of a named module in that module, where the original still stands.
+        # With a __name__, torch.compile reads globals from that module, which still has the original function.
         del names["__name__"]
         for name, style, rest in self.functions:
             names[name] = _replacement(style, rest, self.backend)
@@ -185,5 +185,5 @@ def _match(
                 verdicts.append(run_both("rotary", theirs, ours, q, k, *table, **option))
             except Left:
                 if rotated == _WIDTH:
-                    raise  # only a function that cannot rotate a part of the row may refuse to
+                    raise  # a function may refuse partial rotation only
     return weakest(verdicts)

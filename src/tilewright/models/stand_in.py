@@ -81,7 +81,7 @@ def planned_for(device: torch.device) -> Iterator[None]:
 
 
 def serving_device(device: torch.device) -> torch.device:
-    """Where a module with parameters on `device` will run."""
+    """The device on which a module with parameters on `device` will run."""
     return _planned.get() or device
 
 
@@ -153,7 +153,7 @@ def only_argument(module: nn.Module) -> str | None:
 
 
 def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device of the first parameter and its dtype, or that of the first floating-point one."""
+    """Device and dtype of the first floating parameter of two bytes or more; else of the first, and float32."""
     parameters = list(module.parameters())
     floating = [p for p in parameters if p.is_floating_point() and p.dtype.itemsize > 1]
     first = (floating or parameters)[0]
@@ -162,7 +162,7 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """No gradients, no autocast, no warnings, a fixed seed, and the caller's random state untouched."""
+    """Disable gradients, autocast and warnings inside the block, and fix the seed; random states are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked

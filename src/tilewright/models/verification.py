@@ -61,7 +61,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, over `tokens` positions, with a copy of the unpatched model in `reference`."""
+    """The comparison over `tokens` positions with a wider copy of the unpatched model, described by `reference`."""
 
     reference: str
     tokens: int

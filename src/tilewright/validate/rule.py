@@ -114,13 +114,13 @@ class Standard:
     def _excesses(self, measured: Errors) -> list[str]:
         faults = []
         for field, unit, scale in (
-            ("whole", "of its norm", self.size.frobenius),
+            ("frobenius", "of its norm", self.size.frobenius),
             ("largest", "of its largest value", self.size.largest),
             ("ulp", "ULP", torch.ones_like(self.size.ulp)),
         ):
             ours, theirs, limit = (float(getattr(e, field) / scale) for e in (measured, self.torch, self.limit))
             if not getattr(measured, field) <= getattr(self.limit, field):
-                what = {"whole": "error", "largest": "largest error", "ulp": "high quantile of errors"}[field]
+                what = {"frobenius": "error", "largest": "largest error", "ulp": "high quantile of errors"}[field]
                 faults.append(f"{what} {ours:.3g} {unit}; torch {theirs:.3g}, allowed {limit:.3g}")
         for part in PARTS:
             value, limit, torch_value, size = (getattr(e, part) for e in (measured, self.limit, self.torch, self.size))

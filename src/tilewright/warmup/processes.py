@@ -77,7 +77,7 @@ def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
     changed = {
         "TILEWRIGHT_ARCH": "" if arch == "cpu" else arch,
         "TRITON_INTERPRET": "0",
-        "PYTHONSAFEPATH": "1",  # or `multiprocessing` itself would come from the current folder, if it lay there
+        "PYTHONSAFEPATH": "1",  # else a `multiprocessing.py` in the current folder would be imported
     }
     if hide_gpus:
         changed["CUDA_VISIBLE_DEVICES"] = ""

@@ -94,7 +94,7 @@ def table_choice(case: Case, selection: Choice, ours: Mapping[str, Samples]) -> 
         return None
     best = min(eligible, key=lambda name: ours[name].median)
     plan = selection.plans[best]
-    config = None if plan.config is None else plan.config._asdict()  # a NamedTuple, by the order of kernel files
+    config = None if plan.config is None else plan.config._asdict()  # every Config is a NamedTuple
     torch_us = ours["torch"].median if "torch" in ours else None
     return TableChoice(
         op=selection.raw.op,

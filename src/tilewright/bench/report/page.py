@@ -51,7 +51,7 @@ def report(results_dir: Path, out_md: Path) -> Path:
         parts += [f"## {path.parent.name}: {results.suite}\n", _machine(results), _means(results.rows)]
         products = [row for row in results.rows if is_product(row)]
         others = [row for row in results.rows if not is_product(row)]
-        if results.machine["arch"] != "cpu":  # a CPU's few rows are read faster than a plot
+        if results.machine["arch"] != "cpu":  # a CPU has too few rows for a plot
             title, plot = f"{path.parent.name}: {results.suite}, best peer / ours", out_md.parent / "plots" / name
             parts += [_plot(title, others, plot), _product_plot(title, products, plot)]
         if products:

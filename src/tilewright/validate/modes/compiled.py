@@ -46,9 +46,8 @@ def compile_dynamic(case: Case, findings: Findings) -> None:
             where = "" if length is None else f"{length} rows: "
             sample = case.sample() if length in (None, size) else _dense(rows_of(case, case.sample(), 0, length or 0))
             truth = case.truth_of(sample)
-            graphs_before = (
-                compiled.graphs
-            )  # the first call may trace twice: torch first tries its floats as symbols, too
+            # The first call may trace twice: torch also tries floats as symbols
+            graphs_before = compiled.graphs
             if gradients:
                 _, grads = case.differentiate(sample, None, truth.cotangents, compiled.function)
                 findings.gradients(grads, where, truth)
@@ -74,7 +73,7 @@ class Compiled:
             self.graphs += 1
             return backend(module, example)
 
-        def public(*args: Any, **kwargs: Any) -> Any:  # a method of `case` would have guards on all that a case holds
+        def public(*args: Any, **kwargs: Any) -> Any:  # Dynamo would guard on all attributes of a bound `case`
             return op(*args, **kwargs, backend=op_backend)
 
         torch._dynamo.reset()

@@ -99,7 +99,7 @@ def poisoned() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)  # for the filling only: torch's ops shall not refuse
+    torch.use_deterministic_algorithms(True, warn_only=True)  # for the filling alone; torch's ops only warn
     switch.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
