@@ -55,7 +55,7 @@ class Report:
         for row in sorted(self.rows, key=lambda row: row.status != "replaced"):
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.path) or "(model)"
             groups[row.status, row.kind, f"{pattern} ({row.module_class})", row.text] += 1
-        lines = [(status, f"{n} x {kind}", where, text) for (status, kind, where, text), n in groups.items()]
+        lines = [(status, f"{n} x {kind}", modules, text) for (status, kind, modules, text), n in groups.items()]
         widths = [max((len(line[column]) for line in lines), default=0) for column in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]])

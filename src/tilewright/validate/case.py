@@ -173,15 +173,15 @@ class Findings:
             self.faults.append(fault)
 
     @contextmanager
-    def part(self, where: str) -> Iterator[str]:
+    def part(self, name: str) -> Iterator[str]:
         """One of several variants that a mode tries: if planning refuses it, the others still count.
 
         Yields the prefix of its faults.
         """
         try:
-            yield f"{where}: "
+            yield f"{name}: "
         except RefusedError as reason:
-            self.refusals.append(f"{where}: {reason}")
+            self.refusals.append(f"{name}: {reason}")
 
     def adopt(self, trial: "Findings") -> None:
         """Add the findings of a trial."""
@@ -189,23 +189,23 @@ class Findings:
         self.faults += trial.faults
         self.judged += trial.judged
 
-    def outputs(self, outputs: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
+    def outputs(self, outputs: Sequence[Any], prefix: str = "", against: Truth | None = None) -> None:
         """Judge the outputs of one call."""
         standards = (against or self.case.truth).outputs
         self.require(
-            len(outputs) == len(standards), f"{where}{len(outputs)} outputs; the reference has {len(standards)}"
+            len(outputs) == len(standards), f"{prefix}{len(outputs)} outputs; the reference has {len(standards)}"
         )
         for standard, ours in zip(standards, outputs, strict=False):
-            self.measure(standard.judge(ours), where)
+            self.measure(standard.judge(ours), prefix)
 
-    def gradients(self, grads: dict[int, Any], where: str = "", against: Truth | None = None) -> None:
+    def gradients(self, grads: dict[int, Any], prefix: str = "", against: Truth | None = None) -> None:
         """Judge gradients by position."""
         standards = (against or self.case.truth).gradients
         for i, ours in grads.items():
-            self.measure(standards[i].judge(ours), where)
+            self.measure(standards[i].judge(ours), prefix)
 
-    def measure(self, measure: Measure, where: str = "") -> None:
+    def measure(self, measure: Measure, prefix: str = "") -> None:
         """Record the measure of one tensor."""
         self.judged += 1
         self.measures.append(measure)
-        self.faults.extend(where + fault for fault in measure.faults)
+        self.faults.extend(prefix + fault for fault in measure.faults)

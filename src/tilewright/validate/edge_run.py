@@ -80,7 +80,7 @@ def _run(
         with torch.no_grad():
             return as_tuple(function(*sample.args, **sample.kwargs))
 
-    outputs = _planned(forward)
+    outputs = _refusable(forward)
     exact = truth(contract, inputs, problem.seed) if judged else None
     cotangents = _cotangents(outputs, exact, problem)
     _judge(result, exact, outputs, "")
@@ -91,7 +91,7 @@ def _run(
 
     try:
         if positions:
-            _judge(result, exact, *_planned(forward_backward), "with gradients: ")
+            _judge(result, exact, *_refusable(forward_backward), "with gradients: ")
     except _Refused as reason:
         result.refused_backward, positions = str(reason), ()
     for repeat in range(_REPEATS):
@@ -111,7 +111,7 @@ def _run(
             )
 
 
-def _planned(call: Callable[[], Any]) -> Any:
+def _refusable(call: Callable[[], Any]) -> Any:
     """Return what `call` returns.  Raises _Refused where a check or planning refuses; any other `BackendError` is a
     kernel that failed to compile, load or launch.
     """
@@ -170,12 +170,12 @@ def _judge(result: EdgeResult, exact: Truth | None, outputs: Sequence[Tensor], *
     """Judge by the rule of `check`.   rest: gradients, if there are any, and the prefix of faults."""
     if exact is None:
         return
-    grads, where = rest if len(rest) == 2 else ({}, rest[0])
+    grads, prefix = rest if len(rest) == 2 else ({}, rest[0])
     if len(outputs) != len(exact.outputs):
-        result.details.append(f"{where}{len(outputs)} outputs; the reference has {len(exact.outputs)}")
+        result.details.append(f"{prefix}{len(outputs)} outputs; the reference has {len(exact.outputs)}")
     measures = [standard.judge(ours) for standard, ours in zip(exact.outputs, outputs, strict=False)]
     measures += [exact.gradients[i].judge(grad) for i, grad in grads.items()]
-    result.details += [where + fault for measure in measures for fault in measure.faults]
+    result.details += [prefix + fault for measure in measures for fault in measure.faults]
 
 
 def _launch_guarded(call: RawCall, offset: int, device: torch.device, result: EdgeResult) -> None:

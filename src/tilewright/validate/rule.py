@@ -128,9 +128,9 @@ class Standard:
             if excess.any():
                 worst = int(torch.where(excess, value / limit, 0.0).argmax())
                 off, allowed, theirs, norm = (float(v.flatten()[worst]) for v in (value, limit, torch_value, size))
-                where = f"{int(excess.sum())} of {excess.numel()} {part} wrong: {_part(part, worst, size.shape)}"
+                location = f"{int(excess.sum())} of {excess.numel()} {part} wrong: {_part(part, worst, size.shape)}"
                 faults.append(
-                    f"{where} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}"
+                    f"{location} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}"
                 )
         return faults
 

@@ -39,10 +39,10 @@ def reference_bits(case: Case, findings: Findings) -> None:
 def backward(case: Case, findings: Findings) -> None:
     """Forward with gradients, and the gradient of every input for random cotangents."""
     needs_gradient(case)
-    for where in ("", "second call: "):
+    for prefix in ("", "second call: "):
         outputs, grads = case.differentiate(case.sample())
-        findings.outputs(outputs, where)
-        findings.gradients(grads, where)
+        findings.outputs(outputs, prefix)
+        findings.gradients(grads, prefix)
     ran = _planned(case)
     if len(ran) == 2 and ran[0] == case.backend != ran[1]:
         findings.notes.append(f"the backward is {ran[-1]}'s: {case.backend} has none for this call")

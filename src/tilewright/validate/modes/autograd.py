@@ -61,9 +61,9 @@ def double_backward(case: Case, findings: Findings) -> None:
     compute = partial(_twice, case, True)
     extras = (*case.truth.cotangents, *vectors)
     standards = _derived(case, extras, compute, "gradient of a gradient")
-    for where, with_cotangents in (("cotangents are constants: ", False), ("", True)):
+    for prefix, with_cotangents in (("cotangents are constants: ", False), ("", True)):
         results = _twice(case, with_cotangents, case.function, case.sample(), replicas(extras))
-        _judge(findings, standards, results, where)
+        _judge(findings, standards, results, prefix)
 
 
 @mode("forward_ad", heavy=True)
@@ -72,8 +72,8 @@ def forward_ad(case: Case, findings: Findings) -> None:
     needs_gradient(case)
     tangents = _like_inputs(case, 2)
     standards = _derived(case, tangents, partial(_duals, case), "forward mode")
-    for where, way in (("dual tensors: ", _duals), ("func.jvp: ", _jvp)):
-        _judge(findings, standards, way(case, case.function, case.sample(), replicas(tangents)), where)
+    for prefix, way in (("dual tensors: ", _duals), ("func.jvp: ", _jvp)):
+        _judge(findings, standards, way(case, case.function, case.sample(), replicas(tangents)), prefix)
 
 
 @mode("negative_bit")
@@ -83,17 +83,17 @@ def negative_bit(case: Case, findings: Findings) -> None:
         sample = case.mapped(change)
         if not any(t.is_neg() for t in tensors(sample)):
             continue
-        with findings.part(name) as where:
+        with findings.part(name) as prefix:
             outputs: Sequence[Tensor] = case.call(sample)
             grads: dict[int, Tensor | None] = {}
             if case.positions:
                 cotangents = [change(c) for c in case.truth.cotangents]
                 _, grads = case.differentiate(case.mapped(change), None, cotangents)
-            trial = _judged(case, case.truth, outputs, grads, where)
+            trial = _judged(case, case.truth, outputs, grads, prefix)
             if trial.faults:  # torch may run another kernel for views, too: then judge by its errors on the views
                 cotangents = [change(c) for c in case.truth.cotangents]
                 view_truth = truth(case.contract, case.mapped(change), case.seed, cotangents)
-                trial = _judged(case, view_truth, outputs, grads, where)
+                trial = _judged(case, view_truth, outputs, grads, prefix)
             findings.adopt(trial)
     if case.positions:
         _zero_cotangents(case, findings)
@@ -102,11 +102,11 @@ def negative_bit(case: Case, findings: Findings) -> None:
 
 
 def _judged(
-    case: Case, against: Truth, outputs: Sequence[Tensor], grads: dict[int, Tensor | None], where: str
+    case: Case, against: Truth, outputs: Sequence[Tensor], grads: dict[int, Tensor | None], prefix: str
 ) -> Findings:
     trial = Findings(case)
-    trial.outputs(outputs, where, against)
-    trial.gradients(grads, where, against)
+    trial.outputs(outputs, prefix, against)
+    trial.gradients(grads, prefix, against)
     return trial
 
 
@@ -153,9 +153,9 @@ def _derived(case: Case, extras: Sequence[Tensor], compute: Derivation, what: st
         raise NotApplicable(f"the reference has no {what}: {error}") from error
 
 
-def _judge(findings: Findings, standards: dict[str, Standard], results: dict[str, Any], where: str) -> None:
+def _judge(findings: Findings, standards: dict[str, Standard], results: dict[str, Any], prefix: str) -> None:
     for name, ours in results.items():
-        findings.measure(standards[name].judge(ours), where)
+        findings.measure(standards[name].judge(ours), prefix)
 
 
 def _twice(

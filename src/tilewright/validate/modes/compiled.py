@@ -43,18 +43,18 @@ def compile_dynamic(case: Case, findings: Findings) -> None:
     for gradients in (False, True) if case.positions else (False,):
         compiled = Compiled(case, findings, dynamic=True)
         for length in lengths:
-            where = "" if length is None else f"{length} rows: "
+            prefix = "" if length is None else f"{length} rows: "
             sample = case.sample() if length in (None, size) else _dense(rows_of(case, case.sample(), 0, length or 0))
             truth = case.truth_of(sample)
             # The first call may trace twice: torch also tries floats as symbols
             graphs_before = compiled.graphs
             if gradients:
                 _, grads = case.differentiate(sample, None, truth.cotangents, compiled.function)
-                findings.gradients(grads, where, truth)
+                findings.gradients(grads, prefix, truth)
             else:
-                findings.outputs(compiled.call(sample), where, truth)
+                findings.outputs(compiled.call(sample), prefix, truth)
             recompiled = length != lengths[0] and compiled.graphs > graphs_before
-            findings.require(not recompiled, f"{where}compiled again, the graph before does not serve this batch size")
+            findings.require(not recompiled, f"{prefix}compiled again, the graph before does not serve this batch size")
 
 
 class Compiled:

@@ -11,14 +11,14 @@ from tilewright.validate.rows import batch_size, rows_of
 def non_contiguous(case: Case, findings: Findings) -> None:
     """Transposed and strided inputs and cotangents, the gaps between elements filled with NaN."""
     for name, change in LAYOUTS.items():
-        with findings.part(name) as where:
-            findings.outputs(case.call(case.mapped(change)), where)
+        with findings.part(name) as prefix:
+            findings.outputs(case.call(case.mapped(change)), prefix)
         if case.positions:
-            with findings.part(f"{name}, with gradients") as where:
+            with findings.part(f"{name}, with gradients") as prefix:
                 cotangents = [change(c) for c in case.truth.cotangents]
                 outputs, grads = case.differentiate(case.mapped(change), None, cotangents)
-                findings.outputs(outputs, where)
-                findings.gradients(grads, where)
+                findings.outputs(outputs, prefix)
+                findings.gradients(grads, prefix)
 
 
 @mode("offset")
@@ -26,10 +26,10 @@ def offset(case: Case, findings: Findings) -> None:
     """Contiguous views that start one element after an aligned address."""
     findings.outputs(case.call(case.mapped(misaligned)))
     if case.positions:
-        with findings.part("with gradients") as where:
+        with findings.part("with gradients") as prefix:
             cotangents = [misaligned(c) for c in case.truth.cotangents]
             _, grads = case.differentiate(case.mapped(misaligned), None, cotangents)
-            findings.gradients(grads, where)
+            findings.gradients(grads, prefix)
 
 
 @mode("single_elements")

@@ -77,17 +77,17 @@ def guard_bands(case: Case, findings: Findings) -> None:
     """Outputs lie inside larger buffers, aligned and misaligned; the memory around them stays as it was."""
     launched, accepted = False, []
     for shift in (0, 1):
-        where = "misaligned: " if shift else ""
+        prefix = "misaligned: " if shift else ""
         if case.contract.forward.torch_out is not None:
             buffer = _out_buffer(case, GUARD, shift)
             bytes_before = surroundings(buffer)
             accepted.append(_into(case, buffer) is not None)
             if accepted[-1]:
                 launched = True
-                findings.outputs([buffer], f"{where}out=: ")
-            _intact(findings, buffer, bytes_before, f"{where}out=")
+                findings.outputs([buffer], f"{prefix}out=: ")
+            _intact(findings, buffer, bytes_before, f"{prefix}out=")
         for call in case.raw_calls(case.sample()):
-            launched |= _launch_guarded(call, findings, where, shift)
+            launched |= _launch_guarded(call, findings, prefix, shift)
     findings.require(len(set(accepted)) < 2, "out= is taken at one alignment and refused at another")
     if not launched:
         raise NotApplicable("the torch backend allocates its own outputs")
@@ -160,7 +160,7 @@ def _intact(findings: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: 
         findings.require(torch.equal(old, new), f"{what}: memory {side} the output was overwritten")
 
 
-def _launch_guarded(call: RawCall, findings: Findings, where: str, shift: int) -> bool:
+def _launch_guarded(call: RawCall, findings: Findings, prefix: str, shift: int) -> bool:
     """Launch the implementation itself, forward or backward, into guarded outputs; False if torch is chosen."""
     plan = call.plan()
     if plan.launch is None or call.args[0].numel() == 0:
@@ -172,11 +172,11 @@ def _launch_guarded(call: RawCall, findings: Findings, where: str, shift: int) -
     bytes_before = [surroundings(t) for t in outs]
     plan.launch(outs, *call.args, config=plan.config)
     for i, (t, old) in enumerate(zip(outs, bytes_before, strict=True)):
-        _intact(findings, t, old, f"{where}{call.op.key} output {i}")
+        _intact(findings, t, old, f"{prefix}{call.op.key} output {i}")
     outputs = call.op(*call.args, *call.preference)
     if findings.case.contract.promises.deterministic and not shift:
         for i, (a, b) in enumerate(zip(outs, (outputs,) if call.op.count == 1 else outputs, strict=True)):
-            findings.require(same_bits(a, b), f"{where}{call.op.key} output {i} has other bits in a guarded buffer")
+            findings.require(same_bits(a, b), f"{prefix}{call.op.key} output {i} has other bits in a guarded buffer")
     return True
 
 

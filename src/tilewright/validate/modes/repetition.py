@@ -76,9 +76,9 @@ def changed_inputs(case: Case, findings: Findings) -> None:
     case.call(sample)
     if case.positions:
         case.differentiate(sample)
-    for values, truth, where in ((*case.other(), ""), (case.sample(), case.truth, "the first values again: ")):
+    for values, truth, prefix in ((*case.other(), ""), (case.sample(), case.truth, "the first values again: ")):
         overwrite(sample, values)
-        findings.outputs(case.call(sample), where, truth)
+        findings.outputs(case.call(sample), prefix, truth)
         if case.positions:
             _, grads = case.differentiate(sample, None, replicas(truth.cotangents))
-            findings.gradients(grads, where, truth)
+            findings.gradients(grads, prefix, truth)

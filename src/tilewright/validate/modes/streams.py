@@ -19,23 +19,23 @@ def cuda_graph(case: Case, findings: Findings) -> None:
     _needs_gpu(case)
     sample = case.sample()
     outputs, replay = _captured(lambda: case.call(sample), case)
-    for where, other in _replays(case):
+    for prefix, other in _replays(case):
         overwrite(sample, other.sample)
         replay()
-        findings.outputs(outputs, f"{where}: ", other.truth)
+        findings.outputs(outputs, f"{prefix}: ", other.truth)
         case.call(case.sample())  # an eager call between two replays shares no memory with the graph
     if not case.positions:
         return
     sample = case.sample()
     cotangents = [c.clone() for c in case.truth.cotangents]
     captured, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
-    for where, other in _replays(case):
+    for prefix, other in _replays(case):
         overwrite(sample, other.sample)
         for c, value in zip(cotangents, other.truth.cotangents, strict=True):
             c.copy_(value)
         replay()
-        findings.outputs(captured[0], f"{where}, with gradients: ", other.truth)
-        findings.gradients(captured[1], f"{where}: ", other.truth)
+        findings.outputs(captured[0], f"{prefix}, with gradients: ", other.truth)
+        findings.gradients(captured[1], f"{prefix}: ", other.truth)
         case.differentiate(case.sample())
 
 
