@@ -126,7 +126,7 @@ def test_cublas_computes_the_op(op: str, options: dict[str, Any]) -> None:
     found = contract(op)
     params = {**SIZES, **({"B": 3} if op == "bmm" else {}), **options}
     sample = found.inputs(params, torch.float32, CPU, 0)
-    (cublas,) = [peer for peer in peers._beside(found) if peer.name == "cublas"]
+    (cublas,) = [peer for peer in peers._library_peers(found) if peer.name == "cublas"]
     call = cublas.make(sample)
     assert call is not None
     torch.testing.assert_close(call(), found.reference(*sample.args, **sample.kwargs), rtol=1e-4, atol=1e-4)

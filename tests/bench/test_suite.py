@@ -124,13 +124,13 @@ def test_who_would_cost_the_others_their_rounds_is_not_interleaved(
     us: dict[str, list[float]], left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Microseconds of each call, the first one and if it was long the second; `auto` picks "cpu"."""
-    monkeypatch.setattr(measure._Case, "_once", lambda self, call: us[call].pop(0))
+    monkeypatch.setattr(measure._Case, "_wall_us", lambda self, call: us[call].pop(0))
     (item, *_) = select("norm", ops=["rms_norm"], dtype="fp32", case=SMALL, device=CPU)
     case = object.__new__(measure._Case)
     case.case, case.left_out = item, []
-    kept = case._keeping_up([(Contestant(name, name != "eager", right), [name]) for name in us], "cpu")
+    remaining = case._without_slow([(Contestant(name, name != "eager", right), [name]) for name in us], "cpu")
     assert [note.name for note in case.left_out] == left
-    assert {c.name for c, _ in kept} == set(us) - set(left)
+    assert {c.name for c, _ in remaining} == set(us) - set(left)
 
 
 def test_what_a_budget_leaves_is_no_failure_and_another_run_takes_it(planted: Callable[..., None]) -> None:
@@ -198,7 +198,7 @@ class BrokenPeer(WrongPeer):
 
 
 def test_a_wrong_or_broken_peer_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_beside", lambda contract: (WrongPeer(), BrokenPeer()))
+    monkeypatch.setattr(peers, "_library_peers", lambda contract: (WrongPeer(), BrokenPeer()))
     results = small(against=["eager", "wrong", "broken"])
     assert results.ok
     assert all(set(row.peers) == {"eager"} for row in results.rows)

@@ -10,7 +10,7 @@ from tilewright import settings
 from tilewright.errors import KernelMissingError
 from tilewright.jit import bundle, cache
 from tilewright.jit.compilers import nvrtc, tileiras
-from tilewright.warmup.needed import of_model
+from tilewright.warmup.needed import trace_model
 from tilewright.warmup.planning import plan
 
 pytestmark = [
@@ -46,7 +46,7 @@ def test_every_kernel_is_in_the_bundle(fp8, tmp_path, monkeypatch):
     try:
         bundle.load(file)
         missed = raise_in_every_compiler(monkeypatch)
-        calls, jobs = of_model(
+        calls, jobs = trace_model(
             str(tmp_path), None, 1, (model_bundle.PROMPT,), arch="sm_90", new_tokens=model_bundle.NEW, fp8=fp8
         )
         planned = plan(calls, "sm_90", (), jobs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright import mask
-from tilewright.models.attention.carrier import CarriedMask, Seen
+from tilewright.models.attention.carrier import CarriedMask, VisibleKeys
 from tilewright.nn import FP8Linear
 
 Use = Callable[[], Tensor]
@@ -33,7 +33,7 @@ def _cast() -> Use:
 
 
 def _elements() -> Use:
-    made = CarriedMask(Seen(mask.causal() & mask.window(100), 512), (1, 512, 512), torch.device("cuda"))
+    made = CarriedMask(VisibleKeys(mask.causal() & mask.window(100), 512), (1, 512, 512), torch.device("cuda"))
     return lambda: made.elements.clone()
 
 

@@ -10,17 +10,17 @@ from torch import Tensor
 from transformers import masking_utils as theirs
 
 from tilewright.errors import InputError
-from tilewright.models.attention.carrier import CarriedMask, Seen, seen_in
+from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, visible_keys
 from tilewright.models.attention.masks import attention_mask
 
 
-def allowed(seen: Seen, batch: int, s_q: int, s_k: int) -> Tensor:
+def allowed(visible: VisibleKeys, batch: int, s_q: int, s_k: int) -> Tensor:
     """bool (B, 1, S_q, S_k); keys that a mask adds for their positions are seen by nobody."""
-    if seen.mask is None:
+    if visible.mask is None:
         return torch.ones(batch, 1, s_q, s_k, dtype=torch.bool)
-    found = seen.mask.dense(batch, 1, s_q, seen.keys)
+    found = visible.mask.dense(batch, 1, s_q, visible.keys)
     assert not found[..., s_k:].any()
-    return torch.nn.functional.pad(found, (0, max(s_k - seen.keys, 0)))[..., :s_k]
+    return torch.nn.functional.pad(found, (0, max(s_k - visible.keys, 0)))[..., :s_k]
 
 
 def same(**call: Any) -> Tensor | None:
@@ -37,7 +37,7 @@ def same(**call: Any) -> Tensor | None:
         assert torch.equal(expected[0, 0], whole.tril() if call["allow_is_causal_skip"] and s_q > 1 else whole)
         return None
     assert made.shape == expected.shape
-    assert torch.equal(allowed(seen_in(made, s_q, s_k), batch, s_q, s_k), expected)
+    assert torch.equal(allowed(visible_keys(made, s_q, s_k), batch, s_q, s_k), expected)
     if isinstance(made, CarriedMask):
         assert torch.equal(made.elements, expected)
     return made
@@ -123,9 +123,9 @@ def test_what_needs_no_program(call: dict[str, Any], what: tuple[int, int] | Non
         assert made is None
     else:
         assert isinstance(made, CarriedMask)
-        assert made.seen is not None
-        assert made.seen.mask is not None
-        assert made.seen.mask.band() == what
+        assert made.visible is not None
+        assert made.visible.mask is not None
+        assert made.visible.mask.band() == what
 
 
 def test_padding_is_a_table_of_single_keys() -> None:
@@ -133,8 +133,8 @@ def test_padding_is_a_table_of_single_keys() -> None:
     padding[1, :4] = 0
     made = same(**sizes(9, 9, attention_mask=padding))
     assert isinstance(made, CarriedMask)
-    assert made.seen is not None
-    assert repr(made.seen.mask) == "band(None, 0) & block((2, 1, 1, 9), (9, 1))"
+    assert made.visible is not None
+    assert repr(made.visible.mask) == "band(None, 0) & block((2, 1, 1, 9), (9, 1))"
 
 
 def test_a_function_of_ones_own_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,19 +148,19 @@ def test_an_overwritten_mask_is_what_was_written() -> None:
     assert isinstance(made, CarriedMask)
     expected = made.elements.clone()
     assert made.sum() == expected.sum()
-    assert made.seen is not None
+    assert made.visible is not None
     made[:, :, :, 2] = False
     expected[:, :, :, 2] = False
-    assert made.seen is None
-    assert torch.equal(allowed(seen_in(made, 4, 9), 2, 4, 9), expected)
+    assert made.visible is None
+    assert torch.equal(allowed(visible_keys(made, 4, 9), 2, 4, 9), expected)
 
 
 def test_what_is_no_mask() -> None:
     with pytest.raises(InputError, match="other numbers than 0 and -inf"):
-        seen_in(torch.randn(1, 1, 3, 3), 3, 3)
+        visible_keys(torch.randn(1, 1, 3, 3), 3, 3)
     with pytest.raises(InputError, match=r"the mask is \(1, 1, 3, 4\); needs \(B, 1, 3, 3\)"):
-        seen_in(torch.ones(1, 1, 3, 4, dtype=torch.bool), 3, 3)
+        visible_keys(torch.ones(1, 1, 3, 4, dtype=torch.bool), 3, 3)
     with pytest.raises(InputError, match=r"torch.int64; needs bool"):
-        seen_in(torch.ones(1, 1, 3, 3, dtype=torch.int64), 3, 3)
+        visible_keys(torch.ones(1, 1, 3, 3, dtype=torch.int64), 3, 3)
     with pytest.raises(InputError, match=r"the padding mask is \(2, 1, 9\)"):
         attention_mask(**sizes(9, 9, attention_mask=torch.ones(2, 1, 9)))

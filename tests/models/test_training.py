@@ -118,10 +118,10 @@ def test_an_op_without_gradient_is_left_in_train_mode(monkeypatch: pytest.Monkey
     import dataclasses
 
     from tilewright.dispatch import contract
-    from tilewright.models import patching
+    from tilewright.models import planning
 
     without = dataclasses.replace(contract("rms_norm"), gradient=None)
-    monkeypatch.setattr(patching, "contract", lambda name: without if name == "rms_norm" else contract(name))
+    monkeypatch.setattr(planning, "contract", lambda name: without if name == "rms_norm" else contract(name))
     rows = patch(build("llama"), mode="train", verify=False).report().rows
     assert {row.text for row in rows if row.kind == "norm"} == {"ops.rms_norm has no gradient"}
     assert patch(build("llama"), verify=False).report().counts()["norm"] == 5

@@ -4,15 +4,17 @@ import copy
 import inspect
 import pickle
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from tests.models.zoo import MODELS, build, tokens
 from torch import Tensor, nn
 
+from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError
 from tilewright.models import patch
+from tilewright.models.report import OPS_OF_KIND, Patchable
 from tilewright.models.specialise import Patched
 
 
@@ -176,3 +178,9 @@ def test_wrong_arguments() -> None:
     with pytest.raises(InputError, match="ops has rmsnorm; allowed: kinds norm, mlp"):
         patch(model, ops=["rmsnorm"])
     assert not any(isinstance(m, Patched) for m in model.modules())
+
+
+def test_every_patchable_kind_is_listed_with_its_ops() -> None:
+    assert set(OPS_OF_KIND) == set(get_args(Patchable))
+    for op in (op for ops in OPS_OF_KIND.values() for op in ops):
+        assert contract(op).name == op

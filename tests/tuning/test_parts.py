@@ -11,7 +11,7 @@ from tilewright.bench.statistics import Samples, paired_ratio
 from tilewright.dispatch import contracts, implementations
 from tilewright.dispatch.configs import from_row, to_row
 from tilewright.tuning.decide import decide
-from tilewright.tuning.problem import Problem, bucket_of, shrunk, without_memory
+from tilewright.tuning.problem import Problem, bucket_of, fake_call, shrink_rows
 from tilewright.tuning.search import Effort, Race, Track
 from tilewright.tuning.space import Space, Trial, space
 from tilewright.tuning.subject import Subject
@@ -37,7 +37,7 @@ def every_space():
             for workload in contract.workloads:
                 if raw.direction in workload.directions:
                     made = problem(contract.name, raw.direction, workload.name)
-                    with without_memory(made) as call:
+                    with fake_call(made) as call:
                         bucket = raw.bucket_of(call.args, "default")
                     if bucket not in seen:
                         yield from ((raw, each, bucket) for each in found.values() if each.candidates)
@@ -85,7 +85,7 @@ def test_the_present_choice_is_tried_first_and_a_random_order_is_repeatable(cach
 )
 def test_a_small_problem_has_few_rows_and_the_same_width(op, workload, changed):
     whole = problem(op, name=workload)
-    small = shrunk(whole)
+    small = shrink_rows(whole)
     assert {k: v for k, v in small.params.items() if whole.params[k] != v and k != "positions"} == changed
     assert bucket_of(small, "batch_invariant") == bucket_of(whole, "batch_invariant")
 
@@ -173,7 +173,7 @@ class Mined:
 def test_a_crash_counts_in_a_new_worker_only(deaths, reason, checks):
     bench = Mined(deaths)
     track = Track(None, None, bench, Effort(1, 1, 1.0))
-    assert track._checked(Trial("cpu", None)) == reason
+    assert track._check(Trial("cpu", None)) == reason
     assert bench.checks == checks
 
 

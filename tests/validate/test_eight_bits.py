@@ -96,7 +96,7 @@ def test_a_nan_of_e4m3_is_found():
 
 def test_errors_of_e4m3_leave_nan_out():
     found = errors(torch.tensor([1.0, torch.nan]).to(FP8), torch.tensor([1.0, 2.0]).double(), FP8)
-    assert found.whole == 0
+    assert found.frobenius == 0
 
 
 def test_a_guarded_tensor_with_gaps_has_noise_in_them():

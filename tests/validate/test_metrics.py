@@ -49,7 +49,7 @@ def test_a_tile_norm_belongs_to_its_tile():
     assert found.tiles.shape == (3, 4)
     assert found.tiles[1, 2] == 2.0 * 64
     assert found.tiles.sum() == 2.0 * 64
-    assert found.whole == 2.0 * 64
+    assert found.frobenius == 2.0 * 64
     assert found.rows[64] == 2.0 * 8
     assert found.columns[127] == 0
 
@@ -57,7 +57,7 @@ def test_a_tile_norm_belongs_to_its_tile():
 def test_counts_of_partial_tiles():
     found = counts(torch.zeros(70, 65))
     assert torch.allclose(found.tiles, torch.tensor([[4096.0, 64.0], [384.0, 6.0]], dtype=torch.float64))
-    assert float(found.whole) == pytest.approx(70 * 65)
+    assert float(found.frobenius) == pytest.approx(70 * 65)
 
 
 @pytest.mark.parametrize(("shape", "matrix"), [((), (1, 1)), ((5,), (1, 5)), ((2, 3, 4), (6, 4)), ((0, 4), (0, 4))])
@@ -68,7 +68,7 @@ def test_as_matrix(shape, matrix):
 def test_non_finite_elements_have_no_error():
     exact = torch.tensor([1.0, torch.inf, torch.nan, 2.0], dtype=torch.float64)
     found = errors(torch.tensor([1.0, torch.inf, 3.0, torch.nan]), exact, torch.float32)
-    assert found.whole == 0
+    assert found.frobenius == 0
     assert found.ulp == 0
 
 

@@ -13,7 +13,7 @@ from tilewright.dispatch import register_impl, unregister_impl
 from tilewright.errors import BackendError, UsageError
 from tilewright.warmup import architectures
 from tilewright.warmup.absent import _index
-from tilewright.warmup.needed import of_model, of_suite
+from tilewright.warmup.needed import trace_model, trace_suite
 from tilewright.warmup.planning import plan
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def by_op(calls):
 
 
 def test_a_suite_needs_its_workloads_forward_and_backward():
-    found = by_op(of_suite("norm", None, "cuda"))
+    found = by_op(trace_suite("norm", None, "cuda"))
     assert {"rms_norm", "rms_norm_bwd", "add_rms_norm", "add_rms_norm_bwd", "layer_norm"} <= set(found)
     shapes = [tuple(call.args[0].shape) for call in found["rms_norm"]]
     assert (8192, 4096) in shapes
@@ -53,17 +53,17 @@ def test_a_suite_needs_its_workloads_forward_and_backward():
 
 
 def test_a_suite_in_another_dtype():
-    assert {call.args[0].dtype for call in of_suite("norm", "fp16", "cuda")} == {torch.float16}
+    assert {call.args[0].dtype for call in trace_suite("norm", "fp16", "cuda")} == {torch.float16}
 
 
 def test_the_workloads_of_a_cpu_are_its_own():
-    assert {call.args[0].shape[0] for call in of_suite("norm", None, "cpu")} == {512}
+    assert {call.args[0].shape[0] for call in trace_suite("norm", None, "cpu")} == {512}
 
 
 def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     before = resident_bytes()
-    found = by_op(of_model(str(tmp_path), None, 2, (64, 7), arch="cpu").calls)
+    found = by_op(trace_model(str(tmp_path), None, 2, (64, 7), arch="cpu").calls)
     assert set(found) == {"rms_norm", "add_rms_norm", "swiglu", "apply_rope"}
     for calls in (found["rms_norm"], found["add_rms_norm"]):
         assert sorted(tuple(call.args[0].shape) for call in calls) == [(2, 1, 4096), (2, 7, 4096), (2, 64, 4096)]
@@ -73,7 +73,7 @@ def test_a_model_needs_its_prefills_and_one_decode_step(tmp_path):
 
 def test_a_model_in_another_dtype_and_by_its_file(tmp_path):
     (tmp_path / "small.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "vocab_size": 64}))
-    calls = of_model(str(tmp_path / "small.json"), "fp16", 1, (16,), arch="cpu").calls
+    calls = trace_model(str(tmp_path / "small.json"), "fp16", 1, (16,), arch="cpu").calls
     assert {call.args[0].dtype for call in calls} == {torch.float16}
 
 
@@ -91,14 +91,14 @@ def test_what_is_no_model_is_told(tmp_path, name, text, says):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=says):
-        of_model(str(tmp_path / name), None, 1, (16,), arch="cpu")
+        trace_model(str(tmp_path / name), None, 1, (16,), arch="cpu")
 
 
 # --------------------------------------------------------------------------------------------------- what is compiled
 
 
 def test_repeated_calls_and_equal_kernels_are_planned_once():
-    calls = list(of_suite("norm", None, "cuda"))
+    calls = list(trace_suite("norm", None, "cuda"))
     once, twice = plan(calls, "sm_90", ()), plan(calls * 2, "sm_90a", ())
     assert once.failures == []
     assert once.calls == twice.calls == len(calls)
@@ -108,7 +108,7 @@ def test_repeated_calls_and_equal_kernels_are_planned_once():
 
 
 def test_only_the_backends_that_were_named():
-    calls = [call for call in of_suite("norm", None, "cuda") if call.op.key == "rms_norm"]
+    calls = [call for call in trace_suite("norm", None, "cuda") if call.op.key == "rms_norm"]
     assert plan(calls, "sm_90", ("torch",)).by_torch == len(calls)
     both = plan(calls, "sm_90", ("triton", "torch"))
     assert both.by_torch == len(calls)
@@ -124,7 +124,7 @@ def test_launch_code_that_fails_is_reported_and_the_rest_goes_on():
         raise ZeroDivisionError("on purpose")
 
     try:
-        planned = plan(of_suite("norm", "fp32", "cuda"), "sm_90", ())  # unmeasured: other packages' come first
+        planned = plan(trace_suite("norm", "fp32", "cuda"), "sm_90", ())  # unmeasured: other packages' come first
     finally:
         unregister_impl("rms_norm", backend="faulty")
     assert {failure.reason for failure in planned.failures} == {"ZeroDivisionError: on purpose"}
@@ -193,7 +193,7 @@ def on_sm_90(monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True], ids=["half", "fp8"])
 def test_a_model_on_a_gpu_needs_products_attention_casts_and_the_step(on_sm_90, tmp_path, fp8):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
-    calls, jobs = of_model(str(tmp_path), None, 1, (2048,), arch="sm_90", new_tokens=32, fp8=fp8)
+    calls, jobs = trace_model(str(tmp_path), None, 1, (2048,), arch="sm_90", new_tokens=32, fp8=fp8)
     found = by_op(calls)
     common = {"rms_norm", "add_rms_norm", "apply_rope", "fmha", "matmul"}
     narrow = {"scaled_matmul", "scaled_matmul_fp8", "per_token_cast_to_fp8", "per_block_cast_to_fp8"}
@@ -212,7 +212,7 @@ def test_a_model_on_a_gpu_needs_products_attention_casts_and_the_step(on_sm_90, 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-mistral"])
 def test_every_kind_of_model_is_planned_with_its_step(on_sm_90, name, caplog):
     """Windows, soft caps and norms of heads."""
-    calls, jobs = of_model(name, None, 2, (64, 50), arch="sm_90")
+    calls, jobs = trace_model(name, None, 2, (64, 50), arch="sm_90")
     assert calls
     assert "no decoding with a static cache" not in caplog.text
     assert {job.name for job in jobs} == {"_part_kernel", "_combine_kernel"}

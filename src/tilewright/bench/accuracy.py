@@ -1,10 +1,9 @@
-"""Is an output right enough to be timed? Errors against a float64 oracle, judged by the error that torch makes in the
-same dtype.
+"""Check outputs before they are timed: errors against a float64 oracle, judged by torch's error in the same dtype.
 
 Two measures of each output: relative Frobenius error, which sees bias and lost precision, and the largest error over
 the root mean square, which sees one wrong tile in a large tensor. Both may be at most `factor` times torch's own,
 plus one rounding of the output dtype and what the order of a float32 sum may change. Integers (packed scales, bounds of
-groups) have no rounding: all must be right.
+groups) have no rounding: all must be equal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Sample
 
-_SUM_ORDER = 2.0**-20  # a few float32 roundings: no order of summation is the right one
+_SUM_ORDER = 2.0**-20  # a few float32 roundings: every order of summation is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,10 @@ class Error:
 def upcast(sample: Sample) -> Sample:
     """The same values in float64."""
 
-    def wide(v: Any) -> Any:
+    def widen(v: Any) -> Any:
         return v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
 
-    args, kwargs = tree_map(wide, (sample.args, dict(sample.kwargs)))
+    args, kwargs = tree_map(widen, (sample.args, dict(sample.kwargs)))
     return Sample(args, kwargs)
 
 
@@ -69,13 +68,13 @@ def errors(outputs: Sequence[Tensor], oracle: Sequence[Tensor]) -> list[Error]:
     return [error(output, expected) for output, expected in zip(outputs, oracle, strict=True)]
 
 
-def worst(found: Sequence[Error]) -> float:
+def worst(output_errors: Sequence[Error]) -> float:
     """Largest relative Frobenius error of an op's outputs."""
-    return max(item.frobenius for item in found)
+    return max(item.frobenius for item in output_errors)
 
 
 class Judge:
-    """Says whether outputs may pass, given the float64 oracle and what torch computes in the inputs' own dtype."""
+    """Judges outputs, given the float64 oracle and what torch computes in the inputs' own dtype."""
 
     def __init__(self, oracle: Sequence[Tensor], torchs: Sequence[Tensor], factor: float) -> None:
         self._oracle = list(oracle)
@@ -85,20 +84,20 @@ class Judge:
 
     @property
     def torch_error(self) -> float:
-        """Relative error of torch itself."""
+        """Relative error of torch."""
         return worst(self._torch_errors)
 
     def __call__(self, outputs: object) -> tuple[bool, float]:
         """(right enough, relative error)."""
-        found = errors(tensors(outputs), self._oracle)
-        right = all(map(self._passes, found, self._torch_errors, self._oracle, self._dtypes))
-        return right, worst(found)
+        output_errors = errors(tensors(outputs), self._oracle)
+        correct = all(map(self._passes, output_errors, self._torch_errors, self._oracle, self._dtypes))
+        return correct, worst(output_errors)
 
-    def _passes(self, mine: Error, theirs: Error, oracle: Tensor, dtype: torch.dtype) -> bool:
+    def _passes(self, ours: Error, theirs: Error, oracle: Tensor, dtype: torch.dtype) -> bool:
         if not dtype.is_floating_point:
-            return mine.largest == 0
+            return ours.largest == 0
         unit = torch.finfo(dtype).eps / 2 + _SUM_ORDER
         rms = float(oracle.norm()) / math.sqrt(oracle.numel()) or 1.0
         peak = float(oracle.abs().max()) / rms
-        within = mine.frobenius <= self._factor * theirs.frobenius + unit
-        return within and mine.largest <= self._factor * theirs.largest + unit * peak
+        frobenius_passes = ours.frobenius <= self._factor * theirs.frobenius + unit
+        return frobenius_passes and ours.largest <= self._factor * theirs.largest + unit * peak

@@ -1,9 +1,7 @@
-"""Pure memory traffic of a given size and read:write mix: the contestant that no other can beat, and so the floor of
-memory-bound ops.
+"""Pure memory traffic of a given size and read:write mix: the floor of memory-bound ops.
 
-Each mix is moved by what torch offers for it and, on a GPU with Triton, by a streaming kernel of two block sizes; the
-fastest is the ceiling. The streams are timed with the same rounds, rotation and graph as the op they are the floor
-of.
+Movers of each mix are a torch op and, on a GPU with Triton, a streaming kernel with two block sizes; the fastest is the
+ceiling. The streams are timed with the same rounds, rotation and graph as the op whose floor they are.
 """
 
 from __future__ import annotations
@@ -18,16 +16,16 @@ from tilewright.bench.rotation import rotate
 from tilewright.bench.statistics import Samples
 from tilewright.hardware.ceilings import MIXES, mix_between
 
-_ITEM = 4  # int32: sums cannot turn into NaN, and every torch build moves it at full width
+_ITEM = 4  # int32: sums cannot become NaN, and every torch build moves it at full width
 _ARRAYS = {"read": (1, 0), "read2_write1": (2, 1), "read1_write1": (1, 1), "write": (0, 1)}
 _BLOCKS = (1024, 4096)
-_ALIGN = 64  # elements; a ragged length would cost the streams their wide accesses
+_ALIGN = 64  # elements; with a ragged length the streams could not use wide accesses
 
 Call = Callable[[], object]
 
 
 def stream_calls(mix: str, total_bytes: int, device: torch.device, *, sets: int) -> dict[str, Call]:
-    """Callables that each move `total_bytes` in `mix`, rotating over `sets` buffers, by the mover's name."""
+    """Callables by mover, each moving `total_bytes` in `mix`, rotating over `sets` buffers."""
     arrays = [_arrays(mix, total_bytes, device) for _ in range(sets)]
     calls = {"torch": rotate([_torch_mover(mix, *pair) for pair in arrays])}
     if device.type == "cuda" and find_spec("triton") is not None:
@@ -40,9 +38,9 @@ def bracket(bytes_read: int, bytes_written: int) -> list[str]:
     """The one or two measured mixes around this one."""
     written = bytes_written / (bytes_read + bytes_written)
     shares = sorted(MIXES.items(), key=lambda item: item[1])
-    for (low, at), (high, above) in pairwise(shares):
-        if at <= written <= above:
-            return [low] if written - at < 1e-2 else [high] if above - written < 1e-2 else [low, high]
+    for (low, low_share), (high, high_share) in pairwise(shares):
+        if low_share <= written <= high_share:
+            return [low] if written - low_share < 1e-2 else [high] if high_share - written < 1e-2 else [low, high]
     raise AssertionError(f"a share of {written} lies outside [0, 1]")
 
 
@@ -59,8 +57,8 @@ def floor_calls(bytes_read: int, bytes_written: int, device: torch.device, *, se
 def floor_us(timed: Mapping[str, Samples], bytes_read: int, bytes_written: int, *, shared: bool = False) -> float:
     """Floor in microseconds from the samples of `floor_calls`, interpolated between the mixes.
 
-    Each mix counts with its fastest mover: by median, or, on a machine shared with other processes, by fastest sample,
-    for those only ever add time and a floor is what is left without them.
+    Each mix counts with its fastest mover: by median, or, with `shared`, by fastest sample: other processes on the
+    machine only add time, and the floor is the time without them.
     """
     fastest: dict[str, float] = {}
     for name, samples in timed.items():
@@ -92,5 +90,5 @@ def _triton_mover(mix: str, sources: Sequence[torch.Tensor], out: torch.Tensor, 
 
     _, writes = _ARRAYS[mix]
     n = sources[0].numel() if sources else out.numel()
-    held = list(sources)
-    return lambda: stream(held, out, writes=writes, n=n, block=block)
+    inputs = list(sources)
+    return lambda: stream(inputs, out, writes=writes, n=n, block=block)

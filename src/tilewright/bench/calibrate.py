@@ -28,14 +28,12 @@ Call = Callable[[], object]
 Progress = Callable[[str], None]
 
 KIB, MIB = 1 << 10, 1 << 20
-_LAUNCHES = 64  # calls in one graph, each on input of its own
+_LAUNCHES = 64  # calls in one graph, each on its own input
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: traffic in bytes, matrix sizes, attention lengths and head dims, and the rounds of each
-    timing.
-    """
+    """The sizes to measure: traffic in bytes, matrices, attention lengths and head dims; `held_*` test predictions."""
 
     traffic: tuple[int, ...]
     m: tuple[int, ...]
@@ -55,18 +53,8 @@ class Grid:
 _HALF = (torch.bfloat16, torch.float16)
 GPU = Grid(
     traffic=tuple(16 * KIB << i for i in range(17)),  # 16 KiB .. 1 GiB
-    m=(
-        1,
-        16,
-        32,
-        64,
-        128,
-        256,
-        512,
-        1024,
-        4096,
-        16384,
-    ),  # dense where a product turns from memory-bound to compute-bound
+    # dense where a product turns from memory-bound to compute-bound
+    m=(1, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384),
     n=(512, 2048, 8192, 32768),
     k=(512, 2048, 8192),
     dtypes=(*_HALF, torch.float32),
@@ -135,11 +123,11 @@ def calibrate(
     About a minute on a GPU and 15 s on two CPU cores; a third of that with `quick` (fewer points, larger errors).
     `progress` gets one line a step; the last lines are the errors on held-out shapes.
     """
-    where = torch.device(device)
-    grid = (GPU_QUICK if quick else GPU) if where.type == "cuda" else (CPU_QUICK if quick else CPU)
+    target = torch.device(device)
+    grid = (GPU_QUICK if quick else GPU) if target.type == "cuda" else (CPU_QUICK if quick else CPU)
     say = progress or (lambda line: None)
-    info = device_info(where)
-    meter = _Meter(where, grid.rounds)
+    info = device_info(target)
+    meter = _Meter(target, grid.rounds)
     with torch.inference_mode():
         say("launch cost")
         launch, in_graph = meter.launch()
@@ -151,13 +139,13 @@ def calibrate(
             matmul[dtype_name(dtype)] = meter.matmul_grid(grid, dtype)
         say(f"attention {dtype_name(grid.attention_dtype)}: S {grid.s}, D {grid.d}")
         attention = {dtype_name(grid.attention_dtype): meter.attention_grid(grid)}
-        found = Ceilings(
+        ceilings = Ceilings(
             device=info.name,
             arch=info.arch,
-            driver=driver_version(where),
+            driver=driver_version(target),
             torch_version=torch.__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
-            tf32=where.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+            tf32=target.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
             bandwidth=bandwidth,
             matmul=matmul,
             attention=attention,
@@ -166,12 +154,12 @@ def calibrate(
             quick=quick,
         )
         say("held-out shapes")
-        found = replace(found, held_out=_held_out(found, meter, grid))
-    for kind, error in found.held_out.items():
+        ceilings = replace(ceilings, held_out=_held_out(ceilings, meter, grid))
+    for kind, error in ceilings.held_out.items():
         say(f"{kind}: median error {error['median_percent']:.1f} % on {error['shapes']:.0f} held-out shapes")
     if keep:
-        save(found, where)
-    return found
+        save(ceilings, target)
+    return ceilings
 
 
 class _Meter:
@@ -182,10 +170,10 @@ class _Meter:
         self.rounds = rounds
 
     def time(self, calls: dict[str, Call], *, small: bool) -> float:
-        """us of the fastest contestant; as graphs where the work is launch-sized.
+        """Microseconds of the fastest callable; as graphs where the work is launch-sized.
 
-        The median on a GPU. On a CPU the fastest call within a time budget: other processes only ever add time, and a
-        ceiling is what is left without them.
+        The median on a GPU. On a CPU the fastest call within a time budget: other processes only add time, and a
+        ceiling is the time without them.
         """
         if self.device.type != "cuda":
             return min(_fastest_call(call, budget_s=0.01 * self.rounds) for call in calls.values())
@@ -196,7 +184,7 @@ class _Meter:
         return min(samples.median for samples in timed.values())
 
     def launch(self) -> tuple[float, float | None]:
-        """(eager back to back, as a node of a graph) us of a kernel that touches one element."""
+        """Microseconds of a kernel of one element: (eager back to back, as a node of a graph)."""
         cell = torch.zeros(1, device=self.device)
         calls: dict[str, Call] = {"add": lambda: cell.add_(1)}
         eager = interleave(calls, device=self.device, rounds=3 * self.rounds, measure="wall", sample_us=1000)[
@@ -207,9 +195,8 @@ class _Meter:
         return eager, interleave_graphs(calls, device=self.device, launches=200, rounds=3 * self.rounds)["add"].median
 
     def traffic(self, mix: str, size: int) -> float:
-        at_most = (
-            _LAUNCHES if self.device.type == "cuda" else 1024
-        )  # graphs evict the cache between replays, a CPU cannot
+        # Graphs evict the cache between replays; a CPU cannot
+        at_most = _LAUNCHES if self.device.type == "cuda" else 1024
         sets = sets_for(size, self.device, at_most=at_most)
         return self.time(stream_calls(mix, size, self.device, sets=sets), small=size <= 16 * MIB)
 
@@ -239,31 +226,31 @@ class _Meter:
 
 
 def headline(device: torch.device | str) -> dict[str, float]:
-    """Ceilings in a second, for the machine block of a run.
+    """Measure the main ceilings in a second, for the machine block of a run.
 
     Bandwidth in GB/s of each mix at a size far above the cache, launch cost in us.
     """
-    where = torch.device(device)
-    size = 512 * MIB if where.type == "cuda" else 64 * MIB
-    meter = _Meter(where, rounds=7)
+    target = torch.device(device)
+    size = 512 * MIB if target.type == "cuda" else 64 * MIB
+    meter = _Meter(target, rounds=7)
     with torch.inference_mode():
-        found = {f"{mix}_gb_s": size / meter.traffic(mix, size) / 1e3 for mix in MIXES}
+        ceilings = {f"{mix}_gb_s": size / meter.traffic(mix, size) / 1e3 for mix in MIXES}
         eager, in_graph = meter.launch()
-    found["launch_us"] = eager
+    ceilings["launch_us"] = eager
     if in_graph is not None:
-        found["launch_graph_us"] = in_graph
-    return {name: round(value, 3) for name, value in found.items()}
+        ceilings["launch_graph_us"] = in_graph
+    return {name: round(value, 3) for name, value in ceilings.items()}
 
 
 def _fastest_call(call: Call, budget_s: float) -> float:
-    """us of the fastest of as many calls as fit the budget, at least two after a first that does not count."""
+    """Microseconds of the fastest call within the budget, of at least two after an uncounted first one."""
     call()
-    fastest, taken, began = float("inf"), 0, time.perf_counter_ns()
-    while taken < 2 or time.perf_counter_ns() - began < budget_s * 1e9:
+    fastest, count, began = float("inf"), 0, time.perf_counter_ns()
+    while count < 2 or time.perf_counter_ns() - began < budget_s * 1e9:
         start = time.perf_counter_ns()
         call()
         fastest = min(fastest, time.perf_counter_ns() - start)
-        taken += 1
+        count += 1
     return fastest / 1e3
 
 
@@ -272,7 +259,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor) -> Call:
 
 
 def _ascending(curve: Curve) -> Curve:
-    """More bytes never take less time: where noise says so, the smaller size is as slow as the next one is fast."""
+    """Make a curve ascend despite noise: a smaller size takes at most the time of a larger one."""
     least = float("inf")
     result: Curve = []
     for size, us in reversed(curve):
@@ -281,21 +268,23 @@ def _ascending(curve: Curve) -> Curve:
     return result[::-1]
 
 
-def _held_out(found: Ceilings, meter: _Meter, grid: Grid) -> dict[str, dict[str, float]]:
+def _held_out(ceilings: Ceilings, meter: _Meter, grid: Grid) -> dict[str, dict[str, float]]:
     """Median absolute error, in percent, of the predictions for shapes between the grid points."""
     memory = [
-        _percent(found.memory_us(size * (1 - share), size * share), meter.traffic(mix, size))
+        _percent(ceilings.memory_us(size * (1 - share), size * share), meter.traffic(mix, size))
         for size in grid.held_traffic
         for mix, share in MIXES.items()
     ]
     matmul = [
-        _percent(found.matmul_us(m, n, k, dtype), meter.matmul(m, n, k, dtype))
+        _percent(ceilings.matmul_us(m, n, k, dtype), meter.matmul(m, n, k, dtype))
         for m, n, k in grid.held_matmul
         for dtype in grid.dtypes
     ]
     kind, d = grid.attention_dtype, grid.d[0]
     attention = [
-        _percent(found.attention_us(1, grid.heads, s, s, d, kind, causal=causal), meter.attention(s, d, causal, grid))
+        _percent(
+            ceilings.attention_us(1, grid.heads, s, s, d, kind, causal=causal), meter.attention(s, d, causal, grid)
+        )
         for s in grid.held_s
         for causal in (True, False)
     ]

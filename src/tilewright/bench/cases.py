@@ -1,4 +1,4 @@
-"""Which cases a run consists of: the contracts' declared workloads, by family, op, dtype and direction."""
+"""Select the cases of a run: the contracts' declared workloads, by family, op, dtype and direction."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def select(
             f"suite {suite!r} has no op {', '.join(sorted(unknown))}. Ops: {', '.join(c.name for c in family)}."
         )
     chosen = [c for c in family if not ops or c.name in ops]
-    found = [each for c in chosen for each in _cases_of(c, dtype, case or {}, device)]
-    matching = [each for each in found if rows is None or any(fnmatchcase(each.workload.name, row) for row in rows)]
+    cases = [each for c in chosen for each in _cases_of(c, dtype, case or {}, device)]
+    matching = [each for each in cases if rows is None or any(fnmatchcase(each.workload.name, row) for row in rows)]
     if rows is not None and not matching:
-        names = ", ".join(dict.fromkeys(each.workload.name for each in found))
+        names = ", ".join(dict.fromkeys(each.workload.name for each in cases))
         raise UsageError(f"no row of suite {suite!r} is called {' or '.join(rows)}. Rows: {names}.")
     return matching
 
@@ -93,7 +93,7 @@ def _cases_of(contract: Contract, dtype: str | None, params: Mapping[str, Any], 
 
 
 def _custom(contract: Contract, declared: Sequence[Workload], params: Mapping[str, Any]) -> Workload:
-    """A workload of the user's own sizes; what is not given is taken from the first declared one."""
+    """A workload with the user's sizes; other parameters come from the first declared workload."""
     if not declared:
         raise UsageError(f"{contract.name} declares no workload for this device")
     model = declared[0]
@@ -106,9 +106,9 @@ def _custom(contract: Contract, declared: Sequence[Workload], params: Mapping[st
 
 
 def _dtype(contract: Contract, name: str) -> torch.dtype:
-    known = {dtype_name(d): d for d in contract.dtypes}
-    found = known.get(name.lower(), _SHORT.get(name.lower()))
-    if found is None or found not in contract.dtypes:
+    dtypes = {dtype_name(d): d for d in contract.dtypes}
+    dtype = dtypes.get(name.lower(), _SHORT.get(name.lower()))
+    if dtype is None or dtype not in contract.dtypes:
         allowed = ", ".join(dtype_name(d) for d in contract.dtypes)
         raise UsageError(f"{contract.name} takes no dtype {name!r}. Allowed: {allowed}.")
-    return found
+    return dtype

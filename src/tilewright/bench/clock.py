@@ -1,9 +1,8 @@
-"""Two clocks with one interface: the device's own time line, and the wall.
+"""Two clocks with one interface: the device's own time line, and the wall clock.
 
-`EventClock` records CUDA events in the current stream, so a span is what the device spent between them, whatever the
-host did meanwhile, provided that the host stays ahead: `lead` keeps the device busy while the host enqueues.
-`WallClock` waits for the device and reads the host's clock: what a user waits for, launch overhead included, and the
-only choice on a CPU.
+`EventClock` records CUDA events in the current stream, so a span is the device time between them, provided that the
+host stays ahead: `lead` keeps the device busy while the host enqueues. `WallClock` waits for the device and reads the
+host's clock: the time a user waits, launch overhead included, and the only choice on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _CYCLES_PER_US = 2000
 
 
 class Clock(Protocol):
-    """What the timing loops need; marks are opaque and only comparable within one clock."""
+    """The interface of the timing loops; marks are opaque and only comparable within one clock."""
 
     def mark(self) -> Any: ...
 
@@ -50,7 +49,7 @@ class WallClock:
         return (end - start) / 1e3
 
     def lead(self, us: float) -> None:
-        """Nothing to hide: the wall clock counts the host's time on purpose."""
+        """Do nothing: the wall clock counts host time on purpose."""
 
 
 class EventClock:
@@ -72,9 +71,7 @@ class EventClock:
         return start.elapsed_time(end) * 1e3
 
     def lead(self, us: float) -> None:
-        """Spin on the device for about `us`, so that what is enqueued next is already waiting when the device gets to
-        it.
-        """
+        """Spin on the device for about `us`, while the host enqueues the next work."""
         if us > 0:
             torch.cuda._sleep(int(us * _CYCLES_PER_US))
 

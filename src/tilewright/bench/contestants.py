@@ -1,7 +1,4 @@
-"""Everyone who runs in a case, each reduced to one callable a sample.
-
-Forward, or the backward alone of a prepared graph.
-"""
+"""The contestants of a case, each as one callable for each sample: the forward, or the backward of a prepared graph."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tilewright.errors import InputError
 
 @dataclass(frozen=True)
 class Contestant:
-    """`make` turns a sample into a call that computes the op's outputs, or None when this option is not offered."""
+    """One implementation.   make: sample -> call that computes the op's outputs; None if it lacks an option."""
 
     name: str
     ours: bool
@@ -34,7 +31,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Choice:
-    """What dispatch does in this case: the backends that can run, the one `auto` takes, and the plan of each."""
+    """Dispatch's answer for one case: the backends that can run, the one `auto` takes, and the plan of each."""
 
     names: tuple[str, ...]
     chosen: str
@@ -48,8 +45,8 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     contract = case.contract
     with torch.no_grad(), record() as recording:
         contract.function(*sample.args, **sample.kwargs)
-    forward, forward_args, *wish = recording.calls[0]
-    forward_plan = forward.plan(forward_args, *wish)  # what ran: the recorded one may have had no kernel here
+    forward, forward_args, *preference = recording.calls[0]
+    forward_plan = forward.plan(forward_args, *preference)  # what ran: the recorded plan may lack a kernel here
     if case.direction == "fwd":
         return _choice(forward, forward_args, forward_plan.backend)
     gradient = contract.gradient
@@ -57,33 +54,32 @@ def choice(case: Case, sample: Sample, cotangents: Sequence[Tensor]) -> Choice:
     positions = gradient.inputs
     needs = [position in positions for position in range(len(forward_args))]
     with torch.no_grad():
-        outputs = tensors(forward(*forward_args, *wish))  # those too that the public function keeps to itself
+        outputs = tensors(forward(*forward_args, *preference))  # with outputs that the public function does not return
     grads = random_cotangents(outputs[: len(cotangents)], 0)  # the public function's results may have other dimensions
     unused = (None,) * (len(outputs) - len(cotangents))
     saved = gradient.save(forward_args, tuple(outputs))
     plain = tuple(None if isinstance(a, Tensor) else a for a in forward_args)
     raw_args = tuple(gradient.raw_args((*grads, *unused), tuple(saved), plain, needs))
-    if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table says
+    if forward_plan.backend == "torch":  # then torch's own autograd runs, whatever the backward's table row is
         return _choice(gradient.op, raw_args, "torch")
     with torch.no_grad():
-        gradient.op(*raw_args, "auto", "default")  # as in the forward, running it settles what can run
-    picked = gradient.op.plan(raw_args, "auto", "default").backend
-    # A torch backward that recomputes under our forward is neither ours nor torch's autograd
-    return _choice(gradient.op, raw_args, "auto" if picked == "torch" and gradient.recomputes else picked)
+        gradient.op(*raw_args, "auto", "default")  # as in the forward, running it finds out which kernels can run
+    auto_backend = gradient.op.plan(raw_args, "auto", "default").backend
+    # A torch backward that recomputes our forward is neither ours nor torch's autograd
+    return _choice(gradient.op, raw_args, "auto" if auto_backend == "torch" and gradient.recomputes else auto_backend)
 
 
-def contestants(case: Case, found: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
+def contestants(case: Case, selection: Choice, device: torch.device, against: Sequence[str] | None) -> list[Contestant]:
     """Our implementations, then the peers."""
     function = case.contract.function
-    names = found.names if found.chosen in found.names else (*found.names, found.chosen)
-    ours = [Contestant(name, True, partial(_ours, function, name, case.workload.into)) for name in names]
+    names = selection.names if selection.chosen in selection.names else (*selection.names, selection.chosen)
+    ours = [Contestant(name, True, partial(_our_call, function, name, case.workload.into)) for name in names]
     peers = available_peers(case.contract, device, against, case=case.workload.name)
     return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
 
 
 def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor]) -> Call | None:
-    """The timed call on a private copy of `sample`: some libraries write into their inputs, and nobody shares a warm
-    cache line.
+    """The timed call on a private copy of `sample`: some libraries write into inputs, and shared ones would be cached.
 
     Backward: runs the forward now, on the current stream, and returns the gradient computation alone, repeatable.
     """
@@ -112,7 +108,7 @@ def copied(sample: Sample, require_grad: Sequence[int] = ()) -> Sample:
 
 
 def _copy(v: Any) -> Any:
-    """With the strides of the original: scales that lost the padding of their lines would not be what kernels read."""
+    """Copy with the strides of the original: kernels need the padding between lines of scales."""
     if not isinstance(v, Tensor):
         return v
     if any(stride == 0 and size > 1 for size, stride in zip(v.shape, v.stride(), strict=True)):
@@ -136,7 +132,7 @@ def random_cotangents(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
 def reference_outputs(
     contract: Contract, sample: Sample, direction: Direction, cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What the reference computes on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
+    """Run the reference on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
     if direction == "fwd":
         with torch.no_grad():
             return tensors(contract.reference(*sample.args, **sample.kwargs))
@@ -147,11 +143,11 @@ def reference_outputs(
 
 
 def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
-    found = implementations(raw.op, raw.direction, raw.package)
-    names = tuple(name for name in known(found) if refusal(raw, found, name, raw_args, "default") is None)
+    impls = implementations(raw.op, raw.direction, raw.package)
+    names = tuple(name for name in known(impls) if refusal(raw, impls, name, raw_args, "default") is None)
     return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
 
 
-def _ours(function: Callable[..., object], backend: str, into: str | None, sample: Sample) -> Call:
-    where = {} if into is None else {"out": sample.kwargs[into]}
-    return bound(partial(function, backend=backend, **where), sample)
+def _our_call(function: Callable[..., object], backend: str, into: str | None, sample: Sample) -> Call:
+    destination = {} if into is None else {"out": sample.kwargs[into]}
+    return bound(partial(function, backend=backend, **destination), sample)

@@ -1,9 +1,8 @@
-"""Timing launch-sized work as CUDA graphs: many calls in one graph, replayed, so that host launch gaps vanish for
-every contestant alike.
+"""Time launch-sized work as CUDA graphs: many calls in one graph, replayed, without host gaps between them.
 
 A call of 2 us cannot be timed launch by launch: the host needs longer to launch it. Captured `launches` times over
-rotating inputs, the replay shows what the call costs inside a graphed model. Before each replay, outside the timed
-span, twice the L2 is read, so that even inputs too small to fill the cache by themselves are cold.
+rotating inputs, the replay shows the time of the call inside a graphed model. Before each replay, outside the timed
+span, twice the L2 is read, so that even inputs too small to fill the cache are cold.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ MIN_LAUNCHES = 20
 def capture(call: Call, *, launches: int, device: torch.device | str) -> Callable[[], None]:
     """Capture `launches` calls in one CUDA graph and return its replay.
 
-    Captures on the current stream when that is a side stream, else on a new one. A backward pass runs on the stream
-    of its forward: prepare it on the side stream that is current here, or the capture misses it and fails.
+    Captures on the current stream if that is a side stream, else on a new one. A backward pass runs on the stream
+    of its forward: prepare it on the current side stream, or the capture misses it and fails.
     """
-    where = torch.device(device)
-    if where.type != "cuda":
-        raise InputError(f"capture: CUDA graphs need a CUDA device, got {where}")
-    current = torch.cuda.current_stream(where)
-    stream = torch.cuda.Stream(where) if current == torch.cuda.default_stream(where) else current
+    target = torch.device(device)
+    if target.type != "cuda":
+        raise InputError(f"capture: CUDA graphs need a CUDA device, got {target}")
+    current = torch.cuda.current_stream(target)
+    stream = torch.cuda.Stream(target) if current == torch.cuda.default_stream(target) else current
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(3):  # compilation, autotuning and handles must be over before the capture
             call()
-    torch.cuda.synchronize(where)
+    torch.cuda.synchronize(target)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(launches):
             call()
-    torch.cuda.synchronize(where)
+    torch.cuda.synchronize(target)
     return graph.replay
 
 
@@ -70,14 +69,14 @@ def interleave_replays(
     replays: Mapping[str, Call], *, device: torch.device | str, launches: int, rounds: int = 30, evict: bool = True
 ) -> dict[str, Samples]:
     """Time graphs that `capture` made, interleaved; microseconds per captured call."""
-    where = torch.device(device)
-    clock = clock_for(where)
-    plans = {name: Plan(replay, 1, _replay_lead(replay, where), units=launches) for name, replay in replays.items()}
-    return run_rounds(plans, clock, rounds=rounds, before=_eviction(where) if evict else None)
+    target = torch.device(device)
+    clock = clock_for(target)
+    plans = {name: Plan(replay, 1, _replay_lead(replay, target), units=launches) for name, replay in replays.items()}
+    return run_rounds(plans, clock, rounds=rounds, before=_eviction(target) if evict else None)
 
 
 def _replay_lead(replay: Call, device: torch.device) -> float:
-    """The start of a large graph takes the host a while; measured, so that the first node never waits for the host."""
+    """Device spin that covers the host time of a graph launch, so that the first node never waits for the host."""
     replay()
     torch.cuda.synchronize(device)
     start = time.perf_counter_ns()
@@ -88,8 +87,7 @@ def _replay_lead(replay: Call, device: torch.device) -> float:
 
 
 def _eviction(device: torch.device) -> Call:
-    """Reading (not writing) leaves clean lines behind, so that no write-back is charged to the sample."""
-    buffer = torch.ones(
-        device_info(device).l2_bytes // 2, dtype=torch.int32, device=device
-    )  # 4 bytes each: twice the L2
+    """Evict the L2 by reading: written lines would cost the sample their write-back."""
+    elements = device_info(device).l2_bytes // 2  # of 4 bytes: twice the L2
+    buffer = torch.ones(elements, dtype=torch.int32, device=device)
     return lambda: torch.amax(buffer)

@@ -1,4 +1,4 @@
-"""The machine block of every result: what ran where, with which versions, at which clocks."""
+"""The machine block of every result: device, versions, clocks, ceilings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUERY = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a run took place; `clocks` holds readings before and after, `ceilings` those of the same run."""
+    """The machine of a run.   clocks: readings before and after.   ceilings: those of the same run."""
 
     device: str
     arch: str
@@ -49,7 +49,7 @@ class Machine:
     ceilings: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as it stands in result files."""
+        """Plain data, the machine block of result files."""
         return asdict(self)
 
 
@@ -60,7 +60,7 @@ def describe(
     after: dict[str, float] | None = None,
     ceilings: dict[str, float] | None = None,
 ) -> Machine:
-    """Read everything but the clocks and ceilings, which the caller took at the right moments."""
+    """Read everything but clocks and ceilings, which the caller measured before and after the run."""
     info, cpu = device_info(device), device_info("cpu")
     return Machine(
         device=info.name,
@@ -85,21 +85,21 @@ def describe(
 
 
 def clocks(device: torch.device | str) -> dict[str, float] | None:
-    """Clocks, power and temperature as nvidia-smi reads them now.
+    """Clocks, power and temperature, read by nvidia-smi now.
 
-    None on a CPU, or where there is no nvidia-smi or it refuses.
+    None on a CPU, or where nvidia-smi is missing or fails.
     """
-    where = torch.device(device)
+    target = torch.device(device)
     tool = shutil.which("nvidia-smi")
-    if where.type != "cuda" or tool is None:
+    if target.type != "cuda" or tool is None:
         return None
-    uuid = torch.cuda.get_device_properties(where).uuid
+    uuid = torch.cuda.get_device_properties(target).uuid
     command = [tool, f"--id=GPU-{uuid}", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode != 0:
+    process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if process.returncode != 0:
         return None
     readings = {}
-    for name, text in zip(_QUERY, done.stdout.strip().split(","), strict=False):
+    for name, text in zip(_QUERY, process.stdout.strip().split(","), strict=False):
         try:
             readings[name] = float(text)
         except ValueError:  # "[N/A]": this board does not report it

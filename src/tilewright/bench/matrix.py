@@ -1,7 +1,7 @@
-"""The matrix rate of this run: what the vendor's library reaches, the ceiling that compute-bound rows are held against.
+"""The matrix rate of this run, reached by the vendor's library: the ceiling of compute-bound rows.
 
-Unlike a stream of bytes it is no law of nature: another kernel may be faster than the library at every size tried
-here. Hence the best of a few sizes, and a wide margin (`SHARE`) before a row counts as miscounted.
+Unlike memory bandwidth it is not a physical limit: another kernel may beat the library at every size tried here. Hence
+the best of a few sizes, and a wide margin (`SHARE`) before a row is called miscounted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from tilewright.bench.timing import interleave
 
-SHARE = 0.8  # of the floor; below it not the kernel is good but the flops or the timing are wrong
+SHARE = 0.8  # of the floor: a row below it has wrong flops or timing
 _GPU_SIZES = ((4096, 4096, 4096), (4096, 16384, 4096), (8192, 8192, 8192))  # M, N, K: full waves, long sums
 _CPU_SIZES = ((256, 256, 256), (1024, 1024, 1024))
 
@@ -20,7 +20,7 @@ _CPU_SIZES = ((256, 256, 256), (1024, 1024, 1024))
 def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Flops per microsecond of the fastest of a few products of `dtype`, timed back to back.
 
-    By their medians, or on a CPU, which other processes share, by their fastest samples: see `bandwidth.floor_us`.
+    Uses medians; on a CPU, which other processes share, the fastest samples: see `bandwidth.floor_us`.
     """
     on_gpu = device.type == "cuda"
     sizes = _GPU_SIZES if on_gpu else _CPU_SIZES

@@ -1,9 +1,9 @@
-"""How one case is timed: call by call, or as CUDA graphs of how many launches.
+"""Choose how one case is timed: call by call, or as CUDA graphs, and of how many launches.
 
-Two kinds of case go into graphs. What is launch-sized: a graph alone shows the device's time. And what only inference
-runs (a workload without a backward) and takes less than `GRAPH_BELOW_US`: models replay it from graphs, and the gap
-that eager launches leave between two kernels, 1 to 2 us, would be a tenth of it. Training steps are launched eagerly,
-so a workload with a backward is timed that way from `LAUNCH_SIZED_BYTES` on.
+Two kinds of case go into graphs. Launch-sized cases: only a graph shows their device time. And cases that only
+inference runs (a workload without a backward) and that take less than `GRAPH_BELOW_US`: models replay them from graphs,
+and the gap that eager launches leave between two kernels, 1 to 2 us, would be a tenth of it. Training steps are
+launched eagerly, so a workload with a backward is timed that way from `LAUNCH_SIZED_BYTES` on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REPLAY_US = 400.0  # long enough that the graph's start is lost in it
 
 
 def launch_sized(total_bytes: int, device: torch.device) -> bool:
-    """Is this so little traffic that only a graph shows the device's time?"""
+    """True for so little traffic that only a graph shows the device time."""
     return device.type == "cuda" and total_bytes <= LAUNCH_SIZED_BYTES
 
 

@@ -1,9 +1,8 @@
-"""Whom we are measured against: eager torch and torch.compile for every op, and the libraries that `peers.py` beside
-an op names.
+"""The peers of our kernels: eager torch and torch.compile for every op, and the libraries in `peers.py` of its folder.
 
 Such a file holds `PEERS`, a sequence of objects with the members of `Peer`; it imports its library only inside them.
-A peer may have `cases`, names of workloads, or `devices`, types of devices: then it takes part in no others. And where
-one stands for the two general peers, `REPLACES` of the file maps a type of device to their names.
+A peer may have `cases`, names of workloads, or `devices`, types of devices, to which it is limited. `REPLACES` of the
+file maps a type of device to the names of general peers that one of its own replaces there.
 
 `make` gets a sample whose tensors may require gradients, and returns the call that computes the op's outputs in the
 order of the public function, or None where the library has no such option.
@@ -39,7 +38,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Eager:
-    """The reference, op by op: what a model does without us."""
+    """The reference in eager torch, op by op: what a model runs without this library."""
 
     contract: Contract
     name: str = "eager"
@@ -52,9 +51,7 @@ class Eager:
 
 
 class Compiled:
-    """torch.compile of the reference, static shapes, compiled anew for each case as a model with these shapes would
-    have it.
-    """
+    """torch.compile of the reference with static shapes, compiled for each case."""
 
     name = "compile"
 
@@ -70,7 +67,7 @@ class Compiled:
 
     def make(self, sample: Sample) -> Call:
         if self._compiled is None:
-            # past its recompile limit dynamo would run the reference uncompiled, under this name
+            # Past its recompile limit Dynamo would run the reference uncompiled, under this name
             torch.compiler.reset()
             self._compiled = torch.compile(self._contract.reference, fullgraph=True, dynamic=False)
         return bound(self._compiled, sample)
@@ -83,31 +80,34 @@ def bound(function: Callable[..., object], sample: Sample) -> Call:
 
 
 def declared_peers(contract: Contract, device: torch.device) -> list[Peer]:
-    """Everyone who might compete in this op on this device, installed here or not."""
+    """All peers of this op on this device, installed on this machine or not."""
     replaced = _replaced(contract).get(device.type, ())
     general = [peer for peer in (Eager(contract), Compiled(contract, device)) if peer.name not in replaced]
-    return [*general, *(peer for peer in _beside(contract) if device.type in getattr(peer, "devices", (device.type,)))]
+    return [
+        *general,
+        *(peer for peer in _library_peers(contract) if device.type in getattr(peer, "devices", (device.type,))),
+    ]
 
 
 def available_peers(
     contract: Contract, device: torch.device, against: Sequence[str] | None = None, *, case: str
 ) -> list[Peer]:
-    """Peers that can run here and take part in the workload called `case`; with `against`, those of these names."""
-    wanted = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
-    return [peer for peer in wanted if case in getattr(peer, "cases", (case,)) and peer.available()]
+    """Peers that can run on this machine and take part in workload `case`; with `against`, only those named."""
+    selected = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
+    return [peer for peer in selected if case in getattr(peer, "cases", (case,)) and peer.available()]
 
 
 def check_names(contracts: Iterable[Contract], device: torch.device, against: Sequence[str]) -> None:
-    """Raises UsageError for a name that is no peer of any of the ops."""
-    known = {peer.name for contract in contracts for peer in declared_peers(contract, device)}
-    unknown = sorted(set(against) - known)
+    """Raise UsageError for a name that is no peer of any of the ops."""
+    names = {peer.name for contract in contracts for peer in declared_peers(contract, device)}
+    unknown = sorted(set(against) - names)
     if unknown:
-        raise UsageError(f"no peer named {', '.join(unknown)}. Peers of these ops: {', '.join(sorted(known))}.")
+        raise UsageError(f"no peer named {', '.join(unknown)}. Peers of these ops: {', '.join(sorted(names))}.")
 
 
-def _beside(contract: Contract) -> Sequence[Peer]:
-    found = _module(contract)
-    return found.PEERS if found is not None else ()
+def _library_peers(contract: Contract) -> Sequence[Peer]:
+    module = _module(contract)
+    return module.PEERS if module is not None else ()
 
 
 def _replaced(contract: Contract) -> Mapping[str, Sequence[str]]:

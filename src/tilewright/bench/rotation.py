@@ -1,9 +1,7 @@
-"""Rotating inputs: a kernel in a model finds its operands in device memory, not in the cache that the last repetition
-left warm.
+"""Rotate inputs: a kernel in a model reads its operands from device memory, not from a cache warmed by the last call.
 
-Between two uses of the same input set more than twice the L2 of other data passes by. Results are held for one turn
-as well: otherwise the allocator would hand the same block to every call, and writes would stay in the cache and never
-be paid for.
+Between two uses of one input set, other data of more than twice the L2 is read or written. Results are kept for one
+turn too: otherwise the allocator would return the same block to every call, and writes would never leave the cache.
 """
 
 from __future__ import annotations
@@ -18,20 +16,18 @@ from tilewright.hardware import device_info
 
 
 def rotate(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One callable that goes through `calls` in turn, one for each input set, and keeps each result until its next
-    turn.
-    """
+    """One callable that runs `calls` in turn, one for each input set, and keeps each result until its next turn."""
     if not calls:
         raise InputError("rotate: no callables given")
-    held: list[object] = [None] * len(calls)
+    results: list[object] = [None] * len(calls)
     position = 0
 
     def turn() -> object:
         nonlocal position
-        here = position
-        position = (here + 1) % len(calls)
-        held[here] = calls[here]()
-        return held[here]
+        index = position
+        position = (index + 1) % len(calls)
+        results[index] = calls[index]()
+        return results[index]
 
     return turn
 
@@ -42,5 +38,5 @@ def sets_for(bytes_touched: int, device: torch.device | str, *, at_most: int = 2
     `at_most` bounds the memory objects; where it binds, the caller evicts the cache between samples (see
     `graph.interleave_graphs`).
     """
-    wanted = math.ceil(2 * device_info(device).l2_bytes / max(1, bytes_touched)) + 1
-    return max(2, min(at_most, wanted))
+    count = math.ceil(2 * device_info(device).l2_bytes / max(1, bytes_touched)) + 1
+    return max(2, min(at_most, count))

@@ -12,8 +12,8 @@ from tilewright.dispatch import columns
 from tilewright.errors import InputError
 
 SCHEMA = 4
-# Until 3 a row is an object, and so is a note of one case; 1 has no paused times, and those of 2 hold what a host needs
-# to wake up, and are not read.
+# Up to 3, every row and every note is an object. Schema 1 has no paused times; those of 2 include the host's waking
+# time and are not read.
 _READABLE = (1, 2, 3, SCHEMA)
 _PAUSED, _IN_COLUMNS = 3, 4
 KIND = "bench"
@@ -28,15 +28,15 @@ class Row:
     timing      "sustained" or "paused"
     l2          "cold": inputs and outputs rotate through more than twice the cache; "warm" otherwise
     impls       ours by backend; `chosen` is the one that `auto` takes
-    peers       eager torch, torch.compile, other libraries; who was wrong or refused stands in Results.left_out
-    floor_us    the case's bytes (or flops) at the ceiling measured beside it
-    ratio_own   best peer / best of ours, the torch backend excluded; None where there is no such two
+    peers       eager torch, torch.compile, other libraries; wrong or failing ones are in Results.left_out
+    floor_us    the case's bytes (or flops) at the ceiling measured with it
+    ratio_own   best peer / best of ours, the torch backend excluded; None if either is missing
     ratio_auto  best peer / chosen
     eager_us    host time to enqueue one call of `chosen`; graph_us: its device time in a CUDA graph, None on a CPU
     err         relative Frobenius error of `chosen` against float64; err_peer: of the fastest peer
     spread      half the 95 % interval of `chosen`'s median, over the median
     paused      compute-bound rows: times of impls and peers with an idle gap before each call; ratio_own_paused: best
-                peer / best of ours among them.  Empty and None where not taken, and then not in the file.
+                peer / best of ours among them.  Empty and None where not measured, and then not in the file.
     """
 
     op: str
@@ -72,7 +72,7 @@ _OPTIONAL = {f.name for f in fields(Row) if f.default is not MISSING or f.defaul
 
 @dataclass(frozen=True)
 class Note:
-    """Something that is not a row: a case that failed, or a contestant that was left out of one; `reason` in words."""
+    """A case that failed, or a contestant that was left out of one, with the reason."""
 
     op: str
     case: str
@@ -84,7 +84,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a tuning table needs of one case beyond its row; not part of the JSON."""
+    """The tuning-table row of one case; not part of the JSON."""
 
     op: str
     direction: str
@@ -99,9 +99,9 @@ class Choice:
 
 @dataclass
 class Results:
-    """A run: machine block, rows, failures (these make it fail) and contestants left out (these do not).
+    """A run: machine block, rows, failures (they fail the run) and contestants left out (they do not).
 
-    unbegun: cases that its budget left for another run; not part of the JSON.
+    unbegun: number of cases that the budget left for another run; not part of the JSON.
     """
 
     suite: str
@@ -114,11 +114,11 @@ class Results:
 
     @property
     def ok(self) -> bool:
-        """Did every declared case produce a row, and is every row believable?"""
+        """True if every declared case has a row and no row is in doubt."""
         return not self.failures
 
     def to_json(self) -> str:
-        """JSON text: one row a line, and a reason once for all cases that share it."""
+        """JSON text: one line for each row, and each reason once with all its cases."""
         head = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -136,8 +136,9 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a result file of this schema or one before; raises InputError naming the file when it is of another kind
-    or schema, or a row has other fields.
+    """Read a result file of this schema or an earlier one.
+
+    Raises InputError, naming the file, for another kind or schema, or a row with other fields.
     """
     data = json.loads(path.read_text())
     if data.get("kind") != KIND or data.get("schema") not in _READABLE:
@@ -168,7 +169,7 @@ _SAME_MACHINE = ("device", "arch", "driver", "cuda", "torch", "triton")
 
 
 def check_same_machine(old: Results, machine: Mapping[str, Any], path: Path) -> None:
-    """Raises InputError if rows measured on `machine` may not stand beside those of `old`, read from `path`."""
+    """Raise InputError if rows measured on `machine` may not join those of `old`, read from `path`."""
     other = [
         f"{name} {old.machine.get(name)!r}, here {machine.get(name)!r}"
         for name in _SAME_MACHINE
@@ -179,9 +180,9 @@ def check_same_machine(old: Results, machine: Mapping[str, Any], path: Path) -> 
 
 
 def appended(old: Results, new: Results) -> Results:
-    """One result of two runs on one machine: what `new` measured takes the place of the same cases in `old`.
+    """Merge two runs on one machine: the cases of `new` replace the same cases of `old`.
 
-    The machine block is that of `new`; every row brings its own floor.
+    The machine block is that of `new`; every row has its own floor.
     """
     measured = {row.key for row in new.rows} | {_case_of(note) for note in (*new.failures, *new.left_out)}
     return Results(
@@ -205,21 +206,21 @@ def _written(row: Row) -> dict[str, Any]:
 
 
 def _grouped(notes: Iterable[Note]) -> list[dict[str, Any]]:
-    """Notes that differ in their case alone as one, whose `cases` are all of them."""
+    """Merge notes that differ only in their case into one with all `cases`."""
     cases: dict[tuple[str, ...], list[str]] = {}
     for n in notes:
         cases.setdefault((n.op, n.dtype, n.direction, n.name, n.reason), []).append(n.case)
     names = ("op", "dtype", "direction", "name", "reason")
-    return [{**dict(zip(names, shared, strict=True)), "cases": found} for shared, found in cases.items()]
+    return [{**dict(zip(names, shared, strict=True)), "cases": case_names} for shared, case_names in cases.items()]
 
 
 def _notes(written: Iterable[Mapping[str, Any]]) -> list[Note]:
-    """A note a case, of either form."""
-    found = []
+    """One note for each case, from either form."""
+    notes = []
     for note in written:
         shared = {name: value for name, value in note.items() if name not in ("case", "cases")}
-        found += [Note(case=case, **shared) for case in note.get("cases") or [note["case"]]]
-    return found
+        notes += [Note(case=case, **shared) for case in note.get("cases") or [note["case"]]]
+    return notes
 
 
 def _case_of(note: Note) -> tuple[str, str, str, str]:

@@ -16,7 +16,7 @@ import numpy as np
 from tilewright.errors import InputError
 
 _RESAMPLES = 2000
-_SEED = 0  # a report computed twice from the same samples must print the same interval
+_SEED = 0  # a report rendered twice from the same samples prints the same interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as long one side takes as the other, with its 95 % bootstrap interval."""
+    """Time of one side over time of the other, with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -58,7 +58,7 @@ class Samples:
     def spread(self) -> float:
         """Half the width of the 95 % interval over the median.
 
-        0.01 says that the median is known to about one percent.
+        0.01: the median is accurate to about one percent.
         """
         interval = self.interval()
         return (interval.high - interval.low) / (2 * self.median)

@@ -1,4 +1,4 @@
-"""A Triton kernel that only moves memory: the contestant that keeps torch's copy from being a soft ceiling.
+"""A Triton kernel that only moves memory: torch's copy alone would be too low a ceiling.
 
 Reads 0, 1 or 2 arrays and writes 0 or 1 of the same length, 16 bytes a thread and access. Where nothing is written,
 each program stores the sum of its block, one word for BLOCK words read, so that the loads cannot be removed.
@@ -11,15 +11,17 @@ import triton.language as tl
 
 @triton.jit
 def stream_kernel(a, b, out, n, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out[i] = 1 + a[i] + b[i], as far as READS asks for them; WRITES=0 stores one sum a program instead."""
+    """out[i] = 1 + a[i] + b[i], with READS of the two arrays; WRITES=0 stores one sum a program instead."""
     pid = tl.program_id(0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)
     mask = offs < n
     value = tl.zeros((BLOCK,), tl.int32) + 1
+    # Load READS arrays
     if READS >= 1:
         value += tl.load(a + offs, mask=mask, other=0)
     if READS == 2:
         value += tl.load(b + offs, mask=mask, other=0)
+    # Store the block, or one sum that keeps the loads
     if WRITES == 1:
         tl.store(out + offs, value, mask=mask)
     else:

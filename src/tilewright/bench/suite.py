@@ -50,23 +50,24 @@ def run(
     after every case, for a run that may be killed. Raises UsageError for names that do not exist. A case that fails is
     recorded in `Results.failures`, and the run goes on.
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
     chosen = [
         item
-        for item in select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=where)
+        for item in select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=target)
         if item.key not in without and direction in (None, item.direction)
     ]
     if against is not None:
-        check_names({item.contract.name: item.contract for item in chosen}.values(), where, against)
-    with _side_stream(where), _repeatable_backward():
-        before = machine.clocks(where)
-        ceilings = headline(where)
-        effort = _GPU if where.type == "cuda" else _CPU
-        shared = Shared(where, timing, effort, against, read_gb_s=ceilings["read_gb_s"])
-        results = Results(suite, machine.describe(where, before=before, ceilings=ceilings).to_dict())
+        check_names({item.contract.name: item.contract for item in chosen}.values(), target, against)
+    with _side_stream(target), _repeatable_backward():
+        before = machine.clocks(target)
+        ceilings = headline(target)
+        effort = _GPU if target.type == "cuda" else _CPU
+        shared = Shared(target, timing, effort, against, read_gb_s=ceilings["read_gb_s"])
+        results = Results(suite, machine.describe(target, before=before, ceilings=ceilings).to_dict())
         say(
-            f"{len(chosen)} cases on {device_info(where).name}; " + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
+            f"{len(chosen)} cases on {device_info(target).name}; "
+            + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
         )
         say(HEADER)
         began = time.monotonic()
@@ -79,12 +80,12 @@ def run(
                 begun += 1
                 if keep is not None:
                     keep(results)
-        except KeyboardInterrupt:  # what was measured is worth keeping
+        except KeyboardInterrupt:  # keep the rows measured so far
             say("interrupted")
         say(f"{len(results.rows)} rows in {time.monotonic() - began:.0f} s")
     results.unbegun = len(chosen) - begun
     results.failures += missing([item.key for item in chosen[:begun]], results)
-    results.machine = machine.describe(where, before=before, after=machine.clocks(where), ceilings=ceilings).to_dict()
+    results.machine = machine.describe(target, before=before, after=machine.clocks(target), ceilings=ceilings).to_dict()
     return results
 
 
@@ -135,19 +136,16 @@ def _number(ratio: float | None) -> str:
 
 
 def _side_stream(device: torch.device) -> Any:
-    """Everything runs on one side stream.
+    """Run the block on one side stream.
 
-    Autograd replays a backward on its forward's stream, and the default one cannot be captured.
+    Autograd replays a backward on its forward's stream, and the default stream cannot be captured.
     """
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
 def _repeatable_backward() -> Iterator[None]:
-    """torch.compile's backward may otherwise write into its saved tensors and refuse retain_graph.
-
-    A repeated backward needs them whole.
-    """
+    """Keep torch.compile's backward from writing into its saved tensors, which a repeated backward reads again."""
     import torch._functorch.config as functorch
 
     with functorch.patch(donated_buffer=False):

@@ -1,4 +1,4 @@
-"""What a run measured, as a tuning table: the file that `auto` reads."""
+"""Write the measurements of a run into a tuning table, the file that `auto` reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.settings import current
 def write_table(results: Results, path: Path | None = None) -> Path:
     """Merge the fastest implementation of every case into the table at `path`, by default the user's of this device.
 
-    Where two cases share a bucket, the one measured first stays.  What happens to rows that this run did not measure:
+    Where two cases share a bucket, the one measured first is kept.  For rows that this run did not measure
     see `table_update.update`.  Raises InputError for results without choices (loaded from JSON) or with failures.
     Returns the path.
     """
@@ -40,21 +40,21 @@ def write_table(results: Results, path: Path | None = None) -> Path:
 def header(machine: Mapping[str, Any]) -> dict[str, Any]:
     """The head of a table measured on `machine`, a dict of `bench.machine.Machine`."""
     compilers = ("host",) if machine["arch"] == "cpu" else ("nvrtc", "tileiras")
-    found = {name: get_compiler(name).version() for name in compilers}
+    compiler_versions = {name: get_compiler(name).version() for name in compilers}
     return {
         "gpu": machine["device"],
         "arch": machine["arch"],
         "sm_count": machine["sm_count"],
         "versions": {
             **{name: machine[name] for name in ("torch", "triton", "driver")},
-            **{name: version for name, version in found.items() if version is not None},
+            **{name: version for name, version in compiler_versions.items() if version is not None},
         },
         "date": machine["date"][:10],
     }
 
 
 def users_table(device: str) -> Path:
-    """Where the user's own table for a device of this name lies."""
+    """Path of the user's own table for a device of this name."""
     return current().cache_dir / "tables" / f"{slug(device)}.json"
 
 

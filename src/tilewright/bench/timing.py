@@ -1,12 +1,11 @@
-"""Interleaved timing of several callables in one process: the only way two times may be compared.
+"""Interleaved timing of several callables in one process: times from separate runs are not compared.
 
 Each round takes one sample of every callable, forwards in even rounds and backwards in odd ones (A B C, C B A, ...),
 so that clocks, temperature and power limit treat all alike and a ratio can be taken round by round. A sample is a
 batch of calls long enough for the clock.
 
-On a GPU the default measure is device time: before each batch the device spins for as long as the host needs to
-enqueue it, so that launch overhead of a host-bound callable stays out. `measure="wall"` counts it: the right choice
-for a whole model.
+On a GPU the default measure is device time: before each batch the device spins while the host enqueues it, so that
+launch overhead of a host-bound callable is not counted. `measure="wall"` counts it: the right choice for a model.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ __all__ = ["Interval", "Ratio", "Samples", "host_us", "interleave", "paired_rati
 Call = Callable[[], object]
 Timing = Literal["sustained", "paused"]
 
-PAUSE_S = 0.01  # long enough for the power controller to give the clocks back
-_WAKING_US = 2000.0  # a host that slept launches a kernel 100 to 350 us late, with its usual few after it
+PAUSE_S = 0.01  # long enough for the power controller to raise the clocks again
+_WAKING_US = 2000.0  # a host that slept launches its first kernel 100 to 350 us late
 _MAX_CALLS = 1000
-_FEWEST_ROUNDS = 5  # a median with an interval needs some
-_PROBE_BELOW_US = 5000.0  # a call longer than this needs no second look: one call is a sample
+_FEWEST_ROUNDS = 5  # for a median with an interval
+_PROBE_BELOW_US = 5000.0  # a longer call needs no second probe: one call is a sample
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one callable is sampled: `calls` calls after a lead of `lead_us`.
+    """The sampling of one callable: `calls` calls after a lead of `lead_us`.
 
-    Each call stands for `units` units of work. us: about how long the calls take.
+    Each call counts as `units` units of work. us: estimated time of the calls.
     """
 
     fn: Call
@@ -91,7 +90,7 @@ def run_rounds(
     timing: Timing = "sustained",
     before: Call | None = None,
 ) -> dict[str, Samples]:
-    """The loop itself, shared by eager and graph timing. `before` runs untimed ahead of each sample."""
+    """The timing loop of eager and graph timing. `before` runs untimed before each sample."""
     spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in plans}
     clock.synchronize()
     for index in range(rounds):
@@ -109,28 +108,26 @@ def run_rounds(
             spans[name].append((start, clock.mark()))
     clock.synchronize()
     return {
-        name: Samples([clock.elapsed_us(*span) / (plans[name].calls * plans[name].units) for span in taken])
-        for name, taken in spans.items()
+        name: Samples([clock.elapsed_us(*span) / (plans[name].calls * plans[name].units) for span in marks])
+        for name, marks in spans.items()
     }
 
 
 def host_us(fn: Call, *, device: torch.device | str, rounds: int = 20, calls: int = 10) -> Samples:
-    """Host time to enqueue one call, in microseconds, with the device drained before each batch and never waited for
-    inside it.
-    """
-    where = torch.device(device)
-    clock = clock_for(where)
+    """Host time to enqueue one call, in microseconds; the device is drained before each batch of calls."""
+    target = torch.device(device)
+    clock = clock_for(target)
     fn()
-    taken = []
+    samples = []
     with _no_collector():
         for _ in range(rounds):
             clock.synchronize()
             start = time.perf_counter_ns()
             for _ in range(calls):
                 fn()
-            taken.append((time.perf_counter_ns() - start) / 1e3 / calls)
+            samples.append((time.perf_counter_ns() - start) / 1e3 / calls)
     clock.synchronize()
-    return Samples(taken)
+    return Samples(samples)
 
 
 def rounds_order(names: Sequence[str], index: int) -> list[str]:
@@ -149,24 +146,18 @@ def _plan(fn: Call, clock: Clock, warmup: int, sample_us: float) -> Plan:
 
 
 def _affordable(plans: Collection[Plan], rounds: int, limit_s: float, pause_s: float) -> int:
-    """As many of `rounds` as `limit_s` allows."""
+    """Number of rounds, at most `rounds`, that fit into `limit_s` seconds."""
     round_s = sum(plan.lead_us + plan.us for plan in plans) / 1e6 + pause_s * len(plans)
     return min(rounds, max(_FEWEST_ROUNDS, int(limit_s / round_s)))
 
 
 def lead_for(host: float, device_us: float, calls: int) -> float:
-    """Device spin, in us, that lets the host stay ahead.
-
-    Its first enqueue, plus what it falls behind over the batch, plus a quarter.
-    """
+    """Device spin, in us, that keeps the host ahead: its first enqueue, plus its lag over the batch, plus a quarter."""
     return 1.25 * (host + calls * max(0.0, host - device_us))
 
 
 def _probe(fn: Call, clock: Clock, calls: int) -> tuple[float, float]:
-    """(device us, host us) per call. The first probe, of one call, still includes the host's time.
-
-    The later one leads it away.
-    """
+    """(device us, host us) per call. A probe of one call still includes host time; with several, a spin hides it."""
     clock.synchronize()
     if calls > 1:
         clock.lead(2000.0)
@@ -182,7 +173,7 @@ def _probe(fn: Call, clock: Clock, calls: int) -> tuple[float, float]:
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """A garbage collection inside a sample would be charged to whichever callable happened to run."""
+    """Disable the garbage collector inside the block: a collection would be charged to the running callable."""
     enabled = gc.isenabled()
     gc.disable()
     try:

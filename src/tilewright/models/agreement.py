@@ -1,4 +1,4 @@
-"""How close the outputs of two models are: relative error of logits, and how often they prefer the same token."""
+"""Closeness of the outputs of two models: relative error of logits, and how often the top token is the same."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class Agreement:
 def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | None]) -> float:
     """Frobenius norm of the difference over that of the reference, all tensors taken as one, in float64.
 
-    None stands for zeros (a parameter without a gradient). inf where `got` holds a NaN or an infinity.
+    None means zeros (a parameter without a gradient). Returns inf if `got` holds a NaN or an infinity.
     """
     difference = norm = 0.0
     for ours, theirs in zip(got, reference, strict=True):
@@ -65,20 +65,20 @@ def relative_error(got: Sequence[Tensor | None], reference: Sequence[Tensor | No
         if ours is None:
             ours = torch.zeros_like(theirs)
         rows = zip(torch.atleast_1d(ours).split(1024), torch.atleast_1d(theirs).split(1024), strict=True)
-        for our_rows, their_rows in rows:  # a piece at a time: logits of a long prompt are gigabytes
-            wide = their_rows.double()
-            difference += float((our_rows.to(wide.device).double() - wide).square().sum())
-            norm += float(wide.square().sum())
+        for our_rows, their_rows in rows:  # in pieces: logits of a long prompt are gigabytes
+            theirs_fp64 = their_rows.double()
+            difference += float((our_rows.to(theirs_fp64.device).double() - theirs_fp64).square().sum())
+            norm += float(theirs_fp64.square().sum())
     if not math.isfinite(difference):
         return math.inf
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor that a forward call is judged by: `.logits`, or the first tensor of what it returned."""
-    found = getattr(output, "logits", output)
-    if isinstance(found, Tensor):
-        return found
+    """The tensor to compare in the result of a forward call: `.logits`, or the first tensor in it."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, Tensor):
+        return logits
     values = output.values() if isinstance(output, Mapping) else output
     for value in values if isinstance(output, (tuple, list, Mapping)) else ():
         if isinstance(value, Tensor):

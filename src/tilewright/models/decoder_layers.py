@@ -3,9 +3,9 @@
     h = x + attention(norm1(x));   y = h + mlp(norm2(h))
 
 is the layer of Llama and most of its descendants. Unfused, h is written by the add and read again by norm2; fused,
-both results leave one kernel that reads its inputs once. Whether a layer has this structure is asked of the layer:
-its children are replaced by small recording functions and its own forward must give, bit for bit, the sum above, and
-must hand attention the arguments that our forward would. A layer with four norms (Gemma 2 and 3) or a scaled
+one kernel reads its inputs once and writes both results. A probe finds out whether a layer has this structure: small
+recording functions take the place of its children, and the layer's own forward must then give, bit for bit, the sum
+above, and must pass attention the arguments that our forward would. A layer with four norms (Gemma 2 and 3) or a scaled
 residual (Granite) does not, and is left.
 """
 
@@ -36,10 +36,10 @@ class AddNormRecipe:
     attention: str
     norm2: str
     mlp: str
-    second: RmsNormRecipe  # of norm2
+    second: RmsNormRecipe  # the recipe of norm2
     argument: str  # the forward's first parameter, the hidden states
-    names: tuple[str, ...]  # the parameters after it, all handed on to attention
-    defaults: tuple[tuple[str, Any], ...]  # of those that have one
+    names: tuple[str, ...]  # the parameters after it, all passed on to attention
+    defaults: tuple[tuple[str, Any], ...]  # the defaults of those parameters that have one
     keyword: str | None  # the name by which attention gets the hidden states; None: by position
     backend: str | None
 
@@ -56,7 +56,7 @@ class AddNormRecipe:
                 attended = getattr(self, attention)(normed, **options)[0]
             else:
                 attended = getattr(self, attention)(**{keyword: normed}, **options)[0]
-            if attended.dtype != x.dtype:  # under autocast; the sum would promote
+            if attended.dtype != x.dtype:  # under autocast, where the layer's own sum promotes
                 common = torch.promote_types(attended.dtype, x.dtype)
                 attended, x = attended.to(common), x.to(common)
             norm = getattr(self, norm2)
@@ -78,7 +78,7 @@ class AddNormRecipe:
 
 
 def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | None) -> Proposal | None:
-    """The fused layer this module can be; None if it is not two blocks with norms.  Raises Left if it will not fuse."""
+    """Propose a layer of two blocks with norms; None for other modules.  Raises Left if it cannot be fused."""
     norms = {
         n: r
         for n, m in module._modules.items()
@@ -116,12 +116,12 @@ class _Attention(nn.Module):
         super().__init__()
         self.slope = slope
         self.keyword: str | None = None
-        self.seen: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
 
     def forward(self, *args: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         self.keyword = None if args else next(iter(kwargs))
         x = args[0] if self.keyword is None else kwargs.pop(self.keyword)
-        self.seen = kwargs
+        self.received = kwargs
         return torch.tanh(x * self.slope), None
 
 
@@ -137,7 +137,7 @@ class _Mlp(nn.Module):
 def _recipe(
     module: nn.Module, norm1: str, attention: str, norm2: str, mlp: str, second: RmsNormRecipe
 ) -> AddNormRecipe | None:
-    """The recipe for these roles if it reproduces the layer in every way of passing its arguments."""
+    """The recipe for these roles, if it reproduces the layer in every way of passing its arguments."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if not parameters or parameters[0].kind is not parameters[0].POSITIONAL_OR_KEYWORD:
         return None
@@ -153,8 +153,8 @@ def _recipe(
         calls.append(((), {}))
 
     recipe = None
-    device, own = placement(module)
-    cases = itertools.product(dict.fromkeys((own, torch.float32)), (False, True), calls)
+    device, own_dtype = placement(module)
+    cases = itertools.product(dict.fromkeys((own_dtype, torch.float32)), (False, True), calls)
     for dtype, training, (args, kwargs) in cases:
         with probing(device):
             stub = _Attention(torch.randn(_WIDTH, device=device, dtype=dtype))
@@ -165,13 +165,13 @@ def _recipe(
             try:
                 expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)
             except Left:
-                return None  # the roles are wrong: the MLP stood where attention is called
-            seen, keyword = stub.seen, stub.keyword
+                return None  # the roles are wrong: the MLP's stub was called as attention
+            received, keyword = stub.received, stub.keyword
             recipe = AddNormRecipe(
                 norm1, attention, norm2, mlp, second, first.name, tuple(values), defaults, keyword, "torch"
             )
             got = call("add_norm", recipe.build(type(module)), layer, x, *args, **kwargs)
-            if match(got, expected) != "bitwise" or stub.seen != seen or stub.keyword != keyword:
+            if match(got, expected) != "bitwise" or stub.received != received or stub.keyword != keyword:
                 return None
     return recipe
 

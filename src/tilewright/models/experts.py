@@ -6,15 +6,15 @@ from torch import nn
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Stacked expert weights (E, out, in), E >= 2: the form that transformers' experts interface computes with.
+    """True for stacked expert weights (E, out, in), E >= 2, the form of transformers' experts interface.
 
-    A class token and embeddings of positions, (1, S, H) each, are none.
+    A class token and position embeddings, (1, S, H) each, do not count.
     """
     return sum(p is not None and p.dim() == 3 and p.shape[0] > 1 for p in module._parameters.values()) >= 2
 
 
 def run_plainly(model: nn.Module) -> None:
-    """Let a reference copy loop over its experts: the grouped kernels behind transformers' default take no float64."""
+    """Make a reference copy loop over its experts: the grouped kernels that transformers uses take no float64."""
     choose: Callable[[str], None] | None = getattr(model, "set_experts_implementation", None)
     if choose is not None and any(holds_experts(m) for m in model.modules()):
         choose("eager")

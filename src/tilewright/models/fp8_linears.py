@@ -1,12 +1,12 @@
-"""Linear layers and SwiGLU MLPs of a model in float8, for inference: what `patch(model, fp8=True)` asks for.
+"""Linear layers and SwiGLU MLPs of a model in float8, for inference: the replacements of `patch(model, fp8=True)`.
 
-A layer multiplies x, cast with one scale for 128 elements of a row, by its weight, cast once with one for 128x128.  In
-an MLP down(silu(gate(x)) * up(x)) the product of gate and up, rows interleaved, gates its own columns and casts them
-for the product of down: x is cast once, and what lies between is written and read in one byte an element.
+A layer casts x with one scale for 128 elements of a row, and its weight once with one scale for each 128x128 block.
+An MLP down(silu(gate(x)) * up(x)) runs gate and up as one GEMM with interleaved rows, whose epilogue applies SwiGLU and
+casts the result for down: x is cast once, and the activation between takes one byte an element.
 
-Left as they are: the head, whose rounding no later layer averages out; layers with fewer than 512 inputs or outputs,
-which are routers, adapters and heads of classifiers, read in the time of a launch; and sizes that are no multiple of
-16, which tensor cores do not read in float8.  Calls that want a gradient run as before.
+Left as they are: the head, whose rounding no later layer averages out; layers with fewer than 512 inputs or outputs
+(routers, adapters, classifier heads), whose weights are read in the time of a launch; and sizes that are no multiple of
+16, which tensor cores do not read in float8.  Calls that need a gradient run as before.
 
 The weights stay: state_dict is what it was, undo is exact, and the float8 copies cost half as much again of bf16.
 Where memory matters, `nn.FP8Linear.from_linear(layer, frozen=True)` keeps no other copy.
@@ -36,7 +36,7 @@ from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
 CASTS = "tilewright_fp8"
 """The attribute in which a replaced module holds its float8 weights."""
 SMALLEST = 512  # features
-_UNIT = 16  # features: 16 bytes, what the copy engine reads at once
+_UNIT = 16  # features: 16 bytes, the alignment that TMA needs
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = frozenset((Tensor, FakeTensor))
 
@@ -68,33 +68,33 @@ class Fp8LinearRecipe:
 
 @dataclass(frozen=True)
 class Fp8MlpRecipe:
-    """down(silu(gate(x)) * up(x)) in two products; `apart` is the recipe for calls that want a gradient, if any."""
+    """down(silu(gate(x)) * up(x)) in two products; `unfused` is the recipe for calls that need a gradient, if any."""
 
     gate: str
     up: str
     down: str
     argument: str
-    apart: Recipe | None
+    unfused: Recipe | None
     backend: str | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> y: (..., H)."""
         backend = self.backend
-        apart: Callable[..., Any] = cls.forward if self.apart is None else self.apart.build(cls)
+        unfused: Callable[..., Any] = cls.forward if self.unfused is None else self.unfused.build(cls)
         roles = self.gate, self.up, self.down
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             gate, up, down = (getattr(self, role) for role in roles)
-            if not (all(type(m) is nn.Linear for m in (gate, up, down)) and _runs(self, x)):  # or an adapter came
-                made: Tensor = apart(self, x)
-                return made
+            if not (all(type(m) is nn.Linear for m in (gate, up, down)) and _runs(self, x)):  # or an adapter was added
+                y: Tensor = unfused(self, x)
+                return y
             q, scales = per_token_cast_to_fp8(x.detach().reshape(-1, x.shape[-1]))
             pair, last = _cast(self, "pair", [gate.weight, up.weight]), _cast(self, "down", [down.weight])
             bias = None if gate.bias is None else _interleaved([gate.bias, up.bias])
             inner, inner_scales = scaled_matmul_fp8(
                 q, pair[0], scales, pair[1], bias=bias, activation="swiglu", trans_b=True, backend=backend
             )
-            made = scaled_matmul(
+            y = scaled_matmul(
                 inner,
                 last[0],
                 inner_scales,
@@ -104,7 +104,7 @@ class Fp8MlpRecipe:
                 out_dtype=result_dtype(x),
                 backend=backend,
             )
-            return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[-1])
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
         return rename_argument(forward, "x", self.argument)
 
@@ -122,16 +122,16 @@ Fp8Recipe = Fp8LinearRecipe | Fp8MlpRecipe
 
 
 def heads(model: nn.Module) -> frozenset[nn.Module]:
-    """The layer of output logits, and layers that share a weight with an embedding."""
+    """The layer that computes the logits, and layers that share a weight with an embedding."""
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embedded}
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if ask is not None else None
-    return frozenset(found | {head} if isinstance(head, nn.Module) else found)
+    layers = {m for m in model.modules() if isinstance(m, nn.Linear) and id(m.weight) in embedded}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    return frozenset(layers | {head} if isinstance(head, nn.Module) else layers)
 
 
 def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) -> Proposal | None:
-    """The linear layer this module is; None for anything but an nn.Linear of plain floats."""
+    """Propose an nn.Linear of plain floats; None for other modules.  Raises Left for a layer that stays as it is."""
     if getattr(type(module), "forward", None) is not nn.Linear.forward:
         return None
     assert isinstance(module, nn.Linear)
@@ -152,11 +152,11 @@ def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) ->
 
 
 def find_mlp(
-    module: nn.Module, recipe: Recipe | None, apart: bool, layers: Collection[nn.Module], backend: str | None
+    module: nn.Module, recipe: Recipe | None, with_unfused: bool, layers: Collection[nn.Module], backend: str | None
 ) -> Proposal | None:
-    """The SwiGLU MLP that `recipe` says `module` is, if its linears are among `layers`, which `find` proposed.
+    """Propose the SwiGLU MLP of `recipe` as a whole, if all its linears are in `layers`, which `find` proposed.
 
-    apart: may calls that want a gradient run `recipe`?
+    with_unfused: calls that need a gradient run `recipe`, else the module's own forward.
     """
     if not isinstance(recipe, GatedMlpRecipe) or recipe.activation != "silu":
         return None
@@ -165,17 +165,19 @@ def find_mlp(
         return None
     if (gate.bias is None) != (up.bias is None) or gate.weight.dtype != up.weight.dtype:
         return None
-    made = Fp8MlpRecipe(recipe.gate, recipe.up, recipe.down, recipe.argument, recipe if apart else None, backend)
-    return Proposal("fp8", made, ("scaled_matmul_fp8", "scaled_matmul"), str(made))
+    fp8_recipe = Fp8MlpRecipe(
+        recipe.gate, recipe.up, recipe.down, recipe.argument, recipe if with_unfused else None, backend
+    )
+    return Proposal("fp8", fp8_recipe, ("scaled_matmul_fp8", "scaled_matmul"), str(fp8_recipe))
 
 
 def prepare(module: nn.Module) -> None:
-    """Cast the weights of a replaced module now, and not in the first call, which a CUDA graph may capture."""
+    """Cast the weights of a replaced module now: a CUDA graph may capture the first call."""
     _recipe_of(type(module)).prepare(module)
 
 
 def in_torch(generated: type[nn.Module]) -> type[nn.Module]:
-    """The class of a replaced module with torch's products in place of the kernels that would be chosen."""
+    """The class of a replaced module with torch's products in place of our kernels."""
     return specialise(origin(generated)[0], dataclasses.replace(_recipe_of(generated), backend="torch"))
 
 
@@ -186,12 +188,12 @@ def _recipe_of(generated: type[nn.Module]) -> Fp8Recipe:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Does somebody watch this layer, whom a product of two layers would pass by?"""
+    """True if the layer has hooks, which a fused product of two layers would not call."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _runs(module: nn.Module, x: Tensor) -> bool:
-    """Is this a call for float8?  Torch's own forward defines what gradients, tangents, vectors and subclasses give."""
+    """True for calls that run in float8.  Gradients, tangents, vectors and tensor subclasses keep torch's forward."""
     if type(x) not in _PLAIN or x.dim() < 2 or x.dtype not in _FLOATS or level_is_open():
         return False
     return not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters())))
@@ -199,13 +201,13 @@ def _runs(module: nn.Module, x: Tensor) -> bool:
 
 def _cast(module: nn.Module, name: str, weights: Sequence[Tensor]) -> Cast:
     casts = vars(module).get(CASTS)
-    if casts is None:  # of a copy, or of a module that was loaded
+    if casts is None:  # a copied or unpickled module has none yet
         casts = vars(module)[CASTS] = WeightCasts()
 
     if torch.compiler.is_compiling():
         return casts.last(name) or _cast_rows(*[w.detach() for w in weights])
-    made: Cast = casts.of(name, weights, _cast_rows)
-    return made
+    cast: Cast = casts.of(name, weights, _cast_rows)
+    return cast
 
 
 def _cast_rows(*parts: Tensor) -> Cast:
@@ -213,5 +215,5 @@ def _cast_rows(*parts: Tensor) -> Cast:
 
 
 def _interleaved(parts: Sequence[Tensor]) -> Tensor:
-    """Row 0 of each, row 1 of each, ...: what a gated epilogue reads."""
+    """Row 0 of each, row 1 of each, ...: the layout that a gated epilogue reads."""
     return torch.stack(list(parts), 1).flatten(0, 1)

@@ -1,12 +1,12 @@
 """nn.Linear on `ops.matmul`, for those numbers of rows at which ours was measured faster than cuBLAS.
 
-A linear layer is the one module whose torch form is already one tuned kernel, so it is replaced by evidence alone: the
-tables must have a row for its (N, K) and dtype that another backend than torch won. Which product then runs is decided
-call by call: a bucket of rows that was measured, and won, goes to `ops.matmul`; every other one stays with `F.linear`,
-whose call is also several times cheaper on the host. So prefill may run on cuBLAS while decoding runs on our kernel.
+In torch a linear layer is already one tuned kernel, so it is replaced only by evidence: the tables must have a row for
+its (N, K) and dtype in which a backend other than torch won. Each call then chooses: a bucket of rows that was
+measured and won goes to `ops.matmul`; every other one stays with `F.linear`, whose call is also several times cheaper
+on the host. So prefill may run on cuBLAS while decoding runs on our kernel.
 
-`F.linear` keeps every call whose gradient is wanted (its backward would be products of other sizes, of which the table
-was not asked), and what it defines by itself: autocast, vectors, mixed dtypes, tensor subclasses.
+`F.linear` keeps every call that needs a gradient (the products of its backward have other sizes, which these rows do
+not cover), and what it defines by itself: autocast, vectors, mixed dtypes, tensor subclasses.
 """
 
 import functools
@@ -27,12 +27,12 @@ from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
 from tilewright.models.stand_in import Left, Match, Proposal, obstacle, probing, run_both, serving_device
 
-_K, _N = 16, 24  # of the probe
+_K, _N = 16, 24  # sizes of the probe
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = frozenset((Tensor, FakeTensor))
 
 Faster = Callable[[Tensor, Tensor], bool]
-"""(x (..., K), weight (N, K)): was a product of these sizes measured faster on our kernels than in torch's way?"""
+"""(x (..., K), weight (N, K)) -> was a product of these sizes measured faster on our kernels than in torch?"""
 
 _verdicts: dict[tuple[Any, ...], bool] = {}
 
@@ -54,7 +54,7 @@ class LinearRecipe:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None = None) -> Tensor:
-    """x @ weight.T + bias: by `ops.matmul` where it was measured faster or is asked for, else by `F.linear`.
+    """x @ weight.T + bias: by `ops.matmul` where it was measured faster or the caller prefers it, else by `F.linear`.
 
     x: (..., K)   weight: (N, K), any row stride   bias: (N,)   Returns (..., N).
     """
@@ -64,10 +64,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None =
 
 
 def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None, faster: Faster) -> bool:
-    """Does this product run on `ops.matmul`?  `faster` is asked once a bucket of rows.
+    """True if this product runs on `ops.matmul`.  `faster` is called once for each bucket of rows.
 
-    A preference or a numerics mode in force is for `ops.matmul` to honour. `torch.compile` traces calls whose number of
-    rows may be symbolic: there dispatch decides, once the graph is opened.
+    `ops.matmul` honours a preference or a numerics mode in force.  Under `torch.compile` the number of rows may be
+    symbolic: `ops.matmul` is traced, and dispatch chooses when the graph runs.
     """
     if type(x) not in _PLAIN or x.dtype != weight.dtype or x.dim() < 2 or torch.is_autocast_enabled(x.device.type):
         return False
@@ -75,10 +75,10 @@ def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None,
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
         return False
-    wish, numerics = resolve(backend)
-    if wish == "torch":
+    preference, numerics = resolve(backend)
+    if preference == "torch":
         return False
-    if wish != "auto" or numerics != "default" or torch.compiler.is_compiling():
+    if preference != "auto" or numerics != "default" or torch.compiler.is_compiling():
         return True
     size = x.numel()
     if size == 0:
@@ -91,12 +91,12 @@ def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None,
 
 
 def measured_faster(x: Tensor, weight: Tensor) -> bool:
-    """Does `auto` have a row for this product that says ours, and can its kernel run here?"""
+    """True if `auto` has a row for this product that one of our kernels won, and that kernel runs on this machine."""
     return product_us(x, weight, "") is not None
 
 
 def product_us(x: Tensor, weight: Tensor, activation: str) -> float | None:
-    """Device time of act(x @ weight.T) on the kernel that `auto` chooses for it; None if torch's or an unmeasured one.
+    """Device time of act(x @ weight.T) on the kernel that `auto` chooses; None if that is torch's or was not measured.
 
     Plans, and runs nothing.
     """
@@ -106,7 +106,7 @@ def product_us(x: Tensor, weight: Tensor, activation: str) -> float | None:
 
 
 def forward_op() -> RawOp:
-    """The raw op whose rows are asked for."""
+    """The raw op whose table rows this module reads."""
     return contract("matmul").forward
 
 
@@ -116,18 +116,18 @@ def sizes(n: int, k: int, dtype: torch.dtype, *, gated: bool = False) -> tuple[i
 
 
 def won(n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict[int, float]:
-    """Microseconds that ours was measured faster than torch's product by, for each bucket of rows where it was."""
+    """Microseconds saved against torch's product, for each bucket of rows where ours was measured faster."""
     rows = by_rows(forward_op(), sizes(n, k, dtype), dtype, device).items()
     return {m: (row.torch_us or row.us) - row.us for m, row in rows if row.backend != "torch"}
 
 
 def saved_us(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> float:
-    """What `linear` saves in a call of `m` rows, by the tables."""
+    """Microseconds that `linear` saves in a call of `m` rows, by the tables."""
     return won(n, k, dtype, device).get(row_bucket(m), 0.0)
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The linear layer this module is; None for anything but an nn.Linear of plain floats, or where nothing is won."""
+    """Propose an nn.Linear of plain floats; None for other modules, or where no bucket of rows is faster."""
     if getattr(type(module), "forward", None) is not nn.Linear.forward:
         return None
     assert isinstance(module, nn.Linear)
@@ -151,7 +151,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
 
 @functools.cache
 def _reproduces(dtype: torch.dtype, device: torch.device, bias: bool) -> Match | None:
-    """One probe for all layers of a kind: `find` lets no other forward than torch's come here."""
+    """One probe serves all layers of a kind: `find` only passes modules with torch's own forward."""
     with probing(device):
         layer = nn.Linear(_K, _N, bias=bias, device=device, dtype=dtype)
         x = torch.randn(3, 5, _K, device=device, dtype=dtype)

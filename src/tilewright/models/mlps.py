@@ -105,7 +105,7 @@ MlpRecipe = GatedMlpRecipe | PackedMlpRecipe
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The gated MLP this module is; None if its children have other shapes.  Raises Left if only the shapes fit."""
+    """Propose a gated MLP; None if the module's children have other shapes.  Raises Left if only the shapes fit."""
     linears = {name: shape for name, m in module._modules.items() if (shape := _linear_shape(m))}
     others = [m for name, m in module._modules.items() if m is not None and name not in linears]
     argument = only_argument(module)
@@ -130,12 +130,12 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
         raise Left(
             "mlp", "is not down(act(gate(x)) * up(x)) with SiLU or GELU, gate first where packed, and no dropout"
         )
-    found, verdict = best
-    return Proposal("mlp", dataclasses.replace(found, backend=backend), (found.op,), f"{found} ({verdict})")
+    recipe, verdict = best
+    return Proposal("mlp", dataclasses.replace(recipe, backend=backend), (recipe.op,), f"{recipe} ({verdict})")
 
 
 def _linear_shape(module: nn.Module | None) -> tuple[int, int] | None:
-    """(in_features, out_features) of anything that calls itself a linear, quantised or not."""
+    """(in_features, out_features) of a linear layer, quantised or not; None for other modules."""
     shape = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     return (shape[0], shape[1]) if isinstance(shape[0], int) and isinstance(shape[1], int) else None
 
@@ -156,11 +156,11 @@ def _candidates(linears: dict[str, tuple[int, int]], argument: str) -> Iterator[
 
 
 def _reproduces(module: nn.Module, recipe: MlpRecipe) -> Match | None:
-    """Both with dropout on and off: a functional dropout in the module must not be lost."""
-    device, own = placement(module)
+    """Compare in both modes, training and evaluation: a functional dropout in the module must not be lost."""
+    device, own_dtype = placement(module)
     forward = recipe.build(type(module))
     verdicts: list[Match | None] = []
-    for dtype in dict.fromkeys((own, torch.float32)):
+    for dtype in dict.fromkeys((own_dtype, torch.float32)):
         with probing(device):
             clone = stand_in(module, children=_small_linears(recipe, device, dtype))
             x = 2 * torch.randn(3, 5, _WIDTH, device=device, dtype=dtype)

@@ -2,9 +2,9 @@
 
 Model code spells RMSNorm in three ways that differ in where they round: normalise, cast, then multiply by the weight
 (Llama, and T5 where weight and input have one dtype); multiply in float32, then cast (GPT-OSS, OLMo 2); the same with
-1 + weight (Gemma). They agree in float32 and part in bf16, so each candidate is held against the module in several
-pairs of weight and input dtypes; the one that agrees in all of them is the formula. Rows of very different size make a
-wrong or missing eps visible.
+1 + weight (Gemma). They agree in float32 and differ in bf16, so each candidate is compared with the module in several
+pairs of weight and input dtypes; the one that agrees in all of them is the formula. Rows of very different magnitude
+make a wrong or missing eps visible.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class RmsNormRecipe:
     fp32_weight: bool
     argument: str
     backend: str | None
-    one_dtype: bool = False  # T5: a call whose input has another dtype than the weight stays with the module's forward
+    one_dtype: bool = False  # T5: the module's forward keeps calls whose input and weight differ in dtype
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> y, the same shape."""
@@ -106,7 +106,7 @@ class LayerNormRecipe:
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """The norm this module is; None if it does not look like one.  Raises Left if it does and cannot be replaced."""
+    """Propose a norm; None if the module does not look like one.  Raises Left if it does and cannot be replaced."""
     named = "norm" in type(module).__name__.lower()
     eps_names = [name for name in vars(module) if "eps" in name]
     if module._modules or not (eps_names or named):
@@ -116,7 +116,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     except Left:
         if named:
             raise
-        return None  # an eps alone makes no norm
+        return None  # an eps alone does not make it a norm
 
 
 def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Proposal:
@@ -144,9 +144,9 @@ def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Propo
             break
     if best is None:
         raise Left("norm", "computes none of the known formulas (RMSNorm, RMSNorm with 1 + weight, LayerNorm)")
-    found, verdict = best
-    op = "layer_norm" if isinstance(found, LayerNormRecipe) else "rms_norm"
-    return Proposal("norm", dataclasses.replace(found, backend=backend), (op,), f"{found} ({verdict})")
+    recipe, verdict = best
+    op = "layer_norm" if isinstance(recipe, LayerNormRecipe) else "rms_norm"
+    return Proposal("norm", dataclasses.replace(recipe, backend=backend), (op,), f"{recipe} ({verdict})")
 
 
 def _candidates(
@@ -166,10 +166,10 @@ def _candidates(
 def _reproduces(module: nn.Module, recipe: RmsNormRecipe | LayerNormRecipe, eps: float) -> Match | None:
     weight = module._parameters[recipe.weight]
     assert weight is not None
-    own = (weight.dtype, weight.dtype)
+    own_dtypes = (weight.dtype, weight.dtype)
     forward = recipe.build(type(module))
     verdicts: list[Match | None] = []
-    for weight_dtype, x_dtype in dict.fromkeys((own, *_DTYPES)):
+    for weight_dtype, x_dtype in dict.fromkeys((own_dtypes, *_DTYPES)):
         with probing(weight.device):
             names = [name for name, p in module._parameters.items() if p is not None]
             values = {name: torch.randn(weight.shape, dtype=weight_dtype, device=weight.device) for name in names}

@@ -1,29 +1,21 @@
 """Replace norms, gated MLPs, rotary embeddings, residual adds and linears of one model; verified, undoable."""
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.dispatch import contract
 from tilewright.errors import InputError, PatchError, VerificationError
-from tilewright.models import attention, decoder_layers, fp8_linears, linears, mlps, norms, rotary, rotary_tables
-from tilewright.models.experts import holds_experts
-from tilewright.models.report import Report, Row
+from tilewright.models import attention, fp8_linears, planning
+from tilewright.models.planning import Mode
+from tilewright.models.report import OPS_OF_KIND, Report
 from tilewright.models.specialise import Patched, patched_modules, restore, specialise
-from tilewright.models.stand_in import Left, Proposal, planned_for
+from tilewright.models.stand_in import planned_for
 from tilewright.models.verification import Verification, compare
 from tilewright.nn.weight_casts import WeightCasts
-
-Mode = Literal["inference", "train"]
-_OPS = (
-    "rms_norm", "layer_norm", "swiglu", "geglu", "silu_and_mul", "gelu_and_mul", "apply_rope", "add_rms_norm", "matmul",
-)  # fmt: skip
-_KINDS = ("norm", "mlp", "rotary", "add_norm", "linear", "attention")
 
 
 def patch(
@@ -47,14 +39,14 @@ def patch(
     names of ours and lose none, and other models are not affected. Attention keeps its masks, windows and dropout: it
     is SDPA, or `ops.fmha` where that was measured faster or `backend` names it; mixture-of-experts weights are left.
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
-    before for all others and wherever a gradient is wanted.
+    before for all others and wherever a gradient is needed.
 
     mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
-    inputs   for that: token ids (B, S) or keyword arguments of the model; None draws random tokens
+    inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
     ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention") or ops ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
-    fp8      also run linear layers and SwiGLU MLPs in float8, whatever `ops` says, but small layers and the head; for
+    fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against
              the error that the same float8 makes in plain torch
 
@@ -91,16 +83,16 @@ def patch(
 
 
 def plan_patch(model: nn.Module, device: torch.device, fp8: bool = False) -> "Patch":
-    """The patch of a model that will run on `device`, which need not be here; `apply` puts it in place.
+    """Plan the patch of a model that will run on `device`, which this machine need not have; `apply` puts it in place.
 
-    Modules are probed where they are, and replaced by what was measured on `device`.  Raises PatchError if nothing can
-    be replaced.
+    Modules are probed on the device that holds them; the choices use measurements of `device`.  Raises PatchError if
+    nothing can be replaced.
     """
     with planned_for(device):
-        planned = Patch(model, "inference", _allowed(None), None, fp8)
-    if not planned.report().counts():
-        raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{planned.report()}")
-    return planned
+        result = Patch(model, "inference", _allowed(None), None, fp8)
+    if not result.report().counts():
+        raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{result.report()}")
+    return result
 
 
 class Patch:
@@ -111,11 +103,11 @@ class Patch:
     ) -> None:
         self.model = model
         self.mode = mode
-        self._swaps: dict[nn.Module, type[nn.Module]] = {}
-        self._fp8: dict[nn.Module, WeightCasts] = {}
-        rows = list(self._plan(allowed, backend, fp8_linears.heads(model) if fp8 else None))
+        plan = planning.plan(model, mode, allowed, backend, fp8)
+        self._swaps = {module: specialise(type(module), chosen.recipe) for module, chosen in plan.chosen.items()}
+        self._fp8 = {module: WeightCasts() for module, chosen in plan.chosen.items() if chosen.kind == "fp8"}
         row, self._rebindings = attention.switch(model, "attention" in allowed, backend)
-        self._report = Report(tuple(rows if row is None else [*rows, row]))
+        self._report = Report(tuple(plan.rows if row is None else [*plan.rows, row]))
         self._active = False
 
     def apply(self) -> None:
@@ -125,16 +117,16 @@ class Patch:
         self._apply(self._swaps)
 
     def report(self) -> Report:
-        """Every module that was replaced, by what, or looked replaceable and was left, and why."""
+        """Every module that was replaced, and by what; every one that looked replaceable and was left, and why."""
         return self._report
 
     def verify(self, inputs: Tensor | Mapping[str, Any] | None = None) -> Verification:
-        """Accuracy of the patched model beside the unpatched one's, against a wider copy of the latter.
+        """Compare the patched and the unpatched model, each with a wider copy of the unpatched one.
 
         inputs as in `patch`. Raises VerificationError where the logits' error exceeds 1.1 times the unpatched model's
-        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True this is
-        asked of the model without float8; with it the error may come to 1.1 times what the same float8 makes in plain
-        torch, and to 0.25, and agreement is stated.
+        (gradients, in mode "train": 3 times) or top-1 agreement fell beyond both 95 % intervals.  With fp8=True that
+        rule judges the model without float8.  With float8 the error may be 1.1 times the sum of the unpatched model's
+        and of the same float8 in plain torch, at most 0.25; agreement is reported and not judged.
         """
         if not self._active:
             raise PatchError("this patch was undone; there is nothing to verify.")
@@ -167,9 +159,9 @@ class Patch:
             casts.clear()
 
     def requantise(self) -> None:
-        """Cast float8 weights again, after writes that nobody counts: through `weight.data`, or by a CUDA graph.
+        """Cast float8 weights again, after writes that torch does not count: through `weight.data`, or by a CUDA graph.
 
-        Copies that a captured graph reads are cast now, in the same memory, others in the next call.
+        Copies that a captured graph reads are cast now, in the same memory; others in the next call.
         """
         for module in self.model.modules():
             casts = vars(module).get(fp8_linears.CASTS)
@@ -184,52 +176,6 @@ class Patch:
     ) -> None:
         if self._active:
             self.undo()
-
-    def _plan(self, allowed: frozenset[str], backend: str | None, heads: frozenset[nn.Module] | None) -> Iterator[Row]:
-        """Probe every module; remember the swaps and yield the rows of the report."""
-        modules = list(self.model.named_modules())
-        tables = rotary_tables.tables(self.model)
-        proposals: dict[nn.Module, list[Proposal | Left]] = {
-            m: list(_proposals(m, rotary_tables.nearest(path, tables), backend, heads)) for path, m in modules
-        }
-        within = frozenset() if heads is None else _float8_mlps(proposals, allowed, backend)
-        recipes = {m: p.recipe for m, found in proposals.items() for p in found if isinstance(p, Proposal)}
-        for _, module in modules:
-            proposals[module] += _ask(functools.partial(decoder_layers.find, recipes=recipes, backend=backend), module)
-        fused: set[nn.Module] = set()
-        for path, module in modules:
-            if holds_experts(module):
-                yield Row(path, type(module).__name__, "experts", "left", "experts are not replaced in this version")
-            if module in within:
-                yield Row(path, type(module).__name__, "fp8", "replaced", "within its MLP's float8 products")
-                continue
-            for proposal in proposals[module]:
-                reason = self._reason_to_leave(proposal, allowed)
-                if reason is None and module in self._swaps:
-                    reason = "something else in this module was replaced"
-                text = reason or (proposal.text if isinstance(proposal, Proposal) else "")
-                if module in fused and reason is None:
-                    text += ", within its layer's ops.add_rms_norm"
-                yield Row(path, type(module).__name__, proposal.kind, "left" if reason else "replaced", text)
-                if reason is None and isinstance(proposal, Proposal):
-                    self._swaps[module] = specialise(type(module), proposal.recipe)
-                    if proposal.kind == "fp8":
-                        self._fp8[module] = WeightCasts()
-                    if isinstance(proposal.recipe, decoder_layers.AddNormRecipe):
-                        fused.add(getattr(module, proposal.recipe.norm2))
-
-    def _reason_to_leave(self, proposal: Proposal | Left, allowed: frozenset[str]) -> str | None:
-        if isinstance(proposal, Left):
-            return str(proposal)
-        if proposal.kind == "fp8":
-            return None
-        if not allowed.issuperset(proposal.ops):
-            return f"ops.{proposal.ops[0]} is not in ops="
-        if self.mode == "train" and proposal.kind == "linear":
-            return "F.linear computes whatever a gradient is wanted of"
-        if self.mode == "train" and (fixed := [op for op in proposal.ops if contract(op).gradient is None]):
-            return f"ops.{fixed[0]} has no gradient"
-        return None
 
     def _apply(self, modules: Collection[nn.Module]) -> None:
         self._classes(modules)
@@ -265,7 +211,7 @@ class Patch:
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
-        """The model as it was."""
+        """Undo the patch inside the block."""
         patched = [module for module in self._swaps if isinstance(module, Patched)]
         self._restore()
         try:
@@ -275,7 +221,7 @@ class Patch:
 
     @contextmanager
     def _in_torch(self) -> Iterator[None]:
-        """Float8 products by torch, on the same float8 numbers."""
+        """Compute float8 products by torch inside the block, on the same float8 numbers."""
         for module in self._fp8:
             module.__class__ = fp8_linears.in_torch(type(module))
         try:
@@ -286,7 +232,7 @@ class Patch:
 
     @contextmanager
     def _classes_back(self, modules: Collection[nn.Module]) -> Iterator[None]:
-        """These modules alone as they were."""
+        """Undo the patch of these modules alone inside the block."""
         self._own_classes(modules)
         try:
             yield
@@ -295,58 +241,10 @@ class Patch:
 
 
 def _allowed(names: Iterable[str] | None) -> frozenset[str]:
-    """Names of ops and kinds; a kind stands for all its ops."""
-    of_kind: dict[str, tuple[str, ...]] = {
-        "norm": ("rms_norm", "layer_norm"),
-        "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
-        "rotary": ("apply_rope",),
-        "add_norm": ("add_rms_norm",),
-        "linear": ("matmul",),
-        "attention": ("attention",),
-    }
-    given = frozenset(of_kind) if names is None else frozenset(names)
-    if unknown := given - set(_KINDS) - set(_OPS):
-        raise InputError(
-            f"ops has {', '.join(sorted(unknown))}; allowed: kinds {', '.join(_KINDS)}; ops {', '.join(_OPS)}."
-        )
-    return given.union(*(of_kind.get(name, ()) for name in given))
-
-
-def _proposals(
-    module: nn.Module, tables: rotary_tables.Tables, backend: str | None, heads: frozenset[nn.Module] | None
-) -> Iterator[Proposal | Left]:
-    """heads: layers that float8 leaves; None where nobody asked for it."""
-    for find in (norms.find, mlps.find):
-        yield from _ask(functools.partial(find, backend=backend), module)
-    narrow: list[Proposal | Left] = []
-    if heads is not None:
-        narrow = _ask(functools.partial(fp8_linears.find, heads=heads, backend=backend), module)
-        yield from narrow
-    if not any(isinstance(found, Proposal) for found in narrow):
-        yield from _ask(functools.partial(linears.find, backend=backend), module)
-    yield from _ask(functools.partial(rotary.find, tables=tables, backend=backend), module)
-
-
-def _float8_mlps(
-    proposals: dict[nn.Module, list[Proposal | Left]], allowed: frozenset[str], backend: str | None
-) -> frozenset[nn.Module]:
-    """Put float8 in place of MLPs in `proposals` where their layers may run in it; gives these layers."""
-    layers = {m for m, found in proposals.items() for p in found if isinstance(p, Proposal) and p.kind == "fp8"}
-    within: set[nn.Module] = set()
-    for module, found in proposals.items():
-        mlp = next((p for p in found if isinstance(p, Proposal) and p.kind == "mlp"), None)
-        if mlp is None:
-            continue
-        made = fp8_linears.find_mlp(module, mlp.recipe, allowed.issuperset(mlp.ops), layers, backend)
-        if made is not None:
-            found[found.index(mlp)] = made
-            within |= {layer for layer in module.children() if layer in layers}
-    return frozenset(within)
-
-
-def _ask(find: Callable[[nn.Module], Proposal | None], module: nn.Module) -> list[Proposal | Left]:
-    try:
-        found = find(module)
-    except Left as left:
-        return [left]
-    return [] if found is None else [found]
+    """The names in `ops=`, None being all kinds, with the ops of every kind among them."""
+    names = frozenset(OPS_OF_KIND) if names is None else frozenset(names)
+    known_ops = [op for ops in OPS_OF_KIND.values() for op in ops]
+    if unknown := names - set(OPS_OF_KIND) - set(known_ops):
+        kinds = ", ".join(OPS_OF_KIND)
+        raise InputError(f"ops has {', '.join(sorted(unknown))}; allowed: kinds {kinds}; ops {', '.join(known_ops)}.")
+    return names.union(*(ops for kind, ops in OPS_OF_KIND.items() if kind in names))

@@ -1,17 +1,28 @@
-"""What a patch did, module by module: replaced by what, or left and why."""
+"""The report of a patch, module by module: replaced, and by what, or left, and why."""
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Kind = Literal["norm", "mlp", "rotary", "add_norm", "linear", "fp8", "attention", "experts"]
+Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention"]
+OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
+    "norm": ("rms_norm", "layer_norm"),
+    "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
+    "rotary": ("apply_rope",),
+    "add_norm": ("add_rms_norm",),
+    "linear": ("matmul",),
+    "attention": (),  # a name in the model's configuration: see `attention.choice`
+}
+"""The names that `patch(ops=)` allows: kinds of modules, and the ops that replace them."""
+Kind = Literal[Patchable, "fp8", "experts"]
 Status = Literal["replaced", "left"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One module.  `text` says what runs now when it is replaced, and the reason when it is left."""
+    """One module.   text: what runs now if it is replaced, the reason if it is left."""
 
     path: str
     module_class: str
@@ -44,7 +55,7 @@ class Report:
         for row in sorted(self.rows, key=lambda row: row.status != "replaced"):
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.path) or "(model)"
             groups[row.status, row.kind, f"{pattern} ({row.module_class})", row.text] += 1
-        lines = [(status, f"{n} x {kind}", where, text) for (status, kind, where, text), n in groups.items()]
+        lines = [(status, f"{n} x {kind}", modules, text) for (status, kind, modules, text), n in groups.items()]
         widths = [max((len(line[column]) for line in lines), default=0) for column in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]])

@@ -2,7 +2,7 @@
 
 Model code calls a function of its own file, such as `apply_rotary_pos_emb`, from inside attention's forward.
 Rebinding that name in the file would change every model of the family in the process. Instead the instance's class
-gets a copy of forward whose global names are a copy in which this one name is ours; the original function and its
+gets a copy of forward with its own copy of the globals, in which this one name is ours; the original function and its
 file are not touched. A function is replaced only after it reproduced, on random q, k, cos and sin, one of the styles
 below; each style is one way to call `ops.apply_rope`.
 """
@@ -30,7 +30,7 @@ from tilewright.models.stand_in import Left, Match, Proposal, obstacle, placemen
 #   repeated      the table repeats each column (Cohere)
 #   complex       one complex table instead of cos and sin (DeepSeek-V2)
 #   to_halves     the result is all first elements of pairs, then all second ones (DeepSeek-V3)
-_WIDTH = 16  # of a head in the probe
+_WIDTH = 16  # head dim of the probe
 Style = Literal["half", "half_once", "interleaved", "repeated", "complex", "to_halves"]
 _STYLES: dict[Layout, tuple[Style, ...]] = {
     "halves": ("half", "interleaved", "to_halves"),
@@ -51,7 +51,7 @@ class RotaryRecipe:
         """A copy of `cls.forward` that sees our functions under the old names."""
         forward = inspect.getattr_static(cls, "forward")
         names = dict(forward.__globals__)
-        # torch.compile looks for the globals of a named module in that module, where the original still stands.
+        # With a __name__, torch.compile reads globals from that module, which still has the original function.
         del names["__name__"]
         for name, style, rest in self.functions:
             names[name] = _replacement(style, rest, self.backend)
@@ -66,7 +66,7 @@ class RotaryRecipe:
 
 
 def find(module: nn.Module, tables: Tables, backend: str | None) -> Proposal | None:
-    """The rotary functions that forward calls; None if it calls none.  Raises Left if one of them is not ours.
+    """Propose the rotary functions that forward calls; None if it calls none.  Raises Left for one we cannot reproduce.
 
     tables: what the model's rotary module makes; empty where it has none, then Llama's form is assumed.
     """
@@ -81,18 +81,18 @@ def find(module: nn.Module, tables: Tables, backend: str | None) -> Proposal | N
         raise Left("rotary", reason)
     device, dtype = placement(module)
     tables = tables or frozenset({("halves", dtype)})
-    found: list[tuple[str, Style, tuple[str, ...]]] = []
+    functions: list[tuple[str, Style, tuple[str, ...]]] = []
     verdicts: list[Match | None] = []
     for name in names:
         rest, style, verdict = _style(forward.__globals__[name], tables, device, dtype)
-        found.append((name, style, rest))
+        functions.append((name, style, rest))
         verdicts.append(verdict)
-    recipe = RotaryRecipe(tuple(found), backend)
+    recipe = RotaryRecipe(tuple(functions), backend)
     return Proposal("rotary", recipe, ("apply_rope",), f"{recipe} ({weakest(verdicts)})")
 
 
 def _rotary_names(forward: Any) -> list[str]:
-    """Global functions that forward calls and that are named like rotary embeddings; `_style` asks what they do."""
+    """Global functions that forward calls and that are named like rotary embeddings; `_style` checks what they do."""
     return [
         name
         for name in forward.__code__.co_names
@@ -131,7 +131,7 @@ def _replacement(style: Style, rest: tuple[str, ...], backend: str | None) -> Ca
 
 
 def _halves(x: Tensor) -> Tensor:
-    """(..., D) with pairs side by side -> the same pairs half a row apart."""
+    """(..., D) with pairs (2i, 2i + 1) -> the same pairs at (i, i + D/2)."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -168,7 +168,7 @@ def _match(
     dtype: torch.dtype,
     table_dtype: torch.dtype,
 ) -> Match | None:
-    """Tables for the batch and for all of it, whole and partial rotation, and every optional argument."""
+    """Compare with tables of B and of 1, with full and partial rotation, and with every optional argument."""
     options: list[dict[str, Any]] = [{}]
     if "unsqueeze_dim" in rest:
         options += [{"unsqueeze_dim": 1}, {"unsqueeze_dim": 2}]
@@ -185,5 +185,5 @@ def _match(
                 verdicts.append(run_both("rotary", theirs, ours, q, k, *table, **option))
             except Left:
                 if rotated == _WIDTH:
-                    raise  # only a function that cannot rotate a part of the row may refuse to
+                    raise  # a function may refuse partial rotation only
     return weakest(verdicts)

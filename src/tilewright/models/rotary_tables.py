@@ -1,8 +1,8 @@
-"""What a model hands its attention as rotary tables: how columns repeat, and in which dtype.
+"""The rotary tables that a model passes to its attention: how columns repeat, and in which dtype.
 
 The same rotation function means different things for different tables: `q * cos + rotate_half(q) * sin` is a rotation
 only if column i + R/2 of cos repeats column i. So the model's own rotary module is run once, on a few positions, and
-looked at.
+the layout is read from its result.
 """
 
 import inspect
@@ -27,19 +27,19 @@ def tables(model: nn.Module) -> dict[str, Tables]:
     if not any(True for _ in model.parameters()):
         return {}
     _, dtype = placement(model)
-    made = {
-        path: frozenset(_made(module, dtype))
+    layouts = {
+        path: frozenset(_layouts(module, dtype))
         for path, module in model.named_modules()
         if "rotary" in type(module).__name__.lower() and not list(module.parameters())
     }
-    return {path: found for path, found in made.items() if found}
+    return {path: pairs for path, pairs in layouts.items() if pairs}
 
 
-def nearest(path: str, known: dict[str, Tables]) -> Tables:
-    """The tables of the rotary modules that share most of their path with the module at `path`."""
-    shared = {other: _shared(path, other) for other in known}
+def nearest(path: str, by_path: dict[str, Tables]) -> Tables:
+    """The tables of those rotary modules whose path shares the longest prefix with `path`."""
+    shared = {other: _shared(path, other) for other in by_path}
     best = max(shared.values(), default=0)
-    return frozenset().union(*(known[other] for other, depth in shared.items() if depth == best))
+    return frozenset().union(*(by_path[other] for other, depth in shared.items() if depth == best))
 
 
 def example(layout: Layout, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def example(layout: Layout, shape: tuple[int, ...], device: torch.device, dtype:
     return cos, sin
 
 
-def _made(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Layout, torch.dtype]]:
+def _layouts(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Layout, torch.dtype]]:
     forward = inspect.getattr_static(type(module), "forward", None)
     names = list(inspect.signature(forward).parameters)[1:] if inspect.isfunction(forward) else []
     kinds: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
@@ -68,22 +68,22 @@ def _made(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Layout, torch
             x = torch.zeros(1, 4, 8, device=device, dtype=dtype)
             positions = torch.tensor([[1, 2, 3, 7]], device=device)
             try:
-                made = call("rotary", type(module).forward, stand_in(module), x, positions, *extra)
+                table = call("rotary", type(module).forward, stand_in(module), x, positions, *extra)
             except Left:
                 continue
-        if layout := _layout(made):
-            yield layout, (made[0] if isinstance(made, tuple) else made).dtype
+        if layout := _layout(table):
+            yield layout, (table[0] if isinstance(table, tuple) else table).dtype
 
 
-def _layout(made: Any) -> Layout | None:
-    if isinstance(made, Tensor) and made.is_complex():
+def _layout(table: Any) -> Layout | None:
+    if isinstance(table, Tensor) and table.is_complex():
         return "complex"
-    if not (isinstance(made, tuple) and len(made) == 2 and all(isinstance(t, Tensor) for t in made)):
+    if not (isinstance(table, tuple) and len(table) == 2 and all(isinstance(t, Tensor) for t in table)):
         return None
-    half = made[0].shape[-1] // 2
-    if all(torch.equal(t[..., :half], t[..., half:]) for t in made):
+    half = table[0].shape[-1] // 2
+    if all(torch.equal(t[..., :half], t[..., half:]) for t in table):
         return "halves"
-    return "pairs" if all(torch.equal(t[..., ::2], t[..., 1::2]) for t in made) else "once"
+    return "pairs" if all(torch.equal(t[..., ::2], t[..., 1::2]) for t in table) else "once"
 
 
 def _shared(path: str, other: str) -> int:

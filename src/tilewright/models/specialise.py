@@ -29,7 +29,7 @@ class Recipe(Protocol):
 
 
 class Patched:
-    """Mixed into every generated class; `isinstance(module, Patched)` asks whether a module is replaced."""
+    """Base of every generated class: `isinstance(module, Patched)` is true for a replaced module."""
 
     tilewright_original: ClassVar[type[nn.Module]]
     tilewright_recipe: ClassVar[Recipe]
@@ -63,7 +63,7 @@ def _generate(cls: type[nn.Module], recipe: Recipe) -> type[nn.Module]:
 
 
 def origin(cls: type[nn.Module]) -> tuple[type[nn.Module], Recipe | None]:
-    """The class and the recipe that `cls` was generated from; `cls` itself and None where it was not."""
+    """The class and the recipe that `cls` was generated from; `cls` itself and None for any other class."""
     return (cls.tilewright_original, cls.tilewright_recipe) if issubclass(cls, Patched) else (cls, None)
 
 
@@ -73,7 +73,7 @@ def restore(module: nn.Module) -> None:
 
 
 def patched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of everything replaced in `model`."""
+    """Path and module of every replaced module of `model`."""
     for path, module in model.named_modules():
         if issubclass(type(module), Patched):
             yield path, module

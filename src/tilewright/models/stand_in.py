@@ -28,7 +28,7 @@ Match = Literal["bitwise", "to rounding"]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A recipe that reproduces a module, the ops it calls, and one line that says what will run."""
+    """A recipe that reproduces a module, the ops it calls, and one line of the report: what will run."""
 
     kind: Kind
     recipe: Recipe
@@ -37,7 +37,7 @@ class Proposal:
 
 
 class Left(Exception):
-    """A module that looked replaceable and is not, with the reason."""
+    """A module looks replaceable but is left as it is; the text is the reason."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
         super().__init__(reason)
@@ -50,16 +50,16 @@ def stand_in(
     parameters: Mapping[str, Tensor] | None = None,
     children: Mapping[str, nn.Module] | None = None,
 ) -> nn.Module:
-    """A module of the same class and attributes with these parameters and children in place of its own.
+    """Copy a module: same class and attributes, with these parameters and children in place of its own.
 
     Children that are not given are copied: they must be small (activations, dropouts).
     """
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
     if wraps_subclasses(type(module)):
-        clone.__dict__["gradient_checkpointing"] = False  # it goes around whatever forward there is
-    given = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
-    clone.__dict__["_parameters"] = {**module._parameters, **given}
+        clone.__dict__["gradient_checkpointing"] = False  # it would wrap the forward under comparison
+    replacements = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in (parameters or {}).items()}
+    clone.__dict__["_parameters"] = {**module._parameters, **replacements}
     clone.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
     clone.__dict__["_modules"] = {
         name: (children or {}).get(name) or copy.deepcopy(child) for name, child in module._modules.items()
@@ -72,7 +72,7 @@ _planned: ContextVar[torch.device | None] = ContextVar("tilewright_planned_devic
 
 @contextmanager
 def planned_for(device: torch.device) -> Iterator[None]:
-    """Decide what is replaced by what was measured on `device`, wherever the weights lie that are probed."""
+    """Inside the block, decide by what was measured on `device`, whatever device holds the weights."""
     token = _planned.set(device)
     try:
         yield
@@ -81,12 +81,12 @@ def planned_for(device: torch.device) -> Iterator[None]:
 
 
 def serving_device(device: torch.device) -> torch.device:
-    """Where a module with parameters on `device` will run."""
+    """The device on which a module with parameters on `device` will run."""
     return _planned.get() or device
 
 
 def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run foreign code on probe inputs; whatever it raises becomes the reason for leaving the module."""
+    """Run the model's code on probe inputs; an exception becomes the reason for leaving the module."""
     try:
         return forward(*args, **kwargs)
     except Exception as error:
@@ -97,7 +97,7 @@ def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def run_both(
     kind: Kind, theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Match | None:
-    """Run both on the same arguments.  An op of ours that refuses them does not reproduce the module."""
+    """Run both on the same arguments and compare; None where our op refuses them.  Raises Left where `theirs` fails."""
     expected = call(kind, theirs, *args, **kwargs)
     try:
         got = ours(*args, **kwargs)
@@ -121,8 +121,8 @@ def match(got: Any, expected: Any) -> Match | None:
         return "bitwise"
     exact, other = expected.double(), got.double()
     scale = exact.abs().clamp_min(exact.square().mean().sqrt().item())
-    within = (other - exact).abs() <= 2 * torch.finfo(expected.dtype).eps * scale
-    return "to rounding" if bool(within.all()) else None
+    close = (other - exact).abs() <= 2 * torch.finfo(expected.dtype).eps * scale
+    return "to rounding" if bool(close.all()) else None
 
 
 def weakest(matches: Sequence[Match | None]) -> Match | None:
@@ -144,7 +144,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def only_argument(module: nn.Module) -> str | None:
-    """Name of the one tensor a module's forward takes, or None if it takes more or fewer."""
+    """Name of the only argument of a module's forward, or None if it takes more or fewer."""
     forward = inspect.getattr_static(type(module), "forward", None)
     if not inspect.isfunction(forward):
         return None
@@ -153,7 +153,7 @@ def only_argument(module: nn.Module) -> str | None:
 
 
 def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device of the first parameter and its dtype, or that of the first floating-point one."""
+    """Device and dtype of the first floating parameter of two bytes or more; else of the first, and float32."""
     parameters = list(module.parameters())
     floating = [p for p in parameters if p.is_floating_point() and p.dtype.itemsize > 1]
     first = (floating or parameters)[0]
@@ -162,11 +162,11 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """No gradients, no autocast, no warnings, a fixed seed, and the caller's random state untouched."""
+    """Disable gradients, autocast and warnings inside the block, and fix the seed; random states are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
         for forked in devices:
             torch.cuda.default_generators[forked.index].manual_seed(seed)
-        with warnings.catch_warnings(action="ignore"):  # of mixed dtypes, which only the probe may have
+        with warnings.catch_warnings(action="ignore"):  # torch warns of mixed dtypes, which only the probe has
             yield

@@ -1,4 +1,4 @@
-"""Every name of transformers that is no public, stable part of it; the one file to look at when a release moves one.
+"""Every name of transformers outside its stable public API; the one file to look at when a release moves one.
 
 Releases 5.14 to 5.23 are supported and tested (`scripts/versions.py`); `pyproject.toml` declares the same range. Public
 names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where they are used.
@@ -13,8 +13,8 @@ names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where
 | `GenerationConfig._get_default_generation_params` | 5.0 | |
 | `modeling_layers.GradientCheckpointingLayer` | 5.0 | from 5.23 it wraps the `forward` of its subclasses |
 
-Nothing here imports transformers before it is called, and nothing goes by way of the package, a lazy module: the
-Dynamo of torch 2.11 takes none.
+Transformers is imported inside the functions, and always by the submodule: the package itself is a lazy module, which
+the Dynamo of torch 2.11 does not accept.
 """
 
 import sys
@@ -45,7 +45,7 @@ def layer_types(config: Any) -> tuple[list[str], list[int | None]]:
     kinds, options = get_layer_types_and_kwargs(config)
     if isinstance(options, dict):
         options = [options if kind == "sliding_attention" else {} for kind in kinds]
-    count = max((place for place, kind in enumerate(kinds, 1) if kind != "dummy"), default=0)
+    count = max((number for number, kind in enumerate(kinds, 1) if kind != "dummy"), default=0)
     return list(kinds[:count]), [each.get("sliding_window") for each in options[:count]]
 
 
@@ -57,11 +57,11 @@ def mask_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def sdpa_mask() -> Callable[..., Any]:
-    """What makes the elements of a mask, (B, 1, S_q, S_k) bool."""
+    """The function that computes the elements of a mask, (B, 1, S_q, S_k) bool."""
     from transformers.masking_utils import sdpa_mask
 
-    found: Callable[..., Any] = sdpa_mask
-    return found
+    function: Callable[..., Any] = sdpa_mask
+    return function
 
 
 def mask_maker(name: str) -> Callable[..., Any] | None:
@@ -72,33 +72,33 @@ def mask_maker(name: str) -> Callable[..., Any] | None:
 
 
 def sdpa_attention_forward() -> Callable[..., Any]:
-    """What a layer runs whose attention is "sdpa"."""
+    """The attention function of layers that run "sdpa"."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: Callable[..., Any] = sdpa_attention_forward
-    return found
+    function: Callable[..., Any] = sdpa_attention_forward
+    return function
 
 
 def no_init_weights() -> AbstractContextManager[None]:
-    """Models are built in it with the weights that memory holds: nothing is drawn, nothing is written."""
+    """A context in which models are built with uninitialised weights: nothing is drawn, nothing is written."""
     from transformers.initialization import no_init_weights
 
-    found: AbstractContextManager[None] = no_init_weights()
-    return found
+    context: AbstractContextManager[None] = no_init_weights()
+    return context
 
 
 def default_generation_settings(config: Any) -> dict[str, Any]:
-    """What `generate` takes for every setting that neither the call nor a GenerationConfig gives."""
-    found: dict[str, Any] = config._get_default_generation_params()
-    return found
+    """The value that `generate` uses for each setting given neither in the call nor in a GenerationConfig."""
+    settings: dict[str, Any] = config._get_default_generation_params()
+    return settings
 
 
 def wraps_subclasses(cls: type) -> bool:
-    """Is the `__init_subclass__` of `cls` the one that puts gradient checkpointing around `forward` (from 5.23)?
+    """True if the `__init_subclass__` of `cls` is the one that wraps `forward` in gradient checkpointing (from 5.23).
 
-    It registers nothing, and a subclass whose `forward` is ours is checkpointed as its parent was.
+    It registers nothing, and it checkpoints a subclass with our `forward` as it does the parent.
     """
     layers = sys.modules.get("transformers.modeling_layers")
     layer = getattr(layers, "GradientCheckpointingLayer", object)
-    own = getattr(layer.__init_subclass__, "__func__", None)
-    return own is not None and getattr(cls.__init_subclass__, "__func__", None) is own
+    hook = getattr(layer.__init_subclass__, "__func__", None)
+    return hook is not None and getattr(cls.__init_subclass__, "__func__", None) is hook

@@ -1,8 +1,7 @@
-"""Is the patched model as accurate as it was?  Its logits and the unpatched model's, each against a wider copy of the
-latter.
+"""Check that a patched model is as accurate as the unpatched one: compare the logits of each with a wider copy.
 
-Comparing the two with each other would only say that they differ, as any two orders of summation do. Comparing each
-with float32 (float64 for a float32 model) says whether the patch made the model worse, which is the question.
+Comparing the two with each other would only show that they differ, as any two orders of summation do. Comparing each
+with float32 (float64 for a float32 model) shows whether the patch made the model worse.
 """
 
 import inspect
@@ -21,7 +20,7 @@ from tilewright.models.wide import full_precision, wide_copy, wide_dtype
 
 LIMIT = 1.1  # error of the patched model / error of the unpatched one, logits
 GRADIENT_LIMIT = 3.0  # the same for gradients, which pass through every rounding twice
-MOST = 0.25  # relative error of logits that float8 may come to: a model that loses more is not made for it
+MOST = 0.25  # largest relative error of logits in float8: a model that loses more does not suit it
 FLOOR = 1e-6  # relative errors below this are float32 noise: the wider copy still norms and rotates in float32
 
 
@@ -29,7 +28,7 @@ FLOOR = 1e-6  # relative errors below this are float32 noise: the wider copy sti
 class Comparison:
     """Relative Frobenius error of the patched and of the unpatched model against the reference.
 
-    narrow: the error that float8 makes with plain torch products; our kernels may make `limit` times that, too.
+    narrow: the error of the same float8 with plain torch products; our kernels may add `limit` times that.
     """
 
     error: float
@@ -39,14 +38,14 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Patched over unpatched; 1 where both are exact."""
+        """Error of the patched model over that of the unpatched one; 1 where both are exact."""
         if self.unpatched_error == 0.0:
             return 1.0 if self.error == 0.0 else math.inf
         return self.error / self.unpatched_error
 
     @property
     def passed(self) -> bool:
-        """Not worse than `limit` times the unpatched model, or all that float8 adds to it.  A NaN is worse."""
+        """True if the error is at most `limit` times the sum of the unpatched model's and float8's.  A NaN fails."""
         return self.error <= self.limit * (self.unpatched_error + self.narrow) + FLOOR and not (
             self.narrow and self.error > MOST
         )
@@ -62,7 +61,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, over `tokens` positions, with a copy of the unpatched model in `reference`."""
+    """The comparison over `tokens` positions with a wider copy of the unpatched model, described by `reference`."""
 
     reference: str
     tokens: int
@@ -75,7 +74,7 @@ class Verification:
     def passed(self) -> bool:
         """Errors within their limits, and top-1 agreement not below the unpatched model's beyond both intervals.
 
-        In float8 agreement is stated and not judged: it is what the error makes of logits that lie close.
+        In float8 agreement is reported and not judged: close logits change order by the error of float8 alone.
         """
         accurate = self.logits.passed and (self.gradients is None or self.gradients.passed)
         if self.logits.narrow:
@@ -101,10 +100,10 @@ def compare(
     gradients: bool,
     in_torch: AbstractContextManager[None] | None = None,
 ) -> Verification:
-    """Run `model` as it is, and inside `unpatched` as it was, in evaluation mode; nothing of the model is changed.
+    """Compare `model` as it is with `model` inside `unpatched`, in evaluation mode; nothing of the model is changed.
 
     inputs: the tensor that the model takes first (token ids (B, S), pixels), or its keyword arguments; None draws
-    random tokens.  InputError where the unpatched model fails on them.  Where they hold an `attention_mask`, only
+    random tokens.  Raises InputError where the unpatched model fails on them.  If they hold an `attention_mask`, only
     unmasked positions count.   in_torch: inside it float8 products are torch's; None where nothing runs in float8.
     """
     kwargs = _keyword_inputs(model, inputs)
@@ -118,8 +117,8 @@ def compare(
                     f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]} "
                     "Pass inputs= that its forward takes, or verify=False."
                 ) from error
-            wide = wide_dtype(model)
-            reference = wide_copy(model, wide, next(model.parameters()).device)
+            reference_dtype = wide_dtype(model)
+            reference = wide_copy(model, reference_dtype, next(model.parameters()).device)
         got, got_grads = _run(model, kwargs, gradients)
         narrow = got
         if in_torch is not None:
@@ -130,7 +129,7 @@ def compare(
     keep = _counted_positions(kwargs, exact)
     got, narrow, base, exact = got[keep], narrow[keep], base[keep], exact[keep]
     return Verification(
-        reference=f"the unpatched model in {str(wide).removeprefix('torch.')}",
+        reference=f"the unpatched model in {str(reference_dtype).removeprefix('torch.')}",
         tokens=exact.shape[0],
         logits=Comparison(
             relative_error([got], [exact]),
@@ -202,7 +201,7 @@ def _counted_positions(kwargs: dict[str, Any], logits: Tensor) -> Tensor:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off, whatever mixture of modes the modules are in, and that mixture back afterwards."""
+    """Set evaluation mode inside the block; each module gets its own mode back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -28,34 +28,33 @@ def wide_dtype(model: nn.Module) -> torch.dtype:
 
 
 def wide_copy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A copy whose floating parameters and buffers are at least `dtype`, made without a narrow one first.
+    """Copy `model` with floating parameters and buffers of at least `dtype`; no narrow copy is made on the way.
 
-    Ties are kept, floating inputs are cast on entry. Hugging Face norms and rotary tables compute in float32 whatever
-    they are given, so a float64 copy is as accurate as those islands allow: about 1e-7, which the floor of every
-    accuracy rule covers.
+    Tied weights stay tied, floating inputs are cast on entry. Hugging Face norms and rotary tables compute in float32
+    for any input, so a float64 copy is accurate to about 1e-7, which the floor of every accuracy rule covers.
     """
 
-    def wide(tensor: Tensor) -> Tensor:
+    def widen(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.element_size() >= dtype.itemsize:
             return tensor.detach().to(device, copy=True)
         return tensor.detach().to(device, dtype)
 
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(wide(parameter), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(widen(parameter), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo.setdefault(id(buffer), wide(buffer))
-    found = copy.deepcopy(model, memo)
-    run_plainly(found)
+        memo.setdefault(id(buffer), widen(buffer))
+    clone = copy.deepcopy(model, memo)
+    run_plainly(clone)
     narrower = tuple(d for d in (torch.float16, torch.bfloat16, torch.float32) if d.itemsize < dtype.itemsize)
-    cast_on_entry(found, narrower, dtype, device)
-    return found
+    cast_on_entry(clone, narrower, dtype, device)
+    return clone
 
 
 def cast_on_entry(
     model: nn.Module, sources: tuple[torch.dtype, ...], target: torch.dtype, device: torch.device
 ) -> RemovableHandle:
-    """From now on `model` gets tensors on `device`, and those of `sources` in `target`; `.remove()` undoes."""
+    """Move the inputs of `model` to `device`, and cast those of `sources` to `target`, until `.remove()` is called."""
 
     def convert(x: Any) -> Any:
         return x.to(device, target if x.dtype in sources else x.dtype) if isinstance(x, Tensor) else x
@@ -68,7 +67,7 @@ def cast_on_entry(
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """No TF32 in float32 products while open."""
+    """Disable TF32 in float32 products inside the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,4 +1,4 @@
-"""Compile candidates in parallel, before any of them is launched: what spills or does not compile never runs."""
+"""Compile candidates in parallel before any of them is launched: one that spills or does not compile never runs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from tilewright.dispatch import implementations
 from tilewright.hardware import arch
 from tilewright.jit.collect import Collector, collect
 from tilewright.log import logger
-from tilewright.tuning.problem import Problem, without_memory
+from tilewright.tuning.problem import Problem, fake_call
 from tilewright.tuning.space import Trial
 from tilewright.tuning.watched import Watched, WorkerFailed
 
 
 class Compilers:
-    """A pool of watched workers without a GPU.  `seconds`: what one candidate may take."""
+    """A pool of watched workers without a GPU.   seconds: limit for one candidate."""
 
     def __init__(self, jobs: int, architecture: str, seconds: float) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": "", "TILEWRIGHT_ARCH": architecture, "OMP_NUM_THREADS": "1"}
@@ -31,8 +31,8 @@ class Compilers:
         """Compilations at once."""
         return len(self._workers)
 
-    def compile(self, problem: Problem, trials: Sequence[Trial], done: Callable[[], None]) -> None:
-        """Compile all; those that may not run get their reason.  `done` is called after each."""
+    def compile(self, problem: Problem, trials: Sequence[Trial], advance: Callable[[], None]) -> None:
+        """Compile all; those that may not run get their reason.  `advance` is called after each."""
         waiting, busy = list(trials), dict[Watched, Trial]()
         while waiting or busy:
             for worker in self._workers:
@@ -48,7 +48,7 @@ class Compilers:
                     trial.reason = worker.answer()
                 except WorkerFailed as error:
                     trial.reason = f"{error} (while it was compiled)"
-                done()
+                advance()
 
     def close(self) -> None:
         """End the workers."""
@@ -57,13 +57,13 @@ class Compilers:
 
 
 def compile_candidate(problem: Problem, backend: str, config: Any, default: bool) -> str | None:
-    """In a worker: compile every kernel the candidate would launch.  Why it may not run, or None.
+    """Compile every kernel the candidate would launch, in a worker.  Returns why it may not run, or None.
 
-    A default may spill: it is what runs where nothing is tuned, and has to be timed.
-    What cannot be compiled without being launched is left to the check.
+    A default may spill: it runs where nothing is tuned, so it must be timed.
+    A kernel that cannot be compiled ahead of a launch is left to the check.
     """
     gpu = torch.device(problem.device).type == "cuda"
-    with without_memory(problem, meta=gpu) as call:
+    with fake_call(problem, meta=gpu) as call:
         raw, args = call
         implementation = implementations(raw.op, raw.direction, raw.package).get(backend)
         if implementation is None:  # torch
@@ -71,13 +71,13 @@ def compile_candidate(problem: Problem, backend: str, config: Any, default: bool
         with collect(arch(problem.device)) as collector:
             try:
                 implementation.launch(raw.allocate(args, args[0].device), *args, config=config)
-            except Exception as error:  # noqa: BLE001 - these tensors have no data: a launch that wants it is no fault
+            except Exception as error:  # noqa: BLE001 - a launch that reads data fails on these tensors, and may
                 logger.debug("%s %s: not compiled ahead: %s", backend, config, error)
                 return None
-    return _compiled(collector, default)
+    return _compile_jobs(collector, default)
 
 
-def _compiled(collector: Collector, may_spill: bool) -> str | None:
+def _compile_jobs(collector: Collector, may_spill: bool) -> str | None:
     for job in collector.jobs:
         try:
             spilled = job.compile().info.get("spills")

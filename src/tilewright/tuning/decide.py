@@ -1,4 +1,4 @@
-"""From a race to a table row: what counts as faster, and what is written down."""
+"""Turn a race into a table row: what counts as faster, and what is recorded."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tilewright.tuning.space import Space, Trial
 
 
 def decide(case: Case, space: Space, race: Race, torchs: Samples | None, min_gain: float, seconds: float) -> Tuned:
-    """The winner of a race, if it beats the present choice by more than `min_gain` and by more than the noise."""
+    """Pick the winner of a race if it beats the present choice by more than `min_gain` and by more than the noise."""
     present, best, ratio = space.present, race.best, race.ratio
     gain = None if ratio is None else ratio.value - 1
     if ratio is None:
@@ -52,5 +52,5 @@ def _runner_up(winner: Trial, samples: dict[Trial, Samples]) -> dict[str, Any] |
 
 
 def _digits(value: float, count: int) -> float:
-    """Rounded to significant digits: more are noise."""
+    """Round to significant digits: more are noise."""
     return float(f"{value:.{count}g}")

@@ -1,4 +1,4 @@
-"""Is a problem timed as CUDA graphs?  By the rule of the bench, so that a table is made of the times a report shows."""
+"""Choose how a problem is timed, by the rule of the bench, so that tables hold the times that reports show."""
 
 from functools import cache
 
@@ -11,10 +11,10 @@ from tilewright.dispatch import Cost
 
 
 def launches(cost: Cost, dtype: torch.dtype, device: torch.device, *, inference: bool) -> int | None:
-    """Launches of one graph; None for calls that are timed one by one.   inference: the workload has no backward."""
+    """Launches of one CUDA graph; None where calls are timed one by one.   inference: the workload has no backward."""
     total = cost.bytes_read + cost.bytes_written
     foreseen = 0.0
-    if device.type == "cuda" and inference:  # for the others only the bytes count
+    if device.type == "cuda" and inference:  # elsewhere the rule reads the bytes alone
         foreseen = max(total / _bytes_per_us(device), cost.flops / _flops_per_us(dtype, device))
     return graph_launches(total, foreseen, device, inference=inference)
 

@@ -1,4 +1,4 @@
-"""What is tuned: one raw op on one workload, small enough to be sent to a process that rebuilds the rest from it."""
+"""A problem to tune: one raw op on one workload, as plain data from which a worker rebuilds the rest."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +14,16 @@ from torch.utils._pytree import tree_map
 from tilewright.dispatch import Contract, RawOp, Sample, contract, implementations, record
 from tilewright.dispatch.contract import Direction
 
-SMALL = 37  # rows of the problem that is judged tile by tile: odd, so that the last block of every tiling is masked
+SMALL = 37  # rows of the small problem of the check: odd, so that the last block of every tiling is masked
 
 
 @dataclass(frozen=True)
 class Problem:
-    """`params`, `dtype`: of the workload.  `modules`: to import, so that the op and its backends are registered.
-    `inference`: it has no backward.
+    """One raw op on one workload.
+
+    params, dtype  those of the workload
+    modules        imported in the worker, so that the op and its backends are registered
+    inference      the workload has no backward
     """
 
     op: str
@@ -42,8 +45,8 @@ class Problem:
     @property
     def raw(self) -> RawOp:
         """The raw op: forward or backward."""
-        (found,) = [raw for raw in self.contract.raw_ops if raw.direction == self.direction]
-        return found
+        (raw_op,) = [raw for raw in self.contract.raw_ops if raw.direction == self.direction]
+        return raw_op
 
     def sample(self) -> Sample:
         """Arguments of the public function: fresh random tensors on the device."""
@@ -58,25 +61,25 @@ class Call(NamedTuple):
 
 
 def modules_of(subject: Contract, device_type: str) -> tuple[str, ...]:
-    """Every module that an op and its implementations were registered from."""
+    """The modules whose import registers an op and its implementations."""
     names = ["tilewright.ops", subject.function.__module__]
     for raw in subject.raw_ops:
-        found = implementations(raw.op, raw.direction, raw.package, device_type)
-        names += [implementation.launch.__module__ for implementation in found.values()]
+        impls = implementations(raw.op, raw.direction, raw.package, device_type)
+        names += [implementation.launch.__module__ for implementation in impls.values()]
     return tuple(dict.fromkeys(names))
 
 
 def raw_call(problem: Problem, sample: Sample) -> Call:
-    """The raw op as the public function calls it; nothing but torch runs.  A backward gets random cotangents."""
+    """The raw op with the arguments that the public function passes; only torch runs.  Cotangents are random."""
     with torch.no_grad(), record() as notes:
         problem.contract.function(*sample.args, **sample.kwargs, backend="torch")
         raw, args, _, _ = notes.calls[0]
         if problem.direction == "fwd":
             return Call(raw, args)
-        made = raw.plain(*args)
+        result = raw.plain(*args)
     gradient = problem.contract.gradient
     assert gradient is not None, "a case has a backward only where the contract has one"
-    outputs = (made,) if isinstance(made, Tensor) else tuple(made)
+    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
     cotangents = tuple(torch.randn_like(output) for output in outputs)
     plain = tuple(None if isinstance(a, Tensor) else a for a in args)
     needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
@@ -84,13 +87,11 @@ def raw_call(problem: Problem, sample: Sample) -> Call:
 
 
 @contextmanager
-def without_memory(problem: Problem, *, meta: bool = False) -> Iterator[Call]:
-    """The call on fake tensors of the device, or on meta tensors: sizes, strides and types.  The device need not be
-    there.
-    """
+def fake_call(problem: Problem, *, meta: bool = False) -> Iterator[Call]:
+    """Yield the call on fake tensors of the device, which this machine need not have, or on meta tensors."""
     with FakeTensorMode():
         sample = problem.contract.inputs(problem.params, problem.dtype, torch.device("cpu"), problem.seed)
-    # The reference is traced on meta tensors: slicing a fake GPU tensor wants a GPU
+    # The reference is traced on meta tensors: slicing a fake GPU tensor needs a GPU
     raw, raw_args = raw_call(problem, Sample(_like(sample.args, "meta"), _like(dict(sample.kwargs), "meta")))
     if meta:
         yield Call(raw, _like(raw_args, "meta"))
@@ -100,7 +101,7 @@ def without_memory(problem: Problem, *, meta: bool = False) -> Iterator[Call]:
 
 
 def _like(values: Any, device: str) -> Any:
-    """`values` with each tensor replaced by an empty one on `device`, of the same strides."""
+    """Replace each tensor in `values` by an empty one on `device`, of the same strides."""
 
     def empty(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -111,13 +112,13 @@ def _like(values: Any, device: str) -> Any:
 
 
 def bucket_of(problem: Problem, numerics: str = "default") -> tuple[int, ...]:
-    """The sizes that a choice for this problem depends on."""
-    with without_memory(problem) as call:
+    """The bucket: the sizes that the choice for this problem depends on."""
+    with fake_call(problem) as call:
         return call.raw.bucket_of(call.args, numerics)
 
 
-def shrunk(problem: Problem) -> Problem:
-    """The same problem with fewer rows, for checks that cost much: sizes that no choice but the batch's depends on."""
+def shrink_rows(problem: Problem) -> Problem:
+    """The same problem with fewer rows, for costly checks: shrinks sizes that the batch-invariant bucket leaves out."""
     fixed = bucket_of(problem, "batch_invariant")
     for name, size in problem.params.items():
         if type(size) is int and size > SMALL:
@@ -128,7 +129,7 @@ def shrunk(problem: Problem) -> Problem:
 
 
 def _bucket_without_batch(problem: Problem) -> tuple[int, ...] | None:
-    """None for sizes that do not go together, say more heads than there are groups of them."""
+    """The batch-invariant bucket; None for sizes that do not fit together, such as fewer heads than groups."""
     try:
         return bucket_of(problem, "batch_invariant")
     except (ValueError, RuntimeError):

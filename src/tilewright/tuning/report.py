@@ -1,4 +1,4 @@
-"""What a tuning run did, row by row: before, after, and what became of every candidate."""
+"""The report of a tuning run, row by row: before, after, and the result of every candidate."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,10 +12,11 @@ from tilewright.tuning.space import Trial
 class Tuned:
     """One (op, direction, bucket, dtype).
 
-    before   what ran until now, and why; `gain` is its time over that of `after`, round by round, less one
-    after    what the table says now
-    changed  whether that is another choice than before
-    note     why it was not changed, or was
+    before   the choice until now; `why` is dispatch's reason for it
+    after    the choice in the table now
+    gain     time of `before` over that of `after`, round by round, minus one
+    changed  True if `after` is another choice than `before`
+    note     why it was or was not changed
     """
 
     op: str
@@ -43,7 +44,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Untuned:
-    """One that could not be tuned, and why; `failed`: that is an error, not a lack of time or of choice."""
+    """A case that could not be tuned, and why.   failed: by an error, not for lack of time or of candidates."""
 
     op: str
     case: str
@@ -55,7 +56,7 @@ class Untuned:
 
 @dataclass
 class Report:
-    """A run.  `seed` draws the same inputs, and in a random search the same order, again."""
+    """A run.   seed: reproduces the inputs and, in a random search, the order."""
 
     device: str
     seed: int
@@ -65,7 +66,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Did every case find a right candidate?"""
+        """True if no case failed."""
         return not any(case.failed for case in self.untuned)
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,6 +95,6 @@ class Report:
 
     def losers(self) -> list[str]:
         """One line for each reason why candidates were dropped, the most frequent first."""
-        found = (trial.reason for each in self.tuned for trial in each.trials)
-        reasons = Counter(reason.split(":", maxsplit=1)[0] for reason in found if reason is not None)
+        texts = (trial.reason for each in self.tuned for trial in each.trials)
+        reasons = Counter(reason.split(":", maxsplit=1)[0] for reason in texts if reason is not None)
         return [f"dropped {count}: {reason}" for reason, count in reasons.most_common()]

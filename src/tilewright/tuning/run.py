@@ -30,7 +30,7 @@ from tilewright.tuning.watched import Watched, WorkerFailed
 FOREVER = 1e9  # seconds: no budget
 
 Progress = Callable[[int, int, Case, str, int, int], None]
-"""(number of the case, cases, the case, what is under way, done, in all)."""
+"""(number of the case, cases, the case, current step, count, total)."""
 
 
 def tune(
@@ -49,28 +49,28 @@ def tune(
     seed: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Find the fastest choice for every declared workload of `suite`, and write what is new into a table.
+    """Find the fastest choice for every declared workload of `suite`, and write changed rows into a table.
 
     suite      an op, an op family ("norm", "softmax", ...) or "all"
-    case       only workloads with these sizes, or these sizes themselves;  dtype, direction, backend: only these
+    case       only workloads with these sizes; if none has them, these sizes.   dtype, direction, backend: only these
     search     "exhaustive", or "random": the space in random order, for a budget that does not reach its end
-    budget     seconds for the whole run; each case gets its share, and the present choice is timed in any case
-    min_gain   a row is changed only for a choice faster than the present one by more than this, and by more than noise
+    budget     seconds for the whole run; each case gets its share, and the present choice is always timed
+    min_gain   a row changes only for a choice faster than the present one by more than this and by more than the noise
     path       the table to write; default: the user's own for this device
-    seconds    what one candidate may take to compile, to be checked or to be timed, before it is given up
-    seed       of the random inputs; default: fresh
+    seconds    limit for compiling, checking or timing one candidate
+    seed       seed of the random inputs; default: a fresh one
 
-    Everything runs in processes and on tensors of the tuner's own.  A second tuner of the same op on such a device
-    waits.  Raises InputError inside a CUDA graph capture, UsageError for names that do not exist, BackendError for a
+    Everything runs in the tuner's own processes, on its own tensors.  A second tuner of the same op on a device of the
+    same name waits.  Raises InputError inside a CUDA graph capture, UsageError for unknown names, BackendError for a
     backend that cannot run on the device.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise InputError("tune: a CUDA graph is being captured. Tune before, or after.")
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if backend is not None and (reason := missing(check_name(backend), where.type)):
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if backend is not None and (reason := missing(check_name(backend), target.type)):
         raise BackendError(f"tune: backend {backend} {reason}.")
-    cases = _cases(suite, case, dtype, direction, where)
-    run = _Run(where, search, backend, min_gain, path, seconds, seed)
+    cases = _cases(suite, case, dtype, direction, target)
+    run = _Run(target, search, backend, min_gain, path, seconds, seed)
     end = time.monotonic() + (FOREVER if budget is None else budget)
     try:
         for i, each in enumerate(cases):
@@ -79,9 +79,9 @@ def tune(
                 run.leave(each, "the budget was used up")
                 continue
 
-            def say(what: str, done: int, of: int, number: int = i, running: Case = each) -> None:
+            def say(what: str, count: int, total: int, number: int = i, running: Case = each) -> None:
                 if progress is not None:
-                    progress(number, len(cases), running, what, done, of)
+                    progress(number, len(cases), running, what, count, total)
 
             run.tune(each, now + (end - now) / (len(cases) - i), say)
     finally:
@@ -90,7 +90,7 @@ def tune(
 
 
 class _Run:
-    """What the cases of one run share: workers, the table, the report."""
+    """State that the cases of one run share: workers, the table, the report."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Run:
         self._machine = machine.describe(device).to_dict()
         target = path or users_table(self._machine["device"])
         if target.exists():
-            table.read(target)  # rows are merged into it: a file that is no table is refused before the work
+            table.read(target)  # rows are merged into it: raise now if the file is no table
         seed = secrets.randbelow(2**31) if seed is None else seed
         self.report = Report(self._machine["device"], seed, target)
         gpu = device.type == "cuda"
@@ -119,59 +119,59 @@ class _Run:
         self._bench.close()
 
     def leave(self, case: Case, reason: str, *, failed: bool = False) -> None:
-        """Note a case that was not tuned."""
+        """Record a case that was not tuned."""
         self.report.untuned.append(Untuned(*case.key, reason, failed))
 
-    def tune(self, case: Case, until: float, say: Callable[[str, int, int], None]) -> None:
-        """Tune one case, alone on machines that share this cache folder."""
+    def tune(self, case: Case, deadline: float, say: Callable[[str, int, int], None]) -> None:
+        """Tune one case, under a lock that machines with this cache folder share."""
         subject, problem = case.contract, _problem(case, self._device, self.report.seed)
-        found = space(problem, self._search, self._backend)
-        key = (subject.name, case.direction, found.bucket, found.dtype, "default")
+        search_space = space(problem, self._search, self._backend)
+        key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._rows().get(key)
         say("waiting for another tuner", 0, 1)
-        with _alone(f"{self._machine['device']} {subject.name}") as waited:
+        with _exclusive(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
-                found = space(problem, self._search, self._backend)
+                search_space = space(problem, self._search, self._backend)
                 if self._rows().get(key) != before:
                     self.leave(case, "another process has just tuned it")
                     return
-            if all(trial.backend == "torch" for trial in found.trials):
+            if all(trial.backend == "torch" for trial in search_space.trials):
                 self.leave(case, "torch alone can run it")
                 return
             began = time.monotonic()
             track = Track(problem, self._compilers, self._bench, self._effort)
             try:
-                race = track.race(found, until, say)
+                race = track.race(search_space, deadline, say)
                 torchs = next((s for t, s in race.samples.items() if t.backend == "torch"), None) or track.torch()
             except (BackendError, WorkerFailed) as error:
                 self.leave(case, str(error), failed=True)
                 return
-            tuned = decide(case, found, race, torchs, self._min_gain, time.monotonic() - began)
+            tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
             if tuned.changed or before is None:
                 table_update.update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
     def _rows(self) -> dict[tuple[str, ...], table.Row]:
-        """Rows of the table that is written."""
+        """Rows of the table that this run writes."""
         return {row.key: row for row in table.read(self.report.table)[1]} if self.report.table.exists() else {}
 
 
 def _cases(
     suite: str, case: Mapping[str, Any] | None, dtype: str | None, direction: Direction | None, device: torch.device
 ) -> list[Case]:
-    """Cases of an op, a family or all, without those whose row an earlier one already decides."""
-    known = known_contracts()
-    if suite not in known and suite not in suites():
-        raise UsageError(f"no op or suite named {suite!r}. Ops: {', '.join(known)}. Suites: {', '.join(suites())}.")
-    family, ops = (known[suite].family, [suite]) if suite in known and suite not in suites() else (suite, None)
-    found: dict[tuple[Any, ...], Case] = {}
+    """Cases of an op, a family or all; of several that share a table row, the first."""
+    by_name = known_contracts()
+    if suite not in by_name and suite not in suites():
+        raise UsageError(f"no op or suite named {suite!r}. Ops: {', '.join(by_name)}. Suites: {', '.join(suites())}.")
+    family, ops = (by_name[suite].family, [suite]) if suite in by_name and suite not in suites() else (suite, None)
+    unique: dict[tuple[Any, ...], Case] = {}
     for each in select(family, ops=ops, dtype=dtype, case=case, device=device):
         if direction in (None, each.direction):
-            found.setdefault(
+            unique.setdefault(
                 (each.contract.name, each.direction, each.dtype, bucket_of(_problem(each, device, 0))), each
             )
-    return list(found.values())
+    return list(unique.values())
 
 
 def _problem(case: Case, device: torch.device, seed: int) -> Problem:
@@ -183,14 +183,14 @@ def _problem(case: Case, device: torch.device, seed: int) -> Problem:
 
 
 @contextmanager
-def _alone(what: str) -> Iterator[bool]:
-    """Nobody else on machines that share this cache folder tunes `what` in the block; True if we had to wait."""
+def _exclusive(name: str) -> Iterator[bool]:
+    """Hold the lock called `name` on all machines with this cache folder; yields True if we had to wait for it."""
     locks = current().cache_dir / "locks"
     try:
         locks.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
-    lock = FileLock(locks / f"tune-{slug(what)}.lock")
+    lock = FileLock(locks / f"tune-{slug(name)}.lock")
     try:
         lock.acquire(timeout=0)
         waited = False

@@ -17,19 +17,19 @@ from tilewright.tuning.space import Space, Trial
 from tilewright.tuning.watched import Watched, WorkerFailed, WorkerLost
 
 PREPARE_S = 300.0  # inputs and oracle of the largest workloads, on a busy machine
-GROUP = 8  # candidates timed in one go: each holds outputs of its own
+GROUP = 8  # candidates timed together: each holds its own outputs
 FINALISTS = 6
-NEAR = 1.08  # a first look errs by a few percent
-TRYING = 0.75  # share of a budget for compiling and checking
+NEAR = 1.08  # the first look is off by a few percent
+TRYING = 0.75  # share of the budget for compiling and checking
 NO_TIME = "not tried: the budget was used up"
 
 Progress = Callable[[str, int, int], None]
-"""(what is under way, done, in all)."""
+"""(current step, count, total)."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds of the first look and of the last, and seconds that one candidate may take for any step."""
+    """Rounds of the first look and of the last, and the limit in seconds for any step of one candidate."""
 
     look: int
     rounds: int
@@ -38,9 +38,9 @@ class Effort:
 
 @dataclass(frozen=True)
 class Race:
-    """What a race found.  best: the fastest.  ratio: present / best, round by round, None where present is out.
+    """The result of a race.   best: the fastest.   ratio: present / best, round by round; None if present was dropped.
 
-    samples: of the last look, the present choice's, each backend's best and torch's among them.
+    samples: those of the last look, with the present choice, each backend's best and torch among them.
     """
 
     best: Trial
@@ -49,27 +49,27 @@ class Race:
 
 
 class Track:
-    """One problem in the hands of workers: `compilers` for all candidates, one `bench` worker that has the device."""
+    """One problem and its workers: `compilers` compile all candidates, one `bench` worker has the device."""
 
     def __init__(self, problem: Problem, compilers: Compilers, bench: Watched, effort: Effort) -> None:
         self._problem, self._compilers, self._bench, self._effort = problem, compilers, bench, effort
         self._prepared: int | None = None
 
-    def race(self, space: Space, until: float, progress: Progress) -> Race:
-        """Find the fastest right candidate before `until` (of time.monotonic).
+    def race(self, space: Space, deadline: float, progress: Progress) -> Race:
+        """Find the fastest correct candidate before `deadline` (in time.monotonic).
 
-        Raises BackendError where none is right.
+        Raises BackendError if none is correct.
         """
         trials = space.trials
-        trying_until = time.monotonic() + TRYING * (until - time.monotonic())
-        self._try(trials, len(space.first), trying_until, progress)
+        trial_deadline = time.monotonic() + TRYING * (deadline - time.monotonic())
+        self._try(trials, len(space.first), trial_deadline, progress)
         if space.present.backend == "torch" and self._problem.direction == "bwd":
             space.present.reason = "torch's backward is autograd's: no row can ask for it"
         progress("timing", 0, 2)
-        right = self._in_race(trials)
-        self._look(right, self._effort.look, space.present)
+        correct = self._in_race(trials)
+        self._look(correct, self._effort.look, space.present)
         progress("timing", 1, 2)
-        finalists = _finalists(self._in_race(right), space.present)
+        finalists = _finalists(self._in_race(correct), space.present)
         samples = self._timed(finalists, self._effort.rounds)
         progress("timing", 2, 2)
         best = min(self._in_race(finalists), key=lambda trial: samples[trial].median)
@@ -84,43 +84,43 @@ class Track:
             times = str(error)
         return None if isinstance(times, str) else Samples(times)
 
-    def _try(self, trials: Sequence[Trial], always: int, until: float, progress: Progress) -> None:
-        """Compile and check, in batches as large as the pool; the first `always` whatever the time."""
-        done = 0
+    def _try(self, trials: Sequence[Trial], always: int, deadline: float, progress: Progress) -> None:
+        """Compile and check, in batches of twice the pool; the first `always` even when the time is up."""
+        tried = 0
         for batch in _batches(trials, max(always, 2 * self._compilers.jobs), 2 * self._compilers.jobs):
             compiled = 0
 
             def advance() -> None:
                 nonlocal compiled
                 compiled += 1
-                progress("compiling", done + compiled, len(trials))  # noqa: B023 - called before the next batch
+                progress("compiling", tried + compiled, len(trials))  # noqa: B023 - called before the next batch
 
-            if done and time.monotonic() > until:
+            if tried and time.monotonic() > deadline:
                 for trial in batch:
                     trial.reason = NO_TIME
                 continue
             self._compilers.compile(self._problem, batch, advance)
             for trial in batch:
-                done += 1
-                if trial.reason is None and done > always and time.monotonic() > until:
+                tried += 1
+                if trial.reason is None and tried > always and time.monotonic() > deadline:
                     trial.reason = NO_TIME
                 if trial.reason is None:
-                    trial.reason = self._checked(trial)
-                progress("checking", done, len(trials))
+                    trial.reason = self._check(trial)
+                progress("checking", tried, len(trials))
 
-    def _checked(self, trial: Trial) -> str | None:
-        """Why a candidate is out, or None.  A crash counts in a new worker only: an old one may hold others' damage."""
-        used = self._bench.generation if self._bench.alive else None
+    def _check(self, trial: Trial) -> str | None:
+        """Why a candidate is dropped, or None.  A crash in a used worker is retried: another may have caused it."""
+        generation = self._bench.generation if self._bench.alive else None
         try:
             reason: str | None = self._ask("check", *trial.choice)
         except WorkerFailed as error:
-            if isinstance(error, WorkerLost) and not error.hung and self._prepared == used:
-                return self._checked(trial)
+            if isinstance(error, WorkerLost) and not error.hung and self._prepared == generation:
+                return self._check(trial)
             return str(error)
         return reason
 
     def _look(self, trials: Sequence[Trial], rounds: int, present: Trial) -> None:
-        """A rough time of each, comparable across groups through the present choice."""
+        """Time each roughly; the present choice in every group makes groups comparable."""
         others = [trial for trial in trials if trial is not present]
         reference: float | None = None
         for group in _batches(others, GROUP, GROUP):
@@ -129,14 +129,14 @@ class Track:
             base = samples[present].median if present in samples else None
             reference = reference or base
             scale = reference / base if reference and base else 1.0
-            for trial, found in samples.items():
-                trial.us = found.median * scale
+            for trial, timed in samples.items():
+                trial.us = timed.median * scale
         if not others:
-            for trial, found in self._timed(list(trials), rounds).items():
-                trial.us = found.median
+            for trial, timed in self._timed(list(trials), rounds).items():
+                trial.us = timed.median
 
     def _timed(self, trials: Sequence[Trial], rounds: int) -> dict[Trial, Samples]:
-        """Interleaved samples; who cannot be timed gets a reason and is missing."""
+        """Interleaved samples; a trial that cannot be timed gets its reason and has none."""
         racing = [trial for trial in trials if trial.reason is None]
         while racing:
             try:
@@ -157,7 +157,7 @@ class Track:
         return {}
 
     def _culprit(self, trials: Sequence[Trial]) -> tuple[Trial, str]:
-        """Which of these takes the worker down, and how: the half that does so alone holds it."""
+        """Find the trial that takes the worker down, by bisection, and how it does."""
         while len(trials) > 1:
             half = trials[: len(trials) // 2]
             try:
@@ -173,14 +173,14 @@ class Track:
         return trials[0], "crashed: only beside others"
 
     def _in_race(self, trials: Sequence[Trial]) -> list[Trial]:
-        found = [trial for trial in trials if trial.reason is None]
-        if not found:
+        racing = [trial for trial in trials if trial.reason is None]
+        if not racing:
             reasons = "; ".join(f"{trial}: {trial.reason}" for trial in trials[:3])
             raise BackendError(f"{self._problem.op}: no candidate is right here ({reasons})")
-        return found
+        return racing
 
     def _ask(self, request: str, *arguments: Any) -> Any:
-        """Ask the worker that has the device; a new one is first given the problem."""
+        """Send a request to the worker that has the device; a new worker is first sent the problem."""
         if not self._bench.alive or self._prepared != self._bench.generation:
             try:
                 self._bench.ask("prepare", self._problem, timeout=PREPARE_S)
@@ -192,16 +192,16 @@ class Track:
 
 
 def _batches(trials: Sequence[Trial], first: int, size: int) -> Iterator[list[Trial]]:
-    """The first batch of one size, the others of another."""
+    """Split trials into a first batch of size `first` and others of size `size`."""
     yield list(trials[:first])
     for start in range(first, len(trials), size):
         yield list(trials[start : start + size])
 
 
 def _finalists(trials: Sequence[Trial], present: Trial) -> list[Trial]:
-    """The present choice, the best of each backend, and those that come near the best of all."""
+    """The present choice, the best of each backend, and those near the best of all."""
     ranked = sorted(trials, key=lambda trial: trial.us or 0.0)
-    near = [trial for trial in ranked if (trial.us or 0.0) <= NEAR * (ranked[0].us or 0.0)]
+    contenders = [trial for trial in ranked if (trial.us or 0.0) <= NEAR * (ranked[0].us or 0.0)]
     leaders = {trial.backend: trial for trial in reversed(ranked)}
-    chosen = [*leaders.values(), *near[:FINALISTS], *([present] if present in trials else [])]
+    chosen = [*leaders.values(), *contenders[:FINALISTS], *([present] if present in trials else [])]
     return list(dict.fromkeys(chosen))

@@ -1,4 +1,4 @@
-"""What there is to try for one problem: every backend that can run it, in every configuration of its search space."""
+"""The candidates of one problem: every backend that can run it, in every configuration of its search space."""
 
 import random
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any, Literal
 from tilewright.dispatch import implementations
 from tilewright.dispatch.configs import to_row
 from tilewright.dispatch.select import known, refusal
-from tilewright.tuning.problem import Problem, without_memory
+from tilewright.tuning.problem import Problem, fake_call
 
 Search = Literal["exhaustive", "random"]
 
 
 @dataclass(eq=False)
 class Trial:
-    """One candidate and what became of it.
+    """One candidate and its result.
 
-    default  the present choice, or what a backend takes where nothing is tuned
-    reason   why it is out of the race; None while it is in it
+    default  the present choice, or a backend's choice where nothing is tuned
+    reason   why it was dropped; None while it is in the race
     us       its median time, microseconds
     """
 
@@ -29,7 +29,7 @@ class Trial:
 
     @property
     def choice(self) -> tuple[str, Any]:
-        """(backend, config), as it is sent to a worker."""
+        """(backend, config), the form that is sent to a worker."""
         return self.backend, self.config
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Space:
-    """present: what runs today.  first: the present choice, then each backend's own default; rest: all others."""
+    """The trials of a problem.   present: what runs now.   first: it, then backends' defaults.   rest: the others."""
 
     bucket: str
     dtype: str
@@ -59,23 +59,23 @@ class Space:
 
 
 def space(problem: Problem, search: Search, backend: str | None = None) -> Space:
-    """The candidates of `problem`, in the order they are tried; with `backend` only of that one.
+    """The candidates of `problem`, in the order they are tried; with `backend`, only that backend's.
 
-    The present choice is always among them.  torch counts in the forward only: its backward is autograd's, which a
-    table cannot ask for.
+    The present choice is always among them.  torch is a candidate in the forward only: its backward is autograd's,
+    which a table row cannot name.
     """
-    with without_memory(problem) as call:
+    with fake_call(problem) as call:
         raw, args = call
         plan = raw.plan(args, "auto", "default")
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
-        found = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
-        able = [name for name in known(found) if refusal(raw, found, name, args, "default") is None]
+        impls = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
+        runnable = [name for name in known(impls) if refusal(raw, impls, name, args, "default") is None]
     present = Trial(plan.backend, plan.config, default=True)
     first, rest = [present], list[Trial]()
-    for name in able:
+    for name in runnable:
         if (backend is not None and name != backend) or (name == "torch" and problem.direction == "bwd"):
             continue
-        configs = found[name].space(bucket, dtype) if name in found else (None,)
+        configs = impls[name].space(bucket, dtype) if name in impls else (None,)
         for i, config in enumerate(configs):
             if (name, config) != present.choice:
                 (rest if i else first).append(Trial(name, config, default=not i))

@@ -1,4 +1,4 @@
-"""A problem made real, in a worker: its tensors, what its results are judged by, and the clock."""
+"""A problem in a worker: its tensors, the standards its results are judged by, and its timing."""
 
 import gc
 import warnings
@@ -22,40 +22,38 @@ from tilewright.bench.timing import interleave
 from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl, unregister_impl
 from tilewright.dispatch.select import refusal
 from tilewright.tuning.pace import launches
-from tilewright.tuning.problem import Problem, raw_call, shrunk, without_memory
+from tilewright.tuning.problem import Problem, fake_call, raw_call, shrink_rows
 from tilewright.validate.bits import memory, replicas
 from tilewright.validate.case import Case, Findings
 from tilewright.validate.modes import MODES
 from tilewright.validate.modes.memory import GUARD, guarded, poisoned
-from tilewright.validate.oracle import converted, wider
+from tilewright.validate.oracle import convert, jitter_dtype_of
 from tilewright.validate.rule import Standard, standard
 
 _CHECKS = {"fwd": ("eager", "poison", "inputs_unchanged"), "bwd": ("backward", "poison", "inputs_unchanged")}
 
-_JITTERS = 2  # each is a reference on the whole problem
-_ORDER = (
-    2.0**-20
-)  # a few float32 roundings: sums of a whole problem are long, and no order of summation is the right one
+_JITTERS = 2  # each runs the reference on the whole problem
+_ORDER = 2.0**-20  # a few float32 roundings: sums of a whole problem are long, and every order of summation is right
 
 Call = Callable[[], object]
 
 
 class Subject:
-    """The problem's own tensors: no candidate ever sees those of a user."""
+    """A problem with its own tensors: no candidate gets those of a user."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.contract, self.device = problem, problem.contract, torch.device(problem.device)
         self.sample = problem.sample()
         self.raw, self.args = raw_call(problem, self.sample)
         self.cost = self.contract.cost(self.sample, problem.direction)
-        self._shrunk = shrunk(problem)
+        self._small_problem = shrink_rows(problem)
         self._small, self._standards = self._small_case(), self._make_standards()
 
     def implementation(self, backend: str) -> Implementation:
         """The registered implementation of a backend."""
         return implementations(self.raw.op, self.raw.direction, self.raw.package, self.device.type)[backend]
 
-    # Being right.
+    # Correctness.
 
     def check(self, backend: str, config: Any) -> str | None:
         """Why a candidate is wrong, or None: first a small problem, tile by tile, then the one that is timed."""
@@ -72,34 +70,34 @@ class Subject:
             return None
         self._small.backend = backend
         for name in _CHECKS[self.problem.direction]:
-            found = Findings(self._small)
+            findings = Findings(self._small)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, about the deterministic algorithms that poisoning asks for
-                MODES[name].run(self._small, found)
-            if found.faults:
-                return f"wrong ({name}): {found.faults[0]}"
+                warnings.simplefilter("ignore")  # torch warns of the deterministic algorithms that poisoning sets
+                MODES[name].run(self._small, findings)
+            if findings.faults:
+                return f"wrong ({name}): {findings.faults[0]}"
         return None
 
     def _takes_few_rows(self, backend: str) -> bool:
-        """Can the public function run the small problem on `backend`, there and back?"""
-        for problem in (replace(self._shrunk, direction="fwd"), self._shrunk):
-            with without_memory(problem) as (raw, args):
-                found = implementations(raw.op, raw.direction, raw.package, self.device.type)
-                if refusal(raw, found, backend, args, "default") is not None:
+        """True if the public function can run the small problem on `backend`, forward and backward."""
+        for problem in (replace(self._small_problem, direction="fwd"), self._small_problem):
+            with fake_call(problem) as (raw, args):
+                impls = implementations(raw.op, raw.direction, raw.package, self.device.type)
+                if refusal(raw, impls, backend, args, "default") is not None:
                     return False
         return True
 
     def _small_case(self) -> Case:
         def make(seed: int) -> Sample:
-            return replace(self._shrunk, seed=seed).sample()
+            return replace(self._small_problem, seed=seed).sample()
 
         case = Case(self.contract, "tuning", make, backend=None, seed=self.problem.seed)
         if self.problem.direction == "fwd":
-            case.positions = ()  # the modes then leave the backward alone
+            case.positions = ()  # the modes then skip the backward
         return case
 
     def _judge_guarded(self, chosen: Implementation, config: Any) -> str | None:
-        """Launch into NaN-filled outputs with noise on both sides: all of them is written, and nothing around them."""
+        """Launch into NaN-filled outputs with noise on both sides: every element is written, and nothing else."""
         outs = tuple(
             guarded(tuple(t.shape), t.dtype, self.device, GUARD, 0, t.stride())
             for t in self.raw.allocate(self.args, "meta")
@@ -113,14 +111,14 @@ class Subject:
         return self._judge(outs)
 
     def _judge(self, outs: object) -> str | None:
-        judged = (wanted.judge(ours) for wanted, ours in zip(self._standards, tensors(outs), strict=True))
-        return next((f"wrong: {fault}" for measure in judged for fault in measure.faults), None)
+        measures = (expected.judge(ours) for expected, ours in zip(self._standards, tensors(outs), strict=True))
+        return next((f"wrong: {fault}" for measure in measures for fault in measure.faults), None)
 
     def _make_standards(self) -> list[Standard]:
-        """For the whole problem, tile by tile: the reference on float64, and what torch makes of it in its dtype."""
+        """Standards for the whole problem, tile by tile: the reference in float64, and torch in the problem's dtype."""
         exact, torchs = self._reference(torch.float64), tensors(self.raw.plain(*self.args))
         noise = torch.Generator(self.device).manual_seed(self.problem.seed)
-        noisy = [self._reference(wider(Sample(self.args)), noise) for _ in range(_JITTERS)]
+        noisy = [self._reference(jitter_dtype_of(Sample(self.args)), noise) for _ in range(_JITTERS)]
         factor = self.contract.tolerance if self.problem.direction == "fwd" else self.contract.gradient_tolerance
         return [
             standard(
@@ -130,32 +128,32 @@ class Subject:
         ]
 
     def _reference(self, dtype: torch.dtype, noise: torch.Generator | None = None) -> list[Tensor]:
-        return tensors(self.raw.reference(*converted(self.args, dtype, noise)))
+        return tensors(self.raw.reference(*convert(self.args, dtype, noise)))
 
-    # Being fast.
+    # Timing.
 
     def time(self, choices: Sequence[tuple[str, Any]], rounds: int) -> list[list[float] | str]:
-        """Interleaved device times in microseconds, one a round and choice; a reason for one that cannot be timed."""
-        made: dict[str, Call] = {}
+        """Interleaved device times in microseconds, one for each round; or why a choice cannot be timed."""
+        timed_calls: dict[str, Call] = {}
         reasons: dict[str, str] = {}
         graph = self._launches
         with torch.inference_mode(self.problem.direction == "fwd"):
             for i, (backend, config) in enumerate(choices):
                 try:
                     call = rotate(self._calls(backend, config))
-                    made[str(i)] = capture(call, launches=graph, device=self.device) if graph else call
+                    timed_calls[str(i)] = capture(call, launches=graph, device=self.device) if graph else call
                 except RuntimeError as error:
                     reasons[str(i)] = f"cannot be captured: {error}".splitlines()[0][:200]
             if graph:
-                timed = interleave_replays(made, device=self.device, launches=graph, rounds=rounds, evict=True)
+                timed = interleave_replays(timed_calls, device=self.device, launches=graph, rounds=rounds, evict=True)
             else:
-                timed = interleave(made, device=self.device, rounds=rounds)
+                timed = interleave(timed_calls, device=self.device, rounds=rounds)
             for name in timed:
                 backend, config = choices[int(name)]
                 fault = None if backend == "torch" else self._judge(self._call(backend, config, self._sets[0])())
                 if fault is not None:
                     reasons[name] = f"after timing: {fault}"
-        del made
+        del timed_calls
         gc.collect()  # graphs hold their memory
         return [reasons.get(str(i)) or timed[str(i)].us for i in range(len(choices))]
 
@@ -165,7 +163,7 @@ class Subject:
 
     @cached_property
     def _sets(self) -> list[tuple[Any, ...]]:
-        """Copies of the arguments, enough to find the L2 cold at every call."""
+        """Copies of the arguments, enough that every call finds a cold L2."""
         touched = self.cost.bytes_read + self.cost.bytes_written
         count = sets_for(touched, self.device, at_most=self._launches or MAX_LAUNCHES)
         return [self.args, *(replicas(self.args) for _ in range(count - 1))]
@@ -188,7 +186,7 @@ class Subject:
         return call
 
     def _autograd(self) -> list[Call]:
-        """torch's own backward, as a model without this library runs it: what `torch_us` means."""
+        """Calls of torch's own backward, as a model without this library runs it: `torch_us` is its time."""
         contract, seed = self.contract, self.problem.seed
         workload = Workload("tuning", self.problem.params, (self.problem.dtype,))
         case = BenchCase(contract, workload, self.problem.dtype, "bwd")
@@ -200,9 +198,9 @@ class Subject:
 
 @contextmanager
 def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
-    """Let the public function run `chosen` with this config, whatever a plan says; this process is nobody else's."""
+    """Make the public function run `chosen` with this config inside the block, in this worker alone."""
 
-    def launch(outs: tuple[Tensor, ...], *args: Any, **planned: Any) -> None:
+    def launch(outs: tuple[Tensor, ...], *args: Any, **plan_options: Any) -> None:
         chosen.launch(outs, *args, config=config)
 
     options = {f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name not in ("op", "launch")}
@@ -215,5 +213,5 @@ def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
 
 def _edges(t: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes before and after a guarded output; they share its memory."""
-    everything, width = memory(t), GUARD * t.element_size()
-    return everything[:width], everything[-width:]
+    storage, width = memory(t), GUARD * t.element_size()
+    return storage[:width], storage[-width:]

@@ -1,7 +1,7 @@
-"""A worker process under watch: it answers in time, or it is killed and the reason is known.
+"""A worker process with a time limit: it answers in time, or it is killed and the reason is recorded.
 
-The worker is a plain `python -P -m`, not a fork: it shares no CUDA context with its parent, a script that tunes needs
-no `if __name__ == "__main__"`, and a file of the current folder is imported only where the parent would import it too.
+The worker is started as `python -P -m`, not forked: it shares no CUDA context with its parent, a script that tunes
+needs no `if __name__ == "__main__"`, and a file in the current folder is imported only if the parent would import it.
 """
 
 import os
@@ -15,11 +15,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-START_S = 120.0  # Python, torch and the ops are imported: seconds, and more on a busy machine
+START_S = 120.0  # the worker imports torch and the ops: seconds, and more on a busy machine
 
 
 class WorkerFailed(Exception):
-    """The request raised in the worker, which lives on.  The text is the reason."""
+    """The request raised in the worker, which still runs.  The text is the reason."""
 
 
 class WorkerLost(WorkerFailed):
@@ -31,44 +31,44 @@ class WorkerLost(WorkerFailed):
 
 
 class Watched:
-    """One worker: `ask`, or `send` and later `answer`.  It starts with the first request, anew after a loss."""
+    """One worker: `ask`, or `send` and later `answer`.  A request starts a process if there is none."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = False  # has it said that it is there?
+        self._started = False  # True once the process has sent its first message
         self._limit = self.deadline = 0.0
         self.generation = 0
-        """How many processes there have been."""
+        """Number of processes started so far."""
 
     @property
     def alive(self) -> bool:
-        """Is there a process that has not been lost?"""
+        """True while there is a process."""
         return self._process is not None
 
     @property
     def connection(self) -> Connection:
-        """Readable when there is something to hear; see `settled`."""
+        """Readable when the worker has sent something; see `settled`."""
         return self._connection
 
     def ask(self, request: str, *arguments: Any, timeout: float) -> Any:
-        """What the worker returns.  Raises WorkerFailed, and WorkerLost after `timeout` seconds."""
+        """Return the worker's answer.  Raises WorkerFailed, and WorkerLost after `timeout` seconds."""
         self.send(request, *arguments, timeout=timeout)
         return self.answer()
 
     def send(self, request: str, *arguments: Any, timeout: float) -> None:
-        """Begin a request, and a process where there is none; the time it takes to start does not count."""
+        """Send a request, and start a process if there is none; the start does not count towards `timeout`."""
         if self._process is not None and self._process.poll() is not None:  # it died idle
             self.close()
         if self._process is None:
             self._start()
         self._limit = timeout
         self.deadline = time.monotonic() + (timeout if self._started else START_S)
-        with suppress(OSError):  # it has just died: the answer will say so
+        with suppress(OSError):  # the process has just died: `answer` reports it
             self._connection.send((request, *arguments))
 
     def settled(self) -> bool:
-        """Would `answer` return at once?  Hears that a process has started, from when on its time counts."""
+        """True if `answer` would return at once.  Reads the start message, from which the time limit counts."""
         if not self._started and self._connection.poll(0):
             try:
                 self._connection.recv()
@@ -79,7 +79,7 @@ class Watched:
         return self._connection.poll(0) or time.monotonic() >= self.deadline
 
     def answer(self) -> Any:
-        """Wait for the answer to the request under way."""
+        """Wait for the answer to the current request."""
         assert self._process is not None, "nothing was asked"
         try:
             while not self.settled():
@@ -101,7 +101,7 @@ class Watched:
         return value
 
     def close(self) -> None:
-        """End the process, whatever it is doing, and the compilers it has started."""
+        """Kill the process and the compilers it has started."""
         if self._process is not None:
             with suppress(ProcessLookupError):  # all of them have ended
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -112,19 +112,19 @@ class Watched:
             self._errors.close()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, worker_end = Pipe()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tilewright.tuning.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", "tilewright.tuning.worker", str(worker_end.fileno())],
+            pass_fds=[worker_end.fileno()],
             env={**os.environ, "PYTHONPATH": path, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
             start_new_session=True,
         )
-        theirs.close()
+        worker_end.close()
         self.generation += 1
 
     def _last_words(self, status: int) -> str:

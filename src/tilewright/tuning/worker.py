@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """The requests.  The problem of the last one is kept: its inputs and its oracle cost seconds."""
+    """One method for each request.  The problem of the last one is kept: its inputs and its oracle take seconds."""
 
     def __init__(self) -> None:
         self._subject: Subject | None = None
@@ -30,7 +30,7 @@ class Worker:
         return compile_candidate(problem, backend, config, default)
 
     def prepare(self, problem: Problem) -> None:
-        """Make the inputs of a problem, and what its results are judged by."""
+        """Make the inputs of a problem, and the standards its results are judged by."""
         self._subject = None  # frees the last one's memory first
         device = torch.device(problem.device)
         if device.type == "cuda":
@@ -45,7 +45,7 @@ class Worker:
         return self._prepared.check(backend, config)
 
     def time(self, choices: list[tuple[str, Any]], rounds: int) -> list[list[float] | str]:
-        """Times of each choice, one a round, in microseconds; or why it has none."""
+        """Microseconds of each choice, one for each round; or why it has none."""
         return self._prepared.time(choices, rounds)
 
     @property
@@ -55,7 +55,7 @@ class Worker:
 
 
 def serve(connection: Connection) -> None:
-    """Answer until the other side is gone."""
+    """Answer requests until the other side closes the pipe."""
     worker = Worker()
     connection.send(("done", None))
     while True:
@@ -73,7 +73,7 @@ def serve(connection: Connection) -> None:
 
 
 def _usable() -> bool:
-    """Does the device still answer?  An illegal access makes every later call of its context fail."""
+    """True if the device still works: an illegal access makes every later call of its context fail."""
     if not torch.cuda.is_initialized():
         return True
     try:
@@ -89,7 +89,7 @@ def _short(error: Exception) -> str:
 
 
 def _die_with_parent() -> None:
-    """A candidate that hangs must not outlive a tuner that was killed."""
+    """Ask the kernel to kill this process with its parent: a hanging candidate must not outlive a killed tuner."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

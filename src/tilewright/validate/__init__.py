@@ -4,7 +4,7 @@
     >>> print(check("rms_norm", "llama8b_train", backend="triton"))
     >>> check("rms_norm").require()          # every edge case; raises VerificationError with the report
 
-Nothing here knows an op by name; all is read from its contract.
+No op is named in this package: all is read from contracts.
 """
 
 from tilewright.validate.checking import check

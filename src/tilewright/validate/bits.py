@@ -20,18 +20,18 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def other_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors of one shape and dtype differ in their bit patterns, and not as one NaN from another."""
+    """True where two tensors of one shape and dtype differ in their bits and are not both NaN."""
     both_nan = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
     return (bits(a) != bits(b)) & ~both_nan
 
 
 def memory(t: Tensor) -> Tensor:
-    """Every byte of the storage behind `t`, gaps and neighbours of the view included; shares memory with it."""
+    """Every byte of the storage of `t`, gaps and neighbours of the view included; shares memory with it."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
 def replica(t: Tensor) -> Tensor:
-    """A copy of `t` with memory of its own and the same strides, alignment, surroundings and negative bit."""
+    """Copy `t` with its storage: the same strides, alignment, surroundings and negative bit."""
     if t.is_neg():
         return torch._neg_view(replica(torch._neg_view(t)))
     storage = memory(t).clone().untyped_storage()
@@ -39,5 +39,5 @@ def replica(t: Tensor) -> Tensor:
 
 
 def replicas(values: Any) -> Any:
-    """`values` with every tensor in it replaced by its replica."""
+    """Replace every tensor in `values` by its replica."""
     return tree_map(lambda v: replica(v) if isinstance(v, Tensor) else v, values)

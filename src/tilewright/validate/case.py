@@ -1,4 +1,4 @@
-"""One problem under check: an op, one sample of its inputs, the backend asked for, and what the result should be."""
+"""One problem under check: an op, one sample of its inputs, the requested backend, and the standards of its results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,26 +17,26 @@ from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_
 
 
 class RawCall(NamedTuple):
-    """A call of a raw op; `wish` is its last two arguments, backend and numerics."""
+    """A call of a raw op.   preference: its last two arguments, backend and numerics."""
 
     op: RawOp
     args: tuple[Any, ...]
-    wish: tuple[str, str]
+    preference: tuple[str, str]
 
     def plan(self) -> Plan:
         """What the raw op would launch for this call."""
-        return self.op.plan(self.args, *self.wish)
+        return self.op.plan(self.args, *self.preference)
 
 
 class Other(NamedTuple):
-    """Another sample and its truth.  To be read only."""
+    """Another sample and its truth, shared by all modes: read it only."""
 
     sample: Sample
     truth: Truth
 
 
 class Case:
-    """A sample with its truth.  `sample()` hands out copies, so that a mode which is spoilt spoils nobody else."""
+    """A sample with its truth.  `sample()` returns copies, so that a mode cannot spoil the sample of another."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class Case:
         self._others: dict[int, Other] = {}
 
     def sample(self) -> Sample:
-        """The inputs, in memory of their own."""
+        """A copy of the inputs."""
         return Sample(replicas(self._sample.args), replicas(dict(self._sample.kwargs)))
 
     def other(self, number: int = 1) -> "Other":
-        """Other values of the same shapes and dtypes, with their truth: another set for each number from 1.
+        """Other values of the same shapes and dtypes, with their truth: a different set for each number from 1.
 
-        Raises NotApplicable where they are the case's own values.
+        Raises NotApplicable if they equal the case's own values.
         """
         if number not in self._others:
             sample = self._make(self.seed + number)
@@ -75,8 +75,8 @@ class Case:
 
     def truth_of(self, sample: Sample, cotangents: Sequence[Tensor] | None = None) -> Truth:
         """The truth of another sample."""
-        kept = Sample(replicas(sample.args), replicas(dict(sample.kwargs)))
-        return truth(self.contract, kept, self.seed + 1, cotangents)
+        replica = Sample(replicas(sample.args), replicas(dict(sample.kwargs)))
+        return truth(self.contract, replica, self.seed + 1, cotangents)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Sample:
         """The inputs with `change` applied to every tensor."""
@@ -109,12 +109,12 @@ class Case:
         )
 
     def raw_calls(self, sample: Sample) -> list[RawCall]:
-        """The raw calls behind one public call: forward, and backward where there is one."""
+        """The raw calls of one public call: forward, and backward where there is one."""
         return raw_calls(self.contract, self.function, sample)
 
 
 def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) -> list[RawCall]:
-    """The raw calls behind one call of an op's public `function`: forward, and backward where there is one.
+    """The raw calls of one call of an op's public `function`: forward, and backward where there is one.
 
     Raises NotApplicable where there are none: torch computes some options of attention by itself.
     """
@@ -122,18 +122,18 @@ def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) 
         function(*sample.args, **sample.kwargs)
     if not notes.calls:
         raise NotApplicable("no raw op is behind this call")
-    op, args, *wish = notes.calls[0]
-    forward = RawCall(op, args, (wish[0], wish[1]))
+    op, args, *preference = notes.calls[0]
+    forward = RawCall(op, args, (preference[0], preference[1]))
     gradient = contract.gradient
     if gradient is None or not gradient.covers(args):
         return [forward]
     plain = tuple(None if isinstance(a, Tensor) else a for a in args)
     needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
     with torch.no_grad():
-        outputs = as_tuple(op(*args, *wish))
+        outputs = as_tuple(op(*args, *preference))
     cotangents = tuple(torch.randn_like(o) for o in outputs)
     raw = gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs)
-    return [forward, RawCall(gradient.op, raw, forward.wish)]
+    return [forward, RawCall(gradient.op, raw, forward.preference)]
 
 
 def tensors(sample: Sample) -> list[Tensor]:
@@ -152,57 +152,60 @@ def overwrite(sample: Sample, values: Sample) -> None:
 
 
 class NotApplicable(Exception):
-    """Raised by a mode that has nothing to say about a case; the text is the reason."""
+    """Raised by a mode that does not apply to a case; the text is the reason."""
 
 
 @dataclass
 class Findings:
-    """What one mode found out about one case."""
+    """The findings of one mode about one case."""
 
     case: Case
     measures: list[Measure] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
-    judged: int = 0  # how many things were looked at
+    judged: int = 0  # number of judgements
 
     def require(self, condition: bool, fault: str) -> None:
-        """Note `fault` unless `condition` holds."""
+        """Record `fault` unless `condition` holds."""
         self.judged += 1
         if not condition:
             self.faults.append(fault)
 
     @contextmanager
-    def part(self, where: str) -> Iterator[str]:
-        """One way of several that a mode tries: where planning refuses it, the others still count.  Yields the words
-        that its faults begin with.
+    def part(self, name: str) -> Iterator[str]:
+        """One of several variants that a mode tries: if planning refuses it, the others still count.
+
+        Yields the prefix of its faults.
         """
         try:
-            yield f"{where}: "
+            yield f"{name}: "
         except RefusedError as reason:
-            self.refusals.append(f"{where}: {reason}")
+            self.refusals.append(f"{name}: {reason}")
 
     def adopt(self, trial: "Findings") -> None:
-        """Take over what a trial found."""
+        """Add the findings of a trial."""
         self.measures += trial.measures
         self.faults += trial.faults
         self.judged += trial.judged
 
-    def outputs(self, made: Sequence[Any], where: str = "", against: Truth | None = None) -> None:
+    def outputs(self, outputs: Sequence[Any], prefix: str = "", against: Truth | None = None) -> None:
         """Judge the outputs of one call."""
         standards = (against or self.case.truth).outputs
-        self.require(len(made) == len(standards), f"{where}{len(made)} outputs; the reference has {len(standards)}")
-        for wanted, ours in zip(standards, made, strict=False):
-            self.measure(wanted.judge(ours), where)
+        self.require(
+            len(outputs) == len(standards), f"{prefix}{len(outputs)} outputs; the reference has {len(standards)}"
+        )
+        for standard, ours in zip(standards, outputs, strict=False):
+            self.measure(standard.judge(ours), prefix)
 
-    def gradients(self, made: dict[int, Any], where: str = "", against: Truth | None = None) -> None:
+    def gradients(self, grads: dict[int, Any], prefix: str = "", against: Truth | None = None) -> None:
         """Judge gradients by position."""
         standards = (against or self.case.truth).gradients
-        for i, ours in made.items():
-            self.measure(standards[i].judge(ours), where)
+        for i, ours in grads.items():
+            self.measure(standards[i].judge(ours), prefix)
 
-    def measure(self, measure: Measure, where: str = "") -> None:
-        """Note one tensor that was judged."""
+    def measure(self, measure: Measure, prefix: str = "") -> None:
+        """Record the measure of one tensor."""
         self.judged += 1
         self.measures.append(measure)
-        self.faults.extend(where + fault for fault in measure.faults)
+        self.faults.extend(prefix + fault for fault in measure.faults)

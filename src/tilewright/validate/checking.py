@@ -1,4 +1,4 @@
-"""`check`: run an op every way it may be run, against the oracle, and report."""
+"""`check`: run an op in every execution mode against the oracle, and report."""
 
 import secrets
 import time
@@ -33,7 +33,7 @@ def check(
 ) -> CheckReport:
     """Check one op against its float64 oracle in every execution mode.  Failures are reported, not raised.
 
-    A mode is skipped where it has nothing to say about a case, or where planning refuses the backend asked for before
+    A mode is skipped where it does not apply to a case, or where planning refuses the requested backend before
     anything is launched.  Whatever goes wrong after that is a failure: a kernel that is not compiled, not loaded, not
     launched.  A report in which no mode ran the op has not passed.
 
@@ -54,18 +54,22 @@ def check(
     chosen = _modes(modes)
     if backend is not None:
         check_name(backend)
-    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     start = secrets.randbelow(2**31) if seed is None else seed
     results: list[Result] = []
-    problems = list(_problems(subject, sample, dtype, place))
-    telling = _representative(subject) if sample is None else None
+    problems = list(_problems(subject, sample, dtype, target))
+    representative = _representative(subject) if sample is None else None
     for i, problem in enumerate(problems):
-        runs = [m for m in chosen if (i == 0 or not m.once) and not (m.heavy and telling and problem.name != telling)]
+        runs = [
+            m
+            for m in chosen
+            if (i == 0 or not m.once) and not (m.heavy and representative and problem.name != representative)
+        ]
         if runs:
             case = Case(subject, problem.name, problem.make, backend=backend, seed=start + i, compiler=compiler)
-            place = case.device
+            target = case.device
             results += [_run(mode, case) for mode in runs]
-    return CheckReport(subject.name, backend or "auto", str(place), start, tuple(results))
+    return CheckReport(subject.name, backend or "auto", str(target), start, tuple(results))
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def _subject(op: str | Contract | Callable[..., Any]) -> Contract:
 
 
 def _representative(subject: Contract) -> str | None:
-    """The edge case heavy modes run on: the first whose batch is large enough (four) to be a symbolic size."""
+    """The edge case that heavy modes run on: the first with a batch of four or more, which can be a symbolic size."""
     for workload in subject.edge_cases:
         if subject.batch_dim is None:
             return workload.name
@@ -121,14 +125,14 @@ def _problems(subject: Contract, sample: Any, dtype: torch.dtype | None, device:
     else:
         if dtype is not None:
             raise InputError("check: dtype= goes with a workload; a sample has the dtypes of its tensors.")
-        given = sample if isinstance(sample, Sample) else Sample(tuple(sample))
-        kept = Sample(replicas(given.args), replicas(dict(given.kwargs)))
+        original = sample if isinstance(sample, Sample) else Sample(tuple(sample))
+        template = Sample(replicas(original.args), replicas(dict(original.kwargs)))
         variants: dict[int, Sample] = {}
 
         def make(seed: int) -> Sample:
             # the first request is the sample as given; any other is for different values of the same kind
             first = next(iter(variants), seed)
-            return variants.setdefault(seed, kept if seed == first else _other_values(kept, seed - first))
+            return variants.setdefault(seed, template if seed == first else _other_values(template, seed - first))
 
         yield _Problem("sample", make)
 
@@ -138,45 +142,43 @@ def _from_workload(subject: Contract, workload: Workload, dtype: torch.dtype, de
 
 
 def _named(subject: Contract, name: str) -> Workload:
-    known = {w.name: w for w in (*subject.workloads, *subject.cpu_workloads, *subject.edge_cases)}
-    found = known.get(name) or {n.partition(":")[0]: w for n, w in known.items()}.get(name)
-    if found is None:
-        raise InputError(f"check({subject.name}): no workload named {name!r}. Allowed: {', '.join(known)}.")
-    return found
+    workloads = {w.name: w for w in (*subject.workloads, *subject.cpu_workloads, *subject.edge_cases)}
+    workload = workloads.get(name) or {n.partition(":")[0]: w for n, w in workloads.items()}.get(name)
+    if workload is None:
+        raise InputError(f"check({subject.name}): no workload named {name!r}. Allowed: {', '.join(workloads)}.")
+    return workload
 
 
 def _other_values(sample: Sample, turn: int) -> Sample:
-    """The elements of the first argument, and of every floating-point tensor, moved on by `turn`: other values, of the
-    same kind.
-    """
+    """Other values of the same kind: roll the first argument, and every floating-point tensor, by `turn` elements."""
 
-    def moved(t: Any) -> Any:
+    def rolled(t: Any) -> Any:
         return bits(t).flatten().roll(turn).view(t.dtype).view(t.shape) if isinstance(t, Tensor) else t
 
     def weights(v: Any) -> Any:
-        return moved(v) if isinstance(v, Tensor) and v.is_floating_point() else v
+        return rolled(v) if isinstance(v, Tensor) and v.is_floating_point() else v
 
     rest, kwargs = tree_map(weights, (sample.args[1:], dict(sample.kwargs)))
-    return Sample((tree_map(moved, sample.args[0]), *rest), kwargs)
+    return Sample((tree_map(rolled, sample.args[0]), *rest), kwargs)
 
 
 def _run(mode: Mode, case: Case) -> Result:
-    found = Findings(case)
+    findings = Findings(case)
     began = time.perf_counter()
     reason = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about settings of its own: TF32, deterministic algorithms
-            mode.run(case, found)
+            warnings.simplefilter("ignore")  # torch warns about its own settings: TF32, deterministic algorithms
+            mode.run(case, findings)
     except (NotApplicable, RefusedError) as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 - whatever the op raised is the finding
-        found.faults.append(f"raised {type(error).__name__}: {error}")
-    if reason is None and not found.judged:
-        reason = "; ".join(found.refusals) or "nothing was judged"
-    status: Status = "failed" if found.faults else "passed" if reason is None else "skipped"
-    remarks = (*found.notes, *(f"refused: {text}" for text in found.refusals))
-    details = (reason,) if status == "skipped" and reason else (*found.faults, *remarks)
+        findings.faults.append(f"raised {type(error).__name__}: {error}")
+    if reason is None and not findings.judged:
+        reason = "; ".join(findings.refusals) or "nothing was judged"
+    status: Status = "failed" if findings.faults else "passed" if reason is None else "skipped"
+    remarks = (*findings.notes, *(f"refused: {text}" for text in findings.refusals))
+    details = (reason,) if status == "skipped" and reason else (*findings.faults, *remarks)
     seconds = time.perf_counter() - began
     dtype = str(case.dtype).removeprefix("torch.")
-    return Result(case.name, dtype, mode.name, status, details, tuple(found.measures), seconds, mode.computes)
+    return Result(case.name, dtype, mode.name, status, details, tuple(findings.measures), seconds, mode.computes)

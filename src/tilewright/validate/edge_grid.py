@@ -1,10 +1,10 @@
-"""A seeded sample of edge sizes for every op: where kernels go wrong, and no list of cases that somebody wrote looks.
+"""A seeded sample of edge sizes for every op: combinations in which kernels fail and which no written list covers.
 
-A problem is an edge case of the contract with other sizes: 0, 1, 2, and one below, at and above a tile; widths of heads
-from 16 to 256; groups of heads; tensors that begin 0, 2, 4 or 8 bytes behind a boundary.  All combinations would be
-millions, and faults mostly need two of them at once: of several candidates the one is taken that has the most pairs of
-values that no problem before it has, so that the first problems are the most telling ones.  The same seed gives the
-same problems in every process.
+A problem is an edge case of the contract with other sizes: 0, 1, 2, and one below, at and above a tile; head dims from
+16 to 256; groups of heads; tensors that begin 0, 2, 4 or 8 bytes after a boundary.  There are millions of combinations,
+and most faults need two values at once.  So each problem is the one of several random candidates with the most pairs of
+values that no earlier problem has: the first problems cover the most.  The same seed gives the same problems in every
+process.
 """
 
 import math
@@ -37,13 +37,13 @@ SIZES: Mapping[str, Values] = {
     "R": lambda params: [2, params["D"] // 4 * 2, params["D"]],
     "positions": lambda params: [max(params.get("S", 1), params.get("T", 1), 1) + 13],
 }
-"""Values of the sizes that contracts name alike.  A contract says in `edge_grid` where it needs others."""
+"""Values of the sizes whose names contracts share.  `edge_grid` of a contract gives others."""
 
 
 @dataclass(frozen=True)
 class EdgeProblem:
-    """One call.  base: the name of the edge case it has its options from.  offset: bytes that every tensor begins
-    behind a boundary of 256.  seed: of its random numbers.
+    """One call.   base: name of the edge case whose options it has.   offset: bytes from a boundary of 256 to the
+    start of every tensor.   seed: seed of its random numbers.
     """
 
     op: str
@@ -60,21 +60,22 @@ class EdgeProblem:
 
 
 def problems(contract: Contract, seed: int, density: float = 1.5) -> list[EdgeProblem]:
-    """The problems of one op: `density` for every thing that varies, at least two; a smaller density gives the first
-    ones of a larger.
+    """The problems of one op, at least two: `density` for each parameter that varies.
+
+    A smaller density gives the first problems of a larger one.
     """
     draw = random.Random(f"{seed} {contract.name}")
     varied = {name for base in contract.edge_cases for name in base.params if name in SIZES}
     count = max(2, math.ceil(density * (len(varied | {*contract.edge_grid}) + math.sqrt(len(contract.edge_cases)) + 2)))
     covered: set[tuple[str, str]] = set()
-    found: list[EdgeProblem] = []
-    while len(found) < count:
-        candidates = [_candidate(contract, draw, seed + len(found)) for _ in range(CANDIDATES)]
+    chosen: list[EdgeProblem] = []
+    while len(chosen) < count:
+        candidates = [_candidate(contract, draw, seed + len(chosen)) for _ in range(CANDIDATES)]
         pairs = [_pairs(candidate) for candidate in candidates]
         best = max(range(CANDIDATES), key=lambda i: len(pairs[i] - covered))
         covered |= pairs[best]
-        found.append(candidates[best])
-    return found
+        chosen.append(candidates[best])
+    return chosen
 
 
 def _candidate(contract: Contract, draw: random.Random, seed: int) -> EdgeProblem:
@@ -96,11 +97,11 @@ def _candidate(contract: Contract, draw: random.Random, seed: int) -> EdgeProble
 
 
 def _pairs(problem: EdgeProblem) -> set[tuple[str, str]]:
-    """Every two of what a problem is made of."""
+    """All pairs of the values of a problem."""
     parts = {"base": problem.base, "dtype": str(problem.dtype), "offset": problem.offset, **problem.params}
     return set(combinations(sorted(f"{name}={_word(value)}" for name, value in parts.items()), 2))
 
 
 def _word(value: Any) -> str:
-    """The same text in every process, for functions too."""
+    """Text of a value that is the same in every process, for functions too."""
     return str(getattr(value, "__name__", value)).removeprefix("torch.").replace(" ", "")

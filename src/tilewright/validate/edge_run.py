@@ -1,8 +1,8 @@
 """Run one problem of the edge grid on one backend: forward, backward, their tapes, and launches into guarded outputs.
 
-Inputs lie inside of larger buffers, the first element as many bytes behind a boundary as the problem says, and all
-around them lies 0xFF: NaN in every format, -1 as an integer.  What is read beyond a tensor so shows in the result, and
-what is written there is found afterwards.  Fresh memory, outputs and workspaces, holds NaN.
+Inputs lie inside larger buffers, at the problem's offset from a boundary, and the bytes around them are 0xFF: NaN in
+every format, -1 as an integer.  So a read beyond a tensor shows in the result, and a write there is found afterwards.
+Fresh memory (outputs and workspaces) holds NaN.
 """
 
 import warnings
@@ -22,15 +22,15 @@ from tilewright.validate.edge_grid import EdgeProblem
 from tilewright.validate.modes.memory import guarded, poisoned, surroundings
 from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
 
-GUARD = 4096  # bytes on both sides of what is given and of what is written
+GUARD = 4096  # bytes on both sides of every input and output
 _BOUNDARY = 256
-_REPEATS = 2  # of a call whose plan is known: one makes the tape, one replays it
+_REPEATS = 2  # after the first call: one makes the tape, one replays it
 
 
 @dataclass
 class EdgeResult:
-    """status: "passed", "failed", or "refused" where planning or a check said in words that it cannot be done.
-    refused_backward: why the forward ran and the backward was refused.
+    """status: "passed", "failed", or "refused" where planning or a check raised its own error before any launch.
+    refused_backward: why the backward was refused although the forward ran.
     """
 
     status: str = "passed"
@@ -39,14 +39,15 @@ class EdgeResult:
 
 
 class _Refused(Exception):
-    """Before anything was launched."""
+    """Planning or a check refused the call before any launch."""
 
 
 def run_problem(
     contract: Contract, problem: EdgeProblem, backend: str, device: torch.device, *, judged: bool = True
 ) -> EdgeResult:
-    """Run `problem` on exactly `backend`.  judged=False: nothing is compared, and no guard lies behind a tensor, for
-    runs under a tool that watches every access itself.
+    """Run `problem` on exactly `backend`.
+
+    judged=False: compare nothing and add no guards, for runs under a tool that checks every access itself.
     """
     result = EdgeResult()
     try:
@@ -67,8 +68,8 @@ def run_problem(
 def _run(
     contract: Contract, problem: EdgeProblem, backend: str, device: torch.device, judged: bool, result: EdgeResult
 ) -> None:
-    made = contract.inputs(problem.params, problem.dtype, device, problem.seed)
-    sample = placed(made, problem.offset, GUARD if judged else 0)
+    inputs = contract.inputs(problem.params, problem.dtype, device, problem.seed)
+    sample = placed(inputs, problem.offset, GUARD if judged else 0)
     memory = _memory(sample)
     before = [m.clone() for m in memory]
 
@@ -79,38 +80,40 @@ def _run(
         with torch.no_grad():
             return as_tuple(function(*sample.args, **sample.kwargs))
 
-    outputs = _planned(forward)
-    exact = truth(contract, made, problem.seed) if judged else None
+    outputs = _refusable(forward)
+    exact = truth(contract, inputs, problem.seed) if judged else None
     cotangents = _cotangents(outputs, exact, problem)
     _judge(result, exact, outputs, "")
     positions = gradient_inputs(contract, sample)
 
-    def both() -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
+    def forward_backward() -> tuple[tuple[Tensor, ...], dict[int, Tensor | None]]:
         return differentiate(function, sample, positions, cotangents)
 
     try:
         if positions:
-            _judge(result, exact, *_planned(both), "with gradients: ")
+            _judge(result, exact, *_refusable(forward_backward), "with gradients: ")
     except _Refused as reason:
         result.refused_backward, positions = str(reason), ()
-    for again in range(_REPEATS):
+    for repeat in range(_REPEATS):
         outputs = forward()
-        grads = both()[1] if positions else {}
-        if again == _REPEATS - 1:
+        grads = forward_backward()[1] if positions else {}
+        if repeat == _REPEATS - 1:
             _judge(result, exact, outputs, grads, "on tape: ")
     if not result.refused_backward:
-        with suppress(NotApplicable):  # no raw op is behind the call
+        with suppress(NotApplicable):  # the call has no raw op
             for call in raw_calls(contract, function, sample):
                 _launch_guarded(call, problem.offset, device, result)
     for i, (old, now) in enumerate(zip(before, memory, strict=True)):
         if not torch.equal(old, now):
-            at = int((old != now).nonzero()[0])
-            result.details.append(f"memory {i} of the inputs, or beside them, was written to: first at byte {at}")
+            first_byte = int((old != now).nonzero()[0])
+            result.details.append(
+                f"memory {i} of the inputs, or beside them, was written to: first at byte {first_byte}"
+            )
 
 
-def _planned(call: Callable[[], Any]) -> Any:
-    """What `call` returns.  What a check or planning says it cannot do is a refusal; a `BackendError` of any other kind
-    is a kernel that was not compiled, loaded or launched.
+def _refusable(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns.  Raises _Refused where a check or planning refuses; any other `BackendError` is a
+    kernel that failed to compile, load or launch.
     """
     try:
         return call()
@@ -121,23 +124,23 @@ def _planned(call: Callable[[], Any]) -> Any:
 
 
 def placed(sample: Sample, offset: int, guard: int) -> Sample:
-    """`sample` in other memory: each storage `offset` bytes behind a boundary, or one element where that is more, with
+    """Copy `sample` to new memory: each storage `offset` bytes (or one element, if larger) after a boundary, with
     `guard` bytes of 0xFF on both sides.
     """
-    found: dict[int, tuple[Tensor, int]] = {}
+    copies: dict[int, tuple[Tensor, int]] = {}
 
     def place(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         storage, size = value.untyped_storage(), value.element_size()
         key = storage._cdata
-        if key not in found:
+        if key not in copies:
             start = -(-guard // _BOUNDARY) * _BOUNDARY + -(-offset // size) * size
             memory = torch.full((start + storage.nbytes() + guard,), 0xFF, dtype=torch.uint8, device=value.device)
             bytes_of = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
             memory[start : start + storage.nbytes()] = bytes_of
-            found[key] = memory, start
-        memory, start = found[key]
+            copies[key] = memory, start
+        memory, start = copies[key]
         first = start // size + value.storage_offset()
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(
             memory.untyped_storage(), first, value.shape, value.stride()
@@ -149,10 +152,10 @@ def placed(sample: Sample, offset: int, guard: int) -> Sample:
 
 def _memory(sample: Sample) -> list[Tensor]:
     """The bytes of every storage of a sample, once."""
-    found = {t.untyped_storage()._cdata: t for t in tensors(sample)}
+    storages = {t.untyped_storage()._cdata: t for t in tensors(sample)}
     return [
         torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # shares memory
-        for t in found.values()
+        for t in storages.values()
     ]
 
 
@@ -164,29 +167,31 @@ def _cotangents(outputs: Sequence[Tensor], exact: Truth | None, problem: EdgePro
 
 
 def _judge(result: EdgeResult, exact: Truth | None, outputs: Sequence[Tensor], *rest: Any) -> None:
-    """By the rule of `check`.  rest: gradients, where there are some, and what to say in front of a fault."""
+    """Judge by the rule of `check`.   rest: gradients, if there are any, and the prefix of faults."""
     if exact is None:
         return
-    grads, where = rest if len(rest) == 2 else ({}, rest[0])
+    grads, prefix = rest if len(rest) == 2 else ({}, rest[0])
     if len(outputs) != len(exact.outputs):
-        result.details.append(f"{where}{len(outputs)} outputs; the reference has {len(exact.outputs)}")
-    measures = [wanted.judge(ours) for wanted, ours in zip(exact.outputs, outputs, strict=False)]
+        result.details.append(f"{prefix}{len(outputs)} outputs; the reference has {len(exact.outputs)}")
+    measures = [standard.judge(ours) for standard, ours in zip(exact.outputs, outputs, strict=False)]
     measures += [exact.gradients[i].judge(grad) for i, grad in grads.items()]
-    result.details += [where + fault for measure in measures for fault in measure.faults]
+    result.details += [prefix + fault for measure in measures for fault in measure.faults]
 
 
 def _launch_guarded(call: RawCall, offset: int, device: torch.device, result: EdgeResult) -> None:
-    """Launch the implementation itself into outputs that begin `offset` bytes behind a boundary."""
+    """Launch the implementation itself into outputs that begin `offset` bytes after a boundary."""
     plan = call.plan()
     outs = call.op.allocate(call.args, "meta")
     if plan.launch is None or call.op.compose is not None or not any(o.numel() for o in outs):
         return
-    if call.args[0].numel() == 0:  # the machinery computes the reference there
+    if call.args[0].numel() == 0:  # dispatch computes the reference for empty inputs
         return
-    given = [guarded(tuple(o.shape), o.dtype, device, GUARD, -(-offset // o.element_size()), o.stride()) for o in outs]
-    around = [surroundings(o) for o in given]
-    plan.launch(tuple(given), *call.args, config=plan.config)
-    for i, (out, old) in enumerate(zip(given, around, strict=True)):
+    buffers = [
+        guarded(tuple(o.shape), o.dtype, device, GUARD, -(-offset // o.element_size()), o.stride()) for o in outs
+    ]
+    bytes_before = [surroundings(o) for o in buffers]
+    plan.launch(tuple(buffers), *call.args, config=plan.config)
+    for i, (out, old) in enumerate(zip(buffers, bytes_before, strict=True)):
         for side, was, now in zip(("before", "after"), old, surroundings(out), strict=True):
             if not torch.equal(was, now):
                 result.details.append(f"{call.op.key} output {i}: memory {side} the output was overwritten")

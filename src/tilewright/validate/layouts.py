@@ -1,4 +1,4 @@
-"""The same values at other places in memory.  Gaps hold NaN, so that a kernel which reads one shows it."""
+"""The same values in other memory layouts.  Gaps hold NaN, so that a kernel which reads one gives NaN."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def every_second(t: Tensor) -> Tensor:
 
 
 def odd_singles(t: Tensor) -> Tensor:
-    """Strides that mean nothing, those of dimensions of one element, made odd or too large for 32 bits."""
+    """Change the strides of dimensions of one element, which address nothing, to odd ones or ones beyond 32 bits."""
     odd = (7, 1 << 33, 1)
     strides = [odd[i % 3] if n == 1 else s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True))]
     return t.as_strided(t.shape, strides)

@@ -1,7 +1,7 @@
-"""How far a tensor is from the exact one, each number answering one kind of fault.
+"""Measures of a tensor's error; each one sees another kind of fault.
 
-Norms of the whole tensor see a loss of precision everywhere; those of rows, columns and 64x64 tiles see one program
-of a grid going wrong, which the whole would dilute; ULPs see wrong small values beside large ones. All in float64.
+Norms of the full tensor see a loss of precision everywhere; those of rows, columns and 64x64 tiles see one wrong
+program of a grid, which the full norm would dilute; ULPs see wrong small values next to large ones. All in float64.
 """
 
 from collections.abc import Iterable
@@ -16,13 +16,13 @@ from tilewright.validate.bits import bits
 
 TILE = 64
 _BLOCK = 1 << 24  # elements
-CANCELLED = 2.0**-40  # of the typical value: less is what float64 leaves of terms that cancel, and has no right digit
+CANCELLED = 2.0**-40  # of the typical value: smaller ones are left by terms that cancel in float64; no digit is right
 
 
 class Errors(NamedTuple):
     """Norms of an error (or of any tensor seen as (M, N)), in its own units; `ulp` counts representable values."""
 
-    whole: Tensor  # (): Frobenius norm
+    frobenius: Tensor  # (): Frobenius norm
     largest: Tensor  # (): largest absolute value
     ulp: Tensor  # (): see `ulp_quantile`
     rows: Tensor  # (M,): norm of each row
@@ -64,7 +64,7 @@ def norms(values: Tensor, ulp: Tensor) -> Errors:
 
 
 def counts(like: Tensor) -> Errors:
-    """How many elements each norm of `like` is taken over."""
+    """Number of elements in each norm of `like`."""
     m, n = as_matrix(like).shape
     heights, widths = (_lengths(size, like.device) for size in (m, n))
     one = torch.ones((), dtype=torch.float64, device=like.device)
@@ -72,13 +72,13 @@ def counts(like: Tensor) -> Errors:
 
 
 def _lengths(size: int, device: torch.device) -> Tensor:
-    """How much of `size` each tile has along it."""
+    """Length of each tile along a dimension of `size`."""
     starts = torch.arange(0, size, TILE, dtype=torch.float64, device=device)
     return (size - starts).clamp_max(TILE)
 
 
 def _rows_at_once(like: Tensor) -> int:
-    """Rows whose squares are in memory at one time: whole tiles of them."""
+    """Number of rows whose squares are in memory at once: a multiple of the tile."""
     return max(_BLOCK // max(like.shape[-1] if like.dim() else 1, 1) // TILE, 1) * TILE
 
 
@@ -105,16 +105,16 @@ def _norms(blocks: Iterable[Tensor], ulp: Tensor) -> Errors:
 
 
 def typical(exact: Tensor) -> Tensor:
-    """The root mean square of what is finite and not zero: elements that a mask leaves empty say nothing of the others;
-    0 where there are none.
-    """
+    """Root mean square of the finite non-zero elements, as masked ones are zero by design; 0 if there are none."""
     squares = torch.where(exact.isfinite(), exact, 0.0).square()
     return (squares.sum() / (squares != 0).sum().clamp_min(1)).sqrt()
 
 
 def errors(value: Tensor, exact: Tensor, dtype: torch.dtype, *, ulps: bool = True) -> Errors:
-    """Errors of `value` against float64 `exact`, over the elements where both are finite; ULPs are those of `dtype`, of
-    elements that do not cancel.  ulps=False: without them, which take most of the time and memory of a large tensor.
+    """Errors of `value` against float64 `exact`, over elements where both are finite.
+
+    ULPs are those of `dtype`, over elements that do not cancel.  ulps=False leaves them out: they take most of the time
+    and memory of a large tensor.
     """
 
     def difference(pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -126,12 +126,12 @@ def errors(value: Tensor, exact: Tensor, dtype: torch.dtype, *, ulps: bool = Tru
     if not ulps:
         return _norms(map(difference, pairs), torch.zeros((), dtype=torch.float64, device=exact.device))
     steps = (ordered(value.to(dtype)) - ordered(exact.to(dtype))).abs()
-    telling = testable(value).isfinite() & exact.isfinite() & (exact.abs() > CANCELLED * typical(exact))
-    return _norms(map(difference, pairs), ulp_quantile(torch.where(telling, steps, 0)))
+    counted = testable(value).isfinite() & exact.isfinite() & (exact.abs() > CANCELLED * typical(exact))
+    return _norms(map(difference, pairs), ulp_quantile(torch.where(counted, steps, 0)))
 
 
 def testable(t: Tensor) -> Tensor:
-    """The same numbers in a type of which torch can tell what is NaN or infinite."""
+    """The same numbers in a dtype for which torch implements `isnan` and `isfinite`."""
     return t.to(torch.float32) if t.is_floating_point() and t.element_size() == 1 else t
 
 
@@ -145,7 +145,7 @@ def ordered(t: Tensor) -> Tensor:
 def ulp_quantile(steps: Tensor) -> Tensor:
     """The 99.9th percentile, or in a small tensor the one that leaves 100 elements above it (never below the median).
 
-    Cancellation makes ULP errors heavy-tailed: the largest few are luck, and no rule could compare them.
+    Cancellation makes ULP errors heavy-tailed: the largest few are random, and no rule can compare them.
     """
     flat = steps.flatten()
     n = flat.numel()

@@ -1,7 +1,7 @@
-"""What a call should have given: float64 results and gradients of the contract's reference, and what torch makes of it.
+"""The expected results of a call: float64 results and gradients of the contract's reference, and torch's own errors.
 
-The oracle sees the low-precision inputs upcast, so input rounding is nobody's error.  Cotangents are random: a gradient
-summed with ones hides every error that cancels.
+The oracle gets the low-precision inputs upcast, so the rounding of inputs is not counted as an error.  Cotangents are
+random: a gradient summed with ones hides every error that cancels.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from tilewright.validate.rule import Standard, standard
 JITTERS = 8
 
 Derivation = Callable[[Callable[..., Any], Sample, tuple[Tensor, ...]], dict[str, Tensor]]
-"""(function, sample, further tensors) -> tensors by name: what autograd makes of one call."""
+"""(function, sample, extras) -> tensors by name, which autograd derives from one call.   extras: tangents, ..."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +55,30 @@ def differentiate(
 
 
 def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Tensor] | None = None) -> Truth:
-    """All that is known about one call without our kernels.  `cotangents`: given, or normal values from `seed`."""
+    """Compute the standards of one call without our kernels.   cotangents: None draws normal values from `seed`."""
     positions = gradient_inputs(contract, sample)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         baseline = as_tuple(contract.reference(*sample.args, **sample.kwargs))
     if cotangents is None:
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in baseline]
-    wide = wider(sample)
+    jitter_dtype = jitter_dtype_of(sample)
 
-    def at(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
-        args, kwargs, grads = converted((sample.args, dict(sample.kwargs), tuple(cotangents)), dtype, noise)
+    def run_reference(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
+        """(outputs, gradients) of the reference on inputs in `dtype`, jittered by `noise`."""
+        args, kwargs, grads = convert((sample.args, dict(sample.kwargs), tuple(cotangents)), dtype, noise)
         if positions:
             return differentiate(contract.reference, Sample(args, kwargs), positions, grads)
         with torch.no_grad():
             return as_tuple(contract.reference(*args, **kwargs)), {}
 
-    exact, same = at(torch.float64), at(None)
-    noisy = [at(wide, generator) for _ in range(JITTERS)]
+    exact, native = run_reference(torch.float64), run_reference(None)
+    jittered = [run_reference(jitter_dtype, generator) for _ in range(JITTERS)]
     names = argument_names(contract)
     outputs = tuple(
         standard(
-            _output_name(i, len(baseline)), exact[0][i], same[0][i], [n[0][i] for n in noisy], contract.tolerance,
-            order=_cut_off(sample, same[0][i]),
+            _output_name(i, len(baseline)), exact[0][i], native[0][i], [n[0][i] for n in jittered], contract.tolerance,
+            order=_cut_off(sample, native[0][i]),
         )
         for i in range(len(baseline))
     )  # fmt: skip
@@ -85,8 +86,8 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
         i: standard(
             f"d{names[i]}",
             _dense(exact[1][i], sample.args[i]).to(torch.float64),
-            _dense(same[1][i], sample.args[i]).to(sample.args[i].dtype),
-            [_dense(n[1][i], sample.args[i]) for n in noisy],
+            _dense(native[1][i], sample.args[i]).to(sample.args[i].dtype),
+            [_dense(n[1][i], sample.args[i]) for n in jittered],
             contract.gradient_tolerance,
         )
         for i in positions
@@ -95,7 +96,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
 
 
 TENSOR_CORES = 2.0**-21
-"""Share of a sum that tensor cores may lose: adding in float32 they cut off, up to 2^-23 of it a step.  On an H200
+"""Share of a sum that tensor cores may lose: they add in float32 and truncate, up to 2^-23 of it a step.  On an H200
 4.5e-7 of the norm were lost in sums of 50 products of bf16; cuBLAS adds so few without tensor cores.
 """
 
@@ -107,29 +108,30 @@ def _cut_off(sample: Sample, output: Tensor) -> float:
     return TENSOR_CORES if narrow and output.dtype == torch.float32 and output.device.type == "cuda" else 0.0
 
 
-def derived(
-    contract: Contract, sample: Sample, seed: int, further: Sequence[Tensor], compute: Derivation
+def derive_standards(
+    contract: Contract, sample: Sample, seed: int, extras: Sequence[Tensor], compute: Derivation
 ) -> dict[str, Standard]:
-    """Standards, by name, for what `compute` derives from the op, its sample and further tensors, say tangents.
+    """Standards, by name, for what `compute` derives from the op, its sample and `extras` such as tangents.
 
-    Raises NotImplementedError where the reference cannot be derived so, or overflows on the way.
+    Raises NotImplementedError where autograd cannot derive it from the reference, or the reference overflows.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def at(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> dict[str, Tensor]:
-        args, kwargs, others = converted((sample.args, dict(sample.kwargs), tuple(further)), dtype, noise)
+    def run_derivation(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> dict[str, Tensor]:
+        """What `compute` derives from the reference on inputs in `dtype`, jittered by `noise`."""
+        args, kwargs, cast_extras = convert((sample.args, dict(sample.kwargs), tuple(extras)), dtype, noise)
         try:
-            return compute(contract.reference, Sample(args, kwargs), others)
+            return compute(contract.reference, Sample(args, kwargs), cast_extras)
         except RuntimeError as error:
             raise NotImplementedError(str(error).split("\n", 1)[0]) from error
 
-    exact, same = at(torch.float64), at(None)
-    lost = [name for name, t in same.items() if not t.isfinite().all() and exact[name].to(t.dtype).isfinite().all()]
+    exact, native = run_derivation(torch.float64), run_derivation(None)
+    lost = [name for name, t in native.items() if not t.isfinite().all() and exact[name].to(t.dtype).isfinite().all()]
     if lost:
-        raise NotImplementedError(f"{', '.join(lost)} is not finite in {same[lost[0]].dtype}, and the oracle's is")
-    noisy = [at(wider(sample), generator) for _ in range(JITTERS)]
+        raise NotImplementedError(f"{', '.join(lost)} is not finite in {native[lost[0]].dtype}, and the oracle's is")
+    jittered = [run_derivation(jitter_dtype_of(sample), generator) for _ in range(JITTERS)]
     return {
-        name: standard(name, exact[name], same[name], [n[name] for n in noisy], contract.gradient_tolerance)
+        name: standard(name, exact[name], native[name], [n[name] for n in jittered], contract.gradient_tolerance)
         for name in exact
     }
 
@@ -139,26 +141,26 @@ def argument_names(contract: Contract) -> list[str]:
     return list(inspect.signature(contract.function).parameters)
 
 
-def as_tuple(made: Any) -> tuple[Tensor, ...]:
+def as_tuple(result: Any) -> tuple[Tensor, ...]:
     """One result or several, as a tuple."""
-    return (made,) if isinstance(made, Tensor) else tuple(made)
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
-    """autograd says None for an input that no used output depends on; the gradient is zero."""
+    """Replace None, autograd's gradient of an input that no used output depends on, by zeros."""
     return torch.zeros_like(like) if grad is None else grad
 
 
-def wider(sample: Sample) -> torch.dtype:
-    """The type in which jitter is looked at: float32, or float64 where an input has it."""
+def jitter_dtype_of(sample: Sample) -> torch.dtype:
+    """The dtype of the jittered runs: float32, or float64 if an input has it."""
     dtypes = [a.dtype for a in sample.args if isinstance(a, Tensor) and a.is_floating_point()]
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def converted(values: Any, dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
-    """`values` with floating-point tensors in `dtype` (None: as they are); with `noise`, off by up to one rounding."""
+def convert(values: Any, dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
+    """Cast floating-point tensors in `values` to `dtype` (None: keep theirs); `noise` adds up to one rounding error."""
 
-    def convert(v: Any) -> Any:
+    def cast(v: Any) -> Any:
         if dtype is None or not isinstance(v, Tensor) or not v.is_floating_point():
             return v
         v = v.to(dtype)
@@ -167,7 +169,7 @@ def converted(values: Any, dtype: torch.dtype | None, noise: torch.Generator | N
         jitter = 2 * torch.rand(v.shape, generator=noise, device=noise.device) - 1
         return v * (1 + torch.finfo(dtype).eps / 2 * jitter.to(v))
 
-    return tree_map(convert, values)
+    return tree_map(cast, values)
 
 
 def _output_name(index: int, count: int) -> str:

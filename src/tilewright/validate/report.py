@@ -1,4 +1,4 @@
-"""What `check` hands back: one result per case and mode, readable by people and programs."""
+"""The report of `check`: one result per case and mode, readable by people and programs."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Result:
-    """One mode on one case.  `details`: the faults, or why it was skipped, or a remark about how it was run.
+    """One mode on one case.   details: the faults, or why it was skipped, or remarks on how it ran.
 
-    computes: the mode runs the op; others see only what is refused before a launch.
+    computes: True if the mode runs the op; others only test calls that are refused before a launch.
     """
 
     case: str
@@ -61,12 +61,12 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """The op ran in some mode, and nothing failed."""
+        """True if the op ran in some mode, and nothing failed."""
         return not self.failures and self.ran
 
     @property
     def ran(self) -> bool:
-        """Some mode ran the op and could judge what it gave."""
+        """True if some mode ran the op and judged its results."""
         return any(r.status != "skipped" and r.computes for r in self.results)
 
     @property
@@ -75,7 +75,7 @@ class CheckReport:
         return tuple(dict.fromkeys(r.mode for r in self.failures))
 
     def require(self) -> "CheckReport":
-        """This report if it passed; raises VerificationError with its text otherwise."""
+        """Return this report if it passed; raise VerificationError with its text otherwise."""
         if not self.passed:
             raise VerificationError(str(self))
         return self

@@ -1,4 +1,4 @@
-"""Cutting rows out of a batch, for ops whose rows are independent of each other."""
+"""Cut rows out of a batch, for ops whose rows are independent of each other."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def batch_size(case: Case) -> int | None:
 def rows_of(case: Case, sample: Sample, start: int, length: int) -> Sample:
     """`length` rows of `sample` from `start`: views of all arguments that carry the batch.
 
-    A vector of floating-point numbers is taken for weights; one of integers (positions) has an entry for each row.
+    A vector of floating-point numbers counts as weights; one of integers (positions) has an entry for each row.
     """
     dim, size = case.contract.batch_dim, batch_size(case)
     assert dim is not None
@@ -42,7 +42,7 @@ def output_rows(case: Case, output: Tensor, start: int, length: int) -> Tensor:
 
 
 def require_independent_rows(case: Case) -> int:
-    """The batch size.  Raises NotApplicable for fewer than two rows, and where the reference itself mixes them."""
+    """Return the batch size.  Raises NotApplicable for fewer than two rows, and if the reference itself mixes rows."""
     size = batch_size(case)
     if size is None:
         raise NotApplicable("the op has no batch dimension")
@@ -50,12 +50,12 @@ def require_independent_rows(case: Case) -> int:
         raise NotApplicable("a batch of fewer than two rows")
     sample = rows_of(case, case.sample(), size - 1, 1)
     with torch.no_grad():
-        alone = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
-    for output, standard in zip(alone, case.truth.outputs, strict=True):
+        row_outputs = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
+    for output, standard in zip(row_outputs, case.truth.outputs, strict=True):
         row = output_rows(case, standard.rounded, size - 1, 1)
-        near = 0.15 if output.element_size() == 1 else 0.05  # e4m3's neighbours are an eighth apart
+        tolerance = 0.15 if output.element_size() == 1 else 0.05  # e4m3's neighbours are an eighth apart
         if output.shape != row.shape or not torch.allclose(
-            testable(output), testable(row), rtol=near, atol=near, equal_nan=True
+            testable(output), testable(row), rtol=tolerance, atol=tolerance, equal_nan=True
         ):
             raise NotApplicable("rows of this sample are not independent in the reference")
     return size

@@ -8,15 +8,15 @@ the largest error of the reference itself in float32 on inputs jittered by one f
 much cancellation there is in this very problem: a gradient that should be nearly zero has no correct digit in any
 order of summation.
 
-The rule holds for the whole tensor and for every row, column and 64x64 tile of it, each by its own size: a row 1000
-times larger than the others hides nothing in them. A part is compared with torch's error in the same part, or with
-torch's largest relative error in any part that is sound: large, or no more moved by jitter, for its size, than large
-parts are. Where terms cancel, torch may have no error at all by luck, and a rounding of the terms is large beside what
-is left: such a part is compared with what jitter moves in it, times the ratio of torch's error to jitter's in the whole
-tensor. And where it is not sound and under half the typical size, it is allowed what a float32 sum of typical parts may
-lose in another order, the more the smaller it is; nine tenths of the parts are no larger than a typical one. Parts of
-fewer than 16 elements are not judged alone: the ratio of two single rounding errors is luck. NaN and infinity must
-stand exactly where the oracle, rounded to the output dtype, has them.
+The rule holds for the full tensor and for every row, column and 64x64 tile of it, each by its own size: a row 1000
+times larger than the others hides no error in them. A part is compared with torch's error in the same part, or with
+torch's largest relative error in any sound part. A part is sound if it is large, or if jitter moves it, relative to its
+size, no more than it moves large parts. Where terms cancel, torch may have no error at all by chance, and a rounding of
+the terms is large against their sum: such a part is compared with the change that jitter makes in it, times the ratio
+of torch's error to jitter's in the full tensor. A part that is not sound and is under half the typical size may also
+lose what a float32 sum of a typical part loses in another order; the smaller the part, the more. Nine tenths of the
+parts are no larger than a typical one. Parts of fewer than 16 elements are not judged alone: the ratio of two single
+rounding errors is random. NaN and infinity must be exactly where the oracle, rounded to the output dtype, has them.
 
 Integers have no rounding: ours must be the reference's.
 """
@@ -42,18 +42,18 @@ from tilewright.validate.metrics import (
 
 FLOOR_ULP = 2.0
 MIN_PART = 16
-_NOTHING = (0.0,) * 8  # the numbers of a tensor that has no errors to measure
-SUM_ORDER = 2.0**-16  # of what a part lacks to half a typical one: a float32 sum of another order, where terms cancel
-NEARLY_ZERO = 0.1  # a part whose norm is below this share of what its size suggests may be what cancelling terms left
-SOUND = 4.0  # times what jitter moves in large parts, relative to them: terms that cancel are moved by more
+_NO_ERRORS = (0.0,) * 8  # the numbers of a tensor without measured errors
+SUM_ORDER = 2.0**-16  # of half a typical part less this part: a float32 sum in another order, where terms cancel
+NEARLY_ZERO = 0.1  # a part below this share of the norm that its size suggests may be left by terms that cancel
+SOUND = 4.0  # times the relative change that jitter makes in large parts: it changes parts that cancel by more
 FEW = 0.1  # share of the parts that may be larger than a typical one
 
 
 @dataclass(frozen=True)
 class Standard:
-    """What one output or gradient is judged against.  `limit` holds the largest errors that pass.
+    """The standard of one output or gradient.   limit: the largest errors that pass.
 
-    ulps: count them; where not, no fault is found by them.
+    ulps: judge ULPs too.
     """
 
     name: str
@@ -67,18 +67,18 @@ class Standard:
     ulps: bool = True
 
     def judge(self, ours: object) -> Measure:
-        """Measure `ours` and say in words every way in which it fails.  None is how autograd writes a zero gradient."""
+        """Measure `ours` and describe every fault.  None is autograd's zero gradient."""
         if ours is None and not self.exact.any():
             ours = torch.zeros_like(self.rounded)
         wrong = self._structure(ours)
         if wrong is not None or self.exact.numel() == 0:
-            return Measure(self.name, *_NOTHING, faults=() if wrong is None else (f"{self.name} {wrong}",))
+            return Measure(self.name, *_NO_ERRORS, faults=() if wrong is None else (f"{self.name} {wrong}",))
         assert isinstance(ours, Tensor)
         if not self.dtype.is_floating_point:
-            return Measure(self.name, *_NOTHING, faults=self._other_integers(ours))
-        found = errors(ours.detach(), self.exact, self.dtype, ulps=self.ulps)
-        faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(found))]
-        return self._measure(found, tuple(faults))
+            return Measure(self.name, *_NO_ERRORS, faults=self._other_integers(ours))
+        measured = errors(ours.detach(), self.exact, self.dtype, ulps=self.ulps)
+        faults = [f"{self.name}: {fault}" for fault in (*self._non_finite(ours), *self._excesses(measured))]
+        return self._measure(measured, tuple(faults))
 
     def _structure(self, ours: object) -> str | None:
         if not isinstance(ours, Tensor):
@@ -91,8 +91,8 @@ class Standard:
         wrong = (ours != self.rounded).nonzero()
         if not len(wrong):
             return ()
-        at = tuple(int(i) for i in wrong[0])
-        return (f"{self.name}: {len(wrong)} integers are not the reference's; first difference at {at}",)
+        index = tuple(int(i) for i in wrong[0])
+        return (f"{self.name}: {len(wrong)} integers are not the reference's; first difference at {index}",)
 
     def _non_finite(self, ours: Tensor) -> list[str]:
         kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
@@ -104,36 +104,38 @@ class Standard:
         for kind, test in kinds:
             got, expected = test(testable(ours)), test(testable(self.rounded))
             if not torch.equal(got, expected):
-                at = tuple(int(i) for i in (got != expected).nonzero()[0])
-                here, there = int(got.sum()), int(expected.sum())
-                faults.append(f"{here} elements are {kind}, the oracle has {there}; first difference at {at}")
+                index = tuple(int(i) for i in (got != expected).nonzero()[0])
+                ours_count, oracle_count = int(got.sum()), int(expected.sum())
+                faults.append(
+                    f"{ours_count} elements are {kind}, the oracle has {oracle_count}; first difference at {index}"
+                )
         return faults
 
-    def _excesses(self, found: Errors) -> list[str]:
+    def _excesses(self, measured: Errors) -> list[str]:
         faults = []
         for field, unit, scale in (
-            ("whole", "of its norm", self.size.whole),
+            ("frobenius", "of its norm", self.size.frobenius),
             ("largest", "of its largest value", self.size.largest),
             ("ulp", "ULP", torch.ones_like(self.size.ulp)),
         ):
-            ours, theirs, limit = (float(getattr(e, field) / scale) for e in (found, self.torch, self.limit))
-            if not getattr(found, field) <= getattr(self.limit, field):
-                what = {"whole": "error", "largest": "largest error", "ulp": "high quantile of errors"}[field]
+            ours, theirs, limit = (float(getattr(e, field) / scale) for e in (measured, self.torch, self.limit))
+            if not getattr(measured, field) <= getattr(self.limit, field):
+                what = {"frobenius": "error", "largest": "largest error", "ulp": "high quantile of errors"}[field]
                 faults.append(f"{what} {ours:.3g} {unit}; torch {theirs:.3g}, allowed {limit:.3g}")
         for part in PARTS:
-            value, limit, torch_value, size = (getattr(e, part) for e in (found, self.limit, self.torch, self.size))
+            value, limit, torch_value, size = (getattr(e, part) for e in (measured, self.limit, self.torch, self.size))
             excess = ~(value <= limit)
             if excess.any():
                 worst = int(torch.where(excess, value / limit, 0.0).argmax())
                 off, allowed, theirs, norm = (float(v.flatten()[worst]) for v in (value, limit, torch_value, size))
-                where = f"{int(excess.sum())} of {excess.numel()} {part} wrong: {_part(part, worst, size.shape)}"
+                location = f"{int(excess.sum())} of {excess.numel()} {part} wrong: {_part(part, worst, size.shape)}"
                 faults.append(
-                    f"{where} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}"
+                    f"{location} off by {off:.3g} (its norm {norm:.3g}); torch {theirs:.3g}, allowed {allowed:.3g}"
                 )
         return faults
 
-    def _measure(self, found: Errors, faults: tuple[str, ...]) -> Measure:
-        norm = float(self.size.whole) or 1.0
+    def _measure(self, measured: Errors, faults: tuple[str, ...]) -> Measure:
+        norm = float(self.size.frobenius) or 1.0
         rms = norm / self.exact.numel() ** 0.5
 
         def worst(e: Errors) -> float:
@@ -141,13 +143,13 @@ class Standard:
 
         return Measure(
             self.name,
-            float(found.whole) / norm,
-            float(self.torch.whole) / norm,
-            float(found.largest) / rms,
+            float(measured.frobenius) / norm,
+            float(self.torch.frobenius) / norm,
+            float(measured.largest) / rms,
             float(self.torch.largest) / rms,
-            float(found.ulp),
+            float(measured.ulp),
             float(self.torch.ulp),
-            worst(found),
+            worst(measured),
             worst(self.torch),
             faults,
         )
@@ -168,15 +170,14 @@ def standard(
     exact     float64 result of the oracle
     baseline  the reference in the dtype under test, on the same device
     jittered  the reference in float32 (or wider) on inputs jittered by one rounding of that dtype
-    order     relative error that is allowed to every part besides: what another order of adding, or adders that cut off
-              instead of rounding, may change
+    order     additional relative error of every part: from another order of addition, or from adders that truncate
     ulps      judge ULPs too
     """
     dtype, rounded = baseline.dtype, exact.to(baseline.dtype)
     zero = torch.zeros((), dtype=torch.float64, device=exact.device)
     if exact.numel() == 0 or not dtype.is_floating_point:
-        nothing = Errors(*[zero] * len(Errors._fields))
-        return Standard(name, dtype, exact.device, exact, rounded, nothing, nothing, nothing)
+        zeros = Errors(*[zero] * len(Errors._fields))
+        return Standard(name, dtype, exact.device, exact, rounded, zeros, zeros, zeros)
     size = norms(torch.where(exact.isfinite(), exact, 0.0), zero)
     theirs = errors(baseline, exact, dtype, ulps=ulps)
     number = counts(exact)
@@ -188,20 +189,20 @@ def standard(
         order + info.eps / 2 + 2 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
     )
     rms = typical(exact)
-    coarser = _ratio(theirs.whole, noise.whole)
+    torch_over_jitter = _ratio(theirs.frobenius, noise.frobenius)
     limits = []
     for field in Errors._fields:
-        their, own, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
+        their, norm, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
         if field in PARTS:
-            sound = _sound(own / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
-            their = torch.maximum(their, torch.where(sound, _ratio(their, own), 0.0).max() * own)
-            their = torch.maximum(their, coarser * getattr(noise, field))
-            usual = _typical_part(own / n.sqrt(), rms)
-            cancelled = torch.where(sound, 0.0, SUM_ORDER * (usual * n.sqrt() / 2 - own).clamp_min(0))
+            sound = _sound(norm / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
+            their = torch.maximum(their, torch.where(sound, _ratio(their, norm), 0.0).max() * norm)
+            their = torch.maximum(their, torch_over_jitter * getattr(noise, field))
+            typical_size = _typical_part(norm / n.sqrt(), rms)
+            cancelled = torch.where(sound, 0.0, SUM_ORDER * (typical_size * n.sqrt() / 2 - norm).clamp_min(0))
         floor = (
             FLOOR_ULP + order / info.eps
             if field == "ulp"
-            else relative * own + info.smallest_normal * info.eps * n.sqrt()
+            else relative * norm + info.smallest_normal * info.eps * n.sqrt()
         )
         if field in PARTS:
             floor = floor + cancelled
@@ -210,17 +211,17 @@ def standard(
     return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits), ulps)
 
 
-def _sound(sizes: Tensor, moved: Tensor, rms: Tensor) -> Tensor:
-    """Which parts have relative errors that say something.  sizes: root mean squares of the parts; moved: by jitter."""
+def _sound(sizes: Tensor, noise: Tensor, rms: Tensor) -> Tensor:
+    """True for parts whose relative errors are meaningful.   sizes: rms of each part.   noise: rms of its jitter."""
     large = sizes > NEARLY_ZERO * rms
-    usual = _ratio(moved, sizes)[large]
-    if not len(usual):
+    typical_noise = _ratio(noise, sizes)[large]
+    if not len(typical_noise):
         return large
-    return large | ((sizes > CANCELLED * rms) & (moved <= SOUND * usual.median() * sizes))
+    return large | ((sizes > CANCELLED * rms) & (noise <= SOUND * typical_noise.median() * sizes))
 
 
 def _typical_part(sizes: Tensor, rms: Tensor) -> Tensor:
-    """The size that all but FEW of the parts do not exceed, of those that are not empty; at most that of the whole."""
+    """The quantile 1 - FEW of the sizes of parts that are not empty; at most `rms`."""
     present = sizes[sizes > CANCELLED * rms]
     if len(present) < 2:
         return rms
@@ -228,7 +229,7 @@ def _typical_part(sizes: Tensor, rms: Tensor) -> Tensor:
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is."""
+    """a / b, and 0 where b is 0."""
     return torch.where(b > 0, a / b, 0.0)
 
 

@@ -26,7 +26,7 @@ __all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architec
 
 @dataclass
 class Outcome:
-    """What a warm-up did."""
+    """The results of a warm-up: planned machines, compiled kernels, failures."""
 
     found: list[Found] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
@@ -39,21 +39,21 @@ class Outcome:
 
 
 def warm(
-    wanted: Wanted,
+    request: Wanted,
     archs: Sequence[str] = (),
     *,
     jobs: int | None = None,
     progress: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
-    """Compile into the kernel cache what `wanted` needs on each of `archs` (none: on this machine).
+    """Compile into the kernel cache what `request` needs on each of `archs` (none: on this machine).
 
     jobs: compilations at once; None is `TILEWRIGHT_MAX_JOBS`, by default what memory and cores allow.
-    What cannot be compiled is in the outcome's failures.  Raises UsageError for a wrong wish.
+    What cannot be compiled is in the outcome's failures.  Raises UsageError for an unknown suite, model or machine.
     """
     outcome = Outcome()
-    here = this_machine()
-    for arch in architectures(archs or [here]):
-        for event in events(wanted, arch, jobs or current().max_jobs, hide_gpus=arch != here):
+    this_arch = this_machine()
+    for arch in architectures(archs or [this_arch]):
+        for event in events(request, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
             if isinstance(event, Found):
                 outcome.found.append(event)
             elif isinstance(event, Kernel):
@@ -61,7 +61,7 @@ def warm(
             else:
                 outcome.failures.append(event)
             progress(event)
-    if not any(found.calls for found in outcome.found):
+    if not any(each.calls for each in outcome.found):
         raise UsageError("nothing to prepare: no call of the suite or model has such a backend on these architectures.")
     absent = {} if outcome.kernels or outcome.failures else _absent(outcome.found)
     if absent:
@@ -72,16 +72,16 @@ def warm(
     return outcome
 
 
-def _absent(found: Sequence[Found]) -> dict[str, str]:
-    """Backends that no kernel can be compiled for here, and what each needs."""
-    devices = {"cpu" if machine.arch == "cpu" else "cuda" for machine in found}
+def _absent(plans: Sequence[Found]) -> dict[str, str]:
+    """Backends whose kernels this machine cannot compile, and what each lacks."""
+    devices = {"cpu" if machine.arch == "cpu" else "cuda" for machine in plans}
     reasons = {name: missing(name, device) for device in devices for name in on_device(device)}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def architectures(names: Sequence[str]) -> list[str]:
-    """Machines by name, each once: "sm_90a" and "sm_90" are one.  Raises UsageError for an unknown one."""
-    found = list(dict.fromkeys(machine(name) for name in names))
-    if unknown := [name for name in found if name not in (*GPUS, "cpu")]:
+    """Architectures by name, each once: "sm_90a" and "sm_90" are the same.  Raises UsageError for an unknown name."""
+    archs = list(dict.fromkeys(machine(name) for name in names))
+    if unknown := [name for name in archs if name not in (*GPUS, "cpu")]:
         raise UsageError(f"--arch {', '.join(unknown)}: known are {', '.join(GPUS)} and cpu.")
-    return found
+    return archs

@@ -1,10 +1,10 @@
-"""Which raw calls a suite or a model makes, found on fake tensors: sizes, strides and types, without memory or GPU.
+"""Trace the raw calls of a suite or a model on fake tensors: sizes, strides and dtypes, without memory or GPU.
 
-A model is built from its configuration alone.  Its weights are allocated and never touched, so that an 8B model costs
-no memory to speak of; patching probes modules with weights of its own, and decides by what was measured on the machine
-that is prepared.  Then fake tensors on that machine's device take the place of the weights, and the model runs as it
-will run: prefills, steps of its own `generate`, and a step with a static cache.  A recording lists every call of our
-ops, and a collector the kernels of decoding, which belong to no op.
+A model is built from its configuration alone.  Its weights are allocated and never touched, so that an 8B model takes
+almost no memory.  Patching probes modules with small random weights, and decides by what was measured on the target
+machine.  Then fake tensors on the target device take the place of the weights, and the model runs as it will run:
+prefills, steps of its own `generate`, and a step with a static cache.  A recording lists every call of our ops, and a
+collector the kernels of decoding, which belong to no op.
 """
 
 import json
@@ -37,15 +37,15 @@ _TINY = {
     "max_position_embeddings": 8192,
 }
 BUILT_IN = {f"tiny-{family}": (family, _TINY) for family in ("llama", "qwen3", "gemma2", "mistral")}
-"""Models that need no file, to try the road: name -> (transformers' model type, configuration)."""
+"""Small models that need no file: name -> (transformers' model type, configuration)."""
 
 
 _STEPS = 16
-"""Of a cache that grows: after them its length was a multiple of 16 once, of which kernels are specialised."""
+"""Decoding steps with a growing cache: within 16 its length is a multiple of 16 once, which kernels specialise on."""
 
 
 class RawCall(NamedTuple):
-    """One raw op; of the tensors among its arguments only sizes, strides and types are known."""
+    """A call of one raw op; its tensors have sizes, strides and dtypes, and no data."""
 
     op: RawOp
     args: tuple[Any, ...]
@@ -67,41 +67,41 @@ class RawCall(NamedTuple):
         return tuple(map(placed, self.args))
 
 
-def of_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]:
-    """Calls of every workload that the bench measures on `device`, forward and backward.
+def trace_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]:
+    """The calls of every workload that the bench measures on `device`, forward and backward.
 
     dtype: "bf16", "fp16" or "fp32" instead of what the workloads declare.  Raises UsageError for an unknown suite.
     """
     for case in select(suite, dtype=dtype, device=torch.device(device)):
-        yield _of_case(case)
+        yield _trace_case(case)
 
 
-def _of_case(case: Case) -> RawCall:
+def _trace_case(case: Case) -> RawCall:
     contract, gradient = case.contract, case.contract.gradient
     with FakeTensorMode(), torch.no_grad():
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)
         with record() as notes:
             public = contract.function(*sample.args, **sample.kwargs)
-        ((op, args, *wish),) = notes.calls
+        ((op, args, *preference),) = notes.calls
         if case.direction == "fwd" or gradient is None:
             return RawCall(op, args)
-        made = op(*args, *wish)  # those too that the public function keeps to itself, which get no gradient
-        outputs = made if isinstance(made, tuple) else (made,)
+        result = op(*args, *preference)  # with outputs that the public function does not return: they get no gradient
+        outputs = result if isinstance(result, tuple) else (result,)
         plain = tuple(None if isinstance(a, Tensor) else a for a in args)
         needs = tuple(isinstance(a, Tensor) for a in args)
-        wanted = len(public) if isinstance(public, tuple) else 1
-        grads = tuple(torch.empty_like(out) if i < wanted else None for i, out in enumerate(outputs))
+        public_count = len(public) if isinstance(public, tuple) else 1
+        grads = tuple(torch.empty_like(out) if i < public_count else None for i, out in enumerate(outputs))
         return RawCall(gradient.op, gradient.raw_args(grads, gradient.save(args, outputs), plain, needs))
 
 
 class ModelNeeds(NamedTuple):
-    """What a patched model runs: raw calls, and kernels that are no op's."""
+    """What a patched model runs: raw calls, and kernels that belong to no op."""
 
     calls: list[RawCall]
     jobs: list[Job]
 
 
-def of_model(
+def trace_model(
     name: str,
     dtype: str | None,
     batch: int,
@@ -111,13 +111,13 @@ def of_model(
     new_tokens: int = 128,
     fp8: bool = False,
 ) -> ModelNeeds:
-    """What a patched model runs on `arch`, for `batch` sequences: prefills of `tokens` tokens each and decoding, as the
-    model's own `generate` does it, and as an attached one with a cache for `new_tokens` more.
+    """Trace what a patched model runs on `arch` for `batch` sequences: prefills of `tokens` tokens each, and decoding.
 
-    name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.  fp8: as `patch(fp8=True)`, whose weights
-    are cast here too.  Raises UsageError.
+    Decoding is traced twice: by the model's own `generate`, and by the attached one, whose static cache holds
+    `new_tokens` more.   name: a Hugging Face model folder, its config.json, or one of `BUILT_IN`.   fp8: as
+    `patch(fp8=True)`; the casts of the weights are traced too.   Raises UsageError for a model that cannot be built.
     """
-    for contract in contracts().values():  # their files make small tensors, which shall be no fake ones
+    for contract in contracts().values():  # import kernel files first: the small tensors they create must not be fake
         for raw in contract.raw_ops:
             implementations(raw.op, raw.direction, raw.package)
     model = _build(name, dtype)
@@ -136,10 +136,10 @@ def of_model(
         _move(model, device)
         patched.apply()
         for length in tokens:
-            made = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
+            prefill = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
             step = torch.ones(batch, 1, dtype=torch.long, device=device)
             for _ in range(min(new_tokens, _STEPS)):
-                model(input_ids=step, past_key_values=made.past_key_values, use_cache=True)
+                model(input_ids=step, past_key_values=prefill.past_key_values, use_cache=True)
         for length in tokens:
             try:
                 run_planned(model, batch, length, new_tokens)
@@ -151,8 +151,8 @@ def of_model(
 
 
 def _move(model: Any, device: torch.device) -> None:
-    """Put fake tensors on `device` in place of parameters and buffers; those that are shared stay so."""
-    made: dict[int, Any] = {}
+    """Put fake tensors on `device` in place of parameters and buffers; tied ones stay tied."""
+    copies: dict[int, Any] = {}
 
     def placed(t: Tensor) -> Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
@@ -160,12 +160,12 @@ def _move(model: Any, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = torch.nn.Parameter(placed(parameter), requires_grad=False)
-                module._parameters[name] = made[id(parameter)]
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = torch.nn.Parameter(placed(parameter), requires_grad=False)
+                module._parameters[name] = copies[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = made.setdefault(id(buffer), placed(buffer))
+                module._buffers[name] = copies.setdefault(id(buffer), placed(buffer))
 
 
 def _build(name: str, dtype: str | None) -> Any:
@@ -178,11 +178,16 @@ def _build(name: str, dtype: str | None) -> Any:
         config = AutoConfig.for_model(family, **sizes)
     else:
         config = AutoConfig.for_model(**_read(name))
-    own = getattr(config, "dtype", None)
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: own or torch.bfloat16}[dtype]
+    config_dtype = getattr(config, "dtype", None)
+    model_dtype = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        None: config_dtype or torch.bfloat16,
+    }[dtype]
     try:
         with transformers_names.no_init_weights():
-            return AutoModelForCausalLM.from_config(config, dtype=wanted).eval()
+            return AutoModelForCausalLM.from_config(config, dtype=model_dtype).eval()
     except ValueError as error:  # a type of model that generates no text
         raise UsageError(f"--model {name}: {str(error).partition(chr(10))[0]}") from error
 
@@ -199,10 +204,10 @@ def _read(name: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {name}: {file} cannot be read as JSON ({error}).") from error
-    kind = found.get("model_type") if isinstance(found, dict) else None
+    kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in CONFIG_MAPPING:
         raise UsageError(f"--model {name}: {file} has model_type {kind!r}, which this transformers does not know.")
-    return dict(found)
+    return dict(config)

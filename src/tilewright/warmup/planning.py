@@ -1,5 +1,5 @@
-"""From raw calls to compile jobs: plan each call for a GPU that need not be here, and let its launch code say which
-kernels it would launch.
+"""Turn raw calls into compile jobs: plan each call for a GPU that this machine need not have, and collect the kernels
+that its launch code would launch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from tilewright.warmup.needed import RawCall
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that is needed and could not be prepared; `what` names a kernel or a call."""
+    """A kernel or a call, named by `what`, that could not be prepared."""
 
     arch: str
     what: str
@@ -25,7 +25,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Planned:
-    """What one machine needs.  calls: those that a backend runs.  by_torch: those that need no kernel of ours."""
+    """What one machine needs.   calls: number that a backend can run.   by_torch: number without a kernel of ours."""
 
     arch: str
     jobs: list[Job]
@@ -35,22 +35,22 @@ class Planned:
 
 
 def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str], others: Sequence[Job] = ()) -> Planned:
-    """The distinct kernels behind `calls` on `arch`, and `others`, which belong to no call.
+    """The distinct kernels of `calls` on `arch`, and of `others`, which belong to no call.
 
-    backends: every one of these that can run a call; none: the one that the dispatcher would choose.
+    backends: plan each of these that can run a call; none: the one that the dispatcher would choose.
     Raises BackendError for a backend that does not exist.
     """
     for name in backends:
         check_name(name)
     device = "cpu" if arch == "cpu" else "cuda"
-    failures, seen, planned, by_torch = [], set(), 0, 0
+    failures, signatures, planned, by_torch = [], set(), 0, 0
     with collect(arch) as collector:
         for job in others:
             collector.add(*job)
         for call in calls:
-            if call.signature in seen or not call.args[0].numel():
+            if call.signature in signatures or not call.args[0].numel():
                 continue
-            seen.add(call.signature)
+            signatures.add(call.signature)
             plans = _plans(call, device, backends)
             planned += bool(plans)
             for chosen in plans:
@@ -71,6 +71,6 @@ def _plans(call: RawCall, device: str, backends: Sequence[str]) -> list[Plan]:
         args = call.on(device)
         if not backends:
             return [call.op.plan(args, "auto", "default")]
-        found = implementations(call.op.op, call.op.direction, call.op.package, device)
-        able = [name for name in backends if refusal(call.op, found, name, args, "default") is None]
-        return [call.op.plan(args, f"{name}!", "default") for name in able]
+        impls = implementations(call.op.op, call.op.direction, call.op.package, device)
+        runnable = [name for name in backends if refusal(call.op, impls, name, args, "default") is None]
+        return [call.op.plan(args, f"{name}!", "default") for name in runnable]

@@ -1,8 +1,8 @@
-"""Plan in a process that believes in the GPU it compiles for, and compile in one process for each kernel.
+"""Plan in a process whose environment names the target GPU, and compile in one process for each kernel.
 
-The planning process is started afresh, because what a device is, once asked, is remembered.  The compiling ones are
-forked from it: they inherit jobs and loaded libraries, give all memory back when they end, and one that a compiler
-takes down with it is one failure and not the end of the others.
+The planning process is spawned, because device properties are cached once they are read.  The compiling ones are
+forked from it: they inherit jobs and loaded libraries, give all memory back when they end, and if a compiler crashes,
+only its own kernel fails.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ from tilewright.warmup.wanted import Wanted
 
 
 class Kernel(NamedTuple):
-    """One compiled kernel.  folder: its entry in the cache.  info: what the compiler says of it."""
+    """One compiled kernel.   folder: its entry in the cache.   info: what the compiler reports."""
 
     arch: str
     name: str
@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Planning is done: so many kernels for so many distinct calls, of which torch itself computes `by_torch`."""
+    """The planning of one machine is done: counts of kernels and distinct calls; torch computes `by_torch` of these."""
 
     arch: str
     kernels: int
@@ -42,13 +42,13 @@ class Found(NamedTuple):
 Event = Found | Kernel | Failure
 
 
-def events(wanted: Wanted, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
+def events(request: Wanted, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
     """Everything that happens while `arch` is prepared, as it happens: `Found`, then kernels and failures.
 
     hide_gpus: plan for the architecture as such, whatever GPU is here.  Raises what planning raises.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(wanted, arch, at_once, sender))
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(request, arch, at_once, sender))
     with _environment(arch, hide_gpus):
         process.start()
     sender.close()
@@ -73,33 +73,33 @@ def _next(receiver: Connection, process: Any) -> Any:
 
 @contextmanager
 def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
-    """What the planning process inherits: the architecture to plan for, and no sight of other GPUs."""
+    """Set what the planning process inherits: the architecture to plan for and, with `hide_gpus`, no visible GPU."""
     changed = {
         "TILEWRIGHT_ARCH": "" if arch == "cpu" else arch,
         "TRITON_INTERPRET": "0",
-        "PYTHONSAFEPATH": "1",  # or `multiprocessing` itself would come from the current folder, if it lay there
+        "PYTHONSAFEPATH": "1",  # else a `multiprocessing.py` in the current folder would be imported
     }
     if hide_gpus:
         changed["CUDA_VISIBLE_DEVICES"] = ""
-    kept = {name: os.environ.get(name) for name in changed}
+    saved = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
         yield
     finally:
-        for name, value in kept.items():
+        for name, value in saved.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
 
 
-def _work(wanted: Wanted, arch: str, at_once: int, sender: Connection) -> None:
-    """In the planning process."""
+def _work(request: Wanted, arch: str, at_once: int, sender: Connection) -> None:
+    """Plan and compile; runs in the planning process."""
     import torch
 
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     try:
-        calls, others = wanted.needs(arch)
-        planned = plan(calls, arch, wanted.backends, others)
+        calls, others = request.needs(arch)
+        planned = plan(calls, arch, request.backends, others)
         sender.send(Found(arch, len(planned.jobs), planned.calls, planned.by_torch))
         for failure in planned.failures:
             sender.send(failure)
@@ -111,7 +111,7 @@ def _work(wanted: Wanted, arch: str, at_once: int, sender: Connection) -> None:
 
 
 def _compile_all(planned: Planned, at_once: int) -> Iterator[Kernel | Failure]:
-    """Every job, `at_once` at a time, each in a child of this process, in the order in which they end."""
+    """Compile every job, `at_once` at a time, each in a child of this process; yields them as they end."""
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(planned.jobs))
     running: dict[Connection, tuple[Job, Any]] = {}
@@ -136,20 +136,20 @@ def _compile_all(planned: Planned, at_once: int) -> Iterator[Kernel | Failure]:
 
 
 def _compile(arch: str, job: Job, sender: Connection) -> None:
-    """In a child: compile one kernel into the cache and say how it went."""
+    """Compile one kernel into the cache and send the result; runs in a child."""
     began = time.monotonic()
     try:
-        made = job.compile()
+        artifact = job.compile()
     except Exception as error:  # noqa: BLE001 - compilers raise whatever they like, and it is the result
         sender.send(Failure(arch, job.name, f"{type(error).__name__}: {error}"))
         return
-    if made.path is None:
+    if artifact.path is None:
         sender.send(
             Failure(arch, job.name, "compiled, but the kernel cache cannot be written; see TILEWRIGHT_CACHE_DIR")
         )
         return
-    key, seconds = made.key, time.monotonic() - began
-    sender.send(Kernel(arch, key.name, key.kind, key.folder, seconds, dict(made.info)))
+    key, seconds = artifact.key, time.monotonic() - began
+    sender.send(Kernel(arch, key.name, key.kind, key.folder, seconds, dict(artifact.info)))
 
 
 def _death(code: int | None) -> str:

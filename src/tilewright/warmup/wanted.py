@@ -1,4 +1,4 @@
-"""What a warm-up is asked for."""
+"""The request of a warm-up."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A suite or a model, and for what.
+    """A suite or a model, and the backends, dtype and sizes to prepare.
 
     suite     an op family or "all"
     model     a model folder, its config.json, or a built-in name (`needed.BUILT_IN`)
@@ -19,7 +19,7 @@ class Wanted:
     dtype     "bf16", "fp16", "fp32"; None: what the suite declares, or the model's own
     batch     sequences of a model's prefill and decode step
     tokens    lengths of its prefills
-    new_tokens  that its static cache has room for besides
+    new_tokens  tokens that its static cache holds in addition
     fp8       linear layers in float8, as `patch(fp8=True)`
     """
 
@@ -33,11 +33,11 @@ class Wanted:
     fp8: bool = False
 
     def needs(self, arch: str) -> "tuple[Iterable[RawCall], list[Job]]":
-        """The raw calls, and kernels that belong to no op, of a machine `arch`; found anew."""
-        from tilewright.warmup.needed import of_model, of_suite
+        """Trace the raw calls, and the kernels that belong to no op, of a machine `arch`."""
+        from tilewright.warmup.needed import trace_model, trace_suite
 
         if self.model is None:
-            return of_suite(self.suite or "all", self.dtype, "cpu" if arch == "cpu" else "cuda"), []
-        return of_model(
+            return trace_suite(self.suite or "all", self.dtype, "cpu" if arch == "cpu" else "cuda"), []
+        return trace_model(
             self.model, self.dtype, self.batch, self.tokens, arch=arch, new_tokens=self.new_tokens, fp8=self.fp8
         )

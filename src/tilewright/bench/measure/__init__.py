@@ -1,4 +1,4 @@
-"""One case: check everybody, time everybody and the floor in the same rounds, check again, make the row."""
+"""One case: check all contestants, time them and the floor in the same rounds, check again, make the row."""
 
 from tilewright.bench.measure.case import Measured, measure
 from tilewright.bench.measure.shared import Effort, Shared

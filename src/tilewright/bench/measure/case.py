@@ -35,20 +35,20 @@ from tilewright.dispatch import Cost
 from tilewright.errors import KernelMissingError
 from tilewright.hardware import device_info
 
-# torch's and Triton's streams come within a few percent of each other; a tenth is no scheduling luck
+# torch's and Triton's streams agree to a few percent; a tenth below the floor is no scheduling luck
 _FLOOR_SHARE = 0.9
-_FLOOR_SLACK_US = 0.3  # resolution of an event pair, spread over a sample
-_MATRIX_INTENSITY = 8  # flops a byte; below the ridge point of every processor with matrix units, traffic alone decides
-# When flops take this many times as long as reading all the bytes would, no mix of traffic is the floor
+_FLOOR_SLACK_US = 0.3  # resolution of an event pair
+_MATRIX_INTENSITY = 8  # flops a byte; under it every processor with matrix units is bound by traffic
+# Where flops take this many times as long as reading all the bytes, no mix of traffic is the floor
 _CLEARLY_COMPUTE = 2
-_LONG_US, _HOPELESS = 50_000.0, 20.0  # of a call, and times the fastest: whoever is beyond both is not interleaved
-_GRAPH_TELLS_US = 1000.0  # of a longer call a graph says nothing new, and twenty of them take a while
+_LONG_US, _HOPELESS = 50_000.0, 20.0  # drop contestants slower than 50 ms and 20 times the fastest
+_GRAPH_TELLS_US = 1000.0  # a graph of longer calls gives the same time, and twenty launches take long
 _PREFIX = "floor:"
 
 
 @dataclass
 class Measured:
-    """A case's row, and notes. There is no row when what `auto` picks is wrong; `failures` says so."""
+    """A case's row, and notes. There is no row if the backend that `auto` picks is wrong; `failures` says so."""
 
     row: Row | None
     table: TableChoice | None
@@ -57,7 +57,7 @@ class Measured:
 
 
 def measure(shared: Shared, case: Case, seed: int = 0) -> Measured:
-    """Check, time and check again; contestants that may not be timed become notes."""
+    """Check, time and check again; contestants that fail become notes."""
     return _Case(shared, case, seed).run()
 
 
@@ -85,14 +85,14 @@ class _Case:
         self.judge = self._judge()
 
     def run(self) -> Measured:
-        found = choice(self.case, self.sample, self.cotangents)
-        field = contestants(self.case, found, self.device, self.shared.against)
-        err = {c.name: e for c in field if (e := self._checked(c)) is not None}
+        selection = choice(self.case, self.sample, self.cotangents)
+        field = contestants(self.case, selection, self.device, self.shared.against)
+        err = {c.name: e for c in field if (e := self._check_first(c)) is not None}
         field = [c for c in field if c.name in err]
         self.peer_names = {c.name for c in field if not c.ours}
-        if found.chosen not in err:
+        if selection.chosen not in err:
             return Measured(None, None, self.left_out, self.failures)
-        prepared = self._keeping_up([(c, self._sets(c)) for c in field], found.chosen)
+        prepared = self._without_slow([(c, self._sets(c)) for c in field], selection.chosen)
         field = [c for c, _ in prepared]
         calls = {c.name: rotate(sets) for c, sets in prepared}
         timed, floor = self._time(calls)
@@ -102,54 +102,54 @@ class _Case:
         self._not_faster_than(floor, timed)
         ours = {c.name: timed[c.name] for c in field if c.ours}
         peers = {c.name: timed[c.name] for c in field if c.name in timed and not c.ours}
-        return self._result(found, Times(ours, peers, floor, paused), calls[found.chosen], err)
+        return self._result(selection, Times(ours, peers, floor, paused), calls[selection.chosen], err)
 
-    # Being right.
+    # Correctness.
 
     def _judge(self) -> accuracy.Judge:
         contract, direction = self.case.contract, self.case.direction
-        wide = [g.double() for g in self.cotangents]
-        oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, wide)]
+        grads_fp64 = [g.double() for g in self.cotangents]
+        oracle = [t.detach() for t in reference_outputs(contract, accuracy.upcast(self.sample), direction, grads_fp64)]
         torchs = reference_outputs(contract, self.sample, direction, self.cotangents)
         return accuracy.Judge(oracle, torchs, contract.tolerance if direction == "fwd" else contract.gradient_tolerance)
 
-    def _checked(self, contestant: Contestant) -> float | None:
-        """Error of a first, untimed run; None, with a note, for one that may not be timed."""
+    def _check_first(self, contestant: Contestant) -> float | None:
+        """Error of a first, untimed run; None, with a note, for a contestant that is wrong or fails."""
         try:
             call = prepare(contestant, self.sample, self.case, self.cotangents)
             if call is None:
                 self._note(contestant, "does not offer these options")
                 return None
-            right, err = self.judge(self._run(call))
-        except KernelMissingError as error:  # it lacks a compiler, which is no fault of the kernel's
+            correct, err = self.judge(self._run(call))
+        except KernelMissingError as error:  # a compiler is missing, which is no fault of the kernel
             self.left_out.append(Note(*self.case.key, contestant.name, str(error).splitlines()[0][:200]))
             return None
         except Exception as error:  # noqa: BLE001  a peer may fail in any way it likes; the run goes on and says so
             self._note(contestant, f"{type(error).__name__}: {error}".splitlines()[0][:200])
             return None
-        if not right:
+        if not correct:
             self._note(contestant, f"wrong before timing: relative error {err:.3g}, torch {self.judge.torch_error:.3g}")
             return None
         return err
 
     def _recheck(self, contestant: Contestant, call: Call) -> None:
-        """After timing: ours must still be right on the very buffers that were timed.
+        """Check again after timing, ours on the very buffers that were timed.
 
-        What consumes its inputs, a peer or whoever adds to one in place, on fresh ones.
+        A contestant that may overwrite its inputs (a peer, or an op that adds in place) is checked on fresh ones.
         """
-        right, err = self.judge(self._run(call))
-        if not right and (not contestant.ours or self.case.workload.into is not None):
+        correct, err = self.judge(self._run(call))
+        if not correct and (not contestant.ours or self.case.workload.into is not None):
             fresh = prepare(contestant, self.sample, self.case, self.cotangents)
             assert fresh is not None, "it was prepared before"
-            right, err = self.judge(self._run(fresh))
-        if not right:
+            correct, err = self.judge(self._run(fresh))
+        if not correct:
             self._note(contestant, f"wrong after timing: relative error {err:.3g}")
 
     def _note(self, contestant: Contestant, reason: str) -> None:
         note = Note(*self.case.key, contestant.name, reason)
         (self.failures if contestant.ours else self.left_out).append(note)
 
-    # Being fast.
+    # Timing.
 
     def _run(self, call: Call) -> object:
         with self._mode():
@@ -160,28 +160,28 @@ class _Case:
         return torch.inference_mode(self.case.direction == "fwd")
 
     def _sets(self, contestant: Contestant) -> list[Call]:
-        made = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
-        return [call for call in made if call is not None]
+        calls = (prepare(contestant, self.sample, self.case, self.cotangents) for _ in range(self.sets))
+        return [call for call in calls if call is not None]
 
-    def _keeping_up(
+    def _without_slow(
         self, prepared: list[tuple[Contestant, list[Call]]], chosen: str
     ) -> list[tuple[Contestant, list[Call]]]:
-        """Without those whose every round would cost the others dozens, unless `auto` picks them."""
-        once = {c.name: self._once(sets[0]) for c, sets in prepared}
-        least = min(once.values())
-        kept = []
+        """Drop contestants far slower than the fastest (`_LONG_US`, `_HOPELESS`), unless `auto` picks them."""
+        single_us = {c.name: self._wall_us(sets[0]) for c, sets in prepared}
+        fastest_us = min(single_us.values())
+        remaining = []
         for contestant, sets in prepared:
-            us = once[contestant.name]
-            if us > max(_LONG_US, _HOPELESS * least):
-                us = min(us, self._once(sets[0]))
-            if us > max(_LONG_US, _HOPELESS * least) and contestant.name != chosen:
+            us = single_us[contestant.name]
+            if us > max(_LONG_US, _HOPELESS * fastest_us):
+                us = min(us, self._wall_us(sets[0]))
+            if us > max(_LONG_US, _HOPELESS * fastest_us) and contestant.name != chosen:
                 reason = f"{us / 1e3:.0f} ms in one call, over {_HOPELESS:.0f} times the fastest: not interleaved"
                 self.left_out.append(Note(*self.case.key, contestant.name, reason))
             else:
-                kept.append((contestant, sets))
-        return kept
+                remaining.append((contestant, sets))
+        return remaining
 
-    def _once(self, call: Call) -> float:
+    def _wall_us(self, call: Call) -> float:
         """Wall time of one call in microseconds."""
         synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
         synchronize()
@@ -196,11 +196,11 @@ class _Case:
         streams: dict[str, Call] = {}
         if self.matrix_us < _CLEARLY_COMPUTE * self.traffic_us:
             streams = {_PREFIX + k: call for k, call in floor_calls(read, written, self.device, sets=self.sets).items()}
-        effort, everyone = self.shared.effort, {**calls, **streams}
+        effort, timed_calls = self.shared.effort, {**calls, **streams}
         with self._mode():
             if self.launches is not None:
                 timed = interleave_replays(
-                    self._captured(everyone, self.launches),
+                    self._captured(timed_calls, self.launches),
                     device=self.device,
                     launches=self.launches,
                     rounds=effort.rounds,
@@ -208,16 +208,18 @@ class _Case:
                 )
             else:
                 timed = interleave(
-                    everyone, device=self.device, timing=self.shared.timing, rounds=effort.rounds, limit_s=effort.row_s
+                    timed_calls,
+                    device=self.device,
+                    timing=self.shared.timing,
+                    rounds=effort.rounds,
+                    limit_s=effort.row_s,
                 )
-        moved = {name.removeprefix(_PREFIX): timed.pop(name) for name in streams}
-        floor = floor_us(moved, read, written, shared=self.device.type == "cpu") if moved else 0.0
+        streamed = {name.removeprefix(_PREFIX): timed.pop(name) for name in streams}
+        floor = floor_us(streamed, read, written, shared=self.device.type == "cpu") if streamed else 0.0
         return timed, max(floor, self.matrix_us)
 
     def _paused(self, calls: dict[str, Call], floor: float) -> dict[str, Samples]:
-        """Compute-bound cases once more, one call a sample, each after an idle gap: at the clocks of a burst, not of a
-        hot chip at its power limit.
-        """
+        """Time compute-bound cases again, one call a sample after an idle gap: full clocks, no power limit."""
         effort = self.shared.effort
         sustained = self.launches is None and self.shared.timing == "sustained"
         if not (sustained and effort.paused_rounds and floor == self.matrix_us):
@@ -234,7 +236,7 @@ class _Case:
             )
 
     def _captured(self, calls: dict[str, Call], launches: int) -> dict[str, Call]:
-        """Graphs of everyone; a peer that cannot be captured is left out, and the reason noted."""
+        """Graphs of all contestants; a peer that cannot be captured is left out, with a note."""
         replays: dict[str, Call] = {}
         for name, call in calls.items():
             try:
@@ -249,8 +251,8 @@ class _Case:
         share = MATRIX_SHARE if floor == self.matrix_us else _FLOOR_SHARE
         for name, samples in timed.items():
             if samples.interval().high < share * floor - _FLOOR_SLACK_US:
-                beside = f"{samples.median:.2f} us, floor {floor:.2f} us"
-                reason = f"faster than its floor: {beside}; the bytes or the timing are miscounted"
+                times = f"{samples.median:.2f} us, floor {floor:.2f} us"
+                reason = f"faster than its floor: {times}; the bytes or the timing are miscounted"
                 self.failures.append(Note(*self.case.key, name, reason))
 
     def _graph_us(self, call: Call, already: Samples) -> float | None:
@@ -264,17 +266,17 @@ class _Case:
             )
         return timed["chosen"].median
 
-    def _result(self, found: Choice, times: Times, chosen: Call, err: dict[str, float]) -> Measured:
+    def _result(self, selection: Choice, times: Times, chosen: Call, err: dict[str, float]) -> Measured:
         with self._mode():
             host = host_us(chosen, device=self.device, rounds=self.shared.effort.host_rounds, calls=5).median
-        made = row(
+        result_row = row(
             self.case,
             times,
-            chosen=found.chosen,
+            chosen=selection.chosen,
             timing="sustained" if self.launches is not None else self.shared.timing,
             l2=self.l2,
             host_us=host,
-            graph_us=self._graph_us(chosen, times.ours[found.chosen]),
+            graph_us=self._graph_us(chosen, times.ours[selection.chosen]),
             err=err,
         )
-        return Measured(made, table_choice(self.case, found, times.ours), self.left_out, self.failures)
+        return Measured(result_row, table_choice(self.case, selection, times.ours), self.left_out, self.failures)

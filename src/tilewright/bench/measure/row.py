@@ -1,4 +1,4 @@
-"""What was measured of one case, written down: the row of the result file, and the row of a tuning table."""
+"""The measurements of one case as rows: one of the result file, one of a tuning table."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from tilewright.hardware.ceilings import dtype_name
 
 @dataclass
 class Times:
-    """Samples by name, of our backends (torch is one) and of the peers; `paused` are those with a pause before each,
-    and empty where none were taken.
-    """
+    """Samples by name, of our backends (torch is one) and of the peers.   paused: with a pause before each, if any."""
 
     ours: dict[str, Samples]
     peers: dict[str, Samples]
@@ -29,23 +27,23 @@ class Times:
     paused: dict[str, Samples] = field(default_factory=dict)
 
     @property
-    def own(self) -> str | None:
-        """The fastest kernel of ours; torch under our name is none."""
+    def best_kernel(self) -> str | None:
+        """Name of our fastest kernel; the torch backend does not count."""
         return _fastest(self.ours, _kernels(self.ours))
 
     @property
-    def peer(self) -> str | None:
-        """The fastest peer."""
+    def best_peer(self) -> str | None:
+        """Name of the fastest peer."""
         return _fastest(self.peers, self.peers)
 
     def ratio(self, name: str | None) -> float | None:
-        """Best peer / ours called `name`, round by round: above 1 we are the faster one."""
-        return _ratio({**self.peers, **self.ours}, self.peer, name)
+        """Best peer / our `name`, round by round: above 1 ours is faster."""
+        return _ratio({**self.peers, **self.ours}, self.best_peer, name)
 
     def ratio_own_paused(self) -> float | None:
         """Best peer / best kernel of ours, both chosen by their paused times."""
-        own = _fastest(self.paused, _kernels(self.ours))
-        return _ratio(self.paused, _fastest(self.paused, self.peers), own)
+        kernel = _fastest(self.paused, _kernels(self.ours))
+        return _ratio(self.paused, _fastest(self.paused, self.peers), kernel)
 
 
 def row(
@@ -59,8 +57,8 @@ def row(
     graph_us: float | None,
     err: Mapping[str, float],
 ) -> Row:
-    """The case's row of the result file; `err` holds everybody's error."""
-    peer = times.peer
+    """The case's row of the result file.   err: error of every contestant."""
+    best_peer = times.best_peer
     return Row(
         *case.key[:2],
         params={k: _plain(v) for k, v in case.workload.params.items()},
@@ -72,34 +70,34 @@ def row(
         chosen=chosen,
         peers=_medians(times.peers),
         floor_us=rounded(times.floor),
-        ratio_own=times.ratio(times.own),
+        ratio_own=times.ratio(times.best_kernel),
         ratio_auto=times.ratio(chosen),
         eager_us=rounded(host_us),
         graph_us=None if graph_us is None else rounded(graph_us),
         err=rounded(err[chosen], digits=4),
-        err_peer=None if peer is None else rounded(err[peer], digits=4),
+        err_peer=None if best_peer is None else rounded(err[best_peer], digits=4),
         spread=rounded(times.ours[chosen].spread, digits=3),
         paused=_medians(times.paused),
         ratio_own_paused=times.ratio_own_paused(),
     )
 
 
-def table_choice(case: Case, found: Choice, ours: Mapping[str, Samples]) -> TableChoice | None:
-    """Fastest of ours that a table can ask for.
+def table_choice(case: Case, selection: Choice, ours: Mapping[str, Samples]) -> TableChoice | None:
+    """The table row of our fastest backend.
 
-    Not torch in a backward that would recompute under our forward: it is timed as torch's autograd.
+    A torch backward that recomputes the forward is excluded: what was timed under that name is torch's own autograd.
     """
     gradient = case.contract.gradient
-    apart = case.direction == "bwd" and gradient is not None and gradient.recomputes
-    eligible = [n for n in found.names if n in ours and not (apart and n == "torch")]
+    torch_recomputes = case.direction == "bwd" and gradient is not None and gradient.recomputes
+    eligible = [n for n in selection.names if n in ours and not (torch_recomputes and n == "torch")]
     if not eligible:
         return None
     best = min(eligible, key=lambda name: ours[name].median)
-    plan = found.plans[best]
-    config = None if plan.config is None else plan.config._asdict()  # a NamedTuple, by the order of kernel files
+    plan = selection.plans[best]
+    config = None if plan.config is None else plan.config._asdict()  # every Config is a NamedTuple
     torch_us = ours["torch"].median if "torch" in ours else None
     return TableChoice(
-        op=found.raw.op,
+        op=selection.raw.op,
         direction=case.direction,
         bucket=plan.bucket,
         dtype=plan.dtype,
@@ -112,7 +110,7 @@ def table_choice(case: Case, found: Choice, ours: Mapping[str, Samples]) -> Tabl
 
 
 def rounded(value: float, digits: int = 5) -> float:
-    """To significant digits: more than five of a time are noise, and make result files large."""
+    """Round to significant digits: more than five of a time are noise, and make result files large."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, digits - 1 - math.floor(math.log10(abs(value))))

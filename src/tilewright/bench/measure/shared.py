@@ -1,4 +1,4 @@
-"""What the cases of one run share: the device, how long to look, ceilings of the run, and random inputs."""
+"""State that the cases of one run share: the device, rounds of timing, ceilings, and random inputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tilewright.dispatch import Sample
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look: rounds of the interleaved timing, of graph timing of the chosen one, of host timing, and of
-    compute-bound cases with pauses (0: not at all).
+    """Rounds of each timing.
 
-    row_s: a timing that would take longer gets fewer rounds.
+    rounds         interleaved timing of all contestants
+    graph_rounds   CUDA graph of the chosen one
+    host_rounds    host time
+    paused_rounds  compute-bound cases with pauses; 0: none
+    row_s          seconds; a timing that would take longer gets fewer rounds
     """
 
     rounds: int
@@ -29,7 +32,7 @@ class Effort:
 
 
 class Shared:
-    """One device, one setting.   read_gb_s: read bandwidth of this run, from which a case's length is foreseen."""
+    """One device, one setting.   read_gb_s: read bandwidth of this run, which predicts the time of a case."""
 
     def __init__(
         self, device: torch.device, timing: Timing, effort: Effort, against: Sequence[str] | None, read_gb_s: float
@@ -40,7 +43,7 @@ class Shared:
         self._drawn: tuple[tuple[object, ...], Sample] | None = None
 
     def sample(self, case: Case, seed: int) -> Sample:
-        """Random inputs of the case; drawing gigabytes takes seconds, so the backward gets those of the forward."""
+        """Random inputs of the case; drawing gigabytes takes seconds, so the backward reuses those of the forward."""
         key = (case.contract.name, case.workload.name, case.dtype, seed)
         if self._drawn is None or self._drawn[0] != key:
             self._drawn = None  # frees the last ones first

@@ -1,4 +1,4 @@
-"""How numbers are written in the page's tables."""
+"""Numbers as text in the page's tables."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tilewright.bench.statistics import geometric_mean
 
 
 def number(us: float) -> str:
-    """Microseconds."""
+    """Format microseconds."""
     return f"{us:.2f}" if us < 100 else f"{us:.1f}"
 
 
 def ratio(value: float | None) -> str:
-    """Bold below 1."""
+    """Format a ratio, bold below 1."""
     if value is None:
         return "-"
     return f"**{value:.3f}**" if value < 1 else f"{value:.3f}"
 
 
 def mean(ratios: Iterable[float | None]) -> str:
-    """Geometric mean of those that exist."""
-    known = [each for each in ratios if each is not None]
-    return f"{geometric_mean(known):.3f}" if known else "-"
+    """Format the geometric mean of the ratios that exist."""
+    values = [each for each in ratios if each is not None]
+    return f"{geometric_mean(values):.3f}" if values else "-"
 
 
 def share(part: float) -> str:
-    """Percent."""
+    """Format a share as percent."""
     return f"{100 * part:.0f} %"

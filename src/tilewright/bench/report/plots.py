@@ -1,4 +1,4 @@
-"""The plots of the performance page, ratios around 1, as small PNG files: a bar a row, or a dot a row over M."""
+"""The plots of the performance page, ratios around 1, as small PNG files: one bar a row, or one dot a row over M."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Bar:
     """Ratios of one row: best peer / best of ours, best peer / chosen."""
 
     label: str
-    own: float | None
-    auto: float | None
+    ratio_own: float | None
+    ratio_auto: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Dot:
     """Ratios of a matrix product of `m` rows."""
 
     m: int
-    own: float | None
-    auto: float | None
+    ratio_own: float | None
+    ratio_auto: float | None
 
 
 def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
-    """Write a PNG: ratios over M, one column for each M, our best kernel left and what `auto` picks right in it."""
+    """Write a PNG: ratios over M, one column for each M; our best kernel left in it, the pick of `auto` right."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -36,14 +36,14 @@ def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         axes = figure.add_subplot()
         columns = {m: x for x, m in enumerate(sorted({dot.m for dot in dots}))}
-        for aside, colour, label, points in (
-            (-0.15, "#2a7f62", "our best kernel", [(d.m, d.own) for d in dots if d.own is not None]),
-            (0.15, "#777777", "what auto picks", [(d.m, d.auto) for d in dots if d.auto is not None]),
+        for shift, colour, label, points in (
+            (-0.15, "#2a7f62", "our best kernel", [(d.m, d.ratio_own) for d in dots if d.ratio_own is not None]),
+            (0.15, "#777777", "what auto picks", [(d.m, d.ratio_auto) for d in dots if d.ratio_auto is not None]),
         ):
-            axes.scatter([columns[m] + aside for m, _ in points], [y for _, y in points], c=colour, s=12, label=label)
+            axes.scatter([columns[m] + shift for m, _ in points], [y for _, y in points], c=colour, s=12, label=label)
         axes.axhline(1, color="#888", linewidth=0.8)
         axes.set_yscale("log")
-        ticks = _ticks([y for dot in dots for y in (dot.own, dot.auto) if y is not None])
+        ticks = _ticks([y for dot in dots for y in (dot.ratio_own, dot.ratio_auto) if y is not None])
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_xticks(list(columns.values()), [str(m) for m in columns])
@@ -54,9 +54,7 @@ def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
 
 
 def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
-    """Write a PNG: one line a label on a log axis; a filled dot is what `auto` picks, a ring our best
-    kernel where that is another.
-    """
+    """Write a PNG: one line a label on a log axis; a dot is the pick of `auto`, a ring our best kernel if another."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -64,14 +62,20 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
         lines = {label: i for i, label in enumerate(dict.fromkeys(bar.label for bar in bars))}
         figure = Figure(figsize=(8, 1.2 + 0.18 * len(lines)), layout="constrained")
         axes = figure.add_subplot()
-        auto = [(lines[bar.label], bar.auto) for bar in bars if bar.auto is not None]
-        own = [(lines[bar.label], bar.own) for bar in bars if bar.own is not None and bar.own != bar.auto]
-        colours = ["#2a7f62" if ratio >= 1 else "#b3423a" for _, ratio in auto]
-        axes.hlines([i for i, _ in auto], 1, [ratio for _, ratio in auto], colors=colours, linewidth=1)
-        axes.scatter([r for _, r in auto], [i for i, _ in auto], c=colours, s=14, label="what auto picks", zorder=3)
+        auto_points = [(lines[bar.label], bar.ratio_auto) for bar in bars if bar.ratio_auto is not None]
+        kernel_points = [
+            (lines[bar.label], bar.ratio_own)
+            for bar in bars
+            if bar.ratio_own is not None and bar.ratio_own != bar.ratio_auto
+        ]
+        colours = ["#2a7f62" if ratio >= 1 else "#b3423a" for _, ratio in auto_points]
+        axes.hlines([i for i, _ in auto_points], 1, [ratio for _, ratio in auto_points], colors=colours, linewidth=1)
         axes.scatter(
-            [r for _, r in own],
-            [i for i, _ in own],
+            [r for _, r in auto_points], [i for i, _ in auto_points], c=colours, s=14, label="what auto picks", zorder=3
+        )
+        axes.scatter(
+            [r for _, r in kernel_points],
+            [i for i, _ in kernel_points],
             facecolors="none",
             edgecolors="#444",
             s=30,
@@ -79,7 +83,7 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
         )
         axes.axvline(1, color="#888", linewidth=0.8)
         axes.set_xscale("log")
-        ticks = _ticks([r for _, r in (*auto, *own)])
+        ticks = _ticks([r for _, r in (*auto_points, *kernel_points)])
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_yticks(list(lines.values()), list(lines))
@@ -90,7 +94,7 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Sixteen colours are enough, and a file is half of its SVG."""
+    """Save with sixteen colours, at half the size of an SVG."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +105,8 @@ def _save(figure: Any, path: Path) -> None:
 
 def _ticks(ratios: Sequence[float]) -> list[float]:
     """Round ratios that span the data, 1 among them."""
-    known = [0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0]
+    ticks = [0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0]
     low, high = min(*ratios, 0.95), max(*ratios, 1.05)
-    inside = [tick for tick in known if low * 0.9 <= tick <= high * 1.1]
+    inside = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]
     coarse = {0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0}
     return inside if len(inside) <= 9 else [tick for tick in inside if tick in coarse]

@@ -1,8 +1,8 @@
 """Matrix products on the page: a table for each M, one column a contestant, and means of the classes that behave alike.
 
-A row is a product if its sizes are M, N and K, of one matrix, a batch (B) or groups (G, of M rows each). Small M is a
-question of memory traffic, and weights that fill the L2 are another one than weights beyond it; large M is a question
-of matrix rate. Operands of another width, or scaled otherwise, have means of their own.
+A row is a product if its sizes are M, N and K, of one matrix, a batch (B) or groups (G, of M rows each). Small M is
+bound by memory traffic, where it matters whether the weights fit the L2; large M is bound by the matrix rate. Each
+operand width and scaling has its own means.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilewright.bench.statistics import geometric_mean
 MB = 10**6
 # Parameters of a product without epilogue, both operands along K
 _PLAIN = {"B", "G", "M", "N", "K", "out_dtype", "bits", "scaling", "split", "binary"}
-_FEWEST = 3  # rows that make a table of their own
+_FEWEST = 3  # rows for a separate table
 
 _CLASSES: tuple[tuple[str, Callable[[Row], bool]], ...] = (
     ("M >= 1024", lambda row: _m(row) >= 1024),
@@ -30,7 +30,7 @@ _CLASSES: tuple[tuple[str, Callable[[Row], bool]], ...] = (
 
 
 def is_product(row: Row) -> bool:
-    """Is this a matrix product?"""
+    """True for a matrix product."""
     return {"M", "N", "K"} <= set(row.params)
 
 
@@ -43,10 +43,10 @@ def class_means(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(map(_kind, rows)):
-        mine = [row for row in rows if _kind(row) == kind]
-        plain = [row for row in mine if _is_plain(row)]
+        op_rows = [row for row in rows if _kind(row) == kind]
+        plain = [row for row in op_rows if _is_plain(row)]
         groups = [(name, [row for row in plain if belongs(row)]) for name, belongs in _CLASSES]
-        groups.append(("other layouts and epilogues", [row for row in mine if not _is_plain(row)]))
+        groups.append(("other layouts and epilogues", [row for row in op_rows if not _is_plain(row)]))
         lines += [_means_line(f"{kind}, {name}", group) for name, group in groups if group]
     return "\n".join(lines) + "\n"
 
@@ -55,9 +55,9 @@ def tables(rows: Sequence[Row]) -> str:
     """A table for each M with several rows, and one for all others."""
     parts = []
     for op in dict.fromkeys(row.op for row in rows):
-        mine = [row for row in rows if row.op == op]
+        op_rows = [row for row in rows if row.op == op]
         by_m: dict[int, list[Row]] = {}
-        for row in sorted(mine, key=_m):
+        for row in sorted(op_rows, key=_m):
             by_m.setdefault(_m(row), []).append(row)
         parts += [_table(f"{op}, M = {m}", group) for m, group in by_m.items() if len(group) >= _FEWEST]
         others = [row for group in by_m.values() if len(group) < _FEWEST for row in group]
@@ -145,7 +145,7 @@ def _tflops(row: Row, us: float) -> float:
 
 
 def _kind(row: Row) -> str:
-    """The op, and its operands where they are not of a half type, or scaled in more ways than one."""
+    """The op, with its operands unless they are bf16 or fp16, and with its scaling if it has several."""
     bits, scaling = row.params.get("bits"), row.params.get("scaling")
     operands = f"int{bits}" if bits else row.dtype if row.dtype not in ("bfloat16", "float16") else None
     return " ".join(word for word in (row.op, operands, scaling) if isinstance(word, str))
@@ -156,7 +156,7 @@ def _is_plain(row: Row) -> bool:
 
 
 def _matrices(row: Row) -> int:
-    """How many products a row is: of a batch, or of groups."""
+    """Number of products of a row: its batch or its groups."""
     return int(row.params.get("B", 1) * row.params.get("G", 1))
 
 

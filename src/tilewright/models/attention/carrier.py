@@ -1,7 +1,7 @@
 """A mask of `tilewright.mask` inside a tensor: transformers hands masks from a model to its layers as 4-D tensors.
 
-The tensor has the shape of the dense mask and no elements.  Attention takes the mask out of it.  Code that computes
-with it gets the elements then, exact and shared, so that models which slice or overwrite their masks stay right.
+The tensor has the shape of the dense mask and no elements.  Our attention reads the closed form from it.  For any other
+operation the elements are computed, exact and shared, so that models which slice or overwrite their masks stay right.
 """
 
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from tilewright.log import log_once
 from tilewright.mask import Mask
 
 
-class Seen(NamedTuple):
-    """A mask (None: everything), and the number of keys that it speaks of, from the first one.
+class VisibleKeys(NamedTuple):
+    """A mask (None: everything), and the number of keys that it covers, from the first one.
 
-    More keys than there are: the others are there for the positions alone, and the mask allows none of them.
+    `keys` may exceed S_k: the extra keys only shift positions, and the mask allows none of them.
     """
 
     mask: Mask | None
@@ -29,50 +29,50 @@ class Seen(NamedTuple):
 
 
 class CarriedMask(Tensor):
-    """bool (B, 1, S_q, S_k), True where a key may be seen; `seen` is the same in closed form."""
+    """bool (B, 1, S_q, S_k), True where a key is visible; `visible` is the same in closed form."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _seen: Seen
+    _visible: VisibleKeys
     _elements: DeviceCache[tuple[Tensor]]
     _shared: bool
 
     @staticmethod
-    def __new__(cls, seen: Seen, shape: tuple[int, int, int], device: torch.device) -> "CarriedMask":
+    def __new__(cls, visible: VisibleKeys, shape: tuple[int, int, int], device: torch.device) -> "CarriedMask":
         """shape: (B, S_q, S_k)."""
         batch, s_q, s_k = shape
-        made: CarriedMask = Tensor._make_wrapper_subclass(cls, (batch, 1, s_q, s_k), dtype=torch.bool, device=device)
-        made._seen, made._elements, made._shared = seen, DeviceCache("elements of masks"), False
-        return made
+        tensor: CarriedMask = Tensor._make_wrapper_subclass(cls, (batch, 1, s_q, s_k), dtype=torch.bool, device=device)
+        tensor._visible, tensor._elements, tensor._shared = visible, DeviceCache("elements of masks"), False
+        return tensor
 
-    def __init__(self, seen: Seen, shape: tuple[int, int, int], device: torch.device) -> None:
-        """All is done in `__new__`."""
+    def __init__(self, visible: VisibleKeys, shape: tuple[int, int, int], device: torch.device) -> None:
+        """Do nothing: `__new__` sets all attributes."""
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"CarriedMask({self._seen.mask!r}, {tuple(self.shape)})"
+        return f"CarriedMask({self._visible.mask!r}, {tuple(self.shape)})"
 
     @property
-    def seen(self) -> Seen | None:
-        """The closed form; None once somebody wrote into the elements, or got a view through which he may."""
-        return None if self._shared else self._seen
+    def visible(self) -> VisibleKeys | None:
+        """The closed form; None after a write into the elements, or once a view shares their memory."""
+        return None if self._shared else self._visible
 
     @property
     def elements(self) -> Tensor:
-        """The dense mask, made on first use."""
-        return self._elements.get("dense", self.device, self._dense, needs=self._seen)[0]
+        """The dense mask, computed on first use."""
+        return self._elements.get("dense", self.device, self._dense, needs=self._visible)[0]
 
     def _dense(self) -> tuple[Tensor]:
         batch, _, s_q, s_k = self.shape
-        allowed, keys = self._seen
+        allowed, keys = self._visible
         if allowed is None:
             return (torch.ones(self.shape, dtype=torch.bool, device=self.device),)
-        made = allowed.dense(batch, 1, s_q, keys, self.device)
-        return (F.pad(made, (0, s_k - keys)) if keys < s_k else made[..., :s_k].contiguous(),)
+        dense = allowed.dense(batch, 1, s_q, keys, self.device)
+        return (F.pad(dense, (0, s_k - keys)) if keys < s_k else dense[..., :s_k].contiguous(),)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Any operation works on the elements; a view that only autograd asks for stays what it is."""
+        """Run any operation on the elements; only `detach`, which autograd calls, keeps the closed form."""
         if func is torch.ops.aten.detach.default:
             return args[0]
 
@@ -88,14 +88,14 @@ class CarriedMask(Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 
-def seen_in(attention_mask: Tensor, s_q: int, s_k: int) -> Seen:
-    """What a 4-D mask allows: (B or 1, H or 1, S_q or 1, S_k) bool, or floats: 0, and -inf or the least number.
+def visible_keys(attention_mask: Tensor, s_q: int, s_k: int) -> VisibleKeys:
+    """Read a 4-D mask: (B or 1, H or 1, S_q or 1, S_k) bool, or floats: 0, and -inf or the least number.
 
     Raises InputError for other shapes, and for other numbers, which are a bias and no mask.
     """
     if isinstance(attention_mask, CarriedMask):
-        if tuple(attention_mask.shape[2:]) == (s_q, s_k) and attention_mask.seen is not None:
-            return attention_mask.seen
+        if tuple(attention_mask.shape[2:]) == (s_q, s_k) and attention_mask.visible is not None:
+            return attention_mask.visible
         attention_mask = attention_mask.elements
     if attention_mask.dim() != 4 or attention_mask.shape[2] not in (1, s_q) or attention_mask.shape[3] != s_k:
         raise InputError(
@@ -105,17 +105,17 @@ def seen_in(attention_mask: Tensor, s_q: int, s_k: int) -> Seen:
     return _of_elements(_allowed(attention_mask), s_q, s_k)
 
 
-def _allowed(given: Tensor) -> Tensor:
-    if given.dtype == torch.bool:
-        return given
-    if not given.is_floating_point():
-        raise InputError(f"attention: the mask is {given.dtype}; needs bool, or 0 and -inf to be added to the scores.")
+def _allowed(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise InputError(f"attention: the mask is {mask.dtype}; needs bool, or 0 and -inf to be added to the scores.")
     if torch.compiler.is_compiling():
         raise InputError(
-            f"attention: a mask of {given.dtype} under torch.compile, where its numbers cannot be looked at. Pass bool."
+            f"attention: a mask of {mask.dtype} under torch.compile, where its numbers cannot be looked at. Pass bool."
         )
-    allowed = given == 0
-    if not bool((allowed | (given <= torch.finfo(given.dtype).min)).all()):
+    allowed = mask == 0
+    if not bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()):
         raise InputError(
             "attention: the mask holds other numbers than 0 and -inf. A bias of the scores is a score_mod of ops.fmha; "
             'here use set_attn_implementation("sdpa") or "eager".'
@@ -123,21 +123,21 @@ def _allowed(given: Tensor) -> Tensor:
     return allowed
 
 
-def _of_elements(allowed: Tensor, s_q: int, s_k: int) -> Seen:
+def _of_elements(allowed: Tensor, s_q: int, s_k: int) -> VisibleKeys:
     """allowed: bool (B or 1, H or 1, S_q or 1, S_k)."""
     if s_q == 0 or s_k == 0:
-        return Seen(None, s_k)
+        return VisibleKeys(None, s_k)
     keys = max(s_q, s_k)  # a table has a row for every position, and positions of queries begin at 0
     allowed = F.pad(allowed, (0, keys - s_k)) if keys > s_k else allowed
     if allowed.shape[2] == 1 or allowed.stride(2) == 0:
-        return Seen(by_keys(allowed[:, :, :1]), keys)
-    if not torch.compiler.is_compiling():  # which does not take loggers
+        return VisibleKeys(by_keys(allowed[:, :, :1]), keys)
+    if not torch.compiler.is_compiling():  # Dynamo does not trace loggers
         log_once(
             "attention-elements",
             "attention: a mask given by its elements becomes a table of S_k x S_k bits; "
             "masks of transformers' own functions need none",
         )
-    return Seen(masks.block(F.pad(allowed, (0, 0, keys - s_q, 0)), 1), keys)
+    return VisibleKeys(masks.block(F.pad(allowed, (0, 0, keys - s_q, 0)), 1), keys)
 
 
 def by_keys(allowed: Tensor) -> Mask:

@@ -1,12 +1,13 @@
-"""Which attention a model runs: one name in its configuration, which transformers looks up on every call.
+"""Choose the attention a model runs: one name in its configuration, which transformers looks up on every call.
 
-    ops.fmha   on a GPU whose tables hold sizes of this model's heads that a kernel of ours won, where each call asks
-               the tables again; or on the backend that `patch(backend=)` names
+    ops.fmha   on a GPU whose tables hold sizes with this model's heads that a kernel of ours won (each call looks up
+               its own size); or on the backend that `patch(backend=)` names
     SDPA       instead of eager attention, everywhere else
 
 transformers builds masks for padding and windows from the configured name and passes dropout on, so all three keep
-their meaning.  SDPA does not apply logit soft-capping and sinks, `ops.fmha` does: a model that attends eagerly for them
-moves there alone, and one that already runs SDPA without them stays, because it would compute something else.
+their meaning.  SDPA ignores logit soft-capping and sinks, `ops.fmha` applies them.  So a model that attends eagerly
+because of them may move to `ops.fmha` but not to SDPA; one that already runs SDPA, and so loses them, stays there:
+`ops.fmha` would change its results.
 
 The configuration object may be shared with other models, so the patched model gets its own copy and `undo` gives the
 shared one back.
@@ -30,8 +31,8 @@ from tilewright.models.wide import dominant_dtype
 from tilewright.ops.attention.fmha.raw import SINKS, SOFTCAP
 
 _IGNORED_BY_SDPA = {"softcap": ("logit soft-capping", SOFTCAP), "s_aux": ("attention sinks", SINKS)}
-"""What transformers' sdpa path accepts and does not apply: its meaning, and what `ops.fmha` calls it."""
-_PROBED = 16  # queries and keys of the call that is planned, and not run, to learn whether a backend takes it
+"""Arguments that transformers' sdpa path accepts and ignores: meaning, and flag of `ops.fmha`."""
+_PROBED = 16  # queries and keys of the call that is planned, not run, to learn whether a backend takes it
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,13 @@ class Rebinding:
 
 
 def switch(model: nn.Module, allowed: bool, backend: str | None = None) -> tuple[Row | None, list[Rebinding]]:
-    """The row for the report (None for a model without a configured attention), and what to rebind."""
+    """The row of the report (None for a model without a configured attention), and the attributes to rebind."""
     config = getattr(model, "config", None)
     current = getattr(config, "_attn_implementation", None)
     if current is None:
         return None, []
     name, lost = type(model).__name__, lost_by_sdpa(model)
-    ours, why_not = _ours(model, current, backend) if allowed else (None, "")
+    ours, why_not = _choose_fmha(model, current, backend) if allowed else (None, "")
     if ours is not None:
         return Row("", name, "attention", "replaced", ours[1]), list(_rebindings(model, config, ours[0]))
     if current != "eager":
@@ -81,16 +82,16 @@ def switch(model: nn.Module, allowed: bool, backend: str | None = None) -> tuple
 
 
 def lost_by_sdpa(model: nn.Module) -> list[str]:
-    """What SDPA would ignore of what the model's attention passes, in words."""
+    """The features that the model's attention passes and SDPA ignores, in words."""
     return sorted(meaning for word, (meaning, _) in _IGNORED_BY_SDPA.items() if word in _passed(model))
 
 
-def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[str, str] | None, str]:
-    """((name to register, text of the report) or None, why not where somebody asked for it)."""
+def _choose_fmha(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[str, str] | None, str]:
+    """((registered name, text of the report), ""), or (None, why not); the reason is empty for an automatic choice."""
     layers = list(_attention_layers(model))
     if backend in (None, "auto"):
         device = serving_device(next((p.device for p in model.parameters()), torch.device("cpu")))
-        if not layers or _obstacle(model, current, layers):
+        if not layers or _why_not_fmha(model, current, layers):
             return None, ""
         extras = sum(bit for word, (_, bit) in _IGNORED_BY_SDPA.items() if word in _passed(model))
         configs = {id(c): c for layer in layers if (c := getattr(layer, "config", None)) is not None}.values()
@@ -101,17 +102,17 @@ def _ours(model: nn.Module, current: str, backend: str | None) -> tuple[tuple[st
         interface.register_attention()
         return (interface.MEASURED, text), ""
     if backend == "torch":
-        return None, ""  # whose attention SDPA is
+        return None, ""  # SDPA is torch's attention
     if not layers:
         return None, f"; ops.fmha[{backend}] does not take it: its layers do not ask transformers' registry"
-    if reason := _obstacle(model, current, layers) or _refusal(model, backend):
+    if reason := _why_not_fmha(model, current, layers) or _why_not_on_backend(model, backend):
         return None, f"; ops.fmha[{backend}] does not take it: {reason}"
     interface.register_attention()
     return (interface.register_backend(backend), f"ops.fmha[{backend}] instead of {current}"), ""
 
 
-def _obstacle(model: nn.Module, current: str, layers: list[nn.Module]) -> str | None:
-    """Why `ops.fmha` would not compute what the model computes now, whatever the backend."""
+def _why_not_fmha(model: nn.Module, current: str, layers: list[nn.Module]) -> str | None:
+    """Why `ops.fmha` would not compute what the model computes now, on any backend; None if it would."""
     if current not in ("eager", "sdpa"):
         return f"it runs {current!r}"
     passed = _passed(model)
@@ -131,9 +132,9 @@ def _obstacle(model: nn.Module, current: str, layers: list[nn.Module]) -> str | 
     return None
 
 
-def _refusal(model: nn.Module, backend: str) -> str | None:
+def _why_not_on_backend(model: nn.Module, backend: str) -> str | None:
     """Why `backend` cannot run heads of this model over a few keys; None if it can."""
-    found = contract("fmha").forward
+    raw_op = contract("fmha").forward
     parameter = next(model.parameters())
     for config in {id(c): c for layer in _attention_layers(model) if (c := getattr(layer, "config", None))}.values():
         shape = measured.heads_of(config)
@@ -146,7 +147,7 @@ def _refusal(model: nn.Module, backend: str) -> str | None:
             for heads, width in ((group, d), (1, d), (1, d_v))
         )
         try:
-            found.plan((q, k, v, None, None, None, "", -1, 0, 1.0, 0.0), f"{backend}!", "default")
+            raw_op.plan((q, k, v, None, None, None, "", -1, 0, 1.0, 0.0), f"{backend}!", "default")
         except BackendError as error:
             return str(error)
     return None
@@ -161,7 +162,7 @@ def _attention_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _passed(model: nn.Module) -> set[object]:
-    """Words in the forwards of attention layers: among them the names of what they pass."""
+    """String constants in the forwards of attention layers: the names of the keyword arguments are among them."""
     codes = {code for layer in _attention_layers(model) if (code := _forward_code(layer)) is not None}
     return {word for code in codes for constant in code.co_consts for word in _words(constant)}
 

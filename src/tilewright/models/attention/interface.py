@@ -1,8 +1,8 @@
-"""`ops.fmha` under the names that transformers looks attention up by.
+"""`ops.fmha` under the names by which transformers looks attention up.
 
     tilewright             ops.fmha; the dispatcher chooses
     tilewright_<backend>   ops.fmha on exactly this backend
-    tilewright_measured    ops.fmha where the tables say that a kernel of ours is faster, else what the model ran before
+    tilewright_measured    ops.fmha where the tables have a faster kernel of ours, else what the model ran before
 
 Each name also makes masks (`masks`).
 """
@@ -20,7 +20,7 @@ from tilewright.errors import InputError
 from tilewright.mask import Mask, causal, prefix, window
 from tilewright.models import transformers_names
 from tilewright.models.attention import masks, measured
-from tilewright.models.attention.carrier import CarriedMask, Seen, seen_in
+from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, visible_keys
 from tilewright.ops.attention.fmha import fmha
 
 NAME = "tilewright"
@@ -31,11 +31,11 @@ REFUSED = {
     "indices": "indices of keys",
     "block_indices": "indices of blocks",
 }
-"""Arguments of transformers' attention functions that change the result and that `ops.fmha` does not take here."""
+"""Arguments of transformers' attention functions that change the result and that `attend` does not take."""
 
 
 def register_attention() -> str:
-    """Let transformers' models run `ops.fmha`: `model.set_attn_implementation("tilewright")`.  Returns that name.
+    """Register `ops.fmha` with transformers: `model.set_attn_implementation("tilewright")`.  Returns that name.
 
     Adds this name, and those that `patch` uses, to AttentionInterface and AttentionMaskInterface and changes no entry
     of theirs; a second call changes nothing.  `patch` calls it; a process that unpickles a patched model has to.
@@ -50,7 +50,7 @@ def register_attention() -> str:
 
 
 def register_backend(backend: str) -> str:
-    """The name of `ops.fmha` on `backend`, strictly; added if it is new."""
+    """Register `ops.fmha` on exactly `backend`, if that is new; returns the name."""
     return _register(f"{NAME}_{backend}", partial(attend, backend=backend))
 
 
@@ -78,24 +78,24 @@ def attend(
     backend: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' AttentionInterface calls.
+    """Attend as transformers' AttentionInterface expects it.
 
     query: (B, H, S_q, D)   key: (B, H_kv, S_k, D)   value: (B, H_kv, S_k, D_v); bf16|fp16|fp32
-    attention_mask: what `masks` made, or (B, 1, S_q, S_k) bool, or 0 and -inf.  None: causal from the first
-    key on if `is_causal`, or else the module's attribute of that name, says so, as transformers' "sdpa" reads it.
+    attention_mask: a CarriedMask, or (B, 1, S_q, S_k) bool, or 0 and -inf.  None: causal from the first key on
+    if `is_causal`, or by default the module's attribute of that name, is True, as in transformers' "sdpa".
     s_aux: (H,) sinks.   Returns (B, S_q, H, D_v) and None.
-    Raises InputError for what `register_attention` says, BackendError where `backend` cannot run the call.
+    Raises InputError for what `register_attention` lists, BackendError where `backend` cannot run the call.
     """
     _refuse(kwargs, attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = _cast(query, key, value)
-    seen = _seen(query, key, attention_mask, is_causal, sliding_window)
+    visible = _visible_keys(query, key, attention_mask, is_causal, sliding_window)
     o = fmha(
         query,
-        _fitted(key, seen.keys),
-        _fitted(value, seen.keys),
-        mask=seen.mask,
+        _fitted(key, visible.keys),
+        _fitted(value, visible.keys),
+        mask=visible.mask,
         scale=scaling,
         softcap=softcap or None,
         sinks=s_aux,
@@ -115,9 +115,9 @@ def attend_measured(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` where the tables say that a kernel of ours won, else what transformers has: SDPA, or eager for extras.
+    """Run `attend` where a kernel of ours won in the tables, else transformers' SDPA, or eager attention for extras.
 
-    Dropout and graphs of torch.compile, whose sizes may be symbols, are transformers' too.
+    transformers also keeps calls with dropout, and those under torch.compile, whose sizes may be symbolic.
     """
     _refuse(kwargs, attention_mask)
     query, key, value = _cast(query, key, value)
@@ -125,9 +125,9 @@ def attend_measured(
         is_causal = getattr(module, "is_causal", True)
     softcap, s_aux = kwargs.get("softcap"), kwargs.get("s_aux")
     if not kwargs.get("dropout") and not torch.compiler.is_compiling():
-        seen = _seen(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
-        fitted = _fitted(key, seen.keys), _fitted(value, seen.keys)
-        if measured.ours(query, *fitted, seen.mask, softcap or None, s_aux):
+        visible = _visible_keys(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
+        fitted = _fitted(key, visible.keys), _fitted(value, visible.keys)
+        if measured.prefers_ours(query, *fitted, visible.mask, softcap or None, s_aux):
             return attend(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
     if isinstance(attention_mask, CarriedMask):
         attention_mask = attention_mask.elements
@@ -136,19 +136,19 @@ def attend_measured(
         theirs, attention_mask = eager_of(module), _added(attention_mask, query, key, is_causal)
     if theirs is None:
         theirs = transformers_names.sdpa_attention_forward()
-    made: tuple[Tensor, Tensor | None] = theirs(
+    result: tuple[Tensor, Tensor | None] = theirs(
         module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
     )
-    return made
+    return result
 
 
 def eager_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The function beside the module's class that attends eagerly; None where its forward knows none."""
+    """`eager_attention_forward` of the file that defines the module's class; None where there is none."""
     for cls in type(module).__mro__:
         forward = vars(cls).get("forward")
-        found = getattr(forward, "__globals__", {}).get("eager_attention_forward")
-        if callable(found):
-            return found
+        eager = getattr(forward, "__globals__", {}).get("eager_attention_forward")
+        if callable(eager):
+            return eager
     return None
 
 
@@ -168,40 +168,42 @@ def _refuse(kwargs: dict[str, Any], attention_mask: Tensor | None) -> None:
         )
 
 
-def _seen(query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool, sliding: int | None) -> Seen:
+def _visible_keys(
+    query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool, sliding: int | None
+) -> VisibleKeys:
     """Mask and number of keys of a call."""
     s_q, s_k = query.shape[2], key.shape[2]
     if attention_mask is not None:
-        return seen_in(attention_mask, s_q, s_k)
+        return visible_keys(attention_mask, s_q, s_k)
     if sliding is not None and sliding >= s_k:
-        sliding = None  # all keys are within it
+        sliding = None  # the window holds all keys
     if not is_causal:
         if sliding is not None:
             raise InputError(
                 f"attention: a window of {sliding} over {s_k} keys without a mask, for a layer that is not causal."
             )
-        return Seen(None, s_k)
+        return VisibleKeys(None, s_k)
     if s_q == 1:
-        return Seen(None if sliding is None else window(sliding - 1), s_k)
-    # Queries begin at the first key, and keys behind the last query are seen by none: a static cache being filled
+        return VisibleKeys(None if sliding is None else window(sliding - 1), s_k)
+    # Queries begin at the first key, and keys after the last query are masked: a static cache that is not full
     mask: Mask = causal() if sliding is None else window(sliding - 1)
-    return Seen(mask if s_q <= s_k else mask & prefix(s_k), s_q)
+    return VisibleKeys(mask if s_q <= s_k else mask & prefix(s_k), s_q)
 
 
 def _cast(*tensors: Tensor) -> Iterator[Tensor]:
-    """Under autocast what SDPA gets there: rotary embeddings leave queries and keys in float32."""
+    """Cast as autocast does for SDPA: rotary embeddings leave queries and keys in float32."""
     device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return (t if dtype is None else t.to(dtype) for t in tensors)
 
 
 def _fitted(x: Tensor, keys: int) -> Tensor:
-    """The first `keys` rows of (B, H, S_k, D); rows of zeros behind where there are fewer."""
+    """The first `keys` rows of (B, H, S_k, D), padded with rows of zeros where there are fewer."""
     return x[:, :, :keys] if keys <= x.shape[2] else F.pad(x, (0, 0, 0, keys - x.shape[2]))
 
 
 def _added(attention_mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
-    """The mask as eager attention adds it to the scores."""
+    """The mask in the form that eager attention adds to the scores."""
     if attention_mask is None and is_causal and query.shape[2] > 1:
         attention_mask = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool).tril()[None, None]
     if attention_mask is None or attention_mask.is_floating_point():

@@ -1,12 +1,12 @@
 """Masks as transformers describes them, a function of indices and a padding mask, in closed form.
 
-transformers builds every mask from a few functions and `and_masks`, `or_masks` of them.  What they return are closures,
-which are recognised by the code object that all closures of one function share; what they closed over are the numbers
-of the mask.  A function that is none of them is evaluated once, at every score.
+transformers builds every mask from a few functions and `and_masks`, `or_masks` of them.  These functions return
+closures, which are recognised by the code object that all closures of one function share; the captured values are the
+parameters of the mask.  Any other function is evaluated once, at every score.
 
-Its query i has index i + q_offset and its key j index j + kv_offset; ours stand at the last keys.  So only the keys up
-to the last query's own are looked at where nobody may see more, as in a static cache that is not full, and otherwise
-intervals are moved.
+In transformers, query i has index i + q_offset and key j has index j + kv_offset; in our masks, queries stand at the
+last keys.  Where the mask is causal, keys after the last query are dropped, as in a static cache that is not full;
+otherwise the intervals are shifted by the difference.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from tilewright.errors import InputError
 from tilewright.log import log_once
 from tilewright.mask import Mask
 from tilewright.models import transformers_names
-from tilewright.models.attention.carrier import CarriedMask, Seen, by_keys
+from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, by_keys
 
 MaskFunction = Callable[..., Any]
 """(batch, head, query, key) -> allowed, as transformers calls it."""
 
 
-class _Unknown(Exception):
+class _NoClosedForm(Exception):
     """A function without a closed form here."""
 
 
-class _Place(NamedTuple):
-    """Where queries and keys stand.  keys: how many of them count; lag: our position of a query less its own place."""
+class _Positions(NamedTuple):
+    """Positions of queries and keys.   keys: how many count.   lag: a query's position in our masks, less its own."""
 
     q_length: int
     keys: int
@@ -54,10 +54,10 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers' AttentionMaskInterface calls: a mask for layers that run "tilewright", None for none.
+    """Build the mask of layers that run "tilewright", as transformers' AttentionMaskInterface expects it.
 
-    attention_mask: (B, S) padding, True or 1 for a token.  None where a layer's `is_causal` says everything.
-    Inside torch.compile, and for one query of a static cache (whose place only the device knows), the elements.
+    attention_mask: (B, S) padding, True or 1 for a token.  Returns None where `is_causal` of the layer is all of it.
+    Returns the elements inside torch.compile, and for one query of a static cache, whose position is on the device.
     Raises InputError for a padding mask of other than two dimensions.
     """
     causal_mask_function, bidirectional_mask_function = transformers_names.mask_functions()
@@ -65,7 +65,7 @@ def attention_mask(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise InputError(f"attention: the padding mask is {tuple(attention_mask.shape)}; needs (B, S).")
     tokens = None if attention_mask is None else attention_mask.to(device, torch.bool)
-    everything = {
+    mask_args = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
         "kv_offset": kv_offset, "mask_function": function, "attention_mask": tokens, "device": device, **kwargs,
     }  # fmt: skip
@@ -75,22 +75,22 @@ def attention_mask(
             return None
         if plain and allow_is_bidirectional_skip and function is bidirectional_mask_function:
             return None
-        return _elements(everything)
-    start = int(q_offset) - kv_offset  # the place of the first query among the keys
+        return _elements(mask_args)
+    start = int(q_offset) - kv_offset  # index of the first query among the keys
     end = start + q_length
     keys = end if end >= kv_length or _within_causal(function) else kv_length
     if start < 0 or not q_length or not kv_length:
-        return _elements(everything)
-    place = _Place(q_length, keys, kv_offset, keys - end)
+        return _elements(mask_args)
+    positions = _Positions(q_length, keys, kv_offset, keys - end)
     try:
-        allowed = _closed_form(function, place)
-    except _Unknown as unknown:
+        allowed = _closed_form(function, positions)
+    except _NoClosedForm as unknown:
         log_once(
             ("attention-mask", str(unknown)),
             f"attention: {unknown} has no closed form here, it is evaluated at every score of S_q x S_k",
         )
-        return _elements(everything)
-    padding = None if tokens is None else _padding(tokens, kv_length, place)
+        return _elements(mask_args)
+    padding = None if tokens is None else _padding(tokens, kv_length, positions)
     if padding is not None:
         allowed = allowed & padding
     elif keys > kv_length:
@@ -101,30 +101,30 @@ def attention_mask(
             return None
         if (right < 0 or right > keys) and allow_is_bidirectional_skip and padding is None:
             return None
-    return CarriedMask(Seen(allowed, keys), (batch_size, q_length, kv_length), torch.device(device))
+    return CarriedMask(VisibleKeys(allowed, keys), (batch_size, q_length, kv_length), torch.device(device))
 
 
-def _elements(everything: dict[str, Any]) -> Tensor | None:
-    made: Tensor | None = transformers_names.sdpa_mask()(**everything, allow_is_causal_skip=False)
-    return made
+def _elements(mask_args: dict[str, Any]) -> Tensor | None:
+    elements: Tensor | None = transformers_names.sdpa_mask()(**mask_args, allow_is_causal_skip=False)
+    return elements
 
 
-def _padding(tokens: Tensor, kv_length: int, place: _Place) -> Mask | None:
-    """The keys that are tokens; None where all of them are.  Waits for the device, as transformers' own masks do."""
-    tokens = _at_keys(tokens, min(kv_length, place.keys), place.kv_offset, False)
+def _padding(tokens: Tensor, kv_length: int, positions: _Positions) -> Mask | None:
+    """The mask of padding; None where every key is a token.  Waits for the device, as transformers' own masks do."""
+    tokens = _at_keys(tokens, min(kv_length, positions.keys), positions.kv_offset, False)
     if bool(tokens.all()):
         return None
-    return by_keys(F.pad(tokens, (0, place.keys - tokens.shape[1]))[:, None, None])
+    return by_keys(F.pad(tokens, (0, positions.keys - tokens.shape[1]))[:, None, None])
 
 
-def _at_keys(values: Tensor, keys: int, kv_offset: int, missing: int) -> Tensor:
-    """(B, keys) of (B, indices): a column a key, `missing` where there is no such index."""
-    found = values[:, kv_offset : kv_offset + keys]
-    return F.pad(found, (0, keys - found.shape[1]), value=missing)
+def _at_keys(values: Tensor, keys: int, kv_offset: int, padding: int) -> Tensor:
+    """Cut (B, indices) to (B, keys), a column for each key; `padding` where there is no such index."""
+    columns = values[:, kv_offset : kv_offset + keys]
+    return F.pad(columns, (0, keys - columns.shape[1]), value=padding)
 
 
 def _within_causal(function: MaskFunction) -> bool:
-    """Is no key behind a query's own allowed?  False also where nobody knows."""
+    """True if the mask is causal.  False when unknown."""
     kinds = _kinds()
     if function is kinds["causal"]:
         return True
@@ -134,42 +134,44 @@ def _within_causal(function: MaskFunction) -> bool:
     return _is(function, "or") and all(_within_causal(part) for part in parts)
 
 
-def _closed_form(function: MaskFunction, place: _Place) -> Mask:
+def _closed_form(function: MaskFunction, positions: _Positions) -> Mask:
     if function is _kinds()["causal"]:
-        return _at_least(place.lag)
+        return _at_least(positions.lag)
     if function is _kinds()["bidirectional"]:
         return masks.window(None, None)
     captured = _captured(function)
     if _is(function, "and") or _is(function, "or"):
-        parts = [_closed_form(part, place) for part in captured["mask_functions"]]
-        made = parts[0]
+        parts = [_closed_form(part, positions) for part in captured["mask_functions"]]
+        result = parts[0]
         for part in parts[1:]:
-            made = made & part if _is(function, "and") else made | part
-        return made
+            result = result & part if _is(function, "and") else result | part
+        return result
     if _is(function, "window"):
-        return ~_at_least(captured["sliding_window"] + place.lag)
+        return ~_at_least(captured["sliding_window"] + positions.lag)
     if _is(function, "window_both"):
         reach = captured["sliding_window"]
-        return _at_least(place.lag - reach) & ~_at_least(place.lag + reach + 1)
+        return _at_least(positions.lag - reach) & ~_at_least(positions.lag + reach + 1)
     if _is(function, "padding"):
-        return by_keys(_at_keys(captured["padding_mask"].bool(), place.keys, place.kv_offset, False)[:, None, None])
-    if place.lag == 0:
-        return _documents(function, captured, place)
-    raise _Unknown(f"{_name(function)} over a cache that is not full")
+        return by_keys(
+            _at_keys(captured["padding_mask"].bool(), positions.keys, positions.kv_offset, False)[:, None, None]
+        )
+    if positions.lag == 0:
+        return _documents(function, captured, positions)
+    raise _NoClosedForm(f"{_name(function)} over a cache that is not full")
 
 
-def _documents(function: MaskFunction, captured: dict[str, Any], place: _Place) -> Mask:
+def _documents(function: MaskFunction, captured: dict[str, Any], positions: _Positions) -> Mask:
     """Masks that compare a number of the query with one of the key."""
     if _is(function, "chunks"):
         padding = captured["left_padding"]
-        places = torch.arange(place.keys, device=padding.device) + place.kv_offset
-        return masks.document((places - padding[:, None]) // captured["chunk_size"])
+        indices = torch.arange(positions.keys, device=padding.device) + positions.kv_offset
+        return masks.document((indices - padding[:, None]) // captured["chunk_size"])
     if _is(function, "packed"):
-        return masks.document(_at_keys(captured["packed_sequence_mask"], place.keys, place.kv_offset, -1))
+        return masks.document(_at_keys(captured["packed_sequence_mask"], positions.keys, positions.kv_offset, -1))
     if _is(function, "blocks"):
-        ids = _at_keys(captured["block_sequence_ids"], place.keys, place.kv_offset, -1)
+        ids = _at_keys(captured["block_sequence_ids"], positions.keys, positions.kv_offset, -1)
         return masks.document(ids) & by_keys((ids >= 0)[:, None, None])
-    raise _Unknown(_name(function))
+    raise _NoClosedForm(_name(function))
 
 
 def _at_least(distance: int) -> Mask:
@@ -183,7 +185,7 @@ def _is(function: MaskFunction, kind: str) -> bool:
 
 
 def _captured(function: MaskFunction) -> dict[str, Any]:
-    """What a closure closed over, by name."""
+    """The values that a closure captured, by name."""
     cells, code = getattr(function, "__closure__", None), getattr(function, "__code__", None)
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code and cells else {}
 
@@ -194,12 +196,12 @@ def _name(function: MaskFunction) -> str:
 
 @cache
 def _kinds() -> dict[str, MaskFunction | None]:
-    """One closure of each function that makes them, and the two that are none; None for what a version lacks."""
+    """One example of each kind of mask function; None for what a release of transformers lacks."""
     causal, bidirectional = transformers_names.mask_functions()
 
     def one(maker: str, *args: Any) -> MaskFunction | None:
-        found: Callable[..., MaskFunction] | None = transformers_names.mask_maker(maker)
-        return None if found is None else found(*args)
+        function: Callable[..., MaskFunction] | None = transformers_names.mask_maker(maker)
+        return None if function is None else function(*args)
 
     return {
         "causal": causal,

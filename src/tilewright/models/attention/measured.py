@@ -1,4 +1,4 @@
-"""What the tables say of attention: whether a kernel of ours won the sizes of a model, and of one call."""
+"""Look attention up in the tuning tables: whether a kernel of ours won the sizes of a model, and of one call."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,35 +17,37 @@ from tilewright.ops.attention.fmha.raw import BACKWARD, BAND, CAUSAL, FORWARD, F
 from tilewright.ops.attention.layout import by_token
 from tilewright.ops.attention.score import split
 
-_HEADS = [1 << n for n in range(13)]  # buckets of B * H that are looked for
+_HEADS = [1 << n for n in range(13)]  # buckets of B * H that are looked up
 _LENGTHS = [1 << n for n in range(5, 18)]  # and of S
 
 _verdicts: dict[tuple[Any, ...], bool] = {}
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Does dispatch have a kernel of ours for this call of `ops.fmha`, and for its backward if one is wanted?
+def prefers_ours(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, softcap: float | None, sinks: Tensor | None
+) -> bool:
+    """True if dispatch picks a kernel of ours for this call of `ops.fmha`, and for its backward if one is needed.
 
-    A preference in force (`use_backend`) counts as if it were measured.  Asked once for each bucket of sizes.
+    A preference in force (`use_backend`) counts as if it were measured.  Planned once for each bucket of sizes.
     """
     raw = raw_arguments(q.detach(), k.detach(), v.detach(), mask, None, split("fmha", None, softcap, sinks))
-    wish, numerics = resolve(None)
+    preference, numerics = resolve(None)
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     bucket = FORWARD.bucket_of(raw, numerics)
-    key = (GENERATION[0], bucket, by_token(q), q.dtype, q.device, wish, numerics, grad)
-    found = _verdicts.get(key)
-    if found is None:
-        found = FORWARD.plan(raw, wish, numerics).backend != "torch"
-        if found and grad:
+    key = (GENERATION[0], bucket, by_token(q), q.dtype, q.device, preference, numerics, grad)
+    verdict = _verdicts.get(key)
+    if verdict is None:
+        verdict = FORWARD.plan(raw, preference, numerics).backend != "torch"
+        if verdict and grad:
             o, lse = FORWARD.allocate(raw, q.device)
-            back = BACKWARD.plan((o, None, *raw[:3], o, lse, *raw[3:]), wish, numerics)
-            found = back.backend != "torch"
-        _verdicts[key] = found
-    return found
+            back = BACKWARD.plan((o, None, *raw[:3], o, lse, *raw[3:]), preference, numerics)
+            verdict = back.backend != "torch"
+        _verdicts[key] = verdict
+    return verdict
 
 
 def won(config: Any, dtype: torch.dtype, device: torch.device, extras: int) -> int:
-    """How many sizes of a forward the tables in force have that ours won, for heads as `config` describes them.
+    """Number of forward sizes, with the heads that `config` describes, that a kernel of ours won in the tables.
 
     extras: SOFTCAP | SINKS of `fmha.raw`, what the model passes besides its mask.
     """

@@ -1,6 +1,6 @@
-"""The ways an op is run, one file for each kind of question.  Importing this package fills `MODES`."""
+"""The execution modes of an op, one file for each kind of question.  Importing this package fills `MODES`."""
 
-from tilewright.validate.modes import (  # noqa: I001 - cheap and telling modes run first
+from tilewright.validate.modes import (  # noqa: I001 - the order of runs: cheap modes that find the most come first
     accuracy,
     autograd,
     layout,

@@ -1,5 +1,5 @@
-"""Autograd beyond one backward: some gradients of many, recomputed forwards, gradients of gradients, forward mode, and
-the views that only autograd makes.
+"""Autograd beyond one backward: gradients of some inputs, recomputed forwards, double backward, forward mode, and views
+that only autograd creates.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,13 +16,13 @@ from tilewright.validate.bits import replicas
 from tilewright.validate.case import Case, Findings, NotApplicable, tensors
 from tilewright.validate.modes.accuracy import needs_gradient
 from tilewright.validate.modes.registry import mode
-from tilewright.validate.oracle import Derivation, Truth, argument_names, as_tuple, derived, truth
+from tilewright.validate.oracle import Derivation, Truth, argument_names, as_tuple, derive_standards, truth
 from tilewright.validate.rule import Standard
 
 
 @mode("grad_inputs")
-def grad_inputs(case: Case, found: Findings) -> None:
-    """Every input requires a gradient and one is asked for: it is right, and no other tensor's `.grad` is written."""
+def grad_inputs(case: Case, findings: Findings) -> None:
+    """Every input requires a gradient and one is requested: it is right, and no other tensor's `.grad` is written."""
     needs_gradient(case)
     for i in case.positions:
         name = case.truth.gradients[i].name
@@ -37,95 +37,95 @@ def grad_inputs(case: Case, found: Findings) -> None:
             else:
                 torch.autograd.backward(used, cotangents, inputs=[leaves[i]])
                 grad, leaves[i].grad = leaves[i].grad, None
-            found.gradients({i: grad}, f"{way}, only {name}: ")
+            findings.gradients({i: grad}, f"{way}, only {name}: ")
             written = [case.truth.gradients[j].name for j, leaf in leaves.items() if leaf.grad is not None]
-            found.require(not written, f"{way}, only {name}: wrote {', '.join(written)} too")
+            findings.require(not written, f"{way}, only {name}: wrote {', '.join(written)} too")
 
 
 @mode("checkpoint")
-def checkpoint(case: Case, found: Findings) -> None:
+def checkpoint(case: Case, findings: Findings) -> None:
     """Inside torch.utils.checkpoint(use_reentrant=False): the backward computes the forward again."""
     needs_gradient(case)
     outputs, grads = case.differentiate(
         case.sample(), function=partial(checkpointed, case.function, use_reentrant=False)
     )
-    found.outputs(outputs)
-    found.gradients(grads)
+    findings.outputs(outputs)
+    findings.gradients(grads)
 
 
 @mode("double_backward", heavy=True)
-def double_backward(case: Case, found: Findings) -> None:
+def double_backward(case: Case, findings: Findings) -> None:
     """Gradients of a gradient penalty, sum(grad * v): by the inputs, and by the cotangents where these require one."""
     needs_gradient(case)
     vectors = _like_inputs(case, 1)
     compute = partial(_twice, case, True)
-    further = (*case.truth.cotangents, *vectors)
-    standards = _derived(case, further, compute, "gradient of a gradient")
-    for where, through in (("cotangents are constants: ", False), ("", True)):
-        made = _twice(case, through, case.function, case.sample(), replicas(further))
-        _judge(found, standards, made, where)
+    extras = (*case.truth.cotangents, *vectors)
+    standards = _derived(case, extras, compute, "gradient of a gradient")
+    for prefix, with_cotangents in (("cotangents are constants: ", False), ("", True)):
+        results = _twice(case, with_cotangents, case.function, case.sample(), replicas(extras))
+        _judge(findings, standards, results, prefix)
 
 
 @mode("forward_ad", heavy=True)
-def forward_ad(case: Case, found: Findings) -> None:
+def forward_ad(case: Case, findings: Findings) -> None:
     """Forward mode, by dual tensors and by torch.func.jvp: outputs and their tangents."""
     needs_gradient(case)
     tangents = _like_inputs(case, 2)
     standards = _derived(case, tangents, partial(_duals, case), "forward mode")
-    for where, way in (("dual tensors: ", _duals), ("func.jvp: ", _jvp)):
-        _judge(found, standards, way(case, case.function, case.sample(), replicas(tangents)), where)
+    for prefix, way in (("dual tensors: ", _duals), ("func.jvp: ", _jvp)):
+        _judge(findings, standards, way(case, case.function, case.sample(), replicas(tangents)), prefix)
 
 
 @mode("negative_bit")
-def negative_bit(case: Case, found: Findings) -> None:
+def negative_bit(case: Case, findings: Findings) -> None:
     """Memory that is not the value: views whose sign is a bit, imaginary parts of conjugates, zeros without memory."""
     for name, change in (("negative views", _negative), ("imaginary parts of conjugates", _imaginary)):
         sample = case.mapped(change)
         if not any(t.is_neg() for t in tensors(sample)):
             continue
-        with found.part(name) as where:
+        with findings.part(name) as prefix:
             outputs: Sequence[Tensor] = case.call(sample)
             grads: dict[int, Tensor | None] = {}
             if case.positions:
                 cotangents = [change(c) for c in case.truth.cotangents]
                 _, grads = case.differentiate(case.mapped(change), None, cotangents)
-            trial = _judged(case, case.truth, outputs, grads, where)
-            if trial.faults:  # torch may take another road for views, too: then its errors on that one are the measure
+            trial = _judged(case, case.truth, outputs, grads, prefix)
+            if trial.faults:  # torch may run another kernel for views, too: then judge by its errors on the views
                 cotangents = [change(c) for c in case.truth.cotangents]
-                there = truth(case.contract, case.mapped(change), case.seed, cotangents)
-                trial = _judged(case, there, outputs, grads, where)
-            found.adopt(trial)
+                view_truth = truth(case.contract, case.mapped(change), case.seed, cotangents)
+                trial = _judged(case, view_truth, outputs, grads, prefix)
+            findings.adopt(trial)
     if case.positions:
-        _zero_cotangents(case, found)
-    if not found.judged and not found.refusals:
+        _zero_cotangents(case, findings)
+    if not findings.judged and not findings.refusals:
         raise NotApplicable("no input is of a type that has such views")
 
 
 def _judged(
-    case: Case, against: Truth, outputs: Sequence[Tensor], grads: dict[int, Tensor | None], where: str
+    case: Case, against: Truth, outputs: Sequence[Tensor], grads: dict[int, Tensor | None], prefix: str
 ) -> Findings:
     trial = Findings(case)
-    trial.outputs(outputs, where, against)
-    trial.gradients(grads, where, against)
+    trial.outputs(outputs, prefix, against)
+    trial.gradients(grads, prefix, against)
     return trial
 
 
-def _zero_cotangents(case: Case, found: Findings) -> None:
-    """Cotangents that autograd makes of nothing: gradients are those of zeros in memory."""
+def _zero_cotangents(case: Case, findings: Findings) -> None:
+    """Compare zero cotangents without memory, which autograd creates, with zeros in memory."""
     zeros = [torch.zeros_like(c) for c in case.truth.cotangents]
-    nothing = [torch._efficientzerotensor(c.shape, dtype=c.dtype, device=c.device) for c in zeros]
-    _, wanted = case.differentiate(case.sample(), None, zeros, case.contract.reference)
-    _, grads = case.differentiate(case.sample(), None, nothing)
+    lazy_zeros = [torch._efficientzerotensor(c.shape, dtype=c.dtype, device=c.device) for c in zeros]
+    _, expected = case.differentiate(case.sample(), None, zeros, case.contract.reference)
+    _, grads = case.differentiate(case.sample(), None, lazy_zeros)
     for i, grad in grads.items():
-        ours, theirs = (_dense(t, case.sample().args[i]).nan_to_num(7.0) for t in (grad, wanted[i]))
-        found.require(
+        ours, theirs = (_dense(t, case.sample().args[i]).nan_to_num(7.0) for t in (grad, expected[i]))
+        findings.require(
             torch.equal(ours, theirs),
             f"zero cotangents without memory: {case.truth.gradients[i].name} is not that of zeros",
         )
 
 
 def _with_leaves(case: Case) -> tuple[Sample, dict[int, Tensor]]:
-    """A sample whose differentiable inputs are leaves, and these by position."""
+    """A sample whose differentiable inputs are leaves, and the leaves by position."""
     sample = case.sample()
     args = list(sample.args)
     for i in case.positions:
@@ -146,44 +146,44 @@ def _like_inputs(case: Case, salt: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(args[i].shape, generator=generator).to(args[i]) for i in case.positions)
 
 
-def _derived(case: Case, further: Sequence[Tensor], compute: Derivation, what: str) -> dict[str, Standard]:
+def _derived(case: Case, extras: Sequence[Tensor], compute: Derivation, what: str) -> dict[str, Standard]:
     try:
-        return derived(case.contract, case.sample(), case.seed, further, compute)
+        return derive_standards(case.contract, case.sample(), case.seed, extras, compute)
     except NotImplementedError as error:
         raise NotApplicable(f"the reference has no {what}: {error}") from error
 
 
-def _judge(found: Findings, standards: dict[str, Standard], made: dict[str, Any], where: str) -> None:
-    for name, ours in made.items():
-        found.measure(standards[name].judge(ours), where)
+def _judge(findings: Findings, standards: dict[str, Standard], results: dict[str, Any], prefix: str) -> None:
+    for name, ours in results.items():
+        findings.measure(standards[name].judge(ours), prefix)
 
 
 def _twice(
-    case: Case, through: bool, function: Callable[..., Any], sample: Sample, further: Sequence[Tensor]
+    case: Case, with_cotangents: bool, function: Callable[..., Any], sample: Sample, extras: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Gradients of sum(grad * v) by the inputs, and with `through` by the cotangents."""
+    """Gradients of sum(grad * v) with respect to the inputs, and with `through` also to the cotangents."""
     reference = function is case.contract.reference
     count, names = len(case.truth.cotangents), argument_names(case.contract)
     args = list(sample.args)
     for i in case.positions:
         args[i] = args[i].detach().requires_grad_()
     leaves = {f"dd{names[i]}": args[i] for i in case.positions}
-    cotangents = [c.detach().requires_grad_(through) for c in further[:count]]
-    if through:
+    cotangents = [c.detach().requires_grad_(with_cotangents) for c in extras[:count]]
+    if with_cotangents:
         leaves |= {f"dd{s.name}": c for s, c in zip(case.truth.outputs, cotangents, strict=True)}
     with torch.enable_grad():
         outputs = as_tuple(function(*args, **sample.kwargs))
         used, weights = _used(outputs, cotangents)
         inputs = [args[i] for i in case.positions]
         grads = torch.autograd.grad(used, inputs, weights, create_graph=True, allow_unused=True)
-        pairs = [(g, v) for g, v in zip(grads, further[count:], strict=True) if g is not None and g.requires_grad]
-        made: Sequence[Tensor | None] = [None] * len(leaves)
+        pairs = [(g, v) for g, v in zip(grads, extras[count:], strict=True) if g is not None and g.requires_grad]
+        grad_grads: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:
-            made = torch.autograd.grad(
+            grad_grads = torch.autograd.grad(
                 [g for g, _ in pairs], list(leaves.values()), [v for _, v in pairs], allow_unused=True
             )
-    found = dict(zip(leaves, made, strict=True))
-    return {name: _dense(t, leaves[name]) for name, t in found.items()} if reference else found
+    results = dict(zip(leaves, grad_grads, strict=True))
+    return {name: _dense(t, leaves[name]) for name, t in results.items()} if reference else results
 
 
 def _duals(case: Case, function: Callable[..., Any], sample: Sample, tangents: Sequence[Tensor]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _duals(case: Case, function: Callable[..., Any], sample: Sample, tangents: S
 
 
 def _jvp(case: Case, function: Callable[..., Any], sample: Sample, tangents: Sequence[Tensor]) -> dict[str, Any]:
-    """The same by torch.func.jvp."""
+    """Outputs and tangents of the function by torch.func.jvp."""
     args = list(sample.args)
 
     def of_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -205,14 +205,14 @@ def _jvp(case: Case, function: Callable[..., Any], sample: Sample, tangents: Seq
             args[i] = value
         return as_tuple(function(*args, **sample.kwargs))
 
-    made = torch.func.jvp(of_inputs, tuple(args[i] for i in case.positions), tuple(tangents))
-    return _named(case, function, made[0], made[1])
+    result = torch.func.jvp(of_inputs, tuple(args[i] for i in case.positions), tuple(tangents))
+    return _named(case, function, result[0], result[1])
 
 
 def _named(
     case: Case, function: Callable[..., Any], primals: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> dict[str, Any]:
-    if function is case.contract.reference:  # an output that depends on no input has none
+    if function is case.contract.reference:  # an output that depends on no input has no tangent
         tangents = [_dense(t, p) for t, p in zip(tangents, primals, strict=True)]
     names = [s.name for s in case.truth.outputs]
     pushed = {f"tangent of {name}": t for name, t in zip(names, tangents, strict=True)}
@@ -224,10 +224,10 @@ def _dense(value: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _negative(t: Tensor) -> Tensor:
-    """The same numbers as a view of -t."""
+    """The same numbers, as a negative view of -t."""
     return torch._neg_view(t.neg()) if t.is_floating_point() and t.element_size() > 1 else t
 
 
 def _imaginary(t: Tensor) -> Tensor:
-    """The same numbers as every second one of a complex tensor's, where torch has such a type."""
+    """The same numbers, as the imaginary part of a conjugated complex tensor, where torch has that dtype."""
     return torch.complex(torch.zeros_like(t), -t).conj().imag if t.dtype in (torch.float32, torch.float64) else t

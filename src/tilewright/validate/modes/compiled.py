@@ -20,51 +20,52 @@ from tilewright.validate.rows import batch_size, rows_of
 
 
 @mode("compile_static", heavy=True)
-def compile_static(case: Case, found: Findings) -> None:
+def compile_static(case: Case, findings: Findings) -> None:
     """torch.compile(fullgraph=True, dynamic=False), with and without gradients; our kernels give the bits of eager."""
-    compiled = Compiled(case, found, dynamic=False)
+    compiled = Compiled(case, findings, dynamic=False)
     sample = case.sample()
-    made = compiled.call(sample)
-    found.outputs(made)
+    outputs = compiled.call(sample)
+    findings.outputs(outputs)
     if case.raw_calls(case.sample())[0].plan().launch is not None and case.contract.promises.deterministic:
-        same = all(same_bits(a, b.contiguous()) for a, b in zip(case.call(case.sample()), made, strict=True))
-        found.require(same, "compiled and eager call give different bits")
+        same = all(same_bits(a, b.contiguous()) for a, b in zip(case.call(case.sample()), outputs, strict=True))
+        findings.require(same, "compiled and eager call give different bits")
     if case.positions:
         outputs, grads = case.differentiate(case.sample(), function=compiled.function)
-        found.outputs(outputs, "with gradients: ")
-        found.gradients(grads)
+        findings.outputs(outputs, "with gradients: ")
+        findings.gradients(grads)
 
 
 @mode("compile_dynamic", heavy=True)
-def compile_dynamic(case: Case, found: Findings) -> None:
+def compile_dynamic(case: Case, findings: Findings) -> None:
     """torch.compile(fullgraph=True, dynamic=True): one graph serves several batch sizes."""
     size = batch_size(case)
     lengths = [size] if size is None or size < 4 else [size, size - 1, size // 2]
     for gradients in (False, True) if case.positions else (False,):
-        compiled = Compiled(case, found, dynamic=True)
+        compiled = Compiled(case, findings, dynamic=True)
         for length in lengths:
-            where = "" if length is None else f"{length} rows: "
+            prefix = "" if length is None else f"{length} rows: "
             sample = case.sample() if length in (None, size) else _dense(rows_of(case, case.sample(), 0, length or 0))
             truth = case.truth_of(sample)
-            known = compiled.graphs  # the first call may trace twice: torch first tries its floats as symbols, too
+            # The first call may trace twice: torch also tries floats as symbols
+            graphs_before = compiled.graphs
             if gradients:
                 _, grads = case.differentiate(sample, None, truth.cotangents, compiled.function)
-                found.gradients(grads, where, truth)
+                findings.gradients(grads, prefix, truth)
             else:
-                found.outputs(compiled.call(sample), where, truth)
-            recompiled = length != lengths[0] and compiled.graphs > known
-            found.require(not recompiled, f"{where}compiled again, the graph before does not serve this batch size")
+                findings.outputs(compiled.call(sample), prefix, truth)
+            recompiled = length != lengths[0] and compiled.graphs > graphs_before
+            findings.require(not recompiled, f"{prefix}compiled again, the graph before does not serve this batch size")
 
 
 class Compiled:
-    """The public function under torch.compile; `graphs` counts the graphs handed to the compiler."""
+    """The public function under torch.compile; `graphs` counts the graphs given to the compiler."""
 
-    def __init__(self, case: Case, found: Findings, *, dynamic: bool) -> None:
-        op, wish = case.contract.function, case.backend
+    def __init__(self, case: Case, findings: Findings, *, dynamic: bool) -> None:
+        op, op_backend = case.contract.function, case.backend
         name = case.compiler or available_compiler(case.device)
         note = f"compiled by {name}"
-        if note not in found.notes:
-            found.notes.append(note)
+        if note not in findings.notes:
+            findings.notes.append(note)
         self.graphs = 0
         backend = torch._dynamo.lookup_backend(name)
 
@@ -72,17 +73,17 @@ class Compiled:
             self.graphs += 1
             return backend(module, example)
 
-        def public(*args: Any, **kwargs: Any) -> Any:  # a method of `case` would have guards on all that a case holds
-            return op(*args, **kwargs, backend=wish)
+        def public(*args: Any, **kwargs: Any) -> Any:  # Dynamo would guard on all attributes of a bound `case`
+            return op(*args, **kwargs, backend=op_backend)
 
         torch._dynamo.reset()
         self.function: Callable[..., Any] = torch.compile(public, fullgraph=True, dynamic=dynamic, backend=counting)
 
     def call(self, sample: Sample) -> tuple[Tensor, ...]:
-        """Its outputs without gradients."""
+        """Outputs of the compiled function without gradients."""
         with torch.no_grad():
-            made = self.function(*sample.args, **sample.kwargs)
-        return (made,) if isinstance(made, Tensor) else tuple(made)
+            result = self.function(*sample.args, **sample.kwargs)
+        return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def available_compiler(device: torch.device) -> str:

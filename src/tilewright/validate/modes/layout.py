@@ -8,51 +8,51 @@ from tilewright.validate.rows import batch_size, rows_of
 
 
 @mode("non_contiguous")
-def non_contiguous(case: Case, found: Findings) -> None:
+def non_contiguous(case: Case, findings: Findings) -> None:
     """Transposed and strided inputs and cotangents, the gaps between elements filled with NaN."""
     for name, change in LAYOUTS.items():
-        with found.part(name) as where:
-            found.outputs(case.call(case.mapped(change)), where)
+        with findings.part(name) as prefix:
+            findings.outputs(case.call(case.mapped(change)), prefix)
         if case.positions:
-            with found.part(f"{name}, with gradients") as where:
+            with findings.part(f"{name}, with gradients") as prefix:
                 cotangents = [change(c) for c in case.truth.cotangents]
                 outputs, grads = case.differentiate(case.mapped(change), None, cotangents)
-                found.outputs(outputs, where)
-                found.gradients(grads, where)
+                findings.outputs(outputs, prefix)
+                findings.gradients(grads, prefix)
 
 
 @mode("offset")
-def offset(case: Case, found: Findings) -> None:
+def offset(case: Case, findings: Findings) -> None:
     """Contiguous views that start one element after an aligned address."""
-    found.outputs(case.call(case.mapped(misaligned)))
+    findings.outputs(case.call(case.mapped(misaligned)))
     if case.positions:
-        with found.part("with gradients") as where:
+        with findings.part("with gradients") as prefix:
             cotangents = [misaligned(c) for c in case.truth.cotangents]
             _, grads = case.differentiate(case.mapped(misaligned), None, cotangents)
-            found.gradients(grads, where)
+            findings.gradients(grads, prefix)
 
 
 @mode("single_elements")
-def single_elements(case: Case, found: Findings) -> None:
+def single_elements(case: Case, findings: Findings) -> None:
     """Dimensions of one element with strides that no dense tensor has."""
     if not any(1 in t.shape for t in tensors(case.sample())):
         raise NotApplicable("no dimension has one element")
-    found.outputs(case.call(case.mapped(odd_singles)))
+    findings.outputs(case.call(case.mapped(odd_singles)))
     if case.positions:
         cotangents = [odd_singles(c) for c in case.truth.cotangents]
         outputs, grads = case.differentiate(case.mapped(odd_singles), None, cotangents)
-        found.outputs(outputs, "with gradients: ")
-        found.gradients(grads)
+        findings.outputs(outputs, "with gradients: ")
+        findings.gradients(grads)
 
 
 @mode("empty")
-def empty(case: Case, found: Findings) -> None:
+def empty(case: Case, findings: Findings) -> None:
     """No rows at all: empty outputs of the right shape, zero gradients, no launch error."""
     if batch_size(case) is None:
         raise NotApplicable("the op has no batch dimension")
-    nothing: Sample = rows_of(case, case.sample(), 0, 0)
-    truth = case.truth_of(nothing)
-    found.outputs(case.call(nothing), "", truth)
+    empty_sample: Sample = rows_of(case, case.sample(), 0, 0)
+    truth = case.truth_of(empty_sample)
+    findings.outputs(case.call(empty_sample), "", truth)
     if case.positions:
-        _, grads = case.differentiate(nothing, None, truth.cotangents)
-        found.gradients(grads, "", truth)
+        _, grads = case.differentiate(empty_sample, None, truth.cotangents)
+        findings.gradients(grads, "", truth)

@@ -1,4 +1,4 @@
-"""What is written: every output element, nothing else, and no input."""
+"""Memory writes: every output element, nothing else, and no input."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ from tilewright.validate.case import Case, Findings, NotApplicable, RawCall, ten
 from tilewright.validate.layouts import every_second
 from tilewright.validate.modes.registry import mode
 
-GUARD = 8192  # elements on each side of a guarded output: more than one block of any kernel runs over
+GUARD = 8192  # elements on each side of a guarded output: more than a block of any kernel can overrun
 
 
 @mode("inputs_unchanged")
-def inputs_unchanged(case: Case, found: Findings) -> None:
+def inputs_unchanged(case: Case, findings: Findings) -> None:
     """Inputs and cotangents keep their bits, their surroundings in memory included."""
     sample = case.sample()
     cotangents = [c.clone() for c in case.truth.cotangents]
@@ -29,77 +29,77 @@ def inputs_unchanged(case: Case, found: Findings) -> None:
         case.differentiate(sample, None, cotangents)
     for i, (t, old) in enumerate(zip(watched, before, strict=True)):
         what = f"input {i}" if i < len(tensors(sample)) else f"cotangent {i - len(tensors(sample))}"
-        found.require(torch.equal(memory(t), old), f"{what} {tuple(t.shape)} was written to")
+        findings.require(torch.equal(memory(t), old), f"{what} {tuple(t.shape)} was written to")
 
 
 @mode("poison")
-def poison(case: Case, found: Findings) -> None:
+def poison(case: Case, findings: Findings) -> None:
     """Fresh memory, outputs and workspaces alike, is filled with NaN before the op gets it."""
     with poisoned():
-        made = case.call(case.sample())
+        outputs = case.call(case.sample())
         both = case.differentiate(case.sample()) if case.positions else None
-    found.outputs(made)
+    findings.outputs(outputs)
     if both is not None:
-        found.outputs(both[0], "with gradients: ")
-        found.gradients(both[1])
+        findings.outputs(both[0], "with gradients: ")
+        findings.gradients(both[1])
 
 
 @mode("out")
-def out(case: Case, found: Findings) -> None:
+def out(case: Case, findings: Findings) -> None:
     """out= is returned, fully written and as accurate; a wrong out= raises and is left alone."""
     buffer = _out_buffer(case, guard=0)
     sample = case.sample()
-    made = _into(case, buffer)
-    if made is None:
+    result = _into(case, buffer)
+    if result is None:
         raise NotApplicable("the op takes no out= for these arguments")
-    found.require(made is buffer, "out= was not the tensor returned")
-    found.outputs([made])
-    (wanted,) = case.truth.outputs
+    findings.require(result is buffer, "out= was not the tensor returned")
+    findings.outputs([result])
+    (standard,) = case.truth.outputs
     wrong = {
         "of another shape": buffer.new_full((*buffer.shape, 2), torch.nan),
         "of another dtype": torch.full_like(buffer, torch.nan, dtype=torch.float64),
     }
-    if wanted.exact.numel() > 1:
+    if standard.exact.numel() > 1:
         wrong["with stride 2"] = every_second(torch.full_like(buffer, torch.nan))
     for what, bad in wrong.items():
-        _refuses(found, partial(case.call, sample, out=bad), bad, f"out= {what}")
+        _refuses(findings, partial(case.call, sample, out=bad), bad, f"out= {what}")
     if case.positions:
         leaf = case.sample()
         leaf.args[case.positions[0]].requires_grad_()
         with torch.enable_grad():
             bad = torch.full_like(buffer, torch.nan)
-            wanting = "out= while an input requires grad"
-            _refuses(found, partial(case.function, *leaf.args, **leaf.kwargs, out=bad), bad, wanting)
+            label = "out= while an input requires grad"
+            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=bad), bad, label)
 
 
 @mode("guard_bands")
-def guard_bands(case: Case, found: Findings) -> None:
+def guard_bands(case: Case, findings: Findings) -> None:
     """Outputs lie inside larger buffers, aligned and misaligned; the memory around them stays as it was."""
-    launched, taken = False, []
+    launched, accepted = False, []
     for shift in (0, 1):
-        where = "misaligned: " if shift else ""
+        prefix = "misaligned: " if shift else ""
         if case.contract.forward.torch_out is not None:
             buffer = _out_buffer(case, GUARD, shift)
-            around = surroundings(buffer)
-            taken.append(_into(case, buffer) is not None)
-            if taken[-1]:
+            bytes_before = surroundings(buffer)
+            accepted.append(_into(case, buffer) is not None)
+            if accepted[-1]:
                 launched = True
-                found.outputs([buffer], f"{where}out=: ")
-            _intact(found, buffer, around, f"{where}out=")
+                findings.outputs([buffer], f"{prefix}out=: ")
+            _intact(findings, buffer, bytes_before, f"{prefix}out=")
         for call in case.raw_calls(case.sample()):
-            launched |= _launch_guarded(call, found, where, shift)
-    found.require(len(set(taken)) < 2, "out= is taken at one alignment and refused at another")
+            launched |= _launch_guarded(call, findings, prefix, shift)
+    findings.require(len(set(accepted)) < 2, "out= is taken at one alignment and refused at another")
     if not launched:
         raise NotApplicable("the torch backend allocates its own outputs")
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Every `torch.empty` in the block holds NaN (the largest integer for integers)."""
+    """Fill every `torch.empty` in the block with NaN (the largest integer for integers)."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch = torch.utils.deterministic
     fill = switch.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)  # only the filling is wanted, not refusals by torch's ops
+    torch.use_deterministic_algorithms(True, warn_only=True)  # for the filling alone; torch's ops only warn
     switch.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
@@ -116,12 +116,14 @@ def guarded(
     shift: int = 0,
     strides: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """A NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it), and in the gaps
-    that `strides` leave between its lines.
+    """A NaN-filled tensor with `guard` elements of random bytes on both sides (`shift` more before it) and in the gaps
+    of `strides`.
     """
     size = torch.empty(0, dtype=dtype).element_size()
-    made = torch.empty(shape, device="meta") if strides is None else torch.empty_strided(shape, strides, device="meta")
-    count = span(made) // made.element_size()
+    template = (
+        torch.empty(shape, device="meta") if strides is None else torch.empty_strided(shape, strides, device="meta")
+    )
+    count = span(template) // template.element_size()
     noise = torch.randint(0, 256, ((count + 2 * guard + shift) * size,), dtype=torch.uint8, device=device)
     view = noise.view(dtype)[guard + shift : guard + shift + count]
     view = view.view(shape) if strides is None else view.as_strided(shape, strides)
@@ -131,35 +133,35 @@ def guarded(
 def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
     if case.contract.forward.torch_out is None:
         raise NotApplicable("the op takes no out=")
-    (wanted,) = case.truth.outputs
-    return guarded(tuple(wanted.exact.shape), wanted.dtype, case.device, guard, shift)
+    (standard,) = case.truth.outputs
+    return guarded(tuple(standard.exact.shape), standard.dtype, case.device, guard, shift)
 
 
 def _into(case: Case, buffer: Tensor) -> Tensor | None:
-    """The result of a call with out=buffer; None where the op takes out=, but refuses it for these arguments."""
+    """The result of a call with out=buffer; None if the op takes out= but refuses it for these arguments."""
     try:
-        (made,) = case.call(case.sample(), out=buffer)
+        (result,) = case.call(case.sample(), out=buffer)
     except InputError as error:
         if f"{case.contract.name}(out=...)" not in str(error):
             raise
         return None
-    return made
+    return result
 
 
 def surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of the bytes before the first element of a view and after its last."""
-    everything, size = memory(t), t.element_size()
+    storage, size = memory(t), t.element_size()
     start = t.storage_offset() * size
-    return everything[:start].clone(), everything[start + span(t) :].clone()
+    return storage[:start].clone(), storage[start + span(t) :].clone()
 
 
-def _intact(found: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: str) -> None:
+def _intact(findings: Findings, t: Tensor, before: tuple[Tensor, Tensor], what: str) -> None:
     for side, old, new in zip(("before", "after"), before, surroundings(t), strict=True):
-        found.require(torch.equal(old, new), f"{what}: memory {side} the output was overwritten")
+        findings.require(torch.equal(old, new), f"{what}: memory {side} the output was overwritten")
 
 
-def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> bool:
-    """Launch the implementation itself, forward or backward, into guarded outputs; False where torch is chosen."""
+def _launch_guarded(call: RawCall, findings: Findings, prefix: str, shift: int) -> bool:
+    """Launch the implementation itself, forward or backward, into guarded outputs; False if torch is chosen."""
     plan = call.plan()
     if plan.launch is None or call.args[0].numel() == 0:
         return False
@@ -167,23 +169,23 @@ def _launch_guarded(call: RawCall, found: Findings, where: str, shift: int) -> b
     outs = tuple(
         guarded(tuple(t.shape), t.dtype, device, GUARD, shift, t.stride()) for t in call.op.allocate(call.args, "meta")
     )
-    around = [surroundings(t) for t in outs]
+    bytes_before = [surroundings(t) for t in outs]
     plan.launch(outs, *call.args, config=plan.config)
-    for i, (t, old) in enumerate(zip(outs, around, strict=True)):
-        _intact(found, t, old, f"{where}{call.op.key} output {i}")
-    made = call.op(*call.args, *call.wish)
-    if found.case.contract.promises.deterministic and not shift:
-        for i, (a, b) in enumerate(zip(outs, (made,) if call.op.count == 1 else made, strict=True)):
-            found.require(same_bits(a, b), f"{where}{call.op.key} output {i} has other bits in a guarded buffer")
+    for i, (t, old) in enumerate(zip(outs, bytes_before, strict=True)):
+        _intact(findings, t, old, f"{prefix}{call.op.key} output {i}")
+    outputs = call.op(*call.args, *call.preference)
+    if findings.case.contract.promises.deterministic and not shift:
+        for i, (a, b) in enumerate(zip(outs, (outputs,) if call.op.count == 1 else outputs, strict=True)):
+            findings.require(same_bits(a, b), f"{prefix}{call.op.key} output {i} has other bits in a guarded buffer")
     return True
 
 
-def _refuses(found: Findings, call: Callable[[], object], bad: Tensor, what: str) -> None:
+def _refuses(findings: Findings, call: Callable[[], object], bad: Tensor, what: str) -> None:
     before = bits(bad).clone()
     try:
         call()
     except InputError:
         pass
     else:
-        found.faults.append(f"{what} raised nothing")
-    found.require(torch.equal(bits(bad), before), f"{what} was written to")
+        findings.faults.append(f"{what} raised nothing")
+    findings.require(torch.equal(bits(bad), before), f"{what} was written to")

@@ -1,4 +1,4 @@
-"""The list of modes.  A mode is a function (case, findings) that runs the op one way and judges what came out."""
+"""The list of modes.  A mode is a function (case, findings) that runs the op one way and judges the results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ Run = Callable[[Case, Findings], None]
 
 @dataclass(frozen=True)
 class Mode:
-    """heavy: takes seconds (compilation).   once: concerns the op and dtype, not the sizes.   computes: it runs the op,
-    where others see only what is refused before.
+    """One execution mode.
+
+    heavy     takes seconds (compilation)
+    once      depends on the op and dtype, not on the sizes
+    computes  runs the op; others only test calls that are refused before a launch
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Same call again, same values in another batch, other values at the same addresses."""
+"""The same call again, the same values in another batch, other values at the same addresses."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ SINGLE_ROWS = 7
 
 
 @mode("determinism")
-def determinism(case: Case, found: Findings) -> None:
+def determinism(case: Case, findings: Findings) -> None:
     """Twenty runs, forward and backward, give the same bits.
 
     Under numerics("deterministic") for an op that does not promise it always.
@@ -23,23 +23,23 @@ def determinism(case: Case, found: Findings) -> None:
         first = case.call(sample)
         for run in range(1, RUNS):
             same = all(same_bits(a, b) for a, b in zip(first, case.call(sample), strict=True))
-            found.require(same, f"run {run + 1} of {RUNS} gave other bits than the first")
+            findings.require(same, f"run {run + 1} of {RUNS} gave other bits than the first")
             if not same:
                 break
         if not case.positions:
             return
         _, grads = case.differentiate(sample)
         for run in range(1, RUNS):
-            _, again = case.differentiate(sample)
-            other = [i for i, g in grads.items() if not _same(g, again[i])]
-            names = ", ".join(case.truth.gradients[i].name for i in other)
-            found.require(not other, f"backward run {run + 1} of {RUNS} gave other bits than the first in {names}")
-            if other:
+            _, rerun_grads = case.differentiate(sample)
+            changed = [i for i, g in grads.items() if not _same(g, rerun_grads[i])]
+            names = ", ".join(case.truth.gradients[i].name for i in changed)
+            findings.require(not changed, f"backward run {run + 1} of {RUNS} gave other bits than the first in {names}")
+            if changed:
                 break
 
 
 @mode("batch_invariance")
-def batch_invariance(case: Case, found: Findings) -> None:
+def batch_invariance(case: Case, findings: Findings) -> None:
     """Under numerics("batch_invariant"), a row's bits are the same alone, in part of the batch and in all of it."""
     if not case.contract.promises.batch_invariant:
         raise NotApplicable("the op does not promise it")
@@ -48,13 +48,13 @@ def batch_invariance(case: Case, found: Findings) -> None:
         sample = case.sample()
         if case.raw_calls(sample)[0].plan().launch is None:
             raise NotApplicable("torch does not promise it for its own kernels")
-        whole = case.call(sample)
+        full = case.call(sample)
         for start, length in _parts(size):
             part = case.call(rows_of(case, sample, start, length))
-            for output, alone, wanted in zip(whole, part, case.truth.outputs, strict=True):
-                same = same_bits(output_rows(case, output, start, length).contiguous(), alone.contiguous())
+            for output, part_output, standard in zip(full, part, case.truth.outputs, strict=True):
+                same = same_bits(output_rows(case, output, start, length).contiguous(), part_output.contiguous())
                 rows = f"row {start}" if length == 1 else f"rows {start} to {start + length - 1}"
-                found.require(same, f"{rows} of {wanted.name}: other bits alone than in the batch of {size}")
+                findings.require(same, f"{rows} of {standard.name}: other bits alone than in the batch of {size}")
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -68,7 +68,7 @@ def _parts(size: int) -> list[tuple[int, int]]:
 
 
 @mode("changed_inputs")
-def changed_inputs(case: Case, found: Findings) -> None:
+def changed_inputs(case: Case, findings: Findings) -> None:
     """Other values at the same addresses, and then the first again, give their own results: nothing is cached by
     pointer.
     """
@@ -76,9 +76,9 @@ def changed_inputs(case: Case, found: Findings) -> None:
     case.call(sample)
     if case.positions:
         case.differentiate(sample)
-    for values, truth, where in ((*case.other(), ""), (case.sample(), case.truth, "the first values again: ")):
+    for values, truth, prefix in ((*case.other(), ""), (case.sample(), case.truth, "the first values again: ")):
         overwrite(sample, values)
-        found.outputs(case.call(sample), where, truth)
+        findings.outputs(case.call(sample), prefix, truth)
         if case.positions:
             _, grads = case.differentiate(sample, None, replicas(truth.cotangents))
-            found.gradients(grads, where, truth)
+            findings.gradients(grads, prefix, truth)

@@ -10,44 +10,44 @@ from tilewright.validate.modes.registry import mode
 
 T = TypeVar("T")
 REPLAYS = 3
-DELAY = 40_000_000  # clock cycles that the stream is held up: about 20 ms, longer than launching takes
+DELAY = 40_000_000  # clock cycles by which the stream is delayed: about 20 ms, longer than launching takes
 
 
 @mode("cuda_graph")
-def cuda_graph(case: Case, found: Findings) -> None:
+def cuda_graph(case: Case, findings: Findings) -> None:
     """Forward, and forward with backward, captured once and replayed three times, on new data each time."""
     _needs_gpu(case)
     sample = case.sample()
     outputs, replay = _captured(lambda: case.call(sample), case)
-    for where, other in _replays(case):
+    for prefix, other in _replays(case):
         overwrite(sample, other.sample)
         replay()
-        found.outputs(outputs, f"{where}: ", other.truth)
+        findings.outputs(outputs, f"{prefix}: ", other.truth)
         case.call(case.sample())  # an eager call between two replays shares no memory with the graph
     if not case.positions:
         return
     sample = case.sample()
     cotangents = [c.clone() for c in case.truth.cotangents]
-    made, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
-    for where, other in _replays(case):
+    captured, replay = _captured(lambda: case.differentiate(sample, None, cotangents), case)
+    for prefix, other in _replays(case):
         overwrite(sample, other.sample)
         for c, value in zip(cotangents, other.truth.cotangents, strict=True):
             c.copy_(value)
         replay()
-        found.outputs(made[0], f"{where}, with gradients: ", other.truth)
-        found.gradients(made[1], f"{where}: ", other.truth)
+        findings.outputs(captured[0], f"{prefix}, with gradients: ", other.truth)
+        findings.gradients(captured[1], f"{prefix}: ", other.truth)
         case.differentiate(case.sample())
 
 
 def _replays(case: Case) -> Iterator[tuple[str, Other]]:
-    """Each replay's name, and the values it is given."""
+    """The name of each replay, and its values."""
     for number in range(1, REPLAYS + 1):
         yield f"replay {number}", case.other(number)
 
 
 @mode("side_stream")
-def side_stream(case: Case, found: Findings) -> None:
-    """On another stream, behind inputs that arrive late: a launch on the default stream would read NaN."""
+def side_stream(case: Case, findings: Findings) -> None:
+    """On another stream, after inputs that arrive late: a launch on the default stream would read NaN."""
     _needs_gpu(case)
     truth = case.truth.cotangents if case.positions else []
     cotangents = [torch.full_like(c, torch.nan) for c in truth]
@@ -69,9 +69,9 @@ def side_stream(case: Case, found: Findings) -> None:
         if case.positions:
             _, grads = case.differentiate(late, None, cotangents)
     torch.cuda.synchronize(case.device)
-    found.outputs(outputs)
+    findings.outputs(outputs)
     if grads is not None:
-        found.gradients(grads)
+        findings.gradients(grads)
 
 
 def _needs_gpu(case: Case) -> None:
@@ -80,7 +80,7 @@ def _needs_gpu(case: Case) -> None:
 
 
 def _captured(run: Callable[[], T], case: Case) -> tuple[T, Callable[[], None]]:
-    """(what `run` returned while it was captured, the function that replays it)."""
+    """Capture `run`: (its result, the function that replays it)."""
     side = torch.cuda.Stream(case.device)
     side.wait_stream(torch.cuda.current_stream(case.device))
     with torch.cuda.stream(side):
@@ -88,5 +88,5 @@ def _captured(run: Callable[[], T], case: Case) -> tuple[T, Callable[[], None]]:
     torch.cuda.current_stream(case.device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = run()
-    return made, graph.replay
+        result = run()
+    return result, graph.replay
