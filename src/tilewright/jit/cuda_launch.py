@@ -30,6 +30,7 @@ from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.collect import collecting, machine
 from tilewright.jit.compilers import INCLUDE, Source, get_compiler
 from tilewright.jit.compilers.config_struct import config_struct
+from tilewright.jit.compilers.kernel_args import BYTES, check_names, codes, parameter_names
 from tilewright.jit.driver import Launch, Loaded, load
 from tilewright.jit.headers import header_hash
 from tilewright.jit.tape import Step, taping
@@ -39,7 +40,6 @@ from tilewright.log import logger
 FLAGS = ("-std=c++17",)
 _INT32 = 2**31
 
-_BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8, "?": 1, "T": 128}
 _TYPES = {
     torch.bfloat16: "tilewright::bfloat16",
     torch.float16: "tilewright::float16",
@@ -54,7 +54,7 @@ _TYPES = {
 class CudaKernel:
     """A kernel template `tilewright::<entry>` in `file`.
 
-    signature: one letter per parameter, see `jit.driver.Launch`.  archs: the architectures of the code ("sm_90a": only
+    args: NamedTuple of the kernel's parameters, see `compilers.kernel_args`.  archs: the architectures of the code ("sm_90a": only
     that GPU; "sm_90": that and later ones of its generation).  flags: additional compiler flags.  dependent: see
     `driver.Launch`.
 
@@ -67,13 +67,14 @@ class CudaKernel:
         self,
         file: Path,
         entry: str,
-        signature: str,
+        args: str | type[tuple[Any, ...]],
         *,
         archs: tuple[str, ...],
         flags: tuple[str, ...] = (),
         dependent: bool = False,
     ) -> None:
-        self.file, self.entry, self.signature, self.archs = file, entry, signature, archs
+        self.file, self.entry, self.args, self.archs = file, entry, args, archs
+        self.signature = signature = args if isinstance(args, str) else codes(args)
         self._dependent = dependent
         self._int32 = [i for i, letter in enumerate(signature) if letter == "i"]
         self._flags = (*FLAGS, *flags)
@@ -103,6 +104,7 @@ class CudaKernel:
         if launch is None:
             launch = self._plan(index, params, block, shared_bytes, cluster)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        args = [0 if a is None else a for a in args]
         values = [a.data_ptr() if isinstance(a, Tensor) else a.descriptor if type(a) is TensorMap else a for a in args]
         for i in self._int32:  # cuda-core would pass the low 32 bits of a larger one; a replay uses these values
             if not -_INT32 <= values[i] < _INT32:
@@ -114,6 +116,8 @@ class CudaKernel:
 
     def source(self, params: Any) -> str:
         """The source that is compiled for `params`."""
+        if not isinstance(self.args, str):
+            check_names(self.args, self.file, self.entry)
         return (
             f'#include "{self.file.name}"\n\n'
             f"{config_struct(params, _TYPES)}\n"
@@ -188,21 +192,12 @@ class CudaKernel:
         return max(runs, key=_number)
 
     def _check_signature(self, sizes: Sequence[int]) -> None:
-        declared = [_BYTES[letter] for letter in self.signature]
+        declared = [BYTES[letter] for letter in self.signature]
         if declared != list(sizes):
             raise BackendError(
                 f"{self.entry}: signature {self.signature!r} says parameters of {declared} bytes, the compiled kernel "
                 f"takes {list(sizes)}."
             )
-
-
-def parameter_names(file: Path, entry: str) -> list[str]:
-    """The names of the kernel's parameters in its source, in order; none if they cannot be parsed."""
-    match = re.search(rf"\b{entry}\s*\(([^()]*)\)\s*\{{", file.read_text())
-    if match is None:
-        return []
-    parameters = re.sub(r"//[^\n]*|/\*.*?\*/", "", match[1], flags=re.DOTALL)
-    return [words[-1] for part in parameters.split(",") if (words := re.findall(r"\w+", part))]
 
 
 def _device_index(first: Any) -> int:

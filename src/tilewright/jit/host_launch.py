@@ -24,6 +24,7 @@ from tilewright.jit.collect import collecting
 from tilewright.jit.compilers import INCLUDE, Source, get_compiler
 from tilewright.jit.compilers.config_struct import config_struct
 from tilewright.jit.compilers.host import FLAGS, architecture
+from tilewright.jit.compilers.kernel_args import check_names, codes
 from tilewright.jit.headers import header_hash
 from tilewright.jit.tape import taping
 from tilewright.log import logger
@@ -48,13 +49,16 @@ _serial = False  # True in a child of fork, where the OpenMP runtime has lost it
 class HostKernel:
     """A function template of `file`: `template <class Config> void entry(..., int threads)`.
 
-    signature: one letter per argument, P pointer, q int64, i int32, f float32; `threads` is appended.
+    args: NamedTuple of the parameters but `threads`, see `compilers.kernel_args`: Pointer, I64, I32 and F32.
     `kernel(args, params)`: args are tensors (None: a null pointer) and numbers, params a NamedTuple with annotated
     fields, as for `CudaKernel`.  flags: additional compiler flags.
     """
 
-    def __init__(self, file: Path, entry: str, signature: str, flags: tuple[str, ...] = ()) -> None:
-        self.file, self.entry, self.signature, self.flags = file, entry, signature, (*FLAGS, *flags)
+    def __init__(
+        self, file: Path, entry: str, args: str | type[tuple[Any, ...]], flags: tuple[str, ...] = ()
+    ) -> None:
+        self.file, self.entry, self.args, self.flags = file, entry, args, (*FLAGS, *flags)
+        self.signature = args if isinstance(args, str) else codes(args)
         self._functions: dict[Any, Callable[..., None]] = {}
 
     def __call__(self, args: tuple[Any, ...], params: NamedTuple) -> None:
@@ -73,6 +77,8 @@ class HostKernel:
 
     def source(self, params: NamedTuple) -> str:
         """The source that is compiled for `params`."""
+        if not isinstance(self.args, str):
+            check_names(self.args, self.file, self.entry, ("threads",))
         arguments = [f"{_C_TYPES[letter][0]} a{i}" for i, letter in enumerate(self.signature)]
         call = ", ".join([*(f"a{i}" for i in range(len(arguments))), "threads"])
         half = "#include <tilewright/host/half.h>\n" if torch.float16 in params else ""

@@ -1,13 +1,17 @@
-"""Types of a CUDA kernel's arguments: annotations of a NamedTuple whose fields bear the kernel's own parameter names.
+"""Arguments of a kernel by name: a NamedTuple whose fields are the kernel's own C++ parameters, in their order.
 
     class Args(NamedTuple):
         map_a: TensorMap
         bias: Pointer        # None is a null pointer
         alpha: F32
         m: I32
+
+The names are compared with the kernel's text before it is compiled, so two sizes cannot be exchanged unnoticed.
 """
 
-from typing import Annotated, get_type_hints
+import re
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 from torch import Tensor
 
@@ -20,19 +24,48 @@ I64 = Annotated[int, "q"]
 F32 = Annotated[float, "f"]
 F64 = Annotated[float, "d"]
 
-_CODES = {Pointer: "P", I32: "i", I64: "q", F32: "f", F64: "d", bool: "?", TensorMap: "T", TensorMap | None: "T"}
+_CODES: dict[Any, str] = {
+    Pointer: "P",
+    I32: "i",
+    I64: "q",
+    F32: "f",
+    F64: "d",
+    bool: "?",
+    TensorMap: "T",
+    TensorMap | None: "T",
+}
 BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8, "?": 1, "T": 128}
 """Size of a parameter of each code."""
 
 
 def codes(args: type) -> str:
-    """One letter for each field, as `jit.driver.Launch` reads them.  Raises InputError for another annotation."""
+    """One letter for each field, as launchers read them.  Raises InputError for another annotation."""
     letters = []
     for name, annotation in get_type_hints(args, include_extras=True).items():
         if annotation not in _CODES:
-            raise InputError(
-                f"{args.__name__}.{name} is annotated {annotation}; allowed are Pointer, I32, I64, F32, F64, bool and "
-                "TensorMap."
-            )
+            allowed = "Pointer, I32, I64, F32, F64, bool and TensorMap"
+            raise InputError(f"{args.__name__}.{name} is annotated {annotation}; allowed are {allowed}.")
         letters.append(_CODES[annotation])
     return "".join(letters)
+
+
+def check_names(args: type, file: Path, entry: str, further: tuple[str, ...] = ()) -> None:
+    """Raise InputError unless the parameters of `entry` in `file` are named as the fields of `args`, in their order.
+
+    further: parameters that the launcher adds at the end.
+    """
+    fields, parameters = [*args._fields, *further], parameter_names(file, entry)  # type: ignore[attr-defined]
+    if fields != parameters:
+        raise InputError(
+            f"{entry} in {file.name} has the parameters {', '.join(parameters) or 'of no declaration'}; its arguments "
+            f"are {', '.join(fields)}. Give them the same names, in the same order."
+        )
+
+
+def parameter_names(file: Path, entry: str) -> list[str]:
+    """Names of the kernel's parameters as its text declares them, in order; [] where they cannot be read."""
+    declaration = re.search(rf"\b{entry}\s*\(([^()]*)\)\s*\{{", file.read_text())
+    if declaration is None:
+        return []
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", declaration[1], flags=re.DOTALL)
+    return [words[-1] for parameter in text.split(",") if (words := re.findall(r"\w+", parameter))]
