@@ -131,7 +131,7 @@ def test_a_driver_without_its_helpers_is_told(planted, missing):
     planted.with_driver((13, 0), {"ptxjitcompiler", "gpucomp"} - {missing})
     found = planted.examine()
     assert [name for name, part in found.items() if part.problem] == [f"libnvidia-{missing}"]
-    assert f"mount libnvidia-{missing}.so beside libcuda.so.580.159.03" in found[f"libnvidia-{missing}"].advice
+    assert f"mount libnvidia-{missing}.so next to libcuda.so.580.159.03" in found[f"libnvidia-{missing}"].advice
 
 
 def test_the_driver_compiles_tile_ir_only_where_it_is_new_enough(planted):

@@ -149,7 +149,7 @@ def test_a_failed_build_leaves_nothing_and_may_be_tried_again(kernels, tmp_path)
 
 def test_an_extra_file_cannot_take_the_binarys_place(kernels):
     for suffix in ("cubin", "cu", "../ptx"):
-        with pytest.raises(InputError, match="suffix of its own"):
+        with pytest.raises(InputError, match="take another suffix"):
             cache.get(key(), lambda suffix=suffix: Built(b"x", {}, {suffix: b"y"}))
 
 

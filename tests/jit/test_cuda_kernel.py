@@ -56,7 +56,7 @@ def test_the_source_is_what_a_person_would_write():
         "    using Policy = Pair<float, int>;\n"
         "};\n"
         "\n"
-        "// Naming the instance makes it\n"
+        "// Instantiates the kernel\n"
         "static_assert(&tilewright::my_kernel<Config> != nullptr);\n"
     )
 

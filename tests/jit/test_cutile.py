@@ -201,7 +201,7 @@ def test_a_ptxas_of_another_release_is_named(tmp_path):
     ptxas.write_text("#!/bin/sh\necho 'release 13.0, V13.0.88'\n")
     ptxas.chmod(0o755)
     said = tileiras._advice(tileiras.Toolkit(tmp_path, "13.4.92"), "error: failed to compile Tile IR program")
-    assert "ptxas beside it 13.0.88" in said
+    assert "ptxas next to it 13.0.88" in said
 
 
 def test_a_plain_source_is_not_what_tileiras_takes():

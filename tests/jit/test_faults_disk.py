@@ -60,7 +60,7 @@ def test_damage_is_found_dropped_and_rebuilt_with_one_line(kernels, tmp_path, ca
     assert (again.binary, again.path.read_bytes(), build.count) == (BINARY, BINARY, 2)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"{folder} is dropped and built anew: {reason}" in record.message
+    assert f"{folder} is dropped and built again: {reason}" in record.message
     cache.forget()
     cache.get(key(), build)
     assert build.count == 2

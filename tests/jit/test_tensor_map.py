@@ -120,7 +120,7 @@ def test_strides_are_told_in_bytes(asked, shape, strides, pitches):
         ({"shape": (2,) * 6, "box": (2,) * 6}, "has 6 dimensions; the TMA takes 1 to 5"),
         ({"shape": (), "box": ()}, "has 0 dimensions"),
         ({"shape": (0, 64)}, "every dimension must have 1 to"),
-        ({"dtype": torch.complex64}, "the copy engine has no such type; allowed: uint8"),
+        ({"dtype": torch.complex64}, "the TMA has no such type; allowed: uint8"),
         ({"device": torch.device("cpu")}, "is on cpu"),
         ({"box": (64,)}, "needs 2 sizes from 1 to 256"),
         ({"box": (257, 64)}, "needs 2 sizes from 1 to 256"),

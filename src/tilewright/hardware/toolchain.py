@@ -151,10 +151,10 @@ def _driver(machine: Machine) -> Iterator[Finding]:
             )
         else:
             advice = (
-                f"install the driver's whole package; in a container, mount {name}.so beside {driver.path.name} "
+                f"install the driver's whole package; in a container, mount {name}.so next to {driver.path.name} "
                 "(NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
             )
-            yield Finding(name, False, problem=f"not beside libcuda: {without}", advice=advice)
+            yield Finding(name, False, problem=f"not next to libcuda: {without}", advice=advice)
 
 
 def _tile(machine: Machine) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""The walks of `tile_scheduler.cuh`, compiled for the host: every element of every group is in exactly one tile, the blocks
-of a cluster share a group, and whoever walks sees the same tiles.
+"""`tile_scheduler.cuh` compiled for the host: every element of every group is in exactly one tile, the blocks of a
+cluster share a group, and every thread of a block sees the same tiles.
 """
 
 import ctypes

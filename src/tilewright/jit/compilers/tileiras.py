@@ -97,7 +97,7 @@ class Tileiras:
     def _toolkit(self) -> Toolkit:
         installed = toolkit()
         if installed is None:
-            raise BackendError(f"tileiras was not found beside cuda.tile, on PATH or under CUDA_HOME: {INSTALL}.")
+            raise BackendError(f"tileiras was not found next to cuda.tile, on PATH or under CUDA_HOME: {INSTALL}.")
         return installed
 
 
@@ -135,7 +135,7 @@ def _advice(toolkit: Toolkit, log: str) -> str:
         return ""
     ptxas = version_of(toolkit.root / "bin" / "ptxas")
     if ptxas is not None and release(ptxas) != release(toolkit.version):
-        return f"tileiras is {toolkit.version} but the ptxas beside it {ptxas}; install both of one release: {INSTALL}."
+        return f"tileiras is {toolkit.version} but the ptxas next to it {ptxas}; use one release: {INSTALL}."
     return (
         "Without a line of the kernel this means tiles that tileiras cannot lower (try smaller ones), or a libnvvm of "
         f"another release than {toolkit.version} (`tilewright doctor`)."

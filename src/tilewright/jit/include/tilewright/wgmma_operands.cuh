@@ -1,4 +1,4 @@
-// Operand lists of wgmma for every N.  PTX takes each accumulator as an operand of its own and C++ cannot generate asm
+// Operand lists of wgmma for every N.  PTX takes each accumulator as a separate operand and C++ cannot generate asm
 // operands, so macros do: TEXT_n is "%0, %1, ..., %(n-1)", and BIND_n binds them to d[0] ... d[n-1].
 #pragma once
 
