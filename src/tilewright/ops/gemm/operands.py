@@ -53,8 +53,7 @@ def _major(t: Tensor, k: int, mn: int) -> Major | None:
 
 
 def unit_stride(t: Tensor) -> Tensor:
-    """Returns `t` if one of its last two strides is 1, else a contiguous copy.  The checks refuse tensors without strides.
-    """
+    """Returns `t` if one of its last two strides is 1, else a contiguous copy.  Tensors without strides pass as they are."""
     try:
         strides = t.stride()
     except RuntimeError:
@@ -66,9 +65,7 @@ def unit_stride(t: Tensor) -> Tensor:
 
 
 def layout_code(a: Tensor, b: Tensor) -> int:
-    """Returns 0 for nt, 1 nn, 2 tn, 3 tt: `a` M-major is the first "t", `b` K-major the second; `x @ w.T` of row-major x and w is
-    nt.
-    """
+    """Returns 0 for nt, 1 nn, 2 tn, 3 tt: M-major `a` is "t", K-major `b` is "t" of BLAS; row-major x @ w.T is nt."""
     if major_a(a) is Major.MN:
         return 3 if major_b(b) is Major.K else 2
     return 0 if major_b(b) is Major.K else 1
@@ -92,9 +89,7 @@ def copyable(t: Tensor) -> bool:
         if hint(n) == 1:  # the stride of one element does not matter
             continue
         step = hint(stride)
-        if (
-            step == 1 and not found_unit_stride and dim >= t.dim() - 2
-        ):  # the unit stride is one of the last two
+        if step == 1 and not found_unit_stride and dim >= t.dim() - 2:  # the unit stride is one of the last two
             found_unit_stride = True
         elif step * size % VECTOR or not step:  # TMA cannot broadcast
             return False

@@ -181,7 +181,7 @@ def _gradients(
 
 
 def _dense(shape: Sequence[int], transposed: bool) -> tuple[int, ...]:
-    """Strides of a dense tensor, its last two dimensions swapped in memory if `turned`."""
+    """Returns strides of a dense tensor, its last two dimensions swapped in memory if `transposed`."""
     rows, columns = shape[-2:]
     inner = (1, max(rows, 1)) if transposed else (max(columns, 1), 1)
     return (max(rows, 1) * max(columns, 1), *inner)[-len(shape) :]
@@ -202,7 +202,8 @@ def _reference(
 def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Saves b, scale, and a if b needs a gradient: with frozen weights, activations would fill the memory."""
     a, b, scale = args[0], args[1], args[4]
-    direct_call = not any(t is not None and t.requires_grad for t in args[:4])  # raw op called directly, outside autograd
+    # The raw op was called directly, outside autograd
+    direct_call = not any(t is not None and t.requires_grad for t in args[:4])
     return (a if b.requires_grad or direct_call else None), b, scale
 
 

@@ -23,7 +23,7 @@ def product(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns act(alpha * scale * a @ b + bias) + c, rounded once; float64 operands give float64, whatever `out_dtype` says.
+    """Returns act(alpha * scale * a @ b + bias) + c, rounded once; in float64 for float64 operands.
 
     a: (M, K) or (B, M, K), b alike; arguments as the raw ops take them.  `out`: written and returned; may be `c`.
     """
@@ -33,7 +33,9 @@ def product(
         out_dtype = torch.float64
     # On a GPU, BLAS adds to a float32 result of halves too
     one_blas_call = a.dtype == out_dtype or (a.device.type == "cuda" and a.dim() == 2 and out_dtype == torch.float32)
-    if activation == "" and scale is None and one_blas_call and alpha != 0.0:  # with alpha 0 BLAS returns 0, also for NaN
+    if (
+        activation == "" and scale is None and one_blas_call and alpha != 0.0
+    ):  # with alpha 0 BLAS returns 0, also for NaN
         addend = c if bias is None else bias
         if addend is None and alpha == 1.0:
             return _multiply(a, b, None, 1.0, out_dtype, out)
@@ -52,8 +54,8 @@ def product(
 
 
 def added_inside(a: Tensor, bias: Tensor | None, c: Tensor | None) -> bool:
-    """Returns whether cuBLAS adds bias or c to a 16-bit result before the one rounding.  It does so for the bias of a single
-    matrix only: it rounds the product before it adds c, or the bias of a batch, which torch copies into the result.
+    """Returns whether cuBLAS adds bias or c to a 16-bit result before the one rounding.  It does so only for the bias of a
+    single matrix: it rounds the product before it adds c, or the bias of a batch, which torch copies into the result.
     """
     return c is None and (bias is None or a.dim() == 2)
 
@@ -100,7 +102,7 @@ def _widened(
 
 
 class _Multiply(Function):
-    """alpha * a @ b + addend with a gradient.  torch's own gradients would run under the autocast of the caller of backward,
+    """alpha * a @ b + addend with a gradient.  torch's own gradients would run under the autocast of the backward call,
     and torch has none for a 16-bit product with a float32 result.
     """
 
@@ -118,7 +120,7 @@ class _Multiply(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes da = dy b^T, db = a^T dy by differentiable torch ops, so that create_graph gives second derivatives."""
+        """da = dy b^T and db = a^T dy, by differentiable torch ops, so that create_graph gives second derivatives."""
         a, b = ctx.saved_tensors
         with _without_autocast(dy.device.type):
             da = None if b is None else _scaled(dy.to(b.dtype) @ b.mT, ctx.alpha)

@@ -1,4 +1,4 @@
-"""Registers an engine as a backend of `matmul`, a batch of one, or of `bmm`; the files `<op>/<backend>.py` call this."""
+"""Registers an engine as a backend of `matmul`, a batch of one, or of `bmm`, for the files `<op>/<backend>.py`."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def register_matmul(backend: str, engine: Any) -> None:
 
 
 def register_bmm(backend: str, engine: Any, *, by_batch: bool = False) -> None:
-    """by_batch: `configure` and `candidates` of the engine take the batch size, the first number of the bucket, as a third
-    argument; otherwise they choose as for a single product.
+    """by_batch: `configure` and `candidates` of the engine take the batch size, the first number of the bucket, as a
+    third argument; otherwise they choose as for a single product.
     """
     batch_fields = 1 if by_batch else 0
 

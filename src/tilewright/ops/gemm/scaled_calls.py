@@ -45,8 +45,8 @@ def _swapped(scales: Any) -> Any:
 
 
 def _k_major(op: str, name: str, t: Tensor) -> Tensor:
-    """Returns `t` (..., K) if it is contiguous along K, else a copy that is, logged once.  The checks refuse tensors without
-    strides.
+    """Returns `t` (..., K) if it is contiguous along K, else a copy that is, logged once.  Tensors without strides pass
+    as they are.
     """
     if t.layout is not torch.strided or t.stride(-1) == 1:
         return t

@@ -45,7 +45,7 @@ def product(
 def requantised(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, alpha: float, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns (q, scales): the float32 result cast with one scale for 128 of a row; see `ops/quant/numbers.py` for float64."""
+    """Returns (q, scales): the float32 result with one scale for 128 of a row; `ops/quant/numbers.py` has float64."""
     z = product(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.float32)
     return cast(z, TOKEN)
 

@@ -52,7 +52,7 @@ GRANULARITIES = {"one for all": TENSOR, "one a row": ROW, "1x128": TOKEN, "128x1
 
 
 def scaling_of(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Scaling:
-    """Infers the scaling from shapes; a (..., M, K), b (..., K, N), scale_b of b.mT.  Symbolic sizes count as their hints."""
+    """Infers the scaling from shapes; a (..., M, K), b (..., K, N), scale_b of b.mT.  Symbolic sizes by their hints."""
     m, k, n = (hint(size) for size in (*a.shape[-2:], b.shape[-1]))
     shapes = tuple(map(hint, scale_a.shape[-2:])), tuple(map(hint, scale_b.shape[-2:]))
     for scaling, (layout_a, layout_b) in _LAYOUTS.items():

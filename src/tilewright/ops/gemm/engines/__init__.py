@@ -6,7 +6,7 @@ Every module here defines the same names, and the files `<op>/<backend>.py` regi
     configure(bucket, dtype) -> Config      pure; bucket without batch: M, N, K, layout, aligned, out_bits, epilogue
     candidates(bucket, dtype) -> Configs    what the tuner may try, legal ones only
     CONFIGS                                 every config that `configure` can return, each compiled without a GPU
-    why_not(a, b, bias, c, scale, alpha, activation, out_dtype) -> str | None      a reason, or None; depends on bucket and dtypes
+    why_not(a, b, bias, c, scale, alpha, activation, out_dtype) -> str | None   by bucket and dtypes alone
     gemm(d, a, b, bias, c, scale, alpha, activation, config) -> None
 
 `gemm` writes d (B, M, N_out), contiguous along its last dimension, from a (B, M, K), b (B, K, N), bias (N,) or None,

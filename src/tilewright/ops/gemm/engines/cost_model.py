@@ -1,32 +1,32 @@
-"""How long a dense GEMM takes with a given tile, in microseconds: waves of tiles, and what bounds a tile.
+"""Predicts the time of a dense GEMM with a given tile, in microseconds, from waves of tiles and the bound of a tile.
 
-Blocks that stay on the machine walk over the tiles, one on each SM at a time, so the kernel takes as long as the SM
-with most tiles: `waves` tiles.  A tile takes its multiplications or its loads from L2, whichever is slower, and the
-part of its epilogue that no other warpgroup's multiplications hide; the whole never less than its traffic with DRAM.
+The kernel is persistent, with one tile on each SM at a time, so it takes as long as the SM with most tiles: `waves`
+tiles.  A tile takes the longer of its WGMMAs and its loads from L2, and the part of its epilogue that the WGMMAs of
+other warpgroups do not hide; the whole takes at least its DRAM traffic.
 
-The constants are of an H200 (November 2026).  They rank tiles; a time within 10 % is luck, a better tile the purpose.
+The constants are of an H200 (November 2026).  They serve to rank tiles, not to predict times to 10 %.
 """
 
 from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-STEP_BYTES = 128  # of K in one stage
+STEP_BYTES = 128  # of K in a stage
 CHUNK_BYTES = 128  # of a row of D that a warpgroup stages at once
-TENSOR_FLOPS = 660e12 / 132  # of an SM, 16-bit, under the power limit: squares of 4096 and 8192 reach 705 to 750
+TENSOR_FLOPS = 660e12 / 132  # of an SM, 16-bit, under the power limit; squares of 4096 and 8192 reach 705 to 750
 SHARED_PENALTY = 0.4  # 128x128 tiles are 10 % slower than 128x256: see `shared_pressure`
 L2_BYTES = 16e12 / 132  # a second, into the shared memory of one SM: 64x64 tiles of 512x576x7168 take 1.8 MB in 14 us
 DRAM_BYTES = 4.2e12  # a second, of the whole machine
-L2_HELD = 36e6  # bytes of operands that stay in an L2 of 60 MB while results stream through it
-START_US = 3.0  # launch, and the way of the first stage from DRAM
+L2_HELD = 36e6  # bytes of operands that stay in an L2 of 60 MB while results stream through
+START_US = 3.0  # launch, and latency of the first stage from DRAM
 EPILOGUE_US, CHUNK_US, STRIP_US = 0.2, 0.1, 0.02  # once a tile; for each 64 rows x 128 bytes of D; for each store
-EXPOSED = 0.5  # of the epilogue, where two warpgroups take turns
-ALIKE = 0.015  # predictions that differ by less are one
-SECOND_BOUND = 0.1  # of the slower bound's rival: the two do not overlap perfectly
+EXPOSED = 0.5  # share of the epilogue that is exposed if two warpgroups take turns
+ALIKE = 0.015  # predictions that differ by less count as equal
+SECOND_BOUND = 0.1  # of the smaller of two bounds, which do not overlap perfectly
 
 
 class Tile(NamedTuple):
-    """block_m x block_n of D a block; cluster_m blocks share a tile of B, or cluster_n one of A."""
+    """block_m x block_n of D for a block; cluster_m blocks share a tile of B, or cluster_n blocks one of A."""
 
     block_m: int
     block_n: int
@@ -52,9 +52,9 @@ class Problem(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """us: in all.  tiles: of D.  busy: share of the SMs' time in `waves` waves that is work; edges of tiles are not.
+    """us: total.  tiles: of D.  busy: useful share of the SMs' time in `waves` waves, without padding of edge tiles.
 
-    tensor_us, l2_us, epilogue_us: of one tile.  dram_us: of the whole.
+    tensor_us, l2_us, epilogue_us: for one tile.  dram_us: for the whole kernel.
     """
 
     us: float
@@ -75,7 +75,7 @@ class Prediction(NamedTuple):
 
 
 def predict(problem: Problem, tile: Tile) -> Prediction:
-    """What `tile` makes of `problem`."""
+    """Predicts the time of `problem` with `tile`."""
     p, t = problem, tile
     cluster = t.cluster_m * t.cluster_n
     units = ceil(p.m / (t.block_m * t.cluster_m)) * ceil(p.n / (t.block_n * t.cluster_n)) * p.batch
@@ -97,10 +97,10 @@ def predict(problem: Problem, tile: Tile) -> Prediction:
 
 
 def shared_pressure(tile: Tile) -> float:
-    """Cycles of shared memory for each cycle of the tensor cores, both at their peaks.
+    """Returns the cycles of shared memory for each cycle of the tensor cores, both at their peaks.
 
-    m64nNk16 multiplies for N / 2 cycles, in which it reads 64 rows of A and N of B, 32 bytes each; the copy engine
-    writes the tile's rows once.  128 bytes a cycle.
+    m64nNk16 takes N / 2 cycles and reads 64 rows of A and N of B, 32 bytes each; TMA writes the tile's rows once.
+    Shared memory transfers 128 bytes a cycle.
     """
     instructions = tile.block_m / 64
     read = instructions * (64 + tile.block_n) * 32 / 128
@@ -109,15 +109,15 @@ def shared_pressure(tile: Tile) -> float:
 
 
 def band(tile: Tile, sms: int) -> int:
-    """Rows of units (tiles, or pairs along M) that are walked together: those SMs read the fewest bytes if the tiles of
-    a wave cover about a square of D.
+    """Returns the rows of units (tiles, or pairs along M) in a group of the tile order.  SMs read the fewest bytes from
+    DRAM if the tiles of a wave cover about a square of D.
     """
     square = (sms * tile.block_n / tile.block_m) ** 0.5 / tile.cluster_m
     return min((4, 8, 16), key=lambda height: abs(height - square))
 
 
 def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction]]:
-    """`tiles` from the fastest to the slowest; of those alike the larger, then the one without a cluster first."""
+    """Sorts `tiles`, fastest first; of equal predictions the larger tile first, then the one without a cluster."""
     predicted = [(tile, predict(problem, tile)) for tile in tiles]
     least = min(prediction.us for _, prediction in predicted)
 
@@ -130,18 +130,18 @@ def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction
 
 
 def strip_bytes(row_bytes: int) -> int:
-    """Bytes of a row of D that one store takes: the widest swizzle that divides a tile's row."""
+    """Returns the bytes of a row of D that one store takes: the widest swizzle that divides a tile's row."""
     return next(width for width in (128, 64, 32) if row_bytes % width == 0)
 
 
 def _epilogue_us(t: Tile, row_bytes: int) -> float:
-    """Of a warpgroup: its 64 rows of D leave in chunks of 128 bytes, and these in strips."""
-    leave = CHUNK_US * ceil(row_bytes / CHUNK_BYTES) + STRIP_US * row_bytes / strip_bytes(row_bytes)
-    return (EPILOGUE_US + leave) * (1.0 if t.block_m == 64 else EXPOSED)
+    """Time of a warpgroup's epilogue: it stores 64 rows of D in chunks of 128 bytes, and these in strips."""
+    store_us = CHUNK_US * ceil(row_bytes / CHUNK_BYTES) + STRIP_US * row_bytes / strip_bytes(row_bytes)
+    return (EPILOGUE_US + store_us) * (1.0 if t.block_m == 64 else EXPOSED)
 
 
 def dram_bytes(p: Problem, t: Tile, waves: int) -> float:
-    """Operands once if they stay in L2, else what each wave touches; the result once."""
+    """Returns the DRAM traffic: operands once if they stay in L2, else once a wave; the result once."""
     operands = (p.m + p.n) * p.k * p.itemsize
     if operands > L2_HELD:
         height = band(t, p.sms) * t.cluster_m

@@ -1,10 +1,10 @@
 """Dense GEMM in CUDA C++ for Hopper: tiles of 64 or 128 rows, the tensor cores busy from the first tile to the last.
 
-A tile of 128x256 multiplies 128 * 256 * 64 * 2 flops for each 48 KB that reach its SM; loads, epilogue and stores run
-beside the multiplications.  So 8192x8192x8192 cannot beat 1.1 ms at 989 TFLOP/s; under the power limit it takes 1.56,
-cuBLAS 1.59 (H200, 2026-11).  What is left to choose is the tile: how full the last wave is.  `cost_model.py` chooses.
+A tile of 128x256 takes 128 * 256 * 64 * 2 flops for each 48 KB that its SM loads; loads, epilogue and stores overlap
+the WGMMAs.  So 8192x8192x8192 cannot beat 1.1 ms at 989 TFLOP/s; under the power limit it takes 1.56, cuBLAS 1.59
+(H200, 2026-11).  The choice left is the tile, which decides how full the last wave is: see `cost_model.py`.
 
-Rows of A that do not exist are multiplied too: up to 64 rows, with A along K, `few_rows_cuda.py` is the engine.
+Tiles are padded along M, so up to 64 rows of A, contiguous along K, go to `few_rows_cuda.py`.
 """
 
 import logging
@@ -28,15 +28,15 @@ from tilewright.ops.gemm.engines.cost_model import Problem, Tile
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, columns_out, major_a, major_b
 
 _SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
-_SHARED = 232448 - 1024  # bytes of a block, without its barriers
+_SHARED = 232448 - 1024  # bytes a block may have, without its barriers
 _GATED = 1  # the epilogue of a bucket, as in `raw.py`
-_STAGING = 2 * 64 * _SPAN  # of D, a warpgroup
+_STAGING = 2 * 64 * _SPAN  # bytes of D that a warpgroup stages
 _MAX_STAGES = 10
 
 
 class Config(NamedTuple):
-    """block_m x block_n of D a block; stages of the ring; blocks of a cluster, at most two, along M or along N; band:
-    rows of tiles walked together.
+    """block_m x block_n of D for a block; stages of the ring; blocks of a cluster, at most two, along M or along N;
+    band: rows of tiles in a group of the tile order (GROUP_SIZE_M).
     """
 
     block_m: int
@@ -48,7 +48,7 @@ class Config(NamedTuple):
 
 
 class Params(NamedTuple):
-    """What sm90_gemm is compiled for."""
+    """The compile-time constants of sm90_gemm."""
 
     kBlockM: int
     kBlockN: int
@@ -70,9 +70,9 @@ class Params(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of A's rows (ROWS) or of K (DEPTH), as the walks of the header read them; DENSE has products of a batch.
+    """Groups of A's rows (ROWS) or of K (DEPTH), for the tile schedulers of the header; DENSE is a batch of products.
 
-    count: of groups.  starts, ends: int32 on the device.  apart: each group's rows are a matrix of their own.
+    count: number of groups.  starts, ends: int32 on the device.  batched: A and D have a matrix for each group.
     """
 
     walk: int
@@ -125,7 +125,9 @@ def gemm(
     """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; with `groups`, `ops/grouped/engines/`."""
     accumulate = c is not None and sm90_operands.adds_in_place(c, d)
     if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
-        gemm(d, a, b, bias, d, scale, alpha, activation, config, groups)  # without memory nobody knows whether c is d
+        gemm(
+            d, a, b, bias, d, scale, alpha, activation, config, groups
+        )  # fake tensors have no address: compile both variants
     addend = None if accumulate else c
     m, k = a.shape[1:]
     n = b.shape[-1]
@@ -180,12 +182,12 @@ def gemm(
     )
 
 
-def _operand(rows: Tensor, mn_major: bool, block: int, shared: int) -> TensorMap | None:
-    """Map of an operand whose last dimension is contiguous, for one of `shared` blocks that load a tile together.
+def _operand(operand: Tensor, mn_major: bool, block: int, shared: int) -> TensorMap | None:
+    """Returns the map of an operand whose last dimension is contiguous, for one of `shared` blocks that share a tile.
 
-    rows: (B, M or N, K); across: (B, K, M or N), which comes in boxes of 64 columns.
+    operand: (B, M or N, K); with mn_major (B, K, M or N), loaded in boxes of 64 columns.
     """
-    return tensor_map(rows, (1, (_BLOCK_K if mn_major else block) // shared, 64), swizzle=_SPAN)
+    return tensor_map(operand, (1, (_BLOCK_K if mn_major else block) // shared, 64), swizzle=_SPAN)
 
 
 # ------------------------------------------------------------------------------------------------------- what to choose
@@ -193,11 +195,11 @@ def _operand(rows: Tensor, mn_major: bool, block: int, shared: int) -> TensorMap
 _BLOCKS = {64: (32, 64, 96, 128, 192, 256), 128: tuple(range(64, 257, 16))}
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
 TILES = tuple(Tile(m, n, *cluster) for m, columns in _BLOCKS.items() for n in columns for cluster in _CLUSTERS)
-"""What there is to choose from.  256x128, two tiles of accumulators a warpgroup, was never faster than 128x256."""
+"""All tiles to choose from.  256x128, two tiles of accumulators a warpgroup, was never faster than 128x256."""
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue."""
+    """Returns the tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue."""
     sms = device_info("cuda").sm_count or 132
     config = _configure(tuple(bucket), batch, sms)
     if settings.current().print_configs:
@@ -218,7 +220,7 @@ def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """The eight tiles of the least predicted time, each with other bands."""
+    """Returns the eight tiles of the least predicted time, each with several bands."""
     problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
     configs = []
     for tile, _ in cost_model.rank(problem, _legal(problem))[:8]:
@@ -235,7 +237,7 @@ def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
-    """A gated tile leaves whole strips of 32 bytes; a cluster shares an operand if there are two tiles to share it."""
+    """Returns the tiles that fit: gated ones write whole strips of 32 bytes; a cluster needs two tiles that share."""
     return tuple(
         tile
         for tile in TILES
@@ -253,12 +255,12 @@ def _config(tile: Tile, problem: Problem) -> Config:
 
 
 def _math_warpgroups(block_m: int) -> int:
-    """Warpgroups that multiply."""
+    """Returns the number of math warpgroups."""
     return 1 if block_m == 64 else 2
 
 
 def stage_bytes(block_m: int, block_n: int, mn_major_b: bool) -> int:
-    """Of A and B in one stage; a B that is contiguous along N fills boxes of 64 columns."""
+    """Returns the bytes of A and B in a stage; a B that is contiguous along N fills boxes of 64 columns."""
     return (block_m + (-(-block_n // 64) * 64 if mn_major_b else block_n)) * _SPAN
 
 

@@ -1,17 +1,18 @@
 """Few rows of A, at most 64, against weights that are read once: CUDA C++ for Hopper.
 
-Traffic: N * K elements of weights; all else is small.  Floor: 7.6 us for 4096 x 4096 in bf16 at 4.4 TB/s.  The matrix
-units idle; what counts is that every multiprocessor keeps 64 KB or more on their way, from the first microsecond to the
-last.  Hence tiles of 64 weight rows, K split over the blocks of a cluster where there are too few of them, rings that
-run on from tile to tile, and a start that overlaps the end of the kernel before (programmatic dependent launch: a
-launch in a chain costs 2.2 to 2.7 us beside the reading, without it 3.3).  Rows of A ("tokens") come from the L2 again
-for every tile: tokens / 64 bytes for each byte of weights, so that 64 of them double what the L2 delivers.
+Traffic: N * K elements of weights.  Floor: 7.6 us for 4096 x 4096 in bf16 at 4.4 TB/s.  The tensor cores are mostly
+idle; every multiprocessor must keep 64 KB or more in flight, from the first microsecond to the last.  Hence tiles of 64
+weight rows, K split over the blocks of a cluster if there are too few tiles, rings that continue across tiles, and a
+start that overlaps the end of the previous kernel (programmatic dependent launch: a launch in a chain costs 2.2 to 2.7
+us in addition to the reading, 3.3 without it).  Rows of A ("tokens") come from the L2 again for every tile: tokens / 64
+bytes for each byte of weights, so 64 tokens double the L2 traffic.
 
 Measured on an H200, 2026-11: 4096 x 4096 at M = 8 takes 9.4 us, cuBLAS 12.6.  Over 11 shapes, tiles of 128 or 256
-weight rows and stages of 64 of K gain 0.2 % (geometric mean), clusters that end after one tile nothing: all are gone.
+weight rows and stages of 64 of K gained 0.2 % (geometric mean), clusters that end after one tile nothing, so they were
+removed.
 
-Here are products of 16-bit operands; `few_rows/scaled.py` has those of e4m3 with scales, `few_rows/grouped.py`
-groups of rows with weights each, of both kinds.
+This module has 16-bit operands; `few_rows/scaled.py` has those of e4m3 with scales, `few_rows/grouped.py`
+groups of rows with their own weights, of both kinds.
 """
 
 from typing import NamedTuple
@@ -67,7 +68,7 @@ __all__ = [
 
 
 class Params(NamedTuple):
-    """What few_rows_gemm is compiled for."""
+    """The compile-time constants of few_rows_gemm."""
 
     kTokens: int
     kStages: int
@@ -113,11 +114,11 @@ def gemm(
     activation: str,
     config: Config,
 ) -> None:
-    """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; any number of rows is computed right."""
+    """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; correct for any number of rows."""
     batches, m, k = a.shape
     n = b.shape[-1]
     check_split(config, k, a.itemsize)
-    token_rows = min(m, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    token_rows = min(m, config.tokens)  # the box ends with the rows of a; the rest of the tile is not stored
     params = Params(
         kTokens=config.tokens,
         kStages=config.stages,
@@ -151,14 +152,14 @@ def gemm(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows."""
+    """Returns the config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows."""
     work = Work(*bucket[:3])
     tokens = model.fitting(model.TOKENS, work.rows)
     return model.ranked((c for c in CONFIGS if c.tokens == tokens), work)[0]
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 24 of least predicted time."""
+    """Returns the 24 configs of least predicted time."""
     work = Work(*bucket[:3])
     return tuple(model.ranked(model.space([model.fitting(model.TOKENS, work.rows)], UNSCALED), work)[:24])
 

@@ -1,11 +1,11 @@
-"""How long a GEMM of e4m3 operands takes with a given tile, in microseconds: waves of tiles, as in `cost_model.py`.
+"""Predicts the time of a GEMM of e4m3 operands with a given tile, in microseconds: waves of tiles, as in `cost_model.py`.
 
-A tile takes its multiplications, at the rate that the promotions beside them leave to its shape, and its epilogue,
-which nothing hides.  The GPU is at its power limit, and SMs without a tile in a wave leave their power to the others.
+A tile takes its WGMMAs, at a rate of its shape that includes promotion, and its epilogue, which nothing hides.  The GPU
+is at its power limit, and SMs without a tile in a wave leave their power to the others.
 
-The constants are a least-squares fit of 19 shapes of an H200 (November 2026), in microseconds over warm launches that
-overlap, so that beginning one costs nothing.  The fastest tile of each is within 9 % of it: long K slower, short
-kernels faster, because of the clock.
+The constants are a least-squares fit to 19 shapes on an H200 (November 2026), timed over warm launches that overlap, so
+without launch latency.  The fastest tile of each shape is within 9 % of the fit: long K slower, short kernels faster,
+because of the clock.
 """
 
 from collections.abc import Iterable
@@ -34,11 +34,9 @@ RATES = {  # TFLOP/s of full waves, without epilogues
     (64, 64): 585,
     (64, 32): 400,
 }
-RATED_SMS = 132  # that these rates are of
-BY_TOKEN, BY_TOKEN_IN_PARTS = (
-    0.72,
-    0.68,
-)  # of them, where columns have a scale each: with one accumulator a warpgroup, two
+RATED_SMS = 132  # of the GPU of these rates
+# Factors of these rates if columns have a scale each: with one accumulator a warpgroup, with two
+BY_TOKEN, BY_TOKEN_IN_PARTS = 0.72, 0.68
 IDLE = 0.25  # a wave in which a share f of the SMs has work takes f ** IDLE of a full one's time
 EPILOGUE_US, BYTE_US = 0.65, 0.52 / 65536  # of a tile; for each byte of D in it
 
@@ -57,7 +55,7 @@ class Problem(NamedTuple):
 
 
 def predict(problem: Problem, tile: Tile) -> Prediction:
-    """What `tile` makes of `problem`."""
+    """Predicts the time of `problem` with `tile`."""
     p, t = problem, tile
     tiles = ceil(p.m / t.block_m) * ceil(p.n / t.block_n) * p.batch
     waves = ceil(tiles / p.sms)
@@ -79,6 +77,6 @@ def predict(problem: Problem, tile: Tile) -> Prediction:
 
 
 def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction]]:
-    """`tiles` from the fastest to the slowest; of equals the larger first."""
+    """Sorts `tiles`, fastest first; of equal predictions the larger tile first."""
     predicted = [(tile, predict(problem, tile)) for tile in tiles]
     return sorted(predicted, key=lambda pair: (pair[1].us, -pair[0].block_m * pair[0].block_n))

@@ -1,10 +1,10 @@
 """GEMM of e4m3 operands with scales in CUDA C++ for Hopper: every 128 of K is promoted to float32.
 
-A tile of 192x128 multiplies 192 * 128 * 128 * 2 flops for each 40 KB that reach its SM, and takes 192 * 128 results
-over with one FMA each, on the ordinary cores, beside the tensor cores.  So 4096x7168x16384 cannot beat 0.49 ms at 1979
-TFLOP/s.  What is left to choose is the tile, `fp8_cost_model.py` does, and how promotion hides: see sm90_fp8_gemm.cuh.
+A tile of 192x128 takes 192 * 128 * 128 * 2 flops for each 40 KB that its SM loads, and promotes 192 * 128 results with
+one FMA each, on the CUDA cores, while the tensor cores go on.  So 4096x7168x16384 cannot beat 0.49 ms at 1979 TFLOP/s.
+`fp8_cost_model.py` chooses the tile; sm90_fp8_gemm.cuh describes how promotion is hidden.
 
-Operands run along K: WGMMA reads 8-bit elements no other way.  Few rows are for `few_rows_cuda.py`.
+Operands are contiguous along K: WGMMA reads 8-bit elements no other way.  Few rows go to `few_rows_cuda.py`.
 """
 
 import logging
@@ -30,19 +30,19 @@ from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_ou
 from tilewright.ops.gemm.scaling import Scaling, scaling_of
 
 _SPAN = 128  # bytes and elements of K in a stage
-_SHARED = 232448 - 1024  # bytes of a block, without its barriers
-_BOX = 64 * _SPAN  # of D, 64 rows
-_MAX_BUFFERS = 4  # such boxes a warpgroup
+_SHARED = 232448 - 1024  # bytes a block may have, without its barriers
+_BOX = 64 * _SPAN  # bytes of a box of 64 rows of D
+_MAX_BUFFERS = 4  # boxes that a warpgroup stages
 _MAX_STAGES = 8
-_MAX_BOX_ROWS = 256  # that one copy brings
-_BLOCKS = 3  # of 128 columns that a tile may touch
-_SCALE_PAD = 4  # rows of scales before a tile: copies begin at multiples of 16 bytes
+_MAX_BOX_ROWS = 256  # of one TMA box
+_BLOCKS = 3  # 128-column blocks that a tile may touch
+_SCALE_PAD = 4  # rows of scales before a tile: TMA boxes begin at multiples of 16 bytes
 _FP8 = torch.float8_e4m3fn
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Config(NamedTuple):
-    """block_m x block_n of D a block; stages of the ring; band: rows of tiles walked together."""
+    """block_m x block_n of D for a block; stages of the ring; band: rows of tiles in a group of the tile order."""
 
     block_m: int
     block_n: int
@@ -51,7 +51,7 @@ class Config(NamedTuple):
 
 
 class Params(NamedTuple):
-    """What sm90_fp8_gemm is compiled for."""
+    """The compile-time constants of sm90_fp8_gemm."""
 
     kBlockM: int
     kBlockN: int
@@ -111,7 +111,7 @@ def why_not_fp8(
     alpha: float,
     activation: str,
 ) -> str | None:
-    """The same of `gemm_fp8`."""
+    """Why `gemm_fp8` cannot run these arguments; None if it can."""
     if columns_out(b.shape[-1], activation) % 16:
         return f"writes rows of multiples of 16 columns, got {columns_out(b.shape[-1], activation)}"
     return why_not(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.bfloat16)
@@ -136,7 +136,7 @@ def gemm(
     """
     accumulate = c is not None and sm90_operands.adds_in_place(c, d)
     if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
-        # Without memory nobody knows whether c is d
+        # Fake tensors have no address, so c may be d or not: compile both variants
         gemm(d, a, b, scale_a, scale_b, bias, d, alpha, activation, config, groups)
     direct = (d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)
     _launch(
@@ -168,8 +168,8 @@ def gemm_fp8(
     activation: str,
     config: Config,
 ) -> None:
-    """act(alpha * (a * scale_a) @ (b * scale_b) + bias) as q (B, M, N_out) e4m3 and scales (B, M, ceil(N_out / 128)),
-    consecutive rows side by side.
+    """q, scales = act(alpha * (a * scale_a) @ (b * scale_b) + bias) with q (B, M, N_out) e4m3 and scales
+    (B, M, ceil(N_out / 128)), consecutive rows adjacent in memory.
     """
     direct = (scales, scales.stride(2), scales.stride(0))
     _launch(q, direct, a, b, scale_a, scale_b, bias, None, alpha, activation, config, NO_GROUPS)
@@ -191,7 +191,7 @@ def _launch(
     *,
     accumulate: bool = False,
 ) -> None:
-    """stored: what the kernel writes without a tensor map, and its strides.  into: d is added to."""
+    """direct: what the kernel stores without a tensor map, and its strides.  accumulate: add to d."""
     m, k = a.shape[1:]
     n = b.shape[-1]
     batches = groups.count or a.shape[0]
@@ -206,7 +206,7 @@ def _launch(
     maps = (
         *operands,
         tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
-        tensor_map(scale_a.mT, (1, 1, rows)) if by_token[0] else operands[0],  # else it is not read
+        tensor_map(scale_a.mT, (1, 1, rows)) if by_token[0] else operands[0],  # otherwise not read
         tensor_map(scale_b.mT, (1, 1, config.block_n)) if by_token[1] else operands[1],
     )
     params = Params(
@@ -238,7 +238,7 @@ def _launch(
     )
     sms = usable_sms(d.device)
     tiles = -(-m // config.block_m) * -(-n // config.block_n) * batches
-    blocks = max(1, sms if groups.walk == ROWS else min(tiles, sms))  # rows are the device's secret
+    blocks = max(1, sms if groups.walk == ROWS else min(tiles, sms))  # the host does not know group sizes
     KERNEL(
         (blocks,),
         args,
@@ -256,14 +256,14 @@ def _tiles(widths: dict[int, tuple[int, ...]]) -> tuple[Tile, ...]:
 
 
 TILES = _tiles({64: (32, 64, 96, 128), 128: (64, 96, 128, 192), 192: (96, 128), 256: (128,)})
-"""What there is to choose from.  No shape was fastest with columns of 112, 144, 160, 176 or 256, or with a cluster."""
+"""All tiles to choose from.  No shape was fastest with columns of 112, 144, 160, 176 or 256, or with a cluster."""
 
 TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
-"""For results in e4m3: columns are whole blocks of scales.  Gated, 256 of op(B) are one."""
+"""All tiles for e4m3 results, whose columns are whole blocks of scales: 256 columns of op(B) if gated."""
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """The tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue, scaling."""
+    """Returns the tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue, scaling."""
     sms = device_info("cuda").sm_count or 132
     config = _configure(tuple(bucket), batch, sms)
     if settings.current().print_configs:
@@ -282,7 +282,7 @@ def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """The six tiles of the least predicted time, each with other bands."""
+    """Returns the six tiles of the least predicted time, each with several bands."""
     problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
     configs = []
     for tile, _ in fp8_cost_model.rank(problem, _legal(problem))[:6]:
@@ -297,8 +297,8 @@ def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
-    """A gated tile leaves whole strips of 32 bytes, or a block of scales.  Two waves of rows leave no registers for
-    scales of rows at the end.
+    """Returns the tiles that fit: gated ones write whole strips of 32 bytes, or a block of scales.  With two waves of
+    rows there are no registers for row scales in the epilogue.
     """
     quantised = problem.out_bytes == 1
     return tuple(
@@ -317,29 +317,29 @@ def _config(tile: Tile, problem: Problem) -> Config:
 
 
 def _waves(block_m: int) -> int:
-    """Times 64 rows that a warpgroup multiplies."""
+    """Returns how many times 64 rows a warpgroup multiplies."""
     return 2 if block_m > 192 else 1
 
 
 def _math_warpgroups(block_m: int) -> int:
-    """Warpgroups that multiply."""
+    """Returns the number of math warpgroups."""
     return block_m // 64 // _waves(block_m)
 
 
 def _shared_bytes(config: Config, scaling: int) -> int:
-    """Stages of A, B and their scales, and what is staged of D: all of a bf16 tile up to four boxes a warpgroup."""
+    """Returns bytes of the stages of A, B and scales, and of staging D: a bf16 tile, at most four boxes a warpgroup."""
     stage = (config.block_m + config.block_n) * _SPAN + _scale_bytes(config, scaling)
     boxes = min(_MAX_BUFFERS, _waves(config.block_m) * -(-config.block_n // 64))
     return config.stages * stage + _math_warpgroups(config.block_m) * boxes * _BOX
 
 
 def _rows_per_copy(block_m: int) -> int:
-    """Rows whose scales one copy brings, without those before the tile."""
+    """Returns the rows whose scales one TMA box loads, without those before the tile."""
     return block_m // (2 if block_m + _SCALE_PAD > _MAX_BOX_ROWS else 1)
 
 
 def _scale_bytes(config: Config, scaling: int) -> int:
-    """Of the scales in a stage: of rows in one or two parts, and of blocks of columns or of columns."""
+    """Returns bytes of scales in a stage: of rows in one or two boxes, and of columns or blocks of columns."""
     if scaling not in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
         return 0
     rows = _rows_per_copy(config.block_m)
@@ -348,7 +348,7 @@ def _scale_bytes(config: Config, scaling: int) -> int:
 
 
 def _scale_row_bytes(floats: int) -> int:
-    """Bytes of whole lines, where copies may begin."""
+    """Returns bytes rounded up to 128, where TMA boxes may begin."""
     return -(-4 * floats // 128) * 128
 
 
@@ -361,4 +361,4 @@ CONFIGS: tuple[Config, ...] = _configs(2)
 """Every config that `configure` can return on a GPU of 132 multiprocessors."""
 
 CONFIGS_FP8: tuple[Config, ...] = _configs(1)
-"""The same of results in e4m3."""
+"""Every config of `gemm_fp8` on a GPU of 132 multiprocessors."""

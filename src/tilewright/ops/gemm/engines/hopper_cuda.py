@@ -1,4 +1,4 @@
-"""The two CUDA C++ engines as one backend: few rows of A stream the weights, more of them fill the tensor cores."""
+"""The two CUDA C++ engines as one backend: a memory-bound kernel for few rows of A, a tiled one for more."""
 
 from typing import Any, NamedTuple
 
@@ -28,14 +28,14 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """bucket: M, N, K, layout, aligned, out_bits, epilogue.  Batch-invariant calls say M = 4096 for every M."""
+    """bucket: M, N, K, layout, aligned, out_bits, epilogue.  Batch-invariant calls pass M = 4096 for every M."""
     if _few(bucket):
         return _wrap("few_rows", few_rows_cuda.configure(bucket, dtype))
     return _wrap("dense", dense_cuda.configure(bucket, dtype, batch))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """What the tuner may try: of both engines where both can run."""
+    """Returns the configs for the tuner, of both engines if both can run."""
     few = few_rows_cuda.candidates(bucket, dtype) if _few(bucket) else ()
     dense = dense_cuda.candidates(bucket, dtype, batch)
     return (*(_wrap("few_rows", config) for config in few), *(_wrap("dense", config) for config in dense))

@@ -1,6 +1,4 @@
-"""The two CUDA C++ engines for scaled e4m3 operands as one backend: few rows of A stream the weights, more of them fill
-the tensor cores.
-"""
+"""The two CUDA C++ engines for scaled e4m3 operands as one backend: one for few rows of A, a tiled one for more."""
 
 from typing import Any, NamedTuple
 
@@ -25,14 +23,14 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """bucket: M, N, K, layout, aligned, out_bits, epilogue, scaling.  Batch-invariant calls say M = 4096 for any M."""
+    """bucket: M, N, K, layout, aligned, out_bits, epilogue, scaling.  Batch-invariant calls pass M = 4096 for any M."""
     if _few(bucket):
         return _wrap("few_rows", few_rows_cuda.configure_scaled(bucket, dtype))
     return _wrap("dense", fp8_cuda.configure(bucket, dtype))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """What the tuner may try: of both engines where both can run."""
+    """Returns the configs for the tuner, of both engines if both can run."""
     few = few_rows_cuda.candidates_scaled(bucket, dtype) if _few(bucket) else ()
     dense = fp8_cuda.candidates(bucket, dtype)
     return (*(_wrap("few_rows", config) for config in few), *(_wrap("dense", config) for config in dense))
@@ -49,12 +47,12 @@ def why_not(
     activation: str,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """Why neither engine can run these arguments; None if one can.  Both take the same."""
+    """Why neither engine can run these arguments; None if one can.  Both accept the same arguments."""
     return why_not_machine(a) or fp8_cuda.why_not(a, b, scale_a, scale_b, bias, c, alpha, activation, out_dtype)
 
 
 def why_not_machine(a: Tensor) -> str | None:
-    """Why no kernel of theirs runs where `a` is, or of its K; None if they do."""
+    """Why neither engine runs on the device of `a`, or with its K; None if they do."""
     arch = device_info(a.device).arch
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"

@@ -1,4 +1,4 @@
-"""What the CUDA C++ engines ask and know of their operands, which the copy engine of Hopper reads and writes."""
+"""What TMA and the CUDA C++ engines require of their operands."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ _OUTPUTS = (*_INPUTS, torch.float32)
 def why_not(
     a: Tensor, b: Tensor, bias: Tensor | None, c: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> str | None:
-    """Why no engine of bf16 and fp16 can run these arguments, by dtypes and alignment; None if they can."""
+    """Why no bf16 or fp16 engine can run these arguments, by dtypes and alignment; None if they can."""
     if a.dtype not in _INPUTS or b.dtype != a.dtype:
         return f"multiplies bf16 or fp16 operands of one dtype, got {a.dtype} and {b.dtype}"
     if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
@@ -24,13 +24,13 @@ def why_not(
 
 
 def adds_in_place(c: Tensor, d: Tensor) -> bool:
-    """Does d += act(...) in float32 say all there is to say?  Then the copy engine adds, and no register holds C."""
+    """Returns whether the epilogue is d += act(...) in float32.  Then TMA adds, and C takes no registers."""
     same = c is d or (collecting() is None and c.data_ptr() == d.data_ptr() and c.stride() == d.stride())
     return same and c.dtype == d.dtype == torch.float32
 
 
 def in_pairs(c: Tensor) -> bool:
-    """May two neighbouring elements of c be read at once, wherever a row begins?"""
-    # Kernels are collected for tensors without memory, as if it began at a multiple of 16 bytes
+    """Returns whether two neighbouring elements of c can be read at once in every row."""
+    # Fake tensors have no address: assume that storage is aligned to 16 bytes
     start = c.storage_offset() * c.itemsize if collecting() is not None else c.data_ptr()
     return start % (2 * c.itemsize) == 0 and all(stride % 2 == 0 for stride in c.stride()[:2])

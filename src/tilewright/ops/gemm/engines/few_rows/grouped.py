@@ -1,9 +1,9 @@
-"""Groups of rows with weights each: experts that have few tokens, at the speed at which their weights can be read.
+"""Groups of rows, each with its own weights: experts with few tokens, at the speed of reading their weights.
 
-The device alone knows which rows a group has.  Each warp counts the tiles of 128 groups at a time from starts and ends,
-by a prefix sum over its lanes, and finds its own: no table in memory, no launch before, no limit to the groups.  A tile
-is 64 rows of weights by the tokens of a group; what a copy brings of the next group's tokens is multiplied and never
-stored.  Groups have more rows than expected as often as less, hence tiles with half as many tokens again.
+Only the device knows which rows a group has.  Each warp counts the tiles of 128 groups at a time from starts and ends,
+by a prefix sum over its lanes, and finds its tile: no table in memory, no extra launch, any number of groups.  A tile is
+64 rows of weights by the tokens of a group; tokens of the next group in the same box are multiplied but not stored.
+Groups have more rows than expected as often as fewer, so tiles have room for half as many tokens again.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from tilewright.ops.gemm.scaling import Scaling, scaling_of
 
 
 class Params(NamedTuple):
-    """What few_rows_grouped_gemm is compiled for."""
+    """The compile-time constants of few_rows_grouped_gemm."""
 
     kTokens: int
     kStages: int
@@ -86,7 +86,7 @@ def gemm(
     """Rows starts[g] .. ends[g] of d = act(those of a @ b[g]); other rows of d stay as they are.
 
     d (Ba, R, N_out)   a (Ba, R, K)   b (G, K, N)   scale_a (Ba, R blocks, K blocks)   scale_b (G, N blocks, K blocks)
-    starts, ends (G,) int32 on the device; without starts a group begins where the one before ends, the first at row 0.
+    starts, ends (G,) int32 on the device; without starts a group begins where the previous one ends, the first at row 0.
     Ba is 1, or G: then rows of group g are those of a[g], without starts from 0 on.  Rows beyond R do not exist,
     whatever ends says.
     """
@@ -130,14 +130,14 @@ def gemm(
         batches > 1,
         stores_vectors(d),
     )
-    # at most: where groups share rows, no more of them have any than there are rows
+    # An upper bound: at most as many groups as rows are not empty if groups share one matrix
     token_tiles = -(-m // config.tokens) * groups if batches > 1 else -(-m // config.tokens) + min(groups, m)
     tiles = token_tiles * -(-n // model.BLOCK_N)
     launch(KERNEL, config, model.shared_bytes(config, scaling, grouped=True), tiles, d.device, args, params)
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The config of the least predicted time among `CONFIGS`, with room for more rows than are expected.
+    """Returns the config of the least predicted time among `CONFIGS`, with room for more rows than expected.
 
     bucket: rows (expected, of a group), N, K, G, layout, aligned, out_bits, gated, scaling (-1: 16-bit operands)
     """
@@ -147,7 +147,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 24 of least predicted time, with room for what is expected or more."""
+    """Returns the 24 configs of least predicted time, with room for the expected rows or more."""
     work = _work(bucket)
     tokens = sorted({_room(work.rows), model.fitting(model.GROUP_TOKENS, work.rows)})
     return tuple(model.ranked(model.space(tokens, work.scaling, grouped=True), work)[:24])

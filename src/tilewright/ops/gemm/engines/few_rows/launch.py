@@ -1,4 +1,4 @@
-"""What the launches of the few-rows kernel have in common."""
+"""Shared by the launches of the few-rows kernel: tensor maps, strides, grid."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ _WIDTH = 4  # results that a thread stores at once
 
 
 def check_split(config: Config, depth: int, itemsize: int) -> None:
-    """Raise InputError if a block of a cluster would have nothing of K."""
+    """Raises InputError if a block of a cluster would have no k block."""
     k_blocks = model.steps(depth, itemsize)
     if config.split > k_blocks:
         raise InputError(
@@ -31,24 +31,24 @@ def check_split(config: Config, depth: int, itemsize: int) -> None:
 
 
 def operand_maps(a: Tensor, b: Tensor, token_rows: int) -> tuple[TensorMap | None, TensorMap | None]:
-    """Of b (B, K, N), the weights, and of a (B, M, K), the tokens, `token_rows` of them in a box."""
+    """Returns maps of b (B, K, N), the weights, and of a (B, M, K), the tokens, with `token_rows` tokens in a box."""
     chunk = model.SPAN // a.itemsize
-    # along N a box is 64 rows of K by 64 columns, of 16 bits: no other type runs along N
+    # Weights along N have 16 bits: a box is 64 rows of K by 64 columns
     weights = tensor_map(b if along_n(b) else b.mT, (1, model.BLOCK_N, chunk), swizzle=model.SPAN)
     return weights, tensor_map(a, (1, token_rows, chunk), swizzle=model.SPAN)
 
 
 def along_n(b: Tensor) -> bool:
-    """Are the weights contiguous along N?"""
+    """Returns whether the weights are contiguous along N."""
     return major_b(b) is Major.MN
 
 
 def scale_maps(
     scale_a: Tensor | None, scale_b: Tensor | None, scaling: int, token_rows: int, absent: TensorMap | None
 ) -> tuple[TensorMap | None, TensorMap | None]:
-    """Of the weights' and of the tokens' scales, where they come through the ring; `absent` where they do not.
+    """Returns maps of the scales of weights and of tokens if they come through the ring, else `absent`.
 
-    token_rows: of a box of token scales
+    token_rows: rows of a box of token scales
     """
     weights = tokens_ = absent
     if scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
@@ -61,14 +61,14 @@ def scale_maps(
 
 
 def scale_strides(scale_a: Tensor | None, scale_b: Tensor | None) -> tuple[int, int, int]:
-    """From batch to batch of both, and from row to row of blocks of the weights'."""
+    """Returns the batch strides of both, and the stride between rows of blocks of scale_b."""
     if scale_a is None or scale_b is None:
         return 0, 0, 0
     return scale_a.stride(0), scale_b.stride(0), scale_b.stride(1)
 
 
 def stores_vectors(d: Tensor) -> bool:
-    """May four neighbouring results (two of "swiglu") be stored at once, wherever a row of d (B, M, N_out) begins?"""
+    """Returns whether four neighbouring results (two of "swiglu") can be stored at once in every row of d (B, M, N_out)."""
     if collecting() is not None:
         return False
     vector = _WIDTH * d.itemsize
@@ -84,7 +84,7 @@ def launch(
     args: tuple[Any, ...],
     params: Any,
 ) -> None:
-    """As many clusters as run at one time, or as there are tiles."""
+    """Launches as many clusters as run at once, at most one for each tile."""
     clusters = min(tiles, model.resident(config.split, config.ctas, usable_sms(device)))
     kernel(
         (clusters * config.split,),

@@ -1,7 +1,7 @@
-"""Configs of the few-rows kernel: what fits shared memory, how many clusters run at one time, which is fastest.
+"""Configs of the few-rows kernel: what fits shared memory, how many clusters run at once, which is fastest.
 
-A stage holds 256 bytes of K of 64 rows of weights and of the tokens, whatever the type of the elements: 8-bit operands
-take half as many of them, and bring their scales along.
+A stage holds 256 bytes of K of 64 rows of weights and of the tokens, for every dtype: 8-bit operands take half as many
+stages, which also hold their scales.
 """
 
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from typing import NamedTuple
 from tilewright.ops.gemm.scaling import Scaling
 
 MAX_ROWS = 64
-BLOCK_N, STAGE_BYTES, THREADS = 64, 256, 160  # as in the header: weight rows of a tile, bytes of K, threads of a block
-SPAN, CHUNKS, SCALE_ALIGN = 128, 2, 4  # bytes of a box's row; boxes of a stage; rows from which scales are copied
-_PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 sums
-UNSCALED = -1  # beside the values of Scaling: 16-bit operands
+BLOCK_N, STAGE_BYTES, THREADS = 64, 256, 160  # as in layout.cuh: weight rows of a tile, bytes of K, threads of a block
+SPAN, CHUNKS, SCALE_ALIGN = 128, 2, 4  # bytes of a box row; boxes of a stage; row alignment of scale copies
+_PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 accumulators
+UNSCALED = -1  # in addition to the values of Scaling: 16-bit operands
 
 
 class Config(NamedTuple):
@@ -28,7 +28,7 @@ class Config(NamedTuple):
 
 
 class Work(NamedTuple):
-    """`groups` products of `rows` of A, (rows, depth) @ (depth, columns), with weights each."""
+    """`groups` products (rows, depth) @ (depth, columns), each with its own weights."""
 
     rows: int
     columns: int
@@ -38,40 +38,40 @@ class Work(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Stages of K."""
+        """Number of k blocks."""
         return steps(self.depth, 2 if self.scaling == UNSCALED else 1)
 
 
 def steps(depth: int, itemsize: int) -> int:
-    """Stages of K."""
+    """Returns the number of k blocks, the stages of K."""
     return -(-depth * itemsize // STAGE_BYTES)
 
 
 # ------------------------------------------------------------------------------------------ shared memory, clusters
 
 SHARED = {1: 232448, 2: 115712, 3: 76800}
-"""Bytes a block may have so that 1, 2, 3 fit into the 228 KB of a multiprocessor, 1 KB of each for the system."""
+"""Bytes a block may have so that 1, 2, 3 fit into the 228 KB of a multiprocessor, less 1 KB each for the system."""
 
 _H200 = 132
 _CLUSTERS = {  # ctas: {split: clusters}
     1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 16: 7},
     2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 7: 32, 8: 30, 16: 14},
 }
-"""Clusters that run at one time on the 132 multiprocessors of an H200: cuOccupancyMaxActiveClusters, 2026-11.  Each
-lies in one GPC, so that some multiprocessors stay idle: more than GPCs of 18 and 16 explain.  Three ctas: 1.5 x two."""
+"""Clusters that run at once on the 132 multiprocessors of an H200: cuOccupancyMaxActiveClusters, 2026-11.  Each cluster
+is in one GPC, so some multiprocessors stay idle: more than GPCs of 18 and 16 explain.  Three ctas: 1.5 x two."""
 
 _USABLE = 0.85
-"""Of other machines, clusters of more than two can use about so much: 112 of 132 at the median of the table, 102 at the
-least.  A grid that does not fit is computed right, only later."""
+"""Share of the multiprocessors of other GPUs that clusters of more than two can use: in the table 112 of 132 at the
+median, 102 at the least.  A grid that does not fit at once is still correct, but slower."""
 
 
 def shared_bytes(config: Config, scaling: int = UNSCALED, grouped: bool = False) -> int:
-    """Dynamic shared memory of a block: the ring with its scales and barriers, and what its warpgroup has."""
+    """Returns the dynamic shared memory of a block: the ring with scales and barriers, parcels and the staged result."""
     return config.stages * _stage_bytes(config.tokens, scaling, grouped) + fixed_bytes(config.tokens, config.split)
 
 
 def _stage_bytes(tokens: int, scaling: int, grouped: bool = False) -> int:
-    """Operands, two barriers, and the scales of `Scaling` that change along K."""
+    """Bytes of operands, two barriers, and scales that change along K."""
     scales = 0
     if scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
         scales = -(-CHUNKS * scale_rows(tokens, grouped) * 4 // 128) * 128
@@ -81,19 +81,19 @@ def _stage_bytes(tokens: int, scaling: int, grouped: bool = False) -> int:
 
 
 def scale_rows(tokens: int, grouped: bool) -> int:
-    """Rows of token scales in a box.  Groups begin anywhere, boxes at 16 bytes: up to three rows before."""
+    """Returns the rows of token scales in a box.  Groups begin at any row, boxes at 16 bytes: up to three rows earlier."""
     return tokens + (SCALE_ALIGN if grouped else 0)
 
 
 def fixed_bytes(tokens: int, split: int) -> int:
-    """What lies beside the ring: parcels received from the cluster, the result, two barriers."""
+    """Returns bytes besides the ring: parcels received from the cluster, the staged result, two barriers."""
     block_parcels = -(-tokens // 8 // split)  # parcels of eight tokens that a block of a cluster owns
     parcel_bytes = split * block_parcels * _PARCEL if split > 1 else 0
     return parcel_bytes + block_parcels * 8 * _PITCH * 4 + 16
 
 
 def resident(split: int, ctas: int, processors: int) -> int:
-    """Clusters that run at one time."""
+    """Returns the clusters that run at once."""
     if split == 1:
         return processors * ctas
     if processors != _H200 or split not in _CLUSTERS[1]:
@@ -104,14 +104,14 @@ def resident(split: int, ctas: int, processors: int) -> int:
 # ---------------------------------------------------------------------------------------------------- predicted time
 
 READ = 4.3e6  # bytes a microsecond: the memory
-_AHEAD = 0.3  # of the ring holds bytes of the next tile as a round ends
+_AHEAD = 0.3  # share of the ring that holds the next tile when a round ends
 
 
 class _Costs(NamedTuple):
-    """l2, processor: bytes a microsecond out of the L2, into one multiprocessor.  idle: with idle multiprocessors the
-    memory's rate goes with this power of their share.  Microseconds: step, of a warpgroup for a stage that has landed;
-    epilogue, for each token of a tile; meeting, for each token and block of a cluster whose sums are sent, and `meet`
-    for each tile: the ring does not hide it.
+    """l2, processor: bytes a microsecond out of the L2, into one multiprocessor.  idle: if some multiprocessors are idle,
+    the memory's rate goes with this power of the busy share.  Microseconds: step, of the math warpgroup for a stage that
+    has landed; epilogue, for each token of a tile; meeting, of the split-K exchange for each token and block of a
+    cluster, and meet, for each tile, which the ring does not hide.
     """
 
     l2: float
@@ -123,23 +123,23 @@ class _Costs(NamedTuple):
     meet: float
 
 
-# Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before
-# fetching ahead, and corrected by what that gained).  On these same pairs what `configure` chooses is 1.6 % from the
-# best with these tiles on average, 12 % at worst.
+# Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before the L2
+# prefetch, and corrected by its gain).  On these pairs the choice of `configure` is 1.6 % slower than the best with these
+# tiles on average, 12 % at worst.
 _WIDE = _Costs(l2=8e6, processor=100e3, idle=0.1, step=0.1, epilogue=1 / 64, meeting=0.02 / 64, meet=0)
 
-# e4m3: near the fit to two to four configs of each of 28 pairs, timed on an H200 in 2026-11, before products of a stage
-# were multiplied while those of another were promoted.  A tile is read in half the time, so that what does not shrink
-# with the weights is seen: blocks of a cluster meet after 0.4 us and more, which half as many stages do not hide.
+# e4m3: near the fit to two to four configs of each of 28 pairs, timed on an H200 in 2026-11, before promotion overlapped
+# the WGMMAs.  A tile is read in half the time, so fixed costs show: the exchange inside a cluster takes 0.4 us and more,
+# which half as many stages do not hide.
 _NARROW = _Costs(l2=8.7e6, processor=80e3, idle=0.28, step=0.15, epilogue=0.025, meeting=0.0016, meet=0.37)
 
 
 def predicted_us(config: Config, work: Work) -> float:
-    """Microseconds from the first byte asked for to the last sum written, without what all configs have in common.
+    """Returns microseconds from the first load to the last store, without what all configs have in common.
 
-    Full rounds of the clusters that run at one time take as long as their bytes or their arithmetic.  The last round
-    has fewer clusters: they share the memory and the L2, each block up to what its multiprocessor takes in, and part of
-    their bytes came while the round before ended.  Groups are more tiles; token tiles of one group share its weights.
+    A full round of the clusters that run at once takes as long as its bytes or its arithmetic.  The last round has
+    fewer clusters: they share the memory and the L2, each block limited by its multiprocessor, and part of their bytes
+    were loaded as the previous round ended.  Groups add tiles; token tiles of one group share its weights.
     """
     costs = _WIDE if work.scaling == UNSCALED else _NARROW
     weights, both = BLOCK_N * STAGE_BYTES, (BLOCK_N + min(work.rows, config.tokens)) * STAGE_BYTES
@@ -147,7 +147,7 @@ def predicted_us(config: Config, work: Work) -> float:
     steps = -(-work.steps // config.split)
 
     def step(clusters: int) -> float:
-        """One stage for each block of so many clusters."""
+        """Time of one stage for each block of so many clusters."""
         share = clusters * config.split / _H200  # blocks a multiprocessor
         memory = share * _H200 * weights / token_tiles / READ / min(1, share) ** costs.idle
         return max(memory, share * _H200 * both / costs.l2, max(1, share) * both / costs.processor)
@@ -165,10 +165,10 @@ def predicted_us(config: Config, work: Work) -> float:
 
 TOKENS = (8, 16, 32, 64)
 GROUP_TOKENS = (8, 16, 32, 48, 64)
-_IN_FLIGHT = 64 << 10  # bytes of weights a multiprocessor waits for, at least
+_IN_FLIGHT = 64 << 10  # minimum bytes of weights in flight for a multiprocessor
 
-# split, ctas: what measured best somewhere, or is needed between.  The model is 7 % off on average, which among more of
-# them would choose worse; the tuner tries all.
+# split, ctas: those that measured best for some shape, and some between.  The model is 7 % off on average, so with more
+# of them it would choose worse; the tuner tries all.
 _DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
 _DEFAULTS_NARROW = (
     *_DEFAULTS,
@@ -182,24 +182,24 @@ _GROUP_DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (8, 1))  # more tiles
 
 
 def deepest(tokens: int, split: int, ctas: int, scaling: int = UNSCALED, grouped: bool = False) -> Config | None:
-    """The config with the deepest ring; None if it keeps too little of the weights on their way."""
+    """Returns the config with the deepest ring; None if too few bytes of weights would be in flight."""
     stages = (SHARED[ctas] - fixed_bytes(tokens, split)) // _stage_bytes(tokens, scaling, grouped)
     in_flight = ctas * stages * BLOCK_N * STAGE_BYTES
     return Config(tokens, stages, split, ctas) if stages >= 2 and in_flight >= _IN_FLIGHT else None
 
 
 def defaults(scaling: int) -> tuple[Config, ...]:
-    """What is chosen from for one product."""
+    """Returns the configs to choose from for one product."""
     return _all(TOKENS, _DEFAULTS if scaling == UNSCALED else _DEFAULTS_NARROW, scaling)
 
 
 def group_defaults(scaling: int) -> tuple[Config, ...]:
-    """What is chosen from for groups."""
+    """Returns the configs to choose from for groups."""
     return _all(GROUP_TOKENS, _GROUP_DEFAULTS, scaling, grouped=True)
 
 
 def space(tokens: Iterable[int], scaling: int, grouped: bool = False) -> tuple[Config, ...]:
-    """Every config whose tiles have so many tokens."""
+    """Returns every config whose tiles have so many tokens."""
     return _all(tokens, [(split, ctas) for ctas in SHARED for split in (1, *_CLUSTERS[1])], scaling, grouped)
 
 
@@ -211,10 +211,10 @@ def _all(
 
 
 def ranked(configs: Iterable[Config], work: Work) -> list[Config]:
-    """Best first: those with K for every block of a cluster."""
+    """Sorts configs by predicted time, without those whose split exceeds the k blocks."""
     return sorted((c for c in configs if c.split <= work.steps), key=lambda c: predicted_us(c, work))
 
 
 def fitting(sizes: tuple[int, ...], rows: int) -> int:
-    """The least of `sizes` that holds `rows`, or the largest."""
+    """Returns the least of `sizes` that holds `rows`, or the largest."""
     return next((t for t in sizes if t >= rows), sizes[-1])

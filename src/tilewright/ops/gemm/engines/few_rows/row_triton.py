@@ -1,8 +1,8 @@
-"""A single row of A (decoding at batch 1) in Triton: the weights are read once, by products of scalars.
+"""A single row of A (decoding at batch 1) in Triton: the weights are read once, and multiplied by FMAs.
 
-N * K elements of traffic and all else small: 7.2 us for 2112 x 7168 in bf16 at 4.2 TB/s.  Tiles for the matrix units
-are 64 columns high or wide, and few such tiles do not spread evenly over a GPU; here 2 to 16 columns of op(B) are a
-program.  More rows are right, and each reads the weights anew.
+Traffic: N * K elements, 7.2 us for 2112 x 7168 in bf16 at 4.2 TB/s.  Tiles for tensor cores have 64 columns, and few
+such tiles do not spread evenly over a GPU; here a program has 2 to 16 columns of op(B).  More rows are correct too, but
+each row reads the weights again.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from tilewright.ops.gemm.operands import Major, major_b
 _kernel = TritonKernel(row_kernel)
 
 ELEMENTS = range(16, 65)
-"""Of a tile, for each thread: fewer leave too little on its way, more do not fit in registers beside their sums."""
+"""Elements of B per thread per tile: fewer leave too few loads in flight, more spill next to the accumulators."""
 
 
 def candidates() -> Iterator[Config]:
-    """32 of them, for weights of any width."""
+    """Yields 32 configs, for weights of any width."""
     for block_n, block_k, warps, stages in product((2, 4, 8, 16), (512, 1024, 2048), (4, 8), (1, 3)):
         if block_n * block_k // (32 * warps) in ELEMENTS:
             yield Config(1, block_n, block_k, warps, stages, 1, False, 1)
@@ -38,7 +38,7 @@ def gemm(
     activation: str,
     config: Config,
 ) -> None:
-    """One launch.   finish: bias, c, scale, alpha;  finish_strides: of the bias, and the three of c."""
+    """Launches the kernel.   epilogue: bias, c, scale, alpha;  epilogue_strides: of the bias, and the three of c."""
     batch, m, k = a.shape
     n, c = b.shape[2], epilogue[1]
     b_along_k = major_b(b) is Major.K

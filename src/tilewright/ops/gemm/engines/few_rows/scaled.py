@@ -1,10 +1,10 @@
-"""e4m3 operands with scales: every granularity that `Scaling` has a name for.
+"""e4m3 operands with scales, in every granularity of `Scaling`.
 
-Weights take half the bytes: 3.8 us for 4096 x 4096 at 4.4 TB/s, and then the launch weighs as much as the reading.
-Scales of 128 of K come through the ring with what they belong to, but for those of 128 x 128 weights: one float for a
-tile and 128 of K, 32 of which the lanes of a warp load at once, a tile or 16 stages ahead, since each new sector comes
-from memory.  They are applied as products are promoted to float32, while the next ones are multiplied.  Scales of whole
-rows and tensors wait for the epilogue.
+Weights take half the bytes: 3.8 us for 4096 x 4096 at 4.4 TB/s, about as long as the launch.  Scales of 128 of K come
+through the ring with their operands, except those of 128 x 128 weights: one float for a tile and 128 of K, 32 of which
+the lanes of a warp load at once, a tile or 16 stages early, since each new sector comes from memory.  They are applied
+when products are promoted to float32, during the next WGMMAs.  Scales of whole rows and tensors are applied in the
+epilogue.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Params(NamedTuple):
-    """What few_rows_scaled_gemm is compiled for."""
+    """The compile-time constants of few_rows_scaled_gemm."""
 
     kTokens: int
     kStages: int
@@ -72,7 +72,7 @@ def why_not(
 def why_not_operands(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, activation: str, out_dtype: torch.dtype
 ) -> str | None:
-    """The same by the operands and their scales alone."""
+    """Why the operands and their scales cannot run; None if they can."""
     if a.dtype != torch.float8_e4m3fn or b.dtype != a.dtype:
         return f"multiplies e4m3 operands by scales, got {a.dtype} and {b.dtype}"
     if out_dtype not in _OUTPUTS:
@@ -114,7 +114,7 @@ def gemm(
     n = b.shape[-1]
     scaling = int(scaling_of(a, b, scale_a, scale_b))
     check_split(config, k, a.itemsize)
-    token_rows = min(m, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    token_rows = min(m, config.tokens)  # the box ends with the rows of a; the rest of the tile is not stored
     weights, tokens = operand_maps(a, b, token_rows)
     params = Params(
         kTokens=config.tokens,
@@ -154,7 +154,7 @@ def gemm(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows.
+    """Returns the config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows.
 
     bucket: M, N, K, layout, aligned, out_bits, epilogue, scaling
     """
@@ -164,7 +164,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 24 of least predicted time."""
+    """Returns the 24 configs of least predicted time."""
     work = _work(bucket)
     return tuple(model.ranked(model.space([model.fitting(model.TOKENS, work.rows)], work.scaling), work)[:24])
 
