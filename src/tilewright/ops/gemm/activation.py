@@ -1,7 +1,7 @@
 """The epilogue as a separate step with a gradient.
 
-A fused epilogue does not store z = alpha * A @ B + bias, which its gradient needs.  If a gradient is needed, the product
-writes z in the dtype of the result, and this step follows: nothing is computed twice or stored in float32.
+A fused epilogue does not store z = alpha * A @ B + bias, which its gradient needs.  If a gradient is needed, the
+product writes z in the dtype of the result, and this step follows: nothing is computed twice or stored in float32.
 """
 
 from typing import Any

@@ -53,7 +53,7 @@ def _major(t: Tensor, k: int, mn: int) -> Major | None:
 
 
 def unit_stride(t: Tensor) -> Tensor:
-    """Returns `t` if one of its last two strides is 1, else a contiguous copy.  Tensors without strides pass as they are."""
+    """Returns `t` if one of its last two strides is 1, or if it has no strides, else a contiguous copy."""
     try:
         strides = t.stride()
     except RuntimeError:

@@ -54,8 +54,9 @@ def product(
 
 
 def added_inside(a: Tensor, bias: Tensor | None, c: Tensor | None) -> bool:
-    """Returns whether cuBLAS adds bias or c to a 16-bit result before the one rounding.  It does so only for the bias of a
-    single matrix: it rounds the product before it adds c, or the bias of a batch, which torch copies into the result.
+    """Returns whether cuBLAS adds bias or c to a 16-bit result before the one rounding.  Only for the bias of a
+    single matrix: cuBLAS rounds the product before it adds c, or the bias of a batch, which torch copies into the
+    result.
     """
     return c is None and (bias is None or a.dim() == 2)
 

@@ -36,7 +36,7 @@ _UNITS = {
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Returns (a * scale_a) @ (b * scale_b) of e4m3 a (M, K), b (K, N), rounded once to bf16 or float32; scale_b of b.mT.
+    """Returns (a * scale_a) @ (b * scale_b) of e4m3 a (M, K), b (K, N), rounded once; scale_b is of b.mT.
 
     Returns None if cuBLAS does not support the device, the GPU or the scaling.
     """

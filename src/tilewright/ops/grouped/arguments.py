@@ -1,4 +1,4 @@
-"""From the arguments of a public grouped product to those of its raw op."""
+"""Converts the arguments of a public grouped product to those of its raw op."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def rows_arguments(
     trans_b: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
-    """a (Ba, R, K) with scales (Ba, ., .), everything else as the public function has it."""
+    """Returns the raw arguments; a is (Ba, R, K), scale_a (Ba, ., .), everything else as in the public function."""
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a.dtype == FP8 else a.dtype
     right = b.mT if trans_b else b
@@ -46,7 +46,7 @@ def rows_arguments(
 def laid_out(
     op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The scales of a (..., R, K) and b.mT as kernels read them; what is no such pair is left for the checks."""
+    """Returns the scales of a (..., R, K) and b.mT as kernels read them; the checks refuse what is no such pair."""
     if not (isinstance(scale_a, Tensor) and isinstance(scale_b, Tensor)):
         return scale_a, scale_b
     if scale_a.shape[:-2] != a.shape[:-2] or scale_b.shape[:-2] != b.shape[:-2]:
@@ -68,10 +68,10 @@ def matrices(op: str, a: Any, b: Any, dims: int, form: str) -> None:
 
 
 def transposed_scales(scale: Any, is_transposed: bool) -> Any:
-    """Scales (..., K blocks, N blocks) as those of b.mT, unless they lie so `already`."""
+    """Returns scales (..., K blocks, N blocks) as those of b.mT, unless they are so already."""
     return scale.mT if isinstance(scale, Tensor) and scale.dim() > 1 and not is_transposed else scale
 
 
 def contiguous(t: Any) -> Any:
-    """Starts or ends, one behind the other."""
+    """Returns starts or ends as a contiguous tensor."""
     return t.contiguous() if isinstance(t, Tensor) else t

@@ -1,4 +1,4 @@
-"""What a grouped product refuses before anything is launched, in words.  Nothing here reads a value on the device."""
+"""Checks of the arguments of grouped products: InputError before any launch.  No check reads a value on the device."""
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def check_rows(
 
 
 def check_strides(op: str, a: Tensor, b: Tensor) -> None:
-    """A unit stride among the last two of each."""
+    """Checks for a unit stride among the last two of each."""
     if major_a(a) is None or major_b(b) is None:
         raise InputError(
             f"{op}: a has strides {a.stride()}, b {b.stride()}; one of the last two must be 1. Call .contiguous()."
@@ -64,7 +64,7 @@ def check_strides(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_sizes(op: str, name: str, t: Tensor, first: Tensor, groups: int) -> None:
-    """Starts, ends or numbers of rows: (G,) int32 beside the operands."""
+    """Checks starts, ends or numbers of rows: (G,) int32 on the device of the operands."""
     if not isinstance(t, Tensor):
         raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a tensor of {groups} int32 on {first.device}.")
     if t.dtype != torch.int32 or t.dim() != 1 or t.shape[0] != groups:
@@ -79,7 +79,7 @@ def check_sizes(op: str, name: str, t: Tensor, first: Tensor, groups: int) -> No
 
 
 def check_scales(op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
-    """Both or none, of float8 operands.  Raw arguments: a (..., R, K), b (..., K, N), scale_b that of b.mT."""
+    """Checks for both scales or none, with float8 operands: a (..., R, K), b (..., K, N), scale_b of b.mT."""
     if scale_a is None and scale_b is None:
         return
     if scale_a is None or scale_b is None:
@@ -103,7 +103,7 @@ def check_scales(op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b:
 
 
 def check_gradient(op: str, a: Tensor, b: Tensor, activation: str) -> None:
-    """Only `grouped_matmul` of bfloat16, float16 and float32 has gradients, and takes an activation apart for them."""
+    """Refuses gradients of everything but `grouped_matmul` in bfloat16, float16 and float32 without an activation."""
     if not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)):
         return
     if a.dtype == FP8:

@@ -1,4 +1,4 @@
-"""The gradient of `grouped_matmul`, made of grouped products: dA[group] = dZ[group] @ B[g]^T, dB[g] = A[group]^T @
+"""The gradient of `grouped_matmul`, by grouped products: dA[group] = dZ[group] @ B[g]^T, dB[g] = A[group]^T @
 dZ[group], each accumulated in float32, rounded once, and sent to the backend that is best for its sizes and layout.
 """
 
@@ -21,7 +21,7 @@ _SCHEMA = (
 
 
 def gradient_of(forward: RawOp) -> Gradient:
-    """Of a and b."""
+    """Returns the gradient of a raw op of `forward_op`, for a and b."""
     return Gradient(
         _backward_op(forward),
         inputs=(0, 1),
@@ -46,12 +46,12 @@ def _backward_op(forward: RawOp) -> RawOp:
     ) -> None:
         if need_da:
             da = outs[0]
-            da.zero_()  # rows outside of the groups, of which the host knows nothing
+            da.zero_()  # rows outside of the groups, which the host does not know
             run(forward, da, dz, b.mT, None, None, starts, ends, expected, "", da.dtype)
         if need_db:
-            assert a is not None, "saved wherever b wants a gradient"
+            assert a is not None, "saved if b needs a gradient"
             db, left, right = outs[1], a[0].mT, dz[0]
-            if db.stride(-1) != 1:  # of a transposed b: its transpose is what a kernel writes
+            if db.stride(-1) != 1:  # b was transposed: write the transpose of its gradient
                 db, left, right = db.mT, right.mT, left.mT
             run(ALONG_K, db, left, right, None, None, None, ends, db.dtype)
 
@@ -84,7 +84,7 @@ def _gradients(
     need_da: bool,
     need_db: bool,
 ) -> tuple[tuple[Sequence[int], torch.dtype, Sequence[int]], ...]:
-    """dA row by row; dB lies in memory as b does, so that `.grad` takes it as it is."""
+    """Returns shapes, dtypes and strides: dA row-major, dB with the strides of b, so that `.grad` needs no copy."""
     groups, k, n = b.shape
     rows = dz.shape[1]
     transposed = major_b(b) is Major.K
@@ -110,15 +110,15 @@ def _reference(
         rows = torch.zeros(1, dz.shape[1], b.shape[1], dtype=b.dtype, device=b.device)
         da = rows_product(dz, b.mT, None, None, starts, ends, expected, "", b.dtype, rows)
     if need_db:
-        assert a is not None, "saved wherever b wants a gradient"
+        assert a is not None, "saved if b needs a gradient"
         db = product_along_k(a[0].mT, dz[0], None, None, None, ends, b.dtype)
     return da, db
 
 
 def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """b and the limits of the groups, and a if b wants a gradient."""
+    """Saves b, the limits of the groups, and a if b needs a gradient."""
     a, b, starts, ends = args[0], args[1], args[4], args[5]
-    direct_call = not (a.requires_grad or b.requires_grad)  # says whoever calls the raw ops himself
+    direct_call = not (a.requires_grad or b.requires_grad)  # raw op called directly, outside autograd
     return (a if b.requires_grad or direct_call else None), b, starts, ends
 
 

@@ -32,8 +32,8 @@ def bucket(
     activation: str,
     out_dtype: torch.dtype,
 ) -> tuple[int, ...]:
-    """What a choice of kernel may depend on, named by `BUCKET`: the rows that a group is expected to have in powers of
-    two, the sizes of one product as they are.
+    """Returns what a choice of kernel may depend on, named by `BUCKET`: the expected rows of a group in powers of two,
+    the exact sizes of one product.
     """
     n = b.shape[-1]
     return (
@@ -50,14 +50,14 @@ def bucket(
 
 
 def scaling_code(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> int:
-    """The `Scaling` of operands (..., R, K) and (..., K, N) as a number, UNSCALED without scales."""
+    """Returns the `Scaling` of operands (..., R, K) and (..., K, N) as a number, UNSCALED without scales."""
     if scale_a is None or scale_b is None:
         return UNSCALED
     return int(scaling_of(a, b, scale_a, scale_b))
 
 
 def refuses_out(out: Tensor, *args: Any) -> str | None:
-    """What `out` would need to be written: rows that are contiguous and apart."""
+    """Returns what `out` lacks to be written, or None: contiguous rows that do not overlap."""
     if out.stride(-1) != 1:
         return "contiguous rows"
     end = 1

@@ -1,8 +1,8 @@
-"""Grouped products in plain torch: what each group multiplies, and nothing outside of the groups.
+"""Grouped products in plain torch: the product of each group, and nothing outside of the groups.
 
-On a CPU the sizes of groups are read, which waits for them there.  On a GPU nothing may wait: torch's own grouped
-kernel is taken where it computes the same, else every group multiplies all rows and a mask picks its own, which is the
-result at `G` times the work.  Tracing and CUDA graphs see the second form, too.
+On a CPU the sizes of groups are read.  On a GPU nothing may synchronize: torch's own grouped kernel runs if it computes
+the same; otherwise every group multiplies all rows and a mask selects its rows, at `G` times the work.  Tracing and
+CUDA graphs use the masked form, too.
 """
 
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ def rows_product(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """act(rows of group g of a @ b[g]) for every group; `out` keeps what it holds elsewhere.  Raw arguments."""
+    """Returns act(rows of a in group g @ b[g]) for every group; other rows of `out` stay.  Raw arguments."""
     a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
     if _torch_supports(a, b, starts, activation, out_dtype):
-        # Ends that lie would have torch's kernel read and write outside of the tensors
+        # With wrong ends torch's kernel would read and write outside of the tensors
         offs = ends.clamp(0, a.shape[1]).cummax(0).values
         computed = torch._grouped_mm(a[0], b, offs=offs, out_dtype=out_dtype)[None]
         if out is None:
@@ -64,7 +64,7 @@ def rows_product(
 
 
 def _differentiable(result: Tensor, a: Tensor, b: Tensor, activation: str) -> Tensor:
-    """`result` (1, R, N) with a gradient where a or b wants one, also if no group has rows: then it is zeros."""
+    """Returns `result` (1, R, N) with a gradient if a or b needs one, also if no group has rows: then zeros."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not result.requires_grad:
         # (0, K) @ (K, N): no number of either is read
         no_rows = product(a[0, :0], b[:0].sum(0), None, None, None, 1.0, activation, result.dtype)
@@ -82,9 +82,9 @@ def product_along_k(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """a[:, group g] @ b[group g, :] + c[g] of every group; raw arguments of `k_grouped_matmul`.
+    """Returns a[:, group g] @ b[group g, :] + c[g] for every group; raw arguments of `k_grouped_matmul`.
 
-    Of scaled float8 on a GPU, what cuBLAS makes of each group, where it takes them: it sums as tensor cores do.
+    cuBLAS multiplies scaled float8 on a GPU if it supports the scaling: it accumulates as tensor cores do.
     """
     if scale_a is not None and scale_b is not None and _cublas_supports(a, b, scale_a, scale_b):
         summed = _scaled_along_k(a, b, scale_a, scale_b, c, ends, out_dtype)
@@ -102,7 +102,7 @@ def product_along_k(
 
 
 def _cublas_supports(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
-    """Are these float8 with a scale for 128 of t, on a GPU whose cuBLAS multiplies such?"""
+    """Returns whether cuBLAS supports these: float8 with a scale for 128 of t, on this GPU."""
     if a.dtype != FP8 or a.device.type != "cuda" or scaling_of(a, b, scale_a, scale_b) is not Scaling.TOKEN_TOKEN:
         return False
     return scaled_cublas.takes(a.device.index or 0, Scaling.TOKEN_TOKEN)
@@ -111,7 +111,7 @@ def _cublas_supports(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> 
 def _scaled_along_k(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, c: Tensor | None, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """Every group by cuBLAS, with zeros for the numbers of all others; scale_a (M, T/128), scale_b (N, T/128)."""
+    """Multiplies each group by cuBLAS, with zeros in place of all others; scale_a (M, T/128), scale_b (N, T/128)."""
     first, last = bounds(None, ends, 1, b.shape[0])
     k_idx = torch.arange(b.shape[0], device=b.device)
     blocks = 128 * torch.arange(scale_a.shape[1], device=b.device)
@@ -121,7 +121,7 @@ def _scaled_along_k(
         left, right = (torch.where(mask, t.view(torch.uint8), 0).view(t.dtype) for t in (a, b.mT))
         left_scale, right_scale = (_masked(t, scale_mask) for t in (scale_a, scale_b))
         z = scaled_cublas.product(left, right.mT, left_scale, right_scale, torch.float32)
-        assert z is not None, "asked before"
+        assert z is not None, "checked before"
         products.append(apply_epilogue(z, None, None if c is None else c[g], "", out_dtype))
     return torch.stack(products) if products else a.new_zeros((0, a.shape[0], b.shape[1]), dtype=out_dtype)
 
@@ -139,8 +139,8 @@ def _slices_of_k(a: Tensor, b: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def bounds(starts: Tensor | None, ends: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(first row, row behind the last) of every group, inside 0..rows.  Without starts: of `count` batches the first
-    row, of a single one the end of the group before.
+    """Returns (first row, row after the last) of every group, clamped to 0..rows.  Without starts, groups begin at row
+    0 of their batch, or in a single batch at the end of the previous group.
     """
     if starts is None:
         starts = torch.zeros_like(ends)
@@ -150,14 +150,14 @@ def bounds(starts: Tensor | None, ends: Tensor, count: int, rows: int) -> tuple[
 
 
 def readable(ends: Tensor) -> bool:
-    """Can its values be looked at without waiting for a device or leaving a trace?"""
+    """Returns whether the host can read the values without synchronizing or breaking a trace."""
     plain = not (ends.is_meta or is_fake(ends) or torch._C._functorch.is_functorch_wrapped_tensor(ends))
     return ends.device.type == "cpu" and plain and not torch.compiler.is_compiling()
 
 
 def scaled(q: Tensor, scales: Tensor | None) -> Tensor:
-    """q (..., R, K) times its scales in float32 (float64 of float64); without any, float8 is bfloat16, which holds all
-    of its numbers.
+    """Returns q (..., R, K) times its scales in float32 (float64 for float64 q); without scales float8 becomes
+    bfloat16, exactly.
     """
     if scales is None:
         return q.to(torch.bfloat16) if q.dtype == FP8 else q
@@ -167,22 +167,22 @@ def scaled(q: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _transposed_scaled(b: Tensor, scales: Tensor | None) -> Tensor:
-    """b (..., K, N), whose scales are those of b.mT."""
+    """Returns b (..., K, N) times its scales, which are those of b.mT."""
     return scaled(b, None) if scales is None else scaled(b.mT, scales).mT
 
 
 def _masked(t: Tensor, mask: Tensor) -> Tensor:
-    """`t` without the numbers outside, which may be NaN."""
+    """Returns `t` with zeros outside of the mask, also where it is NaN."""
     return torch.where(mask, t, torch.zeros((), dtype=t.dtype, device=t.device))
 
 
 def _merge(computed: Tensor, mask: Tensor, out: Tensor | None) -> Tensor:
-    """`made` inside; elsewhere zeros, or what `out` holds, which is written and returned."""
+    """Returns `computed` where the mask is set; elsewhere zeros, or the values of `out`, which is written."""
     return _masked(computed, mask) if out is None else out.copy_(torch.where(mask, computed, out))
 
 
 def _torch_supports(a: Tensor, b: Tensor, starts: Tensor | None, activation: str, out_dtype: torch.dtype) -> bool:
-    """Is this one call of torch's kernel, which rounds bfloat16 once and has its own rules of alignment?"""
+    """Returns whether torch's grouped kernel computes this: it takes aligned bfloat16, and rounds once."""
     if a.device.type != "cuda" or torch.version.hip is not None or not a.dtype == out_dtype == torch.bfloat16:
         return False
     differentiated = level_is_open() or (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))

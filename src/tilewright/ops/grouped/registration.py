@@ -1,4 +1,4 @@
-"""An engine as a backend: what the files `<op>/<backend>.py` call."""
+"""Registers an engine as a backend; the files `<op>/<backend>.py` call this."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from tilewright.ops.grouped.reference import bounds
 def register_rows(op: str, backend: str, engine: Any, *, any_out: bool = False) -> None:
     """engine: a module for groups of rows, as `engines/__init__.py` describes; op: grouped_matmul or masked_matmul.
 
-    any_out: `gemm` writes a d of any alignment.  Others get memory that the copy engine can write, and the rows of the
-    groups are copied out of it.
+    any_out: `gemm` writes a d of any alignment.  Others write memory that TMA can write, and the rows of the groups are
+    copied from there.
     """
 
     @register_impl(
@@ -37,7 +37,7 @@ def register_rows(op: str, backend: str, engine: Any, *, any_out: bool = False) 
         *rest: Any,
         config: Any,
     ) -> None:
-        _, activation, _ = rest  # expected rows, which the config stands for, and out_dtype: that of outs
+        _, activation, _ = rest  # expected rows, which chose the config, and out_dtype: that of outs
         d = outs[0]
         if any_out or copyable(d):
             engine.gemm(d, a, b, scale_a, scale_b, starts, ends, activation, config)
@@ -65,7 +65,7 @@ def register_along_k(backend: str, engine: Any) -> None:
 
 
 def copy_rows(d: Tensor, source: Tensor, starts: Tensor | None, ends: Tensor) -> None:
-    """The rows of the groups of `made` (Ba, R, N) into `d`, and no others."""
+    """Copies the rows of the groups from `source` (Ba, R, N) to `d`, and no others."""
     count, rows = d.shape[:2]
     first, last = bounds(starts, ends, count, rows)
     row_idx = torch.arange(rows, device=d.device)

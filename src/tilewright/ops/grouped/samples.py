@@ -1,4 +1,4 @@
-"""Random problems, costs and bad calls of the family: ragged groups, empty ones, one that has everything."""
+"""Random problems, costs and bad calls of the family: ragged groups, empty groups, one group with all rows."""
 
 import random
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def along_k(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
 
 
 def parts(total: int, groups: int, split: str, seed: int) -> list[int]:
-    """Sizes of `groups` groups, `total` together.  even: as equal as whole numbers are.   random: uniform cuts.
+    """Returns sizes of `groups` groups, `total` together.  even: as equal as whole numbers are.   random: uniform cuts.
     one: a single group has all.   sparse: every other group is empty.
     """
     draw = random.Random(seed)
@@ -80,8 +80,8 @@ def _ends(sizes: list[int], device: torch.device) -> Tensor:
 
 
 class _Draw:
-    """Operands of one problem.  Elements are of size 1 and 1/sqrt(K), so that results are of size 1; of float8 the
-    scales bring that about, log-uniform over six octaves, so that a scale from another block shows.
+    """Operands of one problem.  Elements are of size 1 and 1/sqrt(K), so that results are of size 1; float8 gets
+    these sizes from scales, log-uniform over six octaves, so that a scale of the wrong block shows.
     """
 
     def __init__(self, params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -91,7 +91,7 @@ class _Draw:
         return rows.random_tensor(shape, dtype, self._device, self._generator, scale)
 
     def operand(self, shape: tuple[int, ...], *, transposed: bool, is_a: bool) -> tuple[Tensor, Tensor | None]:
-        """(..., R, K), K last in memory unless `turned`, and its scales."""
+        """Returns (..., R, K), contiguous along K unless `transposed`, and its scales."""
         *lead, num_rows, k = shape
         size = 1.0 if is_a else max(self._params["K"], 1) ** -0.5
         scaling = self._params.get("scaling") if self._dtype == FP8 else None
@@ -113,7 +113,7 @@ class _Draw:
         return b.mT, None if scales is None else scales.mT
 
     def options(self, scale_a: Tensor | None, scale_b: Tensor | None) -> dict[str, Any]:
-        """Of the public function."""
+        """Returns options of the public function."""
         kwargs = {name: self._params[name] for name in _OPTIONS if self._params.get(name) is not None}
         return kwargs if scale_a is None else {**kwargs, "scale_a": scale_a, "scale_b": scale_b}
 

@@ -1,4 +1,4 @@
-"""What every op on quantised weights refuses, in words."""
+"""Checks shared by the ops on quantised weights: InputError before any launch."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_weight(op: str, q: Tensor, scales: Tensor) -> None:
-    """q (N, K) int8 or (N, K / 2) uint8, and scales (N, ceil(K / 128)) on its device."""
+    """Checks q (N, K) int8 or (N, K / 2) uint8, and scales (N, ceil(K / 128)) on its device."""
     for name, t in (("q", q), ("scales", scales)):
         if not isinstance(t, Tensor):
             raise InputError(f"{op}: {name} is a {type(t).__name__}; needs a torch.Tensor.")
@@ -34,6 +34,6 @@ def check_weight(op: str, q: Tensor, scales: Tensor) -> None:
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype) -> None:
-    """A dtype that results may have."""
+    """Checks for a dtype that results may have."""
     if dtype not in RESULTS:
         raise InputError(f"{op}: {name} is {dtype}; allowed are bfloat16, float16 and float32.")

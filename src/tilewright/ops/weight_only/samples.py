@@ -10,10 +10,10 @@ from tilewright.ops.weight_only import packing
 def random_weight(
     n: int, k: int, bits: int, scale_dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """(q, scales) of a weight (N, K): every value that q can have, scales over four octaves, products with elements of
-    size 1 of about size 1.
+    """Returns (q, scales) of a weight (N, K): q takes every value, scales span four octaves, and products with elements
+    of size 1 are of about size 1.
 
-    As in `rows.random_tensor`, small ones are drawn on the CPU and large ones where they live.
+    Small weights are drawn on the CPU, large ones on their device, as in `rows.random_tensor`.
     """
     if bits not in packing.INVERSE:
         raise InputError(f"weights have 8 or 4 bits; got {bits}.")

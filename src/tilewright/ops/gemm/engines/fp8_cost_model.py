@@ -1,4 +1,4 @@
-"""Predicts the time of a GEMM of e4m3 operands with a given tile, in microseconds: waves of tiles, as in `cost_model.py`.
+"""Predicts the time of an e4m3 GEMM with a given tile, in microseconds: waves of tiles, as in `cost_model.py`.
 
 A tile takes its WGMMAs, at a rate of its shape that includes promotion, and its epilogue, which nothing hides.  The GPU
 is at its power limit, and SMs without a tile in a wave leave their power to the others.

@@ -1,9 +1,9 @@
 """Scaled float8 GEMM in Triton: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
 
-As `tile_triton.py`, a persistent walk over tiles, K split where rows are few.  Each 128 of K are one `tl.dot` into
-fresh registers, which are then added to the accumulator with their scales: Hopper's tensor core adds float8 products in
-some 14 bits, and scales of blocks change after 128 in any case.  So two accumulators live side by side, and tiles are
-at most 128x128.  GPUs without e4m3 (before sm_89; gfx942) read bytes and multiply them as float16, exactly.
+A persistent kernel as in `tile_triton.py`, with K split if rows are few.  Each 128 of K are one `tl.dot` from zero,
+which is then added to the accumulator with its scales: Hopper's tensor cores accumulate float8 products in some 14
+bits, and scales of blocks change after 128 anyway.  So a program holds two accumulators, and tiles are at most 128x128.
+GPUs without e4m3 (before sm_89; gfx942) read bytes and multiply them as float16, exactly.
 
 A result in float8 takes a second launch, which casts the first one's float32 result.
 
@@ -37,11 +37,11 @@ from tilewright.ops.gemm.scaling import Scaling, scaling_of
 from tilewright.ops.quant.triton_numbers import as_stored
 
 DEEP = 128  # block_k of every config
-CAST_M = 8  # rows of a program that casts
+CAST_M = 8  # rows of a program of the cast
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives FILL tiles; up to 64 rows get narrow ones, and K split until there are FILL."""
+    """Returns the largest tile that still gives FILL tiles; up to 64 rows get narrow ones, with K split."""
     m, n, k, _, is_aligned, *_ = bucket
     if m <= 64:
         rows, columns, splits = 16 if m <= 16 else 64, 64 if is_aligned else 32, 1
@@ -65,7 +65,7 @@ CONFIGS = _configured()
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles of up to 128x128, which are as many registers as two accumulators leave."""
+    """Returns tiles of up to 128x128, the largest whose two accumulators fit the registers."""
     m, _, k, _, is_aligned, *_ = bucket
     forms = (True, False) if is_aligned else (False,)
     if m <= 64:
@@ -84,7 +84,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 
 def why_not(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *rest: object) -> str | None:
-    """Only pairs of scalings that no kernel has."""
+    """Why this engine cannot run these scales; None if it can."""
     if scaling_of(a, b, scale_a, scale_b) is Scaling.OTHER:
         return (
             "multiplies operands that are scaled by tensor, by row and column, 1x128 by 128x128, or 1x128 by 1x128; "

@@ -1,8 +1,8 @@
 """Persistent GEMM in cuTile for bf16, fp16 and float8_e4m3: choice of tiles, and the launch.
 
-Blocks of tileiras' warp-specialised pipeline, one for each SM, walk over the output tiles.  The kernel and its epilogue
-are in `tile_cutile_kernel.py`.  float8 operands accumulate as torch._scaled_mm's do with use_fast_accum, in the
-matrix unit, which keeps 14 bits; without `fast_acc` each step along K is added up in float32.
+A persistent kernel: one block for each SM, with tileiras' warp-specialized pipeline.  `tile_cutile_kernel.py` has the
+kernel and its epilogue.  float8 operands accumulate as in torch._scaled_mm with use_fast_accum, in the tensor cores,
+which keep 14 bits; without `fast_acc` each k block is added in float32.
 
 Traffic of a perfect kernel: (M*K + K*N) * itemsize + M*N*itemsize_out; 2*M*N*K flops: 8192^3 in bf16 cannot beat
 1.1 ms at 989 TFLOP/s.
@@ -22,23 +22,23 @@ __all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"]
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, FP8)
-SMS = 132  # of the GPU that the rule below was measured on; the launch asks the real one
+SMS = 132  # of the GPU that the rule below was measured on; the launch reads the real number
 FEW_ROWS = 64
-BYTES_K = 128  # of a tile along K: what one swizzled row of shared memory holds
+BYTES_K = 128  # of a tile along K: one swizzled row of shared memory
 
 
 class Config(NamedTuple):
-    """A tile of the result, and how its blocks walk and store."""
+    """A tile of the result, and how blocks order and store the tiles."""
 
     block_m: int
     block_n: int
     block_k: int
-    num_warps: int  # that multiply, 4 or 8; 4 more load
-    band: int = 8  # rows of tiles that are walked together
-    swap: bool = False  # multiply the transposed operands: the matrix unit takes 64 rows, and columns by the eight
-    slice_n: int = 0  # columns stored at once from registers; 0: the whole tile, through the copy engine
+    num_warps: int  # math warps, 4 or 8; 4 more warps load
+    band: int = 8  # rows of tiles in a group of the tile order
+    swap: bool = False  # multiply the transposed operands: M of an instruction is 64, N a multiple of 8
+    slice_n: int = 0  # columns stored at once from registers; 0: the whole tile, by TMA
     occupancy: int = 1  # blocks that share an SM
-    fast_acc: bool = False  # float8: sums stay in the matrix unit
+    fast_acc: bool = False  # float8: accumulate in the tensor cores
 
 
 class Tile(NamedTuple):
@@ -75,14 +75,14 @@ SPACE = (
     (64, 64, 4, 1, (128, 256)),
     (64, 64, 4, 2, (128,)),
 )
-FAST_K = 8192  # beyond it 14 bits of a sum are too few: at 16384 twice the error that bf16 results allow
+FAST_K = 8192  # beyond it 14 bits are too few: at 16384 the error is twice what bf16 results allow
 SLOW_TILE = Tile(128, 128, 8, 1.0)  # without fast_acc, two accumulators
-# float8 operands that are not K-major pass through registers on their way to the matrix unit: larger tiles spill
+# float8 operands that are not K-major pass through registers: larger tiles spill
 FP8_TILES = {"nn": Tile(128, 128, 8, 1.0), "tn": Tile(64, 64, 4, 1.0), "tt": Tile(128, 128, 8, 1.0)}
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The tile that finishes first if each wave of tiles costs its area over its speed."""
+    """Returns the tile that finishes first if each wave of tiles costs its area over its speed."""
     m, n, k, layout, aligned, out_bits, _ = bucket
     fp8 = dtype == FP8
     fast = fp8 and k <= FAST_K
@@ -90,7 +90,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     if not aligned:  # element by element through registers: larger tiles spill
         return Config(64, 64, 32, 4, fast_acc=fast) if fp8 else Config(128, 64, 64, 8)
     fixed = FP8_TILES.get(LAYOUTS[layout], None if fast else SLOW_TILE) if fp8 else None
-    if fixed is None and m <= FEW_ROWS:  # what counts is how many bytes of b are on their way at one time
+    if fixed is None and m <= FEW_ROWS:  # bound by the bytes of b in flight
         block_n = 128 if -(-n // 128) >= SMS else 64
         return Config(max(16, m), block_n, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fast)
     tile = fixed or min(TILES, key=lambda t: _waves(t, m, n) * _area(t) / t.speed)
@@ -106,12 +106,12 @@ def _area(tile: Tile | Config) -> int:
 
 
 def _slice(tile: Tile, out_bits: int) -> int:
-    """The staging of a float32 tile of 128x256 would take the shared memory of two stages out of four."""
+    """Slices large float32 tiles: staging 128x256 would take the shared memory of two stages out of four."""
     return 64 if _area(tile) * out_bits >= 128 * 256 * 32 else 0
 
 
 def _every_config() -> tuple[Config, ...]:
-    """What `configure` returns, found by asking it."""
+    """Returns every result of `configure`, over a grid of buckets."""
     shapes = [(m, n) for m in (16, 32, 64, 128, 256, 1024, 4096) for n in (64, 576, 2112, 4096, 7168, 24576)]
     return tuple(
         dict.fromkeys(
@@ -129,7 +129,7 @@ CONFIGS = _every_config()
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """`SPACE`, the widest tile also with other bands; for few rows every width and depth, swapped or not."""
+    """Returns `SPACE`, and the widest tile with several bands; for few rows every width and depth, swapped or not."""
     m, n, k, layout, aligned, _, _ = bucket
     fp8 = dtype == FP8
     step = BYTES_K // dtype.itemsize
@@ -148,7 +148,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         for block_m, block_n, warps, occupancy, depths in SPACE
         for bytes_k in depths
     ]
-    best = configs[1]  # 128x256, a whole swizzled row deep
+    best = configs[1]  # 128x256, one swizzled row along K
     configs += [best._replace(slice_n=64), *(best._replace(band=band) for band in (4, 16, 32))]
     return tuple(c for c in configs if c.block_n <= 2 * n)
 
@@ -163,7 +163,7 @@ def why_not(
     activation: str,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """Only the dtype: strides, alignment and sizes are all served."""
+    """Why this engine cannot run these arguments, by dtype alone; None if it can."""
     if a.dtype in DTYPES:
         return None
     return f"multiplies bfloat16, float16 and float8_e4m3fn, given {a.dtype}"
@@ -184,8 +184,8 @@ def gemm(
     batch, m, _ = a.shape
     n = b.shape[2]
     a_transposed, b_transposed = major_a(a) is Major.MN, major_b(b) is Major.K
-    use_tma = d.shape[2] * d.element_size() % VECTOR == 0  # the copy engine writes: whole vectors alone
-    whole_tile = c is not None or not config.slice_n  # c would be read without the copy engine too, which spills
+    use_tma = d.shape[2] * d.element_size() % VECTOR == 0  # TMA writes multiples of 16 bytes
+    whole_tile = c is not None or not config.slice_n  # c would be read without TMA too, which spills
     tiles = batch * -(-m // config.block_m) * -(-n // config.block_n)
     kernel(
         (min(tiles, config.occupancy * max(1, usable_sms(d.device))),),

@@ -1,11 +1,11 @@
 """Persistent GEMM in Triton: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
 
-As many programs as the GPU holds at one time walk over the output tiles in bands, so that tiles in flight share rows of
-A and columns of B in L2; the walk and the loop along K are one flattened loop, so that the loads of the next tile run
-under the epilogue of the last.  Operands come through pointers and masks or, where the bucket is aligned and the GPU
-has a copy engine (sm_90 and later), through tensor descriptors.  Few rows make too few tiles to fill a GPU: there K is
-split, each part leaves a float32 partial product, and a second launch adds them in a fixed order.  Tiles of one row
-(block_m 1) are another kernel's, `few_rows/row_triton.py`.
+As many programs as the GPU holds at once take output tiles in grouped order, so that tiles in flight share rows of A
+and columns of B in L2.  The loops over tiles and along K are flattened, so that loads of the next tile overlap the
+epilogue.  Operands are read through pointers and masks or, if the bucket is aligned and the GPU has TMA (sm_90 and
+later), through tensor descriptors.  Few rows make too few tiles to fill a GPU: then K is split, each part writes a
+float32 partial product, and a second launch adds them in a fixed order.  Tiles of one row (block_m 1) use
+`few_rows/row_triton.py`.
 
 2*M*N*K flops; (M*K + K*N) * itemsize + M*N*itemsize_out bytes.  8192^3 in bf16 cannot beat 1.11 ms at 989 TFLOP/s,
 16x4096x7168 not 14 us at 4.2 TB/s.
@@ -37,40 +37,40 @@ from tilewright.ops.gemm.engines.triton_tiles import (
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 
 FILL = 128  # tiles that keep a large GPU busy; the configuration may not depend on the GPU at hand
-REDUCE_M, REDUCE_N = 4, 256  # of a program that adds up partial products
+REDUCE_M, REDUCE_N = 4, 256  # tile of a program of the reduction
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives FILL tiles; for up to 64 rows narrow tiles, and K split until there are FILL.
+    """Returns the largest tile that still gives FILL tiles; for up to 64 rows narrow tiles, with K split.
 
-    Operands that are not aligned are read element by element, which takes an address a register pair: smaller tiles.
-    float32 has no matrix instruction on NVIDIA that keeps its precision: products of scalars, in tiles of 64x64.
+    Unaligned operands are read element by element, and each address takes a register pair: smaller tiles.
+    float32 runs as FMAs in tiles of 64x64: NVIDIA's tensor cores would round it to TF32.
     """
     m, n, k, _, is_aligned, _, _ = bucket
     if dtype.itemsize == 4:
         return Config(16, 64, 32, 4, 3, 8, False, 1) if m <= 16 else Config(64, 64, 16, 4, 3, 8, False, 1)
     if m <= 64:
-        # Rows beyond M cost no traffic.  128 along K: what counts is bytes in flight
+        # Rows beyond M cost no traffic.  128 along K keeps more bytes in flight
         rows, tiles, splits = 16 if m <= 16 else 64, -(-n // 64), 1
         while splits < 8 and 2 * splits * tiles <= FILL + 4 and k >= 1024 * splits:
             splits *= 2
         return (
             Config(rows, 64, 128, 4, 4, 8, True, splits) if is_aligned else Config(rows, 64, 64, 4, 3, 8, False, splits)
         )
-    deep = 128 // dtype.itemsize  # one row of the copy engine's swizzle
+    deep = 128 // dtype.itemsize  # one row of the TMA swizzle
     tiles = -(-m // 128) * -(-n // 128)
     if not is_aligned:
         return Config(64, 64, 32, 4, 3, 8, False, 1) if tiles < FILL else Config(128, 128, 32, 8, 3, 8, False, 1)
     if tiles < FILL:
         return Config(64, 128, deep, 4, 4, 8, True, 1)
     if tiles < 3 * FILL or dtype.itemsize == 1:
-        # Partial sums of float8 need registers of their own: no room for 256 columns
+        # Promotion of float8 needs a second accumulator: no room for 256 columns
         return Config(128, 128, deep, 8, 4, 8, True, 1)
     return Config(128, 256, deep, 8, 4, 8, True, 1)
 
 
 def configured(*dtypes: torch.dtype) -> tuple[Config, ...]:
-    """All that `configure` can return for operands of `dtypes`."""
+    """Returns every result of `configure` for operands of `dtypes`."""
     powers = [1 << i for i in range(6, 15)]
     sizes = product((1, 64, 128, 1024, 4096), powers, powers, (0, 1))
     buckets = [(m, n, k, 0, is_aligned, 16, 0) for m, n, k, is_aligned in sizes]
@@ -81,7 +81,7 @@ CONFIGS = configured(torch.bfloat16, torch.float32)
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles of up to 128x256 or 256x128 whose accumulator leaves half of the registers free; at most 64 of them."""
+    """Returns tiles of up to 128x256 or 256x128 whose accumulator leaves half of the registers free; at most 64."""
     m, _, k, _, is_aligned, _, _ = bucket
     deep = 128 // dtype.itemsize
     if dtype.itemsize == 4:
@@ -98,7 +98,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
             if stages * (rows + n) * block_k * dtype.itemsize <= 160 << 10
             and (splits == 1 or k >= 4 * splits * block_k)
         )
-        return (*single, *tiles_of_rows)[:63]  # the default, which may be none of them, is tried too
+        return (*single, *tiles_of_rows)[:63]  # the tuner also tries the default, which may not be among them
     tiles = [(64, 128, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8)]
     if dtype.itemsize == 2:
         tiles += [(64, 256, 4), (128, 256, 8), (256, 128, 8)]
@@ -118,7 +118,7 @@ def why_not(
     activation: str,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """Only what Triton's language lacks on a GPU."""
+    """Why Triton cannot run these arguments on this GPU; None if it can."""
     arch = target_of(a)
     if a.dtype is torch.float8_e4m3fn and re.fullmatch(r"sm_8[0-8]", arch):
         return f"multiplies float8_e4m3fn from sm_89 on, and this is {arch}"
@@ -172,13 +172,13 @@ def _multiply(
     splits: int,
     config: Config,
 ) -> None:
-    """One launch of the GEMM; `d` has a batch for each part of K."""
+    """Launches the GEMM once; `d` has a batch for each part of K."""
     batch, m, k = a.shape
     n, c = b.shape[2], epilogue[1]
     arch = target_of(a)
     a_major, b_major = major_a(a), major_b(b)
     strides, descriptors = (*d.stride()[:2], *a.stride(), *b.stride()), False
-    # The bucket speaks of a and b; d may be strided by its caller, or hold partial products of odd rows
+    # The bucket covers a and b; d may have strides of the caller, or hold partial products of odd rows
     expressible = a_major is not None and b_major is not None and all(map(copyable, (d, a, b)))
     if config.descriptors and expressible and has_descriptors(arch):
         a_pitch, b_pitch = pitches(a, 1 if a_major is Major.K else 2), pitches(b, 2 if b_major is Major.K else 1)
@@ -194,7 +194,7 @@ def _multiply(
         vector_width_of_c(c), vector_width(d, d.shape[2]),
         splits > 1, k % config.block_k == 0, needs_wide_offsets(d, a, b, c), config.band, fit.parts, *config[:3],
     )  # fmt: skip
-    # Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force
+    # Triton allocates memory for descriptors; the context keeps the caller's allocator in force
     context = copy_context()
     context.run(triton.set_allocator, allocate_descriptors)
     context.run(_gemm, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -1,4 +1,4 @@
-"""The configs of three kernels as one type, because a backend has one."""
+"""One config type for three kernels, because a backend has one config type."""
 
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ class Config(NamedTuple):
 
 
 def named(kernel: str, config: Any) -> Config:
-    """An engine's own config as one of ours."""
+    """Wraps the config of an engine."""
     return Config(kernel=kernel, **config._asdict())
 
 
 def own(config: Config) -> Any:
-    """The engine's again."""
+    """Returns the engine's config again."""
     kind = _OWN[config.kernel]
     return kind(*(getattr(config, name) for name in kind._fields))

@@ -1,12 +1,12 @@
 """Groups along K in CUDA C++ for Hopper: D[g] = A[:, group g] @ B[group g, :] + C[g], gradients of experts' weights.
 
 Tiles, ring and epilogue are those of `dense_cuda.py` (bf16, fp16) and `fp8_cuda.py` (e4m3, 1x128 scales of both) in
-`ops/gemm/engines`; a tile's K begins where its group does.  16-bit groups end anywhere: what the last stage of a tile
-holds of the next group, which may be NaN, is overwritten with zeros in shared memory, in both operands.  That takes 128
-threads some 300 cycles, while the step before is multiplied.  Groups of e4m3 end at multiples of 128.
+`ops/gemm/engines`; K of a tile begins where its group does.  16-bit groups end at any K: the part of the last stage
+that belongs to the next group, which may be NaN, is overwritten with zeros in shared memory, in both operands.  That
+takes 128 threads some 300 cycles, during the WGMMAs of the previous k block.  Groups of e4m3 end at multiples of 128.
 
-Where C is D in float32 the copy engine adds, and empty groups cost nothing; else they become C, or zeros.  Blocks take
-tiles of all groups in turn; all K of a group goes into one tile, so one group of long K and few tiles is slow.
+If C is D in float32, TMA adds, and empty groups cost nothing; otherwise they become C, or zeros.  Blocks take tiles of
+all groups in turn; K is not split, so one group of long K with few tiles is slow.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def why_not(
         return "needs c contiguous along N"
     if scale_a is None or scale_b is None:
         if major_a(a) is not Major.MN or major_b(b) is not Major.MN:
-            # Groups begin at any K, and a copy at multiples of 16 bytes of a line
+            # Groups begin at any K, TMA boxes at multiples of 16 bytes along the contiguous dimension
             return "needs a contiguous along M and b along N"
         return dense_cuda.why_not(a, b, None, c, None, 1.0, "", out_dtype)
     reason = fp8_cuda.why_not(a, b, scale_a, scale_b, None, c, 1.0, "", out_dtype)
@@ -59,10 +59,10 @@ def gemm(
     ends: Tensor,
     config: Config,
 ) -> None:
-    """The product of each group, and c.  See `engines/__init__.py`."""
+    """d[g] = the product of group g + c[g].  See `engines/__init__.py`."""
     if not d.numel():
         return
-    if b.shape[0] == 0:  # no K at all, which no tensor map can describe
+    if b.shape[0] == 0:  # K is 0, which no tensor map can describe
         d.zero_() if c is None else d.copy_(c)
         return
     groups = Groups(dense_cuda.DEPTH, ends.shape[0], 0, ends)
@@ -74,19 +74,19 @@ def gemm(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """What the model of dense products likes best for as many products of an equal share of K."""
+    """Returns the choice of the dense cost model for a batch of products with equal shares of K."""
     kernel, engine, product, groups = _products(bucket)
     return named(kernel, engine.configure(product, dtype, groups))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """What the tuner may try."""
+    """Returns the configs for the tuner."""
     kernel, engine, product, groups = _products(bucket)
     return tuple(named(kernel, config) for config in engine.candidates(product, dtype, groups))
 
 
 def _products(bucket: tuple[int, ...]) -> tuple[str, Any, tuple[int, ...], int]:
-    """The kernel's name and engine, its bucket of one group's product, and how many there are."""
+    """Returns the kernel's name and engine, the bucket of the product of one group, and the number of groups."""
     depth, m, n, groups, layout, aligned, out_bits, scaling = bucket
     groups = max(1, groups)
     product = (m, n, max(1, depth // groups), layout, aligned, out_bits, 0)

@@ -1,12 +1,11 @@
 """Groups along K in Triton: the portable form, for any strides, sizes and ends of groups.
 
-The tiles of all results are known to the host, only how deep each goes is not: a program reads where its tile's group
-begins and ends, multiplies whole blocks of K, and reads what is left element by element under a mask, zeros behind the
-end: numbers there belong to the next group.  An empty group stores c, or zeros.  With scales, of 128 along K, groups
-end at multiples of 128 and nothing is left.
+The host knows the tiles of all results, but not K of each group: a program reads where its group begins and ends,
+multiplies full blocks of K, and reads the rest element by element under a mask, since the next group follows.  An empty
+group stores c, or zeros.  With scales of 128 along K, groups end at multiples of 128 and have no rest.
 
-2*T*M*N flops; a and b once a column and a row of tiles, the results once.  8 groups of 4096x7168 over 32768 rows in
-bf16 cannot beat 1.95 ms at 989 TFLOP/s.
+2*T*M*N flops; a is read once for each column of tiles, b for each row, results are written once.  8 groups of 4096x7168
+over 32768 rows in bf16 cannot beat 1.95 ms at 989 TFLOP/s.
 """
 
 from itertools import product
@@ -27,7 +26,7 @@ from tilewright.ops.grouped.raw import UNSCALED, scaling_code
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """Weights are large: tiles of 128x256, smaller where an accumulator needs company or M and N are small."""
+    """Returns tiles of 128x256, smaller if promotion needs a second accumulator or M and N are small."""
     _, m, n, _, _, is_aligned, _, _ = bucket
     if dtype.itemsize == 4:
         return Config(64, 64, 16, 4, 3, 8, False)
@@ -50,7 +49,7 @@ CONFIGS = tuple(
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles whose accumulator leaves half of the registers free."""
+    """Returns tiles whose accumulator leaves half of the registers free."""
     is_aligned, scaling = bucket[5], bucket[7]
     forms = (True, False) if is_aligned else (False,)
     if dtype.itemsize == 4:
@@ -74,7 +73,7 @@ def why_not(
     ends: Tensor,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """What a GPU's matrix units lack, and scales that are not one for 128 along T."""
+    """Why this engine cannot run these arguments, by GPU and scales; None if it can."""
     reason = no_float8(a)
     if reason is None and scaling_code(a, b, scale_a, scale_b) not in (UNSCALED, Scaling.TOKEN_TOKEN):
         return "takes scales (M, T/128) and (N, T/128), one for 128 along T"
@@ -100,7 +99,8 @@ def gemm(
     a3, b3 = a.unsqueeze(0), b.unsqueeze(0)
     a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
     vectors = tiling.vector_width(a3, total if a_k else m), tiling.vector_width(b3, total if b_k else n)
-    anywhere = scaling == UNSCALED and (a_k or b_k)  # Triton's descriptors want places of 16 bytes along a line
+    # Descriptors need offsets of 16 bytes along the contiguous dimension, and unscaled groups begin at any t
+    anywhere = scaling == UNSCALED and (a_k or b_k)
     strides = None if anywhere else descriptor_strides(config, d, a3, b3)
     if strides is None:
         config = _by_pointers(config, 1 if a_k or b_k else min(vectors))
@@ -123,8 +123,8 @@ def gemm(
 
 
 def _by_pointers(config: Config, vector: int) -> Config:
-    """`config` without the copy engine.  A group begins anywhere, so an operand that lies along T is never read in
-    vectors: an address for each of its elements.
+    """Returns `config` without TMA.  A group begins at any t, so an operand that is contiguous along T cannot be read
+    in vectors: it takes an address for each element.
     """
     width = 64 if vector == 1 else 128
     return config._replace(block_n=min(config.block_n, width), block_k=min(config.block_k, 32), num_warps=8)

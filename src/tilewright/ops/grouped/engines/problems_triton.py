@@ -1,8 +1,8 @@
 """Products of different shapes in Triton: one persistent launch over the tiles of all of them.
 
-Where the operands lie and how large they are stands in a table on the device, 80 bytes a problem.  The host writes it
-by launches of one program each, whose parameters are the numbers: no copy, so no wait, and a CUDA graph that captures
-a call keeps them.  The multiplying launch finds the problem of a tile as `rows_triton.py` finds its group.
+A table on the device holds addresses and sizes, 80 bytes a problem.  The host writes it by launches of one program
+each, with the numbers as parameters: no copy, so no synchronization, and a CUDA graph records them.  The GEMM launch
+finds the problem of a tile as `rows_triton.py` finds its group.
 
 Two flops a product of elements; operands once, results once.
 """
@@ -22,12 +22,12 @@ from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 from tilewright.ops.grouped.engines.problems_triton_kernel import FIELDS, group_gemm_kernel, problem_kernel
 
-GROUPS = 64  # problems whose sizes are read at one time
+GROUPS = 64  # problems whose sizes are read at once
 UNIT = 16  # elements: where results begin, see `group_gemm`
 
 
 class Config(NamedTuple):
-    """block_m, block_n, block_k: elements of a tile.   band: tile rows of a product walked together."""
+    """block_m, block_n, block_k: elements of a tile.   band: tile rows of a product taken together (GROUP_SIZE_M)."""
 
     block_m: int
     block_n: int
@@ -38,7 +38,7 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """By the largest problem: tiles of 128x128, of 64x64 for small ones, of scalars for float32."""
+    """Chooses by the largest problem: tiles of 128x128, or 64x64 for small ones and for float32."""
     m, n = bucket[:2]
     if dtype.itemsize == 4:
         return Config(64, 64, 16, 8, 3, 8)
@@ -49,7 +49,7 @@ CONFIGS = (Config(64, 64, 16, 8, 3, 8), Config(64, 64, 64, 4, 3, 8), Config(128,
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles of up to 128x128."""
+    """Returns tiles of up to 128x128."""
     if dtype.itemsize == 4:
         return tuple(Config(m, 64, 16, 4, stages, 8) for m in (32, 64) for stages in (2, 3))
     tiles = ((64, 64, 64, 4), (64, 128, 64, 4), (128, 128, 32, 8), (128, 128, 64, 8))
@@ -61,7 +61,7 @@ _gemm = TritonKernel(group_gemm_kernel)
 
 
 def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) -> None:
-    """d: the products a[i] (M, K) @ b[i] (K, N), contiguous, each from a multiple of UNIT elements on."""
+    """Writes the products a[i] (M, K) @ b[i] (K, N) to d, contiguous, each at a multiple of UNIT elements."""
     groups = len(a)
     table = scratch((groups, FIELDS.value), torch.int64, d.device)
     d_offset = tiles = 0
@@ -87,13 +87,13 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
 
 
 def _common(majors: object) -> str:
-    """The one dimension of unit stride of all matrices; "" if there are two."""
+    """Returns the dimension of unit stride of all matrices; "" if they differ."""
     majors_found = set(majors)  # type: ignore[call-overload]
     return {Major.K: "K", Major.MN: "MN"}[majors_found.pop()] if len(majors_found) == 1 else ""
 
 
 def _vectors(a: Tensor, major_of_a: Major | None, b: Tensor, major_of_b: Major | None, elements: int) -> bool:
-    """Are both made of vectors of 16 bytes along their unit stride?"""
+    """Returns whether both can be read in vectors of 16 bytes along their unit stride."""
     along = (a.shape[1] if major_of_a is Major.K else a.shape[0], b.shape[0] if major_of_b is Major.K else b.shape[1])
     return copyable(a) and copyable(b) and all(size % elements == 0 for size in along)
 

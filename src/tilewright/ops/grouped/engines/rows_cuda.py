@@ -1,13 +1,13 @@
-"""Groups of rows in CUDA C++ for Hopper: the kernels of dense products on a walk that reads the groups.
+"""Groups of rows in CUDA C++ for Hopper: the dense kernels with a tile scheduler that reads the groups.
 
 Tiles, ring and epilogue are those of `dense_cuda.py` (bf16, fp16) and `fp8_cuda.py` (e4m3 with scales) in
-`ops/gemm/engines`; what differs is where a tile lies.  Each block counts the tiles of every group at its start and
-finds the group of a tile by bisection, so that the number of groups costs nothing later.  Groups begin at any row: a
-tile reads on into the next group, whose rows do not count, and where a group ends within 64 rows, these are written by
-ordinary stores instead of the copy engine.  A group of R rows costs ceil(R / block_m) rows of tiles; 64 rows of a tile
-that are all outside are not multiplied.
+`ops/gemm/engines`; only the tile scheduler differs.  Each block counts the tiles of every group at its start and finds
+the group of a tile by bisection, so that the number of groups costs nothing later.  Groups begin at any row: a tile may
+read rows of the next group, which are not stored, and the 64 rows in which a group ends are written by ordinary stores
+instead of TMA.  A group of R rows costs ceil(R / block_m) rows of tiles; 64 rows of a tile that are all outside are not
+multiplied.
 
-Where few rows a group are expected, the weights are what takes time, and `few_rows/grouped.py` streams them.
+If few rows a group are expected, reading the weights dominates, and `few_rows/grouped.py` runs.
 """
 
 import torch
@@ -62,7 +62,7 @@ def gemm(
     activation: str,
     config: Config,
 ) -> None:
-    """Rows of each group of a times b of the group.  See `engines/__init__.py`."""
+    """d = rows of each group of a @ b of the group.  See `engines/__init__.py`."""
     if not d.numel():
         return
     if config.kernel == "few_rows":
@@ -77,14 +77,14 @@ def gemm(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """What the model of dense products likes best for as many products of the expected rows."""
+    """Returns the choice of the dense cost model for a batch of products of the expected rows."""
     if _few(bucket):
         return named("few_rows", few_rows.configure(bucket, dtype))
     return _large(bucket, dtype)[0]
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """What the tuner may try: of both kinds where both can run."""
+    """Returns the configs for the tuner, of both kinds if both can run."""
     few = few_rows.candidates(bucket, dtype) if _few(bucket) else ()
     return (*(named("few_rows", config) for config in few), *_large(bucket, dtype))
 
@@ -94,7 +94,7 @@ def _few(bucket: tuple[int, ...]) -> bool:
 
 
 def _large(bucket: tuple[int, ...], dtype: torch.dtype) -> list[Config]:
-    """Best first, those last whose pairs of blocks share columns of B: they pad each group to pairs of row tiles."""
+    """Returns configs, best first; clusters along M come last, as they pad each group to pairs of row tiles."""
     rows, n, k, groups, layout, aligned, out_bits, gated, scaling = bucket
     product, groups = (rows, n, k, layout, aligned, out_bits, gated), max(1, groups)
     configs: list[Config]

@@ -1,9 +1,9 @@
 """Groups of rows in Triton: the portable form, for contiguous groups and masked batches alike, any strides and sizes.
 
 A persistent kernel.  A program counts the tiles of all groups from their limits in device memory, 64 groups at a time,
-and does so again to find the group of each of its tiles: some hundred cycles beside the tens of thousands that a tile
-takes.  So the host knows of no group's size, and an empty group costs nothing.  Operands come as in `tile_triton.py`;
-a tile that ends with its group is stored row by row under a mask, a whole one by the copy engine.
+and again to find the group of each of its tiles: some hundred cycles, while a tile takes tens of thousands.  So the
+host needs no group sizes, and an empty group costs nothing.  Operands are read as in `tile_triton.py`; a full tile is
+stored by TMA, a tile that ends with its group under a mask.
 
 2*T*N*K flops; weights of the groups that have rows once, rows in and out once.  32 groups of 20 rows, 6144x7168 in
 bf16: 2.8 GB of weights, 640 us at 4.4 TB/s.
@@ -24,20 +24,20 @@ from tilewright.ops.grouped.engines.tiles_triton import BLOCKS, Config, descript
 from tilewright.ops.grouped.raw import UNSCALED, scaling_code
 
 FILL = 128  # tiles that keep a large GPU busy; the configuration may not depend on the GPU at hand
-GROUPS = 64  # whose limits are read at one time
+GROUPS = 64  # groups whose limits are read at once
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The largest tile that still gives FILL tiles if every group has the rows it is expected to have."""
+    """Returns the largest tile that still gives FILL tiles if every group has the expected rows."""
     rows, n, _, groups, _, is_aligned, _, _, scaling = bucket
     if dtype.itemsize == 4:
         return Config(16, 64, 32, 4, 3, 8, False) if rows <= 16 else Config(64, 64, 16, 8, 3, 8, False)
-    deep = 128 // dtype.itemsize  # one row of the copy engine's swizzle; with scales, the elements that share one
+    deep = 128 // dtype.itemsize  # one row of the TMA swizzle; with scales, the elements that share one
     if rows <= 64:
         block_m = min(max(rows, 16), 64)
         if is_aligned:
             return Config(block_m, 64, 128, 4, 4, 8, True)
-        # An address for each element of a tile
+        # Unaligned: an address for each element of a tile
         return (
             Config(block_m, 64, 128, 8, 2, 8, False) if scaling >= BLOCKS else Config(block_m, 64, 32, 4, 3, 8, False)
         )
@@ -47,7 +47,7 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     if tiles < FILL:
         return Config(64, 128, deep, 4, 4, 8, True)
     if tiles < 3 * FILL or dtype.itemsize == 1:
-        # Partial sums of float8 need registers of their own: no room for 256 columns
+        # Promotion of float8 needs a second accumulator: no room for 256 columns
         return Config(128, 128, deep, 8, 4, 8, True)
     return Config(128, 256, deep, 8, 4, 8, True)
 
@@ -64,7 +64,7 @@ CONFIGS = _configured()
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles around `configure`'s that leave half of the registers free."""
+    """Returns tiles similar to `configure`'s that leave half of the registers free."""
     rows, _, _, _, _, is_aligned, _, _, scaling = bucket
     forms = (True, False) if is_aligned else (False,)
     if dtype.itemsize == 4:
@@ -97,7 +97,7 @@ def why_not(
     activation: str,
     out_dtype: torch.dtype,
 ) -> str | None:
-    """What a GPU's matrix units lack, and scales in other blocks than the named ones."""
+    """Why this engine cannot run these arguments, by GPU and scales; None if it can."""
     reason = no_float8(a)
     if reason is None and scaling_code(a, b, scale_a, scale_b) > BLOCKS + 1:
         return "takes scales of whole tensors, of rows, 1x128 by 128x128, or 1x128 by 1x128"
@@ -124,8 +124,8 @@ def gemm(
     batched = count > 1 or count == groups
     scaling = scaling_code(a, b, scale_a, scale_b)
     a_k, b_k = major_a(a) is Major.K, major_b(b) is Major.K
-    # Triton's descriptors want places of 16 bytes along a line, and groups begin at any row: without them, and without
-    # vectors, an address for each element of a
+    # Descriptors need offsets of 16 bytes along the contiguous dimension, and groups begin at any row: an M-major a is
+    # read by an address for each element
     strides = descriptor_strides(config, d, a, b) if a_k else None
     if not a_k:
         config = config._replace(block_n=min(config.block_n, 128))
@@ -148,7 +148,7 @@ def gemm(
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
-    """0 along a dimension of one scale, which serves all blocks there."""
+    """Returns the strides of scales, 0 along a dimension of one scale, which all blocks share."""
     if scale is None:
         return 0, 0, 0
     batch, rows, depth = (stride if n > 1 else 0 for n, stride in zip(scale.shape, scale.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What the Triton engines of this folder share: the tile, what of it fits where, and a launch with descriptors."""
+"""Shared by the Triton engines of this folder: the tile config, what fits a GPU, and a launch with descriptors."""
 
 import re
 from contextvars import copy_context
@@ -13,13 +13,13 @@ from tilewright.ops.gemm.engines import triton_tiles as tiling
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 
 BLOCKS = 2
-"""From this scaling on a scale serves 128 of K."""
+"""Scalings from this one on have a scale for each 128 of K."""
 
 
 class Config(NamedTuple):
     """block_m, block_n, block_k: elements of a tile; block_n counts columns of op(B), two for each of a gated result.
 
-    band: tile rows of a group walked together.   descriptors: copy engine where there is one.
+    band: tile rows of a group taken together (GROUP_SIZE_M).   descriptors: TMA if there is one.
     num_stages is what an H200 gets; less where shared memory is smaller.
     """
 
@@ -43,15 +43,15 @@ def no_float8(a: Tensor) -> str | None:
 def fitted(
     config: Config, scaling: int, a: Tensor, d: Tensor, c: Tensor | None = None, activation: str = ""
 ) -> tiling.Fit:
-    """`config` within the shared memory of the GPU that `a` is on.  Narrower where the sums of a block of float8 pass
-    through more registers than on Hopper, and not as deep on AMD, where operands wait in registers.
+    """Fits `config` into the shared memory of the GPU of `a`.  Narrower if float8 promotion takes more registers than
+    on Hopper; fewer stages on AMD, where operands are staged in registers.
     """
     arch = target_of(a)
     if a.dtype.itemsize == 1 and scaling >= BLOCKS and arch not in ("sm_89", "sm_90", "cpu"):
         config = config._replace(block_n=min(config.block_n, 64))
     if arch.startswith("gfx"):
         block_k = min(config.block_k, 128 // a.dtype.itemsize)
-        # Masks, as strides, take scalar registers: no more than two stages, one where K is cut, no tiles of 32 rows
+        # Masks and strides take scalar registers: at most two stages, one if K is masked, no tiles of 32 rows
         config = config._replace(
             block_m=64 if config.block_m == 32 else config.block_m,
             block_k=block_k,
@@ -61,7 +61,7 @@ def fitted(
 
 
 def descriptor_strides(config: Config, d: Tensor, a: Tensor, b: Tensor) -> tuple[int, ...] | None:
-    """Strides of d, a and b (B, rows, columns) as the copy engine takes them, unit ones apart; None without it."""
+    """Returns the strides of d, a and b (B, rows, columns) for TMA, without unit strides; None without TMA."""
     if not (config.descriptors and all(map(copyable, (d, a, b))) and tiling.has_descriptors(target_of(a))):
         return None
     a_batch, a_pitch = tiling.pitches(a, 1 if major_a(a) is Major.K else 2)
@@ -72,7 +72,7 @@ def descriptor_strides(config: Config, d: Tensor, a: Tensor, b: Tensor) -> tuple
 def launch(
     kernel: TritonKernel, grid: tuple[int], args: tuple[Any, ...], constants: tuple[Any, ...], config: tiling.Config
 ) -> None:
-    """Triton keeps descriptors in memory that it asks an allocator for; the caller's own allocator stays in force."""
+    """Launches with an allocator for Triton's descriptors; the context keeps the caller's allocator in force."""
     context = copy_context()
     context.run(triton.set_allocator, tiling.allocate_descriptors)
     context.run(kernel, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)

@@ -39,7 +39,7 @@ def group_gemm(
 
 
 def _arguments(list_a: Any, list_b: Any, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The first pair, then lists of the others: the machinery looks at the first tensor."""
+    """Returns the first pair, then lists of the others: dispatch reads device and dtype from the first tensor."""
     a, b = list(list_a), list(list_b)
     if not a or len(a) != len(b):
         raise InputError(f"group_gemm: {len(a)} matrices a and {len(b)} b; needs as many of each, at least one.")
@@ -52,7 +52,7 @@ def _arguments(list_a: Any, list_b: Any, out_dtype: torch.dtype | None) -> tuple
 def offsets(
     a: Tensor, b: Tensor, more_a: Sequence[Tensor], more_b: Sequence[Tensor]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Where each product begins in one tensor, and its rows and columns."""
+    """Returns the offset of each product in one tensor, and its rows and columns."""
     m, n = [t.shape[0] for t in (a, *more_a)], [t.shape[1] for t in (b, *more_b)]
     starts, offset = [], 0
     for num_rows, columns in zip(m, n, strict=True):
@@ -180,7 +180,7 @@ CONTRACT = register(
             _case("mixed: every layout", (20, 72, 40), (8, 16, 56), (24, 40, 32), (16, 24, 48), layout="mixed"),
             _case("odd_sizes: no row is aligned", (7, 33, 45), (1, 1, 1), (5, 3, 70)),
             _case("one: a single product", (37, 72, 40)),
-            _case("many: more than are read at one time", *((3, 8 + i % 3, 16) for i in range(70))),
+            _case("many: more than are read at once", *((3, 8 + i % 3, 16) for i in range(70))),
             _case("float32: results are wider than operands", (20, 72, 40), (9, 8, 56), out_dtype=torch.float32),
             _case("hollow: products without rows or depth", (20, 24, 40), (0, 8, 56), (9, 8, 0)),
         ),

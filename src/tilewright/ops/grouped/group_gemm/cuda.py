@@ -1,6 +1,6 @@
-"""group_gemm in CUDA C++ for Hopper: the kernels of `matmul`, each begun while the one before it ends.
+"""group_gemm in CUDA C++ for Hopper: the kernels of `matmul`, each started while the previous one ends.
 
-Every product has the tiles that suit it; in Triton's one launch all have those of the largest.
+Each product has its own tile size; in Triton's single launch all share that of the largest.
 """
 
 import torch
@@ -33,7 +33,7 @@ def launch(
     *,
     config: None,
 ) -> None:
-    """One launch a product that has something in it; what has no depth is zero."""
+    """Launches once for each nonempty product; a product with K = 0 is zero."""
     lefts, rights = (a, *more_a), (b, *more_b)
     for left, right, offset, m, n in zip(lefts, rights, *offsets(a, b, more_a, more_b), strict=True):
         d = outs[0][offset : offset + m * n].view(m, n)

@@ -41,7 +41,7 @@ EDGE_CASES = (
     _case("sparse: every other group is empty", 6, 15, 40, 64, split="sparse"),
     _case("below_a_tile: groups of one row", 7, 1, 64, 96),
     _case("single: one group is a plain product", 1, 37, 72, 40),
-    _case("many: more groups than are read at one time", 70, 1, 40, 32, split="random"),
+    _case("many: more groups than are read at once", 70, 1, 40, 32, split="random"),
     _case("odd_sizes: no row is aligned", 3, 7, 33, 45, split="random"),
     _case("nn: b is row-major", 3, 20, 72, 56, layout="nn", split="random"),
     _case("long_k: many steps of the accumulator", 3, 4, 48, 1032, split="random"),

@@ -1,4 +1,4 @@
-"""From a group for each row to where groups begin and end.  The contract."""
+"""Starts and ends of groups from the group id of each row.  The contract."""
 
 import random
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The raw op: groups along K, no more of it known than where they end."""
+"""The raw op of groups along K, which are given by their ends."""
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ def bucket(
     ends: Tensor,
     out_dtype: torch.dtype,
 ) -> tuple[int, ...]:
-    """What a choice of kernel may depend on, named by `BUCKET`: all rows in powers of two, the sizes of the results as
-    they are.
-    """
+    """Returns what a choice of kernel may depend on, named by `BUCKET`: T in powers of two, exact M, N and G."""
     return (
         row_bucket(a.shape[1]),
         hint(a.shape[0]),
@@ -41,7 +39,7 @@ def bucket(
 
 
 def whole_blocks(scale_a: Tensor | None, a: Tensor) -> str | None:
-    """Why a (M, T) with scales cannot run: a group may end with T, and no kernel reads less than 128 behind a scale."""
+    """Why a (M, T) with scales cannot run, or None: kernels read all 128 elements of a scale, also at the end of T."""
     if scale_a is None or a.shape[1] % 128 == 0:
         return None
     return f"needs T in multiples of 128 where 128 along it share a scale, got {a.shape[1]}"

@@ -62,7 +62,7 @@ def weight_only_matmul(
 def arguments(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
 ) -> tuple[Any, ...]:
-    """Arguments of the raw op: rows of x and q contiguous."""
+    """Returns the arguments of the raw op: rows of x and q contiguous."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     q = q.contiguous() if isinstance(q, Tensor) else q
     bias = bias.contiguous() if isinstance(bias, Tensor) else bias
@@ -86,7 +86,7 @@ def reference(
 def product(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """act(x @ w.T + bias) of rows x (M, K), the weight and the sums in float32."""
+    """Returns act(x @ w.T + bias) of rows x (M, K), with weight and accumulation in float32."""
     acc_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     z = x.to(acc_dtype) @ packing.restore(q, scales).to(acc_dtype).T
     return apply_epilogue(z, bias, None, activation, torch.float64 if acc_dtype == torch.float64 else out_dtype)
@@ -95,7 +95,7 @@ def product(
 def bucket(
     x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """aligned: can the copy engine read x, q and the scales where they lie?  gated: halves the columns."""
+    """aligned: TMA can read x, q and the scales in place.  gated: halves the columns."""
     aligned = copyable(x) and copyable(q) and copyable(scales) and packing.in_layout(scales)
     return (
         row_bucket(x.shape[0]),

@@ -1,9 +1,9 @@
 """weight_only_matmul in CUDA C++ for Hopper: the weight streams through shared memory once, as it is stored.
 
-Traffic: N K (1 + 2 / 128) bytes at 8 bits and bf16 scales, N K (1 / 2 + 2 / 128) at 4; all else is small.  Floor: 7.0
+Traffic: N K (1 + 2 / 128) bytes at 8 bits and bf16 scales, N K (1 / 2 + 2 / 128) at 4.  Floor: 7.0
 us for 4096 x 14336 of 4 bits, 30.3 MB, at 4.3 TB/s.  At that rate a multiprocessor gets 18 bytes a cycle, 37 integers
 of 4 bits, whose conversion takes 1.4 instructions each: half of what it can issue.  Conversions are the second bound,
-and all else is arranged to need few instructions: reads of 16 bytes, few permutations, one scale for 128 of K.
+so everything else uses few instructions: reads of 16 bytes, few permutations, one scale for 128 of K.
 
 The kernel is `sm90_weight_only.cuh`; `model.py` has its configs.
 """
@@ -32,7 +32,7 @@ _WIDTH = 4  # results that a thread stores at once
 
 
 class Params(NamedTuple):
-    """What the kernel is compiled for."""
+    """The compile-time constants of the kernel."""
 
     kBits: int
     kTokens: int
@@ -58,12 +58,12 @@ KERNEL = CudaKernel(
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """What the model of its time chooses."""
+    """Returns the choice of the cost model."""
     return model.chosen(Work(*bucket[:4]))
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """The 24 of least predicted time."""
+    """Returns the 24 configs of least predicted time."""
     work = Work(*bucket[:4])
     tokens = next((t for t in model.TOKENS if t >= work.rows), model.TOKENS[-1])
     return tuple(model.ranked(model.space(work.bits, tokens), work)[:24])
@@ -118,7 +118,7 @@ def launch(
             f"weight_only_matmul: split={config.split} leaves blocks without work, K={k} has "
             f"{model.steps(k, bits)} steps of {model.stage_k(bits)}; take a split of at most that."
         )
-    token_rows = min(m, config.tokens)  # rows that do not exist are not read: their sums are never stored
+    token_rows = min(m, config.tokens)  # the box ends with the rows of x; the rest of the tile is not stored
     params = Params(
         bits,
         *config,
@@ -154,6 +154,6 @@ def launch(
 
 
 def _stores_vectors(d: Tensor) -> bool:
-    """May four neighbouring results (two of "swiglu") be stored at once, wherever a row of d begins?"""
+    """Returns whether four neighbouring results (two of "swiglu") can be stored at once in every row of d."""
     vector = _WIDTH * d.itemsize
     return d.data_ptr() % vector == 0 and d.stride(0) * d.itemsize % vector == 0

@@ -1,6 +1,6 @@
 """Other products by quantised weights: torch's int4 kernel, and as a yardstick cuBLAS on the weight in 16 bits.
 
-The reference makes the weight in float32, which no model does: neither it nor torch.compile of it is a peer on a GPU.
+The reference dequantises to float32, which no model does: neither it nor torch.compile of it is a peer on a GPU.
 `torch._weight_int8pack_mm` knows one scale a row, which is another problem.
 """
 
@@ -35,7 +35,7 @@ def _int4pack(sample: Sample) -> Call | None:
 
 
 def _cublas(sample: Sample) -> Call | None:
-    """Two to four times the bytes."""
+    """cuBLAS with 16-bit weights, which reads two to four times the bytes."""
     x, q, scales = sample.args
     if sample.kwargs.get("out_dtype") not in (None, x.dtype):
         return None

@@ -1,8 +1,8 @@
 """Groups of rows, each with its own weights: experts with few tokens, at the speed of reading their weights.
 
 Only the device knows which rows a group has.  Each warp counts the tiles of 128 groups at a time from starts and ends,
-by a prefix sum over its lanes, and finds its tile: no table in memory, no extra launch, any number of groups.  A tile is
-64 rows of weights by the tokens of a group; tokens of the next group in the same box are multiplied but not stored.
+by a prefix sum over its lanes, and finds its tile: no table in memory, no extra launch, any number of groups.  A tile
+is 64 rows of weights by the tokens of a group; tokens of the next group in the same box are multiplied but not stored.
 Groups have more rows than expected as often as fewer, so tiles have room for half as many tokens again.
 """
 
@@ -86,7 +86,7 @@ def gemm(
     """Rows starts[g] .. ends[g] of d = act(those of a @ b[g]); other rows of d stay as they are.
 
     d (Ba, R, N_out)   a (Ba, R, K)   b (G, K, N)   scale_a (Ba, R blocks, K blocks)   scale_b (G, N blocks, K blocks)
-    starts, ends (G,) int32 on the device; without starts a group begins where the previous one ends, the first at row 0.
+    starts, ends (G,) int32 on the device; without starts a group begins at the previous end.
     Ba is 1, or G: then rows of group g are those of a[g], without starts from 0 on.  Rows beyond R do not exist,
     whatever ends says.
     """

@@ -68,7 +68,7 @@ def scale_strides(scale_a: Tensor | None, scale_b: Tensor | None) -> tuple[int, 
 
 
 def stores_vectors(d: Tensor) -> bool:
-    """Returns whether four neighbouring results (two of "swiglu") can be stored at once in every row of d (B, M, N_out)."""
+    """Returns whether four neighbouring results (two of "swiglu") can be stored at once in every row of d."""
     if collecting() is not None:
         return False
     vector = _WIDTH * d.itemsize

@@ -66,7 +66,7 @@ median, 102 at the least.  A grid that does not fit at once is still correct, bu
 
 
 def shared_bytes(config: Config, scaling: int = UNSCALED, grouped: bool = False) -> int:
-    """Returns the dynamic shared memory of a block: the ring with scales and barriers, parcels and the staged result."""
+    """Returns the dynamic shared memory of a block: ring with scales and barriers, parcels, the staged result."""
     return config.stages * _stage_bytes(config.tokens, scaling, grouped) + fixed_bytes(config.tokens, config.split)
 
 
@@ -81,7 +81,7 @@ def _stage_bytes(tokens: int, scaling: int, grouped: bool = False) -> int:
 
 
 def scale_rows(tokens: int, grouped: bool) -> int:
-    """Returns the rows of token scales in a box.  Groups begin at any row, boxes at 16 bytes: up to three rows earlier."""
+    """Returns the rows of token scales in a box.  Groups begin at any row, boxes up to three rows earlier."""
     return tokens + (SCALE_ALIGN if grouped else 0)
 
 
@@ -108,10 +108,10 @@ _AHEAD = 0.3  # share of the ring that holds the next tile when a round ends
 
 
 class _Costs(NamedTuple):
-    """l2, processor: bytes a microsecond out of the L2, into one multiprocessor.  idle: if some multiprocessors are idle,
-    the memory's rate goes with this power of the busy share.  Microseconds: step, of the math warpgroup for a stage that
-    has landed; epilogue, for each token of a tile; meeting, of the split-K exchange for each token and block of a
-    cluster, and meet, for each tile, which the ring does not hide.
+    """l2, processor: bytes a microsecond out of the L2, into one multiprocessor.  idle: if some multiprocessors are
+    idle, the memory's rate goes with this power of the busy share.  Microseconds: step, of the math warpgroup for a
+    stage that has landed; epilogue, for each token of a tile; meeting, of the split-K exchange for each token and block
+    of a cluster, and meet, for each tile, which the ring does not hide.
     """
 
     l2: float
@@ -124,13 +124,13 @@ class _Costs(NamedTuple):
 
 
 # Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before the L2
-# prefetch, and corrected by its gain).  On these pairs the choice of `configure` is 1.6 % slower than the best with these
-# tiles on average, 12 % at worst.
+# prefetch, and corrected by its gain).  On these pairs the choice of `configure` is 1.6 % slower than the best with
+# these tiles on average, 12 % at worst.
 _WIDE = _Costs(l2=8e6, processor=100e3, idle=0.1, step=0.1, epilogue=1 / 64, meeting=0.02 / 64, meet=0)
 
-# e4m3: near the fit to two to four configs of each of 28 pairs, timed on an H200 in 2026-11, before promotion overlapped
-# the WGMMAs.  A tile is read in half the time, so fixed costs show: the exchange inside a cluster takes 0.4 us and more,
-# which half as many stages do not hide.
+# e4m3: near the fit to two to four configs of each of 28 pairs, timed on an H200 in 2026-11, before promotion
+# overlapped the WGMMAs.  A tile is read in half the time, so fixed costs show: the exchange inside a cluster takes 0.4
+# us and more, which half as many stages do not hide.
 _NARROW = _Costs(l2=8.7e6, processor=80e3, idle=0.28, step=0.15, epilogue=0.025, meeting=0.0016, meet=0.37)
 
 
