@@ -159,8 +159,8 @@ def _gated_backward_kernel(
     dact = (d * u).to(g.dtype).to(tl.float32)
     grad_offset = row_idx * stride_grad + start
     tl.store(dgate + grad_offset + offs, (dact * slope).to(dgate.dtype.element_ty), mask=mask)
-    dup_fp32 = d * act.to(g.dtype).to(tl.float32)
-    tl.store(dup + (grad_offset + up_offset) + offs, dup_fp32.to(dup.dtype.element_ty), mask=mask)
+    dup_ptrs = dup + (grad_offset + up_offset) + offs
+    tl.store(dup_ptrs, (d * act.to(g.dtype).to(tl.float32)).to(dup.dtype.element_ty), mask=mask)
 
 
 _forward = TritonKernel(_gated_kernel)

@@ -160,9 +160,10 @@ def _transpose_kernel(
     # Compute and store the scales
     max_first_two = larger_size(packed_magnitudes(first), packed_magnitudes(second), PAIRS, NATIVE)
     max_last_two = larger_size(packed_magnitudes(third), packed_magnitudes(fourth), PAIRS, NATIVE)
+    scales += batch * step
     magnitudes = larger_size(max_first_two, max_last_two, PAIRS, NATIVE)
     even, odd = _factors(
-        scales + batch * step, magnitudes, strip, row_block, C, scale_r, scale_c,
+        scales, magnitudes, strip, row_block, C, scale_r, scale_c,
         DTYPE, BLOCKS, UE8M0, NATIVE, COLUMNS,
     )  # fmt: skip
     # Quantise, pack and store

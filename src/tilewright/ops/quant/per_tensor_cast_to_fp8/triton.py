@@ -101,8 +101,8 @@ def _cast_kernel(
         tl.store(scale, scale_value)
     # Quantise and store
     factor = inverse(scale_value)
-    scaled = unpacked(words, factor, factor, x.dtype.element_ty)
-    tl.store(q + (row_idx * K + start) + offs, encode(scaled, q), mask=mask)
+    q_ptrs = q + (row_idx * K + start) + offs
+    tl.store(q_ptrs, encode(unpacked(words, factor, factor, x.dtype.element_ty), q), mask=mask)
 
 
 _amax = TritonKernel(_amax_kernel)
