@@ -5,6 +5,7 @@ python scripts/op_pages.py [--check]
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tilewright.bench import schema
 from tilewright.bench.report.cells import mean, ratio
 from tilewright.dispatch import Contract, contracts
 from tilewright.dispatch.backends import BACKENDS
+from tilewright.dispatch.registry import listed_kernels
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "ops"
@@ -44,15 +46,20 @@ def page(contract: Contract) -> str:
 def _support(contract: Contract) -> Iterator[str]:
     source = Path(inspect.getfile(sys.modules[contract.forward.package])).parent
     composed = contract.gradient is not None and contract.gradient.op.compose is not None
+    listed = listed_kernels(contract.name)
     yield "| backend | forward | backward |\n|---|---|---|"
     for backend in BACKENDS:
-        if backend == "torch":
-            yield "| torch | reference | autograd of the reference |"
-        elif (file := source / f"{backend}.py").exists():
-            backward = "yes" if 'direction="bwd"' in file.read_text() else "no"
+        files = [ROOT / "src" / f"{module.replace('.', '/')}.py" for module in listed.get(backend, ())]
+        if not listed and (file := source / f"{backend}.py").exists():
+            files = [file]
+        if files:
+            text = "".join(file.read_text() for file in files)
+            backward = "yes" if re.search(r'direction="bwd"|register_kernel\(\s*(\w+\.)?\w*BACKWARD', text) else "no"
             if composed:
-                backward = "made of forwards"
-            yield f"| {backend} | [{file.name}](../../{file.relative_to(ROOT)}) | {backward} |"
+                backward = "composed of forwards"
+            links = ", ".join(f"[{file.parent.name}/{file.name}](../../{file.relative_to(ROOT)})" for file in files)
+            yield f"| {backend} | {links} | {backward} |"
+    yield "| torch | reference | autograd of the reference |"
 
 
 def _promises(contract: Contract) -> Iterator[str]:

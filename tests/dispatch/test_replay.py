@@ -1,6 +1,5 @@
 """Replays, on CPU tensors: stand-ins for device, stream and kernel make every Triton launch tapeable."""
 
-import importlib
 from functools import partial
 
 import numpy as np
@@ -56,7 +55,6 @@ def on_cpu():
 @pytest.mark.parametrize("name", SIMPLE)
 def test_the_second_call_of_a_signature_is_replayed(name, launches, on_cpu):
     subject = on_cpu(name)
-    importlib.import_module(f"{subject.forward.package}.triton")
     sample = subject.inputs(subject.cpu_workloads[0].params, torch.bfloat16, torch.device("cpu"), 0)
     call = partial(subject.function, *sample.args, backend="cpu", **sample.kwargs)
     with torch.no_grad():

@@ -88,7 +88,7 @@ def test_edge_case(name, direction, workload, dtype):
 
 @pytest.mark.parametrize(("rows", "split"), [(100, 0), (3, 1024)])
 def test_softmax_of_rows_longer_than_registers(rows, split):
-    from tilewright.ops.reduction.softmax.cutile import configure
+    from tilewright.ops.reduction.kernels.cutile.softmax import configure
 
     op, _ = raw_call("softmax", "fwd", contract("softmax").edge_cases[0], torch.float32)
     config = configure((rows, 40001), torch.float32)

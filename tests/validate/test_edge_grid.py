@@ -164,7 +164,7 @@ def test_triton_kernels_on_the_first_problems(name):
 
 BROKEN = """
 import os, time, torch
-import tilewright.ops.reduction.softmax.cpu  # or it would replace what follows when it is read
+import tilewright.ops.reduction.kernels.cpu.softmax  # or it would replace what follows when it is read
 from tilewright.dispatch import register_impl
 
 @register_impl("softmax", backend="cpu")
@@ -211,7 +211,7 @@ print("========= COMPUTE-SANITIZER", flush=True)
 os.execv(sys.argv[sys.argv.index("--print-limit") + 2], sys.argv[sys.argv.index("--print-limit") + 2:])
 """
 REPORTED = """
-import tilewright.ops.reduction.softmax.cpu, os, torch
+import tilewright.ops.reduction.kernels.cpu.softmax, os, torch
 from tilewright.dispatch import register_impl
 
 @register_impl("softmax", backend="cpu")

@@ -14,12 +14,13 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 
 from tilewright.dispatch import Contract, Sample
+from tilewright.dispatch.backends import module_exists
+from tilewright.dispatch.registry import listed_kernels
 from tilewright.errors import UsageError
 
 Call = Callable[[], object]
@@ -62,7 +63,7 @@ class Compiled:
     def available(self) -> bool:
         """Inductor needs Triton on a GPU and a C++ compiler on a CPU."""
         if self._device.type == "cuda":
-            return find_spec("triton") is not None
+            return module_exists("triton")
         return shutil.which("g++") is not None or shutil.which("clang++") is not None
 
     def make(self, sample: Sample) -> Call:
@@ -115,5 +116,6 @@ def _replaced(contract: Contract) -> Mapping[str, Sequence[str]]:
 
 
 def _module(contract: Contract) -> Any:
-    name = f"{contract.forward.package}.peers"
-    return import_module(name) if find_spec(name) is not None else None
+    package = contract.forward.package
+    name = f"{package}.peers.{contract.name}" if listed_kernels(contract.name) else f"{package}.peers"
+    return import_module(name) if module_exists(name) else None

@@ -91,6 +91,11 @@ _reading = local()  # `.depth`: this thread imports a backend's file
 _merging = Lock()  # nothing is imported under it: modules register from any thread's import
 
 
+def listed_kernels(op: str) -> dict[str, list[str]]:
+    """Modules of the kernels that the contract of `op` lists, by backend."""
+    return _listed.get(op, {})
+
+
 def list_kernels(op: str, modules: Sequence[str]) -> None:
     """Declare the modules of an op's kernels, preferred ones first: "tilewright.ops.gemm.kernels.sm90.dense"."""
     listed = _listed.setdefault(op, {})

@@ -4,12 +4,19 @@
         kRows: int
         Element: torch.dtype
 
-    _copy = CudaKernel(Path(__file__).with_name("copy.cuh"), "copy", "TTii", archs=("sm_90a",))
-    _copy((132,), (tensor_map(x, box), tensor_map(y, box), m, n), Params(64, x.dtype), block=32, shared_bytes=32768)
+    class Args(NamedTuple):
+        source: Map
+        target: Map
+        rows: I32
+        columns: I32
+
+    _copy = CudaKernel(Path(__file__).with_name("copy.cuh"), "copy", Args, archs=("sm_90a",))
+    _copy((132,), Args(tensor_map(x, box), tensor_map(y, box), m, n), Params(64, x.dtype), block=32, shared_bytes=32768)
 
 The header holds `template <typename Config> __global__ void copy(...)`.  The compiled source, which is stored next to
 the binary, has the fields of `Params` by name in a `struct Config`: constants are not positional, and a name that is
-missing is an error of the C++ compiler.  docs/cuda-kernels.md is the guide.
+missing is an error of the C++ compiler.  The fields of `Args` bear the names of the kernel's parameters.
+docs/cuda-kernels.md is the guide.
 """
 
 import re
@@ -54,9 +61,9 @@ _TYPES = {
 class CudaKernel:
     """A kernel template `tilewright::<entry>` in `file`.
 
-    args: NamedTuple of the kernel's parameters, see `compilers.kernel_args`.  archs: the architectures of the code ("sm_90a": only
-    that GPU; "sm_90": that and later ones of its generation).  flags: additional compiler flags.  dependent: see
-    `driver.Launch`.
+    args: NamedTuple of the kernel's parameters, see `compilers.kernel_args`.  archs: the architectures of the code
+    ("sm_90a": only that GPU; "sm_90": that and later ones of its generation).  flags: additional compiler flags.
+    dependent: see `driver.Launch`.
 
     `kernel(grid, args, params, block=)`: args are tensors, tensor maps and numbers, the first of them a tensor or
     tensor map; its device and that device's current stream are used.  params is a NamedTuple with annotated fields:

@@ -54,9 +54,7 @@ class HostKernel:
     fields, as for `CudaKernel`.  flags: additional compiler flags.
     """
 
-    def __init__(
-        self, file: Path, entry: str, args: str | type[tuple[Any, ...]], flags: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, file: Path, entry: str, args: str | type[tuple[Any, ...]], flags: tuple[str, ...] = ()) -> None:
         self.file, self.entry, self.args, self.flags = file, entry, args, (*FLAGS, *flags)
         self.signature = args if isinstance(args, str) else codes(args)
         self._functions: dict[Any, Callable[..., None]] = {}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +19,20 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def rows_bucket(x: Tensor) -> tuple[int, int]:
-    """(rows rounded up to a power of two, row length): the tuning key of a row-wise op.
+class RowsBucket(NamedTuple):
+    """The tuning key of a row-wise op: rows rounded up to a power of two, row length."""
 
-    Empty rows count as one element: nothing is launched for them, so no configuration handles them.
-    """
+    M: int
+    N: int
+
+
+def rows_bucket(x: Tensor) -> RowsBucket:
+    """The bucket of `x` (..., N).  Empty rows count as one element: nothing is launched for them."""
     n = x.shape[-1]
-    return row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n))
+    return RowsBucket(row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n)))
 
 
-ROW_BUCKET = ("M", "N")
+ROW_BUCKET = RowsBucket._fields
 
 
 def no_float64(*args: object) -> str | None:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tilewright.ops.reduction.softmax import SoftmaxArgs, SoftmaxBackwardArgs
+
 N = 5000
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -10,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @pytest.fixture
 def kernels():
-    from tilewright.ops.reduction.softmax import triton
+    from tilewright.ops.reduction.kernels.triton import softmax as triton
 
     return triton
 
@@ -54,7 +56,7 @@ def test_every_form_on_special_rows(kernels, forms, device, dtype):
     limit = 1e-5 if dtype is torch.float32 else 2.0**-8
     for name, config in forms.items():
         y = torch.full_like(x, 7.0)
-        kernels.launch((y,), x, config=config)
+        kernels.launch((y,), SoftmaxArgs(x), config)
         torch.testing.assert_close(
             y.double(), expected, rtol=limit, atol=1e-12, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -70,7 +72,7 @@ def test_every_form_of_the_backward(kernels, forms, device, dtype):
     limit = 1e-4 if dtype is torch.float32 else 2.0**-7
     for name, config in forms.items():
         dx = torch.full_like(y, torch.nan)
-        kernels.launch_backward((dx,), dy, y, config=config._replace(split=0))
+        kernels.launch_backward((dx,), SoftmaxBackwardArgs(dy, y), config._replace(split=0))
         torch.testing.assert_close(dx.double(), expected, rtol=limit, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -81,9 +83,9 @@ def test_packed_elements_change_no_bit(kernels):
     y = torch.softmax(x, -1)
     for config in (kernels.Config(8192, num_warps=4, rows=2), kernels.Config(4096, num_warps=4)):
         plain, packed = (torch.empty_like(x) for _ in range(2))
-        for launch, args in ((kernels.launch, (x,)), (kernels.launch_backward, (dy, y))):
-            launch((plain,), *args, config=config)
-            launch((packed,), *args, config=config._replace(packed=True))
+        for launch, args in ((kernels.launch, SoftmaxArgs(x)), (kernels.launch_backward, SoftmaxBackwardArgs(dy, y))):
+            launch((plain,), args, config)
+            launch((packed,), args, config._replace(packed=True))
             assert torch.equal(plain.view(torch.int16), packed.view(torch.int16))
 
 
@@ -93,7 +95,7 @@ def test_rows_apart_in_memory_are_read_where_they_are(kernels, forms, device):
     x = wide[:, 7 : N + 7].normal_()
     for config in forms.values():
         y = torch.empty(4, N, device=device)
-        kernels.launch((y,), x, config=config)
+        kernels.launch((y,), SoftmaxArgs(x), config)
         torch.testing.assert_close(y, torch.softmax(x, -1))
 
 
@@ -104,5 +106,5 @@ def test_candidates_are_right_at_the_size_they_are_for(kernels):
         expected = torch.softmax(x, -1)
         for config in kernels.candidates((m, n), x.dtype)[::3]:
             y = torch.full_like(x, torch.nan)
-            kernels.launch((y,), x, config=config)
+            kernels.launch((y,), SoftmaxArgs(x), config)
             torch.testing.assert_close(y, expected, msg=lambda text, at=(m, n, config): f"{at}: {text}")

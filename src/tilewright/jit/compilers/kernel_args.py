@@ -1,7 +1,7 @@
 """Arguments of a kernel by name: a NamedTuple whose fields are the kernel's own C++ parameters, in their order.
 
     class Args(NamedTuple):
-        map_a: TensorMap
+        map_a: Map
         bias: Pointer        # None is a null pointer
         alpha: F32
         m: I32
@@ -23,6 +23,8 @@ I32 = Annotated[int, "i"]
 I64 = Annotated[int, "q"]
 F32 = Annotated[float, "f"]
 F64 = Annotated[float, "d"]
+Map = TensorMap | None
+"""A tensor map; None only while kernels are collected and nothing is launched."""
 
 _CODES: dict[Any, str] = {
     Pointer: "P",
@@ -31,8 +33,7 @@ _CODES: dict[Any, str] = {
     F32: "f",
     F64: "d",
     bool: "?",
-    TensorMap: "T",
-    TensorMap | None: "T",
+    Map: "T",
 }
 BYTES = {"P": 8, "i": 4, "q": 8, "f": 4, "d": 8, "?": 1, "T": 128}
 """Size of a parameter of each code."""
@@ -43,7 +44,7 @@ def codes(args: type) -> str:
     letters = []
     for name, annotation in get_type_hints(args, include_extras=True).items():
         if annotation not in _CODES:
-            allowed = "Pointer, I32, I64, F32, F64, bool and TensorMap"
+            allowed = "Pointer, I32, I64, F32, F64, bool and Map"
             raise InputError(f"{args.__name__}.{name} is annotated {annotation}; allowed are {allowed}.")
         letters.append(_CODES[annotation])
     return "".join(letters)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import TilewrightError
+from tilewright.jit.compilers.kernel_args import I32, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 
@@ -46,8 +47,29 @@ class Proof(NamedTuple):
     seconds: float
 
 
-tma_copy = CudaKernel(_HERE / "tma_copy.cuh", "tma_copy", "TTii", archs=("sm_90a",))
-wgmma_tile = CudaKernel(_HERE / "wgmma_tile.cuh", "wgmma_tile", "TTTPiii", archs=("sm_90a",))
+class CopyArgs(NamedTuple):
+    """Arguments of `tma_copy`."""
+
+    source: Map
+    target: Map
+    rows: I32
+    columns: I32
+
+
+class TileArgs(NamedTuple):
+    """Arguments of `wgmma_tile`."""
+
+    map_a: Map
+    map_b: Map
+    map_d: Map
+    d: Pointer
+    m: I32
+    n: I32
+    k: I32
+
+
+tma_copy = CudaKernel(_HERE / "tma_copy.cuh", "tma_copy", CopyArgs, archs=("sm_90a",))
+wgmma_tile = CudaKernel(_HERE / "wgmma_tile.cuh", "wgmma_tile", TileArgs, archs=("sm_90a",))
 
 
 def copy(x: Tensor, params: Copy, blocks: int = 0) -> Tensor:
@@ -56,7 +78,8 @@ def copy(x: Tensor, params: Copy, blocks: int = 0) -> Tensor:
     box = (params.kRows, params.kColumns)
     blocks = blocks or torch.cuda.get_device_properties(x.device).multi_processor_count
     shared = params.kStages * params.kRows * params.kColumns * x.element_size()
-    tma_copy((blocks,), (tensor_map(x, box), tensor_map(y, box), *x.shape), params, block=32, shared_bytes=shared)
+    args = CopyArgs(tensor_map(x, box), tensor_map(y, box), *x.shape)
+    tma_copy((blocks,), args, params, block=32, shared_bytes=shared)
     return y
 
 
@@ -74,7 +97,7 @@ def multiply(a: Tensor, b: Tensor, params: Tile) -> Tensor:
     staged = 64 * params.kN * params.Out.itemsize if params.Out.itemsize == 2 else 0
     shared = params.kStages * (64 + params.kN) * _SPAN + staged
     grid = (-(-m // 64), -(-n // params.kN))
-    wgmma_tile(grid, (*maps, d, m, n, k), params, block=160, shared_bytes=shared)
+    wgmma_tile(grid, TileArgs(*maps, d, m, n, k), params, block=160, shared_bytes=shared)
     return d
 
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.jit.tape import scratch
+from tilewright.ops.reduction.softmax import BACKWARD, FORWARD, SoftmaxArgs, SoftmaxBackwardArgs
 from tilewright.ops.rows import as_rows
 
 LOG2E = 1.4426950408889634
@@ -236,11 +237,9 @@ def _short_or_long(short: CutileKernel, long: CutileKernel, tensors: tuple[Tenso
         short((-(-m // config.rows),), tensors, constants, hints)
 
 
-@register_impl(
-    "softmax", backend="cutile", configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates
-)
-def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
-    x = as_rows(x)
+@register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch(outs: tuple[Tensor], args: SoftmaxArgs, config: Config) -> None:
+    x = as_rows(args.x)
     m, n = x.shape
     y = outs[0].view(m, n)
     if config.split:
@@ -253,15 +252,13 @@ def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
         _short_or_long(_short_forward, _long_forward, (y, x), config)
 
 
-@register_impl(
-    "softmax",
-    backend="cutile",
-    direction="bwd",
+@register_kernel(
+    BACKWARD,
     configure=configure_backward,
     config_type=Config,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
 )
-def launch_backward(outs: tuple[Tensor], dy: Tensor, y: Tensor, *, config: Config) -> None:
-    dy, y = as_rows(dy), as_rows(y)
+def launch_backward(outs: tuple[Tensor], args: SoftmaxBackwardArgs, config: Config) -> None:
+    dy, y = as_rows(args.dy), as_rows(args.y)
     _short_or_long(_short_backward, _long_backward, (outs[0].view(y.shape), dy, y), config)

@@ -1,7 +1,7 @@
-"""Softmax, forward and backward.  The contract; backends are the files next to it."""
+"""Softmax, forward and backward."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,15 @@ from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sampl
 from tilewright.dispatch.arguments import as_int
 from tilewright.errors import InputError
 from tilewright.ops import rows
+
+
+class SoftmaxArgs(NamedTuple):
+    x: Tensor  # (..., N)
+
+
+class SoftmaxBackwardArgs(NamedTuple):
+    dy: Tensor  # (..., N)
+    y: Tensor  # (..., N)
 
 
 @dispatch("softmax")
@@ -29,54 +38,50 @@ def softmax(x: Tensor, dim: int = -1, *, out: Tensor | None = None, backend: str
     if type(dim) is not int:
         dim = as_int("softmax", "dim", dim)
     if dim == -1 or dim == x.dim() - 1:
-        return call(CONTRACT, (x,), backend, out)
+        return call(CONTRACT, SoftmaxArgs(x), backend, out)
     if not -x.dim() <= dim < x.dim():
         raise InputError(f"softmax: dim is {dim}, x is {tuple(x.shape)}; needs {-x.dim()} <= dim < {x.dim()}.")
     if out is not None:
         raise InputError(f"softmax(out=...) works along the last dimension, dim is {dim}. Drop out=.")
     CONTRACT.check(x)  # before movedim, so that messages show the shape of the caller
-    return call(CONTRACT, (x.movedim(dim, -1),), backend).movedim(-1, dim)
+    return call(CONTRACT, SoftmaxArgs(x.movedim(dim, -1)), backend).movedim(-1, dim)
 
 
 def reference(x: Tensor, dim: int = -1) -> Tensor:
     """Plain torch: along the last dimension it computes in float32 and rounds once, on every device."""
-    return _raw(x.movedim(dim, -1)).movedim(-1, dim)
+    return torch.softmax(x.movedim(dim, -1), -1).movedim(-1, dim)
 
 
-def _raw(x: Tensor) -> Tensor:
-    return torch.softmax(x, -1)
-
-
-def _raw_backward(dy: Tensor, y: Tensor) -> Tensor:
-    return torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)
-
+KERNELS = ("triton.softmax", "cutile.softmax", "cpu.softmax")
 
 FORWARD = RawOp(
     "softmax",
     "fwd",
-    "Tensor x",
-    package=__name__,
-    outputs=lambda x: ((x.shape, x.dtype),),
-    reference=_raw,
-    bucket=rows.rows_bucket,
-    bucket_names=rows.ROW_BUCKET,
+    SoftmaxArgs,
+    package="tilewright.ops.reduction",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=lambda args: torch.softmax(args.x, -1),
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "softmax",
     "bwd",
-    "Tensor dy, Tensor y",
-    package=__name__,
-    outputs=lambda dy, y: ((y.shape, y.dtype),),
-    reference=_raw_backward,
-    bucket=lambda dy, y: rows.rows_bucket(y),
-    bucket_names=rows.ROW_BUCKET,
+    SoftmaxBackwardArgs,
+    package="tilewright.ops.reduction",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.y.shape, args.y.dtype),),
+    reference=lambda args: torch.ops.aten._softmax_backward_data(args.dy, args.y, -1, args.y.dtype),
+    bucket=lambda args: rows.rows_bucket(args.y),
+    bucket_names=rows.RowsBucket._fields,
 )
 
 
-def check(x: Tensor) -> None:
-    """Raises InputError for what the docstring of `softmax` excludes."""
-    rows.check_floating("softmax", x=x)
+def check(args: SoftmaxArgs) -> None:
+    """Raise InputError for what the docstring of `softmax` excludes."""
+    rows.check_floating("softmax", x=args.x)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
@@ -117,9 +122,9 @@ CONTRACT = register(
         cost=cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0,),
-            save=lambda args, outputs: (outputs[0],),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved),
+            inputs=("x",),
+            save=lambda args, outputs: outputs,
+            raw_args=lambda grads, saved, args, needs: SoftmaxBackwardArgs(*grads, *saved),
         ),
         workloads=(
             Workload("scores_4k", {"M": 8192, "N": 4096}),

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
+from tilewright.ops.reduction.softmax import BACKWARD, FORWARD, SoftmaxArgs, SoftmaxBackwardArgs
 from tilewright.ops.rows import as_rows
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum; -inf would give -inf - -inf = NaN
@@ -299,11 +300,9 @@ def _lanes(config: Config, dtype: torch.dtype) -> int:
     return config.num_warps * 32 * 16 // dtype.itemsize
 
 
-@register_impl(
-    "softmax", backend="triton", configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates
-)
-def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
-    x = as_rows(x)
+@register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch(outs: tuple[Tensor], args: SoftmaxArgs, config: Config) -> None:
+    x = as_rows(args.x)
     m, n = x.shape
     block = triton.next_power_of_2(n)
     if block <= config.held:
@@ -322,17 +321,15 @@ def launch(outs: tuple[Tensor], x: Tensor, *, config: Config) -> None:
         _long_forward((m,), (outs[0], x, n, x.stride(0)), constants, num_warps=config.num_warps)
 
 
-@register_impl(
-    "softmax",
-    backend="triton",
-    direction="bwd",
+@register_kernel(
+    BACKWARD,
     configure=configure_backward,
     config_type=Config,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
 )
-def launch_backward(outs: tuple[Tensor], dy: Tensor, y: Tensor, *, config: Config) -> None:
-    dy, y = as_rows(dy), as_rows(y)
+def launch_backward(outs: tuple[Tensor], args: SoftmaxBackwardArgs, config: Config) -> None:
+    dy, y = as_rows(args.dy), as_rows(args.y)
     m, n = y.shape
     block = triton.next_power_of_2(n)
     strides = (dy.stride(0), y.stride(0))
