@@ -281,8 +281,9 @@ def _softmax_backward_long_kernel(
         mask = offs < N - start
         y_fp32 = tl.load(y + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
         dy_fp32 = tl.load(dy + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        dx_ptrs = dx + start + offs
         dx_fp32 = y_fp32 * (dy_fp32 - dot)
-        tl.store(dx + start + offs, dx_fp32.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        tl.store(dx_ptrs, dx_fp32.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     dx_fp32 = _opaque_fp32(y_held, PACKED) * (_opaque_fp32(dy_held, PACKED) - dot)
     tl.store(dx + offs_held, dx_fp32.to(dx.dtype.element_ty), eviction_policy="evict_first")
 
