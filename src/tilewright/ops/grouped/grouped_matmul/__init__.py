@@ -34,7 +34,7 @@ def grouped_matmul(
     """D[starts[g]:ends[g]] = act(A[starts[g]:ends[g]] @ op(B[g])) for every group g, in one launch.
 
     a: (T, K)   b: (G, K, N), or (G, N, K) with trans_b   bf16|fp16|fp32|float8_e4m3fn, the same for both.
-    ends: (G,) int32 on a's device: the row after the last of each group.   starts: (G,) int32, by default the end of the
+    ends: (G,) int32 on a.device: the row after the last of each group.   starts: (G,) int32, by default the end of the
     group before.  Groups may begin at any row, be empty, or have all rows; they must not overlap.  They stay on the
     device: a call never waits for their values, so it can be captured, and replayed with others.
     Returns (T, N_out).  Rows outside of every group are not written: in a result that is allocated here they hold

@@ -30,7 +30,7 @@ def masked_matmul(
     """D[g, :rows[g]] = act(A[g, :rows[g]] @ op(B[g])) for every group g, in one launch.
 
     a: (G, Mmax, K)   b: (G, K, N), or (G, N, K) with trans_b   bf16|fp16|fp32|float8_e4m3fn, the same for both.
-    rows: (G,) int32 on a's device, 0..Mmax: how many rows of each group count.  It stays on the device: a decoding step can
+    rows: (G,) int32 on a.device, 0..Mmax: how many rows of each group count.  It stays there: a decoding step can
     be captured once and replayed with other numbers.   expected_rows: how many a group has as a rule; the choice of a
     kernel depends on it, by default on Mmax, the result does not.
     Returns (G, Mmax, N_out).  Rows from rows[g] on are not written: in a result that is allocated here they hold
