@@ -1,1 +1,1 @@
-"""Dense matrix products: the public ops, what they share (`operands.py`), and the engines behind their backends."""
+"""Dense matrix products: the public ops, what they share (`operands.py`), and the engines of their backends."""

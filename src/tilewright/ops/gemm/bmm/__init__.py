@@ -1,4 +1,4 @@
-"""A batch of matrix products with an epilogue.  The contract; backends are the files beside it."""
+"""A batch of matrix products with an epilogue.  The contract; backends are in the other files of this folder."""
 
 import torch
 from torch import Tensor

@@ -174,7 +174,7 @@ def _multiply(
         strides, descriptors = (*pitches(d, 1), *pitches(a, 1), 1, pitches(b, 2)[0], 1, pitches(b, 2)[1]), True
     of_a, of_b = as_stored(a), as_stored(b)
     decodes = of_a.dtype == torch.uint8  # in registers, of which eight warps have twice as many
-    if arch.startswith("gfx"):  # whose scalar registers hold fewer stages beside the scales
+    if arch.startswith("gfx"):  # scales leave scalar registers for fewer stages
         config = config._replace(num_stages=1 if decodes or c is not None else 2)
     elif decodes:
         config = config._replace(num_warps=8)

@@ -1,4 +1,4 @@
-"""Matrix product with an epilogue.  The contract; backends are the files beside it."""
+"""Matrix product with an epilogue.  The contract; backends are in the other files of this folder."""
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def matmul(
     backend: run on exactly this backend ("cuda", "cutile", "triton", "torch") or raise BackendError.
 
     Gradients of a, b, bias and c; those of a and b are products of this op in their dtype.  Where one is wanted an
-    activation is a step of its own, after z in the dtype of the result: one more rounding, nothing computed twice.
+    activation is a separate step, after z in the dtype of the result: one more rounding, nothing computed twice.
     Raises InputError for shapes that do not fit, mixed dtypes, and every option outside of the above.
     """
     if scale_a is not None or scale_b is not None:

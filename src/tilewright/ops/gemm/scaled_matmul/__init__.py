@@ -1,4 +1,4 @@
-"""Product of scaled float8 matrices with an epilogue.  The contract; backends are the files beside it."""
+"""Product of scaled float8 matrices with an epilogue.  The contract; backends are in the other files of this folder."""
 
 from typing import Any
 

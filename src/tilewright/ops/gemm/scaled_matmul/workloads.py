@@ -34,8 +34,8 @@ def layer(name: str, n: int, k: int, rows: Iterable[int] = ROWS, **options: Any)
     return tuple(row(f"{name}_m{m}", m, n, k, **options) for m in rows)
 
 
-# In float32, as DeepGEMM's recipe (1, 1, 128); what is added to is read too.  Torch adds in a pass of its own, so the
-# same without it stands beside.
+# In float32, as DeepGEMM's recipe (1, 1, 128); what is added to is read too.  Torch adds in a separate pass, so the
+# same without it is listed too.
 _GRADIENT: dict[str, Any] = {"scaling": "token_token", "out_dtype": torch.float32}
 
 WORKLOADS = (

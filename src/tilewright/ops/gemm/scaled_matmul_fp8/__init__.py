@@ -1,4 +1,4 @@
-"""Product of scaled float8 matrices that ends in float8.  The contract; backends are the files beside it."""
+"""Product of scaled float8 matrices that ends in float8.  The contract; backends are in this folder."""
 
 import torch
 from torch import Tensor

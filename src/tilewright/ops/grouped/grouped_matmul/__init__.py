@@ -1,4 +1,4 @@
-"""Groups of rows, one behind the other, each times a matrix of its own.  The contract."""
+"""Consecutive groups of rows, each times its own matrix.  The contract."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def grouped_matmul(
     """D[starts[g]:ends[g]] = act(A[starts[g]:ends[g]] @ op(B[g])) for every group g, in one launch.
 
     a: (T, K)   b: (G, K, N), or (G, N, K) with trans_b   bf16|fp16|fp32|float8_e4m3fn, the same for both.
-    ends: (G,) int32 beside a: the row behind the last of each group.   starts: (G,) int32, by default the end of the
+    ends: (G,) int32 on a.device: the row after the last of each group.   starts: (G,) int32, by default the end of the
     group before.  Groups may begin at any row, be empty, or have all rows; they must not overlap.  They stay on the
     device: a call never waits for their values, so it can be captured, and replayed with others.
     Returns (T, N_out).  Rows outside of every group are not written: in a result that is allocated here they hold

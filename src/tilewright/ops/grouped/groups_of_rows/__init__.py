@@ -64,7 +64,7 @@ def check(ids: Tensor, groups: int) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: G, M (rows a group has on average), optional split as in `samples.parts`, padding (rows behind a group,
+    """params: G, M (rows a group has on average), optional split as in `samples.parts`, padding (rows after a group,
     on average), shuffled (groups in any order).
     """
     draw = random.Random(seed)

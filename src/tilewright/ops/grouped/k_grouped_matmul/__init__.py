@@ -33,7 +33,7 @@ def k_grouped_matmul(
     """D[g] = op(A)[:, group g] @ op(B)[group g] + C[g], accumulated in float32, rounded once, in one launch.
 
     a: (M, T), or (T, M) with trans_a   b: (T, N), or (N, T) with trans_b   bf16|fp16|fp32|float8_e4m3fn, both the same.
-    ends: (G,) int32 beside a: group g is ends[g - 1] <= t < ends[g], the first begins at 0.  It stays on the device.
+    ends: (G,) int32 on a.device: group g is ends[g - 1] <= t < ends[g], the first begins at 0.  It stays on the device.
     With a = x (T, M) and trans_a, b = dy (T, N), these are the gradients of G experts' weights (M, N).
     c: (G, M, N) bf16|fp16|fp32, what is accumulated into; may be `out` itself.
     Returns (G, M, N) in out_dtype, float32 by default; an empty group is c, or zeros.

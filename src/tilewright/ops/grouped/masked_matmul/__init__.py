@@ -1,4 +1,4 @@
-"""A batch of matrices of which the first rows count, each times a matrix of its own.  The contract."""
+"""A batch of matrices of which the first rows count, each times its own matrix.  The contract."""
 
 import torch
 from torch import Tensor
@@ -30,14 +30,14 @@ def masked_matmul(
     """D[g, :rows[g]] = act(A[g, :rows[g]] @ op(B[g])) for every group g, in one launch.
 
     a: (G, Mmax, K)   b: (G, K, N), or (G, N, K) with trans_b   bf16|fp16|fp32|float8_e4m3fn, the same for both.
-    rows: (G,) int32 beside a, 0..Mmax: how many rows of each group count.  It stays on the device: a decoding step can
+    rows: (G,) int32 on a.device, 0..Mmax: how many rows of each group count.  It stays there: a decoding step can
     be captured once and replayed with other numbers.   expected_rows: how many a group has as a rule; the choice of a
     kernel depends on it, by default on Mmax, the result does not.
     Returns (G, Mmax, N_out).  Rows from rows[g] on are not written: in a result that is allocated here they hold
     anything, in `out` what it held.
 
     scale_a: (G, Mmax, 1), (G, 1, 1) or (G, Mmax, K/128); everything else as in `grouped_matmul`.  No gradient: rows
-    that stand behind each other, as `grouped_matmul` takes them, waste no memory in training.
+    that follow each other, as `grouped_matmul` takes them, waste no memory in training.
     Raises InputError for shapes that do not fit, mixed dtypes, and every option outside of the above.
     """
     matrices("masked_matmul", a, b, 3, "(G, Mmax, K) and (G, K, N)")

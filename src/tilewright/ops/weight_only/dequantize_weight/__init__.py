@@ -1,4 +1,4 @@
-"""A weight of 8 or 4 bits as floating-point numbers again.  The contract; backends are the files beside it."""
+"""An 8-bit or 4-bit weight converted to floating point.  The contract; backends are in this folder."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A weight in 8 or 4 bits.  The contract; backends are the files beside it."""
+"""A weight in 8 or 4 bits.  The contract; backends are in the other files of this folder."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Activations of 16 bits times weights of 8 or 4.  The contract; backends are the files beside it."""
+"""Activations of 16 bits times weights of 8 or 4.  The contract; backends are in the other files of this folder."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def weight_only_matmul(
 
     out: contiguous tensor to write instead of allocating.   backend: run on exactly this backend ("cuda", "triton",
     "torch") or raise BackendError.   "cuda" is for Hopper and scales as `quantize_weight` lays them.
-    For inference: no backend has a kernel of a gradient.  Where x or bias wants one the reference runs, which makes the
+    For inference: no backend has a kernel of a gradient.  Where x or bias needs one the reference runs, which makes the
     weight in float32.   Raises InputError for shapes that do not fit and every option outside of the above.
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
