@@ -260,14 +260,43 @@ def test_the_cache_is_passed_by_when_asked_to_compile_otherwise(switch, tmp_path
         prepare(kernel, scaled_args(), (256,))
 
 
-@pytest.mark.parametrize("lacking", ["cuda-core", "Triton 3.6"])
-def test_where_nothing_can_launch_them_cached_kernels_are_not_looked_for(lacking, monkeypatch):
+def test_where_nothing_can_launch_them_cached_kernels_are_not_looked_for(monkeypatch):
     assert triton_launch._launchable.__wrapped__()
-    if lacking == "cuda-core":
-        monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
-    else:
-        monkeypatch.setattr(triton_compile, "SUPPORTED", False)
+    monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
     assert not triton_launch._launchable.__wrapped__()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_launcher_that_is_not_known_is_left_to_triton(known, tmp_path, monkeypatch):
+    """Triton 3.7 has a launcher of the same name that takes other arguments."""
+    runs = []
+
+    class OnAGpu:
+        device, dtype = torch.device("cuda", 0), torch.float32
+
+        def data_ptr(self):
+            return 256
+
+    monkeypatch.setattr(triton_compile, "SUPPORTED", known)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_launch, "_launchable", lambda: False)
+    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(triton_launch, "_of_triton", lambda compiled: triton_launch._Ready(lambda *args: None, 0, ()))
+    monkeypatch.setattr(triton_launch.JITFunction, "run", lambda kernel, *args, warmup, **options: runs.append(warmup))
+    kernel = TritonKernel(load(tmp_path).kernel)
+    kernel((8,), scaled_args(x=OnAGpu(), y=OnAGpu()), (256,), num_warps=4)
+    assert runs == [known], "compiled for our launcher, or launched"
+
+
+def test_products_and_sums_are_fused_unless_a_kernel_says_otherwise(tmp_path, monkeypatch):
+    """The default of Triton 3.10 is another one, and 3.9 warns of it."""
+    fused = []
+    monkeypatch.setattr(
+        triton_launch.JITFunction, "run", lambda kernel, *args, **options: fused.append(options["enable_fp_fusion"])
+    )
+    for options in ({}, {"enable_fp_fusion": False}):
+        TritonKernel(load(tmp_path).kernel, **options)((8,), scaled_args(), (256,), num_warps=4)
+    assert fused == [True, False]
 
 
 def test_one_switch_brings_every_kernel_to_our_launcher(tmp_path, prepare, monkeypatch):

@@ -4,8 +4,8 @@
 `TritonKernel` does that once per specialisation, and afterwards hands the arguments straight to a C launcher.
 
 The key repeats what Triton 3.6 specialises on for NVIDIA: a pointer's dtype and 16-byte alignment; an integer being 1,
-a multiple of 16, or wider than 32 bits.  Everything else (the interpreter, AMD with its pointer ranges, profiler
-launch hooks) takes Triton's own path.
+a multiple of 16, or wider than 32 bits.  Everything else (other versions of Triton, whose specialisation and launcher
+are theirs, the interpreter, AMD with its pointer ranges, profiler launch hooks) takes Triton's own path.
 
 A specialisation that `tilewright warmup` left in the kernel cache, here or in an imported bundle, is launched through
 cuda-core, and neither Triton's compiler nor the C compiler that its launcher needs is ever called.  Others are compiled
@@ -68,13 +68,14 @@ class TritonKernel:
 
     `kernel(grid, args, constants, num_warps=, num_stages=)`: `args` are the run-time arguments in order, `constants`
     the constexpr values in order.  The first tensor in `args` decides the device; the current stream of that device is
-    used.
+    used.  options: of Triton's compiler.  A product and a sum become one fused instruction unless `enable_fp_fusion`
+    is False, whatever this version of Triton does by default.
     """
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        self.fn, self._options = fn, options
+        self.fn, self._options = fn, {"enable_fp_fusion": True, **options}
         self._ready: dict[tuple[Any, ...], _Ready] = {}
-        self._direct = isinstance(fn, JITFunction) and torch.version.hip is None
+        self._direct = isinstance(fn, JITFunction) and torch.version.hip is None and triton_compile.SUPPORTED
 
     def __call__(
         self,
@@ -172,9 +173,9 @@ class TritonKernel:
 
 @functools.cache
 def _launchable() -> bool:
-    """Can cached kernels be launched here?  They need cuda-core, and Triton's ABI as we know it."""
+    """Can cached kernels be launched here?  They need cuda-core."""
     try:
-        return triton_compile.SUPPORTED and find_spec("cuda.core") is not None
+        return find_spec("cuda.core") is not None
     except ModuleNotFoundError:  # there is no package `cuda` at all
         return False
 
@@ -194,14 +195,9 @@ def _hooked() -> bool:
 
 
 def _of_triton(compiled: Any) -> _Ready:
-    """Triton's C launcher without its Python shell.
-
-    With the shell, and not for tapes, where this Triton keeps the launcher elsewhere, or the kernel needs scratch
-    memory that the shell allocates.
-    """
+    """Triton's C launcher without its Python shell; with it, and not for tapes, where the shell allocates scratch."""
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    fields = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    if not all(hasattr(run, f) for f in fields) or run.global_scratch_size or run.profile_scratch_size:
+    if run.global_scratch_size or run.profile_scratch_size:
         return _Ready(run, function, (packed, None, None, None), lasting=False)
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     return _Ready(run.launch, function, (*flags, None, None, packed, None, None, None))
