@@ -69,7 +69,7 @@ LIBRARIES = {
         label="+cpu",
     ),
     "triton": Library(
-        ("3.6.0",),
+        ("3.6.0", "3.7.1", "3.8.0", "3.9.0"),
         (
             ("-m", "interp", "tests/interp", "-k", "rms_norm or softmax"),
             ("-m", "compile", "tests/compile/test_contracts.py", "-k", "rms_norm"),
