@@ -13,6 +13,7 @@ by Triton.
 """
 
 import functools
+import logging
 import threading
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -29,11 +30,16 @@ from tilewright.jit import cache, driver, triton_compile
 from tilewright.jit.artifact import Artifact
 from tilewright.jit.collect import Collector, collecting
 from tilewright.jit.tape import Step, scratch, taping
+from tilewright.log import log_once
 from tilewright.settings import current
 
 OWN_LAUNCHER = False
 """True: every kernel is compiled through our cache and launched through libcuda, as those of a bundle are."""
 
+_LAUNCHED_BY_TRITON = (
+    f"Triton {triton.__version__} launches kernels itself, with more host time at each call than the launcher that is "
+    "known here, that of 3.6 (docs/versions.md)."
+)
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 # Triton's compiler makes no promise to threads, and what it made shows its launcher before its function is loaded
@@ -100,6 +106,8 @@ class TritonKernel:
         if not self._direct or index is None or _hooked():
             if tape is not None:
                 tape.spoil()
+            if index is not None and torch.version.hip is None and not triton_compile.SUPPORTED:
+                log_once("triton's launcher", _LAUNCHED_BY_TRITON, logging.INFO)
             self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)
             return
         key = (index, num_warps, num_stages, constants, *map(_specialise, args))
