@@ -73,7 +73,7 @@ LIBRARIES = {
         (
             ("-m", "interp", "tests/interp", "-k", "rms_norm or softmax"),
             ("-m", "compile", "tests/compile/test_contracts.py", "-k", "rms_norm"),
-            ("tests/jit/test_triton_launch.py", "-k", "left_to_triton or products_and_sums"),
+            ("tests/jit/test_triton_versions.py",),
         ),
         variables=(("TRITON_INTERPRET", "interp"),),  # set where pytest's words have the second
     ),

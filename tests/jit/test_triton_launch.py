@@ -19,7 +19,6 @@ from tilewright.jit import cache, triton_compile, triton_launch
 from tilewright.jit.collect import collect
 from tilewright.jit.tape import listen
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.log import forget_logged
 
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950")
 ARGS = (torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(8), 4096)
@@ -265,43 +264,6 @@ def test_where_nothing_can_launch_them_cached_kernels_are_not_looked_for(monkeyp
     assert triton_launch._launchable.__wrapped__()
     monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
     assert not triton_launch._launchable.__wrapped__()
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_launcher_that_is_not_known_is_left_to_triton(known, tmp_path, monkeypatch, caplog):
-    """Triton 3.7 has a launcher of the same name that takes other arguments."""
-    runs = []
-
-    class OnAGpu:
-        device, dtype = torch.device("cuda", 0), torch.float32
-
-        def data_ptr(self):
-            return 256
-
-    monkeypatch.setattr(triton_compile, "SUPPORTED", known)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_launchable", lambda: False)
-    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: 0)
-    monkeypatch.setattr(triton_launch, "_of_triton", lambda compiled: triton_launch._Ready(lambda *args: None, 0, ()))
-    monkeypatch.setattr(triton_launch.JITFunction, "run", lambda kernel, *args, warmup, **options: runs.append(warmup))
-    kernel = TritonKernel(load(tmp_path).kernel)
-    forget_logged()
-    with caplog.at_level("INFO", logger="tilewright"):
-        kernel((8,), scaled_args(x=OnAGpu(), y=OnAGpu()), (256,), num_warps=4)
-        kernel((8,), scaled_args(x=OnAGpu(), y=OnAGpu()), (256,), num_warps=4)
-    assert caplog.text.count("launches kernels itself") == (not known)
-    assert runs == ([True] if known else [False, False]), "compiled for our launcher, or launched"
-
-
-def test_products_and_sums_are_fused_unless_a_kernel_says_otherwise(tmp_path, monkeypatch):
-    """The default of Triton 3.10 is another one, and 3.9 warns of it."""
-    fused = []
-    monkeypatch.setattr(
-        triton_launch.JITFunction, "run", lambda kernel, *args, **options: fused.append(options["enable_fp_fusion"])
-    )
-    for options in ({}, {"enable_fp_fusion": False}):
-        TritonKernel(load(tmp_path).kernel, **options)((8,), scaled_args(), (256,), num_warps=4)
-    assert fused == [True, False]
 
 
 def test_one_switch_brings_every_kernel_to_our_launcher(tmp_path, prepare, monkeypatch):
