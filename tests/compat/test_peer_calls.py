@@ -69,6 +69,12 @@ def test_what_they_import_is_here(module: str) -> None:
     assert [name for name in IMPORTED[module].split() if not hasattr(found, name)] == []
 
 
+@pytest.mark.parametrize("name", ["use_deterministic_algorithms", "batched_syrk", "batched_symm"])
+def test_what_later_releases_import_says_so(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no {name!r}: DeepGEMM has it since a release after 2.6.1"):
+        getattr(deep_gemm, name)
+
+
 @pytest.mark.parametrize(("n", "k"), [*NK, (256, 7168), (129280, 7168)])
 @pytest.mark.parametrize("m", [1, 128, 4096])
 @pytest.mark.parametrize("form", ["bf16_gemm", "cublaslt_gemm"])
