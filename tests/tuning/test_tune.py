@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock, Timeout
+from tests.harness.simulated_time import READING_NS
 
 from tilewright.bench.tables import slug
 from tilewright.dispatch import explain, table, table_update
@@ -85,7 +86,8 @@ def test_the_best_wins_and_every_loser_has_its_reason(fake_op, patience):
     assert tuned.after.config == fake_op.FAST
     assert tuned.changed
     assert tuned.gain is not None, [(str(t), t.reason) for t in tuned.trials]
-    assert tuned.gain > 0.03
+    slow, fast = (config.passes * fake_op.PASS_S + READING_NS / 1e9 for config in (fake_op.DEFAULT, fake_op.FAST))
+    assert tuned.gain == pytest.approx(slow / fast - 1)
     reasons = {trial.config: trial.reason for trial in tuned.trials}
     expected = {
         fake_op.DEFAULT: None,
