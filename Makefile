@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
 
-.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-gpu bench-gpu clean
+.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-gpu bench-gpu docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,12 +68,17 @@ test-gpu: ## the tests that need a GPU, with the system's python
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(SYSTEM_PYTHON) -m pytest -m gpu \
 	    $$($(PYTHON) -c 'import xdist' 2> /dev/null && echo "-n $(GPU_WORKERS) --dist worksteal -p no:benchmark")
 
-bench-gpu: ## measure every suite on this GPU and render docs/performance.md
+bench-gpu: ## measure every suite on this GPU and write the performance pages
 	for suite in $(SUITES); do \
 	    $(SYSTEM_PYTHON) -m tilewright bench $$suite --json benchmarks/results/h200/$$suite.json; \
 	done
 	$(SYSTEM_PYTHON) -m tilewright bench gemm --json benchmarks/results/h200/gemm_bf16.json
 	$(SYSTEM_PYTHON) -m tilewright bench --report
+
+docs: .venv/.ready-test ## write the generated pages: performance, plots, ops, masks
+	$(BIN)/python -m tilewright bench --report
+	$(BIN)/python scripts/op_pages.py
+	$(BIN)/python scripts/mask_pages.py
 
 clean: ## remove the environment, caches and outputs
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -54,9 +54,9 @@ def bench_suite(
     results: Annotated[Path, typer.Option("--results", metavar="DIR", help="Results that --report reads.")] = Path(
         "benchmarks/results"
     ),
-    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Page that --report writes.")] = Path(
-        "docs/performance.md"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", metavar="DIR", help="Folder of the pages that --report writes.")
+    ] = Path("docs/performance"),
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="TIME", help="Begin no case after this time: 90s, 5m, 1h.")
     ] = None,
@@ -145,7 +145,7 @@ def _earlier(json_file: str | None, place: str) -> "Results | None":
 def _render(suite: str | None, results: Path, output: Path, json_file: str | None) -> None:
     if suite is not None:
         raise UsageError(f"--report renders every result file; it takes no SUITE, got {suite!r}.")
-    check_writable(output)
+    check_writable(output / "README.md")
     need("report", "matplotlib")
     from tilewright.bench.report import report
 
