@@ -33,7 +33,7 @@ SAMPLED = {"fmha", "fmha_varlen", "mla"}
 # Bytes that a thread moves in tiles of 32 queries and 64 keys of packed sequences, D = 128: the fastest on an H200
 MEASURED_SPILLS = {("fmha_bwd", "sm_90"): 16, ("fmha_varlen_bwd", "sm_90"): 16}
 IMPLEMENTATIONS = {op.key: (contract, op, impl) for contract, op, impl in triton_implementations()}
-TABLES = sorted((Path(tilewright.__file__).parent / "tables").glob("*.json"))
+TABLES = sorted((Path(tilewright.__file__).parent / "tables").glob("*/*.json"))
 
 
 class Compiler:
@@ -160,7 +160,7 @@ def _with_terms(op, call) -> bool:
     return has_terms(of["mask"], of.get("extras", 0))
 
 
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_row_of_a_shipped_table(path):
     header, rows = table.read(path)
     faults = []
@@ -171,7 +171,7 @@ def test_every_row_of_a_shipped_table(path):
         contract, op, implementation = IMPLEMENTATIONS[key]
         dtype = getattr(torch, row.dtype)
         calls = [c for c in declared_calls(contract, op, dtype) if op.bucket_text(op.bucket(*c.args)) == row.bucket]
-        assert calls, f"{path.name}: no workload of {key} has the bucket {row.bucket}"
+        assert calls, f"{path}: no workload of {key} has the bucket {row.bucket}"
         config = implementation.config_type(**row.config) if row.config is not None else None
         with Compiler(implementation, header["arch"]) as compiler:
             compiler.launch(calls[0], dtype, config)

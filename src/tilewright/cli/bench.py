@@ -46,7 +46,10 @@ def bench_suite(
     device_name: DeviceOption = None,
     write_table: Annotated[bool, typer.Option("--write-table", help="Store the fastest choice of each case.")] = False,
     table: Annotated[
-        Path | None, typer.Option("--table", metavar="FILE", help="The table to write; default: yours.")
+        Path | None,
+        typer.Option(
+            "--table", metavar="FILE", help="The table to write, or a folder, one file an op; default: yours."
+        ),
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Render all committed results instead of measuring.")
@@ -72,7 +75,7 @@ def bench_suite(
 
     The exit code is 1 if a case fails or is faster than its floor.
     """
-    check_writable(json_file, table)
+    check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     if report:
         _render(suite, results, output, json_file)
         return
@@ -89,7 +92,7 @@ def bench_suite(
         raise UsageError(f"bench needs a SUITE: {', '.join(suites())} (or --report).")
     if table is not None and not write_table:
         raise UsageError("--table names the file for --write-table; give both.")
-    if table is not None and table.exists():
+    if table is not None and table.is_file():
         read(table)  # rows are merged into it at the end; a file that is no table is refused now
     if suite in contracts() and suite not in suites():
         suite, ops = contracts()[suite].family, [suite, *(ops or ())]
