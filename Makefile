@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
 
-.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-gpu bench-gpu docs clean
+.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-compile-all test-gpu bench-gpu docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,8 +60,11 @@ test-versions: .venv/.ready-test ## oldest and newest supported transformers, ea
 versions: .venv/.ready-test ## every supported transformers, torch and Triton, and the newest of each; for a schedule
 	$(BIN)/python scripts/versions.py transformers torch triton --all --newest
 
-test-compile: .venv/.ready-test ## every kernel compiled for every GPU it supports, its costs compared with the ledger
+test-compile: .venv/.ready-test ## every kernel compiled for every GPU it supports, its costs held to the ledger
 	$(PYTEST) -m compile
+
+test-compile-all: .venv/.ready-test ## every form of every kernel, its costs compared with the ledger; for a schedule
+	$(PYTEST) -m compile tests/compile --compile-all
 
 # In parallel where pytest-xdist is installed: most of the time goes into compiling kernels.
 test-gpu: ## the tests that need a GPU, with the system's python
