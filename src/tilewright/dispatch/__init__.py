@@ -9,9 +9,8 @@ from tilewright.dispatch.contract import (
     Promises,
     Sample,
     Workload,
-    contract,
-    contracts,
 )
+from tilewright.dispatch.declared import contract, contracts
 from tilewright.dispatch.explanation import Explanation, explain
 from tilewright.dispatch.preference import get_current_backend, numerics, set_backend, use_backend
 from tilewright.dispatch.raw import RawOp

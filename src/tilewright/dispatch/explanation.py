@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilewright.dispatch.contract import contract
+from tilewright.dispatch.declared import contract
 from tilewright.dispatch.recording import record
 from tilewright.dispatch.registry import implementations
 from tilewright.dispatch.select import known, refusal
