@@ -18,10 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
 
-.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-compile-all test-gpu bench-gpu docs clean
+.PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-compile-all test-gpu bench-gpu docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded language model
 	@mkdir -p build
@@ -30,6 +30,9 @@ demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded l
 	    --html build/stdlib_lm.html --json build/stdlib_lm.json
 
 PHASES := lint test-default test-versions test-interp test-compile
+
+quick: .venv/.ready-test ## tests of what changed since main, and of what stands on it: minutes
+	$(BIN)/python scripts/quick_tests.py -n $(WORKERS)
 
 # Every phase runs, whatever the one before it found; the last line and the exit code say which ones failed.
 test: .venv/.ready-test ## everything a change must pass, without a GPU
