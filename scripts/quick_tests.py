@@ -201,7 +201,7 @@ def _imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
         for each in node.body
         for inner in ast.walk(each)
     }
-    return (n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and n not in typed)
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in typed)
 
 
 def _dotted(node: ast.Attribute, aliases: Mapping[str, str]) -> str | None:

@@ -19,13 +19,13 @@ def announce(modules: Mapping[str, str]) -> None:
     _modules.update(modules)
 
 
-def load(name: str) -> bool:
-    """Import the module that declares op `name`; False where no module does."""
+def load(name: str) -> None:
+    """Import the module that declares op `name`; every module where none does, so that an error can name all ops."""
     if name not in _modules:
-        return False
+        load_all()
+        return
     with _no_modes():
         import_module(_modules[name])
-    return True
 
 
 def load_all() -> None:

@@ -23,8 +23,9 @@ class Namespace(_OpNamespace):
         try:
             return super().__getattr__(op_name)
         except AttributeError:
-            if op_name.startswith("__") or not catalogue.load(_public(op_name)):
+            if op_name.startswith("__"):
                 raise
+        catalogue.load(_public(op_name))
         return super().__getattr__(op_name)
 
 
