@@ -97,15 +97,15 @@ class Graph:
                 for alias in node.names:
                     aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                     yield from filter(None, [self._resolve(f"{node.module}.{alias.name}")])
-        for node in ast.walk(tree):
+        for part in ast.walk(tree):
             if (
-                isinstance(node, ast.Attribute)
-                and (dotted := _dotted(node, aliases))
+                isinstance(part, ast.Attribute)
+                and (dotted := _dotted(part, aliases))
                 and dotted.startswith("tilewright")
             ):
                 yield from filter(None, [self._resolve(dotted)])
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(DEVICE_CODE):
-                yield from (each for each in device if f"/{each}".endswith(f"/{node.value}"))
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.endswith(DEVICE_CODE):
+                yield from (each for each in device if f"/{each}".endswith(f"/{part.value}"))
         if module in self.ops.values() and file.endswith("__init__.py"):  # dispatch finds the files of backends by name
             folder = file.removesuffix("__init__.py")
             yield from (each for each in self.modules.values() if each.rpartition("/")[0] == folder.rstrip("/"))
