@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.bench.cases import Case
+from tilewright.bench.commit import commit
 from tilewright.bench.contestants import Choice
 from tilewright.bench.schema import Choice as TableChoice
 from tilewright.bench.schema import Row
@@ -79,6 +80,7 @@ def row(
         spread=rounded(times.ours[chosen].spread, digits=3),
         paused=_medians(times.paused),
         ratio_own_paused=times.ratio_own_paused(),
+        commit=commit(),
     )
 
 
