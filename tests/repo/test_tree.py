@@ -15,6 +15,7 @@ MAX_FOLDER_FILES = 20  # aim at 15
 # What programs write: measurements and what is rendered from them, tuning tables, the ledger, the embedded model.
 MADE = (
     "benchmarks/results/",
+    "docs/masks/",
     "docs/ops/",
     "docs/performance/",
     "docs/plots/",
