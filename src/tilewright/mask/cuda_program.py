@@ -6,7 +6,7 @@ from tilewright.errors import BackendError
 from tilewright.mask.elements import walk
 from tilewright.mask.program import flags, offset, root
 
-NO_PROGRAM = "tilewright::NoProgram"
+NO_PROGRAM = "tilewright::BandOnly"
 """Of the empty text."""
 
 _LEAVES = {

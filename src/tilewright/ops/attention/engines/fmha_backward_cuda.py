@@ -25,7 +25,7 @@ _SPAN, _ROWS, _KEYS, _GROUPS = 128, 64, 128, 2
 _WIDE = _SPAN // 2  # elements of 16 bits
 _MAX_D = 128
 _L2_BYTES = 32 << 20  # of queries, their gradients and sums that blocks of other keys use again before they are gone
-_THREADS, _SPANS_THREADS = 256, 128  # of the small kernels
+_THREADS, _INTERVALS_THREADS = 256, 128  # of the small kernels
 
 
 class Config(NamedTuple):
@@ -50,20 +50,20 @@ class Params(NamedTuple):
     kOutStages: int
     kSoftcap: bool
     kSlope: bool
-    kSpans: bool
+    kPacked: bool
     Element: torch.dtype
 
 
-class RowsParams(NamedTuple):
-    """What sm90_fmha_rows is compiled for."""
+class PreprocessParams(NamedTuple):
+    """What sm90_fmha_preprocess is compiled for."""
 
     kBlockM: int
-    kSpans: bool
+    kPacked: bool
     Element: torch.dtype
 
 
-class SpansParams(NamedTuple):
-    """What sm90_fmha_spans is compiled for: nothing that changes."""
+class IntervalsParams(NamedTuple):
+    """What sm90_fmha_intervals is compiled for: nothing that changes."""
 
 
 _FOLDER = Path(__file__).parent
@@ -74,13 +74,13 @@ KERNEL = CudaKernel(
     archs=("sm_90a",),
     dependent=True,
 )
-ROWS = CudaKernel(
-    _FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_rows", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
+PREPROCESS = CudaKernel(
+    _FOLDER / "sm90_fmha_preprocess.cuh", "sm90_fmha_preprocess", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
 )
-QUERIES = CudaKernel(
-    _FOLDER / "sm90_fmha_queries.cuh", "sm90_fmha_queries", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
+POSTPROCESS = CudaKernel(
+    _FOLDER / "sm90_fmha_postprocess.cuh", "sm90_fmha_postprocess", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
 )
-SPANS = CudaKernel(_FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_spans", "PPii", archs=("sm_90a",), dependent=True)
+INTERVALS = CudaKernel(_FOLDER / "sm90_fmha_preprocess.cuh", "sm90_fmha_intervals", "PPii", archs=("sm_90a",), dependent=True)
 
 
 def backward(
@@ -119,7 +119,7 @@ def backward(
     sums = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
     flags = scratch((tiles + 1,), torch.int32, q.device)
     spans = _spans(mask_data, s_q, s_k, config) if program else 0
-    ROWS(
+    PREPROCESS(
         (tiles,),
         (
             *(do, o, lse, 0 if dlse is None else dlse, rows, flags),
@@ -128,7 +128,7 @@ def backward(
             *o.stride()[:3],
             *(spans, s_k),
         ),
-        RowsParams(config.block_m, bool(program), q.dtype),
+        PreprocessParams(config.block_m, bool(program), q.dtype),
         block=_THREADS,
     )
     lines, keys, part = (1, 1, config.block_m, _WIDE), (1, 1, _KEYS, _WIDE), (1, 1, _ROWS, _WIDE)
@@ -152,7 +152,7 @@ def backward(
         block=_SPAN * (_GROUPS + 1),
         shared_bytes=shared_bytes(params),
     )
-    QUERIES(
+    POSTPROCESS(
         (tiles,),
         (sums, dq, s_q, s_k, d, heads, left, right, scale, *dq.stride()[:3], spans),
         params,
@@ -165,10 +165,10 @@ def backward(
 
 
 def _spans(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
-    """(S_k + tiles of queries, 2) int32: of each key the queries that see it, and room for what sm90_fmha_rows adds."""
+    """(S_k + tiles of queries, 2) int32: of each key the queries that see it, and room for what sm90_fmha_preprocess adds."""
     assert mask_data is not None, "a program has numbers"
     spans = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
-    SPANS((-(-s_k // _SPANS_THREADS),), (mask_data, spans, s_q, s_k), SpansParams(), block=_SPANS_THREADS)
+    INTERVALS((-(-s_k // _INTERVALS_THREADS),), (mask_data, spans, s_q, s_k), IntervalsParams(), block=_INTERVALS_THREADS)
     return spans
 
 
@@ -210,7 +210,7 @@ def _params(d: int, d_v: int, softcap: bool, slope: bool, spans: bool, dtype: to
         kOutStages=config.out_stages,
         kSoftcap=softcap,
         kSlope=slope,
-        kSpans=spans,
+        kPacked=spans,
         Element=dtype,
     )
 

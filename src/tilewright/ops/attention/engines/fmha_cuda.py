@@ -46,7 +46,7 @@ class Params(NamedTuple):
 
     kD: int
     kDv: int
-    kGroups: int
+    kWarpgroups: int
     kBlockN: int
     kStages: int
     kQStages: int
@@ -169,7 +169,7 @@ def _params(
     return Params(
         kD=-(-d // 16) * 16,
         kDv=-(-d_v // 16) * 16,
-        kGroups=config.groups,
+        kWarpgroups=config.groups,
         kBlockN=config.block_n,
         kStages=config.stages,
         kQStages=config.q_stages,
