@@ -19,7 +19,7 @@ from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
 from tilewright.mask.program import Part
 
-ALONE = "seq:0"
+PACKED_PROGRAM = "seq:0"
 """The program of packed sequences and nothing else."""
 
 

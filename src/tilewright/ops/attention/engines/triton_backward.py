@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
@@ -118,7 +118,7 @@ def backward(
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
-    left, right = within(left, right, s_q, s_k)
+    left, right = clamped_band(left, right, s_q, s_k)
     dq_pe, dk_pe, q_pe, k_pe = pe or (None,) * 4
     d_pe = 0 if k_pe is None else k_pe.shape[3]
     parts = (*tiling.parts(d), *tiling.parts(d_v), d_pe, tiling.part(d_pe))

@@ -10,7 +10,7 @@ cannot beat 1.11 ms at 989 TFLOP/s.
 import torch
 from torch import Tensor
 
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config, Tile
@@ -98,7 +98,7 @@ def forward(
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
-    left, right = within(left, right, s_q, s_k)
+    left, right = clamped_band(left, right, s_q, s_k)
     q_pe, k_pe = pe or (None, None)
     d_pe = 0 if k_pe is None else k_pe.shape[3]
     copied = (k, v) if k_pe is None else (k, v, k_pe)

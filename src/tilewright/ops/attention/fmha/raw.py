@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import Gradient, RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.dispatch.raw import OutputSpec
-from tilewright.mask.packed import ALONE
+from tilewright.mask.packed import PACKED_PROGRAM
 from tilewright.ops.attention.layout import addressable, dense, spec_like
 from tilewright.ops.attention.reference import attention, attention_backward
 from tilewright.ops.rows import accumulate_dtype
@@ -118,7 +118,7 @@ def _backward_bucket(
     scale: float,
     softcap: float,
 ) -> tuple[int, ...]:
-    mask = PACKED if program == ALONE else _mask(program, left, right)
+    mask = PACKED if program == PACKED_PROGRAM else _mask(program, left, right)
     return _bucket((q, k, v, do, o), sinks, slopes, mask, softcap)
 
 

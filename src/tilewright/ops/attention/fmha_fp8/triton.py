@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import target_of
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.fmha.raw import PROGRAM
 from tilewright.ops.attention.fmha_fp8.raw import BUCKET, FORWARD
@@ -154,7 +154,7 @@ def launch(
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
     width, width_v = _width(d), _width(d_v)
-    left, right = within(left, right, s_q, s_k)
+    left, right = clamped_band(left, right, s_q, s_k)
     config = _fitted(config, q, width, width + width_v)
     copies = config.descriptors and tiling.has_descriptors(k) and tiling.describable(k)
     turn = config.turned and copies
