@@ -93,8 +93,8 @@ def test_kernels_that_read_through_tensor_maps_refuse_such_tensors_in_words(name
     rest = (None, None, None, "", -1, -1, 1.0, 0.0)
     do, q, k, v, o = tensors.values()
     backward = raw.BACKWARD.bucket(do, None, q, k, v, o, torch.zeros(1, 2, 16), *rest)
-    assert "multiples of 16 bytes" in raw.unaddressable(backward)
-    forward = raw.unaddressable(raw.bucket(q, k, v, *rest))
+    assert "multiples of 16 bytes" in raw.why_not_addressable(backward)
+    forward = raw.why_not_addressable(raw.bucket(q, k, v, *rest))
     assert (forward is None) == (which in ("do", "o"))
 
 

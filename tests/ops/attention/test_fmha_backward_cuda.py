@@ -106,9 +106,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.refusal(q, v))
+    assert words in str(engine.why_not(q, v))
     q, _, v = problem().tensors
-    assert (engine.refusal(q, v) is None) == (arch == "sm_90")
+    assert (engine.why_not(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches

@@ -69,21 +69,21 @@ def plain(
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, all scores in memory; differentiable in everything, float64 an oracle."""
     (batch, heads, s_q, d), s_k = q.shape, k.shape[2]
-    wide, group = accumulate_dtype(q.dtype), heads // k.shape[1]
-    keys, values = (t.to(wide).repeat_interleave(group, 1) for t in (k, v))
-    s = (d**-0.5 if scale is None else scale) * (q.to(wide) @ keys.mT)
+    acc_dtype, group = accumulate_dtype(q.dtype), heads // k.shape[1]
+    keys, values = (t.to(acc_dtype).repeat_interleave(group, 1) for t in (k, v))
+    s = (d**-0.5 if scale is None else scale) * (q.to(acc_dtype) @ keys.mT)
     steps = steps_of(scores)
     if steps and s.numel():
         s = _each(combined(steps, s_k - s_q))(s, *(torch.arange(n, device=q.device) for n in s.shape))
     if mask is not None:
         s = s.masked_fill(~mask.dense(batch, heads, s_q, s_k, q.device), -math.inf)
-    top = s.detach().amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
-    seen = total != 0
-    o = (p.to(v.dtype).to(wide) @ values) / torch.where(seen, total, 1.0)
-    lse = torch.where(seen, top + torch.log(torch.where(seen, total, 1.0)), -math.inf)
+    row_max = s.detach().amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    p = torch.exp(s - row_max)
+    l_i = p.sum(-1, keepdim=True)
+    any_visible = l_i != 0
+    o = (p.to(v.dtype).to(acc_dtype) @ values) / torch.where(any_visible, l_i, 1.0)
+    lse = torch.where(any_visible, row_max + torch.log(torch.where(any_visible, l_i, 1.0)), -math.inf)
     return joined(o.to(q.dtype), lse.squeeze(-1), scores.sinks)
 
 

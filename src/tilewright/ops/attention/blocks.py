@@ -39,12 +39,12 @@ def allowed(
     if left < 0 and right < 0:
         return None
     distance = positions[:, None] - keys
-    seen = torch.ones_like(distance, dtype=torch.bool)
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
-        seen = seen & (distance <= left)
+        visible = visible & (distance <= left)
     if right >= 0:
-        seen = seen & (distance >= -right)
-    return seen
+        visible = visible & (distance >= -right)
+    return visible
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:

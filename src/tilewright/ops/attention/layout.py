@@ -25,11 +25,11 @@ def spec_like(x: Tensor, width: int) -> tuple[tuple[int, ...], torch.dtype, tupl
     return (b, h, s, width), x.dtype, (h * s * width, s * width, width, 1)
 
 
-def laid_like(made: Tensor, x: Tensor) -> Tensor:
+def laid_like(t: Tensor, x: Tensor) -> Tensor:
     """`made` (B, H, S, anything), dense in x's order; itself where it lies so."""
     if by_token(x):
-        return made.transpose(1, 2).contiguous().transpose(1, 2)
-    return made.contiguous()
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    return t.contiguous()
 
 
 def readable(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines.cutile_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.cutile_tiles import LOG2E
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "refusal"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "why_not"]
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # K and V that other tiles read again before they leave the L2
@@ -65,7 +65,7 @@ def _every_config() -> tuple[Config, ...]:
 CONFIGS = _every_config()
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, v: Tensor) -> str | None:
     """Why this engine cannot run a band over these operands, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got {q.dtype}"

@@ -175,7 +175,7 @@ def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> 
     return intervals
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
+def why_not(q: Tensor, v: Tensor) -> str | None:
     """Why this engine cannot run over these operands, or None if it can."""
     arch, d, d_v = device_info(q.device).arch, q.shape[3], v.shape[3]
     if arch != "sm_90":

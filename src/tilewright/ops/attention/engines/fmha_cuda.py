@@ -133,7 +133,7 @@ def columns(d: int, d_pe: int) -> int:
     return -(-d // _BOX_COLUMNS) * _BOX_COLUMNS + d_pe if d_pe else d
 
 
-def refusal(q: Tensor, v: Tensor, d_pe: int = 0) -> str | None:
+def why_not(q: Tensor, v: Tensor, d_pe: int = 0) -> str | None:
     """Why this engine cannot run over these operands with a rope part of d_pe columns, or None if it can."""
     arch, d, d_v = device_info(q.device).arch, columns(q.shape[3], d_pe), v.shape[3]
     if arch != "sm_90":

@@ -61,15 +61,15 @@ def fmha(
     """
     checks.check_layout("fmha", layout)
     checks.check_heads("fmha", q, k, v)
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seen, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
-    if dropout or scores.rest or (seen is not None and seen.only_flex):
-        o, lse = _apart(q, k, v, seen, scale, scores, dropout, return_lse, backend)
+    merged_mask, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
+    if dropout or scores.rest or (merged_mask is not None and merged_mask.only_flex):
+        o, lse = _apart(q, k, v, merged_mask, scale, scores, dropout, return_lse, backend)
     else:
-        o, lse = call(CONTRACT, raw_arguments(q, k, v, seen, scale, scores), backend)
-    if turned:
+        o, lse = call(CONTRACT, raw_arguments(q, k, v, merged_mask, scale, scores), backend)
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -90,17 +90,17 @@ def reference(
     layout: str = "BHSD",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch; on a GPU, large problems without score modifiers are cuDNN's or FLASH's."""
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seen, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
+    merged_mask, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
     if dropout:
-        o, lse = _apart(q, k, v, seen, scale, scores, dropout, return_lse, None)
-    elif scores.rest or (seen is not None and seen.only_flex):
-        o, lse = apart.plain(q, k, v, seen, scale, scores)
+        o, lse = _apart(q, k, v, merged_mask, scale, scores, dropout, return_lse, None)
+    elif scores.rest or (merged_mask is not None and merged_mask.only_flex):
+        o, lse = apart.plain(q, k, v, merged_mask, scale, scores)
     else:
-        o, lse = attention(*raw_arguments(q, k, v, seen, scale, scores))
-    if turned:
+        o, lse = attention(*raw_arguments(q, k, v, merged_mask, scale, scores))
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -109,7 +109,7 @@ def _apart(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Mask | None,
+    merged_mask: Mask | None,
     scale: float | None,
     scores: Any,
     dropout: float,
@@ -121,16 +121,16 @@ def _apart(
     checks.check_dropout("fmha", dropout)
     if scale is not None:
         checks.check_scale("fmha", scale)
-    if seen is not None:
-        seen.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if merged_mask is not None:
+        merged_mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if dropout:
         apart.check_dropped("fmha", scores, return_lse)
         apart.check_backend("fmha", backend, "dropout")
-        return apart.dropped(q, k, v, seen, scale, dropout), None
+        return apart.dropped(q, k, v, merged_mask, scale, dropout), None
     apart.check_backend(
         "fmha", backend, "score modifier but softcap, alibi and sinks, and no mask of a foreign function"
     )
-    return apart.modified(q, k, v, seen, scale, scores)
+    return apart.modified(q, k, v, merged_mask, scale, scores)
 
 
 def check(*args: Any) -> None:

@@ -37,7 +37,7 @@ class Problem:
 
     @classmethod
     def of(cls, sample: Sample) -> "Problem | None":
-        """From a sample; None for results or layouts that peers do not have."""
+        """The problem of a sample; None for results or layouts that peers do not have."""
         options = sample.kwargs
         if options.get("return_lse") or options.get("layout") == "BSHD":
             return None
@@ -127,17 +127,17 @@ class DenseMask:
 
 
 def biased(allowed: Tensor, slopes: Tensor, dtype: torch.dtype) -> Tensor:
-    """alibi as a bias, -inf where a key may not be seen.
+    """ALiBi as a bias, -inf where a key is masked.
 
     allowed: (B, H or 1, S_q, S_k) bool   slopes: (H,)   Returns (B, H, S_q, S_k) of dtype, made a head at a time.
     """
     batch, _, s_q, s_k = allowed.shape
-    seen = allowed.expand(-1, len(slopes), -1, -1)
+    visible = allowed.expand(-1, len(slopes), -1, -1)
     positions = torch.arange(s_k - s_q, s_k, device=allowed.device)
     distance = (positions[:, None] - torch.arange(s_k, device=allowed.device)).abs()
     bias = torch.empty(batch, len(slopes), s_q, s_k, dtype=dtype, device=allowed.device)
     for head, slope in enumerate(slopes):
-        bias[:, head] = torch.where(seen[:, head], -slope * distance, -torch.inf)
+        bias[:, head] = torch.where(visible[:, head], -slope * distance, -torch.inf)
     return bias
 
 
@@ -210,8 +210,8 @@ class FlashAttention4:
         rows = [t.transpose(1, 2) for t in (p.q, p.k, p.v)]
 
         def call() -> Tensor:
-            made = flash_attn_func(*rows, **options)
-            o: Tensor = made[0] if isinstance(made, tuple) else made
+            result = flash_attn_func(*rows, **options)
+            o: Tensor = result[0] if isinstance(result, tuple) else result
             return o.transpose(1, 2)
 
         return call

@@ -64,12 +64,12 @@ def fmha_fp8(
     """
     check_layout("fmha_fp8", layout)
     check_dimensions(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     options = (causal, window, mask, scale, softcap, sinks, out_dtype)
     o, lse = call(CONTRACT, raw_arguments(q, k, v, q_scale, k_scale, v_scale, *options), backend)
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -93,12 +93,12 @@ def reference(
     layout: str = "BHSD",
 ) -> Any:
     """The same in plain torch; probabilities are rounded as in kernels where the operands are e4m3."""
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     options = (causal, window, mask, scale, softcap, sinks, out_dtype)
     o, lse = attention(*raw_arguments(q, k, v, q_scale, k_scale, v_scale, *options))
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 

@@ -20,13 +20,13 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     projection).
     """
     g = rows.generator(seed)
-    heads, d, behind = params["H"], params["D"], params.get("behind", 0)
+    heads, d, tail = params["H"], params["D"], params.get("behind", 0)
     kv_heads, lengths = params.get("H_kv", heads), params["lengths"]
     lengths_k = params.get("lengths_k", lengths)
-    tokens, keys = sum(lengths) + behind, sum(lengths_k) + behind
+    tokens, keys = sum(lengths) + tail, sum(lengths_k) + tail
     if params.get("packed"):
-        wide = rows.random_tensor((tokens, heads + 2 * kv_heads, d), dtype, device, g)
-        tensors = wide.split((heads, kv_heads, kv_heads), 1)
+        qkv = rows.random_tensor((tokens, heads + 2 * kv_heads, d), dtype, device, g)
+        tensors = qkv.split((heads, kv_heads, kv_heads), 1)
     else:
         sizes = ((tokens, heads, d), (keys, kv_heads, d), (keys, kv_heads, params.get("D_v", d)))
         tensors = tuple(rows.random_tensor(size, dtype, device, g) for size in sizes)
@@ -60,11 +60,11 @@ EDGE_CASES = (
     _case("longer_keys: each last query sees its last key", RAGGED, lengths_k=LONGER, causal=True),
     _case("more_queries: the first ones of each see nothing", RAGGED, lengths_k=SHORTER, causal=True),
     _case("without_keys: and keys without queries", (20, 0, 9, 17), lengths_k=(33, 12, 0, 40)),
-    _case("behind: tokens of no sequence", RAGGED, behind=29, causal=True, return_lse=True),
-    _case("no_sequence: nothing but tokens behind", (), behind=9),
+    _case("behind: tokens of no sequence", RAGGED, tail=29, causal=True, return_lse=True),
+    _case("no_sequence: nothing but tokens behind", (), tail=9),
     _case("window: to both sides", RAGGED, window=(9, 4)),
     _case("late_window: over other keys", RAGGED, lengths_k=LONGER, window=(9, None), causal=True),
-    _case("sinks: also alone", (20, 9, 17), lengths_k=(33, 0, 40), behind=5, sinks=True, return_lse=True),
+    _case("sinks: also alone", (20, 9, 17), lengths_k=(33, 0, 40), tail=5, sinks=True, return_lse=True),
     _case("softcap: the derivative too", RAGGED, softcap=1.5, scale=0.4, causal=True),
     _case("alibi: distances in a sequence", RAGGED, alibi=True),
     _case("mqa: one key head", RAGGED, H=6, H_kv=1, causal=True),

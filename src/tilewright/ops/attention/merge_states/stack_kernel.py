@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.merge_states.triton_kernel import ANY_ALIGNMENT, indices, places, step
+from tilewright.ops.attention.merge_states.triton_kernel import ANY_ALIGNMENT, indices, row_offsets, step
 from tilewright.ops.exponential import exp
 
 
@@ -23,15 +23,15 @@ def _states(o, i, columns, D, N, stride_n):
 
 
 @triton.jit
-def _finite(top):
+def _finite(m_i):
     """0 where no state saw a key: -inf - -inf would be NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 @triton.jit
-def _weighted(logs, states, top, divisor):
+def _weighted(logs, states, m_i, denom):
     """sum_i w_i o_i (BLOCK_D,).  By selection: what a state that saw no key holds may be NaN."""
-    weighted = states.to(tl.float32) * (exp(logs - top, True) / divisor)[:, None]
+    weighted = states.to(tl.float32) * (exp(logs - m_i, True) / denom)[:, None]
     return tl.sum(tl.where((logs == float("-inf"))[:, None], 0.0, weighted), 0)
 
 
@@ -45,29 +45,29 @@ def merge_stack_kernel(
     """out: (B, H, S, D)   out_lse: (B, H, S) contiguous   STATES: read together"""
     row = tl.program_id(0).to(tl.uint32)
     b, h, s = indices(row, H, S)
-    o += places(b, h, s, stride_b, stride_h, stride_s)
-    lse += places(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
+    o += row_offsets(b, h, s, stride_b, stride_h, stride_s)
+    lse += row_offsets(b, h, s, stride_lse_b, stride_lse_h, stride_lse_s)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = tl.arange(0, STATES)
     states = _states(o, first, columns, D, N, stride_n)
 
     # The first logarithms are read in a loop too: no read passes its head.  In one block of code ptxas saves registers
     # and lets states wait until the logarithms are here, a second way to memory.
-    top, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    m_i, l_i = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
     for i in tl.range(0, N, STATES):
         logs = _logs(lse, first + i, N, stride_lse_n)
-        higher = tl.maximum(top, tl.max(logs, 0))
+        higher = tl.maximum(m_i, tl.max(logs, 0))
         base = _finite(higher)
-        total = total * exp(top - base, True) + tl.sum(exp(logs - base, True), 0)
-        top = higher
-    top = _finite(top)
-    divisor = tl.where(total == 0.0, 1.0, total)
+        l_i = l_i * exp(m_i - base, True) + tl.sum(exp(logs - base, True), 0)
+        m_i = higher
+    m_i = _finite(m_i)
+    denom = tl.where(l_i == 0.0, 1.0, l_i)
 
-    acc = _weighted(_logs(lse, first, N, stride_lse_n), states, top, divisor)
+    acc = _weighted(_logs(lse, first, N, stride_lse_n), states, m_i, denom)
     for i in tl.range(STATES, N, STATES):
         states = _states(o, first + i, columns, D, N, stride_n)
-        acc += _weighted(_logs(lse, first + i, N, stride_lse_n), states, top, divisor)
-    at_out = places(b, h, s, stride_out_b, stride_out_h, stride_out_s) + columns
-    tl.store(out + at_out, acc.to(out.dtype.element_ty), mask=columns < D)
+        acc += _weighted(_logs(lse, first + i, N, stride_lse_n), states, m_i, denom)
+    out_offs = row_offsets(b, h, s, stride_out_b, stride_out_h, stride_out_s) + columns
+    tl.store(out + out_offs, acc.to(out.dtype.element_ty), mask=columns < D)
     if tl.program_id(1) == 0:
-        tl.store(out_lse + row, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)))
+        tl.store(out_lse + row, tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(denom)))

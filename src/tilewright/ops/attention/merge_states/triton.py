@@ -139,11 +139,15 @@ def _numbers(
     steps = [t[0] if count > 1 else 0 for t, count in zip(stacks, (n, n_other) * len(begins), strict=True)]
 
     joined: list[tuple[int, tuple[int, ...]]] = []
-    for size, *at in zip(lead, single[:3], *(t[1:4] for t in stacks), strict=True):
-        if size > 1 and joined and all(outer == size * inner for outer, inner in zip(joined[-1][1], at, strict=True)):
-            joined[-1] = (joined[-1][0] * size, tuple(at))
+    for size, *row_strides in zip(lead, single[:3], *(t[1:4] for t in stacks), strict=True):
+        if (
+            size > 1
+            and joined
+            and all(outer == size * inner for outer, inner in zip(joined[-1][1], row_strides, strict=True))
+        ):
+            joined[-1] = (joined[-1][0] * size, tuple(row_strides))
         elif size > 1:
-            joined.append((size, tuple(at)))
+            joined.append((size, tuple(row_strides)))
     joined += [(1, (0,) * (1 + len(stacks)))] * (3 - len(joined))
     (_, h, s), strides = zip(*joined, strict=True)
     by_tensor = [stride for tensor in zip(*strides, strict=True) for stride in tensor]
@@ -182,7 +186,7 @@ def _launch_stack(
     _stack((m, -(-d // block)), args, constants, num_warps=config.num_warps)
 
 
-def _supports(*args: Any) -> str | None:
+def _why_not(*args: Any) -> str | None:
     d = next(a for a in args if isinstance(a, Tensor)).shape[-1]
     return no_float64(*args) or (f"takes rows of at most {WIDEST} elements" if d > WIDEST else None)
 
@@ -194,7 +198,7 @@ def _supports(*args: Any) -> str | None:
     config_type=Config,
     configs=_every(configure, 2, 4, 16, 64),
     candidates=candidates,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -224,7 +228,7 @@ def launch(
     config_type=Config,
     configs=_every(configure_backward, 2),
     candidates=candidates_backward,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -242,10 +246,10 @@ def launch_backward(
     strides = map(_strides, (do, o, other, lse, other_lse, d_o, None if other is None else d_other))
     numbers = _numbers(o.shape, 0 if other is None else other.shape[0], *strides)
     second: tuple[Tensor | None, ...] = (other, other_lse)
-    made: tuple[Tensor | None, ...] = (None, None) if other is None else (d_other, d_other_lse)
+    second_grads: tuple[Tensor | None, ...] = (None, None) if other is None else (d_other, d_other_lse)
     begin = 0  # of made's logarithms in their tensor
     if _split(o, other):
-        second, made, begin = (o, lse), (d_o, d_lse), numbers[0]
+        second, second_grads, begin = (o, lse), (d_o, d_lse), numbers[0]
     grid, constants = _grid_and_constants(config, numbers, o)
-    args = (d_o, d_lse, *made, do, dlse, o, lse, *second, begin, *numbers)
+    args = (d_o, d_lse, *second_grads, do, dlse, o, lse, *second, begin, *numbers)
     _backward(grid, args, constants, num_warps=config.num_warps)

@@ -55,11 +55,11 @@ def mla(
     """
     check_layout("mla", layout)
     checks.check_dimensions(q, q_pe, k, k_pe, v)
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, q_pe, k, k_pe, v = (t.transpose(1, 2) for t in (q, q_pe, k, k_pe, v))
     o, lse = call(CONTRACT, raw_arguments(q, q_pe, k, k_pe, v, causal, mask, scale), backend)
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -78,11 +78,11 @@ def reference(
     layout: str = "BHSD",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same over concatenated tensors in plain torch; on a GPU, large problems that cuDNN takes are cuDNN's."""
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, q_pe, k, k_pe, v = (t.transpose(1, 2) for t in (q, q_pe, k, k_pe, v))
     o, lse = attention(*raw_arguments(q, q_pe, k, k_pe, v, causal, mask, scale))
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 

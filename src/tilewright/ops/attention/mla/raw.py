@@ -1,4 +1,4 @@
-"""The raw ops of `mla`, forward and backward, their reference, and how the one is fed from the other."""
+"""The raw ops of `mla`, forward and backward, their reference, and what the forward saves for the backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -184,4 +184,4 @@ BACKWARD = RawOp(
     torch_first=_torch_first,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3, 4), save=_save, raw_args=_raw_args, recomputes=False)
-"""Of q, q_pe, k, k_pe and v."""
+"""Gradients of q, q_pe, k, k_pe and v."""
