@@ -9,7 +9,7 @@ from tests.ops.gemm.bounds import PLACES, run
 
 from tilewright import mask as masks
 from tilewright import ops
-from tilewright.ops.attention import apart, reference, score, vendor
+from tilewright.ops.attention import reference, score, torch_only, vendor
 from tilewright.ops.attention.fmha import raw
 from tilewright.ops.attention.layout import addressable, dense, loadable
 from tilewright.validate.layouts import misaligned, padded_rows
@@ -139,7 +139,7 @@ def test_gradients_that_arrive_anywhere_are_copied_before_the_backward():
 def formula(q, k, v, causal):
     """(o, do -> gradients) in float64."""
     leaves = [t.double().detach().requires_grad_() for t in (q, k, v)]
-    o, _ = apart.plain(*leaves, masks.causal() if causal else None, None, score.split("fmha", None, None, None))
+    o, _ = torch_only.plain(*leaves, masks.causal() if causal else None, None, score.split("fmha", None, None, None))
     return o, leaves
 
 

@@ -1,4 +1,4 @@
-"""What attention refuses before anything is launched, in words."""
+"""Checks of attention's arguments before anything is launched."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention for prefill and training: any mask, there and back.  The contract; backends are the files beside it."""
+"""Attention for prefill and training: any mask, forward and backward: the contract."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.mask import Mask
-from tilewright.ops.attention import apart, checks
+from tilewright.ops.attention import checks, torch_only
 from tilewright.ops.attention.arguments import merged, raw_arguments
 from tilewright.ops.attention.fmha import samples
 from tilewright.ops.attention.fmha.cost import cost
@@ -37,8 +37,8 @@ def fmha(
     """o = softmax(s) v over the keys a query may see, s = scale * q k^T; and lse, the logarithm of its denominator.
 
     q: (B, H, S_q, D)   k: (B, H_kv, S_k, D)   v: (B, H_kv, S_k, D_v), or (B, S, H, D) each with layout="BSHD";
-    bf16|fp16|fp32, the same for all.  Query head h reads key head h // (H / H_kv).  Strides are free, the last of 1:
-    another costs a copy.  Returns o (B, H, S_q, D_v), which lies in memory as q does; with return_lse also lse
+    bf16|fp16|fp32, the same for all.  Query head h reads key head h // (H / H_kv).  Any strides; a last
+    stride other than 1 costs a copy.  Returns o (B, H, S_q, D_v) in the memory order of q; with return_lse also lse
     (B, H, S_q) float32, natural.  scale: D^-0.5 by default.
 
     mask: one of tilewright.mask, or several of them with & | ~.   causal: mask & causal().
@@ -66,7 +66,7 @@ def fmha(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     merged_mask, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
     if dropout or scores.rest or (merged_mask is not None and merged_mask.only_flex):
-        o, lse = _apart(q, k, v, merged_mask, scale, scores, dropout, return_lse, backend)
+        o, lse = _torch_only(q, k, v, merged_mask, scale, scores, dropout, return_lse, backend)
     else:
         o, lse = call(CONTRACT, raw_arguments(q, k, v, merged_mask, scale, scores), backend)
     if bshd:
@@ -95,9 +95,9 @@ def reference(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     merged_mask, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
     if dropout:
-        o, lse = _apart(q, k, v, merged_mask, scale, scores, dropout, return_lse, None)
+        o, lse = _torch_only(q, k, v, merged_mask, scale, scores, dropout, return_lse, None)
     elif scores.rest or (merged_mask is not None and merged_mask.only_flex):
-        o, lse = apart.plain(q, k, v, merged_mask, scale, scores)
+        o, lse = torch_only.plain(q, k, v, merged_mask, scale, scores)
     else:
         o, lse = attention(*raw_arguments(q, k, v, merged_mask, scale, scores))
     if bshd:
@@ -105,7 +105,7 @@ def reference(
     return (o, lse) if return_lse else o
 
 
-def _apart(
+def _torch_only(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -116,7 +116,7 @@ def _apart(
     return_lse: bool,
     backend: str | None,
 ) -> tuple[Tensor, Any]:
-    """What no raw op has: (o, lse), lse None under dropout."""
+    """(o, lse) of calls that no raw op takes; lse is None under dropout."""
     checks.check_shapes("fmha", q, k, v)
     checks.check_dropout("fmha", dropout)
     if scale is not None:
@@ -124,13 +124,13 @@ def _apart(
     if merged_mask is not None:
         merged_mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if dropout:
-        apart.check_dropped("fmha", scores, return_lse)
-        apart.check_backend("fmha", backend, "dropout")
-        return apart.dropped(q, k, v, merged_mask, scale, dropout), None
-    apart.check_backend(
+        torch_only.check_dropped("fmha", scores, return_lse)
+        torch_only.check_backend("fmha", backend, "dropout")
+        return torch_only.dropped(q, k, v, merged_mask, scale, dropout), None
+    torch_only.check_backend(
         "fmha", backend, "score modifier but softcap, alibi and sinks, and no mask of a foreign function"
     )
-    return apart.modified(q, k, v, merged_mask, scale, scores)
+    return torch_only.modified(q, k, v, merged_mask, scale, scores)
 
 
 def check(*args: Any) -> None:

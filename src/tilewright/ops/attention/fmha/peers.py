@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.dispatch import Sample
 from tilewright.mask.program import extent
-from tilewright.ops.attention import apart
+from tilewright.ops.attention import torch_only
 from tilewright.ops.attention.arguments import merged
 from tilewright.ops.attention.fmha.workloads import COMPILED, DENSE, UNFUSED
 from tilewright.ops.attention.score import Scores, combined, split
@@ -67,7 +67,12 @@ class Fused:
     def make(self, sample: Sample) -> Call | None:
         """The call, under a context manager that allows this backend alone."""
         p = Problem.of(sample)
-        if p is None or p.scores.sinks is not None or apart.steps_of(p.scores) or p.band not in ((-1, -1), (-1, 0)):
+        if (
+            p is None
+            or p.scores.sinks is not None
+            or torch_only.steps_of(p.scores)
+            or p.band not in ((-1, -1), (-1, 0))
+        ):
             return None
         causal = p.band == (-1, 0)
         if causal and p.q.shape[2] != p.k.shape[2]:
@@ -168,7 +173,7 @@ class Flex:
             torch.compiler.reset()  # past its recompile limit dynamo would refuse
             self._signature = signature
         compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-        steps = apart.steps_of(p.scores)
+        steps = torch_only.steps_of(p.scores)
         options: dict[str, Any] = {
             "score_mod": combined(steps, s_k - s_q) if steps else None,
             "block_mask": None if p.mask is None else p.mask.to_block_mask(batch, heads, s_q, s_k, p.q.device),
@@ -180,7 +185,7 @@ class Flex:
 
         def call() -> Tensor:
             o, aux = compiled(p.q, p.k, p.v, return_aux=AuxRequest(lse=True), **options)
-            return apart.joined(o, aux.lse, p.scores.sinks)[0]
+            return torch_only.joined(o, aux.lse, p.scores.sinks)[0]
 
         return call
 

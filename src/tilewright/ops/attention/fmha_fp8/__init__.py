@@ -1,4 +1,4 @@
-"""Attention over scaled float8, forward.  The contract; backends are the files beside it."""
+"""Attention over scaled float8, forward: the contract."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def fmha_fp8(
     (B, H, S_q) float32, the natural logarithm of the softmax's denominator.  scale: D^-0.5 by default.
 
     causal: mask & causal().   mask: one of tilewright.mask, or several of them with & | ~.
-    window: (left, right), the keys that a query sees before and behind its own position, -1 for no limit; joins both.
+    window: (left, right), the keys that a query sees before and after its position, -1 for no limit; joins both.
     The position of query i is i + S_k - S_q: the last query sees the last key.  A query that may see nothing gets 0,
     and lse -inf (with a sink, lse is the sink).
     softcap: s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the denominator.

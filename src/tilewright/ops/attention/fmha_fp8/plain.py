@@ -15,7 +15,7 @@ from tilewright.ops.attention.layout import laid_like
 from tilewright.ops.quant.numbers import E4M3
 
 _BLOCK = 1 << 26
-"""Scores computed at one time: 256 MiB in float32, of which a handful live together."""
+"""Scores computed at once: 256 MiB in float32, and a handful of such tensors live together."""
 
 
 def attention(
@@ -57,7 +57,7 @@ def attention(
             s = s.masked_fill(~visible, -math.inf)
         row_max = s.amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
         sink = None if sinks is None else sinks.to(acc_dtype)[:, None, None]
-        base = row_max.masked_fill(row_max == -math.inf, 0.0)  # of a row that sees nothing: its terms are exp(-inf) = 0
+        base = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key: its terms are exp(-inf) = 0
         p = torch.exp(s - base)
         l_i = p.sum(-1, keepdim=True)
         if q.dtype == E4M3:

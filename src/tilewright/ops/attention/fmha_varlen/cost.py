@@ -11,7 +11,7 @@ from tilewright.ops.attention.fmha_varlen.oracle import band, spans
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Products and tensors as `fmha` counts them, tokens behind the last sequence too."""
+    """Products and tensors as `fmha` counts them, tokens after the last sequence too."""
     q, k, v = sample.args[:3]
     options = sample.kwargs
     cu_q = options["cu_seqlens_q"]

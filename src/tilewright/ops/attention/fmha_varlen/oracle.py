@@ -1,6 +1,6 @@
-"""The oracle of `fmha_varlen`: one attention after another, and what no sequence holds set apart.
+"""The oracle of `fmha_varlen`: one attention per sequence, and the tokens after the last sequence.
 
-It knows nothing of packed masks: every sequence is cut out and has a band of its own.
+It uses no packed masks: every sequence is sliced out and gets a band.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.mask import Mask, causal, window
-from tilewright.ops.attention import apart
+from tilewright.ops.attention import torch_only
 from tilewright.ops.attention.arguments import raw_arguments
 from tilewright.ops.attention.fmha_varlen.tokens import by_head
 from tilewright.ops.attention.reference import attention
@@ -46,7 +46,7 @@ def one_by_one(
         operands = by_head(q[queries], k[keys], v[keys])
         if scores.rest:
             steps = tuple(_moved(step, queries.start, keys.start) for step in scores.rest)
-            o, lse = apart.plain(*operands, mask, scale, scores._replace(rest=steps))
+            o, lse = torch_only.plain(*operands, mask, scale, scores._replace(rest=steps))
         else:
             o, lse = attention(*raw_arguments(*operands, mask, scale, scores))
         outs.append(o[0].transpose(0, 1))
@@ -61,7 +61,7 @@ def one_by_one(
 
 
 def _moved(step: Any, first_query: int, first_key: int) -> Any:
-    """A callable gets the places of packed tokens; our own modifiers know distances alone."""
+    """Shift a callable's indices to those of packed tokens; our own modifiers use only distances."""
     if isinstance(step, (Softcap, Alibi, RelativeBias)):
         return step
 

@@ -1,4 +1,4 @@
-"""Tensors of packed tokens: what `fmha_varlen` refuses of them, in words, and how `fmha` sees them."""
+"""Tensors of packed tokens: the checks of `fmha_varlen`, and their views for `fmha`."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def check_tokens(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -
 
 
 def check_distances(scores: Scores, cu_seqlens_k: Any) -> None:
-    """Kernels count distances in packed tokens: those of a sequence where its keys are packed like its queries."""
+    """Refuse distances if cu_seqlens_k is given: kernels count them in packed tokens, of queries and keys alike."""
     distant = scores.slopes is not None or any(isinstance(step, (Alibi, RelativeBias)) for step in scores.rest)
     if distant and cu_seqlens_k is not None:
         raise InputError(

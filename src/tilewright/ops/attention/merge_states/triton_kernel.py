@@ -1,4 +1,10 @@
-"""The kernels that join states of attention, there and back; the idea is told in `triton.py`."""
+"""The kernels that merge states of attention, forward and backward; `triton.py` explains them.
+
+o'      = sum_i w_i o_i         w_i = exp(lse_i - lse')
+lse'    = log(sum_i exp(lse_i))
+d_o_i   = w_i do
+d_lse_i = w_i (do . o_i - sum_j w_j do . o_j + dlse)
+"""
 
 # mypy: ignore-errors
 
@@ -7,9 +13,9 @@ import triton.language as tl
 
 from tilewright.ops.exponential import exp
 
-UNROLL = tl.constexpr(4)  # logarithms whose reads are on the way together: they do not depend on each other
+UNROLL = tl.constexpr(4)  # loads of lse in flight at once
 
-# Counts, and places of logarithms, which are read one by one: a kernel for multiples of 16 would be the same kernel
+# Sizes, and strides of lse, which is loaded by element: specialising on multiples of 16 gives the same kernel
 ANY_ALIGNMENT = (
     *("M", "H", "S", "N", "N_OTHER", "begin_other_lse", "begin_dother_lse"),
     *(f"stride_{name}_{dim}" for name in ("lse", "other_lse") for dim in "nbhs"),
@@ -18,7 +24,7 @@ ANY_ALIGNMENT = (
 
 @triton.jit
 def rows(M, ROWS: tl.constexpr):
-    """Indices of this program's rows, in 64 bits only where M needs them: a division costs three of 32 bits."""
+    """Indices of this program's rows, 64-bit only if M needs it: a 64-bit division costs three 32-bit ones."""
     if (tl.full([], 1, tl.int32) * M).dtype == tl.int64:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     else:
@@ -28,7 +34,7 @@ def rows(M, ROWS: tl.constexpr):
 
 @triton.jit
 def indices(row, H, S):
-    """(b, h, s) of rows `at` of (B, H, S).  Sizes of 1 are constants, by which nothing is divided."""
+    """(b, h, s) of rows `row` of (B, H, S).  Sizes of 1 are constants, so they cost no division."""
     one = tl.full([], 1, row.dtype)
     over = row // (one * S)
     return (over // (one * H)).to(tl.int64), (over % (one * H)).to(tl.int64), (row % (one * S)).to(tl.int64)
@@ -36,19 +42,19 @@ def indices(row, H, S):
 
 @triton.jit
 def row_offsets(b, h, s, stride_b, stride_h, stride_s):
-    """Where rows begin."""
+    """Element offsets of rows."""
     return b * stride_b + h * stride_h + s * stride_s
 
 
 @triton.jit
 def step(stride_n):
-    """In 64 bits.  Triton makes a Python integer of a stride of 1, which has no dtype."""
+    """The stride as int64.  Triton turns a stride of 1 into a Python integer, which has no dtype."""
     return tl.full([], 1, tl.int64) * stride_n
 
 
 @triton.jit
 def _log(lse, i, lse_offs, mask, N, stride_n):
-    """A state beyond the last is one that saw no key."""
+    """lse of state i; -inf beyond the last state."""
     return tl.load(lse + i * step(stride_n) + lse_offs, mask=mask & (i < N), other=float("-inf"))
 
 
@@ -56,8 +62,8 @@ def _log(lse, i, lse_offs, mask, N, stride_n):
 def _block(
     o, lse, first, logs, states, o_offs, lse_offs, mask, row_ok, N, stride_n, stride_lse_n, STATES: tl.constexpr
 ):
-    """(lse, o) of STATES states from `first` on, tuples of which the first members may be given.  All reads are on the
-    way before anything waits for one.
+    """(lse, o) tuples of STATES states from `first` on; the first members may be loaded already.  All loads are issued
+    before the first one is waited for.
     """
     for j in tl.static_range(len(logs), STATES):
         logs += (_log(lse, first + j, lse_offs, row_ok, N, stride_lse_n),)
@@ -82,7 +88,7 @@ def _first(
 
 @triton.jit
 def _max_of_stack(m_i, logs, lse, lse_offs, mask, N, stride_n, MORE: tl.constexpr):
-    """The larger of `top` and the logarithms of a stack's states, of which the first are here, for each row."""
+    """Maximum of m_i and the lse of a stack's states, per row; `logs` are the first ones, already loaded."""
     for j in tl.static_range(len(logs)):
         m_i = tl.maximum(m_i, logs[j])
     if MORE:
@@ -94,7 +100,7 @@ def _max_of_stack(m_i, logs, lse, lse_offs, mask, N, stride_n, MORE: tl.constexp
 
 @triton.jit
 def _sum_of_stack(l_i, weights, lse, lse_offs, mask, m_i, N, stride_n, MORE: tl.constexpr, FROM: tl.constexpr):
-    """`total` and the weights of a stack's states from FROM on, of which the first are here, not yet divided."""
+    """l_i plus the unnormalised weights of a stack's states from FROM on; `weights` are the first ones."""
     for j in tl.static_range(FROM, len(weights)):
         l_i += weights[j]
     if MORE:
@@ -106,7 +112,7 @@ def _sum_of_stack(l_i, weights, lse, lse_offs, mask, m_i, N, stride_n, MORE: tl.
 
 @triton.jit
 def _exps(logs, m_i):
-    """Weights, not yet divided."""
+    """Unnormalised weights."""
     weights = ()
     for j in tl.static_range(len(logs)):
         weights += (exp(logs[j] - m_i, True),)
@@ -117,8 +123,8 @@ def _exps(logs, m_i):
 def _denominator(
     logs, other_logs, lse, other_lse, lse_offs, other_lse_offs, row_ok, N, N_OTHER, stride_n, stride_other_n,
     MORE: tl.constexpr,
-):  # fmt: skip  # logs, other_logs: of the first states, (ROWS,) each
-    """(maximum of the logarithms, sum of exp(lse_i - maximum)) of each row; 0 and 0 where no state saw a key."""
+):  # fmt: skip  # logs, other_logs: lse of the first states, (ROWS,) each
+    """(m_i, l_i): maximum of the lse, sum of exp(lse - m_i) of each row; (0, 0) where no state saw a key."""
     m_i = tl.full(logs[0].shape, float("-inf"), tl.float32)
     m_i = _max_of_stack(m_i, logs, lse, lse_offs, row_ok, N, stride_n, MORE)
     if other_lse is not None:
@@ -139,15 +145,15 @@ def _weight(log, m_i, denom):
 
 @triton.jit
 def _by_row(x, BLOCK_D: tl.constexpr):
-    """x (ROWS,), where the threads are that hold its row of a tile.  Each state's weight would go through shared memory
-    otherwise: the compiler leaves what a loop over logarithms gave where it read them.
+    """x (ROWS,) in the layout of a tile's rows.  Otherwise each state's weight goes through shared memory: the result
+    of a loop over lse stays in the layout of its loads.
     """
     return tl.max(tl.broadcast_to(x[:, None], x.shape[0], BLOCK_D), 1)
 
 
 @triton.jit
 def _add(acc, logs, states, m_i, denom):
-    """acc (ROWS, BLOCK_D) and weighted o, in order.  By selection: what a state that saw no key holds may be NaN."""
+    """acc (ROWS, BLOCK_D) plus weighted o, in order.  tl.where, because a state that saw no key may hold NaN."""
     for j in tl.static_range(len(logs)):
         weighted = states[j].to(tl.float32) * _weight(logs[j], m_i, denom)[:, None]
         acc += tl.where((logs[j] == float("-inf"))[:, None], 0.0, weighted)
@@ -158,7 +164,7 @@ def _add(acc, logs, states, m_i, denom):
 def _add_stack(
     acc, logs, states, o, lse, o_offs, lse_offs, mask, row_ok, m_i, denom, N, stride_n, stride_lse_n, MORE: tl.constexpr
 ):  # fmt: skip
-    """acc and the weighted o of N states, of which the first are here."""
+    """acc plus the weighted o of N states; `logs` and `states` are the first ones."""
     acc = _add(acc, logs, states, m_i, denom)
     if MORE:
         for i in tl.range(len(logs), N, 2):  # four spill in unaligned rows (gfx942) and in float32 (sm_80)
@@ -180,13 +186,15 @@ def merge_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STATES: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """out: (B, H, S, D)   out_lse: (B, H, S) contiguous   M = B * H * S
-    STATES: how many are read first, together   MORE: whether there are more
+    STATES: number of states loaded first, together   MORE: there are more
     """
     row = rows(M, ROWS)
     b, h, s = indices(row, H, S)
     columns = tl.arange(0, BLOCK_D)[None, :]
     row_ok = row < M
     mask = row_ok[:, None] & (columns < D)
+
+    # Load the first states of each stack
     o_offs, lse_offs, logs, states = _first(
         o, lse, b, h, s, columns, mask, row_ok, N, stride_n, stride_lse_n,
         stride_b, stride_h, stride_s, stride_lse_b, stride_lse_h, stride_lse_s, STATES,
@@ -201,6 +209,7 @@ def merge_kernel(
             stride_other_lse_b, stride_other_lse_h, stride_other_lse_s, STATES,
         )  # fmt: skip
 
+    # Weights and the merged lse
     m_i, l_i = _denominator(
         logs, other_logs, lse, other_lse, lse_offs, other_lse_offs, row_ok, N, N_OTHER, stride_lse_n,
         stride_other_lse_n, MORE,
@@ -209,6 +218,8 @@ def merge_kernel(
     merged = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log(denom))
     if MORE:
         m_i, denom = _by_row(m_i, BLOCK_D), _by_row(denom, BLOCK_D)
+
+    # o' = sum of weighted o
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     acc = _add_stack(
         acc, logs, states, o, lse, o_offs, lse_offs, mask, row_ok, m_i, denom, N, stride_n, stride_lse_n, MORE
@@ -218,6 +229,8 @@ def merge_kernel(
             acc, other_logs, other_states, other, other_lse, other_offs, other_lse_offs, mask, row_ok, m_i, denom,
             N_OTHER, stride_other_n, stride_other_lse_n, MORE,
         )  # fmt: skip
+
+    # Store
     out_offs = row_offsets(b, h, s, stride_out_b, stride_out_h, stride_out_s)[:, None] + columns
     tl.store(out + out_offs, acc.to(out.dtype.element_ty), mask=mask)
     tl.store(out_lse + row, merged, mask=row_ok)
@@ -225,7 +238,7 @@ def merge_kernel(
 
 @triton.jit
 def _products(grad, states):
-    """do . o_i of each row."""
+    """do . o_i per row."""
     products = ()
     for j in tl.static_range(len(states)):
         products += (tl.sum(grad * states[j].to(tl.float32), 1),)
@@ -244,7 +257,7 @@ def _weighted_products(
     l_i, products, logs, grad, o, lse, o_offs, lse_offs, mask, row_ok, m_i, denom, N, stride_n, stride_lse_n,
     MORE: tl.constexpr,
 ):  # fmt: skip
-    """total (ROWS,) and the weighted products do . o_i of N states, of which the first are here."""
+    """total (ROWS,) and the weighted products do . o_i of N states; `products` and `logs` are the first ones."""
     l_i = _add_weighted(l_i, products, logs, m_i, denom)
     if MORE:
         for i in tl.range(len(logs), N, 2):
@@ -260,8 +273,8 @@ def _weighted_products(
 def _write(
     d_o, d_lse, first, do_offs, stride_dn, stride_dlse_n, products, logs, shift, grad, row, mask, row_ok, m_i, denom, N
 ):  # fmt: skip
-    """Gradients of the states from `first` on.  products: (ROWS,) each, do . o_i   shift: (ROWS,), dlse' less the sum
-    of all weighted products
+    """Gradients of the states from `first` on.  products: (ROWS,) each, do . o_i   shift: (ROWS,), dlse minus the
+    sum of all weighted products
     """
     for j in tl.static_range(len(logs)):
         i = first + j
@@ -302,12 +315,14 @@ def merge_backward_kernel(
     stride_db, stride_dh, stride_ds, stride_dother_b, stride_dother_h, stride_dother_s,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STATES: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Shapes as above; d_* as what they are gradients of, do: (B, H, S, D), dlse: (B, H, S) contiguous."""
+    """Gradients d_* of both stacks, shapes as in merge_kernel; do: (B, H, S, D), dlse: (B, H, S) contiguous."""
     row = rows(M, ROWS)
     b, h, s = indices(row, H, S)
     columns = tl.arange(0, BLOCK_D)[None, :]
     row_ok = row < M
     mask = row_ok[:, None] & (columns < D)
+
+    # Load do and the first states of each stack
     do_offs = row_offsets(b, h, s, stride_do_b, stride_do_h, stride_do_s)[:, None] + columns
     grad = tl.load(do + do_offs, mask=mask, other=0.0)
     o_offs, lse_offs, logs, states = _first(
@@ -327,6 +342,7 @@ def merge_backward_kernel(
     if dlse is not None:
         shift += tl.load(dlse + row, mask=row_ok, other=0.0)
 
+    # Weights
     m_i, l_i = _denominator(
         logs, other_logs, lse, other_lse, lse_offs, other_lse_offs, row_ok, N, N_OTHER, stride_lse_n,
         stride_other_lse_n, MORE,
@@ -334,6 +350,8 @@ def merge_backward_kernel(
     denom = tl.where(l_i == 0.0, 1.0, l_i)
     if MORE:
         m_i, denom = _by_row(m_i, BLOCK_D), _by_row(denom, BLOCK_D)
+
+    # sum_j w_j do . o_j
     grad = grad.to(tl.float32)
     products = _products(grad, states)
     dot_sum = tl.zeros((ROWS,), tl.float32)
@@ -350,6 +368,7 @@ def merge_backward_kernel(
         )  # fmt: skip
     shift -= dot_sum
 
+    # Gradients of each stack
     grad_offs = row_offsets(b, h, s, stride_db, stride_dh, stride_ds)[:, None] + columns
     _gradients(
         d_o, d_lse, grad_offs, stride_dn, M, products, logs, shift, grad, o, lse, o_offs, lse_offs, row, mask, row_ok,

@@ -2,7 +2,7 @@
 
 Each is timed with the concatenation of q and q_pe and of k and the repeated k_pe, which a model without this op does
 in every call, and ("..._joined", forward only) on tensors joined beforehand, which no model has for nothing.  FLASH
-wants values as wide as keys, and gets them with zeros beside.
+needs values as wide as keys, so they are padded with zeros.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """mla in Triton, both directions: the engines of fmha with a second pair of score operands.
 
-q beside q_pe and k beside k_pe are never put together: the scores are the sum of two products, and k_pe is read once
-for all heads that are worked on together.  dk_pe: each head's share in float32, 4 * B * H * S_k * D_pe bytes, then
-their sum in one order.  A loop over the heads inside a key tile's program would need none of that memory, but leave
-S_k / 64 programs a batch, too few for the GPU at the lengths of training.
+q and q_pe, k and k_pe are never concatenated: the scores are the sum of two products, and k_pe is read once for all
+heads that run together.  dk_pe is written per head in float32, 4 * B * H * S_k * D_pe bytes, then summed in a fixed
+order.  A loop over the heads inside a key tile's program would need none of that memory, but leave S_k / 64 programs
+per batch, too few for the GPU at the lengths of training.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@
 //
 // Order of dQ.  Several key tiles add to dQ of one query tile, always in the order of their item numbers, so that results
 // repeat bit for bit.  A flag per query tile counts the additions; a block waits until the flag shows its rank.  This cannot
-// deadlock: a block waits only for smaller numbers, and whoever holds those is resident already.
+// deadlock: a block waits only for smaller numbers, and the blocks that drew those are resident.
 //
 // Order of items under a causal mask.  Key tile j meets query tiles i >= j, so small j is the most work.  Heads are divided
 // into sections (whose Q, dO and dQ fit the L2), and sections alternate between two orders:
@@ -19,7 +19,7 @@
 //     block 3   [0   1   2   3] [3]     A: key tile 0, B: key tile 3
 //
 // In each section every query tile is visited by one block after another, each a step after the one before (query tile 3:
-// blocks 0, 1, 2, 3 at steps 0, 1, 2, 3, then again at 1, 2, 3, 4), so nobody has to wait; and A and B together give all
+// blocks 0, 1, 2, 3 at steps 0, 1, 2, 3, then again at 1, 2, 3, 4), so no block waits; and A and B together give all
 // blocks the same work.
 #pragma once
 

@@ -1,6 +1,6 @@
-"""Attention that no kernel here has: any score modifier, masks of a foreign BlockMask, dropout.
+"""Attention that only torch computes: arbitrary score modifiers, masks of a foreign BlockMask, dropout.
 
-On a GPU torch's FlexAttention does the first two, elsewhere, and as the reference, plain torch with all scores in
+On a GPU torch's FlexAttention computes the first two; elsewhere, and for the reference, plain torch with all scores in
 memory.  Dropout is torch's scaled_dot_product_attention.
 """
 
@@ -28,14 +28,14 @@ _VERSIONS = 1024
 
 
 def check_backend(op: str, backend: str | None, what: str) -> None:
-    """Only the torch backend has `what`.  Says once that it runs there."""
+    """Refuse every backend but torch for `what`; log once that torch computes it."""
     if backend not in (None, "auto", "torch"):
         raise RefusedError(f'{op}[{backend}] has no {what}. Supported here: torch. Try backend="torch".')
-    log_once((op, "apart", what), f"{op}: {what} is torch's, no kernel of tilewright has it")
+    log_once((op, "torch_only", what), f"{op}: {what} is torch's, no kernel of tilewright has it")
 
 
 def check_dropped(op: str, scores: Scores, return_lse: bool) -> None:
-    """Dropout goes with masks alone."""
+    """Refuse dropout with anything but a mask."""
     if return_lse or scores.sinks is not None or steps_of(scores):
         raise InputError(f"{op}: dropout goes with masks alone, not with score modifiers, sinks or return_lse.")
 
@@ -43,10 +43,10 @@ def check_dropped(op: str, scores: Scores, return_lse: bool) -> None:
 def modified(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) with every step of `scores`, by FlexAttention on a GPU; it takes no tensors without elements."""
+    """(o, lse) with every step of `scores`, by FlexAttention on a GPU; which takes no empty tensors."""
     if q.device.type != "cuda" or not (q.numel() and k.numel()):
         return plain(q, k, v, mask, scale, scores)
-    if not torch.compiler.is_compiling():  # where Inductor knows how its inputs lie
+    if not torch.compiler.is_compiling():  # Inductor knows the layout of its inputs
         q, k, v = map(loadable, (q, k, v))
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -88,7 +88,7 @@ def plain(
 
 
 def joined(o: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What a softmax becomes when sinks join its denominator."""
+    """(o, lse) of a softmax after the sinks join its denominator."""
     if sinks is None:
         return o, lse
     wider = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -116,13 +116,13 @@ def dropped(
     if eager_gpu:
         q, k, v = map(loadable, (q, k, v))
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    repeatable = wants_grad and current_numerics() == "deterministic"  # the other kernels add to dq in any order
+    repeatable = wants_grad and current_numerics() == "deterministic"  # other kernels add to dq in varying order
     with sdpa_kernel([SDPBackend.MATH]) if repeatable else nullcontext():
         o = F.scaled_dot_product_attention(
             q, k, v, allowed, dropout, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     if eager_gpu and o.requires_grad:
-        o.register_hook(loadable)  # its backward asks nothing of the address of what arrives
+        o.register_hook(loadable)  # torch's backward does not check the address of the gradient
     return o
 
 
@@ -155,7 +155,7 @@ def _uncompiled() -> Callable[..., Any]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Uncompiled it would hold all scores in memory.
+    """Compiled FlexAttention; uncompiled it holds all scores in memory.
 
     Dynamo counts the versions of one function, eight unless told otherwise; every modifier, mask and size is one here.
     """
