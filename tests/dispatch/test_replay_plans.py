@@ -253,7 +253,7 @@ def test_results_of_a_raw_op_are_its_own_every_time(double, monkeypatch, referen
 
 
 def test_calls_with_one_tensor_twice_are_replayed_among_themselves(kernel):
-    """A tape of matmul(x, x) does not say whose each pointer was, so it serves no matmul(x, y), whose tape serves both."""
+    """A tape of matmul(x, x) does not say whose a pointer was, so it serves no matmul(x, y), whose tape serves both."""
     kernel()
     x, y, z = (torch.randn(16, 16).to(HALF) for _ in range(3))
     ops.matmul(x, x, backend="cpu")
