@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.activation.gated.triton import activate, gated
+from tilewright.ops.activation.kernels.triton.gated import activate, gated
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.triton_numbers import as_stored, encode, inverse, magnitude, scale_of
 from tilewright.ops.rows import as_rows
