@@ -254,13 +254,12 @@ class _OpFunction(Function):
         plain = tuple([None if isinstance(a, Tensor) else a for a in args])
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.call = (contract, backend, numerics, plain)
-        ctx.save_for_backward(*contract.gradient.save(contract.forward.pack(args), outputs))
+        ctx.save_for_backward(*contract.gradient.save(args, outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         contract, backend, numerics, plain = ctx.call
-        gradient, pack = contract.gradient, contract.forward.pack
-        needs, plain = pack(ctx.needs_input_grad[4:]), pack(plain)
+        gradient, needs = contract.gradient, ctx.needs_input_grad[4:]
         result: list[Any] = [None] * len(plain)
         if all(grad is None for grad in grads):
             return (None, None, None, None, *result)

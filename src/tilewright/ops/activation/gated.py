@@ -1,4 +1,4 @@
-"""What the four gated activations share: the activations themselves, checks, random inputs, cost and workloads.
+"""What the gated activations share: the activations themselves, checks, bucket, random inputs, cost and workloads.
 
 `packed` ops take x (..., 2N), the gate in the first half of the last dimension; `split` ops take gate and up (..., N).
 """
@@ -21,6 +21,11 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """(gate, up), the first and second half of the last dimension, as views."""
     n = x.shape[-1] // 2
     return x[..., :n], x[..., n:]
+
+
+def packed_shape(x: Tensor) -> tuple[int, ...]:
+    """Shape of the result of x (..., 2N): (..., N)."""
+    return *x.shape[:-1], x.shape[-1] // 2
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -55,20 +60,10 @@ def check_approximate(op: str, approximate: str) -> None:
         raise InputError(f"{op}: approximate is {approximate!r}; allowed are 'tanh' and 'none'.")
 
 
-# The tuning key: rows and the width of the result.
-
-BUCKET = ("M", "N")
-
-
-def packed_bucket(x: Tensor, *_: Any) -> tuple[int, int]:
-    """Bucket of x (..., 2N)."""
-    m, n = rows.rows_bucket(x)
-    return m, n // 2
-
-
-def split_bucket(gate: Tensor, *_: Any) -> tuple[int, int]:
-    """Bucket of a gate (or an output gradient) (..., N)."""
-    return rows.rows_bucket(gate)
+def packed_bucket(x: Tensor) -> rows.RowsBucket:
+    """The bucket of x (..., 2N): rows, and the width of the result."""
+    bucket = rows.rows_bucket(x)
+    return bucket._replace(N=bucket.N // 2)
 
 
 # Random inputs and cost.

@@ -1,10 +1,26 @@
-"""GELU gate of a gate and an up tensor.  The contract; backends are the files next to it."""
+"""GELU gate of a gate and an up tensor, forward and backward."""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops import rows
 from tilewright.ops.activation import gated
+
+
+class GegluArgs(NamedTuple):
+    gate: Tensor  # (..., N)
+    up: Tensor  # (..., N)
+    approximate: str
+
+
+class GegluBackwardArgs(NamedTuple):
+    dout: Tensor  # (..., N)
+    gate: Tensor  # (..., N)
+    up: Tensor  # (..., N)
+    approximate: str
 
 
 @dispatch("geglu")
@@ -23,7 +39,7 @@ def geglu(
     dtype or device.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return call(CONTRACT, (gate, up, approximate), backend, out)
+    return call(CONTRACT, GegluArgs(gate, up, approximate), backend, out)
 
 
 def reference(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
@@ -31,43 +47,40 @@ def reference(gate: Tensor, up: Tensor, *, approximate: str = "tanh") -> Tensor:
     return gated.gelu_mul(gate, up, approximate)
 
 
-def _raw(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
-    return reference(gate, up, approximate=approximate)
-
-
-def _raw_backward(dout: Tensor, gate: Tensor, up: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    dgate, dup = vjp(lambda gate, up: _raw(gate, up, approximate), (gate, up), (dout,))
-    return dgate, dup
-
+KERNELS = ("triton.gated",)
 
 FORWARD = RawOp(
     "geglu",
     "fwd",
-    "Tensor gate, Tensor up, str approximate",
-    package=__name__,
-    outputs=lambda gate, up, approximate: ((gate.shape, gate.dtype),),
-    reference=_raw,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    GegluArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.gate.shape, args.gate.dtype),),
+    reference=lambda args: reference(args.gate, args.up, approximate=args.approximate),
+    bucket=lambda args: rows.rows_bucket(args.gate),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "geglu",
     "bwd",
-    "Tensor dout, Tensor gate, Tensor up, str approximate",
-    package=__name__,
-    outputs=lambda dout, gate, up, approximate: ((gate.shape, gate.dtype), (up.shape, up.dtype)),
-    reference=_raw_backward,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    GegluBackwardArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.gate.shape, args.gate.dtype), (args.up.shape, args.up.dtype)),
+    reference=lambda args: vjp(
+        lambda gate, up: reference(gate, up, approximate=args.approximate), (args.gate, args.up), (args.dout,)
+    ),
+    bucket=lambda args: rows.rows_bucket(args.dout),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(gate: Tensor, up: Tensor, approximate: str) -> None:
-    """Raises InputError for what the docstring of `geglu` excludes."""
-    gated.check_split("geglu", gate, up)
-    gated.check_approximate("geglu", approximate)
+def check(args: GegluArgs) -> None:
+    """Raise InputError for what the docstring of `geglu` excludes."""
+    gated.check_split("geglu", args.gate, args.up)
+    gated.check_approximate("geglu", args.approximate)
 
 
 CONTRACT = register(
@@ -82,9 +95,9 @@ CONTRACT = register(
         cost=gated.cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0, 1),
-            save=lambda args, outputs: (args[0], args[1]),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved, args[2]),
+            inputs=("gate", "up"),
+            save=lambda args, outputs: (args.gate, args.up),
+            raw_args=lambda grads, saved, args, needs: GegluBackwardArgs(*grads, *saved, args.approximate),
         ),
         workloads=gated.GELU_WORKLOADS,
         cpu_workloads=gated.CPU_WORKLOADS,

@@ -1,10 +1,24 @@
-"""GELU gate with gate and up packed in one tensor.  The contract; backends are the files next to it."""
+"""GELU gate with gate and up packed in one tensor, forward and backward."""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops import rows
 from tilewright.ops.activation import gated
+
+
+class GeluAndMulArgs(NamedTuple):
+    x: Tensor  # (..., 2N)
+    approximate: str
+
+
+class GeluAndMulBackwardArgs(NamedTuple):
+    dout: Tensor  # (..., N)
+    x: Tensor  # (..., 2N)
+    approximate: str
 
 
 @dispatch("gelu_and_mul")
@@ -22,7 +36,7 @@ def gelu_and_mul(
     Raises InputError for dtypes other than floating, another approximate and an odd last dimension.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return call(CONTRACT, (x, approximate), backend, out)
+    return call(CONTRACT, GeluAndMulArgs(x, approximate), backend, out)
 
 
 def reference(x: Tensor, *, approximate: str = "tanh") -> Tensor:
@@ -30,41 +44,37 @@ def reference(x: Tensor, *, approximate: str = "tanh") -> Tensor:
     return gated.gelu_mul(*gated.halves(x), approximate)
 
 
-def _raw(x: Tensor, approximate: str) -> Tensor:
-    return reference(x, approximate=approximate)
-
-
-def _raw_backward(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    return vjp(lambda x: _raw(x, approximate), (x,), (dout,))[0]
-
+KERNELS = ("triton.gated", "cpu.gated")
 
 FORWARD = RawOp(
     "gelu_and_mul",
     "fwd",
-    "Tensor x, str approximate",
-    package=__name__,
-    outputs=lambda x, approximate: (((*x.shape[:-1], x.shape[-1] // 2), x.dtype),),
-    reference=_raw,
-    bucket=gated.packed_bucket,
-    bucket_names=gated.BUCKET,
+    GeluAndMulArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((gated.packed_shape(args.x), args.x.dtype),),
+    reference=lambda args: reference(args.x, approximate=args.approximate),
+    bucket=lambda args: gated.packed_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "gelu_and_mul",
     "bwd",
-    "Tensor dout, Tensor x, str approximate",
-    package=__name__,
-    outputs=lambda dout, x, approximate: ((x.shape, x.dtype),),
-    reference=_raw_backward,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    GeluAndMulBackwardArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=lambda args: vjp(lambda x: reference(x, approximate=args.approximate), (args.x,), (args.dout,))[0],
+    bucket=lambda args: rows.rows_bucket(args.dout),
+    bucket_names=rows.RowsBucket._fields,
 )
 
 
-def check(x: Tensor, approximate: str) -> None:
-    """Raises InputError for what the docstring of `gelu_and_mul` excludes."""
-    gated.check_packed("gelu_and_mul", x)
-    gated.check_approximate("gelu_and_mul", approximate)
+def check(args: GeluAndMulArgs) -> None:
+    """Raise InputError for what the docstring of `gelu_and_mul` excludes."""
+    gated.check_packed("gelu_and_mul", args.x)
+    gated.check_approximate("gelu_and_mul", args.approximate)
 
 
 CONTRACT = register(
@@ -79,9 +89,9 @@ CONTRACT = register(
         cost=gated.cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0,),
-            save=lambda args, outputs: (args[0],),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved, args[1]),
+            inputs=("x",),
+            save=lambda args, outputs: (args.x,),
+            raw_args=lambda grads, saved, args, needs: GeluAndMulBackwardArgs(*grads, *saved, args.approximate),
         ),
         workloads=gated.GELU_WORKLOADS,
         cpu_workloads=gated.CPU_WORKLOADS,

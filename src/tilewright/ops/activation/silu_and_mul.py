@@ -1,10 +1,22 @@
-"""SiLU gate with gate and up packed in one tensor.  The contract; backends are the files next to it."""
+"""SiLU gate with gate and up packed in one tensor, forward and backward."""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops import rows
 from tilewright.ops.activation import gated
+
+
+class SiluAndMulArgs(NamedTuple):
+    x: Tensor  # (..., 2N)
+
+
+class SiluAndMulBackwardArgs(NamedTuple):
+    dout: Tensor  # (..., N)
+    x: Tensor  # (..., 2N)
 
 
 @dispatch("silu_and_mul")
@@ -19,7 +31,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None, backend: str | None = 
     Raises InputError for dtypes other than floating and an odd last dimension.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return call(CONTRACT, (x,), backend, out)
+    return call(CONTRACT, SiluAndMulArgs(x), backend, out)
 
 
 def reference(x: Tensor) -> Tensor:
@@ -27,40 +39,36 @@ def reference(x: Tensor) -> Tensor:
     return gated.silu_mul(*gated.halves(x))
 
 
-def _raw(x: Tensor) -> Tensor:
-    return reference(x)
-
-
-def _raw_backward(dout: Tensor, x: Tensor) -> Tensor:
-    return vjp(_raw, (x,), (dout,))[0]
-
+KERNELS = ("triton.gated", "cutile.gated", "cpu.gated")
 
 FORWARD = RawOp(
     "silu_and_mul",
     "fwd",
-    "Tensor x",
-    package=__name__,
-    outputs=lambda x: (((*x.shape[:-1], x.shape[-1] // 2), x.dtype),),
-    reference=_raw,
-    bucket=gated.packed_bucket,
-    bucket_names=gated.BUCKET,
+    SiluAndMulArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((gated.packed_shape(args.x), args.x.dtype),),
+    reference=lambda args: reference(args.x),
+    bucket=lambda args: gated.packed_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "silu_and_mul",
     "bwd",
-    "Tensor dout, Tensor x",
-    package=__name__,
-    outputs=lambda dout, x: ((x.shape, x.dtype),),
-    reference=_raw_backward,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    SiluAndMulBackwardArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=lambda args: vjp(reference, (args.x,), (args.dout,))[0],
+    bucket=lambda args: rows.rows_bucket(args.dout),
+    bucket_names=rows.RowsBucket._fields,
 )
 
 
-def check(x: Tensor) -> None:
-    """Raises InputError for what the docstring of `silu_and_mul` excludes."""
-    gated.check_packed("silu_and_mul", x)
+def check(args: SiluAndMulArgs) -> None:
+    """Raise InputError for what the docstring of `silu_and_mul` excludes."""
+    gated.check_packed("silu_and_mul", args.x)
 
 
 CONTRACT = register(
@@ -75,9 +83,9 @@ CONTRACT = register(
         cost=gated.cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0,),
-            save=lambda args, outputs: (args[0],),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved),
+            inputs=("x",),
+            save=lambda args, outputs: (args.x,),
+            raw_args=lambda grads, saved, args, needs: SiluAndMulBackwardArgs(*grads, *saved),
         ),
         workloads=gated.SILU_WORKLOADS,
         cpu_workloads=gated.CPU_WORKLOADS,

@@ -1,17 +1,23 @@
-"""SiLU gate of a packed tensor, quantised in registers.  The contract; backends are the files next to it."""
+"""SiLU gate of a packed tensor, quantised while the result is in registers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, RawOp, Sample, call, dispatch, register
+from tilewright.ops import rows
 from tilewright.ops.activation import gated, swiglu_fp8
 from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import SOURCES, check_matrix, pair
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast
+
+
+class SiluAndMulFp8Args(NamedTuple):
+    x: Tensor  # (..., M, 2N)
+    ue8m0: bool
 
 
 @dispatch("silu_and_mul_fp8")
@@ -25,7 +31,7 @@ def silu_and_mul_fp8(x: Tensor, *, ue8m0: bool = False, backend: str | None = No
     Raises InputError for other dtypes, fewer than two dimensions, an odd last dimension, and an x that requires a
     gradient outside torch.no_grad().
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, ue8m0), backend)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, SiluAndMulFp8Args(x, ue8m0), backend)
     return result
 
 
@@ -34,27 +40,24 @@ def reference(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     return cast(gated.silu_mul(*gated.halves(x)), TOKEN, ue8m0)
 
 
-def _raw(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    return reference(x, ue8m0=ue8m0)
-
-
 FORWARD = RawOp(
     "silu_and_mul_fp8",
     "fwd",
-    "Tensor x, bool ue8m0",
-    package=__name__,
-    outputs=lambda x, ue8m0: pair((*x.shape[:-1], x.shape[-1] // 2), TOKEN),
-    reference=_raw,
-    bucket=gated.packed_bucket,
-    bucket_names=gated.BUCKET,
+    SiluAndMulFp8Args,
+    package="tilewright.ops.activation",
+    kernels=("triton.silu_fp8",),
+    outputs=lambda args: pair(gated.packed_shape(args.x), TOKEN),
+    reference=lambda args: reference(args.x, ue8m0=args.ue8m0),
+    bucket=lambda args: gated.packed_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(x: Tensor, ue8m0: bool) -> None:
-    """Raises InputError for what the docstring of `silu_and_mul_fp8` excludes."""
-    check_matrix("silu_and_mul_fp8", x, form="(..., M, 2N)")
-    gated.check_packed("silu_and_mul_fp8", x)
+def check(args: SiluAndMulFp8Args) -> None:
+    """Raise InputError for what the docstring of `silu_and_mul_fp8` excludes."""
+    check_matrix("silu_and_mul_fp8", args.x, form="(..., M, 2N)")
+    gated.check_packed("silu_and_mul_fp8", args.x)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:

@@ -1,10 +1,24 @@
-"""SiLU gate of a gate and an up tensor.  The contract; backends are the files next to it."""
+"""SiLU gate of a gate and an up tensor, forward and backward."""
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
+from tilewright.ops import rows
 from tilewright.ops.activation import gated
+
+
+class SwigluArgs(NamedTuple):
+    gate: Tensor  # (..., N)
+    up: Tensor  # (..., N)
+
+
+class SwigluBackwardArgs(NamedTuple):
+    dout: Tensor  # (..., N)
+    gate: Tensor  # (..., N)
+    up: Tensor  # (..., N)
 
 
 @dispatch("swiglu")
@@ -19,7 +33,7 @@ def swiglu(gate: Tensor, up: Tensor, *, out: Tensor | None = None, backend: str 
     Raises InputError for dtypes other than floating and tensors that differ in shape, dtype or device.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return call(CONTRACT, (gate, up), backend, out)
+    return call(CONTRACT, SwigluArgs(gate, up), backend, out)
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -27,42 +41,37 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
     return gated.silu_mul(gate, up)
 
 
-def _raw(gate: Tensor, up: Tensor) -> Tensor:
-    return reference(gate, up)
-
-
-def _raw_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = vjp(_raw, (gate, up), (dout,))
-    return dgate, dup
-
+KERNELS = ("triton.gated", "cutile.gated", "cpu.gated")
 
 FORWARD = RawOp(
     "swiglu",
     "fwd",
-    "Tensor gate, Tensor up",
-    package=__name__,
-    outputs=lambda gate, up: ((gate.shape, gate.dtype),),
-    reference=_raw,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    SwigluArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.gate.shape, args.gate.dtype),),
+    reference=lambda args: reference(args.gate, args.up),
+    bucket=lambda args: rows.rows_bucket(args.gate),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "swiglu",
     "bwd",
-    "Tensor dout, Tensor gate, Tensor up",
-    package=__name__,
-    outputs=lambda dout, gate, up: ((gate.shape, gate.dtype), (up.shape, up.dtype)),
-    reference=_raw_backward,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    SwigluBackwardArgs,
+    package="tilewright.ops.activation",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.gate.shape, args.gate.dtype), (args.up.shape, args.up.dtype)),
+    reference=lambda args: vjp(reference, (args.gate, args.up), (args.dout,)),
+    bucket=lambda args: rows.rows_bucket(args.dout),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(gate: Tensor, up: Tensor) -> None:
-    """Raises InputError for what the docstring of `swiglu` excludes."""
-    gated.check_split("swiglu", gate, up)
+def check(args: SwigluArgs) -> None:
+    """Raise InputError for what the docstring of `swiglu` excludes."""
+    gated.check_split("swiglu", args.gate, args.up)
 
 
 CONTRACT = register(
@@ -77,9 +86,9 @@ CONTRACT = register(
         cost=gated.cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0, 1),
-            save=lambda args, outputs: (args[0], args[1]),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved),
+            inputs=("gate", "up"),
+            save=lambda args, outputs: (args.gate, args.up),
+            raw_args=lambda grads, saved, args, needs: SwigluBackwardArgs(*grads, *saved),
         ),
         workloads=gated.SILU_WORKLOADS,
         cpu_workloads=gated.CPU_WORKLOADS,

@@ -1,7 +1,7 @@
-"""SiLU gate, quantised while the result is in registers.  The contract; backends are the files next to it."""
+"""SiLU gate of a gate and an up tensor, quantised while the result is in registers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import SOURCES, check_no_gradient, pair
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast
+
+
+class SwigluFp8Args(NamedTuple):
+    gate: Tensor  # (..., M, N)
+    up: Tensor  # (..., M, N)
+    ue8m0: bool
 
 
 @dispatch("swiglu_fp8")
@@ -32,7 +38,7 @@ def swiglu_fp8(gate: Tensor, up: Tensor, *, ue8m0: bool = False, backend: str | 
     Raises InputError for other dtypes, fewer than two dimensions, tensors that differ in shape, dtype or device, and
     tensors that require a gradient outside torch.no_grad().
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (gate, up, ue8m0), backend)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, SwigluFp8Args(gate, up, ue8m0), backend)
     return result
 
 
@@ -41,25 +47,23 @@ def reference(gate: Tensor, up: Tensor, *, ue8m0: bool = False) -> tuple[Tensor,
     return cast(gated.silu_mul(gate, up), TOKEN, ue8m0)
 
 
-def _raw(gate: Tensor, up: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    return reference(gate, up, ue8m0=ue8m0)
-
-
 FORWARD = RawOp(
     "swiglu_fp8",
     "fwd",
-    "Tensor gate, Tensor up, bool ue8m0",
-    package=__name__,
-    outputs=lambda gate, up, ue8m0: pair(gate.shape, TOKEN),
-    reference=_raw,
-    bucket=gated.split_bucket,
-    bucket_names=gated.BUCKET,
+    SwigluFp8Args,
+    package="tilewright.ops.activation",
+    kernels=("triton.silu_fp8",),
+    outputs=lambda args: pair(args.gate.shape, TOKEN),
+    reference=lambda args: reference(args.gate, args.up, ue8m0=args.ue8m0),
+    bucket=lambda args: rows.rows_bucket(args.gate),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(gate: Tensor, up: Tensor, ue8m0: bool) -> None:
-    """Raises InputError for what the docstring of `swiglu_fp8` excludes."""
+def check(args: SwigluFp8Args) -> None:
+    """Raise InputError for what the docstring of `swiglu_fp8` excludes."""
+    gate, up = args.gate, args.up
     gated.check_split("swiglu_fp8", gate, up)
     if gate.dtype not in SOURCES:
         raise InputError(f"swiglu_fp8: gate is {gate.dtype}; needs one of bfloat16, float16, float32. Cast it first.")

@@ -1,4 +1,4 @@
-"""Gated activations in cuTile: act(gate) * up for SiLU, forward and backward, packed and split.
+"""SiLU gates in cuTile: one kernel forward, one backward, for swiglu and silu_and_mul.
 
 A tile is BLOCK neighbouring elements of one row; packed halves are two views of one tensor, and contiguous split
 tensors count as one long row.
@@ -11,9 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
-from tilewright.ops.rows import as_rows
+from tilewright.ops.activation import silu_and_mul, swiglu
+from tilewright.ops.rows import RowsBucket, as_rows
 
 FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
 LOG2E = 1.4426950408889634
@@ -31,17 +33,16 @@ def _tiles(dtype: torch.dtype) -> list[Config]:
     return [Config(32 * 4 * bytes_ // dtype.itemsize) for bytes_ in (16, 8)]
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     """The largest tile that still gives every SM work; latency decides small problems."""
-    m, n = bucket
-    tiles = _tiles(dtype)
-    return next((c for c in tiles if m * n >= FILL * c.block), tiles[-1])
+    tiles, elements = _tiles(dtype), bucket.M * bucket.N
+    return next((c for c in tiles if elements >= FILL * c.block), tiles[-1])
 
 
 CONFIGS = tuple(dict.fromkeys((*_tiles(torch.bfloat16), *_tiles(torch.float32))))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with half a vector to four vectors a thread and tensor."""
     return tuple(
         Config(32 * warps * bytes_ // dtype.itemsize, warps, occupancy)
@@ -143,3 +144,28 @@ def _launch(kernel: CutileKernel, tensors: tuple[Tensor, ...], config: Config) -
     grid = (m * -(-n // config.block),)
     constants = (config.block, n % config.block == 0)
     kernel(grid, tensors, constants, Hints(config.num_warps, config.occupancy or None))
+
+
+_TUNING = {"configure": configure, "config_type": Config, "configs": CONFIGS, "candidates": candidates}
+
+
+@register_kernel(swiglu.FORWARD, **_TUNING)
+def launch_swiglu(outs: tuple[Tensor], args: swiglu.SwigluArgs, config: Config) -> None:
+    split(outs[0], args.gate, args.up, config)
+
+
+@register_kernel(swiglu.BACKWARD, **_TUNING)
+def launch_swiglu_backward(outs: tuple[Tensor, Tensor], args: swiglu.SwigluBackwardArgs, config: Config) -> None:
+    split_backward(*outs, args.dout, args.gate, args.up, config)
+
+
+@register_kernel(silu_and_mul.FORWARD, **_TUNING)
+def launch_silu_and_mul(outs: tuple[Tensor], args: silu_and_mul.SiluAndMulArgs, config: Config) -> None:
+    packed(outs[0], args.x, config)
+
+
+@register_kernel(silu_and_mul.BACKWARD, **_TUNING)
+def launch_silu_and_mul_backward(
+    outs: tuple[Tensor], args: silu_and_mul.SiluAndMulBackwardArgs, config: Config
+) -> None:
+    packed_backward(outs[0], args.dout, args.x, config)

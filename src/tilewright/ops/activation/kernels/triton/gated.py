@@ -1,4 +1,4 @@
-"""Gated activations in Triton: one kernel forward, one backward, for all four ops.
+"""Gated activations in Triton: one kernel forward, one backward, for swiglu, geglu, silu_and_mul and gelu_and_mul.
 
 A tile is BLOCK neighbouring elements of one row; `up_offset` and the strides tell packed from split tensors, and
 contiguous split tensors count as one long row.  Every thread has several independent 16-byte loads in flight.
@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.activation import geglu, gelu_and_mul, silu_and_mul, swiglu
 from tilewright.ops.exponential import exp
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import RowsBucket, as_rows
 
 FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -35,21 +37,19 @@ def _tiles(dtype: torch.dtype) -> list[Config]:
     return [Config(32 * warps * 16 // dtype.itemsize, warps) for warps in (4, 2, 1)]
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     """The largest tile that still gives every SM work; latency decides small problems."""
-    m, n = bucket
-    tiles = _tiles(dtype)
-    return next((c for c in tiles if m * n >= FILL * c.block), tiles[-1])
+    tiles, elements = _tiles(dtype), bucket.M * bucket.N
+    return next((c for c in tiles if elements >= FILL * c.block), tiles[-1])
 
 
 CONFIGS = (*_tiles(torch.bfloat16), *_tiles(torch.float32))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """One element to four vectors a thread: small problems need many threads, large ones long accesses."""
-    m, n = bucket
     vector = 16 // dtype.itemsize
-    each = (1, 2, 4, vector) if m * n < FILL * 2048 else (4, vector, 2 * vector, 4 * vector)
+    each = (1, 2, 4, vector) if bucket.M * bucket.N < FILL * 2048 else (4, vector, 2 * vector, 4 * vector)
     tiles = (Config(32 * warps * elements, warps) for elements in dict.fromkeys(each) for warps in (1, 2, 4, 8))
     return tuple(c for c in tiles if c.block >= 128)
 
@@ -58,9 +58,9 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 def normal(g, PRECISE: tl.constexpr):  # g: (BLOCK,) fp32 -> the normal distribution's cdf, e^(-g^2 / 2)
     """(1 + erf) / 2 cancels below zero: at -5 two digits are left, at -6 none.
 
-    The cdf at -a <= 0 is e^(-a^2 / 2) q(t) t, t = 1 / (1 + 0.3 a), with q the minimax polynomial of `gated.cpp`, whose
-    relative error is 2^-28; rounding raises it to 6 * 2^-24, plus the errors of e^x and of a division.  If not PRECISE,
-    e^(-a^2 / 2) adds 2^-18 at -13, where the cdf leaves the range of float32.
+    The cdf at -a <= 0 is e^(-a^2 / 2) q(t) t, t = 1 / (1 + 0.3 a), with q the minimax polynomial of `cpu/gated.cpp`,
+    whose relative error is 2^-28; rounding raises it to 6 * 2^-24, plus the errors of e^x and of a division.  If not
+    PRECISE, e^(-a^2 / 2) adds 2^-18 at -13, where the cdf leaves the range of float32.
     """
     a = tl.minimum(tl.abs(g), 40.0)  # from 15 on e^(-a^2 / 2) is 0, and the square of infinity has no low part
     if PRECISE:
@@ -235,3 +235,50 @@ def _launch_backward(
     blocks = triton.cdiv(n, config.block)
     args = (dgate, dup, dout, gate, up, n, blocks, *layout)
     _backward((m * blocks,), args, (act, config.block), num_warps=config.num_warps)
+
+
+_TUNING = {"configure": configure, "config_type": Config, "configs": CONFIGS, "candidates": candidates}
+
+
+@register_kernel(swiglu.FORWARD, **_TUNING)
+def launch_swiglu(outs: tuple[Tensor], args: swiglu.SwigluArgs, config: Config) -> None:
+    split(outs[0], args.gate, args.up, "silu", config)
+
+
+@register_kernel(swiglu.BACKWARD, **_TUNING)
+def launch_swiglu_backward(outs: tuple[Tensor, Tensor], args: swiglu.SwigluBackwardArgs, config: Config) -> None:
+    split_backward(*outs, args.dout, args.gate, args.up, "silu", config)
+
+
+@register_kernel(geglu.FORWARD, **_TUNING)
+def launch_geglu(outs: tuple[Tensor], args: geglu.GegluArgs, config: Config) -> None:
+    split(outs[0], args.gate, args.up, GELU[args.approximate], config)
+
+
+@register_kernel(geglu.BACKWARD, **_TUNING)
+def launch_geglu_backward(outs: tuple[Tensor, Tensor], args: geglu.GegluBackwardArgs, config: Config) -> None:
+    split_backward(*outs, args.dout, args.gate, args.up, GELU[args.approximate], config)
+
+
+@register_kernel(silu_and_mul.FORWARD, **_TUNING)
+def launch_silu_and_mul(outs: tuple[Tensor], args: silu_and_mul.SiluAndMulArgs, config: Config) -> None:
+    packed(outs[0], args.x, "silu", config)
+
+
+@register_kernel(silu_and_mul.BACKWARD, **_TUNING)
+def launch_silu_and_mul_backward(
+    outs: tuple[Tensor], args: silu_and_mul.SiluAndMulBackwardArgs, config: Config
+) -> None:
+    packed_backward(outs[0], args.dout, args.x, "silu", config)
+
+
+@register_kernel(gelu_and_mul.FORWARD, **_TUNING)
+def launch_gelu_and_mul(outs: tuple[Tensor], args: gelu_and_mul.GeluAndMulArgs, config: Config) -> None:
+    packed(outs[0], args.x, GELU[args.approximate], config)
+
+
+@register_kernel(gelu_and_mul.BACKWARD, **_TUNING)
+def launch_gelu_and_mul_backward(
+    outs: tuple[Tensor], args: gelu_and_mul.GeluAndMulBackwardArgs, config: Config
+) -> None:
+    packed_backward(outs[0], args.dout, args.x, GELU[args.approximate], config)

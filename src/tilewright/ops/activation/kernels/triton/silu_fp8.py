@@ -1,4 +1,4 @@
-"""SiLU gate to e4m3 in Triton: the arithmetic of `gated/triton.py`, quantised in registers.  Split and packed form.
+"""SiLU gate to e4m3 in Triton, for swiglu_fp8 and silu_and_mul_fp8: the arithmetic of `gated`, quantised in registers.
 
 A program takes a few groups of 128 from each of a few adjacent rows.  Eight lanes hold a group, so that its maximum
 takes three shuffles; the scales of one column of groups are adjacent, so that a program writes runs of scales in the
@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.activation import silu_and_mul_fp8, swiglu_fp8
 from tilewright.ops.activation.kernels.triton.gated import activate, gated
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.triton_numbers import as_stored, encode, inverse, magnitude, scale_of
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import RowsBucket, as_rows
 
 GROUP = TOKEN.depth
 FILL = 1024  # minimum programs before programs grow: about eight for each SM of an H200
@@ -35,22 +36,20 @@ class Config(NamedTuple):
 SIZES = (Config(8, 4, 4), Config(8, 2, 4), Config(4, 2, 2), Config(2, 2, 1), Config(1, 2, 1))  # 32 to 8 values a thread
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     """The largest program that still gives every SM work; latency decides small problems."""
-    m, n = bucket
-    fitting = [c for c in SIZES if c.rows <= m]
-    return next((c for c in fitting if m * n >= FILL * GROUP * c.rows * c.groups), fitting[-1])
+    fitting, elements = [c for c in SIZES if c.rows <= bucket.M], bucket.M * bucket.N
+    return next((c for c in fitting if elements >= FILL * GROUP * c.rows * c.groups), fitting[-1])
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 8 to 64 elements a thread."""
-    m, n = bucket
     return tuple(
         Config(rows, groups, warps)
         for rows in (1, 2, 4, 8, 16)
         for groups in (1, 2, 4, 8)
         for warps in (1, 2, 4, 8)
-        if rows <= m and GROUP * groups < 2 * n and 8 <= rows * groups * GROUP // (32 * warps) <= 64
+        if rows <= bucket.M and GROUP * groups < 2 * bucket.N and 8 <= rows * groups * GROUP // (32 * warps) <= 64
     )
 
 
@@ -104,8 +103,14 @@ def _launch(q: Tensor, scales: Tensor, gate: Tensor, up: Tensor, up_offset: int,
     _kernel(grid, (as_stored(q), scales, gate, up, r, n, m, *strides), constants, num_warps=config.num_warps)
 
 
-@register_impl(
-    "swiglu_fp8", backend="triton", configure=configure, config_type=Config, configs=SIZES, candidates=candidates
-)
-def launch(outs: tuple[Tensor, Tensor], gate: Tensor, up: Tensor, ue8m0: bool, *, config: Config) -> None:
-    split(*outs, gate, up, ue8m0, config)
+_TUNING = {"configure": configure, "config_type": Config, "configs": SIZES, "candidates": candidates}
+
+
+@register_kernel(swiglu_fp8.FORWARD, **_TUNING)
+def launch_swiglu(outs: tuple[Tensor, Tensor], args: swiglu_fp8.SwigluFp8Args, config: Config) -> None:
+    split(*outs, args.gate, args.up, args.ue8m0, config)
+
+
+@register_kernel(silu_and_mul_fp8.FORWARD, **_TUNING)
+def launch_silu_and_mul(outs: tuple[Tensor, Tensor], args: silu_and_mul_fp8.SiluAndMulFp8Args, config: Config) -> None:
+    packed(*outs, args.x, args.ue8m0, config)

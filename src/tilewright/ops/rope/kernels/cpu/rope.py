@@ -1,17 +1,20 @@
-"""Rotary embedding on a CPU: compiles and calls `rope.cpp`.
+"""Rotary embedding on a CPU, for apply_rope: compiles and calls `rope.cpp`.
 
 Traffic: reads q and k once and writes as much, with their strides; each token's rows of the tables are read once.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.dispatch.bucket import hint
+from tilewright.jit.compilers.kernel_args import I64, Pointer
 from tilewright.jit.host_launch import HostKernel
+from tilewright.ops.rope.apply_rope import FORWARD
+from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs
 
 MAX_ROTARY = 2048  # kMaxRotary in rope.cpp
 
@@ -25,31 +28,53 @@ class Params(NamedTuple):
     kInterleaved: bool
 
 
-_kernel = HostKernel(Path(__file__).with_name("rope.cpp"), "rope", "P" * 7 + "q" * 23, flags=("-ffp-contract=off",))
+class Args(NamedTuple):
+    yq: Pointer
+    yk: Pointer
+    q: Pointer
+    k: Pointer
+    cos: Pointer
+    sin: Pointer
+    positions: Pointer
+    b: I64
+    s: I64
+    h: I64
+    h_kv: I64
+    d: I64
+    r: I64
+    table_rows: I64
+    yq_b: I64
+    yq_h: I64
+    yq_s: I64
+    yk_b: I64
+    yk_h: I64
+    yk_s: I64
+    q_b: I64
+    q_h: I64
+    q_s: I64
+    k_b: I64
+    k_h: I64
+    k_s: I64
+    table_b: I64
+    table_s: I64
+    positions_b: I64
+    positions_s: I64
 
 
-def why_not(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> str | None:
-    r = hint(rest[-1] or cos.shape[-1])
+_kernel = HostKernel(Path(__file__).with_name("rope.cpp"), "rope", Args, flags=("-ffp-contract=off",))
+
+
+def why_not(args: ApplyRopeArgs) -> str | None:
+    r = hint(args.rotary_dim or args.cos.shape[-1])
     return None if r <= MAX_ROTARY else f"takes rotary dimensions up to {MAX_ROTARY}, got {r}"
 
 
-@register_impl("apply_rope", backend="cpu", supports=why_not)
-def launch(
-    outs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    *,
-    config: None,
-) -> None:
-    q, k, cos, sin = _unit_stride(q), _unit_stride(k), _unit_stride(cos), _unit_stride(sin)
+@register_kernel(FORWARD, why_not=why_not)
+def launch(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, config: None) -> None:
+    q, k, cos, sin = (_unit_stride(t) for t in (args.q, args.k, args.cos, args.sin))
+    positions = args.positions
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    r = rotary_dim or cos.shape[-1]
     packed = q.dim() == 3  # packed sequences are one sequence
     b, h, s, d = (1, q.shape[1], q.shape[0], q.shape[2]) if packed else q.shape
     if positions is None:
@@ -57,10 +82,11 @@ def launch(
     else:
         table_strides, positions_strides = (0, cos.stride(0)), _entry_strides(positions, packed)
     head_strides = (stride for x in (*outs, q, k) for stride in _head_strides(x))
-    sizes = (b, s, h, k.shape[1], d, r, cos.shape[0])
+    sizes = (b, s, h, k.shape[1], d, args.rotary_dim or cos.shape[-1], cos.shape[0])
+    tensors = (*outs, q, k, cos, sin, positions)
     index = torch.int32 if positions is None else positions.dtype
-    params = Params(q.dtype, cos.dtype, index, interleaved)
-    _kernel((*outs, q, k, cos, sin, positions, *sizes, *head_strides, *table_strides, *positions_strides), params)
+    params = Params(q.dtype, cos.dtype, index, args.interleaved)
+    _kernel(Args(*tensors, *sizes, *head_strides, *table_strides, *positions_strides), params)
 
 
 def _unit_stride(x: Tensor) -> Tensor:

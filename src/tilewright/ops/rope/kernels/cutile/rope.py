@@ -1,5 +1,7 @@
-"""Rotary embedding in cuTile.  A block rotates a few heads of a few adjacent tokens.  Both halves of a row are in
-registers, so every element of q and k is read once and written once.  One launch serves q and k.
+"""Rotary embedding in cuTile, for apply_rope.
+
+A block rotates a few heads of a few adjacent tokens.  Both halves of a row are in registers, so every element of q
+and k is read once and written once.  One launch serves q and k.
 
 Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
 Every tensor is a view (batch, head, token, element) or (batch, token, column) with its strides.  Blocks that share
@@ -12,9 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
+from tilewright.ops.rope.apply_rope import BACKWARD, FORWARD
+from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, ApplyRopeBackwardArgs, RopeBucket
 from tilewright.ops.rows import no_float64
 
 FILL = 512  # minimum blocks before tiles grow: about four for each SM of an H200
@@ -35,26 +39,25 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _tile(vectors: int, bucket: tuple[int, ...], dtype: torch.dtype, heads: int = HEADS) -> Config:
+def _tile(vectors: int, bucket: RopeBucket, dtype: torch.dtype, heads: int = HEADS) -> Config:
     """A tile for 128 threads: `vectors` 16-byte vectors of each half a thread, and at most 8 of a whole row."""
-    *_, d, r = bucket
-    half, row = (next_power_of_2(n) * dtype.itemsize for n in (r // 2, d))
+    half, row = (next_power_of_2(n) * dtype.itemsize for n in (bucket.R // 2, bucket.D))
     rows = max(1, min(vectors * 2048 // max(32, half), 8 * 2048 // row))
     heads = min(heads, rows)
     return Config(rows // heads, heads)
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RopeBucket, dtype: torch.dtype) -> Config:
     """The largest tile that still gives every SM work."""
-    t, h, h_kv, *_ = bucket
     one = _tile(1, bucket, dtype)
     tiles = (_tile(2, bucket, dtype), one, Config(min(2, one.tokens), one.heads), Config(1, one.heads))
-    return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
+    head_rows = bucket.T * (bucket.H + bucket.H_kv)
+    return next((c for c in tiles if head_rows >= FILL * c.tokens * c.heads), tiles[-1])
 
 
 CONFIGS = tuple(
     dict.fromkeys(
-        configure((t, 32, 8, d, r), dtype)
+        configure(RopeBucket(t, 32, 8, d, r), dtype)
         for d, r in ((64, 32), (64, 64), (128, 128), (256, 256))
         for t in (1, 128, 512, 8192)
         for dtype in (torch.bfloat16, torch.float32)
@@ -62,7 +65,7 @@ CONFIGS = tuple(
 )
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RopeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with one, two or four vectors of each half a thread, or the same tile with twice the threads."""
     configs = []
     for vectors, heads in product((1, 2, 4), (1, 4, 8)):
@@ -157,22 +160,12 @@ def _product(x, angle):
 _kernel = CutileKernel(_rope_kernel)
 
 
-def rotate(
-    outs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    inverse: bool,
-    config: Config,
-) -> None:
+def rotate(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, inverse: bool, config: Config) -> None:
     """Rotate q and k into `outs`; with `inverse` by the opposite angle."""
-    packed = q.dim() == 3
-    r, d = rotary_dim or cos.shape[-1], q.shape[-1]
-    tensors = tuple(_by_head(x) for x in (*outs, q, k))
+    cos, sin, positions = args.cos, args.sin, args.positions
+    packed = args.q.dim() == 3
+    r, d = args.rotary_dim or cos.shape[-1], args.q.shape[-1]
+    tensors = tuple(_by_head(x) for x in (*outs, args.q, args.k))
     batch, h, s = tensors[2].shape[:3]
     if positions is None:
         cos, sin = (_by_batch(t, packed, batch, s) for t in (cos, sin))
@@ -185,7 +178,7 @@ def rotate(
     constants = (
         r,
         positions is not None,
-        interleaved,
+        args.interleaved,
         inverse,
         tokens,
         config.heads,
@@ -212,50 +205,20 @@ def _by_batch(rows: Tensor, packed: bool, batch: int, s: int) -> Tensor:
     return rows.expand(batch, s, *rows.shape[2:])
 
 
-@register_impl(
-    "apply_rope",
-    backend="cutile",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-    supports=no_float64,
-)
-def launch(
-    outs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    *,
-    config: Config,
-) -> None:
-    rotate(outs, q, k, cos, sin, positions, interleaved, rotary_dim, False, config)
+_TUNING = {
+    "configure": configure,
+    "config_type": Config,
+    "configs": CONFIGS,
+    "candidates": candidates,
+    "why_not": lambda args: no_float64(*args),
+}
 
 
-@register_impl(
-    "apply_rope",
-    backend="cutile",
-    direction="bwd",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-    supports=no_float64,
-)
-def launch_backward(
-    outs: tuple[Tensor, Tensor],
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    *,
-    config: Config,
-) -> None:
-    rotate(outs, dq, dk, cos, sin, positions, interleaved, rotary_dim, True, config)
+@register_kernel(FORWARD, **_TUNING)
+def launch(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, config: Config) -> None:
+    rotate(outs, args, False, config)
+
+
+@register_kernel(BACKWARD, **_TUNING)
+def launch_backward(outs: tuple[Tensor, Tensor], args: ApplyRopeBackwardArgs, config: Config) -> None:
+    rotate(outs, args.as_rotation(), True, config)

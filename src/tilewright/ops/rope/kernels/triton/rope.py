@@ -1,5 +1,7 @@
-"""Rotary embedding in Triton.  A program rotates a few heads of a few adjacent tokens.  Both halves of a row are in
-registers, so every element of q and k is read once and written once.  One launch serves q and k.
+"""Rotary embedding in Triton, for apply_rope.
+
+A program rotates a few heads of a few adjacent tokens.  Both halves of a row are in registers, so every element of q
+and k is read once and written once.  One launch serves q and k.
 
 Traffic: 4*T*(H+H_kv)*D bytes at bf16 and the tables, so T=8192, H=32, H_kv=8, D=128 cannot beat 40 us at 4.2 TB/s.
 Programs that share tokens are adjacent in the grid and find the tables in L2.  Every access is a 16-byte vector
@@ -14,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.rope.apply_rope import by_token
+from tilewright.ops.rope.apply_rope import BACKWARD, FORWARD
+from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, ApplyRopeBackwardArgs, RopeBucket, by_token
+from tilewright.ops.rows import no_float64
 
 FILL = 512  # minimum programs before tiles grow: about four for each SM of an H200
 
@@ -33,40 +37,41 @@ HEADS = 4  # the heads that one warp holds at D = 128 in bf16: they share a toke
 _TILES = ((4, 2), (2, 1), (1, 1))
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RopeBucket, dtype: torch.dtype) -> Config:
     """The largest tile that still gives every SM work; one vector of each half a thread is 1 KB of rows a warp."""
-    t, h, h_kv, d, r = bucket
-    row_bytes = _clamp(128, triton.next_power_of_2(d) * dtype.itemsize, 512)
-    rotary_bytes = _clamp(64, triton.next_power_of_2(r) * dtype.itemsize, 512)
+    row_bytes = _clamp(128, triton.next_power_of_2(bucket.D) * dtype.itemsize, 512)
+    rotary_bytes = _clamp(64, triton.next_power_of_2(bucket.R) * dtype.itemsize, 512)
     tiles = []
     for warps, vectors in _TILES:
         rows = warps * max(vectors * 1024 // row_bytes, 1024 // rotary_bytes)
         heads = min(rows, HEADS)
         tiles.append(Config(rows // heads, heads, warps))
-    return next((c for c in tiles if t * (h + h_kv) >= FILL * c.tokens * c.heads), tiles[-1])
+    head_rows = bucket.T * (bucket.H + bucket.H_kv)
+    return next((c for c in tiles if head_rows >= FILL * c.tokens * c.heads), tiles[-1])
 
 
 def _clamp(low: int, n: int, high: int) -> int:
     return min(max(n, low), high)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RopeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with one to four vectors of each half of a row a thread, and few or many heads a tile."""
-    t, h, h_kv, d, _ = bucket
-    row_bytes = triton.next_power_of_2(d) * dtype.itemsize
-    max_warps = 8 if t * (h + h_kv) >= 8 * FILL * HEADS else 4  # small problems need small programs
+    row_bytes = triton.next_power_of_2(bucket.D) * dtype.itemsize
+    head_rows = bucket.T * (bucket.H + bucket.H_kv)
+    max_warps = 8 if head_rows >= 8 * FILL * HEADS else 4  # small problems need small programs
     return tuple(
         Config(tokens, heads, warps)
         for warps in (1, 2, 4, 8)
         for heads in (1, 2, 4, 8)
         for tokens in (1, 2, 4, 8, 16, 32)
-        if warps <= max_warps and tokens <= t and heads <= h and 32 <= tokens * heads * row_bytes // (32 * warps) <= 128
+        if warps <= max_warps and tokens <= bucket.T and heads <= bucket.H
+        if 32 <= tokens * heads * row_bytes // (32 * warps) <= 128
     )
 
 
 CONFIGS = tuple(
     dict.fromkeys(
-        configure((t, 32, 8, d, r), torch.bfloat16)
+        configure(RopeBucket(t, 32, 8, d, r), torch.bfloat16)
         for d, r in ((64, 32), (64, 64), (128, 128), (256, 256))
         for t in (1, 128, 512, 8192)
     )
@@ -109,7 +114,7 @@ def _rope_kernel(
 
 @triton.jit
 def _rotate_heads(
-    y, x, cos, sin, token, table_offset, valid, group, S, H, x_h, x_s, table_d,  # token, at, known: (TOKENS,)
+    y, x, cos, sin, token, table_offset, valid, group, S, H, x_h, x_s, table_d,  # token, table_offset, valid: (TOKENS,)
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, BY_TOKEN: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -174,27 +179,16 @@ def _product(x, angle):
 _kernel = TritonKernel(_rope_kernel, enable_fp_fusion=False)
 
 
-def rotate(
-    outs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    inverse: bool,
-    config: Config,
-) -> None:
+def rotate(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, inverse: bool, config: Config) -> None:
     """Rotate q and k into `outs`; with `inverse` by the opposite angle."""
-    q, k = _unit_stride(q), _unit_stride(k)
+    q, k, cos, sin, positions = _unit_stride(args.q), _unit_stride(args.k), args.cos, args.sin, args.positions
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     # Packed tokens, and sequences of one token each, are one sequence: the stride of the batch does not matter.
     single = q.dim() == 3 or q.shape[2] == 1
     batch, s = (1, q.shape[0]) if single else (q.shape[0], q.shape[2])
     h, h_kv, d = q.shape[1], k.shape[1], q.shape[-1]
-    r = rotary_dim or cos.shape[-1]
+    r = args.rotary_dim or cos.shape[-1]
     if positions is None:
         table_strides, positions_strides = _strides(cos, single), (0, 0)
     else:
@@ -205,9 +199,10 @@ def rotate(
     sizes = (s, h, h_kv, cos.shape[0], blocks, groups_q, groups)
     strides = (*_head_strides(q, single), *_head_strides(k, single), *table_strides, cos.stride(-1), *positions_strides)
     block_half, block_rest = triton.next_power_of_2(r // 2), triton.next_power_of_2(d - r) if r < d else 0
-    constants = (d, r, interleaved, inverse, single or by_token(*outs), tokens, config.heads, block_half, block_rest)
-    args = (*outs, q, k, cos, sin, positions, *sizes, *strides)
-    _kernel((batch * blocks * groups,), args, constants, num_warps=config.num_warps)
+    layout = (args.interleaved, inverse, single or by_token(*outs))
+    constants = (d, r, *layout, tokens, config.heads, block_half, block_rest)
+    tensors = (*outs, q, k, cos, sin, positions)
+    _kernel((batch * blocks * groups,), (*tensors, *sizes, *strides), constants, num_warps=config.num_warps)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -225,54 +220,20 @@ def _strides(rows: Tensor, single: bool) -> tuple[int, int]:
     return (0, first) if single else (first, rows.stride(1))
 
 
-def why_not(q: Tensor, *_: object) -> str | None:
-    return "has no float64" if q.dtype == torch.float64 else None
+_TUNING = {
+    "configure": configure,
+    "config_type": Config,
+    "configs": CONFIGS,
+    "candidates": candidates,
+    "why_not": lambda args: no_float64(*args),
+}
 
 
-@register_impl(
-    "apply_rope",
-    backend="triton",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-    supports=why_not,
-)
-def launch(
-    outs: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    *,
-    config: Config,
-) -> None:
-    rotate(outs, q, k, cos, sin, positions, interleaved, rotary_dim, False, config)
+@register_kernel(FORWARD, **_TUNING)
+def launch(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, config: Config) -> None:
+    rotate(outs, args, False, config)
 
 
-@register_impl(
-    "apply_rope",
-    backend="triton",
-    direction="bwd",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-    supports=why_not,
-)
-def launch_backward(
-    outs: tuple[Tensor, Tensor],
-    dq: Tensor,
-    dk: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    *,
-    config: Config,
-) -> None:
-    rotate(outs, dq, dk, cos, sin, positions, interleaved, rotary_dim, True, config)
+@register_kernel(BACKWARD, **_TUNING)
+def launch_backward(outs: tuple[Tensor, Tensor], args: ApplyRopeBackwardArgs, config: Config) -> None:
+    rotate(outs, args.as_rotation(), True, config)
