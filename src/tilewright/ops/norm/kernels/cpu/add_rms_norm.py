@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.norm.rms_norm.cpu import run_forward
+from tilewright.ops.norm.kernels.cpu.rms_norm import run_forward
 
 
 @register_impl("add_rms_norm", backend="cpu")

@@ -18,8 +18,8 @@ from tilewright.dispatch import register_impl
 from tilewright.hardware import device_info
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.column_sums import column_sums, mean_of
-from tilewright.ops.norm.rms_norm.triton_long import run_backward_long, run_forward_long
+from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
+from tilewright.ops.norm.kernels.triton.long_rows import run_backward_long, run_forward_long
 from tilewright.ops.rows import as_rows
 
 MAX_BLOCK = 16384  # 64 KB of float32 in registers at 16 warps; longer rows are read in blocks, twice

@@ -18,8 +18,8 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.column_sums import column_sums
-from tilewright.ops.norm.rms_norm.triton import (
+from tilewright.ops.norm.kernels.triton.column_sums import column_sums
+from tilewright.ops.norm.kernels.triton.rms_norm import (
     MAX_BLOCK,
     Config,
     PersistentConfig,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.column_sums import mean_of
+from tilewright.ops.norm.kernels.triton.column_sums import mean_of
 
 
 @triton.jit

@@ -7,8 +7,8 @@ us at 4.2 TB/s.  The three kernels of a model without fusion move 13.03*M*N.
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.norm.rms_norm.triton import every
-from tilewright.ops.norm.rms_norm_fp8.triton import Config, Options, candidates_whole, configure_whole, run
+from tilewright.ops.norm.kernels.triton.rms_norm import every
+from tilewright.ops.norm.kernels.triton.rms_norm_fp8 import Config, Options, candidates_whole, configure_whole, run
 
 
 @register_impl(

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.rms_norm.triton import (
+from tilewright.ops.norm.kernels.triton.rms_norm import (
     MAX_BLOCK,
     every,
     normalise_rows,
 )
-from tilewright.ops.norm.rms_norm.triton import candidates as candidates_plain
-from tilewright.ops.norm.rms_norm.triton import configure as configure_plain
-from tilewright.ops.norm.rms_norm.triton_long import normalise_block, rstd_of_row
-from tilewright.ops.norm.rms_norm_fp8.triton_parts import parts as launch_parts
+from tilewright.ops.norm.kernels.triton.rms_norm import candidates as candidates_plain
+from tilewright.ops.norm.kernels.triton.rms_norm import configure as configure_plain
+from tilewright.ops.norm.kernels.triton.long_rows import normalise_block, rstd_of_row
+from tilewright.ops.norm.kernels.triton.rms_norm_fp8_parts import parts as launch_parts
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.triton_numbers import (
     as_stored,
