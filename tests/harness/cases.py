@@ -115,7 +115,8 @@ def _selected(
         changed = list(bucket)
         for place, size in zip(places, sizes, strict=True):
             changed[place] = size
-        found.setdefault(implementation.configure(tuple(changed), dtype), sizes)
+        named = bucket._make(changed) if hasattr(bucket, "_make") else tuple(changed)
+        found.setdefault(implementation.configure(named, dtype), sizes)
     return found
 
 

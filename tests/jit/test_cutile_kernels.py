@@ -113,7 +113,7 @@ def test_a_position_outside_the_table_shows_as_nan():
 
 
 def test_a_kernel_that_promises_no_masks_and_needs_one_fails_in_the_emulation():
-    from tilewright.ops.norm.rms_norm.cutile import Config, _forward
+    from tilewright.ops.norm.kernels.cutile.rms_norm import Config, _forward
 
     x = torch.ones(3, 8)
     with emulated(), pytest.raises(IndexError, match="reaches 3 of 3"):
