@@ -40,7 +40,7 @@ class PersistentConfig(NamedTuple):
 
     rows: int  # rows per tile
     num_warps: int  # 4 or 8
-    waves: int  # blocks per SM
+    ctas_per_sm: int  # blocks per SM
 
 
 def next_power_of_2(n: int) -> int:
@@ -71,9 +71,9 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
     block = next_power_of_2(bucket.N)
     if block <= 2048:
-        return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, waves=4)
+        return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, ctas_per_sm=4)
     # two float32 blocks an SM spill on sm_100 and sm_120
-    return PersistentConfig(rows=1, num_warps=8, waves=2 if block <= 4096 and dtype.itemsize == 2 else 1)
+    return PersistentConfig(rows=1, num_warps=8, ctas_per_sm=2 if block <= 4096 and dtype.itemsize == 2 else 1)
 
 
 BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(1, 1 << k), torch.bfloat16) for k in range(15)))
@@ -85,12 +85,13 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Persist
     if block > MAX_BLOCK_BACKWARD:
         return ()
     return tuple(
-        PersistentConfig(rows, warps, waves)
+        PersistentConfig(rows, warps, ctas_per_sm)
         for warps in (4, 8)
         for rows in (1, 2, 4, 8)
-        for waves in (1, 2, 3, 4, 6)
+        for ctas_per_sm in (1, 2, 3, 4, 6)
         if rows == 1 or 4 * 32 * warps <= rows * block
-        if rows * block <= 32 * 32 * warps and (rows + 1) * block * waves <= 3 * HELD // 4  # weights are two more rows
+        if rows * block <= 32 * 32 * warps
+        and (rows + 1) * block * ctas_per_sm <= 3 * HELD // 4  # weights are two more rows
     )
 
 
@@ -302,12 +303,12 @@ def _launch_backward(
         if args.need_dweight:
             _dweight_long((-(-n // 64),), (dweight, dy, x, rstds), (args.fp32_weight, 64, 64), Hints(8))
         return
-    num_blocks = min(-(-m // config.rows), config.waves * device_info(x.device).sm_count)
+    num_blocks = min(-(-m // config.rows), config.ctas_per_sm * device_info(x.device).sm_count)
     dw_partial = scratch((num_blocks if args.need_dweight else 1, n), torch.float32, x.device)
     exact = n == block_n and m % config.rows == 0
     constants = (add, args.fp32_weight, args.need_dweight, config.rows, block_n, exact)
     # Only large tiles get a bound: small ones have registers to spare, and a masked one would spill under it
-    hints = Hints(config.num_warps, config.waves if block_n > 2048 else None)
+    hints = Hints(config.num_warps, config.ctas_per_sm if block_n > 2048 else None)
     _backward((num_blocks,), (dx, dw_partial, *inputs), constants, hints)
     if args.need_dweight:
         _column_sums((-(-n // 32),), (dweight, dw_partial), (64, 32), Hints(num_worker_warps=4))

@@ -23,7 +23,7 @@ class PersistentConfig(NamedTuple):
     rows: int  # rows per block
     num_warps: int
     num_stages: int
-    waves: int  # programs per SM
+    ctas_per_sm: int  # programs per SM
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
@@ -42,15 +42,15 @@ def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConf
     block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
     if block <= 512:
         rows = max(1, min(8, 4096 // (block * dtype.itemsize)))
-        return PersistentConfig(rows, num_warps=4, num_stages=2, waves=4)
+        return PersistentConfig(rows, num_warps=4, num_stages=2, ctas_per_sm=4)
     if dtype.itemsize > 2:  # two stages of one row: three of two would not fit the shared memory of an A100
-        return PersistentConfig(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=2, waves=2)
+        return PersistentConfig(rows=1, num_warps=min(16, max(4, block // 512)), num_stages=2, ctas_per_sm=2)
     # Several rows a block, and two more blocks in flight, hide the reductions: 55.6 us with two rows, 57.2 with one at
     # 8192x4096; 34.6 us with four, 36.8 with two for LayerNorm at 8192x1600 (H200, 2026-11)
     if block <= 2048:
-        return PersistentConfig(rows=4, num_warps=4, num_stages=3, waves=2)
+        return PersistentConfig(rows=4, num_warps=4, num_stages=3, ctas_per_sm=2)
     rows = 2 if block <= 4096 else 1
-    return PersistentConfig(rows, num_warps=min(16, rows * block // 1024), num_stages=3, waves=1)
+    return PersistentConfig(rows, num_warps=min(16, rows * block // 1024), num_stages=3, ctas_per_sm=1)
 
 
 def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -72,15 +72,15 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Persist
     if block > MAX_BLOCK:
         return ()
     return tuple(
-        PersistentConfig(rows, warps, stages, waves)
+        PersistentConfig(rows, warps, stages, ctas_per_sm)
         for rows in (1, 2, 4, 8)
         for warps in (4, 8, 16)
         for stages in (2, 3, 4)
-        for waves in (1, 2, 4)
+        for ctas_per_sm in (1, 2, 4)
         if rows <= bucket.M
         and 8 <= rows * block // (32 * warps) <= 64
-        and waves * stages * 2 * rows * block * dtype.itemsize <= 200 << 10
-        and 8 <= waves * warps <= 32
+        and ctas_per_sm * stages * 2 * rows * block * dtype.itemsize <= 200 << 10
+        and 8 <= ctas_per_sm * warps <= 32
     )
 
 
@@ -92,4 +92,4 @@ def every(choose: Callable[[RowsBucket, torch.dtype], Any]) -> tuple[Any, ...]:
 
 def programs(m: int, config: PersistentConfig, device: torch.device) -> int:
     """Number of persistent programs for `m` rows."""
-    return min(-(-m // config.rows), config.waves * device_info(device).sm_count)
+    return min(-(-m // config.rows), config.ctas_per_sm * device_info(device).sm_count)
