@@ -28,7 +28,8 @@ def test_a_row_can_be_followed(name, row):
     raw = {op.direction: op for op in subject.raw_ops}[row.direction]
     assert row.us > 0 and row.numerics == "default"
     assert row.bucket.split(",")[0].split("=")[0] == raw.bucket_names[0]
-    bucket = namedtuple("Bucket", raw.bucket_names)(*(int(size.split("=")[1]) for size in row.bucket.split(",")))
+    sizes = [int(size.split("=")[1]) for size in row.bucket.split(",")]
+    bucket = namedtuple("Bucket", raw.bucket_names)(*sizes)
     dtype = getattr(torch, row.dtype)
     for choice in row.choices:
         if choice.backend != "torch":
