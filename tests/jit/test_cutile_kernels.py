@@ -10,6 +10,7 @@ from tests.harness.cutile_emulation import emulated
 
 import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import contract, contracts, implementations, record
+from tilewright.ops.rows import RowsBucket
 
 IMPLEMENTATIONS = [
     (op.op, op.direction)
@@ -91,7 +92,7 @@ def test_softmax_of_rows_longer_than_registers(rows, split):
     from tilewright.ops.reduction.kernels.cutile.softmax import configure
 
     op, _ = raw_call("softmax", "fwd", contract("softmax").edge_cases[0], torch.float32)
-    config = configure((rows, 40001), torch.float32)
+    config = configure(RowsBucket(rows, 40001), torch.float32)
     assert bool(config.split) == bool(split)
     x = torch.randn(2, 40001, generator=torch.Generator().manual_seed(0))
     x[1, ::3] = -torch.inf
