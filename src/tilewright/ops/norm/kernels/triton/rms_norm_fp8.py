@@ -1,10 +1,13 @@
-"""RMSNorm to e4m3 in Triton: the rows of `rms_norm/triton.py`, quantised in registers.
+"""RMSNorm to e4m3 in Triton, with or without a residual: the rows of `fused_rows.py`, quantised in registers.
+
+Serves rms_norm_fp8 and add_rms_norm_fp8.
 
 A program holds whole rows; 16 lanes hold a group of 128 with 16 bytes of x each, so that the group's maximum takes
 three or four shuffles.  Rows too long for registers are read twice; the second read comes from L2.
-Many rows that divide into equal parts take the kernel of `triton_parts.py`.
+Many rows that divide into equal parts take the kernel of `rms_norm_fp8_parts.py`.
 Traffic: reads x, writes q and 4 bytes a group, 3.03*M*N bytes at bf16: 8192x4096 cannot beat 24 us at 4.2 TB/s.  A norm
-and a cast of its result move 7.03*M*N.
+and a cast of its result move 7.03*M*N.  With a residual: also reads it and writes the sum, 7.03*M*N and 56 us, where
+the three kernels of a model without fusion move 13.03*M*N.
 """
 
 from typing import NamedTuple
@@ -14,17 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.rms_norm.triton import (
-    MAX_BLOCK,
-    every,
-    normalise_rows,
-)
-from tilewright.ops.norm.rms_norm.triton import candidates as candidates_plain
-from tilewright.ops.norm.rms_norm.triton import configure as configure_plain
-from tilewright.ops.norm.rms_norm.triton_long import normalise_block, rstd_of_row
-from tilewright.ops.norm.rms_norm_fp8.triton_parts import parts as launch_parts
+from tilewright.ops.norm import add_rms_norm_fp8, rms_norm_fp8
+from tilewright.ops.norm.add_rms_norm_fp8 import AddRmsNormFp8Args
+from tilewright.ops.norm.kernels.triton import row_blocks
+from tilewright.ops.norm.kernels.triton.fused_rows import normalise_rows
+from tilewright.ops.norm.kernels.triton.long_rows import normalise_block, rstd_of_row
+from tilewright.ops.norm.kernels.triton.rms_norm_fp8_parts import parts as launch_parts
+from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK
+from tilewright.ops.norm.rms_norm_fp8 import RmsNormFp8Args
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.triton_numbers import (
     as_stored,
@@ -38,7 +40,7 @@ from tilewright.ops.quant.triton_numbers import (
     size_amax,
     unpacked,
 )
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import RowsBucket, as_rows
 
 GROUP = TOKEN.depth
 
@@ -49,20 +51,19 @@ class Config(NamedTuple):
     columns: int = 0  # columns per part, 8 or 16 a thread; 0: the whole row at once
 
 
-def configure_whole(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure_whole(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     """Configuration of the kernel that holds whole rows."""
-    m, n = bucket
-    block = min(triton.next_power_of_2(n), MAX_BLOCK)
-    if m >= 1024 and block >= 2048:
+    block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
+    if bucket.M >= 1024 and block >= 2048:
         # Bound by instructions: 14.5 an element on sm_90 with 64 elements a thread, 19 with 16.  H200, 2026-11:
         # 8192x4096 (2, 4) 27.8 us, (1, 8) 30.1; 8192x7168 (1, 8) 51.7, (1, 4) 53.6; 4096x14336 (1, 8) 57.4, (1, 16) 63
         return Config(8192 // block, num_warps=4) if block <= 4096 else Config(rows=1, num_warps=8)
-    return Config(*configure_plain(bucket, dtype))
+    return Config(*row_blocks.configure(bucket, dtype))
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    m, n = bucket
-    if m >= 1024 and 2048 <= n <= MAX_BLOCK and dtype.itemsize == 2:
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+    n = bucket.N
+    if bucket.M >= 1024 and 2048 <= n <= MAX_BLOCK and dtype.itemsize == 2:
         # 16 adjacent elements a thread: half the shuffles and reciprocals an element.  With up to 64 elements a thread
         # the kernel takes 10.3 instructions an element and 80 registers, with up to 128 9.6 and 141: more than 80 KB of
         # loads in flight on an SM
@@ -73,13 +74,13 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return configure_whole(bucket, dtype)
 
 
-def candidates_whole(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    return tuple(Config(*config) for config in candidates_plain(bucket, dtype))
+def candidates_whole(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    return tuple(Config(*config) for config in row_blocks.candidates(bucket, dtype))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations of whole rows, and of rows in parts with 16 to 128 elements a thread."""
-    _, n = bucket
+    n = bucket.N
     parts_configs = (
         Config(1, warps, columns)
         for warps in (1, 2, 4, 8, 16)
@@ -157,68 +158,60 @@ _short = TritonKernel(_rms_norm_fp8_kernel)
 _long = TritonKernel(_rms_norm_fp8_long_kernel)
 
 
-class Options(NamedTuple):
-    """Options of the norm and of its scales, as in `rms_norm_fp8`."""
-
-    eps: float
-    offset: float
-    fp32_weight: bool
-    ue8m0: bool
-
-
-def run(
+def _launch(
     q: Tensor,
     scales: Tensor,
     total: Tensor | None,
-    x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
-    options: Options,
+    args: RmsNormFp8Args | AddRmsNormFp8Args,
     config: Config,
 ) -> None:
     """Normalise and quantise x.  With a residual: normalise and quantise total = x + residual, and write total."""
-    x_rows, weight = as_rows(x), weight.contiguous()
-    residual_rows = None if residual is None else as_rows(residual)
-    r, n = x_rows.shape
-    m, batched = x.shape[-2], r > x.shape[-2]
+    x, weight = as_rows(args.x), args.weight.contiguous()
+    residual = None if residual is None else as_rows(residual)
+    r, n = x.shape
+    m, batched = args.x.shape[-2], r > args.x.shape[-2]
     block_n = max(GROUP, triton.next_power_of_2(n))
     unit = 16 // x.element_size() if n % 16 == 0 else 1
-    strides = (x_rows.stride(0), 0 if residual_rows is None else residual_rows.stride(0), n // unit)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0), n // unit)
     scale_strides = (scales.stride(-1), scales.stride(-3) if batched else 0)
-    if config.columns and n % config.columns == 0 and residual_rows is None and x.element_size() == 2:
+    if config.columns and n % config.columns == 0 and residual is None and x.element_size() == 2:
         count = n // config.columns
-        args = (as_stored(q), scales, x_rows, weight, n, m, x_rows.stride(0), *scale_strides, *options[:2])
-        constants = (options.fp32_weight, options.ue8m0, batched, compares_pairs(q))
+        parameters = (as_stored(q), scales, x, weight, n, m, x.stride(0), *scale_strides, args.eps, args.offset)
+        constants = (args.fp32_weight, args.ue8m0, batched, compares_pairs(q))
         shape = (count, (count - 1).bit_length(), config.columns)
-        launch_parts((r,), args, (*constants, *shape), num_warps=config.num_warps)
+        launch_parts((r,), parameters, (*constants, *shape), num_warps=config.num_warps)
         return
-    tensors = (as_stored(q), scales, total, x_rows, residual_rows, weight)
-    constants = (residual_rows is not None, options.fp32_weight, options.ue8m0, batched, compares_pairs(q), unit)
+    tensors = (as_stored(q), scales, total, x, residual, weight)
+    constants = (residual is not None, args.fp32_weight, args.ue8m0, batched, compares_pairs(q), unit)
     if block_n > MAX_BLOCK:
-        _long((r,), (*tensors, n, m, *strides, *scale_strides, *options[:2]), (*constants, 4096), num_warps=8)
+        parameters = (*tensors, n, m, *strides, *scale_strides, args.eps, args.offset)
+        _long((r,), parameters, (*constants, 4096), num_warps=8)
         return
     grid = (triton.cdiv(r, config.rows),)
-    args = (*tensors, r, n, m, *strides, *scale_strides, *options[:2])
-    _short(grid, args, (*constants, config.rows, block_n), num_warps=config.num_warps)
+    parameters = (*tensors, r, n, m, *strides, *scale_strides, args.eps, args.offset)
+    _short(grid, parameters, (*constants, config.rows, block_n), num_warps=config.num_warps)
 
 
-@register_impl(
-    "rms_norm_fp8",
-    backend="triton",
+@register_kernel(
+    rms_norm_fp8.FORWARD,
     configure=configure,
     config_type=Config,
-    configs=every(configure),
+    configs=row_blocks.every(configure),
     candidates=candidates,
 )
-def launch(
-    outs: tuple[Tensor, Tensor],
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
-    ue8m0: bool,
-    *,
-    config: Config,
-) -> None:
-    run(*outs, None, x, None, weight, Options(eps, offset, fp32_weight, ue8m0), config)
+def launch(outs: tuple[Tensor, Tensor], args: RmsNormFp8Args, config: Config) -> None:
+    q, scales = outs
+    _launch(q, scales, None, None, args, config)
+
+
+@register_kernel(
+    add_rms_norm_fp8.FORWARD,
+    configure=configure_whole,
+    config_type=Config,
+    configs=row_blocks.every(configure_whole),
+    candidates=candidates_whole,
+)
+def launch_add(outs: tuple[Tensor, Tensor, Tensor], args: AddRmsNormFp8Args, config: Config) -> None:
+    q, scales, total = outs
+    _launch(q, scales, total, args.residual, args, config)

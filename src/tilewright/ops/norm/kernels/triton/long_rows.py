@@ -1,7 +1,8 @@
 """RMSNorm in Triton, rows too long for registers.  A program reads one row twice in blocks: once for rstd, once for y.
 
-The second read comes from L2.  In the backward the first read also sums wdy * x, and the weight gradient is one more
-kernel over blocks of columns.
+Serves rms_norm and add_rms_norm; `rms_norm_fp8.py` shares `rstd_of_row` and `normalise_block`.  The second read comes
+from L2.  In the backward the first read also sums wdy * x, and the weight gradient is one more kernel over blocks of
+columns.
 """
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.column_sums import mean_of
+from tilewright.ops.norm.add_rms_norm import AddRmsNormArgs, AddRmsNormBackwardArgs
+from tilewright.ops.norm.kernels.triton.column_sums import mean_of
+from tilewright.ops.norm.rms_norm import RmsNormArgs, RmsNormBackwardArgs
 
 
 @triton.jit
@@ -127,48 +130,37 @@ def _rms_norm_dweight_long_kernel(
     tl.store(dweight + col_offsets, tl.sum(acc, 0).to(dweight.dtype.element_ty), mask=col_mask)
 
 
-_forward_long = TritonKernel(_rms_norm_long_kernel)
-_backward_long = TritonKernel(_rms_norm_backward_long_kernel)
-_dweight_long = TritonKernel(_rms_norm_dweight_long_kernel)
+_forward = TritonKernel(_rms_norm_long_kernel)
+_backward = TritonKernel(_rms_norm_backward_long_kernel)
+_dweight = TritonKernel(_rms_norm_dweight_long_kernel)
 
 
-def run_forward_long(
-    y: Tensor,
-    total: Tensor | None,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
+def launch(
+    y: Tensor, total: Tensor | None, x: Tensor, residual: Tensor | None, args: RmsNormArgs | AddRmsNormArgs
 ) -> None:
-    """`run_forward` of `triton.py` for long rows.   x, residual: (M, N)."""
+    """The forward.   x, residual: (M, N), rows of the tensors in `args`, whose weight is contiguous."""
     m, n = x.shape
     add = residual is not None
     strides = (x.stride(0), residual.stride(0) if add else 0)
-    args = (y, total, x, residual, weight, n, *strides, eps, offset)
-    _forward_long((m,), args, (add, fp32_weight, 4096), num_warps=8)
+    parameters = (y, total, x, residual, args.weight, n, *strides, args.eps, args.offset)
+    _forward((m,), parameters, (add, args.fp32_weight, 4096), num_warps=8)
 
 
-def run_backward_long(
+def launch_backward(
     dx: Tensor,
     dweight: Tensor,
     dy: Tensor,
     dtotal: Tensor | None,
     x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
-    need_dweight: bool,
+    args: RmsNormBackwardArgs | AddRmsNormBackwardArgs,
 ) -> None:
-    """`run_backward` of `triton.py` for long rows.   dy, dtotal, x: (M, N)."""
+    """The backward.   dy, dtotal, x: (M, N), rows of the tensors in `args`, whose weight is contiguous."""
     m, n = x.shape
     add = dtotal is not None
     rstds = scratch((m,), torch.float32, x.device)
     strides = (dy.stride(0), x.stride(0), dtotal.stride(0) if add else 0)
-    args = (dx, rstds, dy, x, weight, dtotal, n, *strides, eps, offset)
-    _backward_long((m,), args, (add, 4096), num_warps=8)
-    if need_dweight:
-        args = (dweight, dy, x, rstds, m, n, *strides[:2])
-        _dweight_long((triton.cdiv(n, 64),), args, (fp32_weight, 64, 64), num_warps=8)
+    parameters = (dx, rstds, dy, x, args.weight, dtotal, n, *strides, args.eps, args.offset)
+    _backward((m,), parameters, (add, 4096), num_warps=8)
+    if args.need_dweight:
+        parameters = (dweight, dy, x, rstds, m, n, *strides[:2])
+        _dweight((triton.cdiv(n, 64),), parameters, (args.fp32_weight, 64, 64), num_warps=8)

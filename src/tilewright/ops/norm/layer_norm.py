@@ -1,7 +1,7 @@
-"""LayerNorm, forward and backward.  The contract; backends are the files next to it."""
+"""LayerNorm, forward and backward."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,22 @@ from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sampl
 from tilewright.dispatch.derivatives import vjp
 from tilewright.errors import InputError
 from tilewright.ops import rows
+
+
+class LayerNormArgs(NamedTuple):
+    x: Tensor  # (..., N)
+    weight: Tensor | None  # (N,)
+    bias: Tensor | None  # (N,)
+    eps: float
+
+
+class LayerNormBackwardArgs(NamedTuple):
+    dy: Tensor  # (..., N)
+    x: Tensor  # (..., N)
+    weight: Tensor | None  # (N,)
+    eps: float
+    need_dweight: bool
+    need_dbias: bool
 
 
 @dispatch("layer_norm")
@@ -30,7 +46,7 @@ def layer_norm(
     backend: run on exactly this backend or raise BackendError.
     Raises InputError for other shapes and dtypes.  Source: Ba, Kiros, Hinton, "Layer Normalization", 2016.
     """
-    return call(CONTRACT, (x, weight, bias, eps), backend, out)
+    return call(CONTRACT, LayerNormArgs(x, weight, bias, eps), backend, out)
 
 
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
@@ -38,53 +54,52 @@ def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = Non
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def _raw(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return reference(x, weight, bias, eps=eps)
+def _backward(args: LayerNormBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+    x = args.x
+    w = x.new_ones(x.shape[-1]) if args.weight is None else args.weight
+    dx, dw, db = vjp(lambda x, w, b: reference(x, w, b, eps=args.eps), (x, w, torch.zeros_like(w)), (args.dy,))
+    return dx, dw if args.need_dweight else x.new_empty(0), db if args.need_dbias else x.new_empty(0)
 
 
-def _raw_backward(
-    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweight: bool, need_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = x.shape[-1]
-    w = x.new_ones(n) if weight is None else weight
-    dx, dw, db = vjp(lambda x, w, b: _raw(x, w, b, eps), (x, w, torch.zeros_like(w)), (dy,))
-    return dx, dw if need_dweight else x.new_empty(0), db if need_dbias else x.new_empty(0)
-
+KERNELS = ("triton.layer_norm",)
 
 FORWARD = RawOp(
     "layer_norm",
     "fwd",
-    "Tensor x, Tensor? weight, Tensor? bias, float eps",
-    package=__name__,
-    outputs=lambda x, *_: ((x.shape, x.dtype),),
-    reference=_raw,
-    bucket=lambda x, *_: rows.rows_bucket(x),
-    bucket_names=rows.ROW_BUCKET,
+    LayerNormArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=lambda args: reference(args.x, args.weight, args.bias, eps=args.eps),
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "layer_norm",
     "bwd",
-    "Tensor dy, Tensor x, Tensor? weight, float eps, bool need_dweight, bool need_dbias",
-    package=__name__,
-    outputs=lambda dy, x, weight, eps, need_dweight, need_dbias: (
-        (x.shape, x.dtype),
-        ((x.shape[-1] if need_dweight else 0,), x.dtype),
-        ((x.shape[-1] if need_dbias else 0,), x.dtype),
+    LayerNormBackwardArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: (
+        (args.x.shape, args.x.dtype),
+        ((args.x.shape[-1] if args.need_dweight else 0,), args.x.dtype),
+        ((args.x.shape[-1] if args.need_dbias else 0,), args.x.dtype),
     ),
-    reference=_raw_backward,
-    bucket=lambda dy, *_: rows.rows_bucket(dy),
-    bucket_names=rows.ROW_BUCKET,
+    reference=_backward,
+    bucket=lambda args: rows.rows_bucket(args.dy),
+    bucket_names=rows.RowsBucket._fields,
     count=3,
 )
 
 
-def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    """Raises InputError for what the docstring of `layer_norm` excludes."""
-    tensors = {name: t for name, t in (("x", x), ("weight", weight), ("bias", bias)) if t is not None}
-    rows.check_floating("layer_norm", **tensors)
-    rows.check_vector("layer_norm", x, weight=weight, bias=bias)
-    for name, t in tensors.items():
+def check(args: LayerNormArgs) -> None:
+    """Raise InputError for what the docstring of `layer_norm` excludes."""
+    x = args.x
+    affine = {name: t for name, t in (("weight", args.weight), ("bias", args.bias)) if t is not None}
+    rows.check_floating("layer_norm", x=x, **affine)
+    rows.check_vector("layer_norm", x, **affine)
+    for name, t in affine.items():
         if t.dtype != x.dtype:
             raise InputError(
                 f"layer_norm: {name} is {t.dtype}, x is {x.dtype}; they must have one dtype. Cast one of them."
@@ -124,9 +139,11 @@ CONTRACT = register(
         cost=cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0, 1, 2),
-            save=lambda args, outputs: (args[0], args[1]),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved, args[3], needs[1], needs[2]),
+            inputs=("x", "weight", "bias"),
+            save=lambda args, outputs: (args.x, args.weight),
+            raw_args=lambda grads, saved, args, needs: LayerNormBackwardArgs(
+                *grads, *saved, args.eps, needs.weight, needs.bias
+            ),
         ),
         workloads=(
             Workload("gpt2_xl", {"M": 8192, "N": 1600}),

@@ -1,7 +1,7 @@
-"""RMSNorm: every Hugging Face variant, forward and backward.  The contract; backends are the files next to it."""
+"""RMSNorm: every Hugging Face variant, forward and backward."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,24 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
 from tilewright.ops import rows
+
+
+class RmsNormArgs(NamedTuple):
+    x: Tensor  # (..., N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+
+
+class RmsNormBackwardArgs(NamedTuple):
+    dy: Tensor  # (..., N)
+    x: Tensor  # (..., N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+    need_dweight: bool
 
 
 @dispatch("rms_norm")
@@ -37,7 +55,8 @@ def rms_norm(
     Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return call(CONTRACT, (x, weight, eps, offset, True if offset != 0.0 else fp32_weight), backend, out)
+    args = RmsNormArgs(x, weight, eps, offset, True if offset != 0.0 else fp32_weight)
+    return call(CONTRACT, args, backend, out)
 
 
 def reference(
@@ -52,15 +71,17 @@ def reference(
     return weight * x_hat.to(x.dtype)
 
 
-def _raw(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> Tensor:
+def _forward(args: RmsNormArgs) -> Tensor:
+    x, weight, eps, offset, fp32_weight = args
     return reference(x, weight, eps=eps, offset=offset, fp32_weight=fp32_weight)
 
 
-def _raw_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, need_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = vjp(lambda x, w: _raw(x, w, eps, offset, fp32_weight), (x, weight), (dy,))
-    return dx, dweight if need_dweight else dweight.new_empty(0)
+def _backward(args: RmsNormBackwardArgs) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return _forward(RmsNormArgs(x, weight, args.eps, args.offset, args.fp32_weight))
+
+    dx, dweight = vjp(forward, (args.x, args.weight), (args.dy,))
+    return dx, dweight if args.need_dweight else dweight.new_empty(0)
 
 
 def out_dtype(x: Tensor, weight: Tensor, fp32_weight: bool) -> torch.dtype:
@@ -68,38 +89,41 @@ def out_dtype(x: Tensor, weight: Tensor, fp32_weight: bool) -> torch.dtype:
     return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight.dtype)
 
 
-_SCHEMA = "Tensor x, Tensor weight, float eps, float offset, bool fp32_weight"
+KERNELS = ("triton.rms_norm", "cutile.rms_norm", "cpu.rms_norm")
+
 FORWARD = RawOp(
     "rms_norm",
     "fwd",
-    _SCHEMA,
-    package=__name__,
-    outputs=lambda x, weight, eps, offset, fp32_weight: ((x.shape, out_dtype(x, weight, fp32_weight)),),
-    reference=_raw,
-    bucket=lambda x, *_: rows.rows_bucket(x),
-    bucket_names=rows.ROW_BUCKET,
+    RmsNormArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, out_dtype(args.x, args.weight, args.fp32_weight)),),
+    reference=_forward,
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     "rms_norm",
     "bwd",
-    f"Tensor dy, {_SCHEMA}, bool need_dweight",
-    package=__name__,
-    outputs=lambda dy, x, weight, eps, offset, fp32_weight, need_dweight: (
-        (x.shape, x.dtype),
-        (weight.shape if need_dweight else (0,), weight.dtype),
+    RmsNormBackwardArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: (
+        (args.x.shape, args.x.dtype),
+        (args.weight.shape if args.need_dweight else (0,), args.weight.dtype),
     ),
-    reference=_raw_backward,
-    bucket=lambda dy, *_: rows.rows_bucket(dy),
-    bucket_names=rows.ROW_BUCKET,
+    reference=_backward,
+    bucket=lambda args: rows.rows_bucket(args.dy),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> None:
-    """Raises InputError for what the docstring of `rms_norm` excludes."""
-    rows.check_floating("rms_norm", x=x, weight=weight)
-    rows.check_vector("rms_norm", x, weight=weight)
+def check(args: RmsNormArgs) -> None:
+    """Raise InputError for what the docstring of `rms_norm` excludes."""
+    rows.check_floating("rms_norm", x=args.x, weight=args.weight)
+    rows.check_vector("rms_norm", args.x, weight=args.weight)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
@@ -135,9 +159,11 @@ CONTRACT = register(
         cost=cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0, 1),
-            save=lambda args, outputs: (args[0], args[1]),
-            raw_args=lambda grads, saved, args, needs: (grads[0], *saved, *args[2:], needs[1]),
+            inputs=("x", "weight"),
+            save=lambda args, outputs: (args.x, args.weight),
+            raw_args=lambda grads, saved, args, needs: RmsNormBackwardArgs(
+                *grads, *saved, args.eps, args.offset, args.fp32_weight, needs.weight
+            ),
         ),
         workloads=(
             Workload("llama8b_train", {"M": 8192, "N": 4096}),

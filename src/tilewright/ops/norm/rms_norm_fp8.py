@@ -1,7 +1,7 @@
-"""RMSNorm, quantised while the result is in registers.  The contract; backends are the files next to it."""
+"""RMSNorm, quantised while the result is in registers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,15 @@ from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import SOURCES, check_matrix, check_no_gradient, pair
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast
+
+
+class RmsNormFp8Args(NamedTuple):
+    x: Tensor  # (..., M, N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+    ue8m0: bool
 
 
 @dispatch("rms_norm_fp8")
@@ -40,9 +49,8 @@ def rms_norm_fp8(
     Raises InputError for other dtypes, fewer than two dimensions, weight not (N,), tensors on different devices, and
     tensors that require a gradient outside torch.no_grad().
     """
-    result: tuple[Tensor, Tensor] = call(
-        CONTRACT, (x, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0), backend
-    )
+    args = RmsNormFp8Args(x, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, args, backend)
     return result
 
 
@@ -60,29 +68,31 @@ def reference(
     return cast(y.to(x.dtype), TOKEN, ue8m0)
 
 
-def _raw(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
+def _forward(args: RmsNormFp8Args) -> tuple[Tensor, Tensor]:
+    x, weight, eps, offset, fp32_weight, ue8m0 = args
     return reference(x, weight, eps=eps, offset=offset, fp32_weight=fp32_weight, ue8m0=ue8m0)
 
 
 FORWARD = RawOp(
     "rms_norm_fp8",
     "fwd",
-    "Tensor x, Tensor weight, float eps, float offset, bool fp32_weight, bool ue8m0",
-    package=__name__,
-    outputs=lambda x, *_: pair(x.shape, TOKEN),
-    reference=_raw,
-    bucket=lambda x, *_: rows.rows_bucket(x),
-    bucket_names=rows.ROW_BUCKET,
+    RmsNormFp8Args,
+    package="tilewright.ops.norm",
+    kernels=("triton.rms_norm_fp8",),
+    outputs=lambda args: pair(args.x.shape, TOKEN),
+    reference=_forward,
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, ue8m0: bool) -> None:
-    """Raises InputError for what the docstring of `rms_norm_fp8` excludes."""
-    check_matrix("rms_norm_fp8", x, form="(..., M, N)")
-    rows.check_floating("rms_norm_fp8", x=x, weight=weight)
-    rows.check_vector("rms_norm_fp8", x, weight=weight)
-    check_no_gradient("rms_norm_fp8", weight)
+def check(args: RmsNormFp8Args) -> None:
+    """Raise InputError for what the docstring of `rms_norm_fp8` excludes."""
+    check_matrix("rms_norm_fp8", args.x, form="(..., M, N)")
+    rows.check_floating("rms_norm_fp8", x=args.x, weight=args.weight)
+    rows.check_vector("rms_norm_fp8", args.x, weight=args.weight)
+    check_no_gradient("rms_norm_fp8", args.weight)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:

@@ -1,9 +1,7 @@
-"""Residual add and RMSNorm in one pass: the pair every decoder layer runs twice.  The contract; backends are the files
-next to it.
-"""
+"""Residual add and RMSNorm in one pass: the pair every decoder layer runs twice."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +10,26 @@ from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sampl
 from tilewright.dispatch.derivatives import vjp
 from tilewright.ops import rows
 from tilewright.ops.norm import rms_norm as rms
+
+
+class AddRmsNormArgs(NamedTuple):
+    x: Tensor  # (..., N)
+    residual: Tensor  # (..., N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+
+
+class AddRmsNormBackwardArgs(NamedTuple):
+    dy: Tensor  # (..., N)
+    dtotal: Tensor | None  # (..., N), the gradient of the returned sum; None: it has none
+    total: Tensor  # (..., N), the sum
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+    need_dweight: bool
 
 
 @dispatch("add_rms_norm")
@@ -31,7 +49,8 @@ def add_rms_norm(
     eps, offset, fp32_weight, dtype of y, backend: as in `rms_norm`.  Neither input is written.
     Raises InputError for different shapes, dtypes or devices of x and residual, or a weight that is not (N,).
     """
-    return call(CONTRACT, (x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight), backend)
+    args = AddRmsNormArgs(x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight)
+    return call(CONTRACT, args, backend)
 
 
 def reference(
@@ -42,74 +61,67 @@ def reference(
     return rms.reference(total, weight, eps=eps, offset=offset, fp32_weight=fp32_weight), total
 
 
-def _raw(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool
-) -> tuple[Tensor, Tensor]:
+def _forward(args: AddRmsNormArgs) -> tuple[Tensor, Tensor]:
+    x, residual, weight, eps, offset, fp32_weight = args
     return reference(x, residual, weight, eps=eps, offset=offset, fp32_weight=fp32_weight)
 
 
-def _raw_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward(args: AddRmsNormBackwardArgs) -> tuple[Tensor, Tensor]:
     def forward(total: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return rms.reference(total, weight, eps=eps, offset=offset, fp32_weight=fp32_weight), total.clone()
+        y = rms.reference(total, weight, eps=args.eps, offset=args.offset, fp32_weight=args.fp32_weight)
+        return y, total.clone()
 
-    dx, dweight = vjp(forward, (total, weight), (dy, dtotal))
-    return dx, dweight if need_dweight else dweight.new_empty(0)
+    dx, dweight = vjp(forward, (args.total, args.weight), (args.dy, args.dtotal))
+    return dx, dweight if args.need_dweight else dweight.new_empty(0)
 
 
-_OPTIONS = "float eps, float offset, bool fp32_weight"
+KERNELS = ("triton.fused_rows", "cutile.rms_norm", "cpu.rms_norm")
+
 FORWARD = RawOp(
     "add_rms_norm",
     "fwd",
-    f"Tensor x, Tensor residual, Tensor weight, {_OPTIONS}",
-    package=__name__,
-    outputs=lambda x, residual, weight, eps, offset, fp32_weight: (
-        (x.shape, rms.out_dtype(x, weight, fp32_weight)),
-        (x.shape, x.dtype),
+    AddRmsNormArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: (
+        (args.x.shape, rms.out_dtype(args.x, args.weight, args.fp32_weight)),
+        (args.x.shape, args.x.dtype),
     ),
-    reference=_raw,
-    bucket=lambda x, *_: rows.rows_bucket(x),
-    bucket_names=rows.ROW_BUCKET,
+    reference=_forward,
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 BACKWARD = RawOp(
     "add_rms_norm",
     "bwd",
-    f"Tensor dy, Tensor? dtotal, Tensor total, Tensor weight, {_OPTIONS}, bool need_dweight",
-    package=__name__,
-    outputs=lambda dy, dtotal, total, weight, eps, offset, fp32_weight, need_dweight: (
-        (total.shape, total.dtype),
-        (weight.shape if need_dweight else (0,), weight.dtype),
+    AddRmsNormBackwardArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: (
+        (args.total.shape, args.total.dtype),
+        (args.weight.shape if args.need_dweight else (0,), args.weight.dtype),
     ),
-    reference=_raw_backward,
-    bucket=lambda dy, *_: rows.rows_bucket(dy),
-    bucket_names=rows.ROW_BUCKET,
+    reference=_backward,
+    bucket=lambda args: rows.rows_bucket(args.dy),
+    bucket_names=rows.RowsBucket._fields,
     count=2,
 )
 
 
-def check(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool) -> None:
-    """Raises InputError for what the docstring of `add_rms_norm` excludes."""
-    rows.check_floating("add_rms_norm", x=x, residual=residual, weight=weight)
-    rows.check_same("add_rms_norm", x=x, residual=residual)
-    rows.check_vector("add_rms_norm", x, weight=weight)
+def check(args: AddRmsNormArgs) -> None:
+    """Raise InputError for what the docstring of `add_rms_norm` excludes."""
+    rows.check_floating("add_rms_norm", x=args.x, residual=args.residual, weight=args.weight)
+    rows.check_same("add_rms_norm", x=args.x, residual=args.residual)
+    rows.check_vector("add_rms_norm", args.x, weight=args.weight)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: as in `rms_norm`."""
     sample = rms.inputs(params, dtype, device, seed)
-    residual = rows.random_tensor(
-        sample.args[0].shape, dtype, device, rows.generator(seed + 1), params.get("scale", 1.0)
-    )
-    return Sample((sample.args[0], residual, sample.args[1]), sample.kwargs)
+    x, weight = sample.args
+    residual = rows.random_tensor(x.shape, dtype, device, rows.generator(seed + 1), params.get("scale", 1.0))
+    return Sample((x, residual, weight), sample.kwargs)
 
 
 def cost(sample: Sample, direction: str) -> Cost:
@@ -122,10 +134,22 @@ def cost(sample: Sample, direction: str) -> Cost:
     return Cost(11 * x.numel(), rows.nbytes(x, x, x, weight), rows.nbytes(x, weight))
 
 
-def _backward_args(grads: Any, saved: Any, args: Any, needs: Any) -> tuple[Any, ...]:
+def _backward_args(grads: Any, saved: Any, args: AddRmsNormArgs, needs: Any) -> AddRmsNormBackwardArgs:
     total, weight = saved
     dy, dtotal = grads
-    return (torch.zeros_like(total) if dy is None else dy, dtotal, total, weight, *args[3:], needs[2])
+    dy = torch.zeros_like(total) if dy is None else dy
+    return AddRmsNormBackwardArgs(dy, dtotal, total, weight, args.eps, args.offset, args.fp32_weight, needs.weight)
+
+
+def _expand(outputs: Any) -> tuple[Tensor, ...]:
+    """x and residual share one gradient."""
+    dx, dweight = outputs
+    return dx, dx, dweight
+
+
+def _save(args: AddRmsNormArgs, outputs: Any) -> tuple[Tensor, Tensor]:
+    _, total = outputs
+    return total, args.weight
 
 
 def _bad(device: torch.device, x: torch.dtype, residual_shape: tuple[int, ...]) -> Sample:
@@ -145,10 +169,10 @@ CONTRACT = register(
         cost=cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0, 1, 2),
-            save=lambda args, outputs: (outputs[1], args[2]),
+            inputs=("x", "residual", "weight"),
+            save=_save,
             raw_args=_backward_args,
-            expand=lambda grads: (grads[0], grads[0], grads[1]),
+            expand=_expand,
         ),
         workloads=(
             Workload("llama8b_train", {"M": 8192, "N": 4096}),

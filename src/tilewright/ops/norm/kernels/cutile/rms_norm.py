@@ -1,10 +1,11 @@
 """RMSNorm in cuTile.  A block holds whole rows in registers: one read of x, one write of y, statistics in between.
 
-Traffic: forward 4*M*N bytes at bf16, so 8192x4096 cannot beat 32 us at 4.2 TB/s; backward reads dy and x and writes
-dx, 6*M*N, 48 us.  Rows are read by gather, which becomes plain 16-byte loads: a tile load of a row becomes TMA boxes of
-256 elements, a third of the speed (1.1 TB/s against 3.9 at 32768x4096; H200, 2026-11).  Persistent blocks accumulate
-the weight gradient; their results are added in a fixed order.  Rows too long for registers are read twice; the second
-read comes from L2.
+Serves rms_norm and add_rms_norm, whose kernel has a second input and output.
+Traffic: forward 4*M*N bytes at bf16, so 8192x4096 cannot beat 32 us at 4.2 TB/s; backward reads dy and x and writes dx,
+6*M*N, 48 us.  With a residual both move 8*M*N, 64 us.  Rows are read by gather, which becomes plain 16-byte loads: a
+tile load of a row becomes TMA boxes of 256 elements, a third of the speed (1.1 TB/s against 3.9 at 32768x4096; H200,
+2026-11).  Persistent blocks accumulate the weight gradient; their results are added in a fixed order.  Rows too long
+for registers are read twice; the second read comes from L2.
 """
 
 from typing import NamedTuple
@@ -12,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.hardware import device_info
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.jit.tape import scratch
-from tilewright.ops.rows import as_rows, no_float64
+from tilewright.ops.norm import add_rms_norm, rms_norm
+from tilewright.ops.norm.add_rms_norm import AddRmsNormArgs, AddRmsNormBackwardArgs
+from tilewright.ops.norm.rms_norm import RmsNormArgs, RmsNormBackwardArgs
+from tilewright.ops.rows import RowsBucket, as_rows, no_float64
 
 MAX_BLOCK = 16384  # 64 float32 a thread at 8 warps, the most there are; longer rows are read in parts
 MAX_BLOCK_BACKWARD = 8192  # x, dy, weight and dw are in registers
@@ -36,60 +40,58 @@ class PersistentConfig(NamedTuple):
 
     rows: int  # rows per tile
     num_warps: int  # 4 or 8
-    waves: int  # blocks per SM
+    ctas_per_sm: int  # blocks per SM
 
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    _, n = bucket
-    block = min(next_power_of_2(n), MAX_BLOCK)
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+    block = min(next_power_of_2(bucket.N), MAX_BLOCK)
     return Config(rows=max(1, min(8, 2048 // block)), num_warps=8 if block > 4096 else 4)
 
 
-CONFIGS = tuple(dict.fromkeys(configure((1, 1 << k), torch.bfloat16) for k in range(15)))
+CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(1, 1 << k), torch.bfloat16) for k in range(15)))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 4 to 64 elements a thread."""
-    m, n = bucket
-    block = min(next_power_of_2(n), MAX_BLOCK)
+    block = min(next_power_of_2(bucket.N), MAX_BLOCK)
     return tuple(
         Config(rows, warps, occupancy)
         for warps in (4, 8)
         for rows in (1, 2, 4, 8, 16)
         for occupancy in (0, 4, 8)
-        if rows == 1 or (rows <= m and 4 * 32 * warps <= rows * block)
+        if rows == 1 or (rows <= bucket.M and 4 * 32 * warps <= rows * block)
         if rows * block <= 64 * 32 * warps and rows * block * max(1, occupancy) <= HELD
     )
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> PersistentConfig:
-    _, n = bucket
-    block = next_power_of_2(n)
+def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
+    block = next_power_of_2(bucket.N)
     if block <= 2048:
-        return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, waves=4)
+        return PersistentConfig(rows=max(1, min(8, 2048 // block)), num_warps=4, ctas_per_sm=4)
     # two float32 blocks an SM spill on sm_100 and sm_120
-    return PersistentConfig(rows=1, num_warps=8, waves=2 if block <= 4096 and dtype.itemsize == 2 else 1)
+    return PersistentConfig(rows=1, num_warps=8, ctas_per_sm=2 if block <= 4096 and dtype.itemsize == 2 else 1)
 
 
-BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((1, 1 << k), torch.bfloat16) for k in range(15)))
+BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(1, 1 << k), torch.bfloat16) for k in range(15)))
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
+def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[PersistentConfig, ...]:
     """Configurations with 4 to 32 elements of x and of dy a thread."""
-    block = next_power_of_2(bucket[1])
+    block = next_power_of_2(bucket.N)
     if block > MAX_BLOCK_BACKWARD:
         return ()
     return tuple(
-        PersistentConfig(rows, warps, waves)
+        PersistentConfig(rows, warps, ctas_per_sm)
         for warps in (4, 8)
         for rows in (1, 2, 4, 8)
-        for waves in (1, 2, 3, 4, 6)
+        for ctas_per_sm in (1, 2, 3, 4, 6)
         if rows == 1 or 4 * 32 * warps <= rows * block
-        if rows * block <= 32 * 32 * warps and (rows + 1) * block * waves <= 3 * HELD // 4  # weights are two more rows
+        if rows * block <= 32 * 32 * warps
+        and (rows + 1) * block * ctas_per_sm <= 3 * HELD // 4  # weights are two more rows
     )
 
 
@@ -261,105 +263,106 @@ _dweight_long = CutileKernel(_dweight_long_kernel)
 _column_sums = CutileKernel(_column_sums_kernel)
 
 
-def run_forward(
-    y: Tensor,
-    total: Tensor | None,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
-    config: Config,
+def _launch(
+    y: Tensor, total: Tensor | None, residual: Tensor | None, args: RmsNormArgs | AddRmsNormArgs, config: Config
 ) -> None:
     """Normalise x into y.  With a residual: normalise total = x + residual, and write total."""
-    x_rows, weight = as_rows(x), weight.contiguous()
-    m, n = x_rows.shape
+    x, weight = as_rows(args.x), args.weight.contiguous()
+    m, n = x.shape
     add = residual is not None
     # A kernel without ADD uses neither residual nor total: any tensor will do
-    residual_rows, total = (as_rows(residual), total.view(m, n)) if add else (x_rows, y.view(m, n))
-    args = (y.view(m, n), total, x_rows, residual_rows, eps, offset, weight)
-    hints = Hints(config.num_warps, config.occupancy or None)
+    residual, total = (as_rows(residual), total.view(m, n)) if add else (x, y.view(m, n))
+    parameters = (y.view(m, n), total, x, residual, args.eps, args.offset, weight)
     block_n = next_power_of_2(n)
     if block_n > MAX_BLOCK:
-        _forward_long((m,), args, (add, fp32_weight, LONG_BLOCK), Hints(num_worker_warps=8))
-    else:
-        exact = n == block_n and m % config.rows == 0
-        grid = (-(-m // config.rows),)
-        _forward(grid, args, (add, fp32_weight, config.rows, block_n, exact), hints)
+        _forward_long((m,), parameters, (add, args.fp32_weight, LONG_BLOCK), Hints(num_worker_warps=8))
+        return
+    exact = n == block_n and m % config.rows == 0
+    constants = (add, args.fp32_weight, config.rows, block_n, exact)
+    _forward((-(-m // config.rows),), parameters, constants, Hints(config.num_warps, config.occupancy or None))
 
 
-def run_backward(
-    dx: Tensor,
-    dweight: Tensor,
-    dy: Tensor,
-    dtotal: Tensor | None,
+def _launch_backward(
+    outs: tuple[Tensor, Tensor],
     x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
-    need_dweight: bool,
+    dtotal: Tensor | None,
+    args: RmsNormBackwardArgs | AddRmsNormBackwardArgs,
     config: PersistentConfig,
 ) -> None:
     """Write dx, and dweight if needed.  `dtotal`, the gradient of the returned sum itself, is added to dx."""
-    dy_rows, x_rows, weight = as_rows(dy), as_rows(x), weight.contiguous()
-    m, n = x_rows.shape
+    dx, dweight = outs
+    dy, x, weight = as_rows(args.dy), as_rows(x), args.weight.contiguous()
+    m, n = x.shape
+    dx = dx.view(m, n)
     add = dtotal is not None
-    args = (dy_rows, x_rows, as_rows(dtotal) if add else dy_rows, eps, offset, weight)
+    inputs = (dy, x, as_rows(dtotal) if add else dy, args.eps, args.offset, weight)
     block_n = next_power_of_2(n)
     if block_n > MAX_BLOCK_BACKWARD:
         rstds = scratch((m,), torch.float32, x.device)
-        _backward_long((m,), (dx.view(m, n), rstds, *args), (add, LONG_BLOCK // 2), Hints(num_worker_warps=8))
-        if need_dweight:
-            _dweight_long((-(-n // 64),), (dweight, dy_rows, x_rows, rstds), (fp32_weight, 64, 64), Hints(8))
+        _backward_long((m,), (dx, rstds, *inputs), (add, LONG_BLOCK // 2), Hints(num_worker_warps=8))
+        if args.need_dweight:
+            _dweight_long((-(-n // 64),), (dweight, dy, x, rstds), (args.fp32_weight, 64, 64), Hints(8))
         return
-    num_blocks = min(-(-m // config.rows), config.waves * device_info(x.device).sm_count)
-    dw_partial = scratch((num_blocks if need_dweight else 1, n), torch.float32, x.device)
+    num_blocks = min(-(-m // config.rows), config.ctas_per_sm * device_info(x.device).sm_count)
+    dw_partial = scratch((num_blocks if args.need_dweight else 1, n), torch.float32, x.device)
     exact = n == block_n and m % config.rows == 0
-    constants = (add, fp32_weight, need_dweight, config.rows, block_n, exact)
+    constants = (add, args.fp32_weight, args.need_dweight, config.rows, block_n, exact)
     # Only large tiles get a bound: small ones have registers to spare, and a masked one would spill under it
-    hints = Hints(config.num_warps, config.waves if block_n > 2048 else None)
-    _backward((num_blocks,), (dx.view(m, n), dw_partial, *args), constants, hints)
-    if need_dweight:
+    hints = Hints(config.num_warps, config.ctas_per_sm if block_n > 2048 else None)
+    _backward((num_blocks,), (dx, dw_partial, *inputs), constants, hints)
+    if args.need_dweight:
         _column_sums((-(-n // 32),), (dweight, dw_partial), (64, 32), Hints(num_worker_warps=4))
 
 
-@register_impl(
-    "rms_norm",
-    backend="cutile",
+def why_not(args: tuple[object, ...]) -> str | None:
+    return no_float64(*args)
+
+
+@register_kernel(
+    rms_norm.FORWARD,
     configure=configure,
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=no_float64,
+    why_not=why_not,
 )
-def launch(
-    outs: tuple[Tensor], x: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, *, config: Config
-) -> None:
-    run_forward(outs[0], None, x, None, weight, eps, offset, fp32_weight, config)
+def launch(outs: tuple[Tensor], args: RmsNormArgs, config: Config) -> None:
+    (y,) = outs
+    _launch(y, None, None, args, config)
 
 
-@register_impl(
-    "rms_norm",
-    backend="cutile",
-    direction="bwd",
+@register_kernel(
+    rms_norm.BACKWARD,
     configure=configure_backward,
     config_type=PersistentConfig,
     configs=BACKWARD_CONFIGS,
     candidates=candidates_backward,
-    supports=no_float64,
+    why_not=why_not,
 )
-def launch_backward(
-    outs: tuple[Tensor, Tensor],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    fp32_weight: bool,
-    need_dweight: bool,
-    *,
-    config: PersistentConfig,
-) -> None:
-    run_backward(outs[0], outs[1], dy, None, x, weight, eps, offset, fp32_weight, need_dweight, config)
+def launch_backward(outs: tuple[Tensor, Tensor], args: RmsNormBackwardArgs, config: PersistentConfig) -> None:
+    _launch_backward(outs, args.x, None, args, config)
+
+
+@register_kernel(
+    add_rms_norm.FORWARD,
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+    why_not=why_not,
+)
+def launch_add(outs: tuple[Tensor, Tensor], args: AddRmsNormArgs, config: Config) -> None:
+    y, total = outs
+    _launch(y, total, args.residual, args, config)
+
+
+@register_kernel(
+    add_rms_norm.BACKWARD,
+    configure=configure_backward,
+    config_type=PersistentConfig,
+    configs=BACKWARD_CONFIGS,
+    candidates=candidates_backward,
+    why_not=why_not,
+)
+def launch_add_backward(outs: tuple[Tensor, Tensor], args: AddRmsNormBackwardArgs, config: PersistentConfig) -> None:
+    _launch_backward(outs, args.total, args.dtotal, args, config)

@@ -15,31 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.column_sums import column_sums
-from tilewright.ops.norm.rms_norm.triton import (
-    MAX_BLOCK,
-    Config,
-    PersistentConfig,
-    candidates,
-    candidates_backward,
-    configure_backward,
-    every,
-    programs,
-)
-from tilewright.ops.rows import as_rows
+from tilewright.ops.norm.kernels.triton import row_blocks
+from tilewright.ops.norm.kernels.triton.column_sums import column_sums
+from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
+from tilewright.ops.norm.layer_norm import BACKWARD, FORWARD, LayerNormArgs, LayerNormBackwardArgs
+from tilewright.ops.rows import RowsBucket, as_rows
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    m, n = bucket
-    block = min(triton.next_power_of_2(n), MAX_BLOCK)
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+    block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
     if block <= 512:
         return Config(rows=max(1, min(8, 2048 // block)), num_warps=4)
     # Two rows hide each other's two reductions: 35.4 us against 36.4 with one at 8192x4096, 16.8 against 18.0 at
     # 8192x1600 (H200, 2026-11).  With few rows latency decides: one row a program, and more warps.
-    rows = 2 if m >= 1024 and block <= 8192 else 1
+    rows = 2 if bucket.M >= 1024 and block <= 8192 else 1
     return Config(rows, num_warps=min(16, max(4, rows * block // (1024 if rows == 2 else 512))))
 
 
@@ -251,71 +243,59 @@ _backward_long = TritonKernel(_layer_norm_backward_long_kernel)
 _affine_long = TritonKernel(_layer_norm_affine_long_kernel)
 
 
-@register_impl(
-    "layer_norm",
-    backend="triton",
+@register_kernel(
+    FORWARD,
     configure=configure,
     config_type=Config,
-    configs=every(configure),
-    candidates=candidates,
+    configs=row_blocks.every(configure),
+    candidates=row_blocks.candidates,
 )
-def launch(
-    outs: tuple[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, config: Config
-) -> None:
-    x_rows = as_rows(x)
-    m, n = x_rows.shape
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+def launch(outs: tuple[Tensor], args: LayerNormArgs, config: Config) -> None:
+    (y,) = outs
+    x, weight, bias = as_rows(args.x), _contiguous(args.weight), _contiguous(args.bias)
+    m, n = x.shape
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:
-        _forward_long((m,), (outs[0], x_rows, weight, bias, n, x_rows.stride(0), eps), (4096,), num_warps=8)
-    else:
-        args = (outs[0], x_rows, weight, bias, m, n, x_rows.stride(0), eps)
-        _forward((triton.cdiv(m, config.rows),), args, (config.rows, block_n), num_warps=config.num_warps)
+        _forward_long((m,), (y, x, weight, bias, n, x.stride(0), args.eps), (4096,), num_warps=8)
+        return
+    parameters = (y, x, weight, bias, m, n, x.stride(0), args.eps)
+    _forward((triton.cdiv(m, config.rows),), parameters, (config.rows, block_n), num_warps=config.num_warps)
 
 
-@register_impl(
-    "layer_norm",
-    backend="triton",
-    direction="bwd",
-    configure=configure_backward,
+@register_kernel(
+    BACKWARD,
+    configure=row_blocks.configure_backward,
     config_type=PersistentConfig,
-    configs=every(configure_backward),
-    candidates=candidates_backward,
+    configs=row_blocks.every(row_blocks.configure_backward),
+    candidates=row_blocks.candidates_backward,
 )
-def launch_backward(
-    outs: tuple[Tensor, Tensor, Tensor],
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    need_dweight: bool,
-    need_dbias: bool,
-    *,
-    config: PersistentConfig,
-) -> None:
+def launch_backward(outs: tuple[Tensor, Tensor, Tensor], args: LayerNormBackwardArgs, config: PersistentConfig) -> None:
     dx, dweight, dbias = outs
-    affine = need_dweight or need_dbias
-    dy_rows, x_rows = as_rows(dy), as_rows(x)
-    weight = None if weight is None else weight.contiguous()
-    m, n = x_rows.shape
+    affine = args.need_dweight or args.need_dbias
+    dy, x, weight = as_rows(args.dy), as_rows(args.x), _contiguous(args.weight)
+    m, n = x.shape
+    strides = (dy.stride(0), x.stride(0))
     block_n = triton.next_power_of_2(n)
     if block_n > MAX_BLOCK:
         means, rstds = scratch((m,), torch.float32, x.device), scratch((m,), torch.float32, x.device)
-        args = (dx, means, rstds, dy_rows, x_rows, weight, n, dy_rows.stride(0), x_rows.stride(0), eps)
-        _backward_long((m,), args, (2048,), num_warps=8)
+        parameters = (dx, means, rstds, dy, x, weight, n, *strides, args.eps)
+        _backward_long((m,), parameters, (2048,), num_warps=8)
         if affine:
             # The kernel writes both; a gradient that is not needed goes to scratch
             dw, db = (t if t.numel() else x.new_empty(n) for t in (dweight, dbias))
-            tail = (dw, db, dy_rows, x_rows, means, rstds, m, n, dy_rows.stride(0), x_rows.stride(0))
-            _affine_long((triton.cdiv(n, 64),), tail, (64, 64), num_warps=8)
+            _affine_long((triton.cdiv(n, 64),), (dw, db, dy, x, means, rstds, m, n, *strides), (64, 64), num_warps=8)
         return
-    num_programs = programs(m, config, x.device)
-    partials = scratch((2, num_programs if affine else 1, n), torch.float32, x.device)
-    args = (dx, partials[0], partials[1], dy_rows, x_rows, weight, m, n, dy_rows.stride(0), x_rows.stride(0), eps)
+    programs = row_blocks.programs(m, config, x.device)
+    partials = scratch((2, programs if affine else 1, n), torch.float32, x.device)
+    dw_partial, db_partial = partials[0], partials[1]
+    parameters = (dx, dw_partial, db_partial, dy, x, weight, m, n, *strides, args.eps)
     constants = (affine, config.rows, block_n, config.num_stages)
-    _backward((num_programs,), args, constants, num_warps=config.num_warps)
-    if need_dweight:
-        column_sums(dweight, partials[0])
-    if need_dbias:
-        column_sums(dbias, partials[1])
+    _backward((programs,), parameters, constants, num_warps=config.num_warps)
+    if args.need_dweight:
+        column_sums(dweight, dw_partial)
+    if args.need_dbias:
+        column_sums(dbias, db_partial)
+
+
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()

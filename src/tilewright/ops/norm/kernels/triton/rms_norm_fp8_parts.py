@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.norm.column_sums import mean_of
+from tilewright.ops.norm.kernels.triton.column_sums import mean_of
 from tilewright.ops.quant.triton_numbers import (
     encode,
     halves,

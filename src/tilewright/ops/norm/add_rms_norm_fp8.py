@@ -1,7 +1,7 @@
-"""Residual add, RMSNorm and quantisation in one pass.  The contract; backends are the files next to it."""
+"""Residual add, RMSNorm and quantisation in one pass."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,16 @@ from tilewright.ops.norm import rms_norm_fp8 as rms
 from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import SOURCES, check_matrix, check_no_gradient, pair
 from tilewright.ops.quant.layout import TOKEN
+
+
+class AddRmsNormFp8Args(NamedTuple):
+    x: Tensor  # (..., M, N)
+    residual: Tensor  # (..., M, N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+    ue8m0: bool
 
 
 @dispatch("add_rms_norm_fp8")
@@ -33,7 +43,7 @@ def add_rms_norm_fp8(
     eps, offset, fp32_weight, ue8m0, backend: as in `rms_norm_fp8`.  Neither input is written, and there is no gradient.
     Raises InputError for different shapes, dtypes or devices of x and residual, and for what `rms_norm_fp8` refuses.
     """
-    args = (x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0)
+    args = AddRmsNormFp8Args(x, residual, weight, eps, offset, True if offset != 0.0 else fp32_weight, ue8m0)
     result: tuple[Tensor, Tensor, Tensor] = call(CONTRACT, args, backend)
     return result
 
@@ -54,40 +64,39 @@ def reference(
     return q, scales, total
 
 
-def _raw(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, ue8m0: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(args: AddRmsNormFp8Args) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual, weight, eps, offset, fp32_weight, ue8m0 = args
     return reference(x, residual, weight, eps=eps, offset=offset, fp32_weight=fp32_weight, ue8m0=ue8m0)
 
 
 FORWARD = RawOp(
     "add_rms_norm_fp8",
     "fwd",
-    "Tensor x, Tensor residual, Tensor weight, float eps, float offset, bool fp32_weight, bool ue8m0",
-    package=__name__,
-    outputs=lambda x, *_: (*pair(x.shape, TOKEN), (x.shape, x.dtype)),
-    reference=_raw,
-    bucket=lambda x, *_: rows.rows_bucket(x),
-    bucket_names=rows.ROW_BUCKET,
+    AddRmsNormFp8Args,
+    package="tilewright.ops.norm",
+    kernels=("triton.rms_norm_fp8",),
+    outputs=lambda args: (*pair(args.x.shape, TOKEN), (args.x.shape, args.x.dtype)),
+    reference=_forward,
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
     count=3,
 )
 
 
-def check(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, fp32_weight: bool, ue8m0: bool
-) -> None:
-    """Raises InputError for what the docstring of `add_rms_norm_fp8` excludes."""
-    check_matrix("add_rms_norm_fp8", x, form="(..., M, N)")
-    rows.check_floating("add_rms_norm_fp8", x=x, residual=residual, weight=weight)
-    rows.check_same("add_rms_norm_fp8", x=x, residual=residual)
-    rows.check_vector("add_rms_norm_fp8", x, weight=weight)
-    check_no_gradient("add_rms_norm_fp8", residual, weight)
+def check(args: AddRmsNormFp8Args) -> None:
+    """Raise InputError for what the docstring of `add_rms_norm_fp8` excludes."""
+    check_matrix("add_rms_norm_fp8", args.x, form="(..., M, N)")
+    rows.check_floating("add_rms_norm_fp8", x=args.x, residual=args.residual, weight=args.weight)
+    rows.check_same("add_rms_norm_fp8", x=args.x, residual=args.residual)
+    rows.check_vector("add_rms_norm_fp8", args.x, weight=args.weight)
+    check_no_gradient("add_rms_norm_fp8", args.residual, args.weight)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: as in `rms_norm_fp8`."""
     sample = rms.inputs(params, dtype, device, seed)
-    return Sample((sample.args[0], samples.matrix(params, dtype, device, seed + 2), sample.args[1]), sample.kwargs)
+    x, weight = sample.args
+    return Sample((x, samples.matrix(params, dtype, device, seed + 2), weight), sample.kwargs)
 
 
 def cost(sample: Sample, direction: str) -> Cost:
