@@ -108,7 +108,7 @@ def test_a_backend_that_cannot_says_so():
 
 def test_peers_of_the_bench_compute_the_same():
     from tilewright.dispatch import Sample
-    from tilewright.ops.weight_only.weight_only_matmul.peers import PEERS
+    from tilewright.ops.weight_only.peers.weight_only_matmul import PEERS
 
     x, q, scales = operands(4, 64, 256, 4)
     wanted = weight_only_matmul(x, q, scales, out_dtype=fp32)
