@@ -1,6 +1,6 @@
-"""Attention that no kernel here has: any score modifier, masks of a foreign BlockMask, dropout.
+"""Attention that only torch computes: arbitrary score modifiers, masks of a foreign BlockMask, dropout.
 
-On a GPU torch's FlexAttention does the first two, elsewhere, and as the reference, plain torch with all scores in
+On a GPU torch's FlexAttention computes the first two; elsewhere, and for the reference, plain torch with all scores in
 memory.  Dropout is torch's scaled_dot_product_attention.
 """
 
@@ -28,14 +28,14 @@ _VERSIONS = 1024
 
 
 def check_backend(op: str, backend: str | None, what: str) -> None:
-    """Only the torch backend has `what`.  Says once that it runs there."""
+    """Refuse every backend but torch for `what`; log once that torch computes it."""
     if backend not in (None, "auto", "torch"):
         raise RefusedError(f'{op}[{backend}] has no {what}. Supported here: torch. Try backend="torch".')
-    log_once((op, "apart", what), f"{op}: {what} is torch's, no kernel of tilewright has it")
+    log_once((op, "torch_only", what), f"{op}: {what} is torch's, no kernel of tilewright has it")
 
 
 def check_dropped(op: str, scores: Scores, return_lse: bool) -> None:
-    """Dropout goes with masks alone."""
+    """Refuse dropout with anything but a mask."""
     if return_lse or scores.sinks is not None or steps_of(scores):
         raise InputError(f"{op}: dropout goes with masks alone, not with score modifiers, sinks or return_lse.")
 
@@ -43,10 +43,10 @@ def check_dropped(op: str, scores: Scores, return_lse: bool) -> None:
 def modified(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) with every step of `scores`, by FlexAttention on a GPU; it takes no tensors without elements."""
+    """(o, lse) with every step of `scores`, by FlexAttention on a GPU; which takes no empty tensors."""
     if q.device.type != "cuda" or not (q.numel() and k.numel()):
         return plain(q, k, v, mask, scale, scores)
-    if not torch.compiler.is_compiling():  # where Inductor knows how its inputs lie
+    if not torch.compiler.is_compiling():  # Inductor knows the layout of its inputs
         q, k, v = map(loadable, (q, k, v))
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -69,26 +69,26 @@ def plain(
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, all scores in memory; differentiable in everything, float64 an oracle."""
     (batch, heads, s_q, d), s_k = q.shape, k.shape[2]
-    wide, group = accumulate_dtype(q.dtype), heads // k.shape[1]
-    keys, values = (t.to(wide).repeat_interleave(group, 1) for t in (k, v))
-    s = (d**-0.5 if scale is None else scale) * (q.to(wide) @ keys.mT)
+    acc_dtype, group = accumulate_dtype(q.dtype), heads // k.shape[1]
+    keys, values = (t.to(acc_dtype).repeat_interleave(group, 1) for t in (k, v))
+    s = (d**-0.5 if scale is None else scale) * (q.to(acc_dtype) @ keys.mT)
     steps = steps_of(scores)
     if steps and s.numel():
         s = _each(combined(steps, s_k - s_q))(s, *(torch.arange(n, device=q.device) for n in s.shape))
     if mask is not None:
         s = s.masked_fill(~mask.dense(batch, heads, s_q, s_k, q.device), -math.inf)
-    top = s.detach().amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
-    seen = total != 0
-    o = (p.to(v.dtype).to(wide) @ values) / torch.where(seen, total, 1.0)
-    lse = torch.where(seen, top + torch.log(torch.where(seen, total, 1.0)), -math.inf)
+    row_max = s.detach().amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    p = torch.exp(s - row_max)
+    l_i = p.sum(-1, keepdim=True)
+    any_visible = l_i != 0
+    o = (p.to(v.dtype).to(acc_dtype) @ values) / torch.where(any_visible, l_i, 1.0)
+    lse = torch.where(any_visible, row_max + torch.log(torch.where(any_visible, l_i, 1.0)), -math.inf)
     return joined(o.to(q.dtype), lse.squeeze(-1), scores.sinks)
 
 
 def joined(o: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What a softmax becomes when sinks join its denominator."""
+    """(o, lse) of a softmax after the sinks join its denominator."""
     if sinks is None:
         return o, lse
     wider = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -116,13 +116,13 @@ def dropped(
     if eager_gpu:
         q, k, v = map(loadable, (q, k, v))
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    repeatable = wants_grad and current_numerics() == "deterministic"  # the other kernels add to dq in any order
+    repeatable = wants_grad and current_numerics() == "deterministic"  # other kernels add to dq in varying order
     with sdpa_kernel([SDPBackend.MATH]) if repeatable else nullcontext():
         o = F.scaled_dot_product_attention(
             q, k, v, allowed, dropout, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     if eager_gpu and o.requires_grad:
-        o.register_hook(loadable)  # its backward asks nothing of the address of what arrives
+        o.register_hook(loadable)  # torch's backward does not check the address of the gradient
     return o
 
 
@@ -155,7 +155,7 @@ def _uncompiled() -> Callable[..., Any]:
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    """Uncompiled it would hold all scores in memory.
+    """Compiled FlexAttention; uncompiled it holds all scores in memory.
 
     Dynamo counts the versions of one function, eight unless told otherwise; every modifier, mask and size is one here.
     """
