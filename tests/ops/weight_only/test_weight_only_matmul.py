@@ -112,7 +112,8 @@ def test_a_backend_that_cannot_says_so():
         (
             128,
             {},
-            "weight_only_matmul: x is (3, 128), q (64, 128) holds K=256 elements of 4 bits a row; they must agree in K.",
+            "weight_only_matmul: x is (3, 128), q (64, 128) holds K=256 elements of 4 bits a row; they must agree in "
+            "K.",
         ),
         (
             256,
