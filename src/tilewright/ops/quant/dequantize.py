@@ -1,7 +1,7 @@
-"""e4m3 and its scales back to wider dtypes, for every granularity.  The contract."""
+"""e4m3 and its scales back to wider dtypes, for every granularity."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,25 @@ from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.quant import samples
 from tilewright.ops.quant.formats import CHANNEL, GRANULARITIES, SOURCES, check_no_gradient, granularity
-from tilewright.ops.quant.layout import BLOCK, ROW, TENSOR, TOKEN, TOKEN_UE8M0
+from tilewright.ops.quant.layout import BLOCK, ROW, TENSOR, TOKEN, TOKEN_UE8M0, ScaleLayout
 from tilewright.ops.quant.numbers import E4M3, cast, restore
 
 OP = "dequantize"
 _BF16 = torch.bfloat16
 LAYOUTS = {"token": TOKEN, "block": BLOCK, "channel": CHANNEL, "row": ROW, "tensor": TENSOR, "packed": TOKEN_UE8M0}
+
+
+class DequantizeArgs(NamedTuple):
+    q: Tensor  # (..., M, K)
+    scales: Tensor
+    dtype: torch.dtype  # of the result
+
+
+class DequantizeBucket(NamedTuple):
+    M: int  # rounded up to a power of two
+    K: int
+    layout: int  # index in GRANULARITIES
+    out_bits: int
 
 
 @dispatch(OP)
@@ -43,44 +56,45 @@ def dequantize(
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for other dtypes, scales of another shape, and tensors that require a gradient.
     """
-    result: Tensor = call(CONTRACT, (q, scales, dtype), backend, out)
+    result: Tensor = call(CONTRACT, DequantizeArgs(q, scales, dtype), backend, out)
     return result
 
 
 def reference(q: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Plain torch; a q wider than e4m3, as the oracle has, keeps its dtype whatever `dtype` is."""
-    return _raw(q, scales, dtype)
-
-
-def _raw(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    layout = granularity(q, scales)
-    assert layout is not None, "checked"
+    layout = _layout(q, scales)
     return restore(q, scales, layout, dtype if q.dtype == E4M3 else q.dtype)
 
 
-def _bucket(q: Tensor, scales: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
+def _layout(q: Tensor, scales: Tensor) -> ScaleLayout:
     layout = granularity(q, scales)
     assert layout is not None, "checked"
-    layout_index = GRANULARITIES.index(layout)
-    return *rows.rows_bucket(q), layout_index, 8 * dtype.itemsize
+    return layout
+
+
+def _bucket(args: DequantizeArgs) -> DequantizeBucket:
+    layout = GRANULARITIES.index(_layout(args.q, args.scales))
+    return DequantizeBucket(*rows.rows_bucket(args.q), layout, 8 * args.dtype.itemsize)
 
 
 FORWARD = RawOp(
     OP,
     "fwd",
-    "Tensor q, Tensor scales, ScalarType dtype",
-    package=__name__,
-    outputs=lambda q, scales, dtype: ((q.shape, dtype),),
-    reference=_raw,
+    DequantizeArgs,
+    package="tilewright.ops.quant",
+    kernels=("triton.dequantize",),
+    outputs=lambda args: ((args.q.shape, args.dtype),),
+    reference=lambda args: reference(args.q, args.scales, dtype=args.dtype),
     bucket=_bucket,
-    bucket_names=("M", "K", "layout", "out_bits"),
+    bucket_names=DequantizeBucket._fields,
     dtypes=(E4M3,),
     out=True,
 )
 
 
-def check(q: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError for what the docstring of `dequantize` excludes."""
+def check(args: DequantizeArgs) -> None:
+    """Raise InputError for what the docstring of `dequantize` excludes."""
+    q, scales, dtype = args
     for name, t, allowed in (("q", q, (E4M3,)), ("scales", scales, (torch.float32, torch.int32))):
         if not isinstance(t, Tensor):
             raise InputError(f"{OP}: {name} is a {type(t).__name__}; needs a torch.Tensor.")

@@ -1,20 +1,32 @@
-"""Activations to e4m3, a scale for each 128 elements of a row, or for each row.  The contract."""
+"""Activations to e4m3, a scale for each 128 elements of a row, or for each row."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.errors import InputError
 from tilewright.ops.quant import samples
-from tilewright.ops.quant.formats import SOURCES, check_matrix, pair
+from tilewright.ops.quant.casts import cast_contract
+from tilewright.ops.quant.formats import check_matrix, pair
 from tilewright.ops.quant.layout import ROW, TOKEN, TOKEN_UE8M0, ScaleLayout
 from tilewright.ops.quant.numbers import cast
 from tilewright.ops.rows import rows_bucket
 
 OP = "per_token_cast_to_fp8"
+
+
+class PerTokenCastArgs(NamedTuple):
+    x: Tensor  # (..., M, K)
+    group: int  # 128; 0: a scale for each row
+    ue8m0: bool
+    packed: bool
+
+
+class PerTokenCastBucket(NamedTuple):
+    M: int  # rounded up to a power of two
+    K: int
+    group: int
 
 
 @dispatch(OP)
@@ -41,7 +53,8 @@ def per_token_cast_to_fp8(
     A group with a NaN or an infinity gets it as its scale; dequantised, all of the group is NaN.  There is no gradient.
     Raises InputError for other dtypes, fewer than two dimensions, another group, and x that requires a gradient.
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, group or 0, True if packed else ue8m0, packed), backend)
+    args = PerTokenCastArgs(x, group or 0, True if packed else ue8m0, packed)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, args, backend)
     return result
 
 
@@ -49,43 +62,34 @@ def reference(
     x: Tensor, *, group: int | None = 128, ue8m0: bool = False, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Plain torch; a float64 input is not rounded, see `numbers`."""
-    return _raw(x, group or 0, ue8m0 or packed, packed)
+    return cast(x, _layout(group or 0, packed), ue8m0 or packed)
 
 
 def _layout(group: int, packed: bool) -> ScaleLayout:
     return TOKEN_UE8M0 if packed else TOKEN if group else ROW
 
 
-def _raw(x: Tensor, group: int, ue8m0: bool, packed: bool) -> tuple[Tensor, Tensor]:
-    return cast(x, _layout(group, packed), ue8m0)
-
-
 FORWARD = RawOp(
     OP,
     "fwd",
-    "Tensor x, int group, bool ue8m0, bool packed",
-    package=__name__,
-    outputs=lambda x, group, ue8m0, packed: pair(x.shape, _layout(group, packed)),
-    reference=_raw,
-    bucket=lambda x, group, *_: (*rows_bucket(x), group),
-    bucket_names=("M", "K", "group"),
+    PerTokenCastArgs,
+    package="tilewright.ops.quant",
+    kernels=("triton.per_token_cast",),
+    outputs=lambda args: pair(args.x.shape, _layout(args.group, args.packed)),
+    reference=lambda args: cast(args.x, _layout(args.group, args.packed), args.ue8m0),
+    bucket=lambda args: PerTokenCastBucket(*rows_bucket(args.x), args.group),
+    bucket_names=PerTokenCastBucket._fields,
     count=2,
 )
 
 
-def check(x: Tensor, group: int, ue8m0: bool, packed: bool) -> None:
-    """Raises InputError for what the docstring of `per_token_cast_to_fp8` excludes."""
-    check_matrix(OP, x)
-    if group not in (0, 128):
-        raise InputError(f"{OP}: group is {group}; allowed are 128 and None, a scale for each row.")
-    if packed and not group:
+def check(args: PerTokenCastArgs) -> None:
+    """Raise InputError for what the docstring of `per_token_cast_to_fp8` excludes."""
+    check_matrix(OP, args.x)
+    if args.group not in (0, 128):
+        raise InputError(f"{OP}: group is {args.group}; allowed are 128 and None, a scale for each row.")
+    if args.packed and not args.group:
         raise InputError(f"{OP}: packed=True with group=None; four scales along K share a word, so it needs group=128.")
-
-
-def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), optional B, scale, special, group, ue8m0, packed."""
-    options = {name: params[name] for name in ("group", "ue8m0", "packed") if name in params}
-    return Sample((samples.matrix(params, dtype, device, seed),), options)
 
 
 def cost(sample: Sample, direction: str) -> Cost:
@@ -94,23 +98,19 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 CONTRACT = register(
-    Contract(
-        name=OP,
-        promises=Promises(reference_bits=True),
-        family="quant",
+    cast_contract(
+        FORWARD,
         summary="bf16 rows to float8_e4m3 with a scale for each 128 elements or each row",
         reference=reference,
-        forward=FORWARD,
         check=check,
-        inputs=inputs,
         cost=cost,
-        dtypes=SOURCES,
+        options=("group", "ue8m0", "packed"),
+        batch_dim=0,
         workloads=(
             *samples.activations(),
             *samples.activations("row_", group=None)[-4:],
             Workload("ue8m0_packed_8192x7168", {"M": 8192, "N": 7168, "packed": True}, directions=("fwd",)),
         ),
-        cpu_workloads=samples.small(),
         edge_cases=(
             Workload("batch: groups of four adjacent rows in each matrix", {"B": 3, "M": 6, "N": 384}),
             Workload("one_row: a single program", {"M": 1, "N": 256}),
@@ -130,12 +130,8 @@ CONTRACT = register(
             Workload("empty: no rows", {"M": 0, "N": 128}),
         ),
         bad_inputs=(
-            samples.bad("integers", "x is torch.int32", 4, 128, dtype=torch.int32),
-            samples.bad("float64", "x is torch.float64", 4, 128, dtype=torch.float64),
-            samples.bad("vector", r"needs \(..., M, K\)", 128),
             samples.bad("group of 64", "group is 64; allowed are 128 and None", 4, 128, group=64),
             samples.bad("packed rows", "needs group=128", 4, 128, group=None, packed=True),
-            BadInput("not a tensor", lambda d: Sample(([1.0],)), "x is a list"),
         ),
     )
 )

@@ -1,4 +1,4 @@
-"""Casts of 128 rows at a time in Triton: per_block_cast_to_fp8, and per_channel_cast_to_fp8, which shares the kernels.
+"""Casts of 128 rows at a time in Triton: per_block_cast_to_fp8 and per_channel_cast_to_fp8.
 
 A program takes 128 rows of a strip of columns, reduces the maxima along the columns (for a block also across them)
 while the elements stay in registers, and writes q plain or transposed.  To transpose it, a thread takes four rows and
@@ -9,9 +9,11 @@ A thread holds few columns and many rows, so that few threads do the work of a c
 exchange through shared memory.  With 16 columns a thread, as Triton would choose for 16-byte stores, a cast by channels
 takes twice the instructions.
 
-Traffic: reads x once, writes q and few scales, 3 bytes an element at bf16: 7168x16384 cannot beat 84 us at 4.2 TB/s.
+Traffic: reads x once, writes q and the scales, at bf16 3 bytes an element with a scale a block: 7168x16384 cannot beat
+84 us at 4.2 TB/s; 3.03 with a scale for 128 elements of a column: 8192x7168 cannot beat 42 us.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -19,8 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.quant.casts import StripCastArgs
+from tilewright.ops.quant.per_block_cast_to_fp8 import FORWARD as BLOCKS
+from tilewright.ops.quant.per_block_cast_to_fp8 import PerBlockCastBucket
+from tilewright.ops.quant.per_channel_cast_to_fp8 import FORWARD as CHANNELS
+from tilewright.ops.quant.per_channel_cast_to_fp8 import PerChannelCastBucket
 from tilewright.ops.quant.triton_numbers import (
     as_stored,
     compares_pairs,
@@ -49,17 +56,21 @@ class Config(NamedTuple):
     vector: int  # adjacent columns per thread
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    # 64 elements a thread; H200, 2026-11: 8192x7168 43.4 us (transposed 44.0), 45.9 with a vector of 16
-    return Config(BLOCK, num_warps=8, vector=8)
+BLOCK_CONFIG = Config(BLOCK, num_warps=8, vector=8)
+"""64 elements a thread; H200, 2026-11: 8192x7168 43.4 us (transposed 44.0), 45.9 with a vector of 16."""
+CHANNEL_CONFIG = Config(64, num_warps=4, vector=8)
+"""64 columns are 128 bytes of bf16; eight programs of four warps fill the registers of an SM."""
 
 
-CONFIGS = (Config(BLOCK, num_warps=8, vector=8),)
-
-
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def block_candidates(bucket: PerBlockCastBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 128, 64 or 32 elements a thread."""
     return tuple(Config(BLOCK, warps, vector) for warps in (4, 8, 16) for vector in (4, 8, 16))
+
+
+def channel_candidates(bucket: PerChannelCastBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Configurations with 32 to 128 elements a thread."""
+    space = product((64, 128), (2, 4, 8, 16), (4, 8))
+    return tuple(Config(c, warps, vector) for c, warps, vector in space if 1024 <= c * BLOCK // warps <= 4096)
 
 
 @triton.jit
@@ -185,38 +196,47 @@ def matrices(x: Tensor) -> Tensor:
     return batch if batch.stride(-1) == 1 or batch.shape[-1] == 1 else batch.contiguous()
 
 
-def run(
-    q: Tensor, scales: Tensor, x: Tensor, scale_strides: tuple[int, int], blocks: bool, transpose: bool, ue8m0: bool,
-    config: Config,
-) -> None:  # fmt: skip
-    """Cast x (..., R, C).   scale_strides: strides of the scales along R and along C."""
-    batch = matrices(x)
-    b, r, c = batch.shape
-    strides = (batch.stride(0), batch.stride(1), scales.stride(-3) if x.dim() > 2 else 0, *scale_strides)
+@register_kernel(
+    BLOCKS,
+    configure=lambda bucket, dtype: BLOCK_CONFIG,
+    config_type=Config,
+    configs=(BLOCK_CONFIG,),
+    candidates=block_candidates,
+)
+def launch_blocks(outs: tuple[Tensor, Tensor], args: StripCastArgs, config: Config) -> None:
+    _launch(outs, args, True, config)
+
+
+@register_kernel(
+    CHANNELS,
+    configure=lambda bucket, dtype: CHANNEL_CONFIG,
+    config_type=Config,
+    configs=(CHANNEL_CONFIG,),
+    candidates=channel_candidates,
+)
+def launch_channels(outs: tuple[Tensor, Tensor], args: StripCastArgs, config: Config) -> None:
+    _launch(outs, args, False, config)
+
+
+def _launch(outs: tuple[Tensor, Tensor], args: StripCastArgs, blocks: bool, config: Config) -> None:
+    """Cast x (..., R, C) with a scale for 128 x 128 elements (blocks), or for 128 elements of a column."""
+    (q, scales), transpose = outs, args.transpose
+    x = matrices(args.x)
+    b, r, c = x.shape
+    row_scales = scales.mT if transpose else scales  # (..., R blocks, C blocks or C)
+    scale_step = scales.stride(-3) if args.x.dim() > 2 else 0
+    strides = (x.stride(0), x.stride(1), scale_step, *row_scales.stride()[-2:])
     grid = (b * triton.cdiv(r, BLOCK) * triton.cdiv(c, config.columns),)
     # Unaligned rows have no vector accesses: every element has its own address, and 32 elements fill a thread
-    unaligned = (c | batch.stride(1)) % 16 != 0 or (transpose and r % 4 != 0)
-    int64 = BLOCK * max(r, c, batch.stride(1)) >= 1 << 31  # offsets in a tile exceed 32 bits
-    q_stored, options = as_stored(q), {"num_warps": config.columns // 8 if unaligned else config.num_warps}
+    unaligned = (c | x.stride(1)) % 16 != 0 or (transpose and r % 4 != 0)
+    int64 = BLOCK * max(r, c, x.stride(1)) >= 1 << 31  # offsets in a tile exceed 32 bits
+    q_stored, pairs = as_stored(q), compares_pairs(q)
+    options = {"num_warps": config.columns // 8 if unaligned else config.num_warps}
     if transpose and r % 4 == 0 and q.data_ptr() % 4 == 0:
-        args = (q_stored, scales, batch, r // 4, c, *strides)
-        constants = (blocks, ue8m0, compares_pairs(q), has_ptx_e4m3(q_stored), int64, config.columns, config.vector)
-        _transpose(grid, args, constants, **options)
+        values = (q_stored, scales, x, r // 4, c, *strides)
+        constants = (blocks, args.ue8m0, pairs, has_ptx_e4m3(q_stored), int64, config.columns, config.vector)
+        _transpose(grid, values, constants, **options)
     else:
-        args = (q_stored, scales, batch, r, c, *strides)
-        constants = (blocks, transpose, ue8m0, compares_pairs(q), int64, config.columns, config.vector)
-        _strips(grid, args, constants, **options)
-
-
-@register_impl(
-    "per_block_cast_to_fp8",
-    backend="triton",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-)
-def launch(outs: tuple[Tensor, Tensor], x: Tensor, transpose: bool, ue8m0: bool, *, config: Config) -> None:
-    q, scales = outs
-    by_row_block = scales.mT if transpose else scales  # (..., R blocks, C blocks)
-    run(q, scales, x, by_row_block.stride()[-2:], True, transpose, ue8m0, config)
+        values = (q_stored, scales, x, r, c, *strides)
+        constants = (blocks, transpose, args.ue8m0, pairs, int64, config.columns, config.vector)
+        _strips(grid, values, constants, **options)

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.hardware import device_info
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.quant.per_tensor_cast_to_fp8 import FORWARD, PerTensorCastArgs, PerTensorCastBucket
 from tilewright.ops.quant.triton_numbers import (
     as_stored,
     compares_pairs,
@@ -36,25 +37,25 @@ from tilewright.ops.rows import as_rows
 class Config(NamedTuple):
     block: int  # elements of a row per step of a program
     num_warps: int
-    waves: int  # programs per SM in the first launch
+    ctas_per_sm: int  # programs per SM in the first launch
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    # 32 elements a thread: 73.5 us at 8192x7168, 77.4 with 64 (4 warps, waves of 8; H200, 2026-11)
-    return Config(8192, num_warps=8, waves=4)
+def configure(bucket: PerTensorCastBucket, dtype: torch.dtype) -> Config:
+    # 32 elements a thread: 73.5 us at 8192x7168, 77.4 with 64 (4 warps, 8 programs an SM; H200, 2026-11)
+    return Config(8192, num_warps=8, ctas_per_sm=4)
 
 
-CONFIGS = (Config(8192, num_warps=8, waves=4),)
+CONFIGS = (Config(8192, num_warps=8, ctas_per_sm=4),)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: PerTensorCastBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 16 to 64 elements a thread and step."""
     return tuple(
-        Config(block, warps, waves)
+        Config(block, warps, ctas)
         for block in (2048, 4096, 8192, 16384)
         for warps in (4, 8, 16)
-        for waves in (2, 4, 8)
-        if 16 <= block // (32 * warps) <= 64 and waves * warps <= 64
+        for ctas in (2, 4, 8)
+        if 16 <= block // (32 * warps) <= 64 and ctas * warps <= 64
     )
 
 
@@ -109,24 +110,16 @@ _amax = TritonKernel(_amax_kernel)
 _cast = TritonKernel(_cast_kernel)
 
 
-@register_impl(
-    "per_tensor_cast_to_fp8",
-    backend="triton",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-)
-def launch(outs: tuple[Tensor, Tensor], x: Tensor, *, config: Config) -> None:
+@register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch(outs: tuple[Tensor, Tensor], args: PerTensorCastArgs, config: Config) -> None:
     q, scale = as_stored(outs[0]), outs[1]
-    x_rows = x.view(1, -1) if x.is_contiguous() else as_rows(x)
-    r, k = x_rows.shape
+    x = args.x.view(1, -1) if args.x.is_contiguous() else as_rows(args.x)
+    (r, k), stride = x.shape, x.stride(0)
     steps = triton.cdiv(k, config.block)
     blocks = r * steps
-    programs = min(blocks, config.waves * device_info(x.device).sm_count)
+    programs = min(blocks, config.ctas_per_sm * device_info(x.device).sm_count)
     partial = scratch((programs,), torch.int32, x.device)
-    stride = x_rows.stride(0)
-    args = (partial, x_rows, k, steps, blocks, stride)
-    _amax((programs,), args, (compares_pairs(q), config.block), num_warps=config.num_warps)
-    args = (q, scale, x_rows, partial, k, steps, blocks, programs, stride)
-    _cast((blocks,), args, (config.block, triton.next_power_of_2(programs)), num_warps=config.num_warps)
+    values = (partial, x, k, steps, blocks, stride)
+    _amax((programs,), values, (compares_pairs(q), config.block), num_warps=config.num_warps)
+    values = (q, scale, x, partial, k, steps, blocks, programs, stride)
+    _cast((blocks,), values, (config.block, triton.next_power_of_2(programs)), num_warps=config.num_warps)

@@ -10,9 +10,11 @@ from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as cuda
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model as model
+from tilewright.ops.weight_only.kernels.sm90.weight_only_model import Work
 from tilewright.ops.weight_only.samples import random_weight
-from tilewright.ops.weight_only.weight_only_matmul import cuda, model
-from tilewright.ops.weight_only.weight_only_matmul.model import Work
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs, WeightOnlyMatmulBucket
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2112, 7168), (7168, 16384), (576, 512), (64, 128)]
@@ -33,7 +35,11 @@ def operands(m, n, k, bits, dtype=bf16, scales=None, device="cpu"):
 
 
 def run(d, x, q, scales, config, bias=None, activation=""):
-    cuda.launch((d,), x, q, scales, bias, activation, d.dtype, config=config)
+    cuda.launch((d,), WeightOnlyMatmulArgs(x, q, scales, bias, activation, d.dtype), config)
+
+
+def bucket(m, n, k, bits):
+    return WeightOnlyMatmulBucket(m, n, k, bits, aligned=1, out_bits=16, gated=0)
 
 
 # ----------------------------------------------------------------------------------------------- what it chooses
@@ -43,8 +49,8 @@ def run(d, x, q, scales, config, bias=None, activation=""):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_chosen_fits_and_is_listed(n, k, bits):
     for m in ROWS:
-        bucket = (m, n, k, bits, 1, 16, 0)
-        chosen, tried = cuda.configure(bucket, bf16), cuda.candidates(bucket, bf16)
+        where = bucket(m, n, k, bits)
+        chosen, tried = cuda.configure(where, bf16), cuda.candidates(where, bf16)
         assert chosen in cuda.CONFIGS
         assert 1 <= len(tried) <= 24
         assert len(set(tried)) == len(tried)
@@ -62,23 +68,27 @@ def test_few_tiles_are_split_and_many_are_not():
 
 def test_a_prediction_is_not_under_the_time_to_read_the_weight():
     for (n, k), bits in product(LAYERS[:6], (8, 4)):
-        for config in cuda.candidates((1, n, k, bits, 1, 16, 0), bf16):
+        for config in cuda.candidates(bucket(1, n, k, bits), bf16):
             assert model.predicted_us(config, Work(1, n, k, bits)) >= 0.8 * n * k * bits / 8 / model.READ
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
 
 
+def why_not(x, q, scales, bias):
+    return cuda.why_not(WeightOnlyMatmulArgs(x, q, scales, bias, "", bf16))
+
+
 def test_what_it_cannot_do_is_said(monkeypatch):
     x, q, scales = operands(3, 64, 256, 8)
     monkeypatch.setattr(cuda, "device_info", lambda _: type("Info", (), {"arch": "sm_80"}))
-    assert "written for Hopper" in str(cuda.why_not(x, q, scales, None, "", bf16))
+    assert "written for Hopper" in str(why_not(x, q, scales, None))
     monkeypatch.setattr(cuda, "device_info", lambda _: type("Info", (), {"arch": "sm_90"}))
-    assert cuda.why_not(x, q, scales, None, "", bf16) is None
-    assert "side by side" in str(cuda.why_not(x, q, scales.contiguous(), None, "", bf16))
-    assert "float64" in str(cuda.why_not(x, q, scales, torch.zeros(64).double(), "", bf16))
+    assert why_not(x, q, scales, None) is None
+    assert "side by side" in str(why_not(x, q, scales.contiguous(), None))
+    assert "float64" in str(why_not(x, q, scales, torch.zeros(64).double()))
     x, q, scales = operands(3, 64, 40, 4)
-    assert "multiples of 16 bytes" in str(cuda.why_not(x, q, scales, None, "", bf16)), "rows of 20 bytes"
+    assert "multiples of 16 bytes" in str(why_not(x, q, scales, None)), "rows of 20 bytes"
 
 
 # ----------------------------------------------------------------------------------------------- what it launches

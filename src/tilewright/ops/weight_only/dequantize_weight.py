@@ -1,7 +1,7 @@
-"""An 8-bit or 4-bit weight converted to floating point.  The contract; backends are in this folder."""
+"""An 8-bit or 4-bit weight converted to floating point."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,19 @@ from tilewright.ops import rows
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.checks import check_dtype, check_weight
 from tilewright.ops.weight_only.samples import random_weight
+
+
+class DequantizeWeightArgs(NamedTuple):
+    q: Tensor  # (N, K) or (N, K / 2)
+    scales: Tensor  # (N, groups)
+    dtype: torch.dtype  # of the result
+
+
+class DequantizeWeightBucket(NamedTuple):
+    N: int  # rounded up to a power of two
+    K: int
+    bits: int
+    out_bits: int
 
 
 @dispatch("dequantize_weight")
@@ -26,41 +39,39 @@ def dequantize_weight(
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.   Has no gradient.
     Raises InputError for other dtypes and for scales that do not fit.
     """
-    result: Tensor = call(CONTRACT, (q.contiguous() if isinstance(q, Tensor) else q, scales, dtype), backend)
+    q = q.contiguous() if isinstance(q, Tensor) else q
+    result: Tensor = call(CONTRACT, DequantizeWeightArgs(q, scales, dtype), backend)
     return result
 
 
 def reference(q: Tensor, scales: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The same in plain torch; with float64 scales the result is float64, whatever `dtype` says."""
-    return _raw(q, scales, dtype)
-
-
-def _raw(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return packing.restore(q, scales).to(torch.float64 if scales.dtype == torch.float64 else dtype)
+
+
+def _bucket(args: DequantizeWeightArgs) -> DequantizeWeightBucket:
+    rows_up, depth = row_bucket(args.q.shape[0]), hint(packing.depth_of(args.q))
+    return DequantizeWeightBucket(rows_up, depth, packing.bits_of(args.q), 8 * args.dtype.itemsize)
 
 
 FORWARD = RawOp(
     "dequantize_weight",
     "fwd",
-    "Tensor q, Tensor scales, ScalarType dtype",
-    package=__name__,
-    outputs=lambda q, scales, dtype: (((q.shape[0], packing.depth_of(q)), dtype),),
-    reference=_raw,
-    bucket=lambda q, scales, dtype: (
-        row_bucket(q.shape[0]),
-        hint(packing.depth_of(q)),
-        packing.bits_of(q),
-        8 * dtype.itemsize,
-    ),
-    bucket_names=("N", "K", "bits", "out_bits"),
+    DequantizeWeightArgs,
+    package="tilewright.ops.weight_only",
+    kernels=("triton.dequantize_weight",),
+    outputs=lambda args: (((args.q.shape[0], packing.depth_of(args.q)), args.dtype),),
+    reference=lambda args: reference(args.q, args.scales, dtype=args.dtype),
+    bucket=_bucket,
+    bucket_names=DequantizeWeightBucket._fields,
     dtypes=(torch.int8, torch.uint8),
 )
 
 
-def check(q: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError for what the docstring of `dequantize_weight` excludes."""
-    check_weight("dequantize_weight", q, scales)
-    check_dtype("dequantize_weight", "dtype", dtype)
+def check(args: DequantizeWeightArgs) -> None:
+    """Raise InputError for what the docstring of `dequantize_weight` excludes."""
+    check_weight("dequantize_weight", args.q, args.scales)
+    check_dtype("dequantize_weight", "dtype", args.dtype)
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:

@@ -21,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.gemm.engines.tile_triton_kernel import _epilogue, reduce_kernel
+from tilewright.ops.rows import no_float64
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.weight_only_matmul import FORWARD, WeightOnlyMatmulArgs, WeightOnlyMatmulBucket
 
 FILL = 128  # programs that keep a large GPU busy; the configuration may not depend on the GPU at hand
 REDUCE_M, REDUCE_N = 4, 256  # tile of a program of the reduction
@@ -54,15 +56,15 @@ def is_small(n: int, k: int, bits: int) -> bool:
     return n * k * bits <= 8 * SMALL
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> Config:
     """Chooses tiles of 64 channels, or 32 where rows or masks need the registers.  Splits K of whole groups until FILL
     programs have a tile, with four groups a part at least.
 
     Three stages fit the 64 KB of an AMD compute unit, whose compiler pipelines no deeper; an H200's table may say more.
     Unaligned or small operands are bound by neither tiles nor masks: two configs serve them all.
     """
-    m, n, k, bits, aligned = bucket[:5]
-    if not aligned or is_small(n, k, bits):
+    m, n, k = bucket.M, bucket.N, bucket.K
+    if not bucket.aligned or is_small(n, k, bucket.bits):
         return FEW_ROWS if m <= FEW_ROWS.block_m else MORE_ROWS
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
     whole_groups = k % packing.GROUP == 0
@@ -75,12 +77,17 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 _SIZES = product((1, 32, 64), (256, 1024, 2048, 4096, 8192), (128, 1024, 2048, 8192), (0, 1))
-CONFIGS = tuple(dict.fromkeys(configure((m, n, k, 8, aligned), torch.bfloat16) for m, n, k, aligned in _SIZES))
+CONFIGS = tuple(
+    dict.fromkeys(
+        configure(WeightOnlyMatmulBucket(m, n, k, bits=8, aligned=aligned, out_bits=16, gated=0), torch.bfloat16)
+        for m, n, k, aligned in _SIZES
+    )
+)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns both orientations, pipelines deeper than some GPUs have room for, all splits with two groups a part."""
-    m, _, k = bucket[:3]
+    m, k = bucket.M, bucket.K
     rows = 16 if m <= 16 else 32 if m <= 32 else 64
     return tuple(
         Config(rows, block_n, 4, stages, splits, swapped)
@@ -213,47 +220,28 @@ def _kernel_for(small: bool, k: int, stride_x: int, *others: int) -> TritonKerne
     return _VECTORS if small else _TUNED
 
 
-def _why_not(
-    x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
-) -> str | None:
-    has_float64 = any(t is not None and t.dtype == torch.float64 for t in (scales, bias))
-    return "has no float64" if has_float64 else None
-
-
-@register_impl(
-    "weight_only_matmul",
-    backend="triton",
+@register_kernel(
+    FORWARD,
     configure=configure,
     config_type=Config,
     configs=CONFIGS,
     candidates=candidates,
-    supports=_why_not,
+    why_not=lambda args: no_float64(args.scales, args.bias),
 )
-def launch(
-    outs: tuple[Tensor],
-    x: Tensor,
-    q: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-    *,
-    config: Config,
-) -> None:
+def launch(outs: tuple[Tensor], args: WeightOnlyMatmulArgs, config: Config) -> None:
     (y,) = outs
-    m, k = x.shape
-    n = q.shape[0]
+    x, q, scales = args.x, args.q, args.scales
+    (m, k), n, bits = x.shape, q.shape[0], packing.bits_of(q)
     splits = min(config.splits, packing.groups(k))
     out = y if splits == 1 else scratch((splits, m, n), torch.float32, y.device)
+    bias, activation = (args.bias, args.activation) if splits == 1 else (None, "")
     grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), splits)
-    epilogue = (bias, activation) if splits == 1 else (None, "")
-    args = (out, x, q, scales, epilogue[0], m, n, k, splits, out.shape[-1], x.stride(0), *scales.stride())
-    bits = packing.bits_of(q)
+    values = (out, x, q, scales, bias, m, n, k, splits, out.shape[-1], x.stride(0), *scales.stride())
     even = k % packing.GROUP == 0 and not is_small(n, k, bits)
-    constants = (bits, epilogue[1], splits > 1, even, config.swapped, config.block_m, config.block_n)
+    constants = (bits, activation, splits > 1, even, config.swapped, config.block_m, config.block_n)
     multiply = _kernel_for(is_small(n, k, bits), k, x.stride(0), n, out.shape[-1], scales.stride(1))
-    multiply(grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+    multiply(grid, values, constants, num_warps=config.num_warps, num_stages=config.num_stages)
     if splits > 1:
         grid = (triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
-        args = (y, out, bias, None, None, 1.0, 1, m, n, splits, 0, y.shape[1], 1, 0, 0, 0)
-        _reduce(grid, args, (activation, False, REDUCE_M, REDUCE_N), num_warps=4)
+        values = (y, out, args.bias, None, None, 1.0, 1, m, n, splits, 0, y.shape[1], 1, 0, 0, 0)
+        _reduce(grid, values, (args.activation, False, REDUCE_M, REDUCE_N), num_warps=4)

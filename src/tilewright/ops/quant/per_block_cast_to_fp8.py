@@ -1,19 +1,24 @@
-"""Weights to e4m3, a scale for each block of 128 x 128.  The contract."""
+"""Weights to e4m3, a scale for each block of 128 x 128."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import RawOp, Workload, call, dispatch, register
 from tilewright.ops.quant import samples
-from tilewright.ops.quant.formats import SOURCES, check_matrix, pair
+from tilewright.ops.quant.casts import StripCastArgs, cast_contract
+from tilewright.ops.quant.formats import pair
 from tilewright.ops.quant.layout import BLOCK
 from tilewright.ops.quant.numbers import cast
 from tilewright.ops.rows import rows_bucket
 
 OP = "per_block_cast_to_fp8"
+
+
+class PerBlockCastBucket(NamedTuple):
+    N: int  # rounded up to a power of two
+    K: int
+    transpose: int
 
 
 @dispatch(OP)
@@ -31,7 +36,7 @@ def per_block_cast_to_fp8(
 
     NaN, infinities, gradients and errors as in `per_token_cast_to_fp8`.
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, transpose, ue8m0), backend)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, StripCastArgs(x, transpose, ue8m0), backend)
     return result
 
 
@@ -40,54 +45,28 @@ def reference(x: Tensor, *, transpose: bool = False, ue8m0: bool = False) -> tup
     return cast(x.mT if transpose else x, BLOCK, ue8m0)
 
 
-def _raw(x: Tensor, transpose: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    return reference(x, transpose=transpose, ue8m0=ue8m0)
-
-
 FORWARD = RawOp(
     OP,
     "fwd",
-    "Tensor x, bool transpose, bool ue8m0",
-    package=__name__,
-    outputs=lambda x, transpose, ue8m0: pair(x.mT.shape if transpose else x.shape, BLOCK),
-    reference=_raw,
-    bucket=lambda x, transpose, _: (*rows_bucket(x), int(transpose)),
-    bucket_names=("N", "K", "transpose"),
+    StripCastArgs,
+    package="tilewright.ops.quant",
+    kernels=("triton.strip_cast",),
+    outputs=lambda args: pair(args.x.mT.shape if args.transpose else args.x.shape, BLOCK),
+    reference=lambda args: reference(args.x, transpose=args.transpose, ue8m0=args.ue8m0),
+    bucket=lambda args: PerBlockCastBucket(*rows_bucket(args.x), int(args.transpose)),
+    bucket_names=PerBlockCastBucket._fields,
     count=2,
 )
 
-
-def check(x: Tensor, transpose: bool, ue8m0: bool) -> None:
-    """Raises InputError for what the docstring of `per_block_cast_to_fp8` excludes."""
-    check_matrix(OP, x, form="(..., N, K)")
-
-
-def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M (rows, N of the docstring), N (columns, K), optional B, scale, special, transpose, ue8m0."""
-    options = {name: params[name] for name in ("transpose", "ue8m0") if name in params}
-    return Sample((samples.matrix(params, dtype, device, seed),), options)
-
-
-def cost(sample: Sample, direction: str) -> Cost:
-    """Reads x, writes q and the scales."""
-    return samples.cast_cost(sample, BLOCK)
-
-
 CONTRACT = register(
-    Contract(
-        name=OP,
-        promises=Promises(reference_bits=True),
-        family="quant",
+    cast_contract(
+        FORWARD,
         summary="weights to float8_e4m3 with a scale for each 128 x 128 block, transposed on request",
         reference=reference,
-        forward=FORWARD,
-        check=check,
-        inputs=inputs,
-        cost=cost,
-        dtypes=SOURCES,
-        batch_dim=None,
+        cost=lambda sample, direction: samples.cast_cost(sample, BLOCK),
+        form="(..., N, K)",
+        options=("transpose", "ue8m0"),
         workloads=(*samples.workloads(), *samples.workloads("transposed_", transpose=True)),
-        cpu_workloads=samples.small(),
         edge_cases=(
             Workload("odd: the last blocks are cut", {"M": 200, "N": 333}),
             Workload("odd_transposed: the last blocks are cut", {"M": 131, "N": 77, "transpose": True}),
@@ -99,11 +78,6 @@ CONTRACT = register(
             Workload("tiny: amax below the floor", {"M": 128, "N": 128, "scale": 1e-7}),
             Workload("special: NaN, infinities, zeros", {"M": 140, "N": 300, "special": True}),
             Workload("empty: no rows", {"M": 0, "N": 128}),
-        ),
-        bad_inputs=(
-            samples.bad("integers", "x is torch.int32", 4, 128, dtype=torch.int32),
-            samples.bad("vector", r"needs \(..., N, K\)", 128),
-            BadInput("not a tensor", lambda d: Sample(([1.0],)), "x is a list"),
         ),
     )
 )

@@ -5,7 +5,7 @@ us for 4096 x 14336 of 4 bits, 30.3 MB, at 4.3 TB/s.  At that rate a multiproces
 of 4 bits, whose conversion takes 1.4 instructions each: half of what it can issue.  Conversions are the second bound,
 so everything else uses few instructions: reads of 16 bytes, few permutations, one scale for 128 of K.
 
-The kernel is `sm90_weight_only.cuh`; `model.py` has its configs.
+The kernel is `weight_only_matmul.cuh`; `weight_only_model.py` has its configs.
 """
 
 from pathlib import Path
@@ -14,19 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.errors import InputError
 from tilewright.hardware.device import device_info
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
+from tilewright.jit.compilers.kernel_args import I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.ops.gemm.engines.few_rows.model import resident
 from tilewright.ops.gemm.operands import ACTIVATIONS
+from tilewright.ops.rows import no_float64
 from tilewright.ops.weight_only import packing
-from tilewright.ops.weight_only.weight_only_matmul import bucket as bucket_of
-from tilewright.ops.weight_only.weight_only_matmul import model
-from tilewright.ops.weight_only.weight_only_matmul.model import Config, Work
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model as model
+from tilewright.ops.weight_only.kernels.sm90.weight_only_model import Config, Work
+from tilewright.ops.weight_only.weight_only_matmul import (
+    FORWARD,
+    WeightOnlyMatmulArgs,
+    WeightOnlyMatmulBucket,
+    bucket_of,
+)
 
 _WIDTH = 4  # results that a thread stores at once
 
@@ -48,23 +55,43 @@ class Params(NamedTuple):
     Bias: torch.dtype
 
 
+class Args(NamedTuple):
+    """The parameters of the kernel."""
+
+    weights: Map
+    tokens: Map
+    scales: Map
+    d: Pointer
+    bias: Pointer
+    d_row: I64  # elements from row to row of d
+    m: I32
+    n: I32
+    k: I32
+    token_rows: I32  # of a box of tokens
+    vectors: bool  # a thread stores its results at once
+
+
 KERNEL = CudaKernel(
-    Path(__file__).with_name("sm90_weight_only.cuh"),
+    Path(__file__).with_name("weight_only_matmul.cuh"),
     "weight_only_matmul",
-    "TTTPPqiiii?",
+    Args,
     archs=("sm_90a",),
     dependent=True,
 )
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def _work(bucket: WeightOnlyMatmulBucket) -> Work:
+    return Work(rows=bucket.M, columns=bucket.N, depth=bucket.K, bits=bucket.bits)
+
+
+def configure(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> Config:
     """Returns the choice of the cost model."""
-    return model.chosen(Work(*bucket[:4]))
+    return model.chosen(_work(bucket))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns the 24 configs of least predicted time."""
-    work = Work(*bucket[:4])
+    work = _work(bucket)
     tokens = next((t for t in model.TOKENS if t >= work.rows), model.TOKENS[-1])
     return tuple(model.ranked(model.space(work.bits, tokens), work)[:24])
 
@@ -73,16 +100,14 @@ CONFIGS: tuple[Config, ...] = tuple(dict.fromkeys((*model.defaults(8), *model.de
 """Every config that `configure` can return."""
 
 
-def why_not(
-    x: Tensor, q: Tensor, scales: Tensor, bias: Tensor | None, activation: str, out_dtype: torch.dtype
-) -> str | None:
+def why_not(args: WeightOnlyMatmulArgs) -> str | None:
     """Why the kernel cannot run these arguments; None if it can."""
-    arch = device_info(x.device).arch
+    arch = device_info(args.x.device).arch
     if arch != "sm_90":
         return f"is written for Hopper (sm_90), and this is {arch}"
-    if any(t is not None and t.dtype == torch.float64 for t in (scales, bias)):
-        return "has no float64"
-    if not bucket_of(x, q, scales, bias, activation, out_dtype)[4]:
+    if reason := no_float64(args.scales, args.bias):
+        return reason
+    if not bucket_of(args).aligned:
         return (
             "needs x, q and scales at multiples of 16 bytes, rows too, and scales of consecutive rows side by side, as "
             "quantize_weight lays them"
@@ -90,29 +115,13 @@ def why_not(
     return None
 
 
-@register_impl(
-    "weight_only_matmul",
-    backend="cuda",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-    supports=why_not,
+@register_kernel(
+    FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
-def launch(
-    outs: tuple[Tensor],
-    x: Tensor,
-    q: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    out_dtype: torch.dtype,
-    *,
-    config: Config,
-) -> None:
+def launch(outs: tuple[Tensor], args: WeightOnlyMatmulArgs, config: Config) -> None:
     (d,) = outs
-    m, k = x.shape
-    n, bits = q.shape[0], packing.bits_of(q)
+    x, q, scales, bias = args.x, args.q, args.scales, args.bias
+    (m, k), n, bits = x.shape, q.shape[0], packing.bits_of(q)
     if config.split > model.steps(k, bits):
         raise InputError(
             f"weight_only_matmul: split={config.split} leaves blocks without work, K={k} has "
@@ -122,30 +131,30 @@ def launch(
     params = Params(
         bits,
         *config,
-        ACTIVATIONS.index(activation),
+        ACTIVATIONS.index(args.activation),
         x.dtype,
         scales.dtype,
         d.dtype,
         x.dtype if bias is None else bias.dtype,
     )
-    args = (
-        tensor_map(q, (config.rows, model.SPAN), swizzle=model.SPAN),
-        tensor_map(x, (token_rows, model.TOKEN_K), swizzle=model.SPAN),
-        tensor_map(scales.T, (model.stage_k(bits) // model.GROUP, config.rows)),
-        d,
-        0 if bias is None else bias,
-        d.stride(0),
-        m,
-        n,
-        k,
-        token_rows,
-        collecting() is None and _stores_vectors(d),
+    kernel_args = Args(
+        weights=tensor_map(q, (config.rows, model.SPAN), swizzle=model.SPAN),
+        tokens=tensor_map(x, (token_rows, model.TOKEN_K), swizzle=model.SPAN),
+        scales=tensor_map(scales.T, (model.stage_k(bits) // model.GROUP, config.rows)),
+        d=d,
+        bias=bias,
+        d_row=d.stride(0),
+        m=m,
+        n=n,
+        k=k,
+        token_rows=token_rows,
+        vectors=collecting() is None and _stores_vectors(d),
     )
     tiles = -(-m // config.tokens) * -(-n // config.rows)
     clusters = min(tiles, resident(config.split, config.ctas, usable_sms(d.device)))
     KERNEL(
         (clusters * config.split,),
-        args,
+        kernel_args,
         params,
         block=config.threads,
         shared_bytes=model.shared_bytes(config, bits, scales.element_size()),

@@ -1,7 +1,7 @@
-"""A weight in 8 or 4 bits.  The contract; backends are in the other files of this folder."""
+"""A weight in 8 or 4 bits."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +9,21 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.arguments import as_int
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.raw import OutputSpec
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.weight_only import packing
+
+
+class QuantizeWeightArgs(NamedTuple):
+    w: Tensor  # (N, K)
+    bits: int
+
+
+class QuantizeWeightBucket(NamedTuple):
+    N: int  # rounded up to a power of two
+    K: int
+    bits: int
 
 
 @dispatch("quantize_weight")
@@ -29,7 +41,7 @@ def quantize_weight(w: Tensor, *, bits: int = 8, group: int = 128, backend: str 
     """
     if as_int("quantize_weight", "group", group) != packing.GROUP:
         raise InputError(f"quantize_weight: group is {group!r}; kernels know groups of {packing.GROUP} alone.")
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (w, bits), backend)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, QuantizeWeightArgs(w, bits), backend)
     return result
 
 
@@ -38,10 +50,10 @@ def reference(w: Tensor, *, bits: int = 8, group: int = 128) -> tuple[Tensor, Te
     return packing.quantise(w, bits)
 
 
-def _outputs(w: Tensor, bits: int) -> tuple[Any, ...]:
-    n, k = w.shape
-    dtype = torch.float64 if w.dtype == torch.float64 else torch.bfloat16
-    q = ((n, k), torch.int8) if bits == 8 else ((n, k // 2), torch.uint8)
+def _outputs(args: QuantizeWeightArgs) -> tuple[OutputSpec, ...]:
+    n, k = args.w.shape
+    dtype = torch.float64 if args.w.dtype == torch.float64 else torch.bfloat16
+    q = ((n, k), torch.int8) if args.bits == 8 else ((n, k // 2), torch.uint8)
     if dtype == torch.float64:
         return q, ((n, packing.groups(k)), dtype)
     return q, ((n, packing.groups(k)), dtype, packing.layout(dtype).strides(n, k))
@@ -50,18 +62,20 @@ def _outputs(w: Tensor, bits: int) -> tuple[Any, ...]:
 FORWARD = RawOp(
     "quantize_weight",
     "fwd",
-    "Tensor w, int bits",
-    package=__name__,
+    QuantizeWeightArgs,
+    package="tilewright.ops.weight_only",
+    kernels=("triton.quantize_weight",),
     outputs=_outputs,
-    reference=packing.quantise,
-    bucket=lambda w, bits: (row_bucket(w.shape[0]), hint(w.shape[1]), bits),
-    bucket_names=("N", "K", "bits"),
+    reference=lambda args: packing.quantise(args.w, args.bits),
+    bucket=lambda args: QuantizeWeightBucket(row_bucket(args.w.shape[0]), hint(args.w.shape[1]), args.bits),
+    bucket_names=QuantizeWeightBucket._fields,
     count=2,
 )
 
 
-def check(w: Tensor, bits: int) -> None:
-    """Raises InputError for what the docstring of `quantize_weight` excludes."""
+def check(args: QuantizeWeightArgs) -> None:
+    """Raise InputError for what the docstring of `quantize_weight` excludes."""
+    w, bits = args
     rows.check_floating("quantize_weight", w=w)
     if w.dim() != 2:
         raise InputError(f"quantize_weight: w is {tuple(w.shape)}; needs (N, K). Flatten leading dimensions.")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import ROUND
 from tilewright.ops.quant.triton_numbers import (
@@ -25,6 +25,7 @@ from tilewright.ops.quant.triton_numbers import (
 )
 from tilewright.ops.rows import no_float64
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.quantize_weight import FORWARD, QuantizeWeightArgs, QuantizeWeightBucket
 
 AMAX_MIN = tl.constexpr(packing.AMAX_MIN)
 INVERSE_8, INVERSE_4 = tl.constexpr(packing.INVERSE[8]), tl.constexpr(packing.INVERSE[4])
@@ -41,15 +42,15 @@ class Config(NamedTuple):
 CONFIGS = (Config(16, 4), Config(32, 4), Config(64, 8))
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: QuantizeWeightBucket, dtype: torch.dtype) -> Config:
     """Chooses rows so that scales fill a sector, and a thread writes 16 bytes: 16 elements of 8 bits, 32 of 4.
 
     H200, 2026-11, 28672x4096: int8 82.6 us with 16 rows, 83.4 with 32; int4 84.5 and 74.0.
     """
-    return Config(16, 4) if bucket[2] == 8 else Config(32, 4)
+    return Config(16, 4) if bucket.bits == 8 else Config(32, 4)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: QuantizeWeightBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     return CONFIGS
 
 
@@ -100,18 +101,17 @@ def _quantize_kernel(
 _kernel = TritonKernel(_quantize_kernel, enable_fp_fusion=False)
 
 
-@register_impl(
-    "quantize_weight",
-    backend="triton",
+@register_kernel(
+    FORWARD,
     configure=configure,
     config_type=Config,
     configs=CONFIGS[:2],
     candidates=candidates,
-    supports=no_float64,
+    why_not=lambda args: no_float64(*args),
 )
-def launch(outs: tuple[Tensor, Tensor], w: Tensor, bits: int, *, config: Config) -> None:
+def launch(outs: tuple[Tensor, Tensor], args: QuantizeWeightArgs, config: Config) -> None:
     q, scales = outs
-    n, k = w.shape
+    n, k = args.w.shape
     grid = (packing.groups(k), triton.cdiv(n, config.block_n))
-    args = (q, scales, w, n, k, scales.stride(1), *w.stride())
-    _kernel(grid, args, (bits, compares_pairs(q), config.block_n), num_warps=config.num_warps)
+    values = (q, scales, args.w, n, k, scales.stride(1), *args.w.stride())
+    _kernel(grid, values, (args.bits, compares_pairs(q), config.block_n), num_warps=config.num_warps)

@@ -1,4 +1,4 @@
-"""Per-token casts in Triton.
+"""The casts of rows in Triton: per_token_cast_to_fp8.
 
 group=128   A program takes groups of 128 from adjacent rows, one group a half warp: the maximum takes a few shuffles
             while the elements stay in registers.  The scales of one column of groups are adjacent, so that a program
@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.quant.per_token_cast_to_fp8 import FORWARD, PerTokenCastArgs, PerTokenCastBucket
 from tilewright.ops.quant.triton_numbers import as_stored, encode, exponent, inverse, magnitude, scale_of
 from tilewright.ops.rows import as_rows
 
@@ -33,7 +34,7 @@ class Config(NamedTuple):
     num_warps: int
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: PerTokenCastBucket, dtype: torch.dtype) -> Config:
     m, k, group = bucket
     if group:
         rows = min(m, ROWS)
@@ -47,12 +48,15 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 CONFIGS = tuple(
     dict.fromkeys(
-        configure((1 << m, 1 << k, group), torch.bfloat16) for m in range(15) for k in range(15) for group in (128, 0)
+        configure(PerTokenCastBucket(1 << m, 1 << k, group), torch.bfloat16)
+        for m in range(15)
+        for k in range(15)
+        for group in (128, 0)
     )
 )
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: PerTokenCastBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 8 to 64 elements a thread."""
     m, k, group = bucket
     warps = (1, 2, 4, 8, 16)
@@ -146,32 +150,34 @@ _rows = TritonKernel(_row_kernel)
 _long_rows = TritonKernel(_long_row_kernel)
 
 
-@register_impl(
-    "per_token_cast_to_fp8",
-    backend="triton",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-)
-def launch(outs: tuple[Tensor, Tensor], x: Tensor, group: int, ue8m0: bool, packed: bool, *, config: Config) -> None:
+@register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch(outs: tuple[Tensor, Tensor], args: PerTokenCastArgs, config: Config) -> None:
+    x_rows = as_rows(args.x)
+    if args.group:
+        _launch_groups(outs, x_rows, args, config)
+    else:
+        _launch_rows(outs, x_rows, args.ue8m0, config)
+
+
+def _launch_rows(outs: tuple[Tensor, Tensor], x_rows: Tensor, ue8m0: bool, config: Config) -> None:
     q, scales = as_stored(outs[0]), outs[1]
-    x_rows = as_rows(x)
-    r, k = x_rows.shape
-    if not group:
-        block_k = triton.next_power_of_2(k)
-        args = (q, scales, x_rows, r, k, x_rows.stride(0))
-        if block_k <= MAX_BLOCK:
-            grid = (triton.cdiv(r, config.rows),)
-            _rows(grid, args, (ue8m0, config.rows, block_k), num_warps=config.num_warps)
-        else:
-            _long_rows((r,), (*args[:3], k, x_rows.stride(0)), (ue8m0, 4096), num_warps=8)
-        return
-    m, batched = x.shape[-2], r > x.shape[-2]
+    (r, k), stride = x_rows.shape, x_rows.stride(0)
+    block_k = triton.next_power_of_2(k)
+    if block_k <= MAX_BLOCK:
+        grid = (triton.cdiv(r, config.rows),)
+        _rows(grid, (q, scales, x_rows, r, k, stride), (ue8m0, config.rows, block_k), num_warps=config.num_warps)
+    else:
+        _long_rows((r,), (q, scales, x_rows, k, stride), (ue8m0, 4096), num_warps=8)
+
+
+def _launch_groups(outs: tuple[Tensor, Tensor], x_rows: Tensor, args: PerTokenCastArgs, config: Config) -> None:
+    q, scales = as_stored(outs[0]), outs[1]
+    (r, k), m = x_rows.shape, args.x.shape[-2]
+    batched = r > m
     groups, warps = config.groups, config.num_warps
-    if packed and groups < 4:  # a program writes whole words
+    if args.packed and groups < 4:  # a program writes whole words
         groups, warps = 4, min(16, warps * 4 // groups)
     grid = (triton.cdiv(r, config.rows) * triton.cdiv(k, GROUP * groups),)
     pitch, step = scales.stride(-1), scales.stride(-3) if batched else 0
-    args = (q, scales, x_rows, r, k, m, x_rows.stride(0), pitch, step)
-    _groups(grid, args, (ue8m0, packed, batched, config.rows, groups), num_warps=warps)
+    values = (q, scales, x_rows, r, k, m, x_rows.stride(0), pitch, step)
+    _groups(grid, values, (args.ue8m0, args.packed, batched, config.rows, groups), num_warps=warps)

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.rows import no_float64
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.dequantize_weight import FORWARD, DequantizeWeightArgs, DequantizeWeightBucket
 
 
 class Config(NamedTuple):
@@ -27,15 +28,15 @@ class Config(NamedTuple):
 CONFIGS = (Config(16, 4), Config(32, 4), Config(64, 8))
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: DequantizeWeightBucket, dtype: torch.dtype) -> Config:
     """Chooses 16 elements a thread at 8 bits, 16 bytes; 32 at 4 bits.
 
     H200, 2026-11, 28672x4096: int8 86.9 us with 16 rows, 87.8 with 32; int4 76.3 and 74.3.
     """
-    return Config(16, 4) if bucket[2] == 8 else Config(32, 4)
+    return Config(16, 4) if bucket.bits == 8 else Config(32, 4)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: DequantizeWeightBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     return CONFIGS
 
 
@@ -72,17 +73,16 @@ def _dequantize_kernel(
 _kernel = TritonKernel(_dequantize_kernel)
 
 
-@register_impl(
-    "dequantize_weight",
-    backend="triton",
+@register_kernel(
+    FORWARD,
     configure=configure,
     config_type=Config,
     configs=CONFIGS[:2],
     candidates=candidates,
-    supports=no_float64,
+    why_not=lambda args: no_float64(*args),
 )
-def launch(outs: tuple[Tensor], q: Tensor, scales: Tensor, dtype: torch.dtype, *, config: Config) -> None:
+def launch(outs: tuple[Tensor], args: DequantizeWeightArgs, config: Config) -> None:
     n, k = outs[0].shape
     grid = (packing.groups(k), triton.cdiv(n, config.block_n))
-    args = (outs[0], q, scales, n, k, *scales.stride())
-    _kernel(grid, args, (packing.bits_of(q), config.block_n), num_warps=config.num_warps)
+    values = (outs[0], args.q, args.scales, n, k, *args.scales.stride())
+    _kernel(grid, values, (packing.bits_of(args.q), config.block_n), num_warps=config.num_warps)

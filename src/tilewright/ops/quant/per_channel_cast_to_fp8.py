@@ -1,19 +1,24 @@
-"""Operands of a weight gradient to e4m3, a scale for each 128 elements of a column.  The contract."""
+"""Operands of a weight gradient to e4m3, a scale for each 128 elements of a column."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import RawOp, Workload, call, dispatch, register
 from tilewright.ops.quant import samples
-from tilewright.ops.quant.formats import CHANNEL, SOURCES, check_matrix, pair
+from tilewright.ops.quant.casts import StripCastArgs, cast_contract
+from tilewright.ops.quant.formats import CHANNEL, pair
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast
 from tilewright.ops.rows import rows_bucket
 
 OP = "per_channel_cast_to_fp8"
+
+
+class PerChannelCastBucket(NamedTuple):
+    T: int  # rounded up to a power of two
+    N: int
+    transpose: int
 
 
 @dispatch(OP)
@@ -33,7 +38,7 @@ def per_channel_cast_to_fp8(
 
     NaN, infinities, gradients and errors as in `per_token_cast_to_fp8`.
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (x, transpose, ue8m0), backend)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, StripCastArgs(x, transpose, ue8m0), backend)
     return result
 
 
@@ -42,58 +47,32 @@ def reference(x: Tensor, *, transpose: bool = False, ue8m0: bool = False) -> tup
     return cast(x.mT, TOKEN, ue8m0) if transpose else cast(x, CHANNEL, ue8m0)
 
 
-def _raw(x: Tensor, transpose: bool, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    return reference(x, transpose=transpose, ue8m0=ue8m0)
-
-
 FORWARD = RawOp(
     OP,
     "fwd",
-    "Tensor x, bool transpose, bool ue8m0",
-    package=__name__,
-    outputs=lambda x, transpose, ue8m0: pair(x.mT.shape, TOKEN) if transpose else pair(x.shape, CHANNEL),
-    reference=_raw,
-    bucket=lambda x, transpose, _: (*rows_bucket(x), int(transpose)),
-    bucket_names=("T", "N", "transpose"),
+    StripCastArgs,
+    package="tilewright.ops.quant",
+    kernels=("triton.strip_cast",),
+    outputs=lambda args: pair(args.x.mT.shape, TOKEN) if args.transpose else pair(args.x.shape, CHANNEL),
+    reference=lambda args: reference(args.x, transpose=args.transpose, ue8m0=args.ue8m0),
+    bucket=lambda args: PerChannelCastBucket(*rows_bucket(args.x), int(args.transpose)),
+    bucket_names=PerChannelCastBucket._fields,
     count=2,
 )
 
-
-def check(x: Tensor, transpose: bool, ue8m0: bool) -> None:
-    """Raises InputError for what the docstring of `per_channel_cast_to_fp8` excludes."""
-    check_matrix(OP, x, form="(..., T, N)")
-
-
-def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M (rows, T of the docstring), N, optional B, scale, special, transpose, ue8m0."""
-    options = {name: params[name] for name in ("transpose", "ue8m0") if name in params}
-    return Sample((samples.matrix(params, dtype, device, seed),), options)
-
-
-def cost(sample: Sample, direction: str) -> Cost:
-    """Reads x, writes q and the scales."""
-    return samples.cast_cost(sample, CHANNEL)
-
-
 CONTRACT = register(
-    Contract(
-        name=OP,
-        promises=Promises(reference_bits=True),
-        family="quant",
+    cast_contract(
+        FORWARD,
         summary="bf16 to float8_e4m3 with a scale for each 128 elements of a column, transposed on request",
         reference=reference,
-        forward=FORWARD,
-        check=check,
-        inputs=inputs,
-        cost=cost,
-        dtypes=SOURCES,
-        batch_dim=None,
+        cost=lambda sample, direction: samples.cast_cost(sample, CHANNEL),
+        form="(..., T, N)",
+        options=("transpose", "ue8m0"),
         workloads=(
             *samples.activations("transposed_", transpose=True)[4:],
             *samples.activations()[-4:],
             *samples.workloads(transpose=True),
         ),
-        cpu_workloads=samples.small(),
         edge_cases=(
             Workload("odd: the last blocks are cut", {"M": 200, "N": 77}),
             Workload("odd_transposed: the last blocks are cut", {"M": 131, "N": 77, "transpose": True}),
@@ -107,11 +86,6 @@ CONTRACT = register(
             Workload("special: NaN, infinities, zeros", {"M": 140, "N": 70, "special": True}),
             Workload("empty: no tokens", {"M": 0, "N": 128}),
             Workload("empty_transposed: no tokens", {"M": 0, "N": 128, "transpose": True}),
-        ),
-        bad_inputs=(
-            samples.bad("integers", "x is torch.int32", 4, 128, dtype=torch.int32),
-            samples.bad("vector", r"needs \(..., T, N\)", 128),
-            BadInput("not a tensor", lambda d: Sample(([1.0],)), "x is a list"),
         ),
     )
 )

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.quant.dequantize import FORWARD, DequantizeArgs, DequantizeBucket
 from tilewright.ops.quant.formats import CHANNEL, granularity
 from tilewright.ops.quant.layout import WHOLE
 from tilewright.ops.quant.triton_numbers import as_stored, decode
@@ -29,8 +30,8 @@ class Config(NamedTuple):
     vector: int  # adjacent elements per thread: 8 are 16 bytes of the result, 16 are 16 bytes of q
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    m, k, *_ = bucket
+def configure(bucket: DequantizeBucket, dtype: torch.dtype) -> Config:
+    m, k = bucket.M, bucket.K
     if m * k >= SMALL:  # 16 elements a thread: 43.8 us at 8192x7168, 44.8 with 32 (H200, 2026-11)
         return Config(min(m, 8), 8, num_warps=2 * min(m, 8), vector=8)
     # 64 rows of 4096, 7168, 14336, 16384: 1.57, 2.17, 2.40, 2.51 us; 1.65, 2.13, 2.56, 2.66 with (8, 2, 8, 8)
@@ -38,13 +39,17 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 CONFIGS = tuple(
-    dict.fromkeys(configure((1 << m, 1 << k, 0, 16), torch.float8_e4m3fn) for m in range(15) for k in range(15))
+    dict.fromkeys(
+        configure(DequantizeBucket(1 << m, 1 << k, layout=0, out_bits=16), torch.float8_e4m3fn)
+        for m in range(15)
+        for k in range(15)
+    )
 )
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: DequantizeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Configurations with 8 to 32 elements a thread."""
-    m, k, *_ = bucket
+    m, k = bucket.M, bucket.K
     sizes = ((r, g, 128 * r * g) for r in (1, 4, 8, 16) for g in (1, 2, 4, 8) if r <= m and (g == 1 or 128 * g < 2 * k))
     return tuple(
         Config(r, g, w, v)
@@ -114,33 +119,20 @@ _dequantize = TritonKernel(_dequantize_kernel)
 _channels = TritonKernel(_dequantize_channels_kernel)
 
 
-@register_impl(
-    "dequantize",
-    backend="triton",
-    configure=configure,
-    config_type=Config,
-    configs=CONFIGS,
-    candidates=candidates,
-)
-def launch(outs: tuple[Tensor], q: Tensor, scales: Tensor, dtype: torch.dtype, *, config: Config) -> None:
-    layout = granularity(q, scales)
-    q_rows = as_rows(q)
-    (r, k), m = q_rows.shape, q.shape[-2]
-    scales = scales.flatten(0, -3) if scales.dim() > 3 else scales  # copies if the batch has no single stride
+@register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch(outs: tuple[Tensor], args: DequantizeArgs, config: Config) -> None:
+    layout = granularity(args.q, args.scales)
+    q_rows = as_rows(args.q)
+    (r, k), m = q_rows.shape, args.q.shape[-2]
+    # A copy if the batch has no single stride
+    scales = args.scales.flatten(0, -3) if args.scales.dim() > 3 else args.scales
     step = scales.stride(-3) if scales.dim() > 2 else 0
-    args = (outs[0], as_stored(q_rows), scales, r, k, m, q_rows.stride(0), step, *scales.stride()[-2:])
+    values = (outs[0], as_stored(q_rows), scales, r, k, m, q_rows.stride(0), step, *scales.stride()[-2:])
     blocks_a_row = triton.cdiv(k, GROUP * config.groups)
     if layout == CHANNEL:
         grid = (r // m * triton.cdiv(m, config.rows) * blocks_a_row,)
-        _channels(grid, args, (config.rows, GROUP * config.groups), num_warps=config.num_warps)
+        _channels(grid, values, (config.rows, GROUP * config.groups), num_warps=config.num_warps)
         return
-    constants = (
-        r > m,
-        layout.rows,
-        layout.depth == WHOLE,
-        layout.dtype == torch.int32,
-        config.rows,
-        config.groups,
-        config.vector,
-    )
-    _dequantize((triton.cdiv(r, config.rows) * blocks_a_row,), args, constants, num_warps=config.num_warps)
+    shape = (config.rows, config.groups, config.vector)
+    constants = (r > m, layout.rows, layout.depth == WHOLE, layout.dtype == torch.int32, *shape)
+    _dequantize((triton.cdiv(r, config.rows) * blocks_a_row,), values, constants, num_warps=config.num_warps)

@@ -1,20 +1,28 @@
-"""A tensor to e4m3 with one scale.  The contract."""
+"""A tensor to e4m3 with one scale."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch import Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.hardware import device_info
 from tilewright.ops.quant import samples
-from tilewright.ops.quant.formats import SOURCES, check_matrix
+from tilewright.ops.quant.casts import cast_contract
 from tilewright.ops.quant.layout import TENSOR
 from tilewright.ops.quant.numbers import E4M3, block_amax, quantise, scale_of
 from tilewright.ops.rows import rows_bucket
 
 OP = "per_tensor_cast_to_fp8"
+
+
+class PerTensorCastArgs(NamedTuple):
+    x: Tensor  # (..., M, K)
+
+
+class PerTensorCastBucket(NamedTuple):
+    M: int  # rounded up to a power of two
+    K: int
 
 
 @dispatch(OP)
@@ -29,7 +37,7 @@ def per_tensor_cast_to_fp8(x: Tensor, *, backend: str | None = None) -> tuple[Te
     move through memory, and 3 of one that stays in it.  A NaN or an infinity anywhere becomes the scale of all of x.
     Gradients and errors as in `per_token_cast_to_fp8`.
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, (x,), backend)
+    result: tuple[Tensor, Tensor] = call(CONTRACT, PerTensorCastArgs(x), backend)
     return result
 
 
@@ -42,24 +50,15 @@ def reference(x: Tensor) -> tuple[Tensor, Tensor]:
 FORWARD = RawOp(
     OP,
     "fwd",
-    "Tensor x",
-    package=__name__,
-    outputs=lambda x: ((x.shape, E4M3), ((1, 1), torch.float32)),
-    reference=reference,
-    bucket=rows_bucket,
-    bucket_names=("M", "K"),
+    PerTensorCastArgs,
+    package="tilewright.ops.quant",
+    kernels=("triton.per_tensor_cast",),
+    outputs=lambda args: ((args.x.shape, E4M3), ((1, 1), torch.float32)),
+    reference=lambda args: reference(args.x),
+    bucket=lambda args: PerTensorCastBucket(*rows_bucket(args.x)),
+    bucket_names=PerTensorCastBucket._fields,
     count=2,
 )
-
-
-def check(x: Tensor) -> None:
-    """Raises InputError for what the docstring of `per_tensor_cast_to_fp8` excludes."""
-    check_matrix(OP, x)
-
-
-def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: M, N (columns, K of the docstring), optional B, scale, special."""
-    return Sample((samples.matrix(params, dtype, device, seed),))
 
 
 def cost(sample: Sample, direction: str) -> Cost:
@@ -70,20 +69,12 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 CONTRACT = register(
-    Contract(
-        name=OP,
-        promises=Promises(reference_bits=True),
-        family="quant",
+    cast_contract(
+        FORWARD,
         summary="a tensor to float8_e4m3 with one scale",
         reference=reference,
-        forward=FORWARD,
-        check=check,
-        inputs=inputs,
         cost=cost,
-        dtypes=SOURCES,
-        batch_dim=None,
         workloads=(*samples.activations()[4:], *samples.workloads()),
-        cpu_workloads=samples.small(),
         edge_cases=(
             Workload("odd: the last block is cut", {"M": 37, "N": 333}),
             Workload("batch: one scale for all", {"B": 3, "M": 13, "N": 40}),
@@ -93,11 +84,6 @@ CONTRACT = register(
             Workload("tiny: amax below the floor", {"M": 8, "N": 128, "scale": 1e-7}),
             Workload("special: everything is NaN", {"M": 14, "N": 70, "special": True}),
             Workload("empty: no rows", {"M": 0, "N": 128}),
-        ),
-        bad_inputs=(
-            samples.bad("integers", "x is torch.int32", 4, 128, dtype=torch.int32),
-            samples.bad("vector", r"needs \(..., M, K\)", 128),
-            BadInput("not a tensor", lambda d: Sample(([1.0],)), "x is a list"),
         ),
     )
 )
