@@ -100,7 +100,8 @@ def test_softmax_of_rows_longer_than_registers(rows, split):
 
 
 def test_a_position_outside_the_table_shows_as_nan():
-    from tilewright.ops.rope.apply_rope.cutile import configure
+    from tilewright.ops.rope.apply_rope.args import RopeBucket
+    from tilewright.ops.rope.kernels.cutile.rope import configure
 
     op, _ = raw_call("apply_rope", "fwd", contract("apply_rope").edge_cases[0], torch.float32)
     q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 1, 4, 8)
@@ -109,7 +110,9 @@ def test_a_position_outside_the_table_shows_as_nan():
     outs = op.allocate((q, k, table, table, positions, False, 0), "cpu")
     implementation = implementations("apply_rope", "fwd", op.package)["cutile"]
     with emulated():
-        implementation.launch(outs, q, k, table, table, positions, False, 0, config=configure((4, 2, 1, 8, 8), q.dtype))
+        implementation.launch(
+            outs, q, k, table, table, positions, False, 0, config=configure(RopeBucket(4, 2, 1, 8, 8), q.dtype)
+        )
     assert outs[0].isnan().all(-1).tolist() == [[[False, True, True, False]] * 2]
 
 
