@@ -187,7 +187,7 @@ def bind_function(name: str, function: Callable[..., Any]) -> None:
 
 
 def contracts() -> dict[str, Contract]:
-    """Contracts of the ops that are imported, by name in alphabetical order; `tilewright.dispatch.contracts` imports all."""
+    """Contracts of the imported ops, in alphabetical order; `tilewright.dispatch.contracts` imports all ops first."""
     return dict(sorted(_contracts.items()))
 
 
