@@ -27,7 +27,7 @@ class ApplyRopeBackwardArgs(NamedTuple):
     rotary_dim: int
 
     def as_rotation(self) -> ApplyRopeArgs:
-        """The arguments of a rotation of dq and dk; the gradients are the one by the opposite angle."""
+        """The same call as a rotation of dq and dk, which the backward turns by the opposite angle."""
         return ApplyRopeArgs(*self)
 
 
