@@ -13,7 +13,7 @@ from tilewright.assistant.workload import Workload, greedy
 from tilewright.models.agreement import logits_of
 
 _KEPT_BYTES = 1 << 30  # logits kept for comparison, at most
-_CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
+_DECODED_PROMPTS = 4  # prompts whose greedy continuation is checked, at most
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Which prompts are evaluated and at which positions (int64, by prompt); drawn once, the same for all."""
+    """Which prompts are evaluated and at which positions (int64, by prompt); drawn once, the same for all.
+
+    decoded: of how many prompts the greedy continuation is checked.
+    """
 
     prompts: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
+    decoded: int = _DECODED_PROMPTS
 
 
-def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:
+def draw(
+    work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None, decoded: int = _DECODED_PROMPTS
+) -> Sample:
     """Choose random positions in the first `prompts` prompts: at most 4096, and 1 GiB of float64 logits."""
     chosen = work.prompts[:prompts]
     lengths = [int(ids.shape[1]) for ids in chosen]
@@ -51,7 +57,7 @@ def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = No
     for length in lengths:
         positions.append(picks[(picks >= start) & (picks < start + length)] - start)
         start += length
-    return Sample(chosen, tuple(positions))
+    return Sample(chosen, tuple(positions), min(decoded, _DECODED_PROMPTS))
 
 
 def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode: bool) -> Evaluation:
@@ -75,7 +81,7 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
             )
         generated = agreed = 0
         if decode and work.generates:
-            generated, agreed = _decoding_agreement(model, work, sample.prompts[:_CHECKED_PROMPTS])
+            generated, agreed = _decoding_agreement(model, work, sample.prompts[: sample.decoded])
         return Evaluation(torch.cat(kept), torch.cat(losses) if work.held_out else None, generated, agreed)
 
 

@@ -25,7 +25,7 @@ from tilewright.errors import InputError
 SCHEMA = "tilewright.optimize/1"
 
 Kind = Literal["optimize", "analyze"]
-Decision = Literal["kept", "rejected", "not applicable", "not tried", "proposed"]
+Decision = Literal["kept", "rejected", "not judged", "not applicable", "not tried", "proposed"]
 
 
 @dataclass
@@ -178,5 +178,6 @@ def _build(kind: Any, value: Any) -> Any:
         return math.inf if value is None else float(value)
     if is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
-        return kind(**{item.name: _build(hints[item.name], value[item.name]) for item in fields(kind)})
+        present = [item.name for item in fields(kind) if item.name in value]  # older documents lack the newer fields
+        return kind(**{name: _build(hints[name], value[name]) for name in present})
     return value

@@ -45,6 +45,7 @@ class Ceilings:
     attention  dtype -> "causal"|"full" -> "D" -> curve over S, for the "batch" and "heads" beside them
     launch_us  one small kernel launched eagerly, back to back; launch_graph_us: as a node of a CUDA graph, None without
     held_out   kind -> {"median_percent": error of predictions for shapes not on the grid, "shapes": how many}
+    threads    of torch on a CPU; None for a GPU
     """
 
     device: str
@@ -60,6 +61,7 @@ class Ceilings:
     launch_graph_us: float | None
     held_out: dict[str, dict[str, float]] = field(default_factory=dict)
     quick: bool = False
+    threads: int | None = None
     schema: int = SCHEMA
 
     def memory_us(self, bytes_read: float, bytes_written: float) -> float:
@@ -207,6 +209,8 @@ def load(device: torch.device | str) -> Ceilings | None:
             f"here are driver {wanted[1]}, torch {wanted[2]}: run `tilewright calibrate`",
         )
         return None
+    if torch.device(device).type == "cpu" and found.threads != torch.get_num_threads():
+        return None  # measured with another number of threads
     return found
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tilewright.assistant.changes.cast import BF16, FP32_ON_CPU
+from tilewright.assistant.changes.compiled_decode import CompiledDecode
 from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
 from tilewright.assistant.changes.op_replacement import OpReplacement
@@ -24,6 +25,7 @@ def catalogue() -> tuple[Change, ...]:
         MERGED_QKV,
         MERGED_GATE_UP,
         GATED_GATE_UP,
+        CompiledDecode(),
         RegionalCompile(),
     )
 
