@@ -137,7 +137,7 @@ def optimize(
             for place, item in enumerate(proposals):
                 with journal.stage(item.change.name):
                     planned = [later.change for later in proposals[place + 1 :]]
-                    records.append(trials.attempt(item.change, item.predicted, planned=planned))
+                    records.append(trials.attempt(item.change, trials.predict_now(item), planned=planned))
             with journal.stage("final measurement"):
                 totals, accuracy = trials.finish()
                 after = observe(model, work, say, count_costs=False) if totals is not None else None

@@ -18,7 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tilewright.assistant.clocks import Call, Clock, Reading, Readings, busy_share, judging_clock, repeats_for, take_turns
+from tilewright.assistant.clocks import (
+    Call,
+    Clock,
+    Reading,
+    Readings,
+    busy_share,
+    judging_clock,
+    repeats_for,
+    take_turns,
+)
 from tilewright.assistant.workload import Workload
 from tilewright.bench.timing import Ratio, Samples, interleave, paired_ratio
 

@@ -1,9 +1,13 @@
-"""Predict: what the calibrated ceilings of this machine allow, before anything is changed.
+"""Predict what a change will gain, before it is tried.
+
+A change states a bound: the microseconds of a request that it could save if the machine reached its calibrated
+ceilings and no host time were left. What changes saved of their bounds in committed measurements, a share with its
+spread (`shares`), turns the bound into an expected gain and a range. The low end lies below 1: a change may lose.
+Gains speak of a whole request (prefill, all decoding steps and the loop around them), the quantity that is timed.
 
 The floor of a module is the time its matrix products and attention take at the measured rates, or, for one that has
-neither, the time to move its inputs, parameters and outputs once. A proposal's gain is a range: `low` if nothing of
-what it could win is won, `high` if everything is. Ranges speak of a whole request (prefill and all decoding steps), the
-quantity that is timed later.
+neither, the time to move its inputs, parameters and outputs once. What a phase takes beyond its floors is host time:
+launches on a GPU, calls of operations from Python on a CPU.
 """
 
 from __future__ import annotations
@@ -14,18 +18,30 @@ from math import prod
 
 from tilewright.assistant.observation.cost import ModuleCost
 from tilewright.assistant.observation.observe import Observation, Phase
+from tilewright.assistant.scene import Scene
+from tilewright.assistant.shares import Share, share_of
 from tilewright.hardware.ceilings import Ceilings, dtype_bytes
 
-Saving = Callable[[Phase], tuple[float, float]]
+Saving = Callable[[Phase], float]
+_SHORTEST = 0.02  # of a request: no prediction leaves less
+
+# Kept changes that leave no host time in a decoding step.
+_HOSTLESS = {"cuda": ("static_decode",), "cpu": ("compiled_decode",)}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed-up of a request, old time / new time, with the arithmetic in words."""
+    """Speed-up of a request, old time / new time: a range, what is expected, and the arithmetic in words.
+
+    bound_us: what could be saved of a request of now_us.
+    """
 
     low: float
     high: float
     because: str
+    expected: float | None = None
+    bound_us: float | None = None
+    now_us: float | None = None
 
 
 @dataclass
@@ -41,15 +57,23 @@ class Roof:
     bytes: int
 
 
-def predict(seen: Observation, saving: Saving, because: str) -> Prediction:
-    """Turn savings per phase call, (low, high) in us, into a range for the request."""
-    total = seen.request_us
-    low = high = 0.0
-    for phase in seen.phases:
-        least, most = saving(phase)
-        low += phase.calls * least
-        high += phase.calls * min(most, 0.99 * phase.wall_us)
-    return Prediction(total / (total - low), total / (total - high), because)
+def predict(scene: Scene, name: str, saving: Saving, because: str, *, around_us: float = 0.0) -> Prediction:
+    """Turn what a change could save per phase call, in us, into the gain of a request.
+
+    around_us: what it could save outside of the phases.
+    """
+    bound = around_us + sum(phase.calls * min(saving(phase), phase.wall_us) for phase in scene.seen.phases)
+    return gain_of(bound, scene.now_us, share_of(name, scene.work.device.type), because)
+
+
+def gain_of(bound_us: float, now_us: float, share: Share, because: str = "") -> Prediction:
+    """The gain of saving a `share` of `bound_us` in a request of `now_us`."""
+
+    def gain(part: float, beside: float) -> float:
+        return 1 / max(_SHORTEST, 1 - part * bound_us / now_us + beside)
+
+    ends = [gain(part, beside) for part in (share.low, share.high) for beside in (share.beside, -share.beside)]
+    return Prediction(min(ends), max(ends), because, gain(share.middle, 0.0), bound_us, now_us)
 
 
 def roofline(seen: Observation, ceilings: Ceilings) -> list[Roof]:
@@ -120,11 +144,26 @@ def ideal_bytes(cost: ModuleCost) -> int:
     return cost.bytes_ideal_read + cost.bytes_ideal_written
 
 
-def per_op_us(phase: Phase) -> float:
-    """What one op costs because it is an op: host time per launch where the device waits for the host, else 0."""
+def per_op_us(scene: Scene, phase: Phase) -> float:
+    """What one op costs because it is an op.
+
+    On a GPU the host time per launch where the device waits for the host; on a CPU the time of a phase beyond its
+    floors, in the phase where that is least.
+    """
+    device = scene.work.device.type
+    if phase.name == "decode" and any(name in scene.kept for name in _HOSTLESS.get(device, ())):
+        return 0.0
+    if device == "cpu":
+        return min((host_us(scene, one) / one.kernels for one in scene.seen.phases if one.kernels), default=0.0)
     if phase.idle_share is None or not phase.kernels:
         return 0.0
     return phase.idle_share * phase.wall_us / phase.kernels
+
+
+def host_us(scene: Scene, phase: Phase) -> float:
+    """Time of one call of a phase beyond the floors of its products and attention."""
+    floor = sum(floor_us(cost, scene.ceilings, leaf=False) for cost in phase.costs)
+    return max(0.0, phase.wall_us - floor)
 
 
 def self_us(phase: Phase, costs: Iterable[ModuleCost]) -> float:

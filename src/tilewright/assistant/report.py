@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tilewright.assistant.changes.protocol import Change
+from tilewright.assistant.decide import Noise
 from tilewright.assistant.measure import Comparison
 from tilewright.assistant.observation.observe import Observation
 from tilewright.assistant.predict import Prediction, Roof
@@ -88,10 +89,18 @@ class Report:
         """The result in one sentence."""
         if self.kind == "analyze":
             return f"{len(self.decided('proposed'))} changes are worth trying on {self.model['class']}."
-        if self.totals is None and not self.decided("rejected"):
+        if self.totals is None and self.control is not None and Noise.of(self.control).too_noisy:
+            return f"Nothing was kept: {Noise.of(self.control).sentence}. {self.model['class']} is unchanged."
+        if self.totals is None and not (self.decided("rejected") or self.decided("not judged")):
             return f"No change was tried on {self.model['class']}: {self._why_untried()}"
         if self.totals is None:
-            tried, left = len(self.decided("rejected")), len(self.decided("not tried"))
+            unclear, left = len(self.decided("not judged")), len(self.decided("not tried"))
+            tried = len(self.decided("rejected")) + unclear
+            if unclear:
+                return (
+                    f"{tried} changes were tried on {self.model['class']} and none was kept; the machine was too noisy "
+                    f"to judge {unclear} of them. It is unchanged."
+                )
             if left:
                 return (
                     f"{tried} of {tried + left} changes were tried on {self.model['class']} and none was kept; "

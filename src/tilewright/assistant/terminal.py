@@ -16,7 +16,14 @@ from tilewright.assistant.measure import Comparison
 from tilewright.assistant.report import ChangeRecord, Report
 from tilewright.assistant.verify import Accuracy
 
-_STYLE = {"kept": "bold green", "rejected": "yellow", "not judged": "magenta", "proposed": "cyan", "not tried": "dim", "not applicable": "dim"}
+_STYLE = {
+    "kept": "bold green",
+    "rejected": "yellow",
+    "not judged": "magenta",
+    "proposed": "cyan",
+    "not tried": "dim",
+    "not applicable": "dim",
+}
 _SHOWN_CLASSES = 8
 
 

@@ -53,6 +53,8 @@ class Trials:
         self.main = main
         self.control: Comparison | None = None
         self.notes: list[str] = []
+        self._scene = scene
+        self._request_us: float | None = None  # with what was kept, once something was
         self._work = scene.work
         self._peak = max((phase.peak_bytes or 0 for phase in scene.seen.phases), default=0)
         self._deadline = deadline
@@ -77,7 +79,9 @@ class Trials:
         if self.noise.too_noisy and self._work.device.type == "cpu" and torch.get_num_threads() > 1:
             self._say("the machine is noisy: timing them again with one thread")
             torch.set_num_threads(1)
-            self.notes.append("Measured with torch.set_num_threads(1): with more, two unchanged models differed widely.")
+            self.notes.append(
+                "Measured with torch.set_num_threads(1): with more, two unchanged models differed widely."
+            )
             self.control = self._compare_unchanged()
 
     @property
@@ -101,6 +105,13 @@ class Trials:
         rest = [item for item in proposals if item.change.name not in within]
         return first + sorted(rest, key=lambda item: -item.predicted.high)
 
+    def predict_now(self, item: Proposal) -> Prediction:
+        """The prediction on top of what was kept so far; as it was where nothing was."""
+        if self._request_us is None:
+            return item.predicted
+        kept = tuple(change.name for change in self.trial.changes[: len(self.trial)])
+        return item.change.predict(replace(self._scene, kept=kept, request_us=self._request_us))
+
     def attempt(self, change: Change, predicted: Prediction, *, planned: Sequence[Change]) -> ChangeRecord:
         """Try one change; keep it or undo it. planned: what comes after it and shares the time that is left."""
         record = ChangeRecord.of(change, "rejected", "", predicted)
@@ -119,6 +130,9 @@ class Trials:
         except Exception as error:  # noqa: BLE001  the change, the compiler behind it and the model are not ours to trust
             logger.info("change %s failed", change.name, exc_info=True)
             record.reason = f"it failed: {first_line(error)}"
+        if record.decision == "kept" and record.measured is not None:
+            gain = record.measured.decisive.gain
+            self._request_us = (self._request_us or self._scene.seen.request_us) / gain
         if record.decision == "kept" and not self.in_place:
             self._say(f"{change.name}: kept, applying it to the model")
             self.main.push(change)

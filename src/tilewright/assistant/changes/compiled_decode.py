@@ -10,7 +10,7 @@ from torch import nn
 from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
 from tilewright.assistant.changes.regional_compile import cxx
 from tilewright.assistant.observation.observe import Phase
-from tilewright.assistant.predict import Prediction, predict
+from tilewright.assistant.predict import Prediction, host_us, predict
 from tilewright.assistant.workload import Workload
 from tilewright.errors import InputError
 
@@ -38,7 +38,9 @@ class CompiledDecode:
         if scene.work.device.type != "cpu":
             return Verdict(False, "on a GPU static_decode replays the step as a CUDA graph.")
         if cxx() is None:
-            return Verdict(False, "there is no C++ compiler (g++), which Inductor needs on a CPU. Install g++ or set CXX.")
+            return Verdict(
+                False, "there is no C++ compiler (g++), which Inductor needs on a CPU. Install g++ or set CXX."
+            )
         from tilewright.generate import StaticDecoder
 
         longest = scene.work.input_ids.shape[1] + scene.work.new_tokens
@@ -49,10 +51,12 @@ class CompiledDecode:
         return Verdict(True, "decoder-only model with a standard cache, and a C++ compiler.")
 
     def predict(self, scene: Scene) -> Prediction:
-        def saving(phase: Phase) -> tuple[float, float]:
-            return 0.0, 0.0
+        def saving(phase: Phase) -> float:
+            return host_us(scene, phase) if phase.name == "decode" else 0.0
 
-        return predict(scene.seen, saving, "")
+        around = 0.0 if "static_decode" in scene.kept else scene.seen.loop_us
+        because = "the time of a decoding step beyond its matrix products and attention, and the loop around it."
+        return predict(scene, self.name, saving, because, around_us=around)
 
     def apply(self, model: nn.Module, work: Workload) -> Attached:
         return Attached(model)

@@ -76,11 +76,12 @@ class GatedGateUp:
     def predict(self, scene: Scene) -> Prediction:
         found = {f"{mlp.path}.{mlp.recipe.gate}".lstrip("."): _saved(mlp) for mlp in _gated(scene.model)}
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             ran = [cost for cost in phase.costs if cost.path in found and cost.matmuls]
-            return 0.0, sum(found[cost.path].get(row_bucket(cost.matmuls[0].m), 0.0) for cost in ran)
+            return sum(found[cost.path].get(row_bucket(cost.matmuls[0].m), 0.0) for cost in ran)
 
-        return predict(scene.seen, saving, "the gated product's row of the tables against those of product and gate.")
+        because = "the gated product's row of the tables against those of product and gate."
+        return predict(scene, self.name, saving, because)
 
     def apply(self, model: nn.Module, work: Workload) -> InForce:
         found = [mlp for mlp in _gated(model) if _saved(mlp)]

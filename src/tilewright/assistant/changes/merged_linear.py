@@ -58,7 +58,7 @@ class MergedLinear:
     def predict(self, scene: Scene) -> Prediction:
         groups = self._groups(scene.model, scene.work)
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             products = {cost.path: cost.matmuls for cost in phase.costs}
             saved = 0.0
             for group in groups:
@@ -70,13 +70,12 @@ class MergedLinear:
                 saved += (
                     apart
                     - matmul_us(scene.ceilings, first.m, columns, first.k, 1, first.dtype)
-                    + per_op_us(phase) * (len(shapes) - 1)
+                    + per_op_us(scene, phase) * (len(shapes) - 1)
                 )
-            return min(0.0, saved), max(0.0, saved)
+            return saved
 
-        return predict(
-            scene.seen, saving, "separate against merged products at the rates measured here, and the launches that go."
-        )
+        because = "separate against merged products at the rates measured here, and the launches that go."
+        return predict(scene, self.name, saving, because)
 
     def apply(self, model: nn.Module, work: Workload) -> Merged:
         groups = [[model.get_submodule(path) for path in paths] for paths in self._groups(model, work)]

@@ -65,17 +65,22 @@ class RegionalCompile:
     def predict(self, scene: Scene) -> Prediction:
         paths = tuple(f"{path}." for path, _ in blocks(scene.model))
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             inside = [cost for cost in phase.costs if f"{cost.path}.".startswith(paths)]
             simple = [cost for cost in inside if not cost.matmuls and not cost.attentions]
             fused = sum(floor_us(cost, scene.ceilings, leaf=False) for cost in simple)
-            launches = per_op_us(phase) * sum(cost.ops for cost in simple)
-            return 0.0, max(0.0, self_us(phase, simple) - fused) + launches
+            if phase.name == "decode" and "compiled_decode" in scene.kept:
+                return 0.0
+            launches = per_op_us(scene, phase) * sum(cost.ops for cost in simple)
+            if scene.work.device.type == "cpu":  # the time of a module holds what its calls cost
+                launches = 0.0
+            return max(0.0, self_us(phase, simple) - fused) + launches
 
         return predict(
-            scene.seen,
+            scene,
+            self.name,
             saving,
-            "at most the time of the blocks' element-wise modules and their launches; matrix products stay.",
+            "the time of the blocks' element-wise modules and their launches; matrix products stay.",
         )
 
     def apply(self, model: nn.Module, work: Workload) -> Compiled:

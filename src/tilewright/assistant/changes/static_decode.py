@@ -47,21 +47,21 @@ class StaticDecode:
         return Verdict(True, f"decoder-only model with a standard cache; {graphs}.")
 
     def predict(self, scene: Scene) -> Prediction:
-        node_us = scene.ceilings.launch_graph_us
+        on_gpu = scene.work.device.type == "cuda"
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             if phase.name != "decode":
-                return 0.0, 0.0
-            if phase.idle_share is None or node_us is None:
-                return 0.0, phase.ops.get("aten::cat", 0.0) * phase.stretch
-            idle = phase.idle_share * phase.wall_us
-            return max(0.0, idle - node_us * phase.kernels), idle
+                return 0.0
+            if on_gpu:
+                nodes = (scene.ceilings.launch_graph_us or 0.0) * phase.kernels
+                return max(0.0, (phase.idle_share or 0.0) * phase.wall_us - nodes)
+            return phase.ops.get("aten::cat", 0.0) * phase.stretch
 
-        if scene.work.device.type == "cuda":
-            because = "the idle time of a decoding step, less the cost of its graph's nodes at least."
+        if on_gpu:
+            because = "the idle time of a decoding step, less the cost of its graph's nodes, and the loop around it."
         else:
-            because = "at most the time of concatenating the cache; the leaner host loop is not predicted."
-        return predict(scene.seen, saving, because)
+            because = "the time of concatenating the cache, and the loop around the steps."
+        return predict(scene, self.name, saving, because, around_us=scene.seen.loop_us)
 
     def apply(self, model: nn.Module, work: Workload) -> Attached:
         return Attached(model)
