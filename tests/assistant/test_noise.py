@@ -199,7 +199,7 @@ def test_the_time_goes_to_the_largest_predicted_gains_first():
     opt = run(slow_llama(), [*small, Promising("large", delay_s=-DELAY_S, stage=5, preparation_s=50.0)], budget_s=90.0)
     decisions = {record.name: record.decision for record in opt.report.changes}
     assert decisions["large"] == "kept"
-    assert list(decisions.values()).count("not tried") >= 1
+    assert list(decisions) == ["small_0", "large", "small_1", "small_2"]  # only one of the small ones fits beside it
 
 
 def test_preparation_takes_longer_on_a_busy_machine(clock):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.assistant.report import Report
+from tilewright.assistant.document import Document
+from tilewright.assistant.plots import all_plots
 from tilewright.errors import UsageError
 
 
-def render(report: Report) -> str:
+def render(report: Document) -> str:
     """The page as text. Needs jinja2 and matplotlib (the extra `report`)."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
-
-        from tilewright.assistant.plots import all_plots
 
         plots = {name: Markup(svg) for name, svg in all_plots(report).items()}
     except ImportError as error:
@@ -31,7 +31,36 @@ def render(report: Report) -> str:
     judged = [(record.name, record.accuracy) for record in report.changes if record.accuracy is not None]
     if report.accuracy is not None:
         judged.append(("everything that was kept", report.accuracy))
-    return environment.get_template("report.html.j2").render(report=report, plots=plots, judged=judged)
+    return environment.get_template("report.html.j2").render(
+        report=report, plots=plots, judged=judged, cards=cards(report)
+    )
+
+
+@dataclass(frozen=True)
+class Card:
+    """One number of the first screen."""
+
+    value: str
+    name: str
+    detail: str
+
+
+def cards(report: Document) -> list[Card]:
+    """What a reader wants to know first: the gains, decoding among them, and the accuracy."""
+    found = [
+        Card(f"{m.gain:.2f}x", m.name, f"{m.before:.4g} to {m.after:.4g} {m.unit}")
+        for m in (report.totals.metrics if report.totals is not None else [])
+    ]
+    if (a := report.accuracy) is not None:
+        error = f"{a.error:.2e}" if a.error else "0"
+        found.append(Card(error, "logit error", f"{a.own_error:.2e} before; limit {a.error_limit:.2e}"))
+        found.append(Card(f"{a.top1:.2%}", "top-1", f"{a.own_top1:.2%} before; {a.positions} positions"))
+        if a.decode_agreement is not None and a.own_decode_agreement is not None:
+            before = f"{a.own_decode_agreement:.2%} before; {a.decoded} tokens"
+            found.append(Card(f"{a.decode_agreement:.2%}", "decoding agrees", before))
+        if a.perplexity is not None and a.own_perplexity is not None:
+            found.append(Card(f"{a.perplexity:.4g}", "perplexity", f"{a.own_perplexity:.4g} before"))
+    return found
 
 
 def readable_bytes(count: float) -> str:

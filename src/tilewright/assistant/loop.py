@@ -12,7 +12,7 @@ the baseline of the final timing. Where a copy does not fit the device, changes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from tilewright.assistant.predict import Roof, roofline, summary
 from tilewright.assistant.proposal import propose
 from tilewright.assistant.report import ChangeRecord, Kind, Report
 from tilewright.assistant.stack import Stack
+from tilewright.assistant.steps import Progress, Steps
 from tilewright.assistant.threads import choose_threads, restored_threads
 from tilewright.assistant.trial import Trials
 from tilewright.assistant.workload import Goal, Workload, workload
@@ -33,8 +34,6 @@ from tilewright.bench.calibrate import calibrate
 from tilewright.bench.machine import clocks, describe
 from tilewright.hardware import ceilings as stored
 from tilewright.hardware.ceilings import Ceilings
-
-Progress = Callable[[str], None]
 
 BUDGET_S = 100.0
 
@@ -110,7 +109,7 @@ def optimize(
     A module that is no language model is timed on its forward call alone. Raises InputError for inputs it cannot use.
     On any error, an interrupt included, the model is restored.
     """
-    say = progress or (lambda line: None)
+    say = Steps(progress)
     journal = _Journal()
     budget = BUDGET_S if budget_s is None else budget_s
     deadline = time.perf_counter() + budget
@@ -129,15 +128,19 @@ def optimize(
             scene = _scene(model, work, ceilings, journal, say)
         records, proposals = propose(scene, chosen(allow) if changes is None else changes)
         stack = Stack(model, work)
+        say.plan(len(proposals) + 2)
         try:
+            say.next()
             with journal.stage("reference and control"):
                 trials = Trials(scene, stack, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
                 trials.take_control()
             proposals = trials.in_order(proposals)
             for place, item in enumerate(proposals):
+                say.next()
                 with journal.stage(item.change.name):
                     planned = [later.change for later in proposals[place + 1 :]]
                     records.append(trials.attempt(item.change, trials.predict_now(item), planned=planned))
+            say.next()
             with journal.stage("final measurement"):
                 totals, accuracy = trials.finish()
                 after = observe(model, work, say, count_costs=False) if totals is not None else None
@@ -166,7 +169,7 @@ def analyze(
     progress: Progress | None = None,
 ) -> Report:
     """`optimize` without changes: what was observed, how far from this machine's ceilings, and what is worth trying."""
-    say = progress or (lambda line: None)
+    say = Steps(progress)
     journal = _Journal()
     with journal.stage("observe"):
         work = workload(

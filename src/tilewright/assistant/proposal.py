@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.assistant.changes import Change, Scene, Verdict
+from tilewright.assistant.document import ChangeRecord
 from tilewright.assistant.predict import Prediction
-from tilewright.assistant.report import ChangeRecord
 from tilewright.assistant.wording import first_line
 from tilewright.log import logger
 

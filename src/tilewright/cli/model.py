@@ -113,7 +113,7 @@ def _run(
         check_writable(ceilings.path_for(place))  # they are measured on the way
     texts = None if prompts is None else load.load_prompts(prompts)
     # what a factory or a model prints must not mix with the JSON
-    with redirect_stdout(sys.stderr), terminal.progress(Console(stderr=True)) as say:
+    with terminal.progress(Console(stderr=True)) as say, redirect_stdout(sys.stderr):
         loaded = load.load(name, device=place)
         if texts is not None and loaded.tokenizer is None:
             raise UsageError(f"--prompts: {name} has no tokenizer, so texts cannot be read.")
