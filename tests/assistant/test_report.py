@@ -156,9 +156,9 @@ def test_compiler_noise_is_shown_when_a_run_fails():
 def _texts(svg: str) -> list[tuple[str, float, Box]]:
     """Text, font size and box of every text of a plot, y upwards."""
     found = []
-    pattern = r'<text style="[^"]*?(?:font: |font-size: )([\d.]+)px[^"]*"[^>]*?transform="translate\(([-\d.]+) ([-\d.]+)\)[^"]*"[^>]*>([^<]*)</text>'
-    for size, x, y, text in re.findall(pattern, svg):
-        found.append((text, float(size), box_of(float(x), -float(y), text, float(size))))
+    for style, x, y, text in re.findall(r'<text style="([^"]*)" x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)</text>', svg):
+        size = float(re.search(r"font-size: ([\d.]+)px", style)[1])
+        found.append((text, size, box_of(float(x), -float(y), text, size)))
     return found
 
 

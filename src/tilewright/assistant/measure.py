@@ -82,19 +82,22 @@ class Comparison:
         return self.metrics[0]
 
 
-def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Comparison:
-    """Time both sides for about `seconds`. Both must have run before: compilation and capture are no samples."""
+def compare(before: Side, after: Side, work: Workload, *, seconds: float, fewest: int = FEWEST_ROUNDS) -> Comparison:
+    """Time both sides for about `seconds`, and for `fewest` rounds at least.
+
+    Both must have run before: compilation and capture are no samples.
+    """
     began = time.perf_counter()
     take = _take_on_cpu if work.device.type == "cpu" else _take_on_gpu
     with torch.no_grad():
         sides = {"before": before, "after": after}
         pilot = sum(_pilot(side, work) for side in sides.values())
-        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / pilot)))
+        rounds = max(fewest, min(MOST_ROUNDS, int(seconds / pilot)))
         if before.enter is None and after.enter is None:
             old, new = calls(before.model, work), calls(after.model, work)
             # Both sides of one quantity stand next to each other, so that a disturbance longer than a call hits both.
             fns = {f"{side}:{name}": fns[name] for name in old for side, fns in (("before", old), ("after", new))}
-            readings = _in_turn(fns, work, rounds, take, until=began + seconds)
+            readings = _in_turn(fns, work, rounds, take, fewest, until=began + seconds)
         else:
             readings = _in_blocks(sides, work, rounds, take, until=began + seconds)
     busy = busy_share(readings) if work.device.type == "cpu" else 0.0
@@ -146,11 +149,11 @@ def _take_on_gpu(fns: dict[str, Call], work: Workload, rounds: int, repeats: dic
     return {name: [Reading(us, us) for us in samples.us] for name, samples in timed.items()}
 
 
-def _in_turn(fns: dict[str, Call], work: Workload, rounds: int, take: Take, *, until: float) -> Readings:
+def _in_turn(fns: dict[str, Call], work: Workload, rounds: int, take: Take, fewest: int, *, until: float) -> Readings:
     readings: Readings = {name: [] for name in fns}
     repeats: dict[str, int] = {}
     while rounds > 0 and (not all(readings.values()) or time.perf_counter() < until):
-        count = min(rounds, FEWEST_ROUNDS)
+        count = min(rounds, fewest)
         for name, samples in take(fns, work, count, repeats).items():
             readings[name].extend(samples)
         rounds -= count

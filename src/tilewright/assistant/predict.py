@@ -13,7 +13,7 @@ launches on a GPU, calls of operations from Python on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from tilewright.assistant.observation.cost import ModuleCost
@@ -62,7 +62,7 @@ def predict(scene: Scene, name: str, saving: Saving, because: str, *, around_us:
 
     around_us: what it could save outside of the phases.
     """
-    bound = around_us + sum(phase.calls * min(saving(phase), phase.wall_us) for phase in scene.seen.phases)
+    bound = around_us + sum(phase.calls * min(saving(phase), phase.wall_us) for phase in phases_now(scene))
     return gain_of(bound, scene.now_us, share_of(name, scene.work.device.type), because)
 
 
@@ -144,17 +144,29 @@ def ideal_bytes(cost: ModuleCost) -> int:
     return cost.bytes_ideal_read + cost.bytes_ideal_written
 
 
+def phases_now(scene: Scene) -> list[Phase]:
+    """The observed phases; a decoding step without its host time where a kept change has taken that away."""
+    device = scene.work.device.type
+    if not any(name in scene.kept for name in _HOSTLESS.get(device, ())):
+        return scene.seen.phases
+    return [_without_host(scene, phase) if phase.name == "decode" else phase for phase in scene.seen.phases]
+
+
+def _without_host(scene: Scene, phase: Phase) -> Phase:
+    busy = phase.busy_us if scene.work.device.type == "cuda" else phase.wall_us - host_us(scene, phase)
+    idle = None if phase.idle_share is None else 0.0
+    return replace(phase, wall_us=min(phase.wall_us, busy), idle_share=idle)
+
+
 def per_op_us(scene: Scene, phase: Phase) -> float:
     """What one op costs because it is an op.
 
     On a GPU the host time per launch where the device waits for the host; on a CPU the time of a phase beyond its
     floors, in the phase where that is least.
     """
-    device = scene.work.device.type
-    if phase.name == "decode" and any(name in scene.kept for name in _HOSTLESS.get(device, ())):
-        return 0.0
-    if device == "cpu":
-        return min((host_us(scene, one) / one.kernels for one in scene.seen.phases if one.kernels), default=0.0)
+    if scene.work.device.type == "cpu":
+        host = min((host_us(scene, one) / one.kernels for one in scene.seen.phases if one.kernels), default=0.0)
+        return min(host, host_us(scene, phase) / phase.kernels) if phase.kernels else 0.0
     if phase.idle_share is None or not phase.kernels:
         return 0.0
     return phase.idle_share * phase.wall_us / phase.kernels

@@ -82,8 +82,8 @@ def foreign_output(console: Console) -> Iterator[None]:
             sys.stdout, sys.stderr, console.file = python_out, python_err, console_file
             if failed:
                 noise.seek(0)
-                for line in noise.read().decode(errors="replace").splitlines()[-_SHOWN_LINES:]:
-                    print(line, file=sys.stderr)
+                lines = noise.read().decode(errors="replace").splitlines(keepends=True)
+                python_err.writelines(lines[-_SHOWN_LINES:])
 
 
 def _owns_descriptors() -> bool:

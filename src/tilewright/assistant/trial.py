@@ -32,6 +32,7 @@ from tilewright.log import logger
 from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wide_dtype
 
 _EVALUATION_SHARE = 0.01  # of the budget, for the logits of one model; the same again for its decoding
+_NOISY_ROUNDS = 16  # of a control that is taken again, and of each comparison where it was
 _CONTROL_SHARE = 0.05  # of the budget, for the control
 _TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
 _LONGEST_TIMING_S = 20.0
@@ -61,6 +62,7 @@ class Trials:
         self._say = say
         self._request_s = scene.seen.request_us / 1e6
         self._evaluation_s = 0.0
+        self._fewest = FEWEST_ROUNDS
         self._sample = self._draw(scene.model, seed)
         self._reference = self._evaluate_reference(scene.model)
         self._own = self._evaluate_own(scene.model, accept_dtype)
@@ -72,17 +74,18 @@ class Trials:
         return self.trial is self.main
 
     def take_control(self) -> None:
-        """Time two unchanged models against each other, with fewer threads if several are too noisy."""
+        """Time two unchanged models against each other; where that is noisy once more, longer and with one thread."""
         self._say("timing two unchanged models against each other")
         self._warm_up(self.trial.model)
-        self.control = self._compare_unchanged()
-        if self.noise.too_noisy and self._work.device.type == "cpu" and torch.get_num_threads() > 1:
-            self._say("the machine is noisy: timing them again with one thread")
+        self.control = self._compare_unchanged(self._fewest)
+        if not self.noise.too_noisy:
+            return
+        if self._work.device.type == "cpu" and torch.get_num_threads() > 1:
             torch.set_num_threads(1)
-            self.notes.append(
-                "Measured with torch.set_num_threads(1): with more, two unchanged models differed widely."
-            )
-            self.control = self._compare_unchanged()
+            self.notes.append("Measured with torch.set_num_threads(1): with more, two unchanged models differed.")
+        self._say("the machine is noisy: timing them again, for longer")
+        self._fewest = _NOISY_ROUNDS
+        self.control = self._compare_unchanged(self._fewest)
 
     @property
     def noise(self) -> Noise:
@@ -158,7 +161,7 @@ class Trials:
         else:
             self.trial.at(0)
             before, after = Side(self.trial.model), Side(self.main.model)
-        totals = compare(before, after, self._work, seconds=self._timing_s([]))
+        totals = compare(before, after, self._work, seconds=self._timing_s([]), fewest=self._fewest)
         self.main.at(count)
         accuracy = self._judge(self.main.model)
         if not accuracy.passed:
@@ -194,7 +197,7 @@ class Trials:
             before, after = (Side(self.trial.model, partial(self.trial.at, n)) for n in (count - 1, count))
         else:
             before, after = Side(self.main.model), Side(self.trial.model)
-        record.measured = compare(before, after, self._work, seconds=seconds)
+        record.measured = compare(before, after, self._work, seconds=seconds, fewest=self._fewest)
         self.trial.at(count)
         return decide(record.measured.decisive, self.noise, clock=record.measured.clock)
 
@@ -225,9 +228,10 @@ class Trials:
         self._changed = evaluate(model, self._work, self._sample, decode=True)
         return judge(self._changed, self._own, self._reference)
 
-    def _compare_unchanged(self) -> Comparison:
+    def _compare_unchanged(self, fewest: int) -> Comparison:
         seconds = _CONTROL_SHARE * self._left()
-        return compare(Side(self.main.model), Side(self.trial.model), self._work, seconds=seconds)
+        before, after = Side(self.main.model), Side(self.trial.model)
+        return compare(before, after, self._work, seconds=seconds, fewest=fewest)
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.perf_counter())
@@ -235,7 +239,7 @@ class Trials:
     def _trial_s(self) -> float:
         """Least seconds of one trial without a compilation: first calls, verification, the fewest rounds."""
         round_s = 0.0 if self.control is None else self.control.seconds / self.control.rounds
-        return self._evaluation_s + (FEWEST_ROUNDS + 2) * round_s
+        return self._evaluation_s + (self._fewest + 2) * round_s
 
     def _preparation_s(self, change: Change) -> float:
         """Seconds that a change's first calls take here: known for an idle machine, longer on a busy one."""

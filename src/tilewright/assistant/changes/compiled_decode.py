@@ -71,13 +71,11 @@ class Attached:
         from tilewright.generate.compiled import attach_compiled
 
         self._model = model
-        self._attach = attach_compiled
         self._attachment: Attachment = attach_compiled(model)
 
     def refresh(self) -> None:
-        """Drop caches and compiled steps; the next call makes new ones."""
-        self._attachment.undo()
-        self._attachment = self._attach(self._model)
+        """Drop caches and what was recorded of the model; the next call makes new ones."""
+        self._attachment.forget()
 
     def undo(self) -> None:
         self._attachment.undo()

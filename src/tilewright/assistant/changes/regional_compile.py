@@ -69,8 +69,6 @@ class RegionalCompile:
             inside = [cost for cost in phase.costs if f"{cost.path}.".startswith(paths)]
             simple = [cost for cost in inside if not cost.matmuls and not cost.attentions]
             fused = sum(floor_us(cost, scene.ceilings, leaf=False) for cost in simple)
-            if phase.name == "decode" and "compiled_decode" in scene.kept:
-                return 0.0
             launches = per_op_us(scene, phase) * sum(cost.ops for cost in simple)
             if scene.work.device.type == "cpu":  # the time of a module holds what its calls cost
                 launches = 0.0

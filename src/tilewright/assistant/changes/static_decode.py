@@ -74,7 +74,6 @@ class Attached:
         from tilewright.generate import attach_generate
 
         self._model = model
-        self._attach = attach_generate
         self._attachment: Attachment = attach_generate(model)
 
     @property
@@ -83,9 +82,8 @@ class Attached:
         return "model.generate decodes with a static cache" + (" and CUDA graphs" if device == "cuda" else "")
 
     def refresh(self) -> None:
-        """Drop caches and graphs; the next call makes new ones."""
-        self._attachment.undo()
-        self._attachment = self._attach(self._model)
+        """Drop caches and what was recorded of the model; the next call makes new ones."""
+        self._attachment.forget()
 
     def undo(self) -> None:
         self._attachment.undo()
