@@ -42,7 +42,7 @@ def take_turns(calls: Mapping[str, Call], *, rounds: int, repeats: Mapping[str, 
     gc.disable()  # a collection inside a sample would be charged to whichever call happened to run
     try:
         for index in range(rounds):
-            for name in list(calls) if index % 2 == 0 else list(reversed(calls)):
+            for name in list(calls) if index % 2 == 0 else list(calls)[::-1]:
                 readings[name].append(_sample(calls[name], repeats.get(name, 1)))
     finally:
         if collecting:

@@ -30,7 +30,7 @@ class CompiledDecode:
     source: str = "pytorch.org blog 'Accelerating Generative AI with PyTorch II: GPT, Fast'"
     risk: Risk = "rounding"
     stage: int = 5
-    preparation_s: float = 25.0  # two CPU cores, 5 blocks, empty cache: 20 s of CPU time, 7 s of it again on the model
+    preparation_s: float = 30.0  # one core, 5 blocks, empty cache: 21 s of CPU time, and 8 s again on the model
 
     def applies(self, scene: Scene) -> Verdict:
         if not scene.work.generates:
