@@ -13,11 +13,11 @@ from tests.harness.simulated_time import SimulatedTime, simulate_time
 from torch import nn
 
 from tilewright.assistant import optimize
-from tilewright.assistant.clocks import Reading, busy_share, judging_clock, take_turns
-from tilewright.assistant.decide import TOO_NOISY, Noise, decide
-from tilewright.assistant.measure import Comparison, Metric, Side, compare
 from tilewright.assistant.observation.graph_breaks import GraphBreaks
-from tilewright.assistant.threads import choose_threads, restored_threads
+from tilewright.assistant.timing.clocks import Reading, busy_share, judging_clock, take_turns
+from tilewright.assistant.timing.decide import TOO_NOISY, Noise, decide
+from tilewright.assistant.timing.measure import Comparison, Metric, Side, compare
+from tilewright.assistant.timing.threads import choose_threads, restored_threads
 from tilewright.assistant.workload import workload
 
 FASTER = Planted("faster", delay_s=-DELAY_S)
@@ -31,7 +31,7 @@ def clock(monkeypatch) -> SimulatedTime:
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch):
-    monkeypatch.setattr("tilewright.assistant.measure.MOST_ROUNDS", 8)
+    monkeypatch.setattr("tilewright.assistant.timing.measure.MOST_ROUNDS", 8)
     monkeypatch.setattr("tilewright.assistant.observation.observe.graph_breaks", lambda model, run: GraphBreaks(1, 0))
     with restored_threads():
         torch.set_num_threads(1)

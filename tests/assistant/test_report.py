@@ -14,12 +14,13 @@ import pytest
 import torch
 from tests.assistant.planted import ceilings, prompts, tiny_llama
 
-from tilewright.assistant import Report, analyze, html, plots
+from tilewright.assistant import Report, analyze
 from tilewright.assistant.document import ChangeRecord
-from tilewright.assistant.labels import Box, box_of
-from tilewright.assistant.measure import Comparison, Metric
 from tilewright.assistant.predict import Roof
+from tilewright.assistant.timing.measure import Comparison, Metric
 from tilewright.assistant.verify import Accuracy
+from tilewright.assistant.view import html, plots
+from tilewright.assistant.view.labels import Box, box_of
 from tilewright.errors import InputError
 
 GAIN = Metric("request", "ms", 123.4, 120.0, 126.0, 61.7, 60.0, 63.0, 2.013, 1.987, 2.043)
@@ -86,7 +87,7 @@ def test_a_report_is_saved_as_html_or_json(report, tmp_path):
 def test_terminal_shows_decisions_and_intervals(report):
     from rich.console import Console
 
-    from tilewright.assistant.terminal import show
+    from tilewright.assistant.view.terminal import show
 
     console = Console(width=200, record=True, file=io.StringIO())
     show(report, console)
@@ -100,7 +101,7 @@ def test_terminal_shows_decisions_and_intervals(report):
 def test_progress_prints_lines_when_there_is_no_terminal(capsys):
     from rich.console import Console
 
-    from tilewright.assistant.terminal import progress
+    from tilewright.assistant.view.terminal import progress
 
     with progress(Console(force_terminal=False)) as say:
         say("merged_qkv: [timing]")
@@ -110,7 +111,7 @@ def test_progress_prints_lines_when_there_is_no_terminal(capsys):
 NOISY = """
 import os, subprocess, sys
 from rich.console import Console
-from tilewright.assistant.terminal import progress
+from tilewright.assistant.view.terminal import progress
 
 with progress(Console(stderr=True, force_terminal=len(sys.argv) > 2)) as say:
     say("step 3 of 9, compiled_decode: first calls")

@@ -11,8 +11,8 @@ from tests.harness.simulated_time import simulate_time
 from torch import nn
 
 from tilewright.assistant import apply_changes, optimize, save
-from tilewright.assistant.decide import Noise
-from tilewright.assistant.measure import Comparison, Metric
+from tilewright.assistant.timing.decide import Noise
+from tilewright.assistant.timing.measure import Comparison, Metric
 from tilewright.errors import InputError
 
 

@@ -17,9 +17,9 @@ READING_NS = 1_000_000  # a reading takes a millisecond, so that no span is empt
 ASSISTANT = (
     "tilewright.assistant.loop",
     "tilewright.assistant.trial",
-    "tilewright.assistant.measure",
-    "tilewright.assistant.clocks",
-    "tilewright.assistant.threads",
+    "tilewright.assistant.timing.measure",
+    "tilewright.assistant.timing.clocks",
+    "tilewright.assistant.timing.threads",
     "tilewright.assistant.observation.observe",
     "tilewright.bench.clock",
     "tilewright.bench.timing",

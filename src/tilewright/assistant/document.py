@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from tilewright.assistant.changes.protocol import Change
-from tilewright.assistant.decide import Noise
-from tilewright.assistant.measure import Comparison
 from tilewright.assistant.observation.observe import Observation
 from tilewright.assistant.predict import Prediction, Roof
+from tilewright.assistant.timing.decide import Noise
+from tilewright.assistant.timing.measure import Comparison
 from tilewright.assistant.verify import Accuracy
 
 SCHEMA = "tilewright.optimize/1"

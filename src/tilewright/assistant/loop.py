@@ -27,7 +27,7 @@ from tilewright.assistant.proposal import propose
 from tilewright.assistant.report import ChangeRecord, Kind, Report
 from tilewright.assistant.stack import Stack
 from tilewright.assistant.steps import Progress, Steps
-from tilewright.assistant.threads import choose_threads, restored_threads
+from tilewright.assistant.timing.threads import choose_threads, restored_threads
 from tilewright.assistant.trial import Trials
 from tilewright.assistant.workload import Goal, Workload, workload
 from tilewright.bench.calibrate import calibrate

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.assistant import html
 from tilewright.assistant.document import SCHEMA, ChangeRecord, Decision, Document, Kind
+from tilewright.assistant.view import html
 from tilewright.errors import InputError
 
 __all__ = ["SCHEMA", "ChangeRecord", "Decision", "Kind", "Report"]

@@ -17,14 +17,14 @@ from torch import nn
 
 from tilewright.assistant.changes.cast import InDtype
 from tilewright.assistant.changes.protocol import Change, Scene
-from tilewright.assistant.decide import Decision, Noise, decide
 from tilewright.assistant.document import ChangeRecord
-from tilewright.assistant.measure import FEWEST_ROUNDS, Comparison, Side, calls, compare
 from tilewright.assistant.observation.observe import wall_us, weight_bytes
 from tilewright.assistant.predict import Prediction
 from tilewright.assistant.proposal import Proposal
 from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate
 from tilewright.assistant.stack import Stack
+from tilewright.assistant.timing.decide import Decision, Noise, decide
+from tilewright.assistant.timing.measure import FEWEST_ROUNDS, Comparison, Side, calls, compare
 from tilewright.assistant.verify import Accuracy, judge, meaning
 from tilewright.assistant.wording import first_line
 from tilewright.errors import VerificationError

@@ -104,8 +104,9 @@ def _run(
     from rich.console import Console
 
     from tilewright import assistant
-    from tilewright.assistant import inputs, load, terminal
+    from tilewright.assistant import inputs, load
     from tilewright.assistant.changes import chosen
+    from tilewright.assistant.view import terminal
     from tilewright.hardware import ceilings
 
     changes = chosen(names(allow))
@@ -142,7 +143,7 @@ def _run(
         files = assistant.save(made, folder, source=source, tokenizer=loaded.tokenizer)
         console.print(f"Saved in {folder.resolve()}: {', '.join(files)}", soft_wrap=True, highlight=False)
     if html is not None:
-        from tilewright.assistant.html import render
+        from tilewright.assistant.view.html import render
 
         write(html, render(report))
         console.print(f"The report: {html.resolve()}", soft_wrap=True, highlight=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tilewright.assistant.measure import Comparison, Metric
+from tilewright.assistant.timing.measure import Comparison, Metric
 
 Decision = Literal["kept", "rejected", "not judged"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.assistant.document import Document
-from tilewright.assistant.plots import all_plots
+from tilewright.assistant.view.plots import all_plots
 from tilewright.errors import UsageError
 
 

@@ -16,8 +16,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tilewright.assistant.measure import Comparison
 from tilewright.assistant.report import ChangeRecord, Report
+from tilewright.assistant.timing.measure import Comparison
 from tilewright.assistant.verify import Accuracy
 
 _STYLE = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tilewright.assistant.clocks import (
+from tilewright.assistant.timing.clocks import (
     Call,
     Clock,
     Reading,

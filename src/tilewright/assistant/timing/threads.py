@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tilewright.assistant.clocks import take_turns
+from tilewright.assistant.timing.clocks import take_turns
 from tilewright.assistant.workload import Workload
 
 _ROUNDS = 5

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tilewright.assistant.document import ChangeRecord, Document
-from tilewright.assistant.labels import label
 from tilewright.assistant.observation.observe import Phase
+from tilewright.assistant.view.labels import label
 
 BEFORE, AFTER, GOOD, BAD, NEUTRAL = "#4878cf", "#e0883a", "#2f9e6e", "#d1495b", "#9aa3ad"
 _INK = "#010203"  # stands for the page's text colour until the SVG is written
