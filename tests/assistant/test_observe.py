@@ -104,11 +104,11 @@ def test_small_products_take_their_share_of_the_smallest_measured_one():
 
 def test_a_share_of_the_bound_becomes_a_gain_of_the_whole_request():
     """Of 40 us in a request of 100, half to all are saved, besides 5 us won or lost."""
-    found = gain_of(40.0, 100.0, Share(0.5, 0.75, 1.0, beside=0.05))
+    found = gain_of(40.0, 100.0, Share(0.5, 0.75, 1.0, margin=0.05))
     assert found.low == pytest.approx(100 / 85)
     assert found.expected == pytest.approx(100 / 70)
     assert found.high == pytest.approx(100 / 55)
-    nothing = gain_of(0.0, 100.0, Share(0.5, 0.75, 1.0, beside=0.05))
+    nothing = gain_of(0.0, 100.0, Share(0.5, 0.75, 1.0, margin=0.05))
     assert nothing.low < 1.0 == nothing.expected < nothing.high
     assert gain_of(-30.0, 100.0, Share(0.5, 0.75, 1.0)).expected < 1.0
 
@@ -118,7 +118,7 @@ def test_host_time_is_won_once(seen):
     model, observation = seen
     work = workload(model, prompts=prompts(), new_tokens=4)
     before = Scene(model, work, observation, ceilings())
-    after = replace(before, kept=("compiled_decode",), request_us=observation.request_us / 2)
+    after = replace(before, in_force=("compiled_decode",), request_us=observation.request_us / 2)
     decode = observation.phase("decode")
     assert host_us(before, decode) > 0
     left = next(phase for phase in phases_now(after) if phase.name == "decode")

@@ -100,25 +100,25 @@ class Document:
                 )
             return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
         gain = self.totals.decisive
-        kept = ", ".join(change.name for change in self.decided("kept"))
+        names = ", ".join(change.name for change in self.decided("kept"))
         accuracy = "" if self.accuracy is None else f"; logit error {_errors(self.accuracy)}"
         name = f"{gain.name} CPU time" if self.totals.clock == "cpu" else gain.name
         return (
             f"{self.model['class']}: {name} {gain.before:.4g} to {gain.after:.4g} {gain.unit}, "
-            f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f}) by {kept}{accuracy}."
+            f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f}) by {names}{accuracy}."
         )
 
     @property
     def code(self) -> str:
         """Three lines that put the kept changes on a copy of the model; "" where nothing was kept."""
-        kept = [change.name for change in self.decided("kept")]
-        if not kept:
+        names = [change.name for change in self.decided("kept")]
+        if not names:
             return ""
         inputs = "" if self.workload["new_tokens"] else ", inputs"
         return (
             "from tilewright.assistant import apply_changes\n"
             f"model = ...  # your {self.model['class']} in evaluation mode, as you load it\n"
-            f"apply_changes(model, {kept!r}{inputs})"
+            f"apply_changes(model, {names!r}{inputs})"
         )
 
     def _why_untried(self) -> str:

@@ -183,20 +183,20 @@ def analyze(
 
 def _scene(model: nn.Module, work: Workload, ceilings: Ceilings | None, journal: _Journal, say: Progress) -> Scene:
     journal.clocks = clocks(work.device)
-    found = ceilings or stored.load(work.device)
-    if found is None:
+    limits = ceilings or stored.load(work.device)
+    if limits is None:
         say("no ceilings are known for this machine: measuring a quick set")
-        found = calibrate(work.device, quick=True, progress=say)
-    seen = observe(model, work, say)
-    if ceilings is None and _doubts(roofline(seen, found), seen):
+        limits = calibrate(work.device, quick=True, progress=say)
+    observation = observe(model, work, say)
+    if ceilings is None and _doubts(roofline(observation, limits), observation):
         say("the model is faster than its floors: measuring the ceilings again")
-        found = calibrate(work.device, quick=True, progress=say)
-    return Scene(model, work, seen, found)
+        limits = calibrate(work.device, quick=True, progress=say)
+    return Scene(model, work, observation, limits)
 
 
 def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Journal) -> Report:
-    work, seen = scene.work, scene.seen
-    roofs = roofline(seen, scene.ceilings)
+    work, observation = scene.work, scene.observation
+    roofs = roofline(observation, scene.ceilings)
     return Report(
         kind=kind,
         goal=work.goal,
@@ -206,9 +206,9 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
         model={
             "class": type(scene.model).__name__,
             "device": str(work.device),
-            "dtype": seen.dtype,
-            "parameters": seen.parameters,
-            "weight_bytes": seen.weight_bytes,
+            "dtype": observation.dtype,
+            "parameters": observation.parameters,
+            "weight_bytes": observation.weight_bytes,
         },
         workload={
             "examples": len(work.examples),
@@ -216,25 +216,25 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
             "prompts": len(work.prompts) if work.held_out else 0,
             "new_tokens": work.new_tokens,
         },
-        before=condense(seen),
+        before=condense(observation),
         roofs=roofs,
         changes=records,
         seconds=journal.seconds,
-        notes=_doubts(roofs, seen),
+        notes=_doubts(roofs, observation),
     )
 
 
-def _doubts(roofs: list[Roof], seen: Observation) -> list[str]:
+def _doubts(roofs: list[Roof], observation: Observation) -> list[str]:
     """What speaks against the ceilings: a phase that is faster than its floor."""
-    found = []
-    for phase in seen.phases:
+    doubts = []
+    for phase in observation.phases:
         floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
         if floor > 1.1 * phase.wall_us:
-            found.append(
+            doubts.append(
                 f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: "
                 "the machine was busy when its ceilings were measured. `tilewright calibrate` measures them again."
             )
-    return found
+    return doubts
 
 
 class _Journal:

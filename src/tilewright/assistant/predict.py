@@ -69,17 +69,17 @@ def predict(scene: Scene, name: str, saving: Saving, because: str, *, around_us:
 def gain_of(bound_us: float, now_us: float, share: Share, because: str = "") -> Prediction:
     """The gain of saving a `share` of `bound_us` in a request of `now_us`."""
 
-    def gain(part: float, beside: float) -> float:
-        return 1 / max(_SHORTEST, 1 - part * bound_us / now_us + beside)
+    def gain(part: float, besides: float) -> float:
+        return 1 / max(_SHORTEST, 1 - part * bound_us / now_us + besides)
 
-    ends = [gain(part, beside) for part in (share.low, share.high) for beside in (share.beside, -share.beside)]
+    ends = [gain(part, besides) for part in (share.low, share.high) for besides in (share.margin, -share.margin)]
     return Prediction(min(ends), max(ends), because, gain(share.middle, 0.0), bound_us, now_us)
 
 
-def roofline(seen: Observation, ceilings: Ceilings) -> list[Roof]:
+def roofline(observation: Observation, ceilings: Ceilings) -> list[Roof]:
     """Every module class of every phase: time spent in its own ops, and the floor of those ops."""
     roofs: dict[tuple[str, str], Roof] = {}
-    for phase in seen.phases:
+    for phase in observation.phases:
         times = {module.path: module for module in phase.modules}
         parents = _parents(phase.costs)
         for cost in phase.costs:
@@ -125,9 +125,9 @@ def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str
 
 def summary(ceilings: Ceilings) -> dict[str, float]:
     """The largest rates measured: a copy in bytes/s, products in flop/s by dtype. For plots, not for predictions."""
-    found = {"launch_us": ceilings.launch_us}
+    largest = {"launch_us": ceilings.launch_us}
     curve = ceilings.bandwidth.get("read1_write1") or next(iter(ceilings.bandwidth.values()))
-    found["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6
+    largest["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6
     for dtype, grid in ceilings.matmul.items():
         rates = (
             2 * m * n * k / grid["us"][i][j][h]
@@ -135,8 +135,8 @@ def summary(ceilings: Ceilings) -> dict[str, float]:
             for j, n in enumerate(grid["n"])
             for h, k in enumerate(grid["k"])
         )
-        found[f"matmul_{dtype}_flop_per_s"] = max(rates) * 1e6
-    return found
+        largest[f"matmul_{dtype}_flop_per_s"] = max(rates) * 1e6
+    return largest
 
 
 def ideal_bytes(cost: ModuleCost) -> int:
@@ -147,9 +147,9 @@ def ideal_bytes(cost: ModuleCost) -> int:
 def phases_now(scene: Scene) -> list[Phase]:
     """The observed phases; a decoding step without its host time where a kept change has taken that away."""
     device = scene.work.device.type
-    if not any(name in scene.kept for name in _HOSTLESS.get(device, ())):
-        return scene.seen.phases
-    return [_without_host(scene, phase) if phase.name == "decode" else phase for phase in scene.seen.phases]
+    if not any(name in scene.in_force for name in _HOSTLESS.get(device, ())):
+        return scene.observation.phases
+    return [_without_host(scene, phase) if phase.name == "decode" else phase for phase in scene.observation.phases]
 
 
 def _without_host(scene: Scene, phase: Phase) -> Phase:
@@ -165,7 +165,7 @@ def per_op_us(scene: Scene, phase: Phase) -> float:
     floors, in the phase where that is least.
     """
     if scene.work.device.type == "cpu":
-        host = min((host_us(scene, one) / one.kernels for one in scene.seen.phases if one.kernels), default=0.0)
+        host = min((host_us(scene, one) / one.kernels for one in scene.observation.phases if one.kernels), default=0.0)
         return min(host, host_us(scene, phase) / phase.kernels) if phase.kernels else 0.0
     if phase.idle_share is None or not phase.kernels:
         return 0.0
@@ -193,5 +193,5 @@ def leaves(phase: Phase) -> list[ModuleCost]:
 def _parents(costs: Iterable[ModuleCost]) -> set[str]:
     paths = {cost.path for cost in costs}
     inner = {path for path in paths if path}
-    prefixes = {path[:at] for path in inner for at, sign in enumerate(path) if sign == "."}
+    prefixes = {path[:index] for path in inner for index, sign in enumerate(path) if sign == "."}
     return prefixes | ({""} if inner else set())

@@ -68,10 +68,10 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
             return Evaluation(
                 torch.cat([out.reshape(-1, out.shape[-1]) if out.dim() else out.reshape(1, 1) for out in outputs]), None
             )
-        kept, losses = [], []
-        for ids, at in zip(sample.prompts, sample.positions, strict=True):
+        chosen, losses = [], []
+        for ids, positions in zip(sample.prompts, sample.positions, strict=True):
             logits = logits_of(model(input_ids=ids))[0]
-            kept.append(logits[at.to(logits.device)])
+            chosen.append(logits[positions.to(logits.device)])
             losses.append(
                 F.cross_entropy(
                     logits[:-1].to(_at_least_float(logits.dtype)), ids[0, 1:].to(logits.device), reduction="none"
@@ -82,7 +82,7 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
         generated = agreed = 0
         if decode and work.generates:
             generated, agreed = _decoding_agreement(model, work, sample.prompts[: sample.decoded])
-        return Evaluation(torch.cat(kept), torch.cat(losses) if work.held_out else None, generated, agreed)
+        return Evaluation(torch.cat(chosen), torch.cat(losses) if work.held_out else None, generated, agreed)
 
 
 def perplexity(nll: Tensor) -> float:
@@ -91,7 +91,7 @@ def perplexity(nll: Tensor) -> float:
 
 
 def _decoding_agreement(model: nn.Module, work: Workload, prompts: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Of the tokens that `generate` chose, how many the same model's forward over the finished text ranks first.
+    """Count the tokens that `generate` chose, and those that the model's forward over the whole text ranks first.
 
     The forward pass has its own check against the reference; this one ties decoding, which may run other code, to it.
     """

@@ -28,9 +28,9 @@ class Report(Document):
     def from_json(text: str) -> Report:
         """Read what `to_json` wrote. Raises InputError for another schema."""
         data = json.loads(text)
-        found = data.get("schema") if isinstance(data, dict) else None
-        if found != SCHEMA:
-            raise InputError(f"this is no report that this version reads: schema {found!r}, wanted {SCHEMA!r}.")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise InputError(f"this is no report that this version reads: schema {schema!r}, wanted {SCHEMA!r}.")
         return typing.cast(Report, _build(Report, data))
 
     def save(self, path: str | Path) -> Path:
@@ -50,8 +50,8 @@ def _build(kind: Any, value: Any) -> Any:
     """`value` as parsed from JSON, as the annotated type `kind`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        wanted = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None else _build(wanted[0], value)
+        variants = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else _build(variants[0], value)
     if origin is list:
         return [_build(arguments[0], item) for item in value]
     if kind is float:

@@ -15,17 +15,17 @@ from tilewright.hardware.ceilings import Ceilings
 class Scene:
     """What a change may look at before it is tried.
 
-    kept: names of the changes in force by then. request_us: a request with them; None takes the observed one.
+    in_force: names of the changes kept by then. request_us: a request with them; None takes the observed one.
     """
 
     model: nn.Module
     work: Workload
-    seen: Observation
+    observation: Observation
     ceilings: Ceilings
-    kept: tuple[str, ...] = ()
+    in_force: tuple[str, ...] = ()
     request_us: float | None = None
 
     @property
     def now_us(self) -> float:
         """A request as it is now."""
-        return self.seen.request_us if self.request_us is None else self.request_us
+        return self.observation.request_us if self.request_us is None else self.request_us

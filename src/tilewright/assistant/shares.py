@@ -13,26 +13,26 @@ from dataclasses import dataclass
 class Share:
     """Parts of a change's bound. middle: what is expected; low, high: the range, below 0 where changes lost.
 
-    beside: the part of a request that may be won or lost besides, whatever the bound.
+    margin: the part of a request that may be won or lost besides, whatever the bound.
     """
 
     low: float
     middle: float
     high: float
-    beside: float = 0.05
+    margin: float = 0.05
 
 
 _UNKNOWN = Share(-0.1, 0.6, 1.0)
 _SHARES: dict[tuple[str, str], Share] = {
     ("static_decode", "cuda"): Share(0.7, 1.0, 1.1),
-    ("static_decode", "cpu"): Share(0.3, 0.8, 1.1, beside=0.1),
+    ("static_decode", "cpu"): Share(0.3, 0.8, 1.1, margin=0.1),
     ("compiled_decode", "cpu"): Share(0.5, 0.85, 1.05),
     # Eager products of a few rows take other times than those that ceilings are measured with, either way.
     ("bf16", "cpu"): Share(-2.0, -0.2, 0.8),
     ("fp32_on_cpu", "cpu"): Share(-1.6, 0.4, 1.0),
-    ("op_replacement", "cpu"): Share(-0.5, 0.1, 1.0, beside=0.08),
-    ("merged_qkv", "cpu"): Share(-0.5, 0.0, 1.0, beside=0.1),
-    ("merged_gate_up", "cpu"): Share(-0.5, 0.0, 1.0, beside=0.1),
+    ("op_replacement", "cpu"): Share(-0.5, 0.1, 1.0, margin=0.08),
+    ("merged_qkv", "cpu"): Share(-0.5, 0.0, 1.0, margin=0.1),
+    ("merged_gate_up", "cpu"): Share(-0.5, 0.0, 1.0, margin=0.1),
     ("regional_compile", "cpu"): Share(-0.1, 0.1, 0.6),
 }
 

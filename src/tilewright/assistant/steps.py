@@ -16,7 +16,7 @@ class Steps:
         self._total: int | None = None
 
     def plan(self, more: int) -> None:
-        """From now on it is known that `more` steps follow the current one."""
+        """Say that `more` steps follow the current one."""
         self._total = self._step + more
 
     def next(self) -> None:

@@ -57,10 +57,10 @@ class Trials:
         self._scene = scene
         self._request_us: float | None = None  # with what was kept, once something was
         self._work = scene.work
-        self._peak = max((phase.peak_bytes or 0 for phase in scene.seen.phases), default=0)
+        self._peak = max((phase.peak_bytes or 0 for phase in scene.observation.phases), default=0)
         self._deadline = deadline
         self._say = say
-        self._request_s = scene.seen.request_us / 1e6
+        self._request_s = scene.observation.request_us / 1e6
         self._evaluation_s = 0.0
         self._fewest = FEWEST_ROUNDS
         self._sample = self._draw(scene.model, seed)
@@ -98,22 +98,22 @@ class Trials:
         The time goes to the largest predicted gains first.
         """
         left = self._left() - self._trial_s()  # the final measurement takes as long as a trial
-        within = set()
+        affordable = set()
         for item in sorted(proposals, key=lambda item: -item.predicted.high):
             needed = self._trial_s() + self._preparation_s(item.change)
             if needed <= left:
-                within.add(item.change.name)
+                affordable.add(item.change.name)
                 left -= needed
-        first = [item for item in proposals if item.change.name in within]
-        rest = [item for item in proposals if item.change.name not in within]
+        first = [item for item in proposals if item.change.name in affordable]
+        rest = [item for item in proposals if item.change.name not in affordable]
         return first + sorted(rest, key=lambda item: -item.predicted.high)
 
     def predict_now(self, item: Proposal) -> Prediction:
         """The prediction on top of what was kept so far; as it was where nothing was."""
         if self._request_us is None:
             return item.predicted
-        kept = tuple(change.name for change in self.trial.changes[: len(self.trial)])
-        return item.change.predict(replace(self._scene, kept=kept, request_us=self._request_us))
+        names = tuple(change.name for change in self.trial.changes[: len(self.trial)])
+        return item.change.predict(replace(self._scene, in_force=names, request_us=self._request_us))
 
     def attempt(self, change: Change, predicted: Prediction, *, planned: Sequence[Change]) -> ChangeRecord:
         """Try one change; keep it or undo it. planned: what comes after it and shares the time that is left."""
@@ -127,7 +127,7 @@ class Trials:
         if self.noise.too_noisy:
             record.decision, record.reason = "not tried", f"{self.noise.sentence}."
             return record
-        kept = len(self.trial)
+        count = len(self.trial)
         try:
             self._run(change, record, self._timing_s([change, *planned]))
         except Exception as error:  # noqa: BLE001  the change, the compiler behind it and the model are not ours to trust
@@ -135,12 +135,12 @@ class Trials:
             record.reason = f"it failed: {first_line(error)}"
         if record.decision == "kept" and record.measured is not None:
             gain = record.measured.decisive.gain
-            self._request_us = (self._request_us or self._scene.seen.request_us) / gain
+            self._request_us = (self._request_us or self._scene.observation.request_us) / gain
         if record.decision == "kept" and not self.in_place:
             self._say(f"{change.name}: kept, applying it to the model")
             self.main.push(change)
             self._warm_up(self.main.model)
-        elif record.decision != "kept" and len(self.trial) > kept:
+        elif record.decision != "kept" and len(self.trial) > count:
             self._say(f"{change.name}: undone")
             self.trial.pop()
         record.seconds = round(time.perf_counter() - began, 3)
@@ -276,24 +276,24 @@ class Trials:
         name = str(dtype).removeprefix("torch.")
         self._say(f"evaluating a {name} copy of the unchanged model as the reference")
         with full_precision():
-            found = evaluate(wide_copy(model, dtype, device), self._work, self._sample, decode=False)
+            reference = evaluate(wide_copy(model, dtype, device), self._work, self._sample, decode=False)
         _release(self._work.device)
-        return found
+        return reference
 
     def _evaluate_own(self, model: nn.Module, accept_dtype: torch.dtype | None) -> Evaluation:
         """The unchanged model's outputs, or those in the accepted format; perplexity is always the former's."""
         began = time.perf_counter()
-        own = evaluate(model, self._work, self._sample, decode=True)
+        unpatched = evaluate(model, self._work, self._sample, decode=True)
         self._evaluation_s = time.perf_counter() - began
         if accept_dtype is None:
-            return own
+            return unpatched
         cast = InDtype(model, (dominant_dtype(model),), accept_dtype)
         try:
             accepted = evaluate(model, self._work, self._sample, decode=True)
         finally:
             cast.undo()
         self.notes.append(f"Errors are held against the unchanged model in {accept_dtype}, as accept_dtype asks.")
-        return replace(accepted, nll=own.nll)
+        return replace(accepted, nll=unpatched.nll)
 
     def _copy(self, model: nn.Module) -> Stack:
         if _room(self._work.device) < 1.1 * weight_bytes(model) + 2 * self._peak:

@@ -32,12 +32,12 @@ def catalogue() -> tuple[Change, ...]:
 
 def chosen(allow: Sequence[str] | None) -> tuple[Change, ...]:
     """The changes named in `allow`; None means all."""
-    known = catalogue()
+    changes = catalogue()
     if allow is None:
-        return known
-    unknown = sorted(set(allow) - {change.name for change in known})
+        return changes
+    unknown = sorted(set(allow) - {change.name for change in changes})
     if unknown:
         raise InputError(
-            f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in known)}."
+            f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in changes)}."
         )
-    return tuple(change for change in known if change.name in allow)
+    return tuple(change for change in changes if change.name in allow)

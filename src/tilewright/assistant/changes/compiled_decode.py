@@ -54,7 +54,7 @@ class CompiledDecode:
         def saving(phase: Phase) -> float:
             return host_us(scene, phase) if phase.name == "decode" else 0.0
 
-        around = 0.0 if "static_decode" in scene.kept else scene.seen.loop_us
+        around = 0.0 if "static_decode" in scene.in_force else scene.observation.loop_us
         because = "the time of a decoding step beyond its matrix products and attention, and the loop around it."
         return predict(scene, self.name, saving, because, around_us=around)
 

@@ -66,9 +66,9 @@ class MergedLinear:
                 if len(shapes) < 2:
                     continue
                 first, columns = shapes[0], sum(p.n for p in shapes)
-                apart = sum(matmul_us(scene.ceilings, p.m, p.n, p.k, 1, p.dtype) for p in shapes)
+                separate_us = sum(matmul_us(scene.ceilings, p.m, p.n, p.k, 1, p.dtype) for p in shapes)
                 saved += (
-                    apart
+                    separate_us
                     - matmul_us(scene.ceilings, first.m, columns, first.k, 1, first.dtype)
                     + per_op_us(scene, phase) * (len(shapes) - 1)
                 )
@@ -109,11 +109,11 @@ class Other(Member):
     """Takes its columns if they belong to this input, else computes them. The last one to take clears the table."""
 
     def forward(self, input: Tensor) -> Tensor:
-        group, at = self.tilewright_group, self.tilewright_at
+        group, index = self.tilewright_group, self.tilewright_at
         if group.input is not input:
             return F.linear(input, self.weight, self.bias)
-        part = group.parts[at]
-        if at == len(group.sizes) - 1:
+        part = group.parts[index]
+        if index == len(group.sizes) - 1:
             group.input, group.parts = None, ()
         return part
 
@@ -145,7 +145,7 @@ class Merged:
 
 def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
     """Paths of linear layers of one parent that one `run()` hands the same unchanged tensor, each once."""
-    seen: dict[tuple[str, int, int], list[str]] = {}
+    readers: dict[tuple[str, int, int], list[str]] = {}
     held: list[Tensor] = []  # keeps every input alive, so that no id is used twice
     calls: Counter[str] = Counter()
 
@@ -154,7 +154,7 @@ def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
             calls[path] += 1
             if args and isinstance(args[0], Tensor) and not args[0].is_inference():
                 held.append(args[0])
-                seen.setdefault((path.rpartition(".")[0], id(args[0]), args[0]._version), []).append(path)
+                readers.setdefault((path.rpartition(".")[0], id(args[0]), args[0]._version), []).append(path)
 
         return hook
 
@@ -168,7 +168,7 @@ def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
     finally:
         for handle in handles:
             handle.remove()
-    return [tuple(paths) for paths in seen.values() if len(paths) > 1 and all(calls[path] == 1 for path in paths)]
+    return [tuple(paths) for paths in readers.values() if len(paths) > 1 and all(calls[path] == 1 for path in paths)]
 
 
 MERGED_QKV = MergedLinear(

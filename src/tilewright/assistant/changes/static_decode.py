@@ -61,7 +61,7 @@ class StaticDecode:
             because = "the idle time of a decoding step, less the cost of its graph's nodes, and the loop around it."
         else:
             because = "the time of concatenating the cache, and the loop around the steps."
-        return predict(scene, self.name, saving, because, around_us=scene.seen.loop_us)
+        return predict(scene, self.name, saving, because, around_us=scene.observation.loop_us)
 
     def apply(self, model: nn.Module, work: Workload) -> Attached:
         return Attached(model)

@@ -160,11 +160,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _phase(name: str, calls: int, model: nn.Module, run: Callable[[], object], device: torch.device) -> Phase:
     wall = wall_us(run, device)
-    seen = profile_modules(model, run, device)
+    profiled = profile_modules(model, run, device)
     # The profiler slows the host, which adds idle time that is not there without it: the unprofiled wall time is the
     # honest span.
-    idle = max(0.0, 1 - seen.busy_us / wall) if device.type == "cuda" else None
-    return Phase(name, calls, wall, seen.busy_us, idle, seen.kernels, seen.modules, seen.ops)
+    idle = max(0.0, 1 - profiled.busy_us / wall) if device.type == "cuda" else None
+    return Phase(name, calls, wall, profiled.busy_us, idle, profiled.kernels, profiled.modules, profiled.ops)
 
 
 def _drain(device: torch.device) -> None:

@@ -50,8 +50,8 @@ class Noise:
 
 def decide(gain: Metric, noise: Noise, *, clock: str = "wall") -> tuple[Decision, str]:
     """The decision, and the sentence that gives its reason."""
-    by = " CPU time" if clock == "cpu" else ""
-    measured = f"{gain.name}{by} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
+    unit = " CPU time" if clock == "cpu" else ""
+    measured = f"{gain.name}{unit} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
     if noise.too_noisy:
         return "not judged", f"{measured}; {noise.sentence}."
     if gain.gain_low > noise.limit:

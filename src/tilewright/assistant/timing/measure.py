@@ -103,11 +103,11 @@ def compare(before: Side, after: Side, work: Workload, *, seconds: float, fewest
     busy = busy_share(readings) if work.device.type == "cpu" else 0.0
     clock = judging_clock(busy)
     samples = {
-        name: Samples([sample.cpu_us if clock == "cpu" else sample.wall_us for sample in found])
-        for name, found in readings.items()
+        name: Samples([sample.cpu_us if clock == "cpu" else sample.wall_us for sample in one])
+        for name, one in readings.items()
     }
-    taken = min(len(found.us) for found in samples.values())
-    return Comparison(_metrics(samples, work), taken, time.perf_counter() - began, clock, busy)
+    fewest_samples = min(len(one.us) for one in samples.values())
+    return Comparison(_metrics(samples, work), fewest_samples, time.perf_counter() - began, clock, busy)
 
 
 def calls(model: nn.Module, work: Workload) -> dict[str, Callable[[], object]]:
@@ -187,9 +187,9 @@ def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
     if not work.generates:
         return [_metric("forward", "ms", both("forward"), 1e-3)]
     steps = work.new_tokens - short_request(work)
-    found = [_metric("request", "ms", both("request"), 1e-3), _metric("prefill", "ms", both("prefill"), 1e-3)]
+    metrics = [_metric("request", "ms", both("request"), 1e-3), _metric("prefill", "ms", both("prefill"), 1e-3)]
     if work.goal == "throughput":
-        found.insert(0, _rate(found[0], "throughput", "tokens/s", 1e3 * work.batch * work.new_tokens))
+        metrics.insert(0, _rate(metrics[0], "throughput", "tokens/s", 1e3 * work.batch * work.new_tokens))
     if steps:
         decode = tuple(
             Samples(
@@ -200,8 +200,8 @@ def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
             )
             for side in ("before", "after")
         )
-        found.append(_metric("decode", "ms/token", (decode[0], decode[1]), 1e-3))
-    return found
+        metrics.append(_metric("decode", "ms/token", (decode[0], decode[1]), 1e-3))
+    return metrics
 
 
 def _metric(name: str, unit: str, both: tuple[Samples, Samples], scale: float) -> Metric:

@@ -47,20 +47,20 @@ class Card:
 
 def cards(report: Document) -> list[Card]:
     """What a reader wants to know first: the gains, decoding among them, and the accuracy."""
-    found = [
+    shown = [
         Card(f"{m.gain:.2f}x", m.name, f"{m.before:.4g} to {m.after:.4g} {m.unit}")
         for m in (report.totals.metrics if report.totals is not None else [])
     ]
     if (a := report.accuracy) is not None:
         error = f"{a.error:.2e}" if a.error else "0"
-        found.append(Card(error, "logit error", f"{a.own_error:.2e} before; limit {a.error_limit:.2e}"))
-        found.append(Card(f"{a.top1:.2%}", "top-1", f"{a.own_top1:.2%} before; {a.positions} positions"))
+        shown.append(Card(error, "logit error", f"{a.own_error:.2e} before; limit {a.error_limit:.2e}"))
+        shown.append(Card(f"{a.top1:.2%}", "top-1", f"{a.own_top1:.2%} before; {a.positions} positions"))
         if a.decode_agreement is not None and a.own_decode_agreement is not None:
             before = f"{a.own_decode_agreement:.2%} before; {a.decoded} tokens"
-            found.append(Card(f"{a.decode_agreement:.2%}", "decoding agrees", before))
+            shown.append(Card(f"{a.decode_agreement:.2%}", "decoding agrees", before))
         if a.perplexity is not None and a.own_perplexity is not None:
-            found.append(Card(f"{a.perplexity:.4g}", "perplexity", f"{a.own_perplexity:.4g} before"))
-    return found
+            shown.append(Card(f"{a.perplexity:.4g}", "perplexity", f"{a.own_perplexity:.4g} before"))
+    return shown
 
 
 def readable_bytes(count: float) -> str:

@@ -40,13 +40,13 @@ class Box:
 
 def place(points: Sequence[tuple[float, float]], texts: Sequence[str], area: Box) -> list[Box | None]:
     """A box for each text near its point, both in points; None where every place is taken."""
-    taken = [Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in points]
+    occupied = [Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in points]
     boxes: list[Box | None] = []
     for (x, y), text in zip(points, texts, strict=True):
-        found = next((box for box in _around(x, y, text) if box.within(area) and not _hit(box, taken)), None)
-        boxes.append(found)
-        if found is not None:
-            taken.append(found)
+        free = next((box for box in _around(x, y, text) if box.within(area) and not _hit(box, occupied)), None)
+        boxes.append(free)
+        if free is not None:
+            occupied.append(free)
     return boxes
 
 
@@ -91,5 +91,5 @@ def _around(x: float, y: float, text: str) -> list[Box]:
     return boxes
 
 
-def _hit(box: Box, taken: Sequence[Box]) -> bool:
-    return any(box.overlaps(other) for other in taken)
+def _hit(box: Box, occupied: Sequence[Box]) -> bool:
+    return any(box.overlaps(other) for other in occupied)

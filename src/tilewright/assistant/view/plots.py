@@ -45,17 +45,17 @@ def time_by_module(report: Document) -> str:
     ):
         left = axes[0]
         height = 0.38 if new else 0.7
-        for at, name in enumerate(names):
+        for row, name in enumerate(names):
             left.barh(
-                at + (height / 2 if new else 0),
+                row + (height / 2 if new else 0),
                 old.get(name, 0) / 1e3,
                 height,
                 color=BEFORE,
-                label="before" if at == 0 else None,
+                label="before" if row == 0 else None,
             )
             if new:
                 left.barh(
-                    at - height / 2, new.get(name, 0) / 1e3, height, color=AFTER, label="after" if at == 0 else None
+                    row - height / 2, new.get(name, 0) / 1e3, height, color=AFTER, label="after" if row == 0 else None
                 )
         left.set_yticks(range(len(names)), names)
         left.set_xlabel("own time in one prefill, ms")
@@ -108,26 +108,26 @@ def accuracy(report: Document) -> str:
     positive = [
         value
         for record in judged
-        if (found := record.accuracy) is not None
-        for value in (found.error, found.own_error, found.error_limit)
+        if (result := record.accuracy) is not None
+        for value in (result.error, result.own_error, result.error_limit)
         if 0 < value < math.inf
     ]
     least, most = min(positive, default=1e-8) / 3, max(positive, default=1e-7) * 3
     with _figure("accuracy", (9.0, 0.34 * len(judged) + 1.2)) as (figure, axes):
         axis = axes[0]
         for row, record in enumerate(judged):
-            found = record.accuracy
-            assert found is not None
-            colour = GOOD if found.passed else BAD
-            if found.error != 0:  # what is not finite stands at the right end
-                axis.scatter(min(most, found.error), row, color=colour, s=42, zorder=3)
+            result = record.accuracy
+            assert result is not None
+            colour = GOOD if result.passed else BAD
+            if result.error != 0:  # what is not finite stands at the right end
+                axis.scatter(min(most, result.error), row, color=colour, s=42, zorder=3)
             else:  # a logarithmic axis has no zero
                 axis.annotate(
                     "0: bit for bit", (0.01, row), xycoords=("axes fraction", "data"), color=colour, va="center"
                 )
             for value, line, name in (
-                (found.own_error, BEFORE, "unchanged model"),
-                (found.error_limit, NEUTRAL, "limit"),
+                (result.own_error, BEFORE, "unchanged model"),
+                (result.error_limit, NEUTRAL, "limit"),
             ):
                 if value > 0:
                     axis.plot(
@@ -155,19 +155,19 @@ def gains(report: Document) -> str:
         return ""
     with _figure("gains", (9.0, 0.38 * len(shown) + 1.2)) as (figure, axes):
         axis = axes[0]
-        for at, record in enumerate(shown):
+        for row, record in enumerate(shown):
             assert record.predicted is not None
             low, high = record.predicted.low, record.predicted.high
             axis.barh(
-                at,
+                row,
                 max(high - low, 0.004),
                 left=low,
                 height=0.5,
                 color=NEUTRAL,
                 alpha=0.45,
-                label="predicted range" if at == 0 else None,
+                label="predicted range" if row == 0 else None,
             )
-            _draw_measured(axis, at, record)
+            _draw_measured(axis, row, record)
         axis.axvline(1.0, color=_INK, linewidth=0.8)
         axis.set_yticks(range(len(shown)), [f"{record.name} ({record.decision})" for record in shown])
         axis.set_xlabel("speed-up of a request: old time / new time")
@@ -175,13 +175,13 @@ def gains(report: Document) -> str:
         return _svg("gains", figure)
 
 
-def _draw_measured(axis: Any, at: int, record: ChangeRecord) -> None:
+def _draw_measured(axis: Any, row: int, record: ChangeRecord) -> None:
     if record.measured is None:
         return
     gain = record.measured.decisive
     around = [[gain.gain - gain.gain_low], [gain.gain_high - gain.gain]]
     axis.errorbar(
-        gain.gain, at, xerr=around, fmt="o", markersize=5, capsize=3, color=GOOD if record.decision == "kept" else BAD
+        gain.gain, row, xerr=around, fmt="o", markersize=5, capsize=3, color=GOOD if record.decision == "kept" else BAD
     )
 
 
@@ -197,11 +197,11 @@ def _draw_roofs(axis: Any, report: Document, intensities: list[float]) -> None:
 
 
 def _draw_request(axis: Any, report: Document) -> None:
-    for at, (name, parts) in enumerate(_request_parts(report).items()):
+    for column, (name, parts) in enumerate(_request_parts(report).items()):
         prefill, decode = parts
-        axis.bar(at, prefill, 0.6, color=BEFORE if name == "before" else AFTER)
-        axis.bar(at, decode, 0.6, bottom=prefill, color=BEFORE if name == "before" else AFTER, alpha=0.55)
-        axis.annotate(f"{prefill + decode:.3g}", (at, prefill + decode), ha="center", va="bottom", fontsize=7.5)
+        axis.bar(column, prefill, 0.6, color=BEFORE if name == "before" else AFTER)
+        axis.bar(column, decode, 0.6, bottom=prefill, color=BEFORE if name == "before" else AFTER, alpha=0.55)
+        axis.annotate(f"{prefill + decode:.3g}", (column, prefill + decode), ha="center", va="bottom", fontsize=7.5)
     axis.set_xticks(range(2), ["before", "after"])
     axis.set_ylabel("request, ms (dark: prefill)")
     axis.margins(y=0.15)
@@ -220,13 +220,13 @@ def _request_parts(report: Document) -> dict[str, tuple[float, float]]:
 
 
 def _by_class(phase: Phase | None) -> dict[str, float]:
-    found: dict[str, float] = {}
+    own_us: dict[str, float] = {}
     if phase is None:
-        return found
+        return own_us
     for module in phase.modules:
         us = max(0.0, module.self_us) * phase.stretch
-        found[module.module_class] = found.get(module.module_class, 0.0) + us
-    return found
+        own_us[module.module_class] = own_us.get(module.module_class, 0.0) + us
+    return own_us
 
 
 @contextmanager

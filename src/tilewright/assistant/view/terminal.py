@@ -62,7 +62,7 @@ def foreign_output(console: Console) -> Iterator[None]:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
+    copies = os.dup(1), os.dup(2)
     python_out, python_err, console_file = sys.stdout, sys.stderr, console.file
     with tempfile.TemporaryFile() as noise, os.fdopen(os.dup(2), "w", buffering=1) as stream:
         os.dup2(noise.fileno(), 1)
@@ -76,7 +76,7 @@ def foreign_output(console: Console) -> Iterator[None]:
             python_out.flush()
             python_err.flush()
             stream.flush()
-            for descriptor, copy in enumerate(kept, start=1):
+            for descriptor, copy in enumerate(copies, start=1):
                 os.dup2(copy, descriptor)
                 os.close(copy)
             sys.stdout, sys.stderr, console.file = python_out, python_err, console_file
@@ -112,8 +112,8 @@ def render(report: Report) -> RenderableType:
     if report.control is not None:
         noise = report.control.decisive
         interval = f"95 %: {noise.gain_low:.3f} to {noise.gain_high:.3f}"
-        by = " by CPU time, as other processes are at work" if report.control.clock == "cpu" else ""
-        parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here{by}.", style="dim"))
+        clock = " by CPU time, as other processes are at work" if report.control.clock == "cpu" else ""
+        parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here{clock}.", style="dim"))
     parts.extend((_changes(report.changes), _reasons(report.changes)))
     parts.extend(Text(f"Note: {note}", style="dim") for note in report.notes)
     return Group(*parts)
