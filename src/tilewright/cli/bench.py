@@ -118,9 +118,8 @@ def bench_suite(
     )
     write_json(with_earlier(measured), json_file)
     if measured.unbegun:
-        say(
-            f"{measured.unbegun} cases not measured: the budget was used up, or you interrupted. --resume measures them."
-        )
+        left = measured.unbegun
+        say(f"{left} cases not measured: the budget was used up, or you interrupted. --resume measures them.")
     for note in measured.failures:
         say(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
     if not measured.ok:
