@@ -18,7 +18,7 @@ from tilewright.version import __version__
 
 _FILE = '''"""{gain}
 
-Made by `tilewright optimize`, tilewright {version}. The weights beside this file are those of the unchanged model.
+Made by `tilewright optimize`, tilewright {version}. The weights next to this file are those of the unchanged model.
 
     from optimized import load
 

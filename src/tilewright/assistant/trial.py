@@ -272,7 +272,7 @@ class Trials:
         need = sum(p.numel() for p in model.parameters()) * dtype.itemsize + 2 * self._peak
         device = self._work.device if _room(self._work.device) > need else torch.device("cpu")
         if device != self._work.device:
-            self.notes.append("The reference ran on the CPU: the device has no room for it beside the model.")
+            self.notes.append("The reference ran on the CPU: the device has no room for it besides the model.")
         name = str(dtype).removeprefix("torch.")
         self._say(f"evaluating a {name} copy of the unchanged model as the reference")
         with full_precision():

@@ -31,7 +31,7 @@ PERPLEXITY_RISE = 0.001
 
 @dataclass
 class Accuracy:
-    """One model beside the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
+    """One model next to the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
 
     error, own_error, error_limit: relative Frobenius error of the logits. top1_limit: lower end of the Wilson interval.
     decode_change_high: upper end of the 95 % interval of the change in agreement.

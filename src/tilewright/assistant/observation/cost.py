@@ -1,6 +1,6 @@
 """Flops, bytes and live memory of one eager forward, by module, counted at the level of aten ops.
 
-`CostMode` sees every op after autograd has taken composite ops apart. Bytes are counted twice on purpose: `bytes_eager`
+`CostMode` sees every op after autograd has decomposed composite ops. Bytes are counted twice on purpose: `bytes_eager`
 is what the eager ops move (each reads its inputs, writes its outputs), `bytes_ideal` what a module that fuses
 everything inside would move (its inputs, parameters and outputs once). The gap between them is what fusion can win.
 """
