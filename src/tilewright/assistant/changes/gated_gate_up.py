@@ -7,8 +7,8 @@ registers, and N columns are all that is written: at M rows of bf16, 8 * M * N b
 It rounds less than the model: silu(z_gate) * z_up is one float32 expression, rounded once, where the model rounds
 z_gate and z_up to its own dtype first. The accuracy gate holds that against the wider reference, as any other change.
 
-Calls at numbers of rows where this was not measured faster than the product and the gate run these two separately on the
-interleaved weights' views, which are what `gate` and `up` have in state_dict. So do calls that need a gradient.
+Calls at numbers of rows where this was not measured faster than the product and the gate run these two separately on
+the interleaved weights' views, which are what `gate` and `up` have in state_dict. So do calls that need a gradient.
 """
 
 from __future__ import annotations
