@@ -159,6 +159,16 @@ def test_the_fewest_threads_that_are_as_fast_as_any_are_chosen(clock, seconds, c
     assert set(chosen.request_ms) == {1, 2, 4}
 
 
+def test_choosing_threads_ends_after_its_share_of_the_budget(clock):
+    """On a machine where two threads take fifty times as long, one round has to do."""
+    torch.set_num_threads(2)
+    model = FakeModel(clock, {1: 0.1, 2: 5.0}).eval()
+    began = clock.now_ns
+    chosen = choose_threads(model, workload(model, torch.zeros(2, 2)), budget_s=100.0)
+    assert chosen.count == 1
+    assert (clock.now_ns - began) / 1e9 < 6.0
+
+
 def test_the_threads_are_at_the_end_what_they_were(clock):
     torch.set_num_threads(2)
     opt = run(slow_llama(), [FASTER])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tilewright.assistant.timing.clocks import take_turns
+from tilewright.assistant.timing.clocks import Readings, take_turns
 from tilewright.assistant.workload import Workload
 
 _ROUNDS = 5
@@ -64,10 +64,14 @@ def choose_threads(model: nn.Module, work: Workload, *, budget_s: float) -> Thre
         torch.set_num_threads(1)
         began = time.perf_counter()
         call()
-        first = max(time.perf_counter() - began, 1e-9)
         counts = _halves(current)
-        rounds = max(1, min(_ROUNDS, int(limit / first / len(counts))))
-        readings = take_turns({str(count): _with_threads(count, call) for count in counts}, rounds=rounds)
+        timed = {str(count): _with_threads(count, call) for count in counts}
+        readings: Readings = {name: [] for name in timed}
+        for _ in range(_ROUNDS):  # one at a time: with several threads a busy machine may take fifty times as long
+            for name, samples in take_turns(timed, rounds=1).items():
+                readings[name].extend(samples)
+            if time.perf_counter() - began > limit:
+                break
     request_ms = {
         int(name): statistics.median(sample.wall_us for sample in samples) / 1e3 for name, samples in readings.items()
     }
