@@ -173,9 +173,10 @@ def dtype_bytes(dtype: torch.dtype | str) -> int:
 
 
 def path_for(device: torch.device | str) -> Path:
-    """Where the ceilings of `device` are kept."""
+    """Where the ceilings of `device` are kept; on a CPU a file for each number of torch's threads."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_info(device).name).strip("-").lower()
-    return current().cache_dir / "ceilings" / f"{name}.json"
+    threads = f"-{torch.get_num_threads()}-threads" if torch.device(device).type == "cpu" else ""
+    return current().cache_dir / "ceilings" / f"{name}{threads}.json"
 
 
 def save(ceilings: Ceilings, device: torch.device | str) -> Path:
@@ -209,8 +210,6 @@ def load(device: torch.device | str) -> Ceilings | None:
             f"here are driver {wanted[1]}, torch {wanted[2]}: run `tilewright calibrate`",
         )
         return None
-    if torch.device(device).type == "cpu" and found.threads != torch.get_num_threads():
-        return None  # measured with another number of threads
     return found
 
 
