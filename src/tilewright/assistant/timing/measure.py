@@ -2,8 +2,11 @@
 
 The number of rounds follows from a pilot round and the time allowed, before the first sample is looked at, and is cut
 short only by the clock, where the machine slows down meanwhile: choosing when to stop by the result would make the
-interval a lie. Where only one copy of the model fits the device, blocks of
-rounds with and without the change alternate instead of single calls.
+interval a lie. Where only one copy of the model fits the device, blocks of rounds with and without the change
+alternate instead of single calls.
+
+On a CPU each sample has two times, by the wall and by the CPU (`clocks`); which of them decides follows from the share
+of the time that other processes took, and the comparison says which.
 """
 
 from __future__ import annotations
@@ -15,6 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tilewright.assistant.timing.clocks import (
+    Call,
+    Clock,
+    Reading,
+    Readings,
+    busy_share,
+    judging_clock,
+    repeats_for,
+    take_turns,
+)
 from tilewright.assistant.workload import Workload
 from tilewright.bench.timing import Ratio, Samples, interleave, paired_ratio
 
@@ -22,6 +35,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 6, 40
 _BLOCKS = 4
 
 Switch = Callable[[], None]
+Take = Callable[[dict[str, Call], Workload, int, dict[str, int]], Readings]
 
 
 @dataclass(frozen=True)
@@ -51,11 +65,16 @@ class Metric:
 
 @dataclass
 class Comparison:
-    """All metrics of one interleaved run; the first one decides."""
+    """All metrics of one interleaved run; the first one decides.
+
+    clock: "wall", or "cpu" where other processes took more than a twentieth of the time (`busy` is that share).
+    """
 
     metrics: list[Metric]
     rounds: int
     seconds: float
+    clock: Clock = "wall"
+    busy: float = 0.0
 
     @property
     def decisive(self) -> Metric:
@@ -63,22 +82,32 @@ class Comparison:
         return self.metrics[0]
 
 
-def compare(before: Side, after: Side, work: Workload, *, seconds: float) -> Comparison:
-    """Time both sides for about `seconds`. Both must have run before: compilation and capture are no samples."""
+def compare(before: Side, after: Side, work: Workload, *, seconds: float, fewest: int = FEWEST_ROUNDS) -> Comparison:
+    """Time both sides for about `seconds`, and for `fewest` rounds at least.
+
+    Both must have run before: compilation and capture are no samples.
+    """
     began = time.perf_counter()
+    take = _take_on_cpu if work.device.type == "cpu" else _take_on_gpu
     with torch.no_grad():
         sides = {"before": before, "after": after}
         pilot = sum(_pilot(side, work) for side in sides.values())
-        rounds = max(FEWEST_ROUNDS, min(MOST_ROUNDS, int(seconds / pilot)))
+        rounds = max(fewest, min(MOST_ROUNDS, int(seconds / pilot)))
         if before.enter is None and after.enter is None:
             old, new = calls(before.model, work), calls(after.model, work)
             # Both sides of one quantity stand next to each other, so that a disturbance longer than a call hits both.
             fns = {f"{side}:{name}": fns[name] for name in old for side, fns in (("before", old), ("after", new))}
-            samples = _in_turn(fns, work, rounds, until=began + seconds)
+            readings = _in_turn(fns, work, rounds, take, fewest, until=began + seconds)
         else:
-            samples = _in_blocks(sides, work, rounds, until=began + seconds)
-    taken = min(len(found.us) for found in samples.values())
-    return Comparison(_metrics(samples, work), taken, time.perf_counter() - began)
+            readings = _in_blocks(sides, work, rounds, take, until=began + seconds)
+    busy = busy_share(readings) if work.device.type == "cpu" else 0.0
+    clock = judging_clock(busy)
+    samples = {
+        name: Samples([sample.cpu_us if clock == "cpu" else sample.wall_us for sample in one])
+        for name, one in readings.items()
+    }
+    fewest_samples = min(len(one.us) for one in samples.values())
+    return Comparison(_metrics(samples, work), fewest_samples, time.perf_counter() - began, clock, busy)
 
 
 def calls(model: nn.Module, work: Workload) -> dict[str, Callable[[], object]]:
@@ -108,19 +137,32 @@ def _pilot(side: Side, work: Workload) -> float:
     return time.perf_counter() - began
 
 
-def _in_turn(fns: dict[str, Callable[[], object]], work: Workload, rounds: int, *, until: float) -> dict[str, Samples]:
-    taken: dict[str, list[float]] = {name: [] for name in fns}
-    while rounds > 0 and (not all(taken.values()) or time.perf_counter() < until):
-        now = min(rounds, FEWEST_ROUNDS)
-        found = interleave(fns, device=work.device, rounds=now, warmup=0, measure="wall")
-        for name, samples in found.items():
-            taken[name].extend(samples.us)
-        rounds -= now
-    return {name: Samples(us) for name, us in taken.items()}
+def _take_on_cpu(fns: dict[str, Call], work: Workload, rounds: int, repeats: dict[str, int]) -> Readings:
+    for name, fn in fns.items():
+        if name not in repeats:
+            repeats[name] = repeats_for(fn)
+    return take_turns(fns, rounds=rounds, repeats=repeats)
 
 
-def _in_blocks(sides: dict[str, Side], work: Workload, rounds: int, *, until: float) -> dict[str, Samples]:
-    taken: dict[str, list[float]] = {}
+def _take_on_gpu(fns: dict[str, Call], work: Workload, rounds: int, repeats: dict[str, int]) -> Readings:
+    timed = interleave(fns, device=work.device, rounds=rounds, warmup=0, measure="wall")
+    return {name: [Reading(us, us) for us in samples.us] for name, samples in timed.items()}
+
+
+def _in_turn(fns: dict[str, Call], work: Workload, rounds: int, take: Take, fewest: int, *, until: float) -> Readings:
+    readings: Readings = {name: [] for name in fns}
+    repeats: dict[str, int] = {}
+    while rounds > 0 and (not all(readings.values()) or time.perf_counter() < until):
+        count = min(rounds, fewest)
+        for name, samples in take(fns, work, count, repeats).items():
+            readings[name].extend(samples)
+        rounds -= count
+    return readings
+
+
+def _in_blocks(sides: dict[str, Side], work: Workload, rounds: int, take: Take, *, until: float) -> Readings:
+    readings: Readings = {}
+    repeats: dict[str, int] = {}
     per_block = -(-rounds // _BLOCKS)
     for block in range(_BLOCKS):
         if block in range(2, _BLOCKS, 2) and time.perf_counter() > until:
@@ -130,10 +172,12 @@ def _in_blocks(sides: dict[str, Side], work: Workload, rounds: int, *, until: fl
             side = sides[name]
             if side.enter is not None:
                 side.enter()
-            found = interleave(calls(side.model, work), device=work.device, rounds=per_block, warmup=1, measure="wall")
-            for call, samples in found.items():
-                taken.setdefault(f"{name}:{call}", []).extend(samples.us)
-    return {name: Samples(us) for name, us in taken.items()}
+            fns = {f"{name}:{call}": fn for call, fn in calls(side.model, work).items()}
+            for fn in fns.values():
+                fn()  # the first call after a switch is no sample
+            for call, samples in take(fns, work, per_block, repeats).items():
+                readings.setdefault(call, []).extend(samples)
+    return readings
 
 
 def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
@@ -143,9 +187,9 @@ def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
     if not work.generates:
         return [_metric("forward", "ms", both("forward"), 1e-3)]
     steps = work.new_tokens - short_request(work)
-    found = [_metric("request", "ms", both("request"), 1e-3), _metric("prefill", "ms", both("prefill"), 1e-3)]
+    metrics = [_metric("request", "ms", both("request"), 1e-3), _metric("prefill", "ms", both("prefill"), 1e-3)]
     if work.goal == "throughput":
-        found.insert(0, _rate(found[0], "throughput", "tokens/s", 1e3 * work.batch * work.new_tokens))
+        metrics.insert(0, _rate(metrics[0], "throughput", "tokens/s", 1e3 * work.batch * work.new_tokens))
     if steps:
         decode = tuple(
             Samples(
@@ -156,8 +200,8 @@ def _metrics(samples: dict[str, Samples], work: Workload) -> list[Metric]:
             )
             for side in ("before", "after")
         )
-        found.append(_metric("decode", "ms/token", (decode[0], decode[1]), 1e-3))
-    return found
+        metrics.append(_metric("decode", "ms/token", (decode[0], decode[1]), 1e-3))
+    return metrics
 
 
 def _metric(name: str, unit: str, both: tuple[Samples, Samples], scale: float) -> Metric:

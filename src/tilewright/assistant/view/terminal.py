@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,29 +16,82 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tilewright.assistant.measure import Comparison
 from tilewright.assistant.report import ChangeRecord, Report
+from tilewright.assistant.timing.measure import Comparison
 from tilewright.assistant.verify import Accuracy
 
-_STYLE = {"kept": "bold green", "rejected": "yellow", "proposed": "cyan", "not tried": "dim", "not applicable": "dim"}
+_STYLE = {
+    "kept": "bold green",
+    "rejected": "yellow",
+    "not judged": "magenta",
+    "proposed": "cyan",
+    "not tried": "dim",
+    "not applicable": "dim",
+}
 _SHOWN_CLASSES = 8
+_SHOWN_LINES = 20  # of foreign output, when a run fails
 
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """A function to hand to `optimize(progress=...)`: a live line in a terminal, plain lines in a log file."""
-    if not console.is_terminal:
-        yield lambda line: console.print(line, markup=False, highlight=False)
+    """A function to hand to `optimize(progress=...)`: a live line in a terminal, plain lines in a log file.
+
+    Both show the elapsed time. What compilers and libraries write meanwhile to the process's own streams, their
+    subprocesses too, goes into a file (`foreign_output`).
+    """
+    with foreign_output(console):
+        if not console.is_terminal:
+            began = time.monotonic()
+            yield lambda line: console.print(
+                f"{time.monotonic() - began:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True
+            )
+            return
+        columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.fields[line]}"))
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None, line="starting")
+            yield lambda line: bar.update(task, advance=1, line=escape(line))
+
+
+@contextmanager
+def foreign_output(console: Console) -> Iterator[None]:
+    """Keep descriptors 1 and 2 for `console` and for Python's own streams; what others write there is shown only when
+    the block fails, its last lines.
+    """
+    if not _owns_descriptors():
+        yield
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("step {task.completed}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[line]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, line="starting")
-        yield lambda line: bar.update(task, advance=1, line=escape(line))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    copies = os.dup(1), os.dup(2)
+    python_out, python_err, console_file = sys.stdout, sys.stderr, console.file
+    with tempfile.TemporaryFile() as noise, os.fdopen(os.dup(2), "w", buffering=1) as stream:
+        os.dup2(noise.fileno(), 1)
+        os.dup2(noise.fileno(), 2)
+        console.file = sys.stdout = sys.stderr = stream
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            python_out.flush()
+            python_err.flush()
+            stream.flush()
+            for descriptor, copy in enumerate(copies, start=1):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            sys.stdout, sys.stderr, console.file = python_out, python_err, console_file
+            if failed:
+                noise.seek(0)
+                lines = noise.read().decode(errors="replace").splitlines(keepends=True)
+                python_err.writelines(lines[-_SHOWN_LINES:])
+
+
+def _owns_descriptors() -> bool:
+    """Whether Python's streams are the process's: not so under a test's capture, or in a notebook."""
+    try:
+        return (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def show(report: Report, console: Console) -> None:
@@ -55,7 +112,8 @@ def render(report: Report) -> RenderableType:
     if report.control is not None:
         noise = report.control.decisive
         interval = f"95 %: {noise.gain_low:.3f} to {noise.gain_high:.3f}"
-        parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here.", style="dim"))
+        clock = " by CPU time, as other processes are at work" if report.control.clock == "cpu" else ""
+        parts.append(Text(f"Two unchanged models differ by {noise.gain:.3f}x ({interval}) here{clock}.", style="dim"))
     parts.extend((_changes(report.changes), _reasons(report.changes)))
     parts.extend(Text(f"Note: {note}", style="dim") for note in report.notes)
     return Group(*parts)
