@@ -58,7 +58,7 @@ def test_what_is_chosen_fits_and_is_listed(n, k, bits):
             assert config.tokens >= min(m, 64)
             assert config.stages >= 2
             assert model.shared_bytes(config, bits) <= model.SHARED[config.ctas]
-            assert config.split <= model.steps(k, bits), "every block of a cluster has some of K"
+            assert config.split <= model.k_blocks(k, bits), "every block of a cluster has some of K"
 
 
 def test_few_tiles_are_split_and_many_are_not():

@@ -123,6 +123,11 @@ def cost(sample: Sample, direction: str) -> Cost:
     return Cost(14 * x.numel(), rows.nbytes(x, x, weight), rows.nbytes(x, weight, bias))
 
 
+def _backward_args(grads: Any, saved: Any, args: LayerNormArgs, needs: Any) -> LayerNormBackwardArgs:
+    (dy,), (x, weight) = grads, saved
+    return LayerNormBackwardArgs(dy, x, weight, args.eps, needs.weight, needs.bias)
+
+
 def _bad(device: torch.device, weight: tuple[int, ...], dtype: torch.dtype) -> Sample:
     return Sample((torch.ones(4, 8, device=device), torch.ones(weight, device=device, dtype=dtype), None))
 
@@ -141,9 +146,7 @@ CONTRACT = register(
             BACKWARD,
             inputs=("x", "weight", "bias"),
             save=lambda args, outputs: (args.x, args.weight),
-            raw_args=lambda grads, saved, args, needs: LayerNormBackwardArgs(
-                *grads, *saved, args.eps, needs.weight, needs.bias
-            ),
+            raw_args=_backward_args,
         ),
         workloads=(
             Workload("gpt2_xl", {"M": 8192, "N": 1600}),

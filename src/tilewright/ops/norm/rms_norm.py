@@ -143,6 +143,11 @@ def cost(sample: Sample, direction: str) -> Cost:
     return Cost(10 * x.numel(), rows.nbytes(x, x, weight), rows.nbytes(x, weight))
 
 
+def _backward_args(grads: Any, saved: Any, args: RmsNormArgs, needs: Any) -> RmsNormBackwardArgs:
+    (dy,), (x, weight) = grads, saved
+    return RmsNormBackwardArgs(dy, x, weight, args.eps, args.offset, args.fp32_weight, needs.weight)
+
+
 def _bad(device: torch.device, x: Sequence[int], w: Sequence[int], dtype: torch.dtype = torch.float32) -> Sample:
     return Sample((torch.ones(tuple(x), device=device, dtype=dtype), torch.ones(tuple(w), device=device)))
 
@@ -161,9 +166,7 @@ CONTRACT = register(
             BACKWARD,
             inputs=("x", "weight"),
             save=lambda args, outputs: (args.x, args.weight),
-            raw_args=lambda grads, saved, args, needs: RmsNormBackwardArgs(
-                *grads, *saved, args.eps, args.offset, args.fp32_weight, needs.weight
-            ),
+            raw_args=_backward_args,
         ),
         workloads=(
             Workload("llama8b_train", {"M": 8192, "N": 4096}),

@@ -18,7 +18,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.add_rms_norm import BACKWARD, FORWARD, AddRmsNormArgs, AddRmsNormBackwardArgs
 from tilewright.ops.norm.kernels.triton import long_rows, rms_norm, row_blocks
 from tilewright.ops.norm.kernels.triton.column_sums import column_sums, mean_of
-from tilewright.ops.norm.kernels.triton.row_blocks import Config, PersistentConfig
+from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK, Config, PersistentConfig
 from tilewright.ops.norm.rms_norm import RmsNormBackwardArgs
 from tilewright.ops.rows import RowsBucket, as_rows
 
@@ -29,7 +29,7 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
         # 64 values a thread: with two inputs and two outputs few, deep warps win, 66.6 us against 68.4 with 8 warps
         # at 8192x4096, 258.9 against 262.8 at 32768x4096 (H200, 2026-11)
         return Config(rows=1, num_warps=block // 2048)
-    return row_blocks.configure(bucket, dtype)
+    return rms_norm.configure(bucket, dtype)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def launch(outs: tuple[Tensor, Tensor], args: AddRmsNormArgs, config: Config) ->
     x, residual, weight = as_rows(args.x), as_rows(args.residual), args.weight.contiguous()
     m, n = x.shape
     block_n = triton.next_power_of_2(n)
-    if block_n > row_blocks.MAX_BLOCK:
+    if block_n > MAX_BLOCK:
         long_rows.launch(y, total, x, residual, args._replace(weight=weight))
         return
     parameters = (y, total, x, residual, weight, m, n, x.stride(0), residual.stride(0), args.eps, args.offset)
@@ -162,7 +162,7 @@ def launch_backward(outs: tuple[Tensor, Tensor], args: AddRmsNormBackwardArgs, c
     dy, dtotal, total, weight = as_rows(args.dy), as_rows(args.dtotal), as_rows(args.total), args.weight.contiguous()
     m, n = total.shape
     block_n = triton.next_power_of_2(n)
-    if block_n > row_blocks.MAX_BLOCK:
+    if block_n > MAX_BLOCK:
         long_rows.launch_backward(dx, dweight, dy, dtotal, total, args._replace(weight=weight))
         return
     programs = row_blocks.programs(m, config, total.device)

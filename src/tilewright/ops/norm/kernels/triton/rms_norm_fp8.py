@@ -24,6 +24,7 @@ from tilewright.ops.norm.add_rms_norm_fp8 import AddRmsNormFp8Args
 from tilewright.ops.norm.kernels.triton import row_blocks
 from tilewright.ops.norm.kernels.triton.fused_rows import normalise_rows
 from tilewright.ops.norm.kernels.triton.long_rows import normalise_block, rstd_of_row
+from tilewright.ops.norm.kernels.triton.rms_norm import configure as configure_plain
 from tilewright.ops.norm.kernels.triton.rms_norm_fp8_parts import parts as launch_parts
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK
 from tilewright.ops.norm.rms_norm_fp8 import RmsNormFp8Args
@@ -58,7 +59,7 @@ def configure_whole(bucket: RowsBucket, dtype: torch.dtype) -> Config:
         # Bound by instructions: 14.5 an element on sm_90 with 64 elements a thread, 19 with 16.  H200, 2026-11:
         # 8192x4096 (2, 4) 27.8 us, (1, 8) 30.1; 8192x7168 (1, 8) 51.7, (1, 4) 53.6; 4096x14336 (1, 8) 57.4, (1, 16) 63
         return Config(8192 // block, num_warps=4) if block <= 4096 else Config(rows=1, num_warps=8)
-    return Config(*row_blocks.configure(bucket, dtype))
+    return Config(*configure_plain(bucket, dtype))
 
 
 def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:

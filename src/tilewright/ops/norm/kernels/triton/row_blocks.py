@@ -26,18 +26,6 @@ class PersistentConfig(NamedTuple):
     ctas_per_sm: int  # programs per SM
 
 
-def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
-    block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
-    if block <= 512:
-        return Config(rows=max(1, min(8, 2048 // block)), num_warps=4)
-    if bucket.M * block >= 1 << 26 and block <= 8192:
-        # Large problems: 32 values a thread and 16 warps, 131.0 us against 132.1 at 32768x4096 (H200, 2026-11)
-        return Config(rows=16384 // block, num_warps=16)
-    # 16 values a thread: at N=4096 8 warps beat 4 and 16 from 1 row to 8192 (34.8 us against 35.2 and 36.0; H200,
-    # 2026-11)
-    return Config(rows=1, num_warps=min(16, max(4, block // 512)))
-
-
 def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> PersistentConfig:
     block = min(triton.next_power_of_2(bucket.N), MAX_BLOCK)
     if block <= 512:

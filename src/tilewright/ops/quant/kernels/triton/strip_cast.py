@@ -190,7 +190,7 @@ _strips = TritonKernel(_strip_kernel)
 _transpose = TritonKernel(_transpose_kernel)
 
 
-def matrices(x: Tensor) -> Tensor:
+def _matrices(x: Tensor) -> Tensor:
     """x (..., R, C) as (B, R, C) with unit stride in the last dimension; a view where possible."""
     batch = x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     return batch if batch.stride(-1) == 1 or batch.shape[-1] == 1 else batch.contiguous()
@@ -221,7 +221,7 @@ def launch_channels(outs: tuple[Tensor, Tensor], args: StripCastArgs, config: Co
 def _launch(outs: tuple[Tensor, Tensor], args: StripCastArgs, blocks: bool, config: Config) -> None:
     """Cast x (..., R, C) with a scale for 128 x 128 elements (blocks), or for 128 elements of a column."""
     (q, scales), transpose = outs, args.transpose
-    x = matrices(args.x)
+    x = _matrices(args.x)
     b, r, c = x.shape
     row_scales = scales.mT if transpose else scales  # (..., R blocks, C blocks or C)
     scale_step = scales.stride(-3) if args.x.dim() > 2 else 0

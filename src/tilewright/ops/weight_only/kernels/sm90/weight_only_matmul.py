@@ -81,7 +81,7 @@ KERNEL = CudaKernel(
 
 
 def _work(bucket: WeightOnlyMatmulBucket) -> Work:
-    return Work(rows=bucket.M, columns=bucket.N, depth=bucket.K, bits=bucket.bits)
+    return Work(bucket.M, bucket.N, bucket.K, bucket.bits)
 
 
 def configure(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> Config:
@@ -92,7 +92,7 @@ def configure(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> Config:
 def candidates(bucket: WeightOnlyMatmulBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns the 24 configs of least predicted time."""
     work = _work(bucket)
-    tokens = next((t for t in model.TOKENS if t >= work.rows), model.TOKENS[-1])
+    tokens = next((t for t in model.TOKENS if t >= work.m), model.TOKENS[-1])
     return tuple(model.ranked(model.space(work.bits, tokens), work)[:24])
 
 
@@ -122,10 +122,10 @@ def launch(outs: tuple[Tensor], args: WeightOnlyMatmulArgs, config: Config) -> N
     (d,) = outs
     x, q, scales, bias = args.x, args.q, args.scales, args.bias
     (m, k), n, bits = x.shape, q.shape[0], packing.bits_of(q)
-    if config.split > model.steps(k, bits):
+    if config.split > model.k_blocks(k, bits):
         raise InputError(
             f"weight_only_matmul: split={config.split} leaves blocks without work, K={k} has "
-            f"{model.steps(k, bits)} steps of {model.stage_k(bits)}; take a split of at most that."
+            f"{model.k_blocks(k, bits)} steps of {model.stage_k(bits)}; take a split of at most that."
         )
     token_rows = min(m, config.tokens)  # the box ends with the rows of x; the rest of the tile is not stored
     params = Params(

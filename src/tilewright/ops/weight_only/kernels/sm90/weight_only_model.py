@@ -35,11 +35,11 @@ class Config(NamedTuple):
 
 
 class Work(NamedTuple):
-    """`rows` of x times weights (columns, depth) of `bits` bits."""
+    """x (m, k) times weights (n, k) of `bits` bits."""
 
-    rows: int
-    columns: int
-    depth: int
+    m: int
+    n: int
+    k: int
     bits: int
 
 
@@ -48,9 +48,9 @@ def stage_k(bits: int) -> int:
     return SPAN * 8 // bits
 
 
-def steps(depth: int, bits: int) -> int:
+def k_blocks(k: int, bits: int) -> int:
     """Returns the number of k blocks, the stages of K."""
-    return -(-depth // stage_k(bits))
+    return -(-k // stage_k(bits))
 
 
 # ---------------------------------------------------------------------------------------------------- shared memory
@@ -108,9 +108,9 @@ def predicted_us(config: Config, work: Work) -> float:
     """
     k = stage_k(work.bits)
     weights = config.rows * (SPAN + k // GROUP * 2)
-    both = weights + min(work.rows, config.tokens) * k * 2
-    token_tiles = -(-work.rows // config.tokens)
-    count = -(-steps(work.depth, work.bits) // config.split)
+    both = weights + min(work.m, config.tokens) * k * 2
+    token_tiles = -(-work.m // config.tokens)
+    count = -(-k_blocks(work.k, work.bits) // config.split)
     busy = cycles(config, work.bits) / _CLOCK
     # TMA writes all bytes once; weights are read once, tokens by every warp
     shared = (2 * both + (config.warps - 1) * config.tokens * k * 2) / SPAN / _CLOCK
@@ -124,7 +124,7 @@ def predicted_us(config: Config, work: Work) -> float:
         return max(memory, share * _SMS * both / _L2, inside, arithmetic)
 
     running = resident(config.split, config.ctas, _SMS)
-    rounds, rest = divmod(token_tiles * -(-work.columns // config.rows), running)
+    rounds, rest = divmod(token_tiles * -(-work.n // config.rows), running)
     epilogue = _EPILOGUE * config.tokens
     meeting = _MEETING * config.tokens * config.split if config.split > 1 else 0
     full = rounds * (count * step(running) + epilogue + meeting)
@@ -182,10 +182,10 @@ def chosen(work: Work) -> Config:
 
     By prediction this costs 0.3 us a call on average over 30 sizes, and 1.7 us at most.
     """
-    tokens = next((t for t in TOKENS if t >= work.rows), None)
-    if tokens is None or work.columns * work.depth * work.bits > 8 * SMALL:
+    tokens = next((t for t in TOKENS if t >= work.m), None)
+    if tokens is None or work.n * work.k * work.bits > 8 * SMALL:
         return ranked(defaults(work.bits), work)[0]
-    split, ctas = (4, 2) if steps(work.depth, work.bits) >= 4 else (1, 1)
+    split, ctas = (4, 2) if k_blocks(work.k, work.bits) >= 4 else (1, 1)
     config = deepest(work.bits, tokens, 1, 4, split, ctas)
     assert config is not None, "fits for every number of tokens"
     return config
@@ -198,6 +198,6 @@ def _all(bits: int, tokens: Iterable[int], shapes: Iterable[tuple[int, int]]) ->
 
 def ranked(configs: Iterable[Config], work: Work) -> list[Config]:
     """Sorts configs by predicted time: those whose tokens hold the rows, and whose split is at most the k blocks."""
-    tokens = next((t for t in TOKENS if t >= work.rows), TOKENS[-1])
-    legal = [c for c in configs if c.tokens == tokens and c.split <= steps(work.depth, work.bits)]
+    tokens = next((t for t in TOKENS if t >= work.m), TOKENS[-1])
+    legal = [c for c in configs if c.tokens == tokens and c.split <= k_blocks(work.k, work.bits)]
     return sorted(legal, key=lambda c: predicted_us(c, work))
