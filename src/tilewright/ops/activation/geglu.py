@@ -1,6 +1,6 @@
 """GELU gate of a gate and an up tensor, forward and backward."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -83,6 +83,13 @@ def check(args: GegluArgs) -> None:
     gated.check_approximate("geglu", args.approximate)
 
 
+def _backward_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: GegluArgs, needs: GegluArgs
+) -> GegluBackwardArgs:
+    (dout,), (gate, up) = grads, saved
+    return GegluBackwardArgs(dout, gate, up, args.approximate)
+
+
 CONTRACT = register(
     Contract(
         name="geglu",
@@ -97,7 +104,7 @@ CONTRACT = register(
             BACKWARD,
             inputs=("gate", "up"),
             save=lambda args, outputs: (args.gate, args.up),
-            raw_args=lambda grads, saved, args, needs: GegluBackwardArgs(*grads, *saved, args.approximate),
+            raw_args=_backward_args,
         ),
         workloads=gated.GELU_WORKLOADS,
         cpu_workloads=gated.CPU_WORKLOADS,

@@ -1,6 +1,6 @@
 """GELU gate with gate and up packed in one tensor, forward and backward."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -77,6 +77,13 @@ def check(args: GeluAndMulArgs) -> None:
     gated.check_approximate("gelu_and_mul", args.approximate)
 
 
+def _backward_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: GeluAndMulArgs, needs: GeluAndMulArgs
+) -> GeluAndMulBackwardArgs:
+    (dout,), (x,) = grads, saved
+    return GeluAndMulBackwardArgs(dout, x, args.approximate)
+
+
 CONTRACT = register(
     Contract(
         name="gelu_and_mul",
@@ -91,7 +98,7 @@ CONTRACT = register(
             BACKWARD,
             inputs=("x",),
             save=lambda args, outputs: (args.x,),
-            raw_args=lambda grads, saved, args, needs: GeluAndMulBackwardArgs(*grads, *saved, args.approximate),
+            raw_args=_backward_args,
         ),
         workloads=gated.GELU_WORKLOADS,
         cpu_workloads=gated.CPU_WORKLOADS,

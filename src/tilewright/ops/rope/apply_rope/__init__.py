@@ -127,7 +127,8 @@ def _backward_args(
     """An absent gradient, or one that is not needed, becomes a tensor of no heads, which costs nothing."""
     no_heads = next(g for g in grads if g is not None).narrow(1, 0, 0)
     dq, dk = (g if g is not None and need else no_heads for g, need in zip(grads, (needs.q, needs.k), strict=True))
-    return ApplyRopeBackwardArgs(dq, dk, *saved, args.interleaved, args.rotary_dim)
+    cos, sin, positions = saved
+    return ApplyRopeBackwardArgs(dq, dk, cos, sin, positions, args.interleaved, args.rotary_dim)
 
 
 def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:

@@ -81,12 +81,14 @@ def launch(outs: tuple[Tensor, Tensor], args: ApplyRopeArgs, config: None) -> No
         table_strides, positions_strides = _entry_strides(cos, packed), (0, 0)
     else:
         table_strides, positions_strides = (0, cos.stride(0)), _entry_strides(positions, packed)
-    head_strides = (stride for x in (*outs, q, k) for stride in _head_strides(x))
-    sizes = (b, s, h, k.shape[1], d, args.rotary_dim or cos.shape[-1], cos.shape[0])
-    tensors = (*outs, q, k, cos, sin, positions)
+    (yq, yk), h_kv, r, table_rows = outs, k.shape[1], args.rotary_dim or cos.shape[-1], cos.shape[0]
+    kernel_args = Args(
+        yq, yk, q, k, cos, sin, positions, b, s, h, h_kv, d, r, table_rows,
+        *_head_strides(yq), *_head_strides(yk), *_head_strides(q), *_head_strides(k),
+        *table_strides, *positions_strides,
+    )  # fmt: skip
     index = torch.int32 if positions is None else positions.dtype
-    params = Params(q.dtype, cos.dtype, index, args.interleaved)
-    _kernel(Args(*tensors, *sizes, *head_strides, *table_strides, *positions_strides), params)
+    _kernel(kernel_args, Params(q.dtype, cos.dtype, index, args.interleaved))
 
 
 def _unit_stride(x: Tensor) -> Tensor:
