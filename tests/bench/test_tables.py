@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import tilewright.ops  # noqa: F401 - announces the ops
 from tilewright.bench.measure.row import table_choice
 from tilewright.bench.statistics import Samples
 from tilewright.dispatch import contract
