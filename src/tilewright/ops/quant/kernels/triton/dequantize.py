@@ -15,8 +15,8 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.quant.dequantize import FORWARD, DequantizeArgs, DequantizeBucket
 from tilewright.ops.quant.formats import CHANNEL, granularity
+from tilewright.ops.quant.kernels.triton.numbers import as_stored, decode
 from tilewright.ops.quant.layout import WHOLE
-from tilewright.ops.quant.triton_numbers import as_stored, decode
 from tilewright.ops.rows import as_rows
 
 GROUP = 128

@@ -18,8 +18,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.hardware import device_info
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.quant.per_tensor_cast_to_fp8 import FORWARD, PerTensorCastArgs, PerTensorCastBucket
-from tilewright.ops.quant.triton_numbers import (
+from tilewright.ops.quant.kernels.triton.numbers import (
     as_stored,
     compares_pairs,
     encode,
@@ -31,6 +30,7 @@ from tilewright.ops.quant.triton_numbers import (
     size_amax,
     unpacked,
 )
+from tilewright.ops.quant.per_tensor_cast_to_fp8 import FORWARD, PerTensorCastArgs, PerTensorCastBucket
 from tilewright.ops.rows import as_rows
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
+from tilewright.ops.quant.kernels.triton.numbers import as_stored, encode, exponent, inverse, magnitude, scale_of
 from tilewright.ops.quant.per_token_cast_to_fp8 import FORWARD, PerTokenCastArgs, PerTokenCastBucket
-from tilewright.ops.quant.triton_numbers import as_stored, encode, exponent, inverse, magnitude, scale_of
 from tilewright.ops.rows import as_rows
 
 MAX_BLOCK = 16384  # elements of a row held in registers; longer rows are read twice

@@ -24,11 +24,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.quant.casts import StripCastArgs
-from tilewright.ops.quant.per_block_cast_to_fp8 import FORWARD as BLOCKS
-from tilewright.ops.quant.per_block_cast_to_fp8 import PerBlockCastBucket
-from tilewright.ops.quant.per_channel_cast_to_fp8 import FORWARD as CHANNELS
-from tilewright.ops.quant.per_channel_cast_to_fp8 import PerChannelCastBucket
-from tilewright.ops.quant.triton_numbers import (
+from tilewright.ops.quant.kernels.triton.numbers import (
     as_stored,
     compares_pairs,
     encode,
@@ -46,6 +42,10 @@ from tilewright.ops.quant.triton_numbers import (
     size_amax,
     unpacked,
 )
+from tilewright.ops.quant.per_block_cast_to_fp8 import FORWARD as BLOCKS
+from tilewright.ops.quant.per_block_cast_to_fp8 import PerBlockCastBucket
+from tilewright.ops.quant.per_channel_cast_to_fp8 import FORWARD as CHANNELS
+from tilewright.ops.quant.per_channel_cast_to_fp8 import PerChannelCastBucket
 
 BLOCK = 128
 

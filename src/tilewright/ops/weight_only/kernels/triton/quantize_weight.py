@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import ROUND
-from tilewright.ops.quant.triton_numbers import (
+from tilewright.ops.quant.kernels.triton.numbers import (
     compares_pairs,
     packed,
     packed_magnitudes,
