@@ -24,7 +24,7 @@ from tilewright.ops.attention.engines.triton_scores import (
 )
 from tilewright.ops.attention.fmha_fp8.rounding import SCALE_BLOCK as TOKENS
 from tilewright.ops.attention.fmha_fp8.rounding import SHIFT as EXPONENT
-from tilewright.ops.quant.triton_numbers import decode
+from tilewright.ops.quant.kernels.triton.numbers import decode
 
 SCALE_BLOCK = tl.constexpr(TOKENS)
 SHIFT = tl.constexpr(float(EXPONENT))

@@ -34,7 +34,7 @@ from tilewright.ops.gemm.engines.triton_tiles import (
 )
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 from tilewright.ops.gemm.scaling import Scaling, scaling_of
-from tilewright.ops.quant.triton_numbers import as_stored
+from tilewright.ops.quant.kernels.triton.numbers import as_stored
 
 DEEP = 128  # block_k of every config
 CAST_M = 8  # rows of a program of the cast

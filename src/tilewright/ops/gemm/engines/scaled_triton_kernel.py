@@ -17,7 +17,7 @@ from tilewright.ops.gemm.engines.tile_triton_kernel import (
     _store,
     _tile_coordinates,
 )
-from tilewright.ops.quant.triton_numbers import decode, encode, inverse, magnitude, scale_of
+from tilewright.ops.quant.kernels.triton.numbers import decode, encode, inverse, magnitude, scale_of
 
 TENSOR, ROW, TOKEN_BLOCK, TOKEN_TOKEN = (tl.constexpr(i) for i in range(4))  # values of `Scaling`
 BLOCK_K = tl.constexpr(128)  # elements along K that share a scale, and that tensor cores may accumulate alone

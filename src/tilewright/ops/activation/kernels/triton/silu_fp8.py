@@ -19,8 +19,8 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.activation import silu_and_mul_fp8, swiglu_fp8
 from tilewright.ops.activation.kernels.triton.gated import activate, gated
+from tilewright.ops.quant.kernels.triton.numbers import as_stored, encode, inverse, magnitude, scale_of
 from tilewright.ops.quant.layout import TOKEN
-from tilewright.ops.quant.triton_numbers import as_stored, encode, inverse, magnitude, scale_of
 from tilewright.ops.rows import RowsBucket, as_rows
 
 GROUP = TOKEN.depth

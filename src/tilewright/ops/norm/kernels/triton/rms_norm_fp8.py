@@ -28,8 +28,7 @@ from tilewright.ops.norm.kernels.triton.rms_norm import configure as configure_p
 from tilewright.ops.norm.kernels.triton.rms_norm_fp8_parts import parts as launch_parts
 from tilewright.ops.norm.kernels.triton.row_blocks import MAX_BLOCK
 from tilewright.ops.norm.rms_norm_fp8 import RmsNormFp8Args
-from tilewright.ops.quant.layout import TOKEN
-from tilewright.ops.quant.triton_numbers import (
+from tilewright.ops.quant.kernels.triton.numbers import (
     as_stored,
     compares_pairs,
     encode,
@@ -41,6 +40,7 @@ from tilewright.ops.quant.triton_numbers import (
     size_amax,
     unpacked,
 )
+from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.rows import RowsBucket, as_rows
 
 GROUP = TOKEN.depth

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.norm.kernels.triton.column_sums import mean_of
-from tilewright.ops.quant.triton_numbers import (
+from tilewright.ops.quant.kernels.triton.numbers import (
     encode,
     halves,
     inverse,
