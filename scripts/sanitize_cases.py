@@ -23,12 +23,14 @@ from tilewright.jit import selftest
 from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.mla.raw import joined
 from tilewright.ops.attention.reference import attention
-from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
-from tilewright.ops.gemm.engines.few_rows import model as few_rows
+from tilewright.ops.gemm.kernels.sm90 import cost_model, fp8_cost_model, k_cuda, rows_cuda
+from tilewright.ops.gemm.kernels.sm90 import dense as dense_cuda
+from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_cuda
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as few_rows
+from tilewright.ops.gemm.kernels.sm90 import fp8 as fp8_cuda
+from tilewright.ops.gemm.kernels.sm90.config_cuda import named
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.engines import k_cuda, rows_cuda
-from tilewright.ops.grouped.engines.config_cuda import named
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN, ScaleLayout
 from tilewright.ops.quant.numbers import restore
 from tilewright.ops.weight_only import packing

@@ -17,7 +17,7 @@ POISON = -77.0
 
 @pytest.fixture
 def engine():
-    from tilewright.ops.gemm.engines import tile_triton
+    from tilewright.ops.gemm.kernels.triton import dense as tile_triton
 
     return tile_triton
 

@@ -13,10 +13,15 @@ from tilewright.jit.compilers.cuda_build import find_tool
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document
 from tilewright.ops.attention.engines import fmha_cuda
-from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
-from tilewright.ops.gemm.engines.few_rows import grouped, model, scaled
+from tilewright.ops.gemm.kernels.sm90 import dense as dense_cuda
+from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_cuda
+from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped as grouped
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90 import few_rows_scaled as scaled
+from tilewright.ops.gemm.kernels.sm90 import fp8 as fp8_cuda
+from tilewright.ops.gemm.kernels.sm90 import fp8_cost_model
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only

@@ -7,7 +7,7 @@ import torch
 from tests.harness.registry import own_registry
 
 from tilewright.dispatch import contract, register_impl
-from tilewright.ops.gemm.reference import product
+from tilewright.ops.gemm.dense.reference import product
 
 
 @contextmanager

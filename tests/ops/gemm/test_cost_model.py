@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from tilewright import settings
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
-from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, hopper_cuda
-from tilewright.ops.gemm.engines.cost_model import Problem, Tile, band, predict, rank, shared_pressure
-from tilewright.ops.gemm.matmul.workloads import DEEPSEEK_V3, LLAMA_8B
+from tilewright.ops.gemm.dense.workloads import DEEPSEEK_V3, LLAMA_8B
+from tilewright.ops.gemm.kernels.sm90 import dense as dense_cuda
+from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_cuda
+from tilewright.ops.gemm.kernels.sm90 import hopper_cuda
+from tilewright.ops.gemm.kernels.sm90.cost_model import Problem, Tile, band, predict, rank, shared_pressure
 
 NT, NN, TN, TT = range(4)
 BF16 = torch.bfloat16

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.ops.gemm.test_few_rows_scaled import deepest, operands
 
-from tilewright.ops.gemm.engines import few_rows_cuda
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_cuda
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.samples import random_weight
 from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only

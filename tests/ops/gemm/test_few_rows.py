@@ -6,10 +6,11 @@ import torch
 from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
-from tilewright.ops.gemm.engines import few_rows_cuda as engine
-from tilewright.ops.gemm.engines.few_rows import launch, model
-from tilewright.ops.gemm.engines.few_rows.model import Work, predicted_us, shared_bytes
-from tilewright.ops.gemm.engines.few_rows_cuda import Config, Params
+from tilewright.ops.gemm.kernels.sm90 import few_rows as engine
+from tilewright.ops.gemm.kernels.sm90 import few_rows_launch as launch
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90.few_rows import Config, Params
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import Work, predicted_us, shared_bytes
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

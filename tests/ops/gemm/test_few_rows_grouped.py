@@ -12,11 +12,13 @@ from tests.ops.gemm.test_few_rows_scaled import operands as scaled_operands
 
 from tilewright.errors import InputError
 from tilewright.jit.collect import collect
-from tilewright.ops.gemm.engines import few_rows_cuda as engine
-from tilewright.ops.gemm.engines.few_rows import grouped, launch, model
-from tilewright.ops.gemm.engines.few_rows.model import UNSCALED, Work, predicted_us
+from tilewright.ops.gemm.kernels.sm90 import few_rows as engine
+from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped as grouped
+from tilewright.ops.gemm.kernels.sm90 import few_rows_launch as launch
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import UNSCALED, Work, predicted_us
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.scaled.scaling import Scaling
 
 bf16, fp32, fp8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 KINDS = (UNSCALED, Scaling.TENSOR, Scaling.ROW, Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN)

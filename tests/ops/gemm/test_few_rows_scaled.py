@@ -7,11 +7,13 @@ from tests.ops.gemm.test_few_rows import ROWS, SHAPES, worst_tile
 from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
-from tilewright.ops.gemm.engines import few_rows_cuda as engine
-from tilewright.ops.gemm.engines.few_rows import launch, model, scaled
-from tilewright.ops.gemm.engines.few_rows.model import Work, predicted_us
+from tilewright.ops.gemm.kernels.sm90 import few_rows as engine
+from tilewright.ops.gemm.kernels.sm90 import few_rows_launch as launch
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90 import few_rows_scaled as scaled
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import Work, predicted_us
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling, scaling_of
+from tilewright.ops.gemm.scaled.scaling import Scaling, scaling_of
 
 bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 KNOWN = [s for s in Scaling if s is not Scaling.OTHER]

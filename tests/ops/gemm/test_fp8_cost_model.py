@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from tilewright import settings
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
-from tilewright.ops.gemm.engines import few_rows_cuda, fp8_cuda, hopper_fp8_cuda
-from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile, predict, rank
-from tilewright.ops.gemm.scaled_matmul.workloads import DEEPSEEK_V3
+from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_cuda
+from tilewright.ops.gemm.kernels.sm90 import fp8 as fp8_cuda
+from tilewright.ops.gemm.kernels.sm90 import hopper_fp8_cuda
+from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile, predict, rank
+from tilewright.ops.gemm.scaled.workloads import DEEPSEEK_V3
 
 FP8 = torch.float8_e4m3fn
 TOKEN_BLOCK, TOKEN_TOKEN = 2, 3

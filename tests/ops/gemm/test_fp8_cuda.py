@@ -5,11 +5,11 @@ import torch
 
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
-from tilewright.ops.gemm.engines import fp8_cuda as engine
-from tilewright.ops.gemm.engines.dense_cuda import ROWS, Groups
-from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile
+from tilewright.ops.gemm.kernels.sm90 import fp8 as engine
+from tilewright.ops.gemm.kernels.sm90.dense import ROWS, Groups
+from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast, spread
 

@@ -13,7 +13,7 @@ from tests.ops.gemm.bounds import PLACES, Place, run
 from tests.ops.gemm.stand_in import stand_in
 
 from tilewright import ops
-from tilewright.ops.gemm.engines import hopper_cuda, hopper_fp8_cuda
+from tilewright.ops.gemm.kernels.sm90 import hopper_cuda, hopper_fp8_cuda
 from tilewright.ops.gemm.operands import activate, columns_out
 
 HALF = torch.bfloat16

@@ -22,7 +22,7 @@ everywhere = pytest.mark.parametrize(
 
 @pytest.fixture
 def engine():
-    from tilewright.ops.gemm.engines import tile_triton
+    from tilewright.ops.gemm.kernels.triton import dense as tile_triton
 
     return tile_triton
 
@@ -89,8 +89,8 @@ def test_candidates_keep_their_sums_in_registers(arch):
     from tests.harness.fake_driver import target
     from tests.harness.resources import resources
 
-    from tilewright.ops.gemm.engines import tile_triton
-    from tilewright.ops.gemm.engines.few_rows import row_triton
+    from tilewright.ops.gemm.kernels.triton import dense as tile_triton
+    from tilewright.ops.gemm.kernels.triton import single_row as row_triton
 
     configs = list(row_triton.candidates())
     for config in configs if arch == "sm_90" else random.Random(0).sample(configs, 4):

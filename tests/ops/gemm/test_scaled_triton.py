@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.ops.gemm.scaled_problems import FP8, OTHERS, PAIRS, operands
 
-from tilewright.ops.gemm.scaling import GRANULARITIES
+from tilewright.ops.gemm.scaled.scaling import GRANULARITIES
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast
 
@@ -21,7 +21,7 @@ interp = pytest.mark.interp
 
 @pytest.fixture
 def engine():
-    from tilewright.ops.gemm.engines import scaled_triton
+    from tilewright.ops.gemm.kernels.triton import scaled as scaled_triton
 
     return scaled_triton
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import tileiras
-from tilewright.ops.gemm.engines import tile_cutile
-from tilewright.ops.gemm.engines.tile_cutile import CONFIGS, Config, candidates, configure, gemm, why_not
+from tilewright.ops.gemm.kernels.cutile import dense as tile_cutile
+from tilewright.ops.gemm.kernels.cutile.dense import CONFIGS, Config, candidates, configure, gemm, why_not
 from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, apply_epilogue, columns_out
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.ops.gemm.engines import tile_triton as engine
-from tilewright.ops.gemm.engines import triton_tiles
-from tilewright.ops.gemm.engines.triton_tiles import SHARED_BYTES, Config
+from tilewright.ops.gemm.kernels.triton import dense as engine
+from tilewright.ops.gemm.kernels.triton import tiles as triton_tiles
+from tilewright.ops.gemm.kernels.triton.tiles import SHARED_BYTES, Config
 
 ROOT = Path(__file__).parents[3]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")

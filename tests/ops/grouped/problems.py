@@ -10,11 +10,11 @@ import pytest
 import torch
 from tests.ops.gemm.bounds import FP8_SUM, PLACES, Place, exact, faults, run
 
-from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.grouped_matmul import grouped_matmul
-from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
-from tilewright.ops.grouped.masked_matmul import masked_matmul
-from tilewright.ops.grouped.reference import scaled
+from tilewright.ops.gemm.grouped.reference import scaled
+from tilewright.ops.gemm.grouped_matmul import grouped_matmul
+from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
+from tilewright.ops.gemm.masked_matmul import masked_matmul
+from tilewright.ops.gemm.scaled.scaling import Scaling
 
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn
 POISON = -77.0

@@ -10,12 +10,12 @@ import torch
 
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
-from tilewright.ops.gemm.engines.dense_cuda import DENSE, DEPTH, ROWS
-from tilewright.ops.gemm.engines.few_rows.model import MAX_ROWS
-from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.engines import k_cuda, rows_cuda
-from tilewright.ops.grouped.engines.config_cuda import named, own
-from tilewright.ops.grouped.raw import UNSCALED
+from tilewright.ops.gemm.grouped.args import UNSCALED
+from tilewright.ops.gemm.kernels.sm90 import k_cuda, rows_cuda
+from tilewright.ops.gemm.kernels.sm90.config_cuda import named, own
+from tilewright.ops.gemm.kernels.sm90.dense import DENSE, DEPTH, ROWS
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS
+from tilewright.ops.gemm.scaled.scaling import Scaling
 
 bf16, fp8, fp32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 LAYERS = [(6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048)]  # DeepGEMM's

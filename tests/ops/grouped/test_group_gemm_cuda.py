@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tilewright import ops
-from tilewright.ops.gemm.engines import hopper_cuda
-from tilewright.ops.grouped.group_gemm import FORWARD, cuda, offsets, reference
+from tilewright.ops.gemm.group_gemm import FORWARD, cuda, offsets, reference
+from tilewright.ops.gemm.kernels.sm90 import hopper_cuda
 
 HALF = torch.bfloat16
 

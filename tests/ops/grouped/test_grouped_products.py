@@ -8,12 +8,12 @@ from tests.ops.gemm.bounds import Place, run
 from tests.ops.grouped.problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
 
 from tilewright.errors import BackendError, InputError
-from tilewright.ops.gemm import scaled_cublas
-from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.grouped_matmul import grouped_matmul
-from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
-from tilewright.ops.grouped.masked_matmul import masked_matmul
-from tilewright.ops.grouped.reference import _scaled_along_k, product_along_k, scaled
+from tilewright.ops.gemm.grouped.reference import _scaled_along_k, product_along_k, scaled
+from tilewright.ops.gemm.grouped_matmul import grouped_matmul
+from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
+from tilewright.ops.gemm.masked_matmul import masked_matmul
+from tilewright.ops.gemm.scaled import cublas as scaled_cublas
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN
 
 SIZES = {

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tilewright.dispatch.bucket import row_bucket
-from tilewright.ops.gemm.engines.triton_tiles import SHARED_BYTES
+from tilewright.ops.gemm.grouped.args import UNSCALED
+from tilewright.ops.gemm.kernels.triton import group_gemm as problems_triton
+from tilewright.ops.gemm.kernels.triton import grouped_rows as rows_triton
+from tilewright.ops.gemm.kernels.triton import k_grouped as k_triton
+from tilewright.ops.gemm.kernels.triton.tiles import SHARED_BYTES
 from tilewright.ops.gemm.operands import LAYOUTS
-from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.engines import k_triton, problems_triton, rows_triton
-from tilewright.ops.grouped.raw import UNSCALED
+from tilewright.ops.gemm.scaled.scaling import Scaling
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 HALF, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.gemm.scaling import kernel_layouts
+from tilewright.ops.gemm.scaled.scaling import kernel_layouts
 
 
 def register_scaled_matmul(backend: str, engine: Any) -> None:

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Sample, Workload, call, dispatch, register
-from tilewright.ops.gemm import checks, samples
 from tilewright.ops.gemm.bmm.workloads import CPU_WORKLOADS, WORKLOADS
-from tilewright.ops.gemm.calls import arguments, differentiated, wants_activation_gradient
-from tilewright.ops.gemm.raw import forward_op, gradient_of
-from tilewright.ops.gemm.reference import product
+from tilewright.ops.gemm.dense import checks, samples
+from tilewright.ops.gemm.dense.args import forward_op, gradient_of
+from tilewright.ops.gemm.dense.calls import arguments, differentiated, wants_activation_gradient
+from tilewright.ops.gemm.dense.reference import product
 
 
 @dispatch("bmm")

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Sample, call, dispatch, register
 from tilewright.errors import InputError
-from tilewright.ops.gemm import checks, samples
-from tilewright.ops.gemm.calls import arguments, differentiated, wants_activation_gradient
-from tilewright.ops.gemm.matmul.workloads import CPU_WORKLOADS, WORKLOADS
+from tilewright.ops.gemm.dense import checks, samples
+from tilewright.ops.gemm.dense.args import forward_op, gradient_of
+from tilewright.ops.gemm.dense.calls import arguments, differentiated, wants_activation_gradient
+from tilewright.ops.gemm.dense.reference import product
+from tilewright.ops.gemm.dense.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.gemm.operands import fold, folded_out
-from tilewright.ops.gemm.raw import forward_op, gradient_of
-from tilewright.ops.gemm.reference import product
 from tilewright.ops.gemm.scaled_matmul import reference as scaled_reference
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 

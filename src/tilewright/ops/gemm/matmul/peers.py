@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch import Sample
-from tilewright.ops.gemm.matmul.workloads import AUTOTUNED
+from tilewright.ops.gemm.dense.workloads import AUTOTUNED
 from tilewright.ops.gemm.operands import LAYOUTS, layout_code
 from tilewright.ops.peer import Call, LibraryPeer
 

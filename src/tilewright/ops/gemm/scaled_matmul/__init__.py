@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Sample, call, dispatch, register
-from tilewright.ops.gemm import scaled_samples as samples
-from tilewright.ops.gemm.checks import FP8, check_out_dtype
+from tilewright.ops.gemm.dense.checks import FP8, check_out_dtype
 from tilewright.ops.gemm.operands import fold, folded_out
-from tilewright.ops.gemm.scaled_calls import operands, transposed
-from tilewright.ops.gemm.scaled_checks import check_scaled
-from tilewright.ops.gemm.scaled_matmul.workloads import CPU_WORKLOADS, WORKLOADS
-from tilewright.ops.gemm.scaled_raw import forward_op
-from tilewright.ops.gemm.scaled_reference import product
+from tilewright.ops.gemm.scaled import samples
+from tilewright.ops.gemm.scaled.args import forward_op
+from tilewright.ops.gemm.scaled.calls import operands, transposed
+from tilewright.ops.gemm.scaled.checks import check_scaled
+from tilewright.ops.gemm.scaled.reference import product
+from tilewright.ops.gemm.scaled.workloads import CPU_WORKLOADS, WORKLOADS
 
 
 @dispatch("scaled_matmul")

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import Sample
-from tilewright.ops.gemm.checks import FP8
+from tilewright.ops.gemm.dense.checks import FP8
 from tilewright.ops.gemm.matmul.peers import GpuPeer, eager
-from tilewright.ops.gemm.scaled_cublas import scales_for
-from tilewright.ops.gemm.scaling import Scaling, granularity, scaling_of
+from tilewright.ops.gemm.scaled.cublas import scales_for
+from tilewright.ops.gemm.scaled.scaling import Scaling, granularity, scaling_of
 from tilewright.ops.peer import Call
 from tilewright.ops.quant.numbers import spread
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, call, dispatch, register
-from tilewright.ops.gemm import scaled_samples as samples
-from tilewright.ops.gemm.scaled_calls import operands, transposed
-from tilewright.ops.gemm.scaled_checks import check_scaled
+from tilewright.ops.gemm.scaled import samples
+from tilewright.ops.gemm.scaled.args import quantising_op
+from tilewright.ops.gemm.scaled.calls import operands, transposed
+from tilewright.ops.gemm.scaled.checks import check_scaled
+from tilewright.ops.gemm.scaled.reference import requantised
 from tilewright.ops.gemm.scaled_matmul_fp8.workloads import CPU_WORKLOADS, WORKLOADS
-from tilewright.ops.gemm.scaled_raw import quantising_op
-from tilewright.ops.gemm.scaled_reference import requantised
 
 
 @dispatch("scaled_matmul_fp8")

@@ -8,10 +8,10 @@ import sys
 
 from torch import Tensor
 
-from tilewright.ops.gemm.engines import fp8_cuda
-from tilewright.ops.gemm.engines.fp8_cuda import CONFIGS_FP8 as CONFIGS
-from tilewright.ops.gemm.engines.fp8_cuda import Config, candidates, configure, gemm_fp8
-from tilewright.ops.gemm.engines.hopper_fp8_cuda import why_not_machine
+from tilewright.ops.gemm.kernels.sm90 import fp8 as fp8_cuda
+from tilewright.ops.gemm.kernels.sm90.fp8 import CONFIGS_FP8 as CONFIGS
+from tilewright.ops.gemm.kernels.sm90.fp8 import Config, candidates, configure, gemm_fp8
+from tilewright.ops.gemm.kernels.sm90.hopper_fp8_cuda import why_not_machine
 from tilewright.ops.gemm.scaled_registration import register_scaled_matmul_fp8
 
 __all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm_fp8", "why_not_fp8"]

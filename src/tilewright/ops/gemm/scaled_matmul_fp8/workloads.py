@@ -1,7 +1,7 @@
 """What the bench measures: products whose result the next product reads."""
 
 from tilewright.dispatch import Workload
-from tilewright.ops.gemm.scaled_matmul.workloads import LLAMA_8B, layer
+from tilewright.ops.gemm.scaled.workloads import LLAMA_8B, layer
 
 WORKLOADS = (
     *layer("dsv3_7168x2048", 7168, 2048, (16, 4096)),

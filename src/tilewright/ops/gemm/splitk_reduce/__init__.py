@@ -10,7 +10,7 @@ from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workloa
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops import rows
-from tilewright.ops.gemm.checks import check_epilogue, check_out_dtype
+from tilewright.ops.gemm.dense.checks import check_epilogue, check_out_dtype
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
 
 

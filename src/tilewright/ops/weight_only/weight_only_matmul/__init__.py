@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewright.dispatch import Contract, RawOp, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
-from tilewright.ops.gemm.checks import check_epilogue
+from tilewright.ops.gemm.dense.checks import check_epilogue
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out, copyable, fold, folded_out
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.checks import check_dtype, check_weight

@@ -21,7 +21,7 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
-from tilewright.ops.gemm.engines.few_rows.model import resident
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import resident
 from tilewright.ops.gemm.operands import ACTIVATIONS
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.weight_only_matmul import bucket as bucket_of

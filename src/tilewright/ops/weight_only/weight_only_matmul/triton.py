@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines.tile_triton_kernel import _epilogue, reduce_kernel
+from tilewright.ops.gemm.kernels.triton.dense_kernel import _epilogue, reduce_kernel
 from tilewright.ops.weight_only import packing
 
 FILL = 128  # programs that keep a large GPU busy; the configuration may not depend on the GPU at hand
