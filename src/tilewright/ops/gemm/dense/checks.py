@@ -5,27 +5,16 @@ from torch import Tensor
 
 from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
-from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out, major_a, major_b
+from tilewright.ops.gemm.dense.args import MatmulArgs
+from tilewright.ops.gemm.operands import ACTIVATIONS, FP8, RESULTS, columns_out, major_a, major_b
 from tilewright.ops.rows import FLOATS
 
-FP8 = torch.float8_e4m3fn
-RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 OPERANDS = (*RESULTS, torch.float64, FP8)
 
 
-def check_raw(
-    op: str,
-    dims: int,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> None:
+def check_raw(op: str, dims: int, args: MatmulArgs) -> None:
     """Raises InputError for raw arguments that cannot run; `dims` is 2 for `matmul`, 3 for `bmm`."""
+    a, b, activation = args.a, args.b, args.activation
     check_operands(op, a, b)
     if a.dim() != dims or b.dim() != dims:
         form = "(M, K) and (K, N)" if dims == 2 else "(B, M, K) and (B, K, N)"
@@ -44,10 +33,10 @@ def check_raw(
         raise InputError(
             f"{op}: activation is {activation!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS[1:]))}."
         )
-    check_out_dtype(op, a.dtype, out_dtype)
-    check_epilogue(op, (*a.shape[:-1], b.shape[-1]), a, bias, c, activation)
-    _check_scale(op, a, scale, alpha)
-    _check_gradient(op, a, b, bias, c, scale, activation)
+    check_out_dtype(op, a.dtype, args.out_dtype)
+    check_epilogue(op, (*a.shape[:-1], b.shape[-1]), a, args.bias, args.c, activation)
+    _check_scale(op, a, args.scale, args.alpha)
+    _check_gradient(op, args)
 
 
 def are_matrices(a: Tensor, b: Tensor) -> bool:
@@ -117,23 +106,15 @@ def _check_scale(op: str, a: Tensor, scale: Tensor | None, alpha: float) -> None
         )
 
 
-def _check_gradient(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    activation: str,
-) -> None:
+def _check_gradient(op: str, args: MatmulArgs) -> None:
     if not torch.is_grad_enabled():
         return
-    if scale is not None and scale.requires_grad:
+    if args.scale is not None and args.scale.requires_grad:
         raise InputError(f"{op}: alpha requires a gradient, and has none here. Detach it, or multiply outside.")
-    needs_grad = any(t is not None and t.requires_grad for t in (a, b, bias, c))
-    if needs_grad and a.dtype == FP8:
+    needs_grad = any(t is not None and t.requires_grad for t in (args.a, args.b, args.bias, args.c))
+    if needs_grad and args.a.dtype == FP8:
         raise InputError(f"{op}: a gradient is wanted of float8 operands, which have none. Use torch.no_grad().")
-    if needs_grad and activation:
+    if needs_grad and args.activation:
         raise InputError(
             f"{op}: the op with an activation has no gradient; call tilewright.ops.{op}, which takes it apart."
         )

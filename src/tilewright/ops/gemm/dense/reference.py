@@ -8,25 +8,17 @@ from torch import Tensor
 
 from tilewright.dispatch.derivatives import Function, level_is_open
 from tilewright.hardware.autocast import AUTOCASTS
+from tilewright.ops.gemm.dense.args import MatmulArgs, added_inside
 from tilewright.ops.gemm.operands import apply_epilogue
 from tilewright.ops.rows import accumulate_dtype
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
+def product(args: MatmulArgs, out: Tensor | None = None) -> Tensor:
     """Returns act(alpha * scale * a @ b + bias) + c, rounded once; in float64 for float64 operands.
 
-    a: (M, K) or (B, M, K), b alike; arguments as the raw ops take them.  `out`: written and returned; may be `c`.
+    `out`: written and returned; may be `c`.
     """
+    a, b, bias, c, scale, alpha, activation, out_dtype = args
     if a.dtype == torch.float8_e4m3fn:  # every e4m3 number is a bfloat16 number
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     if a.dtype == torch.float64:
@@ -51,14 +43,6 @@ def product(
         z, bias = (z if bias is None else z + bias.to(z.dtype)).to(out_dtype).to(z.dtype), None
     result = apply_epilogue(z, bias, c, activation, out_dtype)
     return result if out is None else out.copy_(result)
-
-
-def added_inside(a: Tensor, bias: Tensor | None, c: Tensor | None) -> bool:
-    """Returns whether cuBLAS adds bias or c to a 16-bit result before the one rounding.  Only for the bias of a
-    single matrix: cuBLAS rounds the product before it adds c, or the bias of a batch, which torch copies into the
-    result.
-    """
-    return c is None and (bias is None or a.dim() == 2)
 
 
 def _multiply(

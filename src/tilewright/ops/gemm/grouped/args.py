@@ -1,51 +1,98 @@
-"""The raw ops of `grouped_matmul` and `masked_matmul`: one schema and one bucket, one batch of rows or one a group."""
+"""Arguments and buckets of grouped products: groups of rows (`grouped_matmul`, `masked_matmul`) and groups along K."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import RawOp
+from tilewright.dispatch.arguments import Size
 from tilewright.dispatch.bucket import hint, row_bucket
-from tilewright.ops.gemm.dense.checks import FP8, RESULTS
 from tilewright.ops.gemm.operands import aligned, columns_out, layout_code
 from tilewright.ops.gemm.scaled.scaling import scaling_of
 
-SCHEMA = (
-    "Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? starts, Tensor ends, "
-    "SymInt expected_rows, str activation, ScalarType out_dtype"
-)
-BUCKET = ("rows", "N", "K", "G", "layout", "aligned", "out_bits", "gated", "scaling")
+
+class GroupedArgs(NamedTuple):
+    a: Tensor  # (1, R, K) of `grouped_matmul`, (G, R, K) of `masked_matmul`
+    b: Tensor  # (G, K, N)
+    scale_a: Tensor | None  # (1 or G, R blocks, K blocks)
+    scale_b: Tensor | None  # (G, N blocks, K blocks)
+    starts: Tensor | None  # (G,) int32
+    ends: Tensor  # (G,) int32
+    expected_rows: Size
+    activation: str  # "" is none
+    out_dtype: torch.dtype
+
+
+class GroupedBucket(NamedTuple):
+    """The expected rows of a group in powers of two, the exact sizes of one product."""
+
+    rows: int
+    N: int
+    K: int
+    G: int
+    layout: int
+    aligned: int
+    out_bits: int
+    gated: int
+    scaling: int
+
+
+class KGroupedArgs(NamedTuple):
+    a: Tensor  # (M, T)
+    b: Tensor  # (T, N)
+    scale_a: Tensor | None  # (M blocks, T blocks)
+    scale_b: Tensor | None  # (N blocks, T blocks)
+    c: Tensor | None  # (G, M, N)
+    ends: Tensor  # (G,) int32
+    out_dtype: torch.dtype
+
+
+class KGroupedBucket(NamedTuple):
+    """T in powers of two, exact M, N and G."""
+
+    T: int
+    M: int
+    N: int
+    G: int
+    layout: int
+    aligned: int
+    out_bits: int
+    scaling: int
+
+
 UNSCALED = -1
 """`scaling` of operands without scales."""
 
 
-def bucket(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor,
-    expected: int,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> tuple[int, ...]:
-    """Returns what a choice of kernel may depend on, named by `BUCKET`: the expected rows of a group in powers of two,
-    the exact sizes of one product.
-    """
+def grouped_bucket(args: GroupedArgs) -> GroupedBucket:
+    """Returns what a choice of kernel may depend on."""
+    a, b = args.a, args.b
     n = b.shape[-1]
-    return (
-        row_bucket(expected),
-        hint(n),
-        hint(b.shape[-2]),
-        hint(b.shape[0]),
-        layout_code(a, b),
-        int(aligned(a, b, columns_out(n, activation), out_dtype)),
-        8 * out_dtype.itemsize,
-        int(activation == "swiglu"),
-        scaling_code(a, b, scale_a, scale_b),
+    return GroupedBucket(
+        rows=row_bucket(args.expected_rows),
+        N=hint(n),
+        K=hint(b.shape[-2]),
+        G=hint(b.shape[0]),
+        layout=layout_code(a, b),
+        aligned=int(aligned(a, b, columns_out(n, args.activation), args.out_dtype)),
+        out_bits=8 * args.out_dtype.itemsize,
+        gated=int(args.activation == "swiglu"),
+        scaling=scaling_code(a, b, args.scale_a, args.scale_b),
+    )
+
+
+def k_grouped_bucket(args: KGroupedArgs) -> KGroupedBucket:
+    """Returns what a choice of kernel may depend on."""
+    a, b = args.a, args.b
+    return KGroupedBucket(
+        T=row_bucket(a.shape[1]),
+        M=hint(a.shape[0]),
+        N=hint(b.shape[1]),
+        G=hint(args.ends.shape[0]),
+        layout=layout_code(a, b),
+        aligned=int(aligned(a, b, b.shape[1], args.out_dtype)),
+        out_bits=8 * args.out_dtype.itemsize,
+        scaling=scaling_code(a, b, args.scale_a, args.scale_b),
     )
 
 
@@ -56,36 +103,20 @@ def scaling_code(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor |
     return int(scaling_of(a, b, scale_a, scale_b))
 
 
-def refuses_out(out: Tensor, *args: Any) -> str | None:
-    """Returns what `out` lacks to be written, or None: contiguous rows that do not overlap."""
-    if out.stride(-1) != 1:
-        return "contiguous rows"
-    end = 1
-    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
-        if size > 1 and stride < end:
-            return "rows that do not overlap"
-        end = max(end, (size - 1) * stride + end)
-    return None
+def plain_grouped_args(
+    a: Tensor, b: Tensor, starts: Tensor | None, ends: Tensor, expected_rows: int, out_dtype: torch.dtype
+) -> GroupedArgs:
+    """Returns the arguments of products without scales and activation."""
+    return GroupedArgs(a, b, None, None, starts, ends, expected_rows, "", out_dtype)
 
 
-def forward_op(op: str, package: str, reference: Callable[..., Tensor]) -> RawOp:
-    """`_<op>_fwd`: a (Ba, R, K), b (G, K, N) of any strides with a unit one among their last two."""
+def plain_k_grouped_args(a: Tensor, b: Tensor, ends: Tensor, out_dtype: torch.dtype) -> KGroupedArgs:
+    """Returns the arguments of products without scales and an addend."""
+    return KGroupedArgs(a, b, None, None, None, ends, out_dtype)
 
-    def outputs(a: Tensor, b: Tensor, *rest: Any) -> tuple[tuple[Sequence[int], torch.dtype]]:
-        activation, out_dtype = rest[-2:]
-        return (((a.shape[0], a.shape[1], columns_out(b.shape[-1], activation)), out_dtype),)
 
-    return RawOp(
-        op,
-        "fwd",
-        SCHEMA,
-        package=package,
-        outputs=outputs,
-        reference=reference,
-        bucket=bucket,
-        bucket_names=BUCKET,
-        dtypes=(*RESULTS, FP8),
-        out=True,
-        reference_writes=True,
-        refuses_out=refuses_out,
-    )
+def whole_blocks(args: KGroupedArgs) -> str | None:
+    """Why a (M, T) with scales cannot run, or None: kernels read all 128 elements of a scale, also at the end of T."""
+    if args.scale_a is None or args.a.shape[1] % 128 == 0:
+        return None
+    return f"needs T in multiples of 128 where 128 along it share a scale, got {args.a.shape[1]}"

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
-from tilewright.ops.gemm.dense.checks import FP8
-from tilewright.ops.gemm.operands import unit_stride
+from tilewright.ops.gemm.grouped.args import GroupedArgs
+from tilewright.ops.gemm.operands import FP8, unit_stride
 from tilewright.ops.gemm.scaled.scaling import Scaling, kernel_layouts, scaling_of
 
 
@@ -24,13 +24,13 @@ def rows_arguments(
     activation: str | None,
     trans_b: bool,
     out_dtype: torch.dtype | None,
-) -> tuple[Any, ...]:
+) -> GroupedArgs:
     """Returns the raw arguments; a is (Ba, R, K), scale_a (Ba, ., .), everything else as in the public function."""
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a.dtype == FP8 else a.dtype
     right = b.mT if trans_b else b
     left_scale, right_scale = laid_out(op, a, right, scale_a, transposed_scales(scale_b, trans_b))
-    return (
+    return GroupedArgs(
         unit_stride(a),
         unit_stride(right),
         left_scale,

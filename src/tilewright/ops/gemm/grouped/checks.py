@@ -4,24 +4,15 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
-from tilewright.ops.gemm.dense.checks import FP8, check_operands, check_out_dtype
-from tilewright.ops.gemm.operands import ACTIVATIONS, major_a, major_b
+from tilewright.ops.gemm.dense.checks import check_operands, check_out_dtype
+from tilewright.ops.gemm.grouped.args import GroupedArgs
+from tilewright.ops.gemm.operands import ACTIVATIONS, FP8, major_a, major_b
 from tilewright.ops.gemm.scaled.scaling import GRANULARITIES, granularity
 
 
-def check_rows(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor,
-    expected: int,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> None:
+def check_rows(op: str, args: GroupedArgs) -> None:
     """Raises InputError for raw arguments of `grouped_matmul` or `masked_matmul` that cannot run."""
+    a, b, activation = args.a, args.b, args.activation
     check_operands(op, a, b)
     masked = op == "masked_matmul"
     if a.dim() != 3 or b.dim() != 3:
@@ -41,15 +32,15 @@ def check_rows(
         raise InputError(f"{op}: activation is {activation!r}; allowed are None, {allowed}.")
     if activation == "swiglu" and b.shape[2] % 2:
         raise InputError(f"{op}: swiglu pairs gate and up columns, and op(b) has {b.shape[2]}; N must be even.")
-    check_out_dtype(op, a.dtype, out_dtype)
-    check_sizes(op, "rows" if masked else "ends", ends, a, b.shape[0])
-    if starts is not None:
-        check_sizes(op, "starts", starts, a, b.shape[0])
-    if not isinstance(expected, (int, torch.SymInt)) or isinstance(expected, bool):
-        raise InputError(f"{op}: expected_rows is {expected!r}; needs a number of rows.")
-    check_scales(op, a, b, scale_a, scale_b)
+    check_out_dtype(op, a.dtype, args.out_dtype)
+    check_sizes(op, "rows" if masked else "ends", args.ends, a, b.shape[0])
+    if args.starts is not None:
+        check_sizes(op, "starts", args.starts, a, b.shape[0])
+    if not isinstance(args.expected_rows, (int, torch.SymInt)) or isinstance(args.expected_rows, bool):
+        raise InputError(f"{op}: expected_rows is {args.expected_rows!r}; needs a number of rows.")
+    check_scales(op, a, b, args.scale_a, args.scale_b)
     check_gradient(op, a, b, activation)
-    if starts is not None and b.requires_grad and torch.is_grad_enabled():
+    if args.starts is not None and b.requires_grad and torch.is_grad_enabled():
         raise InputError(
             f"{op}: the gradient of b needs groups without gaps, one behind the other. Leave starts= away, or detach b."
         )

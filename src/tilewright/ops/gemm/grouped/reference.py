@@ -12,27 +12,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch.derivatives import level_is_open
-from tilewright.ops.gemm.dense.checks import FP8
+from tilewright.ops.gemm.dense.args import plain_args
 from tilewright.ops.gemm.dense.reference import product
-from tilewright.ops.gemm.operands import Major, apply_epilogue, columns_out, copyable, major_a, major_b
+from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs
+from tilewright.ops.gemm.operands import FP8, Major, apply_epilogue, columns_out, copyable, major_a, major_b
 from tilewright.ops.gemm.scaled import cublas as scaled_cublas
 from tilewright.ops.gemm.scaled.scaling import Scaling, granularity, scaling_of
 from tilewright.ops.quant.numbers import restore
 
 
-def rows_product(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor,
-    expected: int,
-    activation: str,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns act(rows of a in group g @ b[g]) for every group; other rows of `out` stay.  Raw arguments."""
+def rows_product(args: GroupedArgs, out: Tensor | None = None) -> Tensor:
+    """Returns act(rows of a in group g @ b[g]) for every group; other rows of `out` stay."""
+    a, b, scale_a, scale_b, starts, ends, _, activation, out_dtype = args
     a, b = scaled(a, scale_a), _transposed_scaled(b, scale_b)
     if _torch_supports(a, b, starts, activation, out_dtype):
         # With wrong ends torch's kernel would read and write outside of the tensors
@@ -49,16 +40,16 @@ def rows_product(
     row_idx = torch.arange(rows, device=a.device)
     mask = ((row_idx >= first[:, None]) & (row_idx < last[:, None]))[..., None]  # (G, R, 1)
     if count == b.shape[0]:
-        return _merge(product(_masked(a, mask), b, None, None, None, 1.0, activation, out_dtype), mask, out)
+        return _merge(product(plain_args(_masked(a, mask), b, out_dtype, activation)), mask, out)
     result = a.new_zeros((1, rows, columns_out(b.shape[-1], activation)), dtype=out_dtype) if out is None else out
     if readable(ends):
         for g, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             if start < end:
-                result[0, start:end] = product(a[0, start:end], b[g], None, None, None, 1.0, activation, out_dtype)
+                result[0, start:end] = product(plain_args(a[0, start:end], b[g], out_dtype, activation))
         return _differentiable(result, a, b, activation)
     total = result
     for g in range(b.shape[0]):
-        computed = product(_masked(a[0], mask[g]), b[g], None, None, None, 1.0, activation, out_dtype)
+        computed = product(plain_args(_masked(a[0], mask[g]), b[g], out_dtype, activation))
         total = torch.where(mask[g], computed[None], total)
     return _differentiable(total, a, b, activation) if out is None else out.copy_(total)
 
@@ -67,25 +58,17 @@ def _differentiable(result: Tensor, a: Tensor, b: Tensor, activation: str) -> Te
     """Returns `result` (1, R, N) with a gradient if a or b needs one, also if no group has rows: then zeros."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad) and not result.requires_grad:
         # (0, K) @ (K, N): no number of either is read
-        no_rows = product(a[0, :0], b[:0].sum(0), None, None, None, 1.0, activation, result.dtype)
+        no_rows = product(plain_args(a[0, :0], b[:0].sum(0), result.dtype, activation))
         result = torch.cat((no_rows[None], result), 1)
     return result
 
 
-def product_along_k(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    c: Tensor | None,
-    ends: Tensor,
-    out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Returns a[:, group g] @ b[group g, :] + c[g] for every group; raw arguments of `k_grouped_matmul`.
+def product_along_k(args: KGroupedArgs, out: Tensor | None = None) -> Tensor:
+    """Returns a[:, group g] @ b[group g, :] + c[g] for every group.
 
     cuBLAS multiplies scaled float8 on a GPU if it supports the scaling: it accumulates as tensor cores do.
     """
+    a, b, scale_a, scale_b, c, ends, out_dtype = args
     if scale_a is not None and scale_b is not None and _cublas_supports(a, b, scale_a, scale_b):
         summed = _scaled_along_k(a, b, scale_a, scale_b, c, ends, out_dtype)
         return summed if out is None else out.copy_(summed)
@@ -94,7 +77,7 @@ def product_along_k(
         out_dtype = torch.float64
     shape = (ends.shape[0], a.shape[0], b.shape[1])
     products = [
-        product(left, right, None, None if c is None else c[g], None, 1.0, "", out_dtype)
+        product(plain_args(left, right, out_dtype)._replace(c=None if c is None else c[g]))
         for g, (left, right) in enumerate(_slices_of_k(a, b, ends))
     ]
     result = torch.stack(products) if products else a.new_zeros(shape, dtype=out_dtype)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Cost, Sample
 from tilewright.ops import rows
-from tilewright.ops.gemm.dense.checks import FP8
-from tilewright.ops.gemm.operands import columns_out
+from tilewright.ops.gemm.operands import FP8, columns_out
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import ScaleLayout
 
+EXPERTS = ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+"""(N, K) of experts, as DeepGEMM's own benchmark lists them."""
 _OPTIONS = ("activation", "out_dtype")
 
 

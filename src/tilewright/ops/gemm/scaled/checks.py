@@ -7,23 +7,15 @@ from torch import Tensor
 
 from tilewright.dispatch.arguments import refuse_layout
 from tilewright.errors import InputError
-from tilewright.ops.gemm.dense.checks import FP8, check_epilogue
-from tilewright.ops.gemm.operands import ACTIVATIONS
+from tilewright.ops.gemm.dense.checks import check_epilogue
+from tilewright.ops.gemm.operands import ACTIVATIONS, FP8
+from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs
 from tilewright.ops.gemm.scaled.scaling import GRANULARITIES, granularity
 
 
-def check_scaled(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    alpha: float,
-    activation: str,
-) -> None:
+def check_scaled(op: str, args: ScaledMatmulArgs) -> None:
     """Raises InputError for raw arguments that cannot run: a (M, K), b (K, N), scale_b as of b.mT."""
+    a, b, activation = args.a, args.b, args.activation
     check_fp8(op, a, b)
     if a.dim() != 2 or b.dim() != 2:
         raise InputError(f"{op}: a is {tuple(a.shape)}, b is {tuple(b.shape)}; needs (M, K) and (K, N).")
@@ -32,16 +24,16 @@ def check_scaled(
             f"{op}: op(a) is {tuple(a.shape)} and op(b) is {tuple(b.shape)}; they must agree in K. "
             "trans_a=True and trans_b=True swap the last two dimensions."
         )
-    _check_scales(op, "scale_a", scale_a, "a (M, K)", a)
-    _check_scales(op, "scale_b", scale_b, "op(b).mT (N, K)", b.mT)
+    _check_scales(op, "scale_a", args.scale_a, "a (M, K)", a)
+    _check_scales(op, "scale_b", args.scale_b, "op(b).mT (N, K)", b.mT)
     if activation not in ACTIVATIONS:
         raise InputError(
             f"{op}: activation is {activation!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS[1:]))}."
         )
-    check_epilogue(op, (a.shape[0], b.shape[1]), a, bias, c, activation)
-    if not isinstance(alpha, (int, float, torch.SymFloat)):
-        raise InputError(f"{op}: alpha is a {type(alpha).__name__}; needs a number. Multiply scale_a by a tensor.")
-    tensors = (scale_a, scale_b, bias, c)
+    check_epilogue(op, (a.shape[0], b.shape[1]), a, args.bias, args.c, activation)
+    if not isinstance(args.alpha, (int, float, torch.SymFloat)):
+        raise InputError(f"{op}: alpha is a {type(args.alpha).__name__}; needs a number. Multiply scale_a by a tensor.")
+    tensors = (args.scale_a, args.scale_b, args.bias, args.c)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise InputError(f"{op}: a gradient is wanted of a product of float8, which has none. Use torch.no_grad().")
 

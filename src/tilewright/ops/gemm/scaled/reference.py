@@ -6,29 +6,20 @@ Otherwise operands are dequantised to float32 and multiplied in float32: the onl
 import torch
 from torch import Tensor
 
-from tilewright.ops.gemm.dense.checks import FP8
-from tilewright.ops.gemm.operands import apply_epilogue
+from tilewright.ops.gemm.operands import FP8, apply_epilogue
 from tilewright.ops.gemm.scaled import cublas as scaled_cublas
+from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs, ScaledMatmulFp8Args, with_result
 from tilewright.ops.gemm.scaled.scaling import granularity
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast, restore
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Returns act(alpha * (a * scale_a) @ (b * scale_b) + bias) + c, rounded once; arguments as the raw op takes them.
+def product(args: ScaledMatmulArgs) -> Tensor:
+    """Returns act(alpha * (a * scale_a) @ (b * scale_b) + bias) + c, rounded once.
 
     float64 operands give float64, whatever `out_dtype` says.
     """
+    a, b, scale_a, scale_b, bias, c, alpha, activation, out_dtype = args
     if a.dtype == torch.float64:
         out_dtype = torch.float64
     plain = bias is None and c is None and not activation and alpha == 1.0
@@ -42,12 +33,9 @@ def product(
     return apply_epilogue(z, bias, c, activation, out_dtype)
 
 
-def requantised(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, alpha: float, activation: str
-) -> tuple[Tensor, Tensor]:
+def requantised(args: ScaledMatmulFp8Args) -> tuple[Tensor, Tensor]:
     """Returns (q, scales): the float32 result with one scale for 128 of a row; `ops/quant/numbers.py` has float64."""
-    z = product(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.float32)
-    return cast(z, TOKEN)
+    return cast(product(with_result(args, torch.float32)), TOKEN)
 
 
 def _dequantised(q: Tensor, scales: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Cost, Sample, Workload
 from tilewright.ops import rows
-from tilewright.ops.gemm.dense.checks import FP8
-from tilewright.ops.gemm.operands import LAYOUTS, columns_out
+from tilewright.ops.gemm.operands import FP8, LAYOUTS, columns_out
 from tilewright.ops.quant.layout import BLOCK, ROW, TENSOR, TOKEN, ScaleLayout
 
 OCTAVES = 6

@@ -1,6 +1,6 @@
-"""Persistent GEMM in cuTile for bf16, fp16 and float8_e4m3: choice of tiles, and the launch.
+"""Dense products in cuTile, matmul and bmm of bf16, fp16 and float8_e4m3: choice of tiles, and the launch.
 
-A persistent kernel: one block for each SM, with tileiras' warp-specialized pipeline.  `tile_cutile_kernel.py` has the
+A persistent kernel: one block for each SM, with tileiras' warp-specialized pipeline.  `dense_kernel.py` has the
 kernel and its epilogue.  float8 operands accumulate as in torch._scaled_mm with use_fast_accum, in the tensor cores,
 which keep 14 bits; without `fast_acc` each k block is added in float32.
 
@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.cutile_launch import Hints
+from tilewright.ops.gemm.bmm import FORWARD as BMM
+from tilewright.ops.gemm.dense.args import BmmBucket, MatmulArgs, MatmulBucket, as_batch
 from tilewright.ops.gemm.kernels.cutile.dense_kernel import kernel
-from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, VECTOR, Major, major_a, major_b
+from tilewright.ops.gemm.matmul import FORWARD as MATMUL
+from tilewright.ops.gemm.operands import ACTIVATIONS, FP8, LAYOUTS, VECTOR, Major, major_a, major_b
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"]
-
-FP8 = torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, FP8)
 SMS = 132  # of the GPU that the rule below was measured on; the launch reads the real number
 FEW_ROWS = 64
@@ -34,7 +35,7 @@ class Config(NamedTuple):
     block_n: int
     block_k: int
     num_warps: int  # math warps, 4 or 8; 4 more warps load
-    band: int = 8  # rows of tiles in a group of the tile order
+    group_m: int = 8  # rows of tiles in a group of the tile order
     swap: bool = False  # multiply the transposed operands: M of an instruction is 64, N a multiple of 8
     slice_n: int = 0  # columns stored at once from registers; 0: the whole tile, by TMA
     occupancy: int = 1  # blocks that share an SM
@@ -81,9 +82,9 @@ SLOW_TILE = Tile(128, 128, 8, 1.0)  # without fast_acc, two accumulators
 FP8_TILES = {"nn": Tile(128, 128, 8, 1.0), "tn": Tile(64, 64, 4, 1.0), "tt": Tile(128, 128, 8, 1.0)}
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> Config:
     """Returns the tile that finishes first if each wave of tiles costs its area over its speed."""
-    m, n, k, layout, aligned, out_bits, _ = bucket
+    m, n, k, layout, aligned = bucket.M, bucket.N, bucket.K, bucket.layout, bucket.aligned
     fp8 = dtype == FP8
     fast = fp8 and k <= FAST_K
     block_k = BYTES_K // dtype.itemsize
@@ -94,7 +95,9 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
         block_n = 128 if -(-n // 128) >= SMS else 64
         return Config(max(16, m), block_n, 2 * block_k, 4, swap=m < FEW_ROWS, fast_acc=fast)
     tile = fixed or min(TILES, key=lambda t: _waves(t, m, n) * _area(t) / t.speed)
-    return Config(tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, out_bits), fast_acc=fast)
+    return Config(
+        tile.block_m, tile.block_n, block_k, tile.num_warps, slice_n=_slice(tile, bucket.out_bits), fast_acc=fast
+    )
 
 
 def _waves(tile: Tile, m: int, n: int) -> int:
@@ -115,7 +118,7 @@ def _every_config() -> tuple[Config, ...]:
     shapes = [(m, n) for m in (16, 32, 64, 128, 256, 1024, 4096) for n in (64, 576, 2112, 4096, 7168, 24576)]
     return tuple(
         dict.fromkeys(
-            configure((m, n, k, layout, aligned, bits, 0), dtype)
+            configure(MatmulBucket(m, n, k, layout, aligned, bits, 0), dtype)
             for dtype, k in ((torch.bfloat16, 4096), (FP8, 4096), (FP8, 2 * FAST_K))
             for layout in range(len(LAYOUTS))
             for aligned in (1, 0)
@@ -128,9 +131,9 @@ def _every_config() -> tuple[Config, ...]:
 CONFIGS = _every_config()
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Returns `SPACE`, and the widest tile with several bands; for few rows every width and depth, swapped or not."""
-    m, n, k, layout, aligned, _, _ = bucket
+def candidates(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns `SPACE`, and the widest tile with several group_m; for few rows every width and depth, swapped or not."""
+    m, n, k, layout, aligned = bucket.M, bucket.N, bucket.K, bucket.layout, bucket.aligned
     fp8 = dtype == FP8
     step = BYTES_K // dtype.itemsize
     if not aligned or (fp8 and LAYOUTS[layout] != "nt"):
@@ -149,38 +152,23 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         for bytes_k in depths
     ]
     best = configs[1]  # 128x256, one swizzled row along K
-    configs += [best._replace(slice_n=64), *(best._replace(band=band) for band in (4, 16, 32))]
+    configs += [best._replace(slice_n=64), *(best._replace(group_m=rows) for rows in (4, 16, 32))]
     return tuple(c for c in configs if c.block_n <= 2 * n)
 
 
-def why_not(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> str | None:
-    """Why this engine cannot run these arguments, by dtype alone; None if it can."""
-    if a.dtype in DTYPES:
+def why_not(args: MatmulArgs) -> str | None:
+    """Why this kernel cannot run these arguments, by dtype alone; None if it can."""
+    if args.a.dtype in DTYPES:
         return None
-    return f"multiplies bfloat16, float16 and float8_e4m3fn, given {a.dtype}"
+    return f"multiplies bfloat16, float16 and float8_e4m3fn, given {args.a.dtype}"
 
 
-def gemm(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    config: Config,
-) -> None:
-    """d (B, M, N_out) = act(alpha * scale * a (B, M, K) @ b (B, K, N) + bias) + c; see the package's docstring."""
+def gemm(d: Tensor, args: MatmulArgs, config: Config) -> None:
+    """d = act(alpha * scale * a @ b + bias) + c, of any strides with a unit one among the last two of a and b.
+
+    d: (B, M, N_out), contiguous along N_out; a: (B, M, K); b: (B, K, N); c: (B, M, N_out), may be d.
+    """
+    a, b, bias, c, scale, alpha, activation, _ = args
     batch, m, _ = a.shape
     n = b.shape[2]
     a_transposed, b_transposed = major_a(a) is Major.MN, major_b(b) is Major.K
@@ -197,7 +185,7 @@ def gemm(
             d if c is None else c,
             d if scale is None else scale.reshape(1),
             float(alpha),
-            config.band,
+            config.group_m,
         ),
         (
             a_transposed, b_transposed, bias is not None, c is not None, scale is not None,
@@ -206,3 +194,15 @@ def gemm(
         ),
         Hints(config.num_warps, config.occupancy if config.occupancy > 1 else None),
     )  # fmt: skip
+
+
+@register_kernel(
+    MATMUL, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor], args: MatmulArgs, config: Config) -> None:
+    gemm(outs[0].unsqueeze(0), as_batch(args), config)
+
+
+@register_kernel(BMM, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not)
+def launch_batch(outs: tuple[Tensor], args: MatmulArgs, config: Config) -> None:
+    gemm(outs[0], args, config)

@@ -108,7 +108,7 @@ def shared_pressure(tile: Tile) -> float:
     return (read + written) / (instructions * tile.block_n / 2)
 
 
-def band(tile: Tile, sms: int) -> int:
+def group_m(tile: Tile, sms: int) -> int:
     """Returns the rows of units (tiles, or pairs along M) in a group of the tile order.  SMs read the fewest bytes from
     DRAM if the tiles of a wave cover about a square of D.
     """
@@ -144,7 +144,7 @@ def dram_bytes(p: Problem, t: Tile, waves: int) -> float:
     """Returns the DRAM traffic: operands once if they stay in L2, else once a wave; the result once."""
     operands = (p.m + p.n) * p.k * p.itemsize
     if operands > L2_HELD:
-        height = band(t, p.sms) * t.cluster_m
+        height = group_m(t, p.sms) * t.cluster_m
         touched = min(p.m, height * t.block_m) + min(p.n, ceil(p.sms / height) * t.block_n)
         operands = max(operands, min(waves * touched * p.k * p.itemsize, 4 * operands))
     return p.batch * (operands + p.m * p.n * p.out_bytes / (2 if p.gated else 1))

@@ -13,7 +13,7 @@
 // The scheduler (tile_scheduler.cuh) turns this into three kernels: batches of products; groups of A's rows, each with its own B;
 // groups of K, each with its own D.
 //
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kWalk; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
 // kAddend (elements of C a load takes: 0 no C, 1, 2); kInto (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
 // C).
 #pragma once
@@ -43,14 +43,14 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_d, const typename Config::Bias* bias, const typename Config::Addend* c,
     const float* scale, float alpha, i64 c_pitch, i64 c_batch, typename Config::Out* d, i64 d_pitch, i64 d_batch,
-    const int* starts, const int* ends, bool batched, int m, int n, int k, int batches, int band) {
+    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m) {
     using Shape = GemmShape<Config>;
     using Epilogue = TileEpilogue<Config>;
     using Element = typename Config::Element;
     using A = typename Shape::A;
     using B = typename Shape::B;
     constexpr u32 kStages = Shape::kStages, kMathWarpgroups = Shape::kMathWarpgroups, kCluster = Shape::kCluster;
-    constexpr GemmType kWalk = GemmType(Config::kWalk);
+    constexpr GemmType kGemmType = GemmType(Config::kGemmType);
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D
     u8* const stages_b = stages_a + kStages * A::kBytes;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     launch_dependents();
 
     // Each warp schedules the same tiles for itself
-    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, batched};
+    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), starts, ends, masked};
     TileScheduler<Config>::prepare(args, table);
     TileScheduler<Config> scheduler(args, table, rank);
     Ring<kStages> ring;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                           buffers + warpgroup * kTileBuffers * kBoxBytes, 1 + warpgroup, d, d_pitch, d_batch};
 
         for (Tile tile; scheduler.next(tile);) {
-            if (kWalk == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
+            if (kGemmType == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
                 // None of these rows belongs to the group: release the stages unread
                 for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
                     full[ring.stage].wait(ring.parity);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 continue;
             }
             float acc[Shape::kN / 2];
-            if constexpr (kWalk == GemmType::GroupedK) {  // the K of this D may be empty
+            if constexpr (kGemmType == GemmType::GroupedK) {  // the K of this D may be empty
 #pragma unroll
                 for (u32 i = 0; i < Shape::kN / 2; ++i) acc[i] = 0;
             }
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
             for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
                 // Wait for the stage
                 full[ring.stage].wait(ring.parity);
-                if (kWalk == GemmType::GroupedK && k_block + 1 == tile.k_blocks && tile.k_tail < A::kBlockK) {
+                if (kGemmType == GemmType::GroupedK && k_block + 1 == tile.k_blocks && tile.k_tail < A::kBlockK) {
                     // The rest of the stage is K of the next group, perhaps NaN: clear it in both operands.  Each warpgroup
                     // clears all of B: if they shared the work they would have to meet, and would no longer take turns
                     A::clear(stages_a + ring.stage * A::kBytes, tile.k_tail, first_row, 64, threadIdx.x % 128, 128);
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                 last_stage = ring.stage;
             }
             wgmma_wait<0>(acc);
-            if (kWalk != GemmType::GroupedK || tile.k_blocks > 0) release(last_stage);
+            if (kGemmType != GemmType::GroupedK || tile.k_blocks > 0) release(last_stage);
 
             // Epilogue: convert and store D
             epilogue.write(acc, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);

@@ -1,197 +1,45 @@
-"""Dense GEMM in CUDA C++ for Hopper: tiles of 64 or 128 rows, the tensor cores busy from the first tile to the last.
+"""Dense products of 16-bit operands for Hopper: matmul and bmm, and with groups grouped_matmul, masked_matmul and
+k_grouped_matmul.  This module chooses the tile, which decides how full the last wave is; `dense_kernel.py` launches it.
 
-A tile of 128x256 takes 128 * 256 * 64 * 2 flops for each 48 KB that its SM loads; loads, epilogue and stores overlap
-the WGMMAs.  So 8192x8192x8192 cannot beat 1.1 ms at 989 TFLOP/s; under the power limit it takes 1.56, cuBLAS 1.59
-(H200, 2026-11).  The choice left is the tile, which decides how full the last wave is: see `cost_model.py`.
+Tiles are padded along M, so up to 64 rows of A, contiguous along K, go to `few_rows.py`.
 
-Tiles are padded along M, so up to 64 rows of A, contiguous along K, go to `few_rows_cuda.py`.
+Groups of rows: each block counts the tiles of every group at its start and finds the group of a tile by bisection, so
+that the number of groups costs nothing later.  Groups begin at any row: a tile may read rows of the next group, which
+are not stored, and the 64 rows in which a group ends are written by ordinary stores instead of TMA.  A group of R rows
+costs ceil(R / block_m) rows of tiles; 64 rows of a tile that are all outside are not multiplied.
+
+Groups along K: K of a tile begins where its group does, and groups end at any K: the part of the last stage that
+belongs to the next group, which may be NaN, is overwritten with zeros in shared memory, in both operands.  That takes
+128 threads some 300 cycles, during the WGMMAs of the previous k block.  If C is D in float32, TMA adds, and empty
+groups cost nothing; otherwise they become C, or zeros.  K is not split, so one group of long K with few tiles is slow.
 """
 
 import logging
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright import settings
+from tilewright.dispatch import register_kernel
 from tilewright.hardware.device import device_info
-from tilewright.hardware.sm_budget import usable_sms
-from tilewright.jit.collect import collecting
-from tilewright.jit.cuda_launch import CudaKernel
-from tilewright.jit.tensor_map import TensorMap, tensor_map
 from tilewright.log import log_once
-from tilewright.ops.gemm.kernels.sm90 import cost_model
-from tilewright.ops.gemm.kernels.sm90 import operands as sm90_operands
+from tilewright.ops.gemm.bmm import FORWARD as BMM
+from tilewright.ops.gemm.dense.args import GATED, BmmBucket, MatmulArgs, MatmulBucket, as_batch, plain_args
+from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, KGroupedArgs, KGroupedBucket
+from tilewright.ops.gemm.grouped_matmul import FORWARD as GROUPED
+from tilewright.ops.gemm.k_grouped_matmul import FORWARD as K_GROUPED
+from tilewright.ops.gemm.kernels.sm90 import cost_model, grouping
 from tilewright.ops.gemm.kernels.sm90.cost_model import Problem, Tile
-from tilewright.ops.gemm.operands import ACTIVATIONS, Major, columns_out, major_a, major_b
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import STAGING, Config, gemm, math_warpgroups, stage_bytes
+from tilewright.ops.gemm.kernels.sm90.operands import why_not_16_bit, why_not_machine
+from tilewright.ops.gemm.masked_matmul import FORWARD as MASKED
+from tilewright.ops.gemm.matmul import FORWARD as MATMUL
+from tilewright.ops.gemm.operands import major_a, major_b
 
-_SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
 _SHARED = 232448 - 1024  # bytes a block may have, without its barriers
-_GATED = 1  # the epilogue of a bucket, as in `raw.py`
-_STAGING = 2 * 64 * _SPAN  # bytes of D that a warpgroup stages
 _MAX_STAGES = 10
-
-
-class Config(NamedTuple):
-    """block_m x block_n of D for a block; stages of the ring; blocks of a cluster, at most two, along M or along N;
-    band: rows of tiles in a group of the tile order (GROUP_SIZE_M).
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    cluster_m: int
-    cluster_n: int
-    band: int
-
-
-class Params(NamedTuple):
-    """The compile-time constants of sm90_gemm."""
-
-    kBlockM: int
-    kBlockN: int
-    kStages: int
-    kClusterM: int
-    kClusterN: int
-    kMajorA: int
-    kMajorB: int
-    kActivation: int
-    kBias: bool
-    kAddend: int
-    Element: torch.dtype
-    Out: torch.dtype
-    Bias: torch.dtype
-    Addend: torch.dtype
-    kWalk: int = 0
-    kInto: bool = False
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Groups of A's rows (ROWS) or of K (DEPTH), for the tile schedulers of the header; DENSE is a batch of products.
-
-    count: number of groups.  starts, ends: int32 on the device.  batched: A and D have a matrix for each group.
-    """
-
-    walk: int
-    count: int = 0
-    starts: Tensor | int = 0
-    ends: Tensor | int = 0
-    batched: bool = False
-
-
-DENSE, ROWS, DEPTH = range(3)
-NO_GROUPS = Groups(DENSE)
-
-KERNEL = CudaKernel(
-    Path(__file__).with_name("dense.cuh"),
-    "sm90_gemm",
-    "TTTPPPfqqPqqPP?iiiii",
-    archs=("sm_90a",),
-    dependent=True,
-)
-
-
-def why_not(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> str | None:
-    """Why this engine cannot run these arguments; None if it can."""
-    if major_a(a) is None or major_b(b) is None:
-        return "needs a and b contiguous along one of their last two dimensions"
-    return sm90_operands.why_not(a, b, bias, c, activation, out_dtype)
-
-
-def gemm(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    config: Config,
-    groups: Groups = NO_GROUPS,
-) -> None:
-    """d = act(alpha * scale * a @ b + bias) + c.  See `engines/__init__.py`; with `groups`, `ops/grouped/engines/`."""
-    accumulate = c is not None and sm90_operands.adds_in_place(c, d)
-    if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
-        gemm(
-            d, a, b, bias, d, scale, alpha, activation, config, groups
-        )  # fake tensors have no address: compile both variants
-    addend = None if accumulate else c
-    m, k = a.shape[1:]
-    n = b.shape[-1]
-    batches = groups.count or a.shape[0]
-    along_m, along_n = major_a(a) is Major.MN, major_b(b) is Major.MN
-    strip = cost_model.strip_bytes(columns_out(config.block_n, activation) * d.itemsize)
-    maps = (
-        _operand(a.mT if along_m else a, along_m, config.block_m, config.cluster_n),
-        _operand(b if along_n else b.mT, along_n, config.block_n, config.cluster_m),
-        tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
-    )
-    params = Params(
-        kBlockM=config.block_m,
-        kBlockN=config.block_n,
-        kStages=config.stages,
-        kClusterM=config.cluster_m,
-        kClusterN=config.cluster_n,
-        kMajorA=int(along_m),
-        kMajorB=int(along_n),
-        kActivation=ACTIVATIONS.index(activation),
-        kBias=bias is not None,
-        kAddend=0 if addend is None else 2 if sm90_operands.in_pairs(addend) else 1,
-        Element=a.dtype,
-        Out=d.dtype,
-        Bias=d.dtype if bias is None else bias.dtype,
-        Addend=d.dtype if addend is None else addend.dtype,
-        kWalk=groups.walk,
-        kInto=accumulate,
-    )
-    args = (
-        *maps,
-        0 if bias is None else bias,
-        0 if addend is None else addend,
-        0 if scale is None else scale,
-        alpha,
-        *((0, 0) if addend is None else (addend.stride(1), addend.stride(0))),
-        *((d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)),
-        *(groups.starts, groups.ends, groups.batched),
-        *(m, n, k, batches, config.band),
-    )
-    cluster = config.cluster_m * config.cluster_n
-    units = -(-m // (config.block_m * config.cluster_m)) * -(-n // (config.block_n * config.cluster_n)) * batches
-    blocks = max(1, min(units, usable_sms(d.device) // cluster)) * cluster
-    KERNEL(
-        (blocks,),
-        args,
-        params,
-        block=128 * (1 + _math_warpgroups(config.block_m)),
-        shared_bytes=config.stages * stage_bytes(config.block_m, config.block_n, along_n)
-        + _math_warpgroups(config.block_m) * _STAGING,
-        cluster=(cluster, 1, 1) if cluster > 1 else None,
-    )
-
-
-def _operand(operand: Tensor, mn_major: bool, block: int, shared: int) -> TensorMap | None:
-    """Returns the map of an operand whose last dimension is contiguous, for one of `shared` blocks that share a tile.
-
-    operand: (B, M or N, K); with mn_major (B, K, M or N), loaded in boxes of 64 columns.
-    """
-    return tensor_map(operand, (1, (_BLOCK_K if mn_major else block) // shared, 64), swizzle=_SPAN)
-
-
-# ------------------------------------------------------------------------------------------------------- what to choose
+_MN_MAJOR_B = (1, 2)  # the layouts nn and tn
 
 _BLOCKS = {64: (32, 64, 96, 128, 192, 256), 128: tuple(range(64, 257, 16))}
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -199,42 +47,68 @@ TILES = tuple(Tile(m, n, *cluster) for m, columns in _BLOCKS.items() for n in co
 """All tiles to choose from.  256x128, two tiles of accumulators a warpgroup, was never faster than 128x256."""
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """Returns the tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue."""
-    sms = device_info("cuda").sm_count or 132
-    config = _configure(tuple(bucket), batch, sms)
+def why_not(args: MatmulArgs) -> str | None:
+    """Why this kernel cannot run a dense product; None if it can."""
+    return why_not_machine(args.a) or why_not_operands(args)
+
+
+def why_not_operands(args: MatmulArgs) -> str | None:
+    """Why this kernel cannot run these operands and this epilogue; None if it can."""
+    if major_a(args.a) is None or major_b(args.b) is None:
+        return "needs a and b contiguous along one of their last two dimensions"
+    return why_not_16_bit(args.a, args.b, args.bias, args.c, args.activation, args.out_dtype)
+
+
+def configure(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> Config:
+    """Returns the tile of the least predicted time."""
+    return choose(_problem(bucket))
+
+
+def candidates(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the eight tiles of the least predicted time, each with several group_m."""
+    return choices(_problem(bucket))
+
+
+def _problem(bucket: MatmulBucket | BmmBucket) -> Problem:
+    return Problem(
+        bucket.M,
+        bucket.N,
+        bucket.K,
+        out_bytes=bucket.out_bits // 8,
+        gated=bucket.epilogue == GATED,
+        mn_major_b=bucket.layout in _MN_MAJOR_B,
+        batch=getattr(bucket, "B", 1),
+        sms=sm_count(),
+    )
+
+
+def sm_count() -> int:
+    """Returns the number of multiprocessors to choose for."""
+    return device_info("cuda").sm_count or 132
+
+
+def choose(problem: Problem) -> Config:
+    """Returns the config of the least predicted time."""
+    config = _choose(problem)
     if settings.current().print_configs:
         tile = Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n)
-        prediction = cost_model.predict(_problem(bucket, batch, sms), tile)
-        log_once(
-            ("dense", bucket, batch),
-            f"dense GEMM {tuple(bucket)} on {sms} SMs: {config}, {prediction}",
-            logging.WARNING,
-        )
+        prediction = cost_model.predict(problem, tile)
+        log_once(("dense", problem), f"dense GEMM {problem}: {config}, {prediction}", logging.WARNING)
     return config
 
 
 @cache
-def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
-    problem = _problem(bucket, batch, sms)
-    return _config(cost_model.rank(problem, _legal(problem))[0][0], problem)
+def _choose(problem: Problem) -> Config:
+    return config_of(cost_model.rank(problem, _legal(problem))[0][0], problem)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """Returns the eight tiles of the least predicted time, each with several bands."""
-    problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
+def choices(problem: Problem) -> tuple[Config, ...]:
+    """Returns the configs of the eight tiles of the least predicted time, each with several group_m."""
     configs = []
     for tile, _ in cost_model.rank(problem, _legal(problem))[:8]:
-        config = _config(tile, problem)
-        configs += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
+        config = config_of(tile, problem)
+        configs += [config, *(config._replace(group_m=rows) for rows in (4, 8, 16) if rows != config.group_m)]
     return tuple(configs)
-
-
-def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
-    m, n, k, layout, _, out_bits, epilogue = bucket
-    return Problem(
-        m, n, k, out_bytes=out_bits // 8, gated=epilogue == _GATED, mn_major_b=layout in (1, 2), batch=batch, sms=sms
-    )
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
@@ -248,26 +122,132 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
     )
 
 
-def _config(tile: Tile, problem: Problem) -> Config:
-    free = _SHARED - _math_warpgroups(tile.block_m) * _STAGING
+def config_of(tile: Tile, problem: Problem) -> Config:
+    """Returns the config of a tile: as many stages as fit, and the order of tiles."""
+    free = _SHARED - math_warpgroups(tile.block_m) * STAGING
     stages = min(_MAX_STAGES, free // stage_bytes(tile.block_m, tile.block_n, problem.mn_major_b))
-    band = cost_model.band(tile, problem.sms)
-    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, band)
-
-
-def _math_warpgroups(block_m: int) -> int:
-    """Returns the number of math warpgroups."""
-    return 1 if block_m == 64 else 2
-
-
-def stage_bytes(block_m: int, block_n: int, mn_major_b: bool) -> int:
-    """Returns the bytes of A and B in a stage; a B that is contiguous along N fills boxes of 64 columns."""
-    return (block_m + (-(-block_n // 64) * 64 if mn_major_b else block_n)) * _SPAN
+    group_m = cost_model.group_m(tile, problem.sms)
+    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, group_m)
 
 
 CONFIGS: tuple[Config, ...] = tuple(
     dict.fromkeys(
-        _config(tile, Problem(1, 1, 1, mn_major_b=along_n, sms=132)) for along_n in (False, True) for tile in TILES
+        config_of(tile, Problem(1, 1, 1, mn_major_b=along_n, sms=132)) for along_n in (False, True) for tile in TILES
     )
 )
-"""Every config that `configure` can return on a GPU of 132 multiprocessors."""
+"""Every config that `choose` can return on a GPU of 132 multiprocessors."""
+
+
+@register_kernel(
+    MATMUL, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor], args: MatmulArgs, config: Config) -> None:
+    gemm(outs[0].unsqueeze(0), as_batch(args), config)
+
+
+@register_kernel(BMM, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not)
+def launch_batch(outs: tuple[Tensor], args: MatmulArgs, config: Config) -> None:
+    gemm(outs[0], args, config)
+
+
+# ------------------------------------------------------------------------------------------------------ groups of rows
+
+
+def why_not_rows(args: GroupedArgs) -> str | None:
+    """Why this kernel cannot run groups of rows; None if it can."""
+    return grouping.why_not_rows(args) or grouping.why_not_without_scales(args)
+
+
+def configure_rows(bucket: GroupedBucket, dtype: torch.dtype) -> Config | None:
+    """Returns the choice for a batch of products of the expected rows; None for operands with scales."""
+    return next(iter(candidates_rows(bucket, dtype)), None)
+
+
+def candidates_rows(bucket: GroupedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the choices for a batch of products of the expected rows; clusters along M come last, as they pad each
+    group to pairs of row tiles.
+    """
+    if bucket.scaling != UNSCALED:
+        return ()
+    problem = Problem(
+        bucket.rows,
+        bucket.N,
+        bucket.K,
+        out_bytes=bucket.out_bits // 8,
+        gated=bool(bucket.gated),
+        mn_major_b=bucket.layout in _MN_MAJOR_B,
+        batch=max(1, bucket.G),
+        sms=sm_count(),
+    )
+    return tuple(sorted(choices(problem), key=lambda config: config.cluster_m))
+
+
+def gemm_rows(d: Tensor, args: GroupedArgs, config: Config) -> None:
+    """Rows of each group of d = act(those of a @ b of the group); other rows of d stay as they are."""
+    if d.numel():
+        product = plain_args(args.a, args.b, args.out_dtype, args.activation)
+        gemm(d, product, config, grouping.groups_of_rows(args))
+
+
+def launch_rows(outs: tuple[Tensor], args: GroupedArgs, config: Config) -> None:
+    grouping.write_rows(outs[0], args, lambda d: gemm_rows(d, args, config))
+
+
+for _op in (GROUPED, MASKED):
+    register_kernel(
+        _op,
+        configure=configure_rows,
+        config_type=Config,
+        configs=CONFIGS,
+        candidates=candidates_rows,
+        why_not=why_not_rows,
+    )(launch_rows)
+
+# ------------------------------------------------------------------------------------------------------ groups along K
+
+
+def why_not_along_k(args: KGroupedArgs) -> str | None:
+    """Why this kernel cannot run groups along K; None if it can."""
+    return grouping.why_not_along_k(args) or grouping.why_not_without_scales(args)
+
+
+def configure_along_k(bucket: KGroupedBucket, dtype: torch.dtype) -> Config | None:
+    """Returns the choice for a batch of products with equal shares of K; None for operands with scales."""
+    return choose(_problem_along_k(bucket)) if bucket.scaling == UNSCALED else None
+
+
+def candidates_along_k(bucket: KGroupedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the choices for a batch of products with equal shares of K."""
+    return choices(_problem_along_k(bucket)) if bucket.scaling == UNSCALED else ()
+
+
+def _problem_along_k(bucket: KGroupedBucket) -> Problem:
+    groups = max(1, bucket.G)
+    return Problem(
+        bucket.M,
+        bucket.N,
+        max(1, bucket.T // groups),
+        out_bytes=bucket.out_bits // 8,
+        mn_major_b=bucket.layout in _MN_MAJOR_B,
+        batch=groups,
+        sms=sm_count(),
+    )
+
+
+def gemm_along_k(d: Tensor, args: KGroupedArgs, config: Config) -> None:
+    """d[g] = the product of group g + c[g]."""
+    if not grouping.is_done_along_k(d, args):
+        product = plain_args(args.a[None], args.b[None], args.out_dtype)._replace(c=args.c)
+        gemm(d, product, config, grouping.groups_along_k(args))
+
+
+@register_kernel(
+    K_GROUPED,
+    configure=configure_along_k,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates_along_k,
+    why_not=why_not_along_k,
+)
+def launch_along_k(outs: tuple[Tensor], args: KGroupedArgs, config: Config) -> None:
+    gemm_along_k(outs[0], args, config)

@@ -5,7 +5,7 @@
 // along M, and tokens along N (8, 16, ... 64): D^T = B^T A^T.
 //
 // Split K inside a cluster.  The kSplit blocks of a cluster multiply consecutive ranges of K of the same weights, and send
-// each other their accumulators (few_rows/exchange.cuh): one launch, no workspace, the same bits every time.
+// each other their accumulators (few_rows_parts/exchange.cuh): one launch, no workspace, the same bits every time.
 //
 // Bytes in flight.  One thread keeps a ring of kStages stages of weights and tokens full, across the tiles of its block:
 // the next tile streams in during the epilogue of this one.  A stage is 256 bytes of K of 64 weight rows, 16 KB, and of all
@@ -237,13 +237,13 @@ __global__ void __launch_bounds__(kThreads, Base::kCtas) few_rows_grouped_gemm(
     const __grid_constant__ TensorMap weight_scales, const __grid_constant__ TensorMap token_scales,
     typename Base::Out* d, const int* starts, const int* ends, const float* scale_a, const float* scale_b,
     i64 scale_a_batch, i64 scale_b_batch, i64 scale_b_row, i64 d_batch, i64 d_row, int groups, int m, int n,
-    int k, int token_rows, bool batched, bool vectors) {
+    int k, int token_rows, bool masked, bool vectors) {
     using Config = Grouped<Base>;
     Operands<Config> operands{weights, tokens, weight_scales, token_scales, scale_a, scale_b, scale_a_batch, scale_b_batch,
                               scale_b_row, u32(k), u32(token_rows)};
     split_k(operands);
     const Output<Config> out{d, nullptr, nullptr, d_batch, d_row, 0, 0, n, vectors};
-    few_rows(operands, out, 1.0f, [&] { return GroupScheduler<Config>(starts, ends, groups, m, n, batched); });
+    few_rows(operands, out, 1.0f, [&] { return GroupScheduler<Config>(starts, ends, groups, m, n, masked); });
 }
 
 }  // namespace tilewright

@@ -25,7 +25,7 @@ def check_split(config: Config, depth: int, itemsize: int) -> None:
     k_blocks = model.steps(depth, itemsize)
     if config.split > k_blocks:
         raise InputError(
-            f"few_rows_cuda: split={config.split} leaves blocks without work, K={depth} has {k_blocks} steps of "
+            f"few_rows: split={config.split} leaves blocks without work, K={depth} has {k_blocks} steps of "
             f"{model.STAGE_BYTES // itemsize}; take a split of at most that, as `candidates` does"
         )
 
@@ -75,7 +75,7 @@ def stores_vectors(d: Tensor) -> bool:
     return d.data_ptr() % vector == 0 and all(stride * d.itemsize % vector == 0 for stride in d.stride()[:2])
 
 
-def launch(
+def launch_clusters(
     kernel: CudaKernel,
     config: Config,
     shared_bytes: int,

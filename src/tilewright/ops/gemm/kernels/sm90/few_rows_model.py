@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tilewright.ops.gemm.scaled.scaling import Scaling
 
 MAX_ROWS = 64
+A_ALONG_K = (0, 1)  # the layouts nt and nn
 BLOCK_N, STAGE_BYTES, THREADS = 64, 256, 160  # as in layout.cuh: weight rows of a tile, bytes of K, threads of a block
 SPAN, CHUNKS, SCALE_ALIGN = 128, 2, 4  # bytes of a box row; boxes of a stage; row alignment of scale copies
 _PITCH, _PARCEL = 68, 2048  # floats of a row of the result, bytes of 64 x 8 accumulators

@@ -1,7 +1,7 @@
 // D = act(alpha * A B + bias) + C: a persistent Hopper GEMM for e4m3 operands along K with scales (fp8_scales.cuh).  Every
 // 128 of K are promoted to float32 accumulators.  D may be e4m3 with scales (fp8_epilogue.cuh).
 //
-// Blocks, ring and tile schedulers are those of sm90_bf16_gemm.cuh.  A stage also holds its scales, so that one barrier
+// Blocks, ring and tile schedulers are those of dense.cuh.  A stage also holds its scales, so that one barrier
 // covers all.  The main loop differs: it multiplies a k block of 128 into acc_tmp with four WGMMAs that begin from zero,
 // waits for them, and promotes: acc += scale * acc_tmp.  Meanwhile the tensor cores have the WGMMAs of the other warpgroup.
 // Registers have room for two accumulators besides acc_tmp, so tiles of 256 columns take two passes of 128, and tiles of 256
@@ -13,7 +13,7 @@
 // K blocks take 1.04 to 1.09 times the cycles of their WGMMAs in tiles of 192x128, 1.11 to 1.15 in 256x128 (H200, long K);
 // 256x128 has fewer tiles to begin and end.
 //
-// Config: kBlockM, kBlockN, kStages; kScaling; kWalk; kActivation; kBias; kAddend; kInto;
+// Config: kBlockM, kBlockN, kStages; kScaling; kGemmType; kActivation; kBias; kAddend; kInto;
 // Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  See tile_epilogue.cuh for the rest.
 #pragma once
 
@@ -41,7 +41,7 @@ template <typename Config> struct Fp8Shape {
     static constexpr u32 kThreads = 128 * (kMathWarpgroups + 1);  // the last warpgroup is the producer's
     static constexpr u32 kPasses = kN > 192 ? 2 : 1, kColumns = kN / kPasses, kParts = kWaves * kPasses;
     static constexpr u32 kBoxes = kWaves * ((kN + 63) / 64), kBuffers = kBoxes < 4 ? kBoxes : 4;  // of D, a warpgroup
-    using Scales = StageScales<kScaling, kM, kN, GemmType(Config::kWalk) == GemmType::GroupedM>;
+    using Scales = StageScales<kScaling, kM, kN, GemmType(Config::kGemmType) == GemmType::GroupedM>;
     // With one scale a column every element of acc_tmp has its own factor: registers have room for them only with one acc
     static constexpr bool kEarlyFactors = Scales::kByToken && kParts == 1 && kColumns <= 128 && kMathWarpgroups < 3;
     static constexpr u32 kBlocks = kPasses > 1 ? 1 : Scales::kBlocks;  // 128-column blocks that a pass may touch
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     const __grid_constant__ TensorMap map_scale_b, const float* scale_a, i64 scale_a_batch, const float* scale_b,
     i64 scale_b_pitch, i64 scale_b_batch, const typename Config::Bias* bias, const typename Config::Addend* c, float alpha,
     i64 c_pitch, i64 c_batch, typename Fp8Shape<Config>::DirectOut* direct, i64 direct_pitch, i64 direct_batch,
-    const int* starts, const int* ends, bool batched, int m, int n, int k, int batches, int band) {
+    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m) {
     using Shape = Fp8Shape<Config>;
     using Element = typename Config::Element;
     using A = typename Shape::A;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     constexpr u32 kWaves = Shape::kWaves, kPasses = Shape::kPasses, kParts = Shape::kParts;
     constexpr u32 kColumns = Shape::kColumns, kCount = kColumns / 2, kWaveRows = 64 * kMathWarpgroups;
     constexpr Scaling kScaling = Shape::kScaling;
-    constexpr GemmType kWalk = GemmType(Config::kWalk);
+    constexpr GemmType kGemmType = GemmType(Config::kGemmType);
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, kStages of scales
     u8* const stages_b = stages_a + kStages * A::kBytes;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     launch_dependents();
 
     // Each warp schedules the same tiles for itself
-    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(band), starts, ends, batched};
+    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), starts, ends, masked};
     Scheduler::prepare(args, table);
     Scheduler scheduler(args, table, 0);
     Tile tile;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 
         Stage current = make_stage(0);
         for (bool more = scheduler.next(tile); more;) {
-            if (kWalk == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
+            if (kGemmType == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
                 // None of these rows belongs to the group: release the stages unread
                 for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
                     full[ring.stage].wait(ring.parity);

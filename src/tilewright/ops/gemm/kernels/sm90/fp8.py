@@ -1,253 +1,46 @@
-"""GEMM of e4m3 operands with scales in CUDA C++ for Hopper: every 128 of K is promoted to float32.
+"""Products of e4m3 operands with scales for Hopper: scaled_matmul and scaled_matmul_fp8, and with groups
+grouped_matmul, masked_matmul and k_grouped_matmul.  This module chooses the tile by `fp8_cost_model.py`;
+`fp8_kernel.py` launches it.
 
-A tile of 192x128 takes 192 * 128 * 128 * 2 flops for each 40 KB that its SM loads, and promotes 192 * 128 results with
-one FMA each, on the CUDA cores, while the tensor cores go on.  So 4096x7168x16384 cannot beat 0.49 ms at 1979 TFLOP/s.
-`fp8_cost_model.py` chooses the tile; fp8.cuh describes how promotion is hidden.
-
-Operands are contiguous along K: WGMMA reads 8-bit elements no other way.  Few rows go to `few_rows_cuda.py`.
+Few rows go to `few_rows_scaled.py`.  An e4m3 result: 128 results of a row and their scale are computed from the
+accumulators, so the float32 result is never stored: 1 + 1/32 bytes an element are written instead of 4, and no second
+launch reads them.  Groups are those of `dense.py`; along K they end at multiples of 128.
 """
 
 import logging
 from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewright import settings
-from tilewright.hardware.device import device_info
-from tilewright.hardware.sm_budget import usable_sms
-from tilewright.jit.collect import collecting
-from tilewright.jit.cuda_launch import CudaKernel
-from tilewright.jit.tensor_map import tensor_map
+from tilewright.dispatch import register_kernel
 from tilewright.log import log_once
-from tilewright.ops.gemm.kernels.sm90 import fp8_cost_model
-from tilewright.ops.gemm.kernels.sm90 import operands as sm90_operands
-from tilewright.ops.gemm.kernels.sm90.cost_model import strip_bytes
-from tilewright.ops.gemm.kernels.sm90.dense import NO_GROUPS, ROWS, Groups
+from tilewright.ops.gemm.dense.args import GATED
+from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, KGroupedArgs, KGroupedBucket
+from tilewright.ops.gemm.grouped_matmul import FORWARD as GROUPED
+from tilewright.ops.gemm.k_grouped_matmul import FORWARD as K_GROUPED
+from tilewright.ops.gemm.kernels.sm90 import fp8_cost_model, grouping
+from tilewright.ops.gemm.kernels.sm90.dense import sm_count
 from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
-from tilewright.ops.gemm.operands import ACTIVATIONS, Major, aligned, columns_out, major_a, major_b
-from tilewright.ops.gemm.scaled.scaling import Scaling, scaling_of
-
-_SPAN = 128  # bytes and elements of K in a stage
-_SHARED = 232448 - 1024  # bytes a block may have, without its barriers
-_BOX = 64 * _SPAN  # bytes of a box of 64 rows of D
-_MAX_BUFFERS = 4  # boxes that a warpgroup stages
-_MAX_STAGES = 8
-_MAX_BOX_ROWS = 256  # of one TMA box
-_BLOCKS = 3  # 128-column blocks that a tile may touch
-_SCALE_PAD = 4  # rows of scales before a tile: TMA boxes begin at multiples of 16 bytes
-_FP8 = torch.float8_e4m3fn
-_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Config(NamedTuple):
-    """block_m x block_n of D for a block; stages of the ring; band: rows of tiles in a group of the tile order."""
-
-    block_m: int
-    block_n: int
-    stages: int
-    band: int
-
-
-class Params(NamedTuple):
-    """The compile-time constants of sm90_fp8_gemm."""
-
-    kBlockM: int
-    kBlockN: int
-    kStages: int
-    kScaling: int
-    kWalk: int
-    kActivation: int
-    kBias: bool
-    kAddend: int
-    kInto: bool
-    Element: torch.dtype
-    Out: torch.dtype
-    Bias: torch.dtype
-    Addend: torch.dtype
-
-
-KERNEL = CudaKernel(
-    Path(__file__).with_name("fp8.cuh"),
-    "sm90_fp8_gemm",
-    "TTTTTPqPqqPPfqqPqqPP?iiiii",
-    archs=("sm_90a",),
-    dependent=True,
+from tilewright.ops.gemm.kernels.sm90.fp8_kernel import Config, gemm, gemm_fp8, shared_bytes, waves
+from tilewright.ops.gemm.kernels.sm90.operands import why_not_machine, why_not_scaled
+from tilewright.ops.gemm.masked_matmul import FORWARD as MASKED
+from tilewright.ops.gemm.operands import columns_out
+from tilewright.ops.gemm.scaled.args import (
+    ScaledBucket,
+    ScaledMatmulArgs,
+    ScaledMatmulFp8Args,
+    as_batch,
+    plain_scaled_args,
+    with_result,
 )
+from tilewright.ops.gemm.scaled.scaling import Scaling
+from tilewright.ops.gemm.scaled_matmul import FORWARD as SCALED
+from tilewright.ops.gemm.scaled_matmul_fp8 import FORWARD as SCALED_FP8
 
-
-def why_not(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> str | None:
-    """Why this engine cannot run these arguments; None if it can."""
-    if a.dtype != _FP8 or b.dtype != _FP8:
-        return f"multiplies float8_e4m3fn operands, got {a.dtype} and {b.dtype}"
-    if scaling_of(a, b, scale_a, scale_b) is Scaling.OTHER:
-        return "takes scales of the pairs that Scaling names"
-    if major_a(a) is not Major.K or major_b(b) is not Major.K:
-        return "needs a and b contiguous along K: the tensor cores read 8-bit operands no other way"
-    if any(dtype not in _OUTPUTS for dtype in (out_dtype, *(t.dtype for t in (bias, c) if t is not None))):
-        return "takes a bias, an addend and a result of bf16, fp16 or fp32"
-    if not aligned(a, b, columns_out(b.shape[-1], activation), out_dtype):
-        return "needs addresses, strides and rows of the result that are multiples of 16 bytes"
-    return None
-
-
-def why_not_fp8(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    alpha: float,
-    activation: str,
-) -> str | None:
-    """Why `gemm_fp8` cannot run these arguments; None if it can."""
-    if columns_out(b.shape[-1], activation) % 16:
-        return f"writes rows of multiples of 16 columns, got {columns_out(b.shape[-1], activation)}"
-    return why_not(a, b, scale_a, scale_b, bias, None, alpha, activation, torch.bfloat16)
-
-
-def gemm(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    alpha: float,
-    activation: str,
-    config: Config,
-    groups: Groups = NO_GROUPS,
-) -> None:
-    """d = act(alpha * (a * scale_a) @ (b * scale_b) + bias) + c.
-
-    d (B, M, N_out), a (B, M, K), b (B, K, N), scale_a (B, M blocks, K blocks), scale_b (B, N blocks, K blocks).
-    """
-    accumulate = c is not None and sm90_operands.adds_in_place(c, d)
-    if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
-        # Fake tensors have no address, so c may be d or not: compile both variants
-        gemm(d, a, b, scale_a, scale_b, bias, d, alpha, activation, config, groups)
-    direct = (d, d.stride(1), d.stride(0)) if groups.walk == ROWS else (0, 0, 0)
-    _launch(
-        d,
-        direct,
-        a,
-        b,
-        scale_a,
-        scale_b,
-        bias,
-        None if accumulate else c,
-        alpha,
-        activation,
-        config,
-        groups,
-        accumulate=accumulate,
-    )
-
-
-def gemm_fp8(
-    q: Tensor,
-    scales: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    alpha: float,
-    activation: str,
-    config: Config,
-) -> None:
-    """q, scales = act(alpha * (a * scale_a) @ (b * scale_b) + bias) with q (B, M, N_out) e4m3 and scales
-    (B, M, ceil(N_out / 128)), consecutive rows adjacent in memory.
-    """
-    direct = (scales, scales.stride(2), scales.stride(0))
-    _launch(q, direct, a, b, scale_a, scale_b, bias, None, alpha, activation, config, NO_GROUPS)
-
-
-def _launch(
-    d: Tensor,
-    direct: tuple[Tensor | int, int, int],
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    addend: Tensor | None,
-    alpha: float,
-    activation: str,
-    config: Config,
-    groups: Groups,
-    *,
-    accumulate: bool = False,
-) -> None:
-    """direct: what the kernel stores without a tensor map, and its strides.  accumulate: add to d."""
-    m, k = a.shape[1:]
-    n = b.shape[-1]
-    batches = groups.count or a.shape[0]
-    scaling = scaling_of(a, b, scale_a, scale_b)
-    strip = _SPAN if d.dtype == _FP8 else strip_bytes(columns_out(config.block_n, activation) * d.itemsize)
-    operands = (
-        tensor_map(a, (1, config.block_m, _SPAN), swizzle=_SPAN),
-        tensor_map(b.mT, (1, config.block_n, _SPAN), swizzle=_SPAN),
-    )
-    by_token = scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN), scaling == Scaling.TOKEN_TOKEN
-    rows = _rows_per_copy(config.block_m) + (_SCALE_PAD if groups.walk == ROWS else 0)
-    maps = (
-        *operands,
-        tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
-        tensor_map(scale_a.mT, (1, 1, rows)) if by_token[0] else operands[0],  # otherwise not read
-        tensor_map(scale_b.mT, (1, 1, config.block_n)) if by_token[1] else operands[1],
-    )
-    params = Params(
-        kBlockM=config.block_m,
-        kBlockN=config.block_n,
-        kStages=config.stages,
-        kScaling=int(scaling),
-        kWalk=groups.walk,
-        kActivation=ACTIVATIONS.index(activation),
-        kBias=bias is not None,
-        kAddend=0 if addend is None else 2 if sm90_operands.in_pairs(addend) else 1,
-        kInto=accumulate,
-        Element=a.dtype,
-        Out=d.dtype,
-        Bias=torch.float32 if bias is None else bias.dtype,
-        Addend=torch.float32 if addend is None else addend.dtype,
-    )
-    args = (
-        *maps,
-        *(scale_a, scale_a.stride(0)),
-        *(scale_b, scale_b.stride(1), scale_b.stride(0)),
-        0 if bias is None else bias,
-        0 if addend is None else addend,
-        alpha,
-        *((0, 0) if addend is None else (addend.stride(1), addend.stride(0))),
-        *direct,
-        *(groups.starts, groups.ends, groups.batched),
-        *(m, n, k, batches, config.band),
-    )
-    sms = usable_sms(d.device)
-    tiles = -(-m // config.block_m) * -(-n // config.block_n) * batches
-    blocks = max(1, sms if groups.walk == ROWS else min(tiles, sms))  # the host does not know group sizes
-    KERNEL(
-        (blocks,),
-        args,
-        params,
-        block=128 * (1 + _math_warpgroups(config.block_m)),
-        shared_bytes=_shared_bytes(config, scaling),
-    )
-
+_SHARED = 232448 - 1024  # bytes a block may have, without its barriers
+_MAX_STAGES = 8
 
 # ------------------------------------------------------------------------------------------------------- what to choose
 
@@ -263,38 +56,27 @@ TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
 """All tiles for e4m3 results, whose columns are whole blocks of scales: 256 columns of op(B) if gated."""
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> Config:
-    """Returns the tile of the least predicted time for M, N, K, layout, aligned, out_bits, epilogue, scaling."""
-    sms = device_info("cuda").sm_count or 132
-    config = _configure(tuple(bucket), batch, sms)
+def choose(problem: Problem) -> Config:
+    """Returns the config of the least predicted time."""
+    config = _choose(problem)
     if settings.current().print_configs:
-        tile = Tile(config.block_m, config.block_n)
-        prediction = fp8_cost_model.predict(_problem(bucket, batch, sms), tile)
-        log_once(
-            ("fp8", bucket, batch), f"fp8 GEMM {tuple(bucket)} on {sms} SMs: {config}, {prediction}", logging.WARNING
-        )
+        prediction = fp8_cost_model.predict(problem, Tile(config.block_m, config.block_n))
+        log_once(("fp8", problem), f"fp8 GEMM {problem}: {config}, {prediction}", logging.WARNING)
     return config
 
 
 @cache
-def _configure(bucket: tuple[int, ...], batch: int, sms: int) -> Config:
-    problem = _problem(bucket, batch, sms)
-    return _config(fp8_cost_model.rank(problem, _legal(problem))[0][0], problem)
+def _choose(problem: Problem) -> Config:
+    return config_of(fp8_cost_model.rank(problem, _legal(problem))[0][0], problem)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype, batch: int = 1) -> tuple[Config, ...]:
-    """Returns the six tiles of the least predicted time, each with several bands."""
-    problem = _problem(bucket, batch, device_info("cuda").sm_count or 132)
+def choices(problem: Problem) -> tuple[Config, ...]:
+    """Returns the configs of the six tiles of the least predicted time, each with several group_m."""
     configs = []
     for tile, _ in fp8_cost_model.rank(problem, _legal(problem))[:6]:
-        config = _config(tile, problem)
-        configs += [config, *(config._replace(band=band) for band in (4, 8, 16) if band != config.band)]
+        config = config_of(tile, problem)
+        configs += [config, *(config._replace(group_m=rows) for rows in (4, 8, 16) if rows != config.group_m)]
     return tuple(configs)
-
-
-def _problem(bucket: tuple[int, ...], batch: int, sms: int) -> Problem:
-    m, n, k, _, _, out_bits, epilogue, scaling = bucket
-    return Problem(m, n, k, out_bytes=out_bits // 8, gated=epilogue == 1, scaling=scaling, batch=batch, sms=sms)
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
@@ -306,60 +88,187 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
         tile
         for tile in (TILES_FP8 if quantised else TILES)
         if not problem.gated or tile.block_n % (256 if quantised else 32) == 0
-        if problem.scaling != Scaling.ROW or _waves(tile.block_m) == 1
+        if problem.scaling != Scaling.ROW or waves(tile.block_m) == 1
     )
 
 
-def _config(tile: Tile, problem: Problem) -> Config:
-    config = Config(tile.block_m, tile.block_n, 0, 0)
-    fixed = _shared_bytes(config, problem.scaling)
-    stages = (_SHARED - fixed) // (_shared_bytes(config._replace(stages=1), problem.scaling) - fixed)
-    return config._replace(stages=min(_MAX_STAGES, stages), band=fp8_cost_model.band(tile, problem.sms))
-
-
-def _waves(block_m: int) -> int:
-    """Returns how many times 64 rows a warpgroup multiplies."""
-    return 2 if block_m > 192 else 1
-
-
-def _math_warpgroups(block_m: int) -> int:
-    """Returns the number of math warpgroups."""
-    return block_m // 64 // _waves(block_m)
-
-
-def _shared_bytes(config: Config, scaling: int) -> int:
-    """Returns bytes of the stages of A, B and scales, and of staging D: a bf16 tile, at most four boxes a warpgroup."""
-    stage = (config.block_m + config.block_n) * _SPAN + _scale_bytes(config, scaling)
-    boxes = min(_MAX_BUFFERS, _waves(config.block_m) * -(-config.block_n // 64))
-    return config.stages * stage + _math_warpgroups(config.block_m) * boxes * _BOX
-
-
-def _rows_per_copy(block_m: int) -> int:
-    """Returns the rows whose scales one TMA box loads, without those before the tile."""
-    return block_m // (2 if block_m + _SCALE_PAD > _MAX_BOX_ROWS else 1)
-
-
-def _scale_bytes(config: Config, scaling: int) -> int:
-    """Returns bytes of scales in a stage: of rows in one or two boxes, and of columns or blocks of columns."""
-    if scaling not in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN):
-        return 0
-    rows = _rows_per_copy(config.block_m)
-    columns = config.block_n if scaling == Scaling.TOKEN_TOKEN else _BLOCKS
-    return config.block_m // rows * _scale_row_bytes(rows + _SCALE_PAD) + _scale_row_bytes(columns)
-
-
-def _scale_row_bytes(floats: int) -> int:
-    """Returns bytes rounded up to 128, where TMA boxes may begin."""
-    return -(-4 * floats // 128) * 128
+def config_of(tile: Tile, problem: Problem) -> Config:
+    """Returns the config of a tile: as many stages as fit, and the order of tiles."""
+    config = Config(tile.block_m, tile.block_n, stages=0, group_m=0)
+    fixed = shared_bytes(config, problem.scaling)
+    stages = (_SHARED - fixed) // (shared_bytes(config._replace(stages=1), problem.scaling) - fixed)
+    return config._replace(stages=min(_MAX_STAGES, stages), group_m=fp8_cost_model.group_m(tile, problem.sms))
 
 
 def _configs(out_bytes: int) -> tuple[Config, ...]:
     problems = [Problem(1, 1, 1, out_bytes, scaling=scaling, sms=132) for scaling in range(4)]
-    return tuple(dict.fromkeys(_config(tile, problem) for problem in problems for tile in _legal(problem)))
+    return tuple(dict.fromkeys(config_of(tile, problem) for problem in problems for tile in _legal(problem)))
 
 
 CONFIGS: tuple[Config, ...] = _configs(2)
-"""Every config that `configure` can return on a GPU of 132 multiprocessors."""
+"""Every config that `choose` can return on a GPU of 132 multiprocessors."""
 
 CONFIGS_FP8: tuple[Config, ...] = _configs(1)
 """Every config of `gemm_fp8` on a GPU of 132 multiprocessors."""
+
+# ------------------------------------------------------------------------------------------------------ single products
+
+
+def why_not(args: ScaledMatmulArgs) -> str | None:
+    """Why this kernel cannot run a scaled product; None if it can."""
+    a, b, scale_a, scale_b, bias, c, _, activation, out_dtype = args
+    return why_not_machine(a) or why_not_scaled(a, b, scale_a, scale_b, bias, c, activation, out_dtype)
+
+
+def why_not_fp8(args: ScaledMatmulFp8Args) -> str | None:
+    """Why this kernel cannot run a scaled product with an e4m3 result; None if it can."""
+    n_out = columns_out(args.b.shape[-1], args.activation)
+    reason = why_not_machine(args.a)
+    if reason is None and n_out % 16:
+        reason = f"writes rows of multiples of 16 columns, got {n_out}"
+    return reason or why_not(with_result(args, torch.bfloat16))
+
+
+def configure(bucket: ScaledBucket, dtype: torch.dtype) -> Config:
+    """Returns the tile of the least predicted time."""
+    return choose(_problem(bucket))
+
+
+def candidates(bucket: ScaledBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the six tiles of the least predicted time, each with several group_m."""
+    return choices(_problem(bucket))
+
+
+def _problem(bucket: ScaledBucket) -> Problem:
+    return Problem(
+        bucket.M,
+        bucket.N,
+        bucket.K,
+        out_bytes=bucket.out_bits // 8,
+        gated=bucket.epilogue == GATED,
+        scaling=bucket.scaling,
+        sms=sm_count(),
+    )
+
+
+@register_kernel(
+    SCALED, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor], args: ScaledMatmulArgs, config: Config) -> None:
+    gemm(outs[0].unsqueeze(0), as_batch("scaled_matmul", args), config)
+
+
+@register_kernel(
+    SCALED_FP8, configure=configure, config_type=Config, configs=CONFIGS_FP8, candidates=candidates, why_not=why_not_fp8
+)
+def launch_fp8(outs: tuple[Tensor, Tensor], args: ScaledMatmulFp8Args, config: Config) -> None:
+    q, scales = outs
+    gemm_fp8(q.unsqueeze(0), scales.unsqueeze(0), as_batch("scaled_matmul_fp8", with_result(args, q.dtype)), config)
+
+
+# ------------------------------------------------------------------------------------------------------ groups of rows
+
+
+def why_not_rows(args: GroupedArgs) -> str | None:
+    """Why this kernel cannot run groups of rows; None if it can."""
+    return grouping.why_not_rows(args) or grouping.why_not_with_scales(args)
+
+
+def configure_rows(bucket: GroupedBucket, dtype: torch.dtype) -> Config | None:
+    """Returns the choice for a batch of products of the expected rows; None for operands without scales."""
+    return next(iter(candidates_rows(bucket, dtype)), None)
+
+
+def candidates_rows(bucket: GroupedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the choices for a batch of products of the expected rows."""
+    if bucket.scaling == UNSCALED:
+        return ()
+    return choices(
+        Problem(
+            bucket.rows,
+            bucket.N,
+            bucket.K,
+            out_bytes=bucket.out_bits // 8,
+            gated=bool(bucket.gated),
+            scaling=bucket.scaling,
+            batch=max(1, bucket.G),
+            sms=sm_count(),
+        )
+    )
+
+
+def gemm_rows(d: Tensor, args: GroupedArgs, config: Config) -> None:
+    """Rows of each group of d = act(those of a @ b of the group); other rows of d stay as they are."""
+    assert args.scale_a is not None, "see why_not_rows"
+    assert args.scale_b is not None, "see why_not_rows"
+    if d.numel():
+        product = plain_scaled_args(args.a, args.b, args.scale_a, args.scale_b, args.out_dtype, args.activation)
+        gemm(d, product, config, grouping.groups_of_rows(args))
+
+
+def launch_rows(outs: tuple[Tensor], args: GroupedArgs, config: Config) -> None:
+    grouping.write_rows(outs[0], args, lambda d: gemm_rows(d, args, config))
+
+
+for _op in (GROUPED, MASKED):
+    register_kernel(
+        _op,
+        configure=configure_rows,
+        config_type=Config,
+        configs=CONFIGS,
+        candidates=candidates_rows,
+        why_not=why_not_rows,
+    )(launch_rows)
+
+# ------------------------------------------------------------------------------------------------------ groups along K
+
+
+def why_not_along_k(args: KGroupedArgs) -> str | None:
+    """Why this kernel cannot run groups along K; None if it can."""
+    return grouping.why_not_along_k(args) or grouping.why_not_with_scales(args)
+
+
+def configure_along_k(bucket: KGroupedBucket, dtype: torch.dtype) -> Config | None:
+    """Returns the choice for a batch of products with equal shares of K; None for operands without scales."""
+    return None if bucket.scaling == UNSCALED else choose(_problem_along_k(bucket))
+
+
+def candidates_along_k(bucket: KGroupedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the choices for a batch of products with equal shares of K."""
+    return () if bucket.scaling == UNSCALED else choices(_problem_along_k(bucket))
+
+
+def _problem_along_k(bucket: KGroupedBucket) -> Problem:
+    groups = max(1, bucket.G)
+    return Problem(
+        bucket.M,
+        bucket.N,
+        max(1, bucket.T // groups),
+        out_bytes=bucket.out_bits // 8,
+        scaling=bucket.scaling,
+        batch=groups,
+        sms=sm_count(),
+    )
+
+
+def gemm_along_k(d: Tensor, args: KGroupedArgs, config: Config) -> None:
+    """d[g] = the product of group g + c[g]."""
+    assert args.scale_a is not None, "see why_not_along_k"
+    assert args.scale_b is not None, "see why_not_along_k"
+    if grouping.is_done_along_k(d, args):
+        return
+    operands = (args.a[None], args.b[None], args.scale_a[None], args.scale_b[None])
+    product = plain_scaled_args(*operands, args.out_dtype)._replace(c=args.c)
+    gemm(d, product, config, grouping.groups_along_k(args))
+
+
+@register_kernel(
+    K_GROUPED,
+    configure=configure_along_k,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates_along_k,
+    why_not=why_not_along_k,
+)
+def launch_along_k(outs: tuple[Tensor], args: KGroupedArgs, config: Config) -> None:
+    gemm_along_k(outs[0], args, config)

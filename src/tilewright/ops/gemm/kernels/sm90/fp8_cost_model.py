@@ -13,10 +13,10 @@ from math import ceil
 from typing import NamedTuple
 
 from tilewright.ops.gemm.kernels.sm90 import cost_model
-from tilewright.ops.gemm.kernels.sm90.cost_model import Prediction, Tile, band
+from tilewright.ops.gemm.kernels.sm90.cost_model import Prediction, Tile, group_m
 from tilewright.ops.gemm.scaled.scaling import Scaling
 
-__all__ = ["Problem", "Tile", "band", "predict", "rank"]
+__all__ = ["Problem", "Tile", "group_m", "predict", "rank"]
 
 RATES = {  # TFLOP/s of full waves, without epilogues
     (192, 128): 1345,

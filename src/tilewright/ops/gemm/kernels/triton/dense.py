@@ -1,11 +1,11 @@
-"""Persistent GEMM in Triton: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
+"""Dense products in Triton, matmul and bmm: the portable form, for any strides, alignment and sizes, on NVIDIA and AMD.
 
 As many programs as the GPU holds at once take output tiles in grouped order, so that tiles in flight share rows of A
 and columns of B in L2.  The loops over tiles and along K are flattened, so that loads of the next tile overlap the
 epilogue.  Operands are read through pointers and masks or, if the bucket is aligned and the GPU has TMA (sm_90 and
 later), through tensor descriptors.  Few rows make too few tiles to fill a GPU: then K is split, each part writes a
 float32 partial product, and a second launch adds them in a fixed order.  Tiles of one row (block_m 1) use
-`few_rows/row_triton.py`.
+`single_row.py`.
 
 2*M*N*K flops; (M*K + K*N) * itemsize + M*N*itemsize_out bytes.  8192^3 in bf16 cannot beat 1.11 ms at 989 TFLOP/s,
 16x4096x7168 not 14 us at 4.2 TB/s.
@@ -19,9 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
+from tilewright.ops.gemm.bmm import FORWARD as BMM
+from tilewright.ops.gemm.dense.args import BmmBucket, MatmulArgs, MatmulBucket, as_batch
 from tilewright.ops.gemm.kernels.triton import single_row as row_triton
 from tilewright.ops.gemm.kernels.triton.dense_kernel import gemm_kernel, reduce_kernel
 from tilewright.ops.gemm.kernels.triton.tiles import (
@@ -34,19 +37,20 @@ from tilewright.ops.gemm.kernels.triton.tiles import (
     vector_width,
     vector_width_of_c,
 )
+from tilewright.ops.gemm.matmul import FORWARD as MATMUL
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
 
 FILL = 128  # tiles that keep a large GPU busy; the configuration may not depend on the GPU at hand
 REDUCE_M, REDUCE_N = 4, 256  # tile of a program of the reduction
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> Config:
     """Returns the largest tile that still gives FILL tiles; for up to 64 rows narrow tiles, with K split.
 
     Unaligned operands are read element by element, and each address takes a register pair: smaller tiles.
     float32 runs as FMAs in tiles of 64x64: NVIDIA's tensor cores would round it to TF32.
     """
-    m, n, k, _, is_aligned, _, _ = bucket
+    m, n, k, is_aligned = bucket.M, bucket.N, bucket.K, bucket.aligned
     if dtype.itemsize == 4:
         return Config(16, 64, 32, 4, 3, 8, False, 1) if m <= 16 else Config(64, 64, 16, 4, 3, 8, False, 1)
     if m <= 64:
@@ -73,16 +77,16 @@ def configured(*dtypes: torch.dtype) -> tuple[Config, ...]:
     """Returns every result of `configure` for operands of `dtypes`."""
     powers = [1 << i for i in range(6, 15)]
     sizes = product((1, 64, 128, 1024, 4096), powers, powers, (0, 1))
-    buckets = [(m, n, k, 0, is_aligned, 16, 0) for m, n, k, is_aligned in sizes]
+    buckets = [MatmulBucket(m, n, k, 0, is_aligned, 16, 0) for m, n, k, is_aligned in sizes]
     return tuple(dict.fromkeys(configure(bucket, dtype) for bucket in buckets for dtype in dtypes))
 
 
 CONFIGS = configured(torch.bfloat16, torch.float32)
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns tiles of up to 128x256 or 256x128 whose accumulator leaves half of the registers free; at most 64."""
-    m, _, k, _, is_aligned, _, _ = bucket
+    m, k, is_aligned = bucket.M, bucket.K, bucket.aligned
     deep = 128 // dtype.itemsize
     if dtype.itemsize == 4:
         exact = ((16, 64, 32, 4), (32, 64, 32, 4), (64, 32, 32, 4), (64, 64, 16, 4), (64, 64, 32, 4), (64, 64, 32, 8))
@@ -103,24 +107,15 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     if dtype.itemsize == 2:
         tiles += [(64, 256, 4), (128, 256, 8), (256, 128, 8)]
     return tuple(
-        Config(*tile[:2], deep, tile[2], stages, band, form, 1)
-        for tile, stages, band, form in product(tiles, (3, 4), (4, 8), forms)
+        Config(*tile[:2], deep, tile[2], stages, group_m, form, 1)
+        for tile, stages, group_m, form in product(tiles, (3, 4), (4, 8), forms)
     )
 
 
-def why_not(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> str | None:
+def why_not(args: MatmulArgs) -> str | None:
     """Why Triton cannot run these arguments on this GPU; None if it can."""
-    arch = target_of(a)
-    if a.dtype is torch.float8_e4m3fn and re.fullmatch(r"sm_8[0-8]", arch):
+    arch = target_of(args.a)
+    if args.a.dtype is torch.float8_e4m3fn and re.fullmatch(r"sm_8[0-8]", arch):
         return f"multiplies float8_e4m3fn from sm_89 on, and this is {arch}"
     return None
 
@@ -129,18 +124,12 @@ _gemm = TritonKernel(gemm_kernel)
 reduce_parts = TritonKernel(reduce_kernel)
 
 
-def gemm(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    c: Tensor | None,
-    scale: Tensor | None,
-    alpha: float,
-    activation: str,
-    config: Config,
-) -> None:
-    """d (B, M, N_out) = act(alpha * scale * a (B, M, K) @ b (B, K, N) + bias) + c; see the package's docstring."""
+def gemm(d: Tensor, args: MatmulArgs, config: Config) -> None:
+    """d = act(alpha * scale * a @ b + bias) + c, of any strides with a unit one among the last two of a and b.
+
+    d: (B, M, N_out), contiguous along N_out; a: (B, M, K); b: (B, K, N); c: (B, M, N_out), may be d.
+    """
+    a, b, bias, c, scale, alpha, activation, _ = args
     batch, m, k = a.shape
     n = b.shape[2]
     blocks = triton.cdiv(k, config.block_k)
@@ -158,8 +147,8 @@ def gemm(
     _multiply(partials, a, b, (None, None, None, 1.0), (0, 0, 0, 0), "", splits, config)
     grid = (batch * triton.cdiv(m, REDUCE_M) * triton.cdiv(n, REDUCE_N),)
     int64_offsets = needs_wide_offsets(d, c)
-    args = (d, partials, *epilogue, batch, m, n, splits, *d.stride()[:2], *epilogue_strides)
-    reduce_parts(grid, args, (activation, int64_offsets, REDUCE_M, REDUCE_N), num_warps=4)
+    reduce_args = (d, partials, *epilogue, batch, m, n, splits, *d.stride()[:2], *epilogue_strides)
+    reduce_parts(grid, reduce_args, (activation, int64_offsets, REDUCE_M, REDUCE_N), num_warps=4)
 
 
 def _multiply(
@@ -192,9 +181,21 @@ def _multiply(
         activation, descriptors, a_major is Major.K, b_major is Major.K,
         vector_width(a, k if a_major is Major.K else m), vector_width(b, k if b_major is Major.K else n),
         vector_width_of_c(c), vector_width(d, d.shape[2]),
-        splits > 1, k % config.block_k == 0, needs_wide_offsets(d, a, b, c), config.band, fit.parts, *config[:3],
+        splits > 1, k % config.block_k == 0, needs_wide_offsets(d, a, b, c), config.group_m, fit.parts, *config[:3],
     )  # fmt: skip
     # Triton allocates memory for descriptors; the context keeps the caller's allocator in force
     context = copy_context()
     context.run(triton.set_allocator, allocate_descriptors)
     context.run(_gemm, grid, args, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+@register_kernel(
+    MATMUL, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor], args: MatmulArgs, config: Config) -> None:
+    gemm(outs[0].unsqueeze(0), as_batch(args), config)
+
+
+@register_kernel(BMM, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not)
+def launch_batch(outs: tuple[Tensor], args: MatmulArgs, config: Config) -> None:
+    gemm(outs[0], args, config)

@@ -1,8 +1,8 @@
-"""Products of different shapes in Triton: one persistent launch over the tiles of all of them.
+"""Products of different shapes in Triton, group_gemm: one persistent launch over the tiles of all of them.
 
 A table on the device holds addresses and sizes, 80 bytes a problem.  The host writes it by launches of one program
 each, with the numbers as parameters: no copy, so no synchronization, and a CUDA graph records them.  The GEMM launch
-finds the problem of a tile as `rows_triton.py` finds its group.
+finds the problem of a tile as `grouped_rows.py` finds its group.
 
 Two flops a product of elements; operands once, results once.
 """
@@ -15,9 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
+from tilewright.ops.gemm.group_gemm import FORWARD, GroupGemmArgs, GroupGemmBucket
 from tilewright.ops.gemm.kernels.triton import tiles as tiling
 from tilewright.ops.gemm.kernels.triton.group_gemm_kernel import FIELDS, group_gemm_kernel, problem_kernel
 from tilewright.ops.gemm.operands import Major, copyable, major_a, major_b
@@ -27,28 +29,27 @@ UNIT = 16  # elements: where results begin, see `group_gemm`
 
 
 class Config(NamedTuple):
-    """block_m, block_n, block_k: elements of a tile.   band: tile rows of a product taken together (GROUP_SIZE_M)."""
+    """block_m, block_n, block_k: elements of a tile.  group_m: tile rows in a group of the tile order (GROUP_SIZE_M)."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    band: int
+    group_m: int
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: GroupGemmBucket, dtype: torch.dtype) -> Config:
     """Chooses by the largest problem: tiles of 128x128, or 64x64 for small ones and for float32."""
-    m, n = bucket[:2]
     if dtype.itemsize == 4:
         return Config(64, 64, 16, 8, 3, 8)
-    return Config(64, 64, 64, 4, 3, 8) if min(m, n) <= 256 else Config(128, 128, 32, 8, 4, 8)
+    return Config(64, 64, 64, 4, 3, 8) if min(bucket.M, bucket.N) <= 256 else Config(128, 128, 32, 8, 4, 8)
 
 
 CONFIGS = (Config(64, 64, 16, 8, 3, 8), Config(64, 64, 64, 4, 3, 8), Config(128, 128, 32, 8, 4, 8))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: GroupGemmBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns tiles of up to 128x128."""
     if dtype.itemsize == 4:
         return tuple(Config(m, 64, 16, 4, stages, 8) for m in (32, 64) for stages in (2, 3))
@@ -82,7 +83,7 @@ def gemm(d: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], config: Config) ->
     fit = tiling.fitted(_dense(config), target_of(d), a[0].element_size(), d.element_size(), None, "")
     grid = (max(1, min(tiles, fit.programs * usable_sms(d.device))),)
     parts = min(fit.parts, 2)
-    constants = (a_unit, b_unit, vector, wide_offsets, GROUPS, config.band, parts, *fit.config[:3])
+    constants = (a_unit, b_unit, vector, wide_offsets, GROUPS, config.group_m, parts, *fit.config[:3])
     _gemm(grid, (d, table, a[0], groups), constants, num_warps=config.num_warps, num_stages=fit.config.num_stages)
 
 
@@ -100,3 +101,8 @@ def _vectors(a: Tensor, major_of_a: Major | None, b: Tensor, major_of_b: Major |
 
 def _dense(config: Config) -> tiling.Config:
     return tiling.Config(*config, False, 1)
+
+
+@register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
+def launch(outs: tuple[Tensor], args: GroupGemmArgs, config: Config) -> None:
+    gemm(outs[0], args.lefts, args.rights, config)

@@ -1,8 +1,8 @@
-"""Groups of rows in Triton: the portable form, for contiguous groups and masked batches alike, any strides and sizes.
+"""Groups of rows in Triton, grouped_matmul and masked_matmul: the portable form, for any strides and sizes.
 
 A persistent kernel.  A program counts the tiles of all groups from their limits in device memory, 64 groups at a time,
 and again to find the group of each of its tiles: some hundred cycles, while a tile takes tens of thousands.  So the
-host needs no group sizes, and an empty group costs nothing.  Operands are read as in `tile_triton.py`; a full tile is
+host needs no group sizes, and an empty group costs nothing.  Operands are read as in `dense.py`; a full tile is
 stored by TMA, a tile that ends with its group under a mask.
 
 2*T*N*K flops; weights of the groups that have rows once, rows in and out once.  32 groups of 20 rows, 6144x7168 in
@@ -15,9 +15,11 @@ import torch
 import triton
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.grouped.args import UNSCALED, scaling_code
+from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, scaling_code
+from tilewright.ops.gemm.grouped_matmul import FORWARD as GROUPED
 from tilewright.ops.gemm.kernels.triton import tiles as tiling
 from tilewright.ops.gemm.kernels.triton.grouped_rows_kernel import grouped_rows_kernel
 from tilewright.ops.gemm.kernels.triton.grouped_tiles import (
@@ -25,18 +27,19 @@ from tilewright.ops.gemm.kernels.triton.grouped_tiles import (
     Config,
     descriptor_strides,
     fitted,
-    launch,
+    launch_with_descriptors,
     no_float8,
 )
+from tilewright.ops.gemm.masked_matmul import FORWARD as MASKED
 from tilewright.ops.gemm.operands import Major, major_a, major_b
 
 FILL = 128  # tiles that keep a large GPU busy; the configuration may not depend on the GPU at hand
 GROUPS = 64  # groups whose limits are read at once
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: GroupedBucket, dtype: torch.dtype) -> Config:
     """Returns the largest tile that still gives FILL tiles if every group has the expected rows."""
-    rows, n, _, groups, _, is_aligned, _, _, scaling = bucket
+    rows, n, groups, is_aligned, scaling = bucket.rows, bucket.N, bucket.G, bucket.aligned, bucket.scaling
     if dtype.itemsize == 4:
         return Config(16, 64, 32, 4, 3, 8, False) if rows <= 16 else Config(64, 64, 16, 8, 3, 8, False)
     deep = 128 // dtype.itemsize  # one row of the TMA swizzle; with scales, the elements that share one
@@ -61,7 +64,10 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 def _configured() -> tuple[Config, ...]:
     rows, sizes = (1, 32, 64, 128, 4096), (64, 1024, 16384)
-    buckets = [(m, n, 1024, 1, 0, is_aligned, 16, 0, UNSCALED) for m, n, is_aligned in product(rows, sizes, (0, 1))]
+    buckets = [
+        GroupedBucket(m, n, 1024, 1, 0, is_aligned, 16, 0, UNSCALED)
+        for m, n, is_aligned in product(rows, sizes, (0, 1))
+    ]
     return tuple(
         dict.fromkeys(configure(bucket, dtype) for bucket in buckets for dtype in (torch.bfloat16, torch.float32))
     )
@@ -70,9 +76,9 @@ def _configured() -> tuple[Config, ...]:
 CONFIGS = _configured()
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: GroupedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns tiles similar to `configure`'s that leave half of the registers free."""
-    rows, _, _, _, _, is_aligned, _, _, scaling = bucket
+    rows, is_aligned, scaling = bucket.rows, bucket.aligned, bucket.scaling
     forms = (True, False) if is_aligned else (False,)
     if dtype.itemsize == 4:
         return tuple(Config(m, 64, 16, 4, stages, 8, False) for m in (16, 32, 64) for stages in (2, 3))
@@ -88,25 +94,15 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     if dtype.itemsize == 2:
         tiles += [(64, 256, 4), (128, 256, 8), (256, 128, 8)]
     return tuple(
-        Config(m, n, 128 // dtype.itemsize, warps, stages, band, form)
-        for (m, n, warps), stages, band, form in product(tiles, (3, 4), (4, 8), forms)
+        Config(m, n, 128 // dtype.itemsize, warps, stages, group_m, form)
+        for (m, n, warps), stages, group_m, form in product(tiles, (3, 4), (4, 8), forms)
     )
 
 
-def why_not(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor,
-    expected: int,
-    activation: str,
-    out_dtype: torch.dtype,
-) -> str | None:
-    """Why this engine cannot run these arguments, by GPU and scales; None if it can."""
-    reason = no_float8(a)
-    if reason is None and scaling_code(a, b, scale_a, scale_b) > BLOCKS + 1:
+def why_not(args: GroupedArgs) -> str | None:
+    """Why this kernel cannot run these arguments, by GPU and scales; None if it can."""
+    reason = no_float8(args.a)
+    if reason is None and scaling_code(args.a, args.b, args.scale_a, args.scale_b) > BLOCKS + 1:
         return "takes scales of whole tensors, of rows, 1x128 by 128x128, or 1x128 by 1x128"
     return reason
 
@@ -114,18 +110,12 @@ def why_not(
 _kernel = TritonKernel(grouped_rows_kernel)
 
 
-def gemm(
-    d: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor,
-    activation: str,
-    config: Config,
-) -> None:
-    """d (Ba, R, N_out) = act(rows of group g @ b[g]); see the package's docstring."""
+def gemm(d: Tensor, args: GroupedArgs, config: Config) -> None:
+    """Rows starts[g] .. ends[g] of d (Ba, R, N_out) = act(those of a @ b[g]); other rows of d stay as they are.
+
+    Ba is 1, or G: then rows of group g are those of a[g].  Starts and ends are clamped to 0..R.
+    """
+    a, b, scale_a, scale_b, starts, ends, _, activation, _ = args
     count, rows, k = a.shape
     groups, _, n = b.shape
     batched = count > 1 or count == groups
@@ -140,7 +130,7 @@ def gemm(
     block_m, block_n, block_k = fit.config[:3]
     most = groups * triton.cdiv(rows, block_m) if batched else triton.cdiv(rows, block_m) + groups
     grid = (max(1, min(most * triton.cdiv(n, block_n), fit.programs * usable_sms(a.device))),)
-    args = (
+    kernel_args = (
         d, a, b, scale_a, scale_b, starts, ends, groups, rows, n, k,
         *(strides or (*d.stride()[:2], *a.stride(), *b.stride())), *_scale_strides(scale_a), *_scale_strides(scale_b),
     )  # fmt: skip
@@ -148,10 +138,10 @@ def gemm(
         activation, scaling, batched, strides is not None, a_k, b_k,
         tiling.vector_width(a, k if a_k else rows), tiling.vector_width(b, k if b_k else n),
         tiling.vector_width(d, d.shape[2]),
-        k % block_k == 0, tiling.needs_wide_offsets(d, a, b), GROUPS, fit.config.band, fit.parts,
+        k % block_k == 0, tiling.needs_wide_offsets(d, a, b), GROUPS, fit.config.group_m, fit.parts,
         block_m, block_n, block_k,
     )  # fmt: skip
-    launch(_kernel, grid, args, constants, fit.config)
+    launch_with_descriptors(_kernel, grid, kernel_args, constants, fit.config)
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
@@ -160,3 +150,13 @@ def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
         return 0, 0, 0
     batch, rows, depth = (stride if n > 1 else 0 for n, stride in zip(scale.shape, scale.stride(), strict=True))
     return batch, rows, depth
+
+
+def launch(outs: tuple[Tensor], args: GroupedArgs, config: Config) -> None:
+    gemm(outs[0], args, config)
+
+
+for _op in (GROUPED, MASKED):
+    register_kernel(
+        _op, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+    )(launch)

@@ -1,4 +1,4 @@
-"""Shared by the Triton engines of this folder: the tile config, what fits a GPU, and a launch with descriptors."""
+"""Shared by the Triton kernels of grouped products: the tile config, what fits a GPU, and a launch with descriptors."""
 
 import re
 from contextvars import copy_context
@@ -19,7 +19,7 @@ BLOCKS = 2
 class Config(NamedTuple):
     """block_m, block_n, block_k: elements of a tile; block_n counts columns of op(B), two for each of a gated result.
 
-    band: tile rows of a group taken together (GROUP_SIZE_M).   descriptors: TMA if there is one.
+    group_m: tile rows of a group taken together (GROUP_SIZE_M).   descriptors: TMA if there is one.
     num_stages is what an H200 gets; less where shared memory is smaller.
     """
 
@@ -28,7 +28,7 @@ class Config(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    band: int
+    group_m: int
     descriptors: bool
 
 
@@ -69,7 +69,7 @@ def descriptor_strides(config: Config, d: Tensor, a: Tensor, b: Tensor) -> tuple
     return (*tiling.pitches(d, 1), a_batch, a_pitch, a_pitch, b_batch, b_pitch, b_pitch)
 
 
-def launch(
+def launch_with_descriptors(
     kernel: TritonKernel, grid: tuple[int], args: tuple[Any, ...], constants: tuple[Any, ...], config: tiling.Config
 ) -> None:
     """Launches with an allocator for Triton's descriptors; the context keeps the caller's allocator in force."""

@@ -1,4 +1,4 @@
-"""The kernel of `row_triton.py`: one row of A times a few columns of op(B), FMAs in float32, no tensor cores."""
+"""The kernel of `single_row.py`: one row of A times a few columns of op(B), FMAs in float32, no tensor cores."""
 
 # mypy: ignore-errors
 

@@ -21,10 +21,10 @@ SHARED_ELSEWHERE = 99 << 10  # sm_86, sm_89, sm_120
 
 class Config(NamedTuple):
     """block_m, block_n, block_k: elements of a tile; block_n counts columns of op(B), two for each of a gated result.
-    block_m = 1: FMAs (`few_rows/row_triton.py`), without band, descriptors and splits.
+    block_m = 1: FMAs (`single_row.py`), without group_m, descriptors and splits.
 
-    band: tile rows in a group of the tile order (GROUP_SIZE_M).  descriptors: TMA if there is one.  splits: parts of K,
-    1 for none. num_stages is what an H200 gets; less where shared memory is smaller.
+    group_m: tile rows in a group of the tile order (GROUP_SIZE_M).  descriptors: TMA if there is one.  splits: parts of
+    K, 1 for none.  num_stages is what an H200 gets; less where shared memory is smaller.
     """
 
     block_m: int
@@ -32,7 +32,7 @@ class Config(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    band: int
+    group_m: int
     descriptors: bool
     splits: int
 

@@ -43,10 +43,10 @@ template <typename Config> class GroupScheduler {
   public:
     static constexpr bool kFirstTileIsKnown = false;
 
-    // `batched`: A and D have a batch for each group; otherwise the rows of all groups are in one matrix of m rows.
-    __device__ GroupScheduler(const int* starts, const int* ends, u32 groups, u32 m, u32 n, bool batched)
+    // `masked`: A and D have a batch for each group; otherwise the rows of all groups are in one matrix of m rows.
+    __device__ GroupScheduler(const int* starts, const int* ends, u32 groups, u32 m, u32 n, bool masked)
         : starts_(starts), ends_(ends), groups_(groups), m_(m), tiles_n_((n + kBlockN - 1) / kBlockN),
-          batched_(batched), tile_index_(blockIdx.x / Config::kSplit) {
+          masked_(masked), tile_index_(blockIdx.x / Config::kSplit) {
         load();
         seek();
     }
@@ -65,7 +65,7 @@ template <typename Config> class GroupScheduler {
 
     __device__ int first_row(u32 group) const {
         if (starts_ != nullptr) return starts_[group];
-        return batched_ || group == 0 ? 0 : ends_[group - 1];
+        return masked_ || group == 0 ? 0 : ends_[group - 1];
     }
 
     // Loads this lane's groups of the window; its tiles are tiles_begin_ .. tiles_end_ of the window, by a prefix sum.
@@ -111,12 +111,12 @@ template <typename Config> class GroupScheduler {
         start = __shfl_sync(~0u, start, owner), end = __shfl_sync(~0u, end, owner);
         const u32 tiles_m = (end - start + Config::kTokens - 1) / Config::kTokens;
         const u32 group = window_ + owner * kGroupsPerLane + slot;
-        tile_ = {start + index % tiles_m * Config::kTokens, index / tiles_m * kBlockN, batched_ ? group : 0, group, end};
+        tile_ = {start + index % tiles_m * Config::kTokens, index / tiles_m * kBlockN, masked_ ? group : 0, group, end};
     }
 
     const int *starts_, *ends_;
     u32 groups_, m_, tiles_n_;
-    bool batched_;
+    bool masked_;
     u32 tile_index_, window_ = 0;  // counted from the window's first tile; the window's first group
     u32 start_[kGroupsPerLane], end_[kGroupsPerLane], tiles_begin_, tiles_end_;
     Tile tile_;
