@@ -49,13 +49,13 @@ static void __syncthreads() {}
 
 using namespace tilewright;
 template <int kOf, int kM, int kN, bool kAdds> struct Config {
-    static constexpr int kWalk = kOf, kBlockM = 64, kBlockN = 32, kClusterM = kM, kClusterN = kN;
+    static constexpr int kGemmType = kOf, kBlockM = 64, kBlockN = 32, kClusterM = kM, kClusterN = kN;
     static constexpr bool kInto = kAdds;
     using Element = bfloat16;
 };
 
 // Tiles of all blocks, nine numbers each and the block's index; returns how many.
-template <typename Config> int walk(const SchedulerArgs& args, unsigned grid, unsigned* tiles, int room) {
+template <typename Config> int list_tiles(const SchedulerArgs& args, unsigned grid, unsigned* tiles, int room) {
     typename TileScheduler<Config>::Table table;
     std::vector<std::thread> warp;
     for (unsigned lane = 0; lane < 32; ++lane) {
@@ -66,8 +66,8 @@ template <typename Config> int walk(const SchedulerArgs& args, unsigned grid, un
     int count = 0;
     gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
-        TileScheduler<Config> walk(args, table, blockIdx.x % cluster);
-        for (Tile t; walk.next(t) && count < room; ++count) {
+        TileScheduler<Config> scheduler(args, table, blockIdx.x % cluster);
+        for (Tile t; scheduler.next(t) && count < room; ++count) {
             const unsigned found[] = {t.row,     t.column, t.batch_a, t.batch_b, t.batch_d,
                                       t.row_end, t.k,      t.k_blocks,   t.k_tail,    blockIdx.x};
             std::copy(found, found + 10, tiles + 10 * count);
@@ -77,14 +77,14 @@ template <typename Config> int walk(const SchedulerArgs& args, unsigned grid, un
 }
 
 using u = unsigned;
-extern "C" int tiles_of(int kind, u m, u n, u k, u groups, u band, const int* starts, const int* ends, int apart,
+extern "C" int tiles_of(int kind, u m, u n, u k, u groups, u group_m, const int* starts, const int* ends, int masked,
                         u grid, u* tiles, int room) {
-    const SchedulerArgs args{m, n, k, groups, band, starts, ends, apart != 0};
-    if (kind == 0) return walk<Config<1, 1, 1, false>>(args, grid, tiles, room);
-    if (kind == 1) return walk<Config<1, 1, 2, false>>(args, grid, tiles, room);
-    if (kind == 2) return walk<Config<1, 2, 1, false>>(args, grid, tiles, room);
-    if (kind == 3) return walk<Config<2, 1, 1, false>>(args, grid, tiles, room);
-    return walk<Config<2, 1, 1, true>>(args, grid, tiles, room);
+    const SchedulerArgs args{m, n, k, groups, group_m, starts, ends, masked != 0};
+    if (kind == 0) return list_tiles<Config<1, 1, 1, false>>(args, grid, tiles, room);
+    if (kind == 1) return list_tiles<Config<1, 1, 2, false>>(args, grid, tiles, room);
+    if (kind == 2) return list_tiles<Config<1, 2, 1, false>>(args, grid, tiles, room);
+    if (kind == 3) return list_tiles<Config<2, 1, 1, false>>(args, grid, tiles, room);
+    return list_tiles<Config<2, 1, 1, true>>(args, grid, tiles, room);
 }
 """
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 32, 64
@@ -93,10 +93,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
-def walker(tmp_path_factory):
-    """walker(kind, m, n, k, ends, ...): tuples as `walk` writes them."""
-    folder = tmp_path_factory.mktemp("walk")
-    source, library = folder / "walk.cpp", folder / "walk.so"
+def tiles_of(tmp_path_factory):
+    """tiles_of(kind, m, n, k, ends, ...): tuples as `list_tiles` writes them."""
+    folder = tmp_path_factory.mktemp("tiles")
+    source, library = folder / "tiles.cpp", folder / "tiles.so"
     source.write_text(HOST)
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-pthread", f"-I{INCLUDE}", source, "-o", library]
     subprocess.run(command, check=True)
@@ -105,18 +105,18 @@ def walker(tmp_path_factory):
     def numbers(values):
         return None if values is None else (ctypes.c_int * len(values))(*values)
 
-    def tiles(kind, m, n, k, ends, starts=None, apart=False, grid=6, band=4, room=50000):
+    def tiles(kind, m, n, k, ends, starts=None, masked=False, grid=6, group_m=4, room=50000):
         found = (ctypes.c_uint * (10 * room))()
-        count = run(kind, m, n, k, len(ends), band, numbers(starts), numbers(ends), apart, grid, found, room)
+        count = run(kind, m, n, k, len(ends), group_m, numbers(starts), numbers(ends), masked, grid, found, room)
         assert count < room
         return [tuple(found[10 * i : 10 * i + 10]) for i in range(count)]
 
     return tiles
 
 
-def spans(ends, limit, starts=None, apart=False):
+def spans(ends, limit, starts=None, masked=False):
     """[(first, end)] of the groups, as the kernels' documentation has it."""
-    starts = starts or ([0] * len(ends) if apart else [0, *ends[:-1]])
+    starts = starts or ([0] * len(ends) if masked else [0, *ends[:-1]])
     firsts = [min(max(start, 0), limit) for start in starts]
     return [(first, min(max(end, first), limit)) for first, end in zip(firsts, ends, strict=True)]
 
@@ -136,15 +136,15 @@ GROUPS = [
 
 @pytest.mark.parametrize("ends", GROUPS)
 @pytest.mark.parametrize("cluster", ROWS)
-@pytest.mark.parametrize("apart", [False, True])
-def test_rows_of_groups(walker, ends, cluster, apart):
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_of_groups(tiles_of, ends, cluster, masked):
     rows, columns = 500, 100
-    tiles = walker(ROWS[cluster], rows, columns, 200, ends, apart=apart)
-    groups = spans(ends, rows, apart=apart)
+    tiles = tiles_of(ROWS[cluster], rows, columns, 200, ends, masked=masked)
+    groups = spans(ends, rows, masked=masked)
     covered = set()
     for row, column, a, b, d, row_end, k, steps, _, block in tiles:
         first, end = groups[b]
-        assert a == d == (b if apart else 0)
+        assert a == d == (b if masked else 0)
         assert (row_end, k, steps) == (end, 0, 4)
         assert row >= first and (row - first) % BLOCK_M == 0 and column % BLOCK_N == 0
         assert cluster[0] == 1 or (row - first) // BLOCK_M % 2 == block % 2
@@ -161,9 +161,9 @@ def test_rows_of_groups(walker, ends, cluster, apart):
     assert covered == wanted
 
 
-def test_starts_may_leave_gaps(walker):
+def test_starts_may_leave_gaps(tiles_of):
     starts, ends = [300, 3, -5, 450], [390, 200, 2, 700]
-    tiles = walker(ROWS[1, 1], 500, 32, 64, ends, starts)
+    tiles = tiles_of(ROWS[1, 1], 500, 32, 64, ends, starts)
     assert sorted((t[3], t[0], t[5]) for t in tiles) == [
         *((0, row, 390) for row in (300, 364)),
         *((1, row, 200) for row in (3, 67, 131, 195)),
@@ -173,9 +173,9 @@ def test_starts_may_leave_gaps(walker):
 
 
 @pytest.mark.parametrize("cluster", ROWS)
-def test_the_blocks_of_a_cluster_walk_together(walker, cluster):
+def test_the_blocks_of_a_cluster_take_tiles_together(tiles_of, cluster):
     """They share a stage: same group, same K, as many tiles."""
-    tiles = walker(ROWS[cluster], 500, 100, 200, [77, 78, 300, 500])
+    tiles = tiles_of(ROWS[cluster], 500, 100, 200, [77, 78, 300, 500])
     size = cluster[0] * cluster[1]
     of_block = {}
     for tile in tiles:
@@ -187,10 +187,10 @@ def test_the_blocks_of_a_cluster_walk_together(walker, cluster):
 
 @pytest.mark.parametrize("ends", GROUPS)
 @pytest.mark.parametrize("into", [False, True])
-def test_groups_along_k(walker, ends, into):
+def test_groups_along_k(tiles_of, ends, into):
     """What is added to needs no tile of an empty group; what is written does."""
     rows, columns, depth = 130, 70, 500
-    tiles = walker(DEPTH[into], rows, columns, depth, ends)
+    tiles = tiles_of(DEPTH[into], rows, columns, depth, ends)
     groups = spans(ends, depth)
     seen = set()
     for row, column, a, b, d, row_end, k, steps, tail, _ in tiles:

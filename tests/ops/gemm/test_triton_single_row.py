@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.ops.gemm.bounds import check, operands
 
+from tilewright.ops.gemm.dense.args import MatmulArgs, plain_args
 from tilewright.ops.gemm.operands import LAYOUTS
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
@@ -22,9 +23,9 @@ everywhere = pytest.mark.parametrize(
 
 @pytest.fixture
 def engine():
-    from tilewright.ops.gemm.kernels.triton import dense as tile_triton
+    from tilewright.ops.gemm.kernels.triton import dense
 
-    return tile_triton
+    return dense
 
 
 def run(engine, a, b, block_n=4, block_k=512, stages=1, *, bias=None, c=None, alpha=1.0, activation="", out=HALF):
@@ -34,7 +35,7 @@ def run(engine, a, b, block_n=4, block_k=512, stages=1, *, bias=None, c=None, al
     d = around[:batch, :m, :n]
     d.fill_(torch.nan)
     config = engine.Config(1, block_n, block_k, 4, stages, 1, False, 1)
-    engine.gemm(d, a, b, bias, c, None, alpha, activation, config)
+    engine.gemm(d, MatmulArgs(a, b, bias, c, None, alpha, activation, out), config)
     made = d.clone()
     d.fill_(POISON)
     assert (around == POISON).all(), "written beside the result"
@@ -89,16 +90,13 @@ def test_candidates_keep_their_sums_in_registers(arch):
     from tests.harness.fake_driver import target
     from tests.harness.resources import resources
 
-    from tilewright.ops.gemm.kernels.triton import dense as tile_triton
-    from tilewright.ops.gemm.kernels.triton import single_row as row_triton
+    from tilewright.ops.gemm.kernels.triton import dense, single_row
 
-    configs = list(row_triton.candidates())
+    configs = list(single_row.candidates())
     for config in configs if arch == "sm_90" else random.Random(0).sample(configs, 4):
         a, b = torch.empty(1, 1, 7168, dtype=HALF, device="meta"), torch.empty(1, 2112, 7168, dtype=HALF, device="meta")
         with target(arch) as compiled:
-            tile_triton.gemm(
-                torch.empty(1, 1, 2112, dtype=HALF, device="meta"), a, b.mT, None, None, None, 1.0, "", config
-            )
+            dense.gemm(torch.empty(1, 1, 2112, dtype=HALF, device="meta"), plain_args(a, b.mT, HALF), config)
         (found,) = map(resources, compiled)
         assert (found.name, found.spilled) == ("row_kernel", 0), config
         if arch.startswith("sm_"):
@@ -124,6 +122,6 @@ def test_offsets_inside_a_tile_fit_their_integers(engine, a_stride, b_stride, wi
     b = torch.empty_strided((1, 4096, 64), (0, *b_stride), dtype=HALF, device="meta")
     d = torch.empty(1, 1, 64, dtype=HALF, device="meta")
     with collect("sm_90") as collector:
-        engine.gemm(d, a, b, None, None, None, 1.0, "", engine.Config(1, 4, 2048, 4, 1, 1, False, 1))
+        engine.gemm(d, plain_args(a, b, HALF), engine.Config(1, 4, 2048, 4, 1, 1, False, 1))
     (job,) = collector.jobs
     assert f"WIDE = {wide}" in job.key.flags

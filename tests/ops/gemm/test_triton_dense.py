@@ -1,4 +1,4 @@
-"""What the Triton GEMM engine chooses, what of it fits where, and what the compilers make of it."""
+"""What the dense Triton kernel chooses, what of it fits where, and what the compilers make of it."""
 
 import random
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewright.ops.gemm.dense.args import MatmulArgs, MatmulBucket, plain_args
 from tilewright.ops.gemm.kernels.triton import dense as engine
 from tilewright.ops.gemm.kernels.triton import tiles as triton_tiles
 from tilewright.ops.gemm.kernels.triton.tiles import SHARED_BYTES, Config
@@ -21,7 +22,7 @@ def buckets(count=300):
     rng = random.Random(0)
     for _ in range(count):
         m, n, k = 1 << rng.randrange(15), rng.randrange(2, 40000), rng.randrange(1, 20000)
-        yield m, n, k, rng.randrange(4), rng.randrange(2), rng.choice((16, 32)), rng.randrange(2)
+        yield MatmulBucket(m, n, k, rng.randrange(4), rng.randrange(2), rng.choice((16, 32)), rng.randrange(2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,20 +40,20 @@ def test_the_search_space_is_small_and_legal(dtype):
         assert len(set(space)) == len(space)
         for config in space:
             assert config.block_m & (config.block_m - 1) == config.block_n & (config.block_n - 1) == 0
-            assert min(config.block_m, config.block_n) >= 16 or (config.block_m == bucket[0] == 1)
-            assert bucket[4] or not config.descriptors
-            assert config.splits == 1 or bucket[2] >= 2 * config.splits * config.block_k
+            assert min(config.block_m, config.block_n) >= 16 or (config.block_m == bucket.M == 1)
+            assert bucket.aligned or not config.descriptors
+            assert config.splits == 1 or 2 * config.splits * config.block_k <= bucket.K
 
 
 def test_a_batch_invariant_call_never_splits_k():
     for n, k in ((64, 16384), (576, 7168), (4096, 7168)):
-        assert engine.configure((4096, n, k, 0, 1, 16, 0), torch.bfloat16).splits == 1
+        assert engine.configure(MatmulBucket(4096, n, k, 0, 1, 16, 0), torch.bfloat16).splits == 1
 
 
 def test_few_rows_split_k_until_the_gpu_is_full():
-    assert engine.configure((16, 2112, 7168, 0, 1, 16, 0), torch.bfloat16).splits == 4
-    assert engine.configure((16, 4096, 7168, 0, 1, 16, 0), torch.bfloat16).splits == 2
-    assert engine.configure((16, 32768, 512, 0, 1, 16, 0), torch.bfloat16).splits == 1
+    assert engine.configure(MatmulBucket(16, 2112, 7168, 0, 1, 16, 0), torch.bfloat16).splits == 4
+    assert engine.configure(MatmulBucket(16, 4096, 7168, 0, 1, 16, 0), torch.bfloat16).splits == 2
+    assert engine.configure(MatmulBucket(16, 32768, 512, 0, 1, 16, 0), torch.bfloat16).splits == 1
 
 
 def test_a_small_gpu_gets_fewer_stages_or_a_narrower_tile():
@@ -71,7 +72,7 @@ def test_a_small_gpu_gets_fewer_stages_or_a_narrower_tile():
 def test_float8_is_refused_where_triton_has_none(arch, monkeypatch):
     a = torch.empty(16, 16, dtype=torch.float8_e4m3fn)
     monkeypatch.setattr(engine, "target_of", lambda _: arch)
-    reason = engine.why_not(a, a, None, None, None, 1.0, "", torch.bfloat16)
+    reason = engine.why_not(plain_args(a, a, torch.bfloat16))
     assert (reason is None) == (arch == "sm_89")
 
 
@@ -107,9 +108,11 @@ def launch(m=4096, n=4096, k=4096, layout="nt", dtype=torch.bfloat16, out_dtype=
     c = meta(*shape, of=out_dtype) if terms.get("c") else None
     scale = meta(1, of=torch.float32) if terms.get("scale") else None
     bits = 8 * out_dtype.itemsize
-    bucket = (m, n, k, ("nt", "nn", "tn", "tt").index(layout), int(n % 16 == 0), bits, int(activation == "swiglu"))
+    code = ("nt", "nn", "tn", "tt").index(layout)
+    bucket = MatmulBucket(m, n, k, code, int(n % 16 == 0), bits, int(activation == "swiglu"))
     config = engine.configure(bucket, dtype)
-    engine.gemm(meta(*shape, of=out_dtype), a, b, bias, c, scale, 1.5, activation, config)
+    args = MatmulArgs(a, b, bias, c, scale, 1.5, activation, out_dtype)
+    engine.gemm(meta(*shape, of=out_dtype), args, config)
 
 
 @pytest.mark.compile

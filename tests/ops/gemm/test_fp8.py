@@ -1,4 +1,4 @@
-"""The engine for scaled e4m3 operands: what it refuses, launches and compiles; on a Hopper GPU, what it computes."""
+"""The kernel for scaled e4m3 operands: what it refuses, launches and compiles; on a Hopper GPU, what it computes."""
 
 import pytest
 import torch
@@ -6,9 +6,11 @@ import torch
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
 from tilewright.ops.gemm.kernels.sm90 import fp8 as engine
-from tilewright.ops.gemm.kernels.sm90.dense import ROWS, Groups
+from tilewright.ops.gemm.kernels.sm90 import fp8_kernel
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import GemmType, Groups
 from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
+from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs, ScaledMatmulFp8Args, plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast, spread
@@ -36,7 +38,7 @@ def operands(rows, columns, depth, scaling=Scaling.TOKEN_BLOCK, batch=1, device=
 
 def made(block_m, block_n, scaling=Scaling.TOKEN_BLOCK):
     """The config of a tile as the engine makes it."""
-    return engine._config(Tile(block_m, block_n), Problem(1, 1, 1, scaling=scaling))
+    return engine.config_of(Tile(block_m, block_n), Problem(1, 1, 1, scaling=scaling))
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -52,24 +54,27 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_it_cannot_do_is_said(case):
+def test_what_it_cannot_do_is_said(case, hopper):
     words, change = REFUSED[case]
     given = operands(64, 384, 256)
-    assert engine.why_not(*given, None, None, 1.0, "", bf16) is None
+    assert engine.why_not(plain_scaled_args(*given, bf16)) is None
     a, b, sa, sb, bias = change(*given)
     if case == "odd K":  # strides of 248 bytes
         a, b = a.contiguous(), b.mT.contiguous().mT
-    reason = engine.why_not(a, b, sa, sb, bias, None, 1.0, "", bf16)
+    reason = engine.why_not(plain_scaled_args(a, b, sa, sb, bf16)._replace(bias=bias))
     assert reason is not None
     assert words in reason
 
 
-def test_results_in_fp8_have_rows_of_16_bytes():
+def test_results_in_fp8_have_rows_of_16_bytes(hopper):
+    def why_not(given, activation=""):
+        return engine.why_not_fp8(ScaledMatmulFp8Args(*given, None, 1.0, activation))
+
     given = operands(64, 40, 256)
-    assert engine.why_not(*given, None, None, 1.0, "", bf16) is None
-    assert "16 columns" in str(engine.why_not_fp8(*given, None, 1.0, ""))
-    assert engine.why_not_fp8(*operands(64, 96, 256), None, 1.0, "") is None
-    assert "16 columns" in str(engine.why_not_fp8(*operands(64, 48, 256), None, 1.0, "swiglu"))
+    assert engine.why_not(plain_scaled_args(*given, bf16)) is None
+    assert "16 columns" in str(why_not(given))
+    assert why_not(operands(64, 96, 256)) is None
+    assert "16 columns" in str(why_not(operands(64, 48, 256), "swiglu"))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -81,10 +86,10 @@ class Launches:
     def __init__(self, monkeypatch):
         self.maps, self.calls, self.processors = [], [], 132
         monkeypatch.setattr(
-            engine, "tensor_map", lambda t, box, swizzle=0: self.maps.append((tuple(t.shape), box, swizzle))
+            fp8_kernel, "tensor_map", lambda t, box, swizzle=0: self.maps.append((tuple(t.shape), box, swizzle))
         )
-        monkeypatch.setattr(engine, "usable_sms", lambda _: self.processors)
-        monkeypatch.setattr(engine, "KERNEL", lambda *args, **options: self.calls.append((*args, options)))
+        monkeypatch.setattr(fp8_kernel, "usable_sms", lambda _: self.processors)
+        monkeypatch.setattr(fp8_kernel, "KERNEL", lambda *args, **options: self.calls.append((*args, options)))
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def launches(monkeypatch):
 def run(config, given, activation="", out_dtype=bf16, bias=None, c=None, alpha=1.0):
     a, b = given[:2]
     d = torch.empty(a.shape[0], a.shape[1], columns_out(b.shape[-1], activation), dtype=out_dtype, device=a.device)
-    engine.gemm(d, *given, bias, c, alpha, activation, config)
+    engine.gemm(d, ScaledMatmulArgs(*given, bias, c, alpha, activation, out_dtype), config)
     return d
 
 
@@ -104,7 +109,7 @@ def run_fp8(config, given, activation="", bias=None, alpha=1.0):
     n_out = columns_out(b.shape[-1], activation)
     q = torch.empty(a.shape[0], a.shape[1], n_out, dtype=fp8, device=a.device)
     scales = TOKEN.empty(a.shape[1], n_out, a.device, a.shape[0])
-    engine.gemm_fp8(q, scales, *given, bias, alpha, activation, config)
+    engine.gemm_fp8(q, scales, ScaledMatmulArgs(*given, bias, None, alpha, activation, fp8), config)
     return q, scales
 
 
@@ -119,15 +124,17 @@ def test_a_stage_is_a_copy_of_each_operand_and_of_the_scales_of_rows(launches):
     (grid, args, params, options) = launches.calls[0]
     assert grid == (4 * 5,)
     assert options["block"] == 512
-    assert args[8:10] == (3, 5 * 3), "of block scales: from 128 columns to the next, from matrix to matrix"
-    assert args[-5:-1] == (600, 520, 384, 1)
+    assert (args.scale_b_pitch, args.scale_b_batch) == (3, 5 * 3), (
+        "of block scales: from 128 columns to the next, from matrix to matrix"
+    )
+    assert (args.m, args.n, args.k, args.batches) == (600, 520, 384, 1)
     assert (params.kScaling, params.kBlockM, params.kBlockN, params.kStages) == (2, 192, 128, 4)
 
 
 def test_stages_hold_the_scales_of_their_tile():
     def floats(config, scaling):
         config = config._replace(stages=1)
-        return (engine._shared_bytes(config, scaling) - engine._shared_bytes(config, Scaling.ROW)) // 4
+        return (engine.shared_bytes(config, scaling) - engine.shared_bytes(config, Scaling.ROW)) // 4
 
     line = 32  # floats that begin where copies may
     assert floats(made(192, 128), Scaling.TOKEN_BLOCK) == 192 + line + line, "rows before the tile, blocks of columns"
@@ -139,21 +146,22 @@ def test_stages_hold_the_scales_of_their_tile():
 
 def test_groups_begin_at_any_row_and_copies_of_scales_at_multiples_of_four(launches):
     given = operands(600, 256, 384)
-    d, groups = torch.empty(1, 600, 256, dtype=bf16), Groups(ROWS, 1, ends=torch.tensor([600]))
-    engine.gemm(d, *given, None, None, 1.0, "", made(256, 128), groups)
+    d, groups = torch.empty(1, 600, 256, dtype=bf16), Groups(GemmType.GROUPED_M, 1, ends=torch.tensor([600]))
+    engine.gemm(d, plain_scaled_args(*given, bf16), made(256, 128), groups)
     assert launches.maps[3] == ((1, 3, 600), (1, 1, 128 + 4), 0), "in two halves"
 
 
 def test_a_result_in_place_is_added_by_the_copy_engine(launches):
     given = operands(128, 128, 128, Scaling.TOKEN_TOKEN)
     d = torch.zeros(1, 128, 128)
-    engine.gemm(d, *given, None, d, 1.0, "", made(128, 128, 3))
+    args = plain_scaled_args(*given, fp32)
+    engine.gemm(d, args._replace(c=d), made(128, 128, 3))
     assert launches.calls[-1][2].kInto
-    engine.gemm(d, *given, None, d.clone(), 1.0, "", made(128, 128, 3))
+    engine.gemm(d, args._replace(c=d.clone()), made(128, 128, 3))
     assert not launches.calls[-1][2].kInto
     assert launches.calls[-1][2].kAddend == 2
     half = torch.zeros(1, 128, 128, dtype=bf16)
-    engine.gemm(half, *given, None, half, 1.0, "", made(128, 128, 3))
+    engine.gemm(half, args._replace(c=half, out_dtype=bf16), made(128, 128, 3))
     assert not launches.calls[-1][2].kInto, "sums in bf16 would be rounded twice"
 
 
@@ -161,9 +169,9 @@ def test_a_result_in_fp8_leaves_in_strips_of_128_bytes_beside_its_scales(launche
     given = operands(300, 544, 384)
     run_fp8(made(128, 256), given, "swiglu")
     assert launches.maps[2] == ((1, 300, 272), (1, 64, 128), 128)
-    stored, pitch, batch = launches.calls[0][1][15:18]
-    assert stored.shape == (1, 300, 3)
-    assert (pitch, batch) == (300, 900)
+    args = launches.calls[0][1]
+    assert args.direct.shape == (1, 300, 3)
+    assert (args.direct_pitch, args.direct_batch) == (300, 900)
 
 
 def test_no_more_blocks_than_multiprocessors(launches):
@@ -180,12 +188,12 @@ def test_no_more_blocks_than_multiprocessors(launches):
 def test_every_config_fits_shared_memory(scaling):
     problems = [Problem(1, 1, 1, out_bytes, scaling=scaling) for out_bytes in (1, 2)]
     for tile in {tile for problem in problems for tile in engine._legal(problem)}:
-        config = engine._config(tile, Problem(1, 1, 1, scaling=scaling))
+        config = engine.config_of(tile, Problem(1, 1, 1, scaling=scaling))
         assert config in (*engine.CONFIGS, *engine.CONFIGS_FP8)
-        assert engine._shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
+        assert engine.shared_bytes(config, scaling) + 1024 <= SHARED_LIMIT
         assert config.stages >= 3
-        spare = SHARED_LIMIT - 1024 - engine._shared_bytes(config, scaling)
-        one_more = engine._shared_bytes(config._replace(stages=1), scaling) - engine._shared_bytes(
+        spare = SHARED_LIMIT - 1024 - engine.shared_bytes(config, scaling)
+        one_more = engine.shared_bytes(config._replace(stages=1), scaling) - engine.shared_bytes(
             config._replace(stages=0), scaling
         )
         assert config.stages == 8 or spare < one_more, "a deeper ring would fit"
@@ -336,7 +344,7 @@ def test_accumulation_in_place_adds_once():
     config = made(128, 128, 3)
     start = torch.randn(1, 600, 520, device="cuda")
     d = start.clone()
-    engine.gemm(d, *given, None, d, 1.0, "", config)
+    engine.gemm(d, plain_scaled_args(*given, fp32)._replace(c=d), config)
     product = run(config, given, out_dtype=fp32)
     assert torch.equal(d, start + product)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ops.gemm.bounds import Place, run
-from tests.ops.grouped.problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
+from tests.ops.gemm.grouped_problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
 
 from tilewright.errors import BackendError, InputError
 from tilewright.ops.gemm.grouped.reference import _scaled_along_k, product_along_k, scaled

@@ -1,13 +1,12 @@
-"""What the Triton engines of grouped products choose, and what the compilers make of it."""
+"""What the Triton kernels of grouped products choose, and what the compilers make of it."""
 
 import pytest
 import torch
 
 from tilewright.dispatch.bucket import row_bucket
-from tilewright.ops.gemm.grouped.args import UNSCALED
-from tilewright.ops.gemm.kernels.triton import group_gemm as problems_triton
-from tilewright.ops.gemm.kernels.triton import grouped_rows as rows_triton
-from tilewright.ops.gemm.kernels.triton import k_grouped as k_triton
+from tilewright.ops.gemm.group_gemm import GroupGemmBucket
+from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, KGroupedArgs, KGroupedBucket
+from tilewright.ops.gemm.kernels.triton import group_gemm, grouped_rows, k_grouped
 from tilewright.ops.gemm.kernels.triton.tiles import SHARED_BYTES
 from tilewright.ops.gemm.operands import LAYOUTS
 from tilewright.ops.gemm.scaled.scaling import Scaling
@@ -79,7 +78,7 @@ def launch_rows(
     scale_a, scale_b = scales(scaling, 0, rows, k, batch), scales(scaling, 1, n, k, G)
     code = UNSCALED if scaling is None else int(scaling)
     aligned = int(n % 16 == k % 16 == 0)
-    bucket = (
+    bucket = GroupedBucket(
         row_bucket(m),
         n,
         k,
@@ -90,8 +89,9 @@ def launch_rows(
         int(activation == "swiglu"),
         code,
     )
-    config = rows_triton.configure(bucket, dtype)
-    rows_triton.gemm(d, a, b, scale_a, scale_b, ends if starts else None, ends, activation, config)
+    config = grouped_rows.configure(bucket, dtype)
+    starts = ends if starts else None
+    grouped_rows.gemm(d, GroupedArgs(a, b, scale_a, scale_b, starts, ends, m, activation, out_dtype), config)
 
 
 def launch_along_k(m=4096, n=4096, t=8192, layout="tn", dtype=HALF, out_dtype=torch.float32, scaling=None, c=False):
@@ -101,10 +101,10 @@ def launch_along_k(m=4096, n=4096, t=8192, layout="tn", dtype=HALF, out_dtype=to
     scale_a, scale_b = scales(scaling, 0, m, t), scales(scaling, 1, n, t)
     code = UNSCALED if scaling is None else int(scaling)
     aligned = int(m % 16 == n % 16 == 0)
-    bucket = (t, m, n, G, LAYOUTS.index(layout), aligned, 8 * out_dtype.itemsize, code)
-    config = k_triton.configure(bucket, dtype)
+    bucket = KGroupedBucket(t, m, n, G, LAYOUTS.index(layout), aligned, 8 * out_dtype.itemsize, code)
+    config = k_grouped.configure(bucket, dtype)
     added = meta(G, m, n, of=torch.float32) if c else None
-    k_triton.gemm(d, a, b, scale_a, scale_b, added, meta(G, of=torch.int32), config)
+    k_grouped.gemm(d, KGroupedArgs(a, b, scale_a, scale_b, added, meta(G, of=torch.int32), out_dtype), config)
 
 
 def compiled_well(launch, problem, arch):
@@ -113,7 +113,7 @@ def compiled_well(launch, problem, arch):
 
     dtype = problem.get("dtype", HALF)
     if dtype == FP8 and arch in ("sm_80", "gfx942"):
-        pytest.skip("has no matrix instruction for float8_e4m3fn, and the engines say so")
+        pytest.skip("has no matrix instruction for float8_e4m3fn, and the kernels say so")
     with target(arch) as compiled:
         launch(**problem)
     (kernel,) = compiled
@@ -146,17 +146,19 @@ def test_groups_along_k_compile_without_spills_onto_the_matrix_units(name, arch)
         assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == (name != "odd" and not along_t)
 
 
-@pytest.mark.parametrize(("engine", "fields"), [(rows_triton, 9), (k_triton, 8)], ids=["rows", "along_k"])
+@pytest.mark.parametrize("kernel", [grouped_rows, k_grouped], ids=["rows", "along_k"])
 @pytest.mark.parametrize("dtype", [HALF, FP8, torch.float32], ids=str)
-def test_candidates_are_distinct_and_fit_the_tensor_cores_scales(engine, fields, dtype):
+def test_candidates_are_distinct_and_fit_the_tensor_cores_scales(kernel, dtype):
     scaling = int(Scaling.TOKEN_TOKEN) if dtype == FP8 else UNSCALED
     for rows in (16, 64, 4096):
         bucket = (
-            (rows, 4096, 4096, 8, 0, 1, 32, scaling) if fields == 8 else (rows, 4096, 4096, 8, 0, 1, 16, 0, scaling)
+            KGroupedBucket(rows, 4096, 4096, 8, 0, 1, 32, scaling)
+            if kernel is k_grouped
+            else GroupedBucket(rows, 4096, 4096, 8, 0, 1, 16, 0, scaling)
         )
-        found = engine.candidates(bucket, dtype)
+        found = kernel.candidates(bucket, dtype)
         assert 2 <= len(found) == len(set(found)) <= 96
-        for config in (*found, engine.configure(bucket, dtype)):
+        for config in (*found, kernel.configure(bucket, dtype)):
             assert dtype != FP8 or config.block_k == 128, "a scale serves 128 along K"
             assert dtype != FP8 or 128 % config.block_n == 0, "and 128 columns"
 
@@ -188,13 +190,13 @@ def test_products_of_many_shapes_compile_without_spills_onto_the_matrix_units(na
         a.append(meta(k, m, of=dtype).mT if here[0] == "t" else meta(m, k, of=dtype))
         b.append(meta(k, n, of=dtype) if here in ("nn", "tn") else meta(n, k, of=dtype).mT)
     size = max(t.shape[0] for t in a)
-    config = problems_triton.configure((row_bucket(size), size, size, 4, 0, 16), dtype)
+    config = group_gemm.configure(GroupGemmBucket(row_bucket(size), size, size, 4, 0, 16, 1), dtype)
     with target(arch) as compiled:
-        problems_triton.gemm(meta(4 * 4096 * 4096, of=dtype), a, b, config)
+        group_gemm.gemm(meta(4 * 4096 * 4096, of=dtype), a, b, config)
     found = {kernel.name: resources(kernel) for kernel in compiled}
     assert set(found) == {"problem_kernel", "group_gemm_kernel"}
-    gemm = found["group_gemm_kernel"]
-    assert gemm.spilled == 0, gemm
+    product = found["group_gemm_kernel"]
+    assert product.spilled == 0, product
     exact = dtype == torch.float32 and arch.startswith("sm_")
-    assert bool(gemm.matrix_instructions) != exact
+    assert bool(product.matrix_instructions) != exact
     assert len(compiled) == 2, "one kernel writes every row of the table, whatever its numbers"

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from tests.ops.gemm.bounds import run
-from tests.ops.grouped.problems import FP8, HALF, int32, on_every_place
+from tests.ops.gemm.grouped_problems import FP8, HALF, int32, on_every_place
 
 from tilewright import ops
 

@@ -1,4 +1,4 @@
-"""The scaled Triton engine: what it computes in Triton's interpreter, what the compilers make of it, what it chooses.
+"""The scaled Triton kernel: what it computes in Triton's interpreter, what the compilers make of it, what it chooses.
 
 Results lie inside a larger, poisoned tensor: an element left out and one written beside both fail.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.ops.gemm.scaled_problems import FP8, OTHERS, PAIRS, operands
 
+from tilewright.ops.gemm.scaled.args import ScaledBucket, ScaledMatmulArgs, plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import GRANULARITIES
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.quant.numbers import cast
@@ -21,13 +22,13 @@ interp = pytest.mark.interp
 
 @pytest.fixture
 def engine():
-    from tilewright.ops.gemm.kernels.triton import scaled as scaled_triton
+    from tilewright.ops.gemm.kernels.triton import scaled
 
-    return scaled_triton
+    return scaled
 
 
-def config(engine, m, n, descriptors=True, splits=1, band=2):
-    return engine.Config(m, n, 128, 4, 3, band, descriptors, splits)
+def config(engine, m, n, descriptors=True, splits=1, group_m=2):
+    return engine.Config(m, n, 128, 4, 3, group_m, descriptors, splits)
 
 
 def run(engine, problem, config, bias=None, c=None, alpha=1.0, activation="", out_dtype=torch.bfloat16):
@@ -36,7 +37,7 @@ def run(engine, problem, config, bias=None, c=None, alpha=1.0, activation="", ou
     around = torch.full((batch + 1, m + 3, n + 8), POISON, dtype=out_dtype)
     d = around[:batch, :m, :n]
     d.fill_(torch.nan)
-    engine.gemm(d, *problem, bias, c, alpha, activation, config)
+    engine.gemm(d, ScaledMatmulArgs(*problem, bias, c, alpha, activation, out_dtype), config)
     made = d.clone()
     d.fill_(POISON)
     assert (around == POISON).all(), "written beside the result"
@@ -94,7 +95,7 @@ def test_a_weight_gradient_adds_to_itself(engine):
     problem = operands(20, 136, 400, "token_token", batch=(1,))
     before = torch.randn(1, 20, 136)
     total = before.clone()
-    engine.gemm(total, *problem, None, total, 1.0, "", config(engine, 32, 64))
+    engine.gemm(total, plain_scaled_args(*problem, total.dtype)._replace(c=total), config(engine, 32, 64))
     check(total, problem, None, before)
 
 
@@ -115,7 +116,7 @@ def test_bytes_where_a_gpu_has_no_e4m3(engine, monkeypatch):
 @interp
 def test_a_row_has_the_same_bits_alone_and_among_others(engine):
     problem = operands(40, 144, 272, batch=(1,))
-    chosen = engine.configure((4096, 144, 272, 0, 1, 16, 0, 2), FP8)
+    chosen = engine.configure(ScaledBucket(4096, 144, 272, 0, 1, 16, 0, 2), FP8)
     together = run(engine, problem, chosen)
     for row in (0, 17, 39):
         one = slice(row, row + 1)
@@ -124,12 +125,12 @@ def test_a_row_has_the_same_bits_alone_and_among_others(engine):
 
 
 @interp
-def test_any_number_of_programs_and_any_band_gives_the_same_bits(engine, monkeypatch):
+def test_any_number_of_programs_and_any_order_of_tiles_gives_the_same_bits(engine, monkeypatch):
     problem = operands(72, 272, 272, batch=(2,))
     expected = run(engine, problem, config(engine, 16, 64))
-    for processors, band in ((1, 1), (7, 8), (1000, 2)):
+    for processors, group_m in ((1, 1), (7, 8), (1000, 2)):
         monkeypatch.setattr(engine, "usable_sms", lambda _, n=processors: n)
-        assert torch.equal(run(engine, problem, config(engine, 16, 64, band=band)), expected)
+        assert torch.equal(run(engine, problem, config(engine, 16, 64, group_m=group_m)), expected)
 
 
 @interp
@@ -138,7 +139,7 @@ def test_a_result_in_float8_is_the_cast_of_the_float32_one(engine, m, n):
     problem = operands(m, n, 272, batch=(2,))
     q = torch.full((2, m, n), torch.nan).to(FP8)
     of_q = TOKEN.empty(m, n, "cpu", 2).fill_(torch.nan)
-    engine.gemm_fp8(q, of_q, *problem, None, 1.0, "", config(engine, 16, 64))
+    engine.gemm_fp8(q, of_q, plain_scaled_args(*problem, torch.float32), config(engine, 16, 64))
     expected = cast(run(engine, problem, config(engine, 16, 64), out_dtype=torch.float32), TOKEN)
     assert torch.equal(q.view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(of_q, expected[1])
@@ -151,14 +152,15 @@ def buckets(count):
     rng = random.Random(0)
     for _ in range(count):
         m, n, k = 1 << rng.randrange(15), rng.randrange(2, 40000), rng.randrange(1, 20000)
-        yield m, n, k, rng.randrange(4), rng.randrange(2), rng.choice((8, 16, 32)), rng.randrange(3), rng.randrange(4)
+        bits = rng.choice((8, 16, 32))
+        yield ScaledBucket(m, n, k, rng.randrange(4), rng.randrange(2), bits, rng.randrange(3), rng.randrange(4))
 
 
 def test_whatever_configure_returns_is_listed(engine):
     for bucket in buckets(300):
         chosen = engine.configure(bucket, FP8)
         assert chosen in engine.CONFIGS
-        assert bucket[4] or not chosen.descriptors
+        assert bucket.aligned or not chosen.descriptors
 
 
 def test_the_search_space_is_small_and_legal(engine):
@@ -169,20 +171,22 @@ def test_the_search_space_is_small_and_legal(engine):
         for each in space:
             assert 128 % each.block_n == 0, "a tile lies in one block of columns"
             assert min(each.block_m, each.block_n) >= 16
-            assert bucket[4] or not each.descriptors
-            assert each.splits == 1 or bucket[2] >= 2 * each.splits * 128
+            assert bucket.aligned or not each.descriptors
+            assert each.splits == 1 or 2 * each.splits * 128 <= bucket.K
 
 
 def test_few_rows_split_k_and_batch_invariant_calls_never_do(engine):
-    assert engine.configure((16, 2112, 7168, 0, 1, 16, 0, 2), FP8).splits == 4
-    assert engine.configure((16, 32768, 512, 0, 1, 16, 0, 2), FP8).splits == 1
-    assert engine.configure((4096, 576, 7168, 0, 1, 16, 0, 2), FP8).splits == 1
+    assert engine.configure(ScaledBucket(16, 2112, 7168, 0, 1, 16, 0, 2), FP8).splits == 4
+    assert engine.configure(ScaledBucket(16, 32768, 512, 0, 1, 16, 0, 2), FP8).splits == 1
+    assert engine.configure(ScaledBucket(4096, 576, 7168, 0, 1, 16, 0, 2), FP8).splits == 1
 
 
 @pytest.mark.parametrize("pair", OTHERS)
 def test_pairs_that_it_lacks_are_refused_in_words(engine, pair):
     problem = operands(140, 136, 272, pair)
-    assert "by tensor, by row and column, 1x128 by 128x128, or 1x128 by 1x128; got" in engine.why_not(*problem)
+    assert "by tensor, by row and column, 1x128 by 128x128, or 1x128 by 1x128; got" in engine.why_not(
+        plain_scaled_args(*problem, torch.bfloat16)
+    )
 
 
 # Compiled for GPUs that are not here.
@@ -209,11 +213,12 @@ def launch(engine, m=4096, n=4096, k=4096, pair="token_block", activation="", ou
     shape = (1, m, n // 2 if activation == "swiglu" else n)
     bias = meta(n, of=out_dtype) if terms.get("bias") else None
     c = meta(*shape, of=out_dtype) if terms.get("c") else None
-    bucket = (m, n, k, 0, int(n % 16 == 0), 8 * out_dtype.itemsize, int(activation == "swiglu"), 0)
+    bucket = ScaledBucket(m, n, k, 0, int(n % 16 == 0), 8 * out_dtype.itemsize, int(activation == "swiglu"), 0)
     of = (of_a.empty(m, k, "meta", 1), of_b.empty(n, k, "meta", 1))
     matrices = (meta(1, m, k, of=FP8), meta(1, n, k, of=FP8).mT)
     d = meta(*shape, of=out_dtype)
-    engine.gemm(d, *matrices, *of, bias, c, 1.5, activation, engine.configure(bucket, FP8))
+    args = ScaledMatmulArgs(*matrices, *of, bias, c, 1.5, activation, out_dtype)
+    engine.gemm(d, args, engine.configure(bucket, FP8))
 
 
 @pytest.mark.compile

@@ -1,11 +1,11 @@
-"""The Hopper backend of group_gemm without a GPU: each product goes to its place, empty ones launch nothing."""
+"""group_gemm: products of their own shapes; on Hopper each goes to its place, and empty ones launch nothing."""
 
 import pytest
 import torch
 
 from tilewright import ops
-from tilewright.ops.gemm.group_gemm import FORWARD, cuda, offsets, reference
-from tilewright.ops.gemm.kernels.sm90 import hopper_cuda
+from tilewright.ops.gemm.group_gemm import FORWARD, GroupGemmArgs, offsets, reference
+from tilewright.ops.gemm.kernels.sm90 import dense, few_rows, group_gemm
 
 HALF = torch.bfloat16
 
@@ -23,23 +23,28 @@ def launched(monkeypatch):
     """Sizes that were launched; torch multiplies in the engine's place."""
     found = []
 
-    def gemm(d, a, b, *plain_and_config):
-        found.append((d.shape[1], d.shape[2], a.shape[2], plain_and_config[-1].kernel))
-        d.copy_(torch.bmm(a.float(), b.float()))
+    def gemm(d, args, config):
+        found.append((d.shape[1], d.shape[2], args.a.shape[2], type(config)))
+        d.copy_(torch.bmm(args.a.float(), args.b.float()))
 
-    monkeypatch.setattr(hopper_cuda, "gemm", gemm)
+    monkeypatch.setattr(dense, "gemm", gemm)
+    monkeypatch.setattr(few_rows, "gemm", gemm)
     return found
 
 
 def test_products_go_to_their_places(launched):
     a, b = operands((70, 72, 40), (0, 8, 56), (1, 136, 56), (9, 8, 0), (300, 40, 200))
-    args = a[0], b[0], a[1:], b[1:], HALF
+    args = GroupGemmArgs(a[0], b[0], a[1:], b[1:], HALF)
     out = torch.full(FORWARD.outputs(*args)[0][0], torch.nan, dtype=HALF)
-    cuda.launch((out,), *args, config=None)
-    made = [out[at : at + m * n].view(m, n) for at, m, n in zip(*offsets(*args[:4]), strict=True)]
+    group_gemm.launch((out,), args, None)
+    made = [out[at : at + m * n].view(m, n) for at, m, n in zip(*offsets(args), strict=True)]
     for found, wanted in zip(made, reference(a, b), strict=True):
         torch.testing.assert_close(found, wanted)
-    assert launched == [(70, 72, 40, "dense"), (1, 136, 56, "few_rows"), (300, 40, 200, "dense")]
+    assert launched == [
+        (70, 72, 40, dense.Config),
+        (1, 136, 56, few_rows.Config),
+        (300, 40, 200, dense.Config),
+    ]
 
 
 def test_rows_that_the_copy_engine_cannot_read_are_another_bucket():

@@ -1,4 +1,4 @@
-"""The cuTile GEMM engine: on a CPU in the emulation of the language, and its binaries.
+"""The dense cuTile kernel: on a CPU in the emulation of the language, and its binaries.
 
 Every 16x16 tile of a result is compared with float64: within 2^-8 (bf16), 2^-11 (fp16) or 2^-20 (float32) of the
 largest number that was added up for it.
@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import tileiras
-from tilewright.ops.gemm.kernels.cutile import dense as tile_cutile
+from tilewright.ops.gemm.dense.args import MatmulArgs, MatmulBucket, plain_args
 from tilewright.ops.gemm.kernels.cutile.dense import CONFIGS, Config, candidates, configure, gemm, why_not
 from tilewright.ops.gemm.operands import ACTIVATIONS, LAYOUTS, apply_epilogue, columns_out
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 ROUNDING = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-20}
-SMALL = Config(32, 64, 32, 4, band=2)  # several tiles of a small problem, so that the walk and its bands are seen
+SMALL = Config(32, 64, 32, 4, group_m=2)  # several tiles of a small problem, so that their order shows
 FORMS = {"tiles": SMALL, "swapped": SMALL._replace(swap=True), "sliced": SMALL._replace(slice_n=32)}
 
 
@@ -43,7 +43,7 @@ def agree(d, a, b, bias, c, scale, alpha, activation, config):
     if c is not d:
         d.fill_(torch.nan)
     with emulated():
-        gemm(d, a, b, bias, c, scale, alpha, activation, config)
+        gemm(d, MatmulArgs(a, b, bias, c, scale, alpha, activation, d.dtype), config)
     wrong = ((d.double() - expected).abs() / size.clamp(min=1e-30)).nan_to_num(torch.inf)
     for m in range(0, d.shape[1], 16):
         for n in range(0, d.shape[2], 16):
@@ -98,7 +98,7 @@ def test_nan_and_infinity_reach_only_their_row(name):
     a[0, 1] = torch.nan
     d = torch.empty(1, 3, 64, dtype=FP32)
     with emulated():
-        gemm(d, a, b, None, None, None, 1.0, name, SMALL)
+        gemm(d, plain_args(a, b, FP32, name), SMALL)
     assert d[0, 1].isnan().all()
     assert d[0, ::2].isfinite().all()
 
@@ -111,7 +111,7 @@ def test_every_default_computes_one_row(config):
 
 
 BUCKETS = [
-    (m, n, 7168, layout, aligned, bits, gated)
+    MatmulBucket(m, n, 7168, layout, aligned, bits, gated)
     for m in (1, 16, 64, 128, 4096)
     for n in (2, 576, 7168, 129280)
     for layout in range(4)
@@ -135,19 +135,21 @@ def test_choices_are_few_legal_and_known(dtype):
 
 
 def test_the_rule_fills_the_gpu():
-    pick = lambda m, n: configure((m, n, 7168, 0, 1, 16, 0), BF16)  # noqa: E731
+    pick = lambda m, n: configure(MatmulBucket(m, n, 7168, 0, 1, 16, 0), BF16)  # noqa: E731
     assert pick(8192, 8192)[:2] == (128, 256)  # 2048 tiles: the fastest wins
     assert pick(4096, 2112)[:2] == (128, 128)  # 288 tiles of 128x256 would take three waves of 132
     assert pick(16, 4096)[:2] == (16, 64)
     assert pick(16, 4096).swap
     assert pick(16, 129280)[:2] == (16, 128)
-    assert configure((4096, 8192, 4096, 0, 1, 32, 0), BF16).slice_n == 64, "a float32 tile leaves two stages"
+    assert configure(MatmulBucket(4096, 8192, 4096, 0, 1, 32, 0), BF16).slice_n == 64, (
+        "a float32 tile leaves two stages"
+    )
 
 
 def test_float32_operands_are_refused():
     a, b = operands(1, 8, 8, 8, dtype=FP32)
-    assert "float32" in why_not(a, b, None, None, None, 1.0, "", FP32)
-    assert why_not(a.to(BF16), b.to(BF16), None, None, None, 1.0, "", FP32) is None
+    assert "float32" in why_not(plain_args(a, b, FP32))
+    assert why_not(plain_args(a.to(BF16), b.to(BF16), FP32)) is None
 
 
 # Binaries.  What is compiled is what would be launched.
@@ -166,13 +168,14 @@ def compiled(arch, layout, dtype, config, *, out=BF16, activation="", add=None, 
         d = torch.empty(1, m, columns_out(n, activation), dtype=out)
         c = None if add is None else torch.empty(d.shape, dtype=add)
         with collect(arch) as collector:
-            gemm(d, a, b, torch.empty(n, dtype=dtype) if bias else None, c, None, 1.0, activation, config)
+            addend = torch.empty(n, dtype=dtype) if bias else None
+            gemm(d, MatmulArgs(a, b, addend, c, None, 1.0, activation, out), config)
     (job,) = collector.jobs
     return job.compile().info
 
 
 def default(layout, dtype, *, m=4096, aligned=1, bits=16):
-    return configure((m, 4096, 4096, LAYOUTS.index(layout), aligned, bits, 0), dtype)
+    return configure(MatmulBucket(m, 4096, 4096, LAYOUTS.index(layout), aligned, bits, 0), dtype)
 
 
 class TestBinaries:
@@ -218,8 +221,3 @@ class TestBinaries:
     def test_later_architectures(self, arch):
         for dtype in (BF16, FP8):
             assert compiled(arch, "nt", dtype, default("nt", dtype))["spills"] == 0
-
-
-def test_the_engine_defines_what_every_engine_does():
-    names = {"CONFIGS", "Config", "candidates", "configure", "gemm", "why_not"}
-    assert names == set(tile_cutile.__all__)
