@@ -18,10 +18,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a GPU machine: the system's python, from the checkout, nothing installed.
 SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
 
-.PHONY: help demo test lint check-python test-default test-versions versions test-interp test-compile test-gpu bench-gpu clean
+.PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-compile-all test-gpu bench-gpu docs clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded language model
 	@mkdir -p build
@@ -30,6 +30,9 @@ demo: .venv/.ready-demo ## analyse, accelerate, verify and report the embedded l
 	    --html build/stdlib_lm.html --json build/stdlib_lm.json
 
 PHASES := lint test-default test-versions test-interp test-compile
+
+quick: .venv/.ready-test ## tests of what changed since main, and of what stands on it: minutes
+	$(BIN)/python scripts/quick_tests.py -n $(WORKERS)
 
 # Every phase runs, whatever the one before it found; the last line and the exit code say which ones failed.
 test: .venv/.ready-test ## everything a change must pass, without a GPU
@@ -60,20 +63,28 @@ test-versions: .venv/.ready-test ## oldest and newest supported transformers, ea
 versions: .venv/.ready-test ## every supported transformers, torch and Triton, and the newest of each; for a schedule
 	$(BIN)/python scripts/versions.py transformers torch triton --all --newest
 
-test-compile: .venv/.ready-test ## every kernel compiled for every GPU it supports, its costs compared with the ledger
+test-compile: .venv/.ready-test ## every kernel compiled for every GPU it supports, its costs held to the ledger
 	$(PYTEST) -m compile
+
+test-compile-all: .venv/.ready-test ## every form of every kernel, its costs compared with the ledger; for a schedule
+	$(PYTEST) -m compile tests/compile --compile-all
 
 # In parallel where pytest-xdist is installed: most of the time goes into compiling kernels.
 test-gpu: ## the tests that need a GPU, with the system's python
 	TORCHINDUCTOR_COMPILE_THREADS=1 OMP_NUM_THREADS=1 $(SYSTEM_PYTHON) -m pytest -m gpu \
 	    $$($(PYTHON) -c 'import xdist' 2> /dev/null && echo "-n $(GPU_WORKERS) --dist worksteal -p no:benchmark")
 
-bench-gpu: ## measure every suite on this GPU and render docs/performance.md
+bench-gpu: ## measure every suite on this GPU and write the performance pages
 	for suite in $(SUITES); do \
 	    $(SYSTEM_PYTHON) -m tilewright bench $$suite --json benchmarks/results/h200/$$suite.json; \
 	done
 	$(SYSTEM_PYTHON) -m tilewright bench gemm --json benchmarks/results/h200/gemm_bf16.json
 	$(SYSTEM_PYTHON) -m tilewright bench --report
+
+docs: .venv/.ready-test ## write the generated pages: performance, plots, ops, masks
+	$(BIN)/python -m tilewright bench --report
+	$(BIN)/python scripts/op_pages.py
+	$(BIN)/python scripts/mask_pages.py
 
 clean: ## remove the environment, caches and outputs
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -23,6 +23,7 @@ from llama_variants import SHAPES, build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.bench import machine
+from tilewright.bench.commit import commit
 from tilewright.bench.statistics import paired_ratio
 from tilewright.bench.timing import interleave
 from tilewright.models import register_attention
@@ -95,7 +96,8 @@ def compare(name, model, ids, call, rounds, exact):
         rows[attention] |= {"ms": samples.median / 1e3, "ratio": [ratio.value, ratio.low, ratio.high]}
         print(name, call.__name__, tuple(ids.shape), attention, rows[attention], flush=True)
     model.zero_grad(set_to_none=True)
-    return {"model": name, "call": call.__name__, "B": ids.shape[0], "S": ids.shape[1], "attentions": rows}
+    sizes = {"B": ids.shape[0], "S": ids.shape[1]}
+    return {"model": name, "call": call.__name__, **sizes, "commit": commit(), "attentions": rows}
 
 
 def main():

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from tilewright import mask, ops
 from tilewright.bench import machine
+from tilewright.bench.commit import commit
 from tilewright.bench.timing import interleave
 from tilewright.dispatch import record
 from tilewright.mask.tables import tile_table
@@ -98,6 +99,7 @@ def measure(length, masks, rounds):
             "per_tile": round(per_tile[name, direction, who], 4),
             "of_causal": round(per_tile[name, direction, who] / per_tile["causal", direction, who], 3),
             "ratio": round(us[name, direction, "flex"] / us[name, direction, who], 3),
+            "commit": commit(),
         }
         for name, direction, who in calls
     ]

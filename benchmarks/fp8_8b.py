@@ -21,6 +21,7 @@ from model_8b import LONG, check, exact_logits, time_decode, time_prefill
 
 import tilewright
 from tilewright.bench import machine
+from tilewright.bench.commit import commit
 
 
 def patched(model, prompt, *, fp8=False):
@@ -54,6 +55,7 @@ def main():
         make("fp8", shared_copy(model), changes=[in_float8]),
     ]
     rows = {v.name: {"preparation_s": v.preparation_s, **v.facts, **check(v, model, exact)} for v in running}
+    rows = {name: {"commit": commit(), **row} for name, row in rows.items()}
     for metric, samples in (
         ("prefill_ms", time_prefill(running, device, options.rounds)),
         ("decode_ms_per_token", time_decode(running, device, 3)),

@@ -30,6 +30,7 @@ from train import SEED, Recipe, build_model, crops, learning_rate, make_optimize
 
 import tilewright  # noqa: E402
 from tilewright.bench import machine  # noqa: E402
+from tilewright.bench.commit import commit  # noqa: E402
 
 
 def in_float8(model):
@@ -106,6 +107,7 @@ def main():
             "loss": [round(x, 5) for x in losses],
             "validation": round(found.nats_per_token, 5),
             "seconds": round(run.seconds, 2),
+            "commit": commit(),
         }
         print(name, "loss", rows[name]["loss"][::5], "validation", rows[name]["validation"], rows[name]["seconds"], "s")
     facts = {"steps": options.steps, "loss_every": options.every, "batch": recipe.batch, "context": recipe.context}

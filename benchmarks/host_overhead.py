@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from tilewright import ops
 from tilewright.bench import machine
+from tilewright.bench.commit import commit
 from tilewright.dispatch import record
 
 BATCH, ROUNDS = 200, 60
@@ -106,6 +107,7 @@ def main() -> None:
     found = {
         "kind": "host_overhead",
         "machine": machine.describe("cuda").to_dict(),
+        "commit": commit(),
         "call": plain,
         "call_with_grad": with_grad,
         "given_to_torch": torchs,

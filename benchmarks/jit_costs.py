@@ -24,6 +24,7 @@ import torch
 
 from tilewright import settings
 from tilewright.bench import machine
+from tilewright.bench.commit import commit
 from tilewright.jit import cache, driver, selftest, tape
 from tilewright.jit.compilers import get_compiler
 from tilewright.jit.cuda_launch import CudaKernel
@@ -217,6 +218,7 @@ def main() -> None:
         found = {
             "kind": "jit_costs",
             "machine": machine.describe("cuda" if gpu else "cpu").to_dict(),
+            "commit": commit(),
             "compilers": {name: get_compiler(name).version() for name in ("nvrtc", "nvcc")},
             "compile_ms": compile_rows(options.rounds),
             "load_ms": load_rows() if gpu else {},

@@ -27,6 +27,7 @@ from llama_variants import SHAPES, Variant, build, variants
 
 from tilewright.bench import machine
 from tilewright.bench.bandwidth import stream_calls
+from tilewright.bench.commit import commit
 from tilewright.bench.statistics import Samples, paired_ratio
 from tilewright.bench.timing import interleave, rounds_order
 
@@ -49,7 +50,8 @@ def main() -> int:
     running, rows, failed = [], {}, []
     attentions = options.attention.split(",")
     for variant in variants(model, prompt, attentions=attentions, compiled=options.compile, new_tokens=LONG):
-        rows[variant.name] = {"preparation_s": variant.preparation_s, **variant.facts, **check(variant, model, exact)}
+        rows[variant.name] = {"commit": commit(), "preparation_s": variant.preparation_s, **variant.facts}
+        rows[variant.name] |= check(variant, model, exact)
         failed += [variant.name] if exceeds(rows, variant.name) else []
         running.append(variant)
         print(f"{variant.name}: {rows[variant.name]}", file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ from tilewright.assistant.changes import MERGED_GATE_UP, MERGED_QKV, merged_line
 from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
 from tilewright.assistant.workload import workload
 from tilewright.bench import machine
+from tilewright.bench.commit import commit
 from tilewright.bench.timing import interleave
 from tilewright.dispatch import contract, table
 from tilewright.dispatch.measured import by_rows
@@ -230,7 +231,7 @@ def main():
     ]
     rows = {}
     for variant in running:
-        rows[variant.name] = {**variant.facts, **check(variant, model, exact)}
+        rows[variant.name] = {"commit": commit(), **variant.facts, **check(variant, model, exact)}
     say("checked")
     for metric, samples in (
         ("prefill_ms", time_prefill(running, DEVICE, options.rounds)),

@@ -81,7 +81,7 @@ def _measured(contract: Contract) -> Iterator[str]:
     for file in sorted(RESULTS.glob(f"*/{contract.family}*.json")):
         found = schema.load(file)
         machine = file.parent.name
-        link = f"[{machine}](../performance.md#{machine}-{found.suite})"
+        link = f"[{machine}](../performance/{found.suite}.md#{machine}-{found.suite})"
         for direction in ("fwd", "bwd"):
             rows = [row for row in found.rows if row.op == contract.name and row.direction == direction]
             ratios = [row.ratio_own for row in rows if row.ratio_own is not None]

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from tilewright.ops.gemm.kernels.sm90.config_cuda import named
 from torch import Tensor
 
 from tilewright import mask as masks
@@ -28,15 +29,15 @@ from tilewright.ops.gemm.kernels.sm90 import dense as dense_cuda
 from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_cuda
 from tilewright.ops.gemm.kernels.sm90 import few_rows_model as few_rows
 from tilewright.ops.gemm.kernels.sm90 import fp8 as fp8_cuda
-from tilewright.ops.gemm.kernels.sm90.config_cuda import named
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN, ScaleLayout
 from tilewright.ops.quant.numbers import restore
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.samples import random_weight
-from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 DEVICE = torch.device("cuda", 0)
 UNWRITTEN = 768.0  # bf16 has it
@@ -222,7 +223,7 @@ def integer_weights(m: int, n: int, k: int, bits: int, activation: str, shape: t
     q, scales = random_weight(n, k, bits, _HALF, DEVICE, torch.Generator().manual_seed(1))
     d = _unwritten(m, columns_out(n, activation))
     config = weight_only_model.deepest(bits, *shape)
-    weight_only.launch((d,), x, q, scales, bias, activation, _HALF, config=config)
+    weight_only.launch((d,), WeightOnlyMatmulArgs(x, q, scales, bias, activation, _HALF), config)
     exact = x.double() @ packing.restore(q, scales.double()).mT
     return _near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
 

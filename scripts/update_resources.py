@@ -1,4 +1,4 @@
-"""Write tests/compile/resources/*.json anew: compile every kernel for every target and note what it costs.
+"""Write tests/compile/resources/: compile every form of every kernel for every target and note what it costs.
 
     python scripts/update_resources.py [-n WORKERS] [-k TESTS]
 
@@ -19,7 +19,7 @@ FOLDER, DRAFTS = ROOT / "tests" / "compile" / "resources", ROOT / "build" / "res
 
 
 def main() -> None:
-    """Compile with the test that compares, in the mode that writes; then put one file a backend together."""
+    """Compile with the tests that compare, in the mode that writes; then put the files together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", dest="workers", default="2", help="processes at once (default 2)")
     parser.add_argument("-k", dest="tests", help='tests to run, such as "softmax or test_cuda" (default: all)')
@@ -34,6 +34,7 @@ def main() -> None:
         "-m",
         "compile",
         "tests/compile",
+        "--compile-all",
         "-n",
         given.workers,
         "--dist",
@@ -44,14 +45,17 @@ def main() -> None:
     if done.returncode:
         sys.exit("the compile tests failed; nothing was written")
     drafts = [json.loads(path.read_text()) for path in sorted(DRAFTS.glob("*.json"))]
-    for backend in sorted({draft["backend"] for draft in drafts}):
-        mine = [draft for draft in drafts if draft["backend"] == backend]
+    for backend in {draft["backend"] for draft in drafts} if not given.tests else ():
+        shutil.rmtree(FOLDER / backend, ignore_errors=True)
+    for backend, family in sorted({(draft["backend"], draft["family"]) for draft in drafts}):
+        mine = [draft for draft in drafts if (draft["backend"], draft["family"]) == (backend, family)]
         (compiler,) = {draft["compiler"] for draft in mine}
-        ledger = FOLDER / f"{backend}.json"
-        kernels = json.loads(ledger.read_text())["kernels"] if given.tests else {}
+        ledger = FOLDER / backend / f"{family}.json"
+        kernels = json.loads(ledger.read_text())["kernels"] if ledger.exists() else {}
         kernels |= {f"{d['key']} {d['arch']}": d["kernels"] for d in mine}
         lines = [f'  "{key}": {json.dumps(kernels[key])}' for key in sorted(kernels)]
         head = json.dumps({"backend": backend, "compiler": compiler, "columns": mine[0]["columns"]})
+        ledger.parent.mkdir(parents=True, exist_ok=True)
         ledger.write_text(f'{head[:-1]}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 

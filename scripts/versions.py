@@ -4,8 +4,9 @@
     .venv/bin/python scripts/versions.py transformers --all    # a release of every supported minor version
     .venv/bin/python scripts/versions.py transformers torch triton --all --newest    # what a schedule runs
 
-A folder holds one version without its dependencies, and those of them that .venv has in an unfit version. `--newest`
-adds the newest release that pip's index has, supported or not, so that a schedule hears of it first.
+A folder holds one version without its dependencies, and those of them that .venv has in an unfit version. `--all` also
+runs whole rooms of tests on the newest supported one. `--newest` adds the newest release that pip's index has,
+supported or not, so that a schedule hears of it first. What the index does not have fails that version alone.
 """
 
 from __future__ import annotations
@@ -26,14 +27,24 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
+class UnavailableError(Exception):
+    """pip does not have it, and says so in its own words."""
+
+
 @dataclass(frozen=True)
 class Library:
-    """versions: oldest to newest that is supported; the tests are those that meet what the library may move."""
+    """versions: oldest to newest that is supported; the tests are those that meet what the library may move.
+
+    whole: tests of the newest supported version that `--all` adds.   label: of the build, "+cpu", which no other may
+    stand for: a CUDA build has gigabytes of dependencies.
+    """
 
     versions: tuple[str, ...]
     tests: tuple[tuple[str, ...], ...]  # arguments of pytest, one process each
+    whole: tuple[tuple[str, ...], ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     index: str | None = None
+    label: str = ""
 
 
 LIBRARIES = {
@@ -49,48 +60,53 @@ LIBRARIES = {
                 "counts or greedy or mask or folder",
             ),
         ),
+        whole=(("tests/models", "tests/generate"),),
     ),
     "torch": Library(
         ("2.11.0", "2.13.0"),
         (("tests/dispatch", "tests/nn/test_modules.py", "tests/models/test_replaced.py"),),
         index=CPU_INDEX,
+        label="+cpu",
     ),
     "triton": Library(
-        ("3.6.0",),
+        ("3.6.0", "3.7.1", "3.8.0", "3.9.0"),
         (
             ("-m", "interp", "tests/interp", "-k", "rms_norm or softmax"),
             ("-m", "compile", "tests/compile/test_contracts.py", "-k", "rms_norm"),
+            ("tests/jit/test_triton_versions.py",),
         ),
-        (("TRITON_INTERPRET", "interp"),),  # set where pytest's words have the second
+        variables=(("TRITON_INTERPRET", "interp"),),  # set where pytest's words have the second
     ),
 }
 
 
 def pip(*arguments: str) -> str:
-    """Standard output of pip; its last lines as an error where it fails."""
+    """Standard output of pip.  Raises UnavailableError with its last lines where it fails."""
     command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"versions: pip {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}")
+        raise UnavailableError(f"pip {' '.join(arguments)} failed: {done.stderr.strip()[-300:]}")
     return done.stdout
 
 
-def newest(name: str, index: str | None) -> str:
-    """The newest release on the index."""
-    where = ["--index-url", index] if index else []
-    found = re.match(rf"{name} \(([^)]+)\)", pip("index", "versions", name, *where))
-    if found is None:
-        raise SystemExit(f"versions: pip's index names no version of {name}")
-    return found[1].partition("+")[0]
+def newest(name: str, library: Library) -> str:
+    """The newest release on the index that is such a build."""
+    where = ["--index-url", library.index] if library.index else []
+    listed = re.search(r"^Available versions: (.*)$", pip("index", "versions", name, *where), re.MULTILINE)
+    builds = [each for each in (listed[1].split(", ") if listed else []) if each.endswith(library.label)]
+    if not builds:
+        raise UnavailableError(f"pip's index names no version of {name}{library.label}")
+    return builds[0].partition("+")[0]
 
 
-def folder(name: str, wanted: str, index: str | None) -> Path:
+def folder(name: str, wanted: str, library: Library) -> Path:
     """`wanted` and what of its dependencies .venv has not in a fitting version; installed once."""
     target = FOLDERS / f"{name}-{wanted}"
     ready = target / ".ready"
     if not ready.exists():
-        where = ["--index-url", index] if index else []
-        pip("install", "--quiet", "--no-deps", "--upgrade", "--target", str(target), f"{name}=={wanted}", *where)
+        where = ["--index-url", library.index] if library.index else []
+        build = f"{name}=={wanted}{library.label}"
+        pip("install", "--quiet", "--no-deps", "--upgrade", "--target", str(target), build, *where)
         for requirement in unfit(target, name):
             pip("install", "--quiet", "--no-deps", "--upgrade", "--target", str(target), requirement)
         ready.touch()
@@ -115,12 +131,15 @@ def unfit(target: Path, name: str) -> list[str]:
     return wanted
 
 
-def check(name: str, wanted: str, library: Library) -> tuple[bool, str]:
+def check(name: str, wanted: str, library: Library, *, whole: bool) -> tuple[bool, str]:
     """Run the tests of one version: whether all passed, and the last words of each process."""
     own = version(name).partition("+")[0]
-    paths = [str(ROOT / "src")] if wanted == own else [str(folder(name, wanted, library.index)), str(ROOT / "src")]
+    try:
+        paths = [str(ROOT / "src")] if wanted == own else [str(folder(name, wanted, library)), str(ROOT / "src")]
+    except UnavailableError as error:
+        return False, str(error)
     lines, passed = [], True
-    for words in library.tests:
+    for words in (*library.tests, *(library.whole if whole else ())):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         env |= {variable: "1" for variable, word in library.variables if word in words}
         seen = f"import {name}; print({name}.__version__)"
@@ -152,11 +171,15 @@ def main() -> None:
     for name in options.libraries:
         library = LIBRARIES[name]
         wanted = list(dict.fromkeys(library.versions if options.all else library.versions[:1] + library.versions[-1:]))
-        if options.newest and (latest := newest(name, library.index)) not in wanted:
-            wanted.append(latest)
+        if options.newest:
+            try:
+                wanted = list(dict.fromkeys((*wanted, newest(name, library))))
+            except UnavailableError as error:
+                print(f"{name:12} {'newest':8} FAILED  {error}", flush=True)
+                failed.append(f"{name} newest")
         for each in wanted:
             began = time.monotonic()
-            passed, words = check(name, each, library)
+            passed, words = check(name, each, library, whole=options.all and each == library.versions[-1])
             print(
                 f"{name:12} {each:8} {'ok' if passed else 'FAILED':6} {time.monotonic() - began:4.0f} s  {words}",
                 flush=True,

@@ -12,6 +12,9 @@ MODES = {"gpu", "interp", "compile"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compile-all", action="store_true", help="compile every form of every kernel, not one a kernel and target"
+    )
     parser.addoption("--seed", type=int, default=0, help="seed of every test's random numbers (default 0)")
 
 
@@ -88,6 +91,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def seed(request: pytest.FixtureRequest) -> int:
     """The number to seed a test's own generators with."""
     return int(request.config.getoption("seed"))
+
+
+@pytest.fixture(scope="session")
+def compile_all(request: pytest.FixtureRequest) -> bool:
+    """Whether every form of a kernel is compiled, and compared exactly with the ledger."""
+    return bool(request.config.getoption("compile_all"))
 
 
 @pytest.fixture(autouse=True)

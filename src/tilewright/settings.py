@@ -99,6 +99,9 @@ class Settings:
     arch: str | None = _variable(
         "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH", parse=_architecture
     )
+    commit: str | None = _variable(
+        "commit written beside measurements where the checkout has no git history to ask", "TILEWRIGHT_COMMIT"
+    )
     print_configs: bool = _variable(
         "log the configuration of every kernel when it is first used",
         "TILEWRIGHT_PRINT_CONFIGS",

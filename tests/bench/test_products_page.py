@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL import Image
 from tests.bench.test_report import MACHINE, WON
 
-from tilewright.bench.report import report
+from tilewright.bench.report import pages, report
 from tilewright.bench.schema import Results, Row
 
 
@@ -40,7 +40,7 @@ ROWS = [
 
 def page(folder: Path, rows: list[Row]) -> str:
     Results("gemm", MACHINE, rows=rows).save(folder / "results" / "gpu" / "gemm.json")
-    return report(folder / "results", folder / "performance.md").read_text()
+    return (report(folder / "results", folder / "performance").parent / "gemm.md").read_text()
 
 
 def test_means_of_the_classes(tmp_path: Path) -> None:
@@ -108,4 +108,4 @@ def test_products_and_other_ops_of_one_run_are_both_shown(tmp_path: Path) -> Non
 
 def test_a_cpu_needs_no_plot(tmp_path: Path) -> None:
     Results("gemm", {**MACHINE, "arch": "cpu"}, rows=ROWS).save(tmp_path / "cpu" / "gemm.json")
-    assert "plots/" not in report(tmp_path, tmp_path / "performance.md").read_text()
+    assert "plots/" not in pages(tmp_path)["gemm.md"]

@@ -3,14 +3,17 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.harness.registry import own_registry
+from tests.harness.simulated_time import BENCH, READING_NS, SimulatedTime, simulate_time
 
 from tilewright.bench import cases, peers, suite
+from tilewright.bench.bandwidth import floor_calls
 from tilewright.bench.cases import select
 from tilewright.bench.contestants import Contestant
 from tilewright.bench.measure import Effort
@@ -26,6 +29,14 @@ from tilewright.errors import InputError, KernelMissingError, UsageError
 
 CPU = torch.device("cpu")
 SMALL = {"M": 16, "N": 64}
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    """What the bench times by: a call takes a reading's time, and what it sleeps on this clock."""
+    simulated = simulate_time(monkeypatch, BENCH)
+    monkeypatch.setattr(measure, "perf_counter", simulated.perf_counter)
+    return simulated
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +73,12 @@ def small(**changes: Any) -> Any:
     )
 
 
-def test_a_row_holds_what_was_measured(planted: Callable[..., None]) -> None:
-    planted(right)
+def test_a_row_holds_what_was_measured(planted: Callable[..., None], clock: SimulatedTime) -> None:
+    def slow(outputs: tuple[torch.Tensor, ...], *args: Any, config: Any) -> None:
+        clock.sleep(0.02)
+        right(outputs, *args, config=config)
+
+    planted(slow)
     lines: list[str] = []
     results = small(progress=lines.append)
     assert results.ok, results.failures
@@ -75,7 +90,9 @@ def test_a_row_holds_what_was_measured(planted: Callable[..., None]) -> None:
     assert set(forward.peers) == {"eager"}
     assert forward.ratio_own == forward.ratio_auto
     assert forward.ratio_own is not None
-    assert 0 < forward.floor_us < forward.impls["cpu"]
+    reading_us = READING_NS / 1e3  # what a stream takes on this clock, and what is read with every sample
+    assert forward.impls["cpu"] == pytest.approx(20_000 + reading_us)
+    assert 0 < forward.floor_us <= reading_us
     assert forward.err < 1e-6
     assert forward.eager_us > 0
     assert forward.graph_us is None
@@ -241,7 +258,12 @@ def test_launch_sized_cases_are_timed_as_graphs_and_a_peer_that_cannot_be_captur
     assert any(note.name == "eager" and "cannot be captured" in note.reason for note in results.left_out)
 
 
-def test_a_result_faster_than_its_floor_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_faster_than_its_floor_fails_the_run(monkeypatch: pytest.MonkeyPatch, clock: SimulatedTime) -> None:
+    def one_gb_a_second(read: int, written: int, device: torch.device, *, sets: int) -> dict[str, Callable[[], None]]:
+        streams = floor_calls(read, written, device, sets=sets)
+        return dict.fromkeys(streams, partial(clock.sleep, (read + written) / 1e9))
+
+    monkeypatch.setattr(measure, "floor_calls", one_gb_a_second)
     huge = replace(contract("rms_norm"), cost=lambda sample, direction: Cost(0, 1 << 24, 1 << 24))
     monkeypatch.setattr(cases, "known_contracts", lambda: {"rms_norm": huge})
     results = small()

@@ -27,9 +27,10 @@ def test_a_run_writes_json_and_a_table_and_its_page_is_rendered(tilewright, plac
     _, stored = table.read(place / "tables/mine.json")
     assert {row.op for row in stored} == {"rms_norm"}
 
-    done = tilewright("bench", "--report", "--results", "results", "--output", "page/performance.md")
+    done = tilewright("bench", "--report", "--results", "results", "--output", "pages/performance")
     assert done.exit_code == 0
-    assert "rms_norm" in (place / "page/performance.md").read_text()
+    assert "rms_norm" in (place / "pages/performance/norm.md").read_text()
+    assert "[norm](norm.md#cpu-norm)" in (place / "pages/performance/README.md").read_text()
 
 
 def test_json_alone_on_stdout(tilewright):

@@ -19,6 +19,7 @@ def fake_op(place, monkeypatch):
     monkeypatch.setitem(_contracts, fake_op.NAME, fake_op.CONTRACT)
     monkeypatch.setenv("TILEWRIGHT_MAX_JOBS", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(fake_op.SIMULATED, "1")
     return fake_op
 
 

@@ -76,8 +76,8 @@ WRONG = [
     ("json_calibrate", "calibrate --json folder", "folder is a folder"),
     ("json_model", "analyze notes.py:linear --json folder", "folder is a folder"),
     ("html_folder", "optimize notes.py:linear --html folder", "folder is a folder"),
-    ("page_folder", "bench --report --output folder", "folder is a folder"),
-    ("table_folder", "bench norm --write-table --table folder", "folder is a folder"),
+    ("page_below_a_file", "bench --report --output notes.txt", "notes.txt is not a folder"),
+    ("table_below_a_file", "bench norm --write-table --table notes.txt/t.json", "notes.txt is not a folder"),
 ]
 
 

@@ -139,6 +139,20 @@ def test_torchs_own_product(layout, accumulate):
     assert_rounded(d, product + before if accumulate else product)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torchs_own_product_of_float8_without_scales(layout, accumulate, dtype):
+    """What DeepGEMM's tests compare the time of scaled products with."""
+    a, b, _ = operands(layout)
+    a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    product = (a.T if layout[0] == "t" else a).double() @ (b.T if layout[1] == "t" else b).double()
+    d = torch.randn(M, N).to(dtype)
+    before = d.double()
+    getattr(deep_gemm, f"cublaslt_gemm_{layout}")(a, b, d, c=d if accumulate else None)
+    assert_rounded(d, product + before if accumulate else product)
+
+
 @pytest.mark.parametrize(("m", "n"), [(0, N), (M, 0)])
 def test_an_empty_result_is_left_alone(m, n):
     deep_gemm.bf16_gemm_nt(torch.empty(m, K).bfloat16(), torch.empty(n, K).bfloat16(), torch.empty(m, n))

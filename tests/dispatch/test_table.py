@@ -120,6 +120,18 @@ def test_a_table_of_another_architecture_is_said_loudly_only_where_it_was_named(
     assert "named.json was measured on NVIDIA H200 (sm_90)" in warnings(caplog)
 
 
+def test_the_variable_may_name_a_folder_of_files(double, spacious, folder, monkeypatch):
+    named = folder.parent / "measured"
+    named.mkdir()
+    write(named / "test_double.json", row())
+    write(named / "another_op.json", row())
+    monkeypatch.setenv("TILEWRIGHT_TUNING_TABLE", str(named))
+    settings.reload()
+    table.forget()
+    double.forget_plans()
+    assert double.plan((X,), "auto", "default").config == Config(8)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -240,3 +252,40 @@ def test_another_folder_in_the_environment_brings_other_tables(fast_backend, fol
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "another"))
     settings.reload()
     assert table.lookup("test_double", "fwd", "M=4,N=8", "float32", "default", CPU) is None
+
+
+@pytest.mark.parametrize("name", ["gpu", "made"])
+def test_a_folder_gets_one_file_an_op(folder, tmp_path, name):
+    (tmp_path / "made").mkdir()
+    path = tmp_path / name
+    table_update.update(path, HEADER, [row(), row(op="other"), row(bucket="M=8,N=8")])
+    assert sorted(file.name for file in path.iterdir()) == ["other.json", "test_double.json"]
+    assert [r.bucket for r in table.read(path / "test_double.json")[1]] == ["M=4,N=8", "M=8,N=8"]
+    before = (path / "other.json").read_bytes()
+    table_update.update(path, {**HEADER, "versions": {"torch": "2"}}, [row(us=1.0)])
+    assert [r.us for r in table.read(path / "test_double.json")[1]] == [1.0]
+    assert (path / "other.json").read_bytes() == before
+
+
+def test_a_look_up_reads_the_file_of_its_op_alone(double, spacious, folder, caplog):
+    write(folder / "gpu" / "test_double.json", row())
+    (folder / "gpu" / "rms_norm.json").write_text("no table")
+    assert double.plan((X,), "auto", "default").config == Config(8)
+    assert warnings(caplog) == ""
+    assert table.lookup("rms_norm", "fwd", "M=4,N=8", "float32", "default", CPU) is None
+    assert "rms_norm.json: not JSON" in warnings(caplog)
+
+
+def test_a_folder_of_the_users_wins_over_a_file_of_the_users(double, spacious, folder):
+    """What a version before wrote, one file for all ops, still counts where nothing newer was measured."""
+    write(folder / "z.json", row(us=9.0), row(bucket="M=8,N=8"))
+    write(folder / "gpu" / "test_double.json", row(us=1.0))
+    found = [table.lookup("test_double", "fwd", f"M={m},N=8", "float32", "default", CPU) for m in (4, 8)]
+    assert [each.us for each in found] == [1.0, 1.5]
+
+
+def test_what_lies_in_another_ops_file_is_not_found(double, spacious, folder):
+    write(folder / "gpu" / "other.json", row())
+    write(folder / "gpu" / "test_double.json", row(op="other"))
+    assert double.plan((X,), "auto", "default").config == Config(4)
+    assert table.lookup("other", "fwd", "M=4,N=8", "float32", "default", CPU) is None

@@ -40,7 +40,9 @@ def test_every_package_is_reached_as_an_attribute(name):
 def test_every_package_below_is_listed():
     """But the command line, and what is there for the others or reached through a function."""
     below = {module.name for module in iter_modules(tilewright.__path__)}
-    assert below - set(tilewright._MODULES) == {"__main__", "assistant", "cli", "generation", "jit", "log", "version"}
+    assert below - set(tilewright._MODULES) == {
+        *("__main__", "assistant", "catalogue", "cli", "generation", "jit", "log", "version")
+    }
 
 
 def test_no_function_is_called_like_a_submodule():

@@ -20,6 +20,7 @@ def test_tiny_run(tmp_path):
     assert list(written["rows"]) == ["transformers_eager", "static", "static_patched", "static_patched_merged"]
     for row in written["rows"].values():
         assert row["agreement"] == 1.0
+        assert isinstance(row["commit"], str)
         assert row["prefill_ms"]["median"] > 0
         assert "median" in row["decode_ms_per_token"]
     # One layer of the tiny shape in fp32: attention, gated MLP, norms and the head are read, the embedding is not.

@@ -13,14 +13,16 @@ import pytest
 
 READING_NS = 1_000_000  # a reading takes a millisecond, so that no span is empty
 
+# Modules that time a callable
+BENCH = ("tilewright.bench.clock", "tilewright.bench.timing")
+
 # Modules that decide something by the clock, in the order in which `optimize` reaches them.
 ASSISTANT = (
     "tilewright.assistant.loop",
     "tilewright.assistant.trial",
     "tilewright.assistant.measure",
     "tilewright.assistant.observation.observe",
-    "tilewright.bench.clock",
-    "tilewright.bench.timing",
+    *BENCH,
     "tests.assistant.planted",
 )
 

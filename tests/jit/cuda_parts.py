@@ -28,8 +28,9 @@ from tilewright.ops.gemm.scaled.args import plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.weight_only import packing
-from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'
 COPY = Copy(64, 64, 4, torch.bfloat16)
@@ -123,7 +124,8 @@ def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> 
     )
     scales = packing.layout(torch.bfloat16).empty(512, 2048, "cpu")
     config = weight_only_model.deepest(bits, *shape)
-    return launched(lambda: weight_only.launch((d,), x, q, scales, None, activation, torch.bfloat16, config=config))
+    args = WeightOnlyMatmulArgs(x, q, scales, None, activation, torch.bfloat16)
+    return launched(lambda: weight_only.launch((d,), args, config))
 
 
 def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float = 1.0, softcap: float = 0.0) -> Any:

@@ -9,7 +9,7 @@ from tilewright.mask.cuda_program import cuda_type
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "NoProgram"),
+        ("", "BandOnly"),
         ("band:0", "MaskBand<0>"),
         ("band:0 doc.b:2 &", "MaskBoth<MaskBand<0>, MaskDocument<2, true>>"),
         ("doc:4 ~", "MaskNot<MaskDocument<4, false>>"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.models.zoo import build, tokens
+from tests.models.zoo import build, build_on_sdpa, tokens
 from torch import Tensor, nn
 
 from tilewright.models import patch
@@ -85,7 +85,6 @@ def test_eager_becomes_sdpa_for_this_model_alone() -> None:
         ("gemma2", {"attn_implementation": "eager"}, "runs eagerly for its logit soft-capping, which SDPA ignores"),
         ("llama", {"attn_implementation": "eager", "output_attentions": True}, "asks for attention weights"),
         ("llama", {}, "already runs 'sdpa'"),
-        ("gemma2", {}, "already runs 'sdpa'; transformers ignores its logit soft-capping there"),
     ],
 )
 def test_attention_is_left(name: str, options: dict[str, object], reason: str) -> None:
@@ -95,3 +94,10 @@ def test_attention_is_left(name: str, options: dict[str, object], reason: str) -
     assert [row.status for row in rows] == ["left"]
     assert reason in rows[0].text
     assert model.config is before
+
+
+def test_a_soft_capping_that_sdpa_ignores_stays_ignored() -> None:
+    model = build_on_sdpa("gemma2")
+    (row,) = [row for row in patch(model, verify=False).report().rows if row.kind == "attention"]
+    assert (row.status, model.config._attn_implementation) == ("left", "sdpa")
+    assert row.text == "already runs 'sdpa'; transformers ignores its logit soft-capping there"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.models.zoo import build, tokens
+from tests.models.zoo import build, checkpoint, tokens
 from torch import Tensor, nn
 
 from tilewright.dispatch import record
@@ -107,7 +107,7 @@ def test_gradients(name: str, checkpointed: bool | None) -> None:
     def run(model: Any) -> list[Tensor]:
         model.train()
         if checkpointed is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpointed})
+            checkpoint(model, reentrant=checkpointed)
         model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 

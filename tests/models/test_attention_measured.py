@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.fake_table import Planted
-from tests.models.zoo import build, tokens
+from tests.models.zoo import build, build_on_sdpa, tokens
 from torch import Tensor, nn
 
 from tilewright import settings
@@ -150,7 +150,7 @@ def test_a_named_backend_takes_every_call(planted: Planted) -> None:
     mask[1, :10] = 0
     logits(model, input_ids=tokens(), attention_mask=mask)
     assert planted.launches == [(24, 24, "band:0 block.b:2 &")] * 2
-    assert attention.switch(build("gemma2"), True, "planted")[1] == []
+    assert attention.switch(build_on_sdpa("gemma2"), True, "planted")[1] == []
     assert attention.switch(build("gemma2", attn_implementation="eager"), True, "planted")[1]
     assert attention.switch(build("llama"), False, "planted")[1] == []
 

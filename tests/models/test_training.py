@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.models.zoo import build, tokens
+from tests.models.zoo import build, checkpoint, tokens
 from torch import Tensor, nn
 
 from tilewright.models import patch
@@ -131,7 +131,7 @@ def test_gradient_checkpointing() -> None:
     ids = tokens()
     model = build("llama").train()
     plain = gradients(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint(model, reentrant=False)
     patch(model, mode="train", verify=False)
     torch.testing.assert_close(gradients(model, ids), plain, rtol=1e-4, atol=1e-6)
 

@@ -88,6 +88,22 @@ def _randomise_vectors(model: nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn_like(parameter))
 
 
+def build_on_sdpa(name: str) -> nn.Module:
+    """A model that runs SDPA though its class may not support it, as those did that ignore their soft-capping there.
+
+    transformers 5.22 builds such a class eagerly.
+    """
+    model = build(name)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+def checkpoint(model: nn.Module, *, reentrant: bool) -> None:
+    """Keep no activations of layers; the method is another one from transformers 5.23 on."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 def tokens(batch: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     """(batch, length) random token ids without the padding token."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

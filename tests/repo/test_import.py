@@ -1,6 +1,6 @@
 """`import tilewright` is light: no compiler, no CUDA context, little to do, and a process may fork after it.
 
-The package imports its parts on first use. So that this hides nothing, the ops, which everybody uses, are included.
+The package imports its parts on first use. So that this hides nothing, all ops are included.
 """
 
 import json
@@ -42,10 +42,11 @@ def run(program: str) -> str:
 
 @pytest.fixture(scope="module")
 def imported() -> dict:
-    """What a fresh Python looks like after `import torch, tilewright.ops`."""
+    """What a fresh Python looks like after `import torch` and the import of every op."""
     return json.loads(
         run(
             "import json, sys, torch; before = set(sys.modules); import tilewright.ops;"
+            "from tilewright.dispatch import contracts; contracts();"
             "print(json.dumps({'modules': sorted(set(sys.modules) - before), 'cuda': torch.cuda.is_initialized()}))"
         )
     )
@@ -70,6 +71,8 @@ def test_import_does_little_work_beside_import_torch():
         "    calls += event == 'call' and not frame.f_code.co_filename.startswith('<frozen')\n"
         "sys.setprofile(profile)\n"
         "import tilewright.ops\n"
+        "from tilewright.dispatch import contracts\n"
+        "contracts()\n"
         "sys.setprofile(None)\n"
         "print(calls)\n"
     )

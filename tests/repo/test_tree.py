@@ -15,8 +15,9 @@ MAX_FOLDER_FILES = 20  # aim at 15
 # What programs write: measurements and what is rendered from them, tuning tables, the ledger, the embedded model.
 MADE = (
     "benchmarks/results/",
+    "docs/masks/",
     "docs/ops/",
-    "docs/performance.md",
+    "docs/performance/",
     "docs/plots/",
     "examples/stdlib_lm/model/",
     "src/tilewright/tables/",
@@ -67,7 +68,7 @@ def test_exceptions_to_the_length_are_needed(tracked):
 def test_no_source_folder_is_crowded(tracked):
     folders: dict[Path, int] = {}
     for path in tracked:
-        if ROOT / "src" in path.parents:
+        if ROOT / "src" in path.parents and not str(path.relative_to(ROOT)).startswith(MADE):
             folders[path.parent] = folders.get(path.parent, 0) + 1
     assert {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MAX_FOLDER_FILES} == {}
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.harness.simulated_time import BENCH, simulate_time
 
 from tilewright import settings
 from tilewright.dispatch import table
@@ -29,9 +30,15 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.fixture
-def fake_op(cache_folder: Path) -> Iterator[ModuleType]:
-    """tests/tuning/fake_op.py; its contract is known during the test only, because other tests go through all."""
+def fake_op(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """tests/tuning/fake_op.py; its contract is known during the test only, because other tests go through all.
+
+    Its candidates take as long as they sleep, here and in workers: the bench's clock is simulated.
+    """
     from tests.tuning import fake_op
+
+    monkeypatch.setenv(fake_op.SIMULATED, "1")
+    simulate_time(monkeypatch, BENCH)
 
     _contracts[fake_op.NAME] = fake_op.CONTRACT
     yield fake_op

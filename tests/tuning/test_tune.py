@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock, Timeout
+from tests.harness.simulated_time import READING_NS
 
 from tilewright.bench.tables import slug
 from tilewright.dispatch import explain, table, table_update
@@ -85,7 +86,8 @@ def test_the_best_wins_and_every_loser_has_its_reason(fake_op, patience):
     assert tuned.after.config == fake_op.FAST
     assert tuned.changed
     assert tuned.gain is not None, [(str(t), t.reason) for t in tuned.trials]
-    assert tuned.gain > 0.03
+    slow, fast = (config.passes * fake_op.PASS_S + READING_NS / 1e9 for config in (fake_op.DEFAULT, fake_op.FAST))
+    assert tuned.gain == pytest.approx(slow / fast - 1)
     reasons = {trial.config: trial.reason for trial in tuned.trials}
     expected = {
         fake_op.DEFAULT: None,
@@ -105,7 +107,7 @@ def test_the_best_wins_and_every_loser_has_its_reason(fake_op, patience):
     for config, reason in expected.items():
         assert reasons[config] == reason if reason is None else reasons[config].startswith(reason), config
 
-    _, (row,) = table.read(report.table)
+    _, (row,) = table.read(table.file_of(report.table, fake_op.NAME))
     assert (row.backend, row.config) == ("cpu", {"kind": "right", "passes": 1})
     assert row.us == pytest.approx(tuned.after.us, rel=1e-3)
     assert row.torch_us > 0
@@ -123,17 +125,17 @@ def test_a_row_changes_only_for_a_gain_worth_it(fake_op, quick, at_home):
     assert not first.changed
     assert first.after.config == fake_op.DEFAULT
     assert "gains less than" in first.note
-    _, (row,) = table.read(report.table)
+    _, (row,) = table.read(table.file_of(report.table, fake_op.NAME))
     assert row.config == {"kind": "right", "passes": 50}, "measured now, so it is written down"
 
     (second,) = quick().tuned
     assert second.changed
     assert second.after.config == fake_op.FAST
-    before = report.table.read_bytes()
+    before = table.file_of(report.table, fake_op.NAME).read_bytes()
     (third,) = quick().tuned
     assert third.before.config == fake_op.FAST
     assert not third.changed
-    assert report.table.read_bytes() == before
+    assert table.file_of(report.table, fake_op.NAME).read_bytes() == before
 
 
 def test_a_budget_ends_the_search_but_not_the_measuring(fake_op, quick, at_home):
@@ -164,9 +166,9 @@ def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, at_home, cache
         with FileLock(cache_folder / "locks" / f"tune-{slug(f'{name} {fake_op.NAME}')}.lock"):
             busy.set()
             refused.wait()
-            old, _ = table.read(next((cache_folder / "kept").glob("*.json")))
+            old, _ = table.read(next((cache_folder / "kept").glob("*/*.json")))
             header = {field: old[field] for field in ("gpu", "arch", "sm_count", "versions", "date")}
-            table_update.update(cache_folder / "tables" / f"{slug(name)}.json", header, [tuned.row])
+            table_update.update(cache_folder / "tables" / slug(name), header, [tuned.row])
 
     monkeypatch.setattr(run, "FileLock", Seen)
     thread = threading.Thread(target=other_process, daemon=True)

@@ -11,10 +11,10 @@ from typing import Any
 from tilewright.dispatch import columns
 from tilewright.errors import InputError
 
-SCHEMA = 4
-# Up to 3, every row and every note is an object. Schema 1 has no paused times; those of 2 include the host's waking
-# time and are not read.
-_READABLE = (1, 2, 3, SCHEMA)
+SCHEMA = 5
+# Up to 4, a row has no commit. Up to 3, every row and every note is an object. Schema 1 has no paused times; those of 2
+# include the host's waking time and are not read.
+_READABLE = (1, 2, 3, 4, SCHEMA)
 _PAUSED, _IN_COLUMNS = 3, 4
 KIND = "bench"
 
@@ -37,6 +37,7 @@ class Row:
     spread      half the 95 % interval of `chosen`'s median, over the median
     paused      compute-bound rows: times of impls and peers with an idle gap before each call; ratio_own_paused: best
                 peer / best of ours among them.  Empty and None where not measured, and then not in the file.
+    commit      the commit it was measured at (`bench.commit`); empty, and then not in the file, where it is unknown
     """
 
     op: str
@@ -59,6 +60,7 @@ class Row:
     spread: float
     paused: dict[str, float] = field(default_factory=dict)
     ratio_own_paused: float | None = None
+    commit: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str]:

@@ -54,10 +54,10 @@ def header(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def users_table(device: str) -> Path:
-    """Path of the user's own table for a device of this name."""
-    return current().cache_dir / "tables" / f"{slug(device)}.json"
+    """The user's own table for a device of this name: a folder with one file an op."""
+    return current().cache_dir / "tables" / slug(device)
 
 
 def slug(device: str) -> str:
-    """The name of a device as a file name."""
+    """The name of a device as a file's or a folder's name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()

@@ -46,7 +46,10 @@ def bench_suite(
     device_name: DeviceOption = None,
     write_table: Annotated[bool, typer.Option("--write-table", help="Store the fastest choice of each case.")] = False,
     table: Annotated[
-        Path | None, typer.Option("--table", metavar="FILE", help="The table to write; default: yours.")
+        Path | None,
+        typer.Option(
+            "--table", metavar="FILE", help="The table to write, or a folder, one file an op; default: yours."
+        ),
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Render all committed results instead of measuring.")
@@ -54,9 +57,9 @@ def bench_suite(
     results: Annotated[Path, typer.Option("--results", metavar="DIR", help="Results that --report reads.")] = Path(
         "benchmarks/results"
     ),
-    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Page that --report writes.")] = Path(
-        "docs/performance.md"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", metavar="DIR", help="Folder of the pages that --report writes.")
+    ] = Path("docs/performance"),
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="TIME", help="Begin no case after this time: 90s, 5m, 1h.")
     ] = None,
@@ -72,7 +75,7 @@ def bench_suite(
 
     The exit code is 1 if a case fails or is faster than its floor.
     """
-    check_writable(json_file, table)
+    check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     if report:
         _render(suite, results, output, json_file)
         return
@@ -89,7 +92,7 @@ def bench_suite(
         raise UsageError(f"bench needs a SUITE: {', '.join(suites())} (or --report).")
     if table is not None and not write_table:
         raise UsageError("--table names the file for --write-table; give both.")
-    if table is not None and table.exists():
+    if table is not None and table.is_file():
         read(table)  # rows are merged into it at the end; a file that is no table is refused now
     if suite in contracts() and suite not in suites():
         suite, ops = contracts()[suite].family, [suite, *(ops or ())]
@@ -145,7 +148,7 @@ def _earlier(json_file: str | None, place: str) -> "Results | None":
 def _render(suite: str | None, results: Path, output: Path, json_file: str | None) -> None:
     if suite is not None:
         raise UsageError(f"--report renders every result file; it takes no SUITE, got {suite!r}.")
-    check_writable(output)
+    check_writable(output / "README.md")
     need("report", "matplotlib")
     from tilewright.bench.report import report
 

@@ -79,7 +79,7 @@ def examine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "toolchain": [asdict(finding) for finding in toolchain.examine()],
         "devices": devices,
-        "tables": [str(path) for folder in table.folders() for path in sorted(folder.glob("*.json"))],
+        "tables": [str(path) for path in table.tables()],
         "settings": [{**row, "value": None if row["value"] is None else str(row["value"])} for row in describe()],
     }
 

@@ -53,7 +53,10 @@ def tune_ops(
     device_name: DeviceOption = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of the random inputs; default: fresh.")] = None,
     table: Annotated[
-        Path | None, typer.Option("--table", metavar="FILE", help="The table to write; default: yours.")
+        Path | None,
+        typer.Option(
+            "--table", metavar="FILE", help="The table to write, or a folder, one file an op; default: yours."
+        ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -62,7 +65,7 @@ def tune_ops(
     Candidates run in processes of their own: one that is wrong, hangs or crashes is recorded and skipped.  The exit
     code is 1 if a case has no right candidate.
     """
-    check_writable(json_file, table)
+    check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     place = device(device_name)
     within, gain = None if budget is None else seconds(budget), _share(min_gain)
     import tilewright.ops  # noqa: F401  (binds the contracts)

@@ -113,7 +113,7 @@ def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, A
     return {
         "seconds": round(seconds, 2),
         "bundle": bundle,
-        "machines": [found._asdict() for found in outcome.found],
+        "machines": [machine._asdict() for machine in outcome.machines],
         "kernels": [kernel._asdict() for kernel in outcome.kernels],
         "failed": [vars(failure) for failure in outcome.failures],
     }
@@ -121,12 +121,12 @@ def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, A
 
 def _text(outcome: "Outcome", data: dict[str, Any]) -> str:
     lines = []
-    for found in outcome.found:
-        made = [kernel for kernel in outcome.kernels if kernel.arch == found.arch]
+    for machine in outcome.machines:
+        made = [kernel for kernel in outcome.kernels if kernel.arch == machine.arch]
         spilling = sum(bool(kernel.info.get("spills")) for kernel in made)
         lines.append(
-            f"{found.arch}: {len(made)} kernels for {found.calls} calls"
-            + (f", of which torch computes {found.by_torch}" if found.by_torch else "")
+            f"{machine.arch}: {len(made)} kernels for {machine.calls} calls"
+            + (f", of which torch computes {machine.by_torch}" if machine.by_torch else "")
             + (f"; {spilling} spill registers" if spilling else "")
         )
     lines.append(f"{data['seconds']:.1f} s" + (f"; wrote {data['bundle']}" if data["bundle"] else ""))

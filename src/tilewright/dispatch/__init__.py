@@ -1,5 +1,6 @@
 """Which implementation of an op runs: contracts, registration, preferences, measured tables, selection, explanation."""
 
+from tilewright import catalogue
 from tilewright.dispatch.call import call, dispatch, register
 from tilewright.dispatch.contract import (
     BadInput,
@@ -9,9 +10,9 @@ from tilewright.dispatch.contract import (
     Promises,
     Sample,
     Workload,
-    contract,
-    contracts,
 )
+from tilewright.dispatch.contract import contract as _imported_contract
+from tilewright.dispatch.contract import contracts as _imported_contracts
 from tilewright.dispatch.explanation import Explanation, explain
 from tilewright.dispatch.preference import get_current_backend, numerics, set_backend, use_backend
 from tilewright.dispatch.raw import RawOp
@@ -54,3 +55,17 @@ __all__ = [
     "unregister_impl",
     "use_backend",
 ]
+
+
+def contracts() -> dict[str, Contract]:
+    """Contracts of every op by name, in alphabetical order: after `import tilewright.ops` all of ours, used or not, and
+    those that other packages registered.
+    """
+    catalogue.load_all()
+    return _imported_contracts()
+
+
+def contract(name: str) -> Contract:
+    """The contract of one op.  Raises InputError naming the ops that exist."""
+    catalogue.load(name)
+    return _imported_contract(name)

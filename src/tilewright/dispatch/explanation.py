@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tilewright import catalogue
 from tilewright.dispatch.contract import contract
 from tilewright.dispatch.recording import record
 from tilewright.dispatch.registry import implementations
@@ -57,6 +58,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     It is the call as it would be made here: where a tensor requires a gradient and autograd is on, one with a gradient.
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
     """
+    catalogue.load(op)
     function = contract(op).function
     values = (*args, *kwargs.values())
     mode = next((a.fake_mode for a in values if hasattr(a, "fake_mode")), None) or FakeTensorMode()

@@ -4,8 +4,10 @@ A table is JSON: `{"schema": 2, "gpu", "arch", "sm_count", "versions", "date", "
 `columns` describes; in schema 1 a row is an object.  A row is op, direction, bucket, dtype, numerics, backend, config,
 us, noise, torch_us; where known runner_up, the best of the other backends, `{"backend", "config", "us"}`; date where it
 is not the table's.
-Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`; later ones win.  A file
-that must not be used is left out with one log line, which says why; only the variable's own file raises.
+Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`; later ones win.  In the
+two folders a table is a file, or a folder with one file an op, `nvidia-h200/rms_norm.json`: a look-up reads that of its
+op alone.  A file that must not be used is left out with one log line, which says why; only the variable's own file
+raises.
 """
 
 import json
@@ -103,11 +105,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     rows = []
     for i, row in enumerate(data.get("rows", [])):
         _check(f"{path}: row {i}", row, _FIELDS, _OPTIONAL)
-        given = {"date": data["date"], **row, "gpu": data["gpu"], "source": path.name}
+        fields = {"date": data["date"], **row, "gpu": data["gpu"], "source": path.name}
         if row.get("runner_up") is not None:
             _check(f"{path}: runner_up of row {i}", row["runner_up"], _RUNNER_UP, {})
-            given["runner_up"] = Other(**row["runner_up"])
-        rows.append(Row(**given))
+            fields["runner_up"] = Other(**row["runner_up"])
+        rows.append(Row(**fields))
     return data, rows
 
 
@@ -118,12 +120,12 @@ def _from_columns(path: Path, data: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise TableError(f"{path}: {error}") from None
 
 
-def _check(what: str, found: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Raise TableError unless `found` has the needed fields, no others but the optional ones, and their types."""
-    if not isinstance(found, dict) or not set(needed) <= set(found) <= {*needed, *optional}:
-        fields = sorted(found) if isinstance(found, dict) else type(found).__name__
-        raise TableError(f"{what} has fields {fields}, expected {sorted(needed)}.")
-    for name, value in found.items():
+def _check(what: str, fields: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Raise TableError unless `fields` has the needed names, no others but the optional ones, and their types."""
+    if not isinstance(fields, dict) or not set(needed) <= set(fields) <= {*needed, *optional}:
+        names = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise TableError(f"{what} has fields {names}, expected {sorted(needed)}.")
+    for name, value in fields.items():
         expected = needed.get(name, optional.get(name))
         if not isinstance(value, expected) or isinstance(value, bool):
             raise TableError(f"{what} has {name} = {value!r}, a {type(value).__name__}.")
@@ -134,40 +136,81 @@ def folders() -> list[Path]:
     return [Path(__file__).parent.parent / "tables", current().cache_dir / "tables"]
 
 
-def _readable() -> list[tuple[Path, dict[str, Any], list[Row]]]:
-    """Every table there is, least important first, the unusable ones left out."""
-    tables = []
-    for path in [path for folder in folders() for path in sorted(folder.glob("*.json"))]:
-        try:
-            tables.append((path, *read(path)))
-        except TableError as error:
-            log_once(("table-refused", path), f"this tuning table is not used: {error}")
-    extra = current().tuning_table
-    if extra is not None:
-        if not extra.is_file():
-            raise TableError(f"TILEWRIGHT_TUNING_TABLE={extra}: no such file.")
-        tables.append((extra, *read(extra)))
-    return tables
+def is_folder(path: Path) -> bool:
+    """Whether a table at `path` is, or is to be, a folder with one file an op."""
+    return path.is_dir() or (path.suffix == "" and not path.exists())
+
+
+def file_of(path: Path, op: str) -> Path:
+    """The file in which the table at `path` keeps rows of `op`."""
+    return path / f"{op}.json" if is_folder(path) else path
+
+
+def tables() -> list[Path]:
+    """Every table in `folders()`, a file or a folder of files, least important first."""
+    paths: list[Path] = []
+    for folder in folders():
+        paths += sorted(folder.glob("*.json"))
+        paths += sorted({path.parent for path in folder.glob("*/*.json")})
+    return paths
 
 
 @cache
-def _rows_for(device: DeviceInfo, settings: Settings) -> dict[tuple[str, ...], Row]:
-    """Rows of every table measured on this architecture; the GPU nearest in SM count wins among equals."""
-    tables = []
-    for rank, (path, header, rows) in enumerate(_readable()):
+def _whole(settings: Settings) -> dict[Path, tuple[dict[str, Any], list[Row]]]:
+    """Tables that are one file for all ops, read once."""
+    return {path: contents for path in tables() if path.is_file() and (contents := _readable(path)) is not None}
+
+
+def _readable(path: Path) -> tuple[dict[str, Any], list[Row]] | None:
+    """(header, rows); None, with one log line, for a file that must not be used."""
+    try:
+        return read(path)
+    except TableError as error:
+        log_once(("table-refused", path), f"this tuning table is not used: {error}")
+        return None
+
+
+def _tables_of(op: str) -> list[tuple[Path, dict[str, Any], list[Row]]]:
+    """(table, header, rows of `op`) of every table that has some, least important first; other ops' files stay
+    unread.
+    """
+    files = []
+    for path in tables():
+        if path.is_file():
+            contents = _whole(current()).get(path)
+        else:
+            file = file_of(path, op)
+            contents = _readable(file) if file.exists() else None
+        if contents is not None:
+            files.append((path, *contents))
+    extra = current().tuning_table
+    if extra is not None:
+        if not extra.exists():
+            raise TableError(f"TILEWRIGHT_TUNING_TABLE={extra}: no such file or folder.")
+        file = file_of(extra, op)
+        if file.exists():
+            files.append((extra, *read(file)))
+    return [(path, header, [row for row in rows if row.op == op]) for path, header, rows in files]
+
+
+@cache
+def _rows_for(op: str, device: DeviceInfo, settings: Settings) -> dict[tuple[str, ...], Row]:
+    """Rows of `op` in all tables measured on this architecture; the GPU nearest in SM count wins among equals."""
+    usable = []
+    for rank, (path, header, rows) in enumerate(_tables_of(op)):
         if header["arch"] == device.arch:
-            tables.append(
+            usable.append(
                 (header["gpu"] == device.name, -abs(header["sm_count"] - device.sm_count), rank, header["gpu"], rows)
             )
             continue
-        measured, here = f"{header['gpu']} ({header['arch']})", f"{device.name} ({device.arch})"
+        measured, device_text = f"{header['gpu']} ({header['arch']})", f"{device.name} ({device.arch})"
         log_once(
             ("table-elsewhere", path, device),
-            f"tuning table {path} was measured on {measured} and is not used on {here}",
+            f"tuning table {path} was measured on {measured} and is not used on {device_text}",
             logging.WARNING if path == current().tuning_table else logging.INFO,
         )
     merged: dict[tuple[str, ...], Row] = {}
-    for same, _, _, gpu, rows in sorted(tables, key=lambda t: t[:3]):
+    for same, _, _, gpu, rows in sorted(usable, key=lambda t: t[:3]):
         if not same and rows:
             log_once(("table", gpu), f"no tuning table for {device.name}; using the one of {gpu}", logging.INFO)
         merged.update({r.key: r for r in rows})
@@ -176,10 +219,11 @@ def _rows_for(device: DeviceInfo, settings: Settings) -> dict[tuple[str, ...], R
 
 def lookup(op: str, direction: str, bucket: str, dtype: str, numerics: str, device: DeviceInfo) -> Row | None:
     """The row that was measured for exactly this key on this architecture, or None."""
-    return _rows_for(device, current()).get((op, direction, bucket, dtype, numerics))
+    return _rows_for(op, device, current()).get((op, direction, bucket, dtype, numerics))
 
 
 def forget() -> None:
     """Read the tables again on next use; plans and tapes made with the old ones are made again."""
     _rows_for.cache_clear()
+    _whole.cache_clear()
     GENERATION[0] += 1

@@ -21,18 +21,29 @@ from tilewright.settings import current
 
 def update(path: Path, header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Path:
     """Put `rows` into the table at `path`, in place of those with the same key; plans of this process are renewed.
+    A table that is a folder (`table.is_folder`) has one file an op.
 
     header: "gpu", "arch", "sm_count", "versions" and "date" of the measurement.
     Rows that are there already stay if the file is of the same GPU and no library in both headers' versions differs.
     Raises TableError for a file that is no table: it is not overwritten.
     """
+    files: dict[Path, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        files.setdefault(table.file_of(path, row["op"]), []).append(row)
+    if not files and not table.is_folder(path):
+        files[path] = []
+    for file, new in files.items():
+        _merge(file, header, new)
+    table.forget()
+    return path
+
+
+def _merge(path: Path, header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
     with _locked(path):
         merged = {tuple(row[name] for name in table.KEY): dict(row) for row in _kept(path, header)}
         for row in rows:
             merged[tuple(row[name] for name in table.KEY)] = dict(row)
         _replace(path, _text({"schema": table.SCHEMA, **header}, [merged[key] for key in sorted(merged)]))
-    table.forget()
-    return path
 
 
 def _kept(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:

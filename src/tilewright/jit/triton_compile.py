@@ -28,7 +28,7 @@ from tilewright.jit.artifact import BuildKey, Built
 from tilewright.settings import current
 
 SUPPORTED = triton.__version__.startswith("3.6.")
-"""Does this Triton have the launch ABI described above?"""
+"""Is this the Triton whose specialisation and launch ABI are written above and in `triton_launch`?"""
 
 # Triton's type names as `driver.Launch` letters; a parameter of any other type is refused
 _LETTERS = {"i1": "?", "u1": "?", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}

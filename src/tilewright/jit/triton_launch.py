@@ -4,14 +4,15 @@
 `TritonKernel` does that once per specialisation, and then passes the arguments directly to a C launcher.
 
 The key repeats what Triton 3.6 specialises on for NVIDIA: a pointer's dtype and 16-byte alignment; an integer being 1,
-a multiple of 16, or wider than 32 bits.  Everything else (the interpreter, AMD with its pointer ranges, profiler
-launch hooks) takes Triton's own path.
+a multiple of 16, or wider than 32 bits.  Everything else (other versions of Triton, whose specialisation and launcher
+are theirs, the interpreter, AMD with its pointer ranges, profiler launch hooks) takes Triton's own path.
 
 A specialisation in the kernel cache, from `tilewright warmup` or an imported bundle, is launched through cuda-core:
 then neither Triton's compiler nor the C compiler for its launcher is called.  Triton compiles all others.
 """
 
 import functools
+import logging
 import threading
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -28,11 +29,16 @@ from tilewright.jit import cache, driver, triton_compile
 from tilewright.jit.artifact import Artifact
 from tilewright.jit.collect import Collector, collecting
 from tilewright.jit.tape import Step, scratch, taping
+from tilewright.log import log_once
 from tilewright.settings import current
 
 OWN_LAUNCHER = False
 """True: compile every kernel through our cache and launch it through libcuda, like those of a bundle."""
 
+_LAUNCHED_BY_TRITON = (
+    f"Triton {triton.__version__} launches kernels itself, with more host time at each call than the launcher that is "
+    "known here, that of 3.6 (docs/versions.md)."
+)
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 # Triton's compiler is not documented as thread-safe, and a compiled kernel has a launcher before its function is loaded
@@ -66,13 +72,15 @@ class TritonKernel:
     """A `triton.jit` function whose constexpr parameters all come last.
 
     `kernel(grid, args, constants, num_warps=, num_stages=)`: `args` are the run-time arguments in order, `constants`
-    the constexpr values in order.  The launch uses the device of `args[0]` and its current stream.
+    the constexpr values in order.  The launch uses the device of the first tensor in `args` and its current stream.
+    options: of Triton's compiler.  A product and a sum become one fused instruction unless `enable_fp_fusion` is False,
+    whatever this version of Triton does by default.
     """
 
     def __init__(self, fn: Any, **options: Any) -> None:
-        self.fn, self._options = fn, options
+        self.fn, self._options = fn, {"enable_fp_fusion": True, **options}
         self._ready: dict[tuple[Any, ...], _Ready] = {}
-        self._direct = isinstance(fn, JITFunction) and torch.version.hip is None
+        self._direct = isinstance(fn, JITFunction) and torch.version.hip is None and triton_compile.SUPPORTED
 
     def __call__(
         self,
@@ -97,6 +105,8 @@ class TritonKernel:
         if not self._direct or index is None or _hooked():
             if tape is not None:
                 tape.spoil()
+            if index is not None and torch.version.hip is None and not triton_compile.SUPPORTED:
+                log_once("triton's launcher", _LAUNCHED_BY_TRITON, logging.INFO)
             self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)
             return
         key = (index, num_warps, num_stages, constants, *map(_specialise, args))
@@ -172,9 +182,9 @@ class TritonKernel:
 
 @functools.cache
 def _launchable() -> bool:
-    """Can cached kernels be launched?  They need cuda-core, and the known launch ABI of Triton."""
+    """Can cached kernels be launched here?  They need cuda-core."""
     try:
-        return triton_compile.SUPPORTED and find_spec("cuda.core") is not None
+        return find_spec("cuda.core") is not None
     except ModuleNotFoundError:  # there is no package `cuda`
         return False
 
@@ -196,12 +206,11 @@ def _hooked() -> bool:
 def _of_triton(compiled: Any) -> _Ready:
     """Triton's C launcher, called directly.
 
-    If this Triton keeps the launcher elsewhere, or the kernel needs scratch memory that Triton's Python launcher
-    allocates, that one is called, and a tape cannot replay it.
+    If the kernel needs scratch memory that Triton's Python launcher allocates, that one is called, and a tape cannot
+    replay it.
     """
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    fields = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    if not all(hasattr(run, f) for f in fields) or run.global_scratch_size or run.profile_scratch_size:
+    if run.global_scratch_size or run.profile_scratch_size:
         return _Ready(run, function, (packed, None, None, None), replayable=False)
     flags = (run.launch_cooperative_grid, run.launch_pdl)
     return _Ready(run.launch, function, (*flags, None, None, packed, None, None, None))

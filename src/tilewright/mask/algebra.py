@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-"""Sides of a band without a limit."""
+"""The bounds of a band without a limit."""
 _KEPT = "programs of masks"
 
 
 class Mask:
-    """Which key a query may see.  Immutable; combine with `&`, `|`, `~`.
+    """Which keys a query sees.  Immutable; combine with `&`, `|`, `~`.
 
-    A mask speaks of the position of a query, i + S_k - S_q: the last query stands at the last key.
+    A mask is a function of a key and of a query's position, i + S_k - S_q: the last query stands at the last key.
     """
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -36,7 +36,7 @@ class Mask:
             return NotImplemented
         joined = _joined(And, self, other)
         if isinstance(other, Band) and (other.low, other.high) == (0, HIGHEST) and not torch.compiler.is_compiling():
-            # An op with causal=True makes this in every call: the programs stay with the mask that stays
+            # An op with causal=True creates this in every call: cache its programs in the mask that lives on
             joined.__dict__["_programs"] = self.__dict__.setdefault("_programs_and_causal", DeviceCache(_KEPT))
         return joined
 
@@ -51,7 +51,7 @@ class Mask:
 
     @property
     def only_flex(self) -> bool:
-        """Is there a part that only FlexAttention can evaluate?"""
+        """True if only FlexAttention can evaluate a part of the mask."""
         return any(leaf.only_flex for leaf in self.leaves() if leaf is not self)
 
     def leaves(self) -> "Iterator[Mask]":
@@ -61,32 +61,32 @@ class Mask:
     def band(self) -> tuple[int, int] | None:
         """(left, right) if the mask is -right <= position - key <= left and nothing else, -1 for a side without limit.
 
-        None too for an interval that lies on one side of the diagonal: kernels' bands hold it.
+        None also for an interval that does not contain the diagonal: the bands of kernels do.
         """
         return None
 
     def program(self, device: torch.device | str) -> tuple[str, Tensor]:
         """(text, data): the whole mask for kernels, see `mask.program`.  data: 1-D int32 on `device`.
 
-        Kept with the mask, for calls on any stream and in any CUDA graph; a compiled graph makes it anew.  InputError
-        where only FlexAttention can evaluate the mask, and for a mask of one capture outside of it.
+        Cached in the mask, for calls on any stream and in any CUDA graph; a compiled graph computes it again.
+        InputError if only FlexAttention can evaluate the mask, and outside the capture that the mask belongs to.
         """
         return self._kept_program(torch.device(device), None)
 
     def fitted_program(self, s_q: int, s_k: int, device: torch.device) -> tuple[str, Tensor]:
-        """`program` of `fitted(s_q, s_k)`, kept as well."""
+        """`program` of `fitted(s_q, s_k)`, cached too."""
         return self._kept_program(device, (s_q, s_k) if self.has_leaf() else None)
 
     def _kept_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
-        if torch.compiler.is_compiling():  # the memory of a compiled graph is its own; and sizes may be symbols
+        if torch.compiler.is_compiling():  # a compiled graph has separate memory, and sizes may be symbolic
             return self._new_program(device, sizes)
-        # `__dict__` here alone: the Dynamo of torch 2.11 cannot trace it
+        # `__dict__` only here: the Dynamo of torch 2.11 cannot trace it
         programs: DeviceCache[tuple[str, Tensor]] | None = self.__dict__.get("_programs")
         if programs is None:
             programs = self.__dict__.setdefault("_programs", DeviceCache(_KEPT))
-        found = programs.find((device, sizes), device)
-        if found is not None:
-            return found
+        result = programs.find((device, sizes), device)
+        if result is not None:
+            return result
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
 
@@ -102,23 +102,23 @@ class Mask:
         return assemble(tuple(fitted._words()), device)
 
     def await_tensors(self) -> None:
-        """Let the current stream read the tensors that a leaf holds."""
+        """Make the tensors of a leaf readable on the current stream."""
 
     def fitted(self, s_q: int, s_k: int) -> "Mask":
-        """The same mask in the form that is cheapest for an attention of this size, which it must fit."""
-        found = self.as_leaf(s_q, s_k) if self.has_leaf() else None
-        return self if found is None else found
+        """The same mask in its cheapest form for an attention of this size, which it must fit."""
+        result = self.as_leaf(s_q, s_k) if self.has_leaf() else None
+        return self if result is None else result
 
     def has_leaf(self) -> bool:
-        """Does `as_leaf` find a leaf?"""
+        """True if `as_leaf` returns a leaf."""
         return False
 
     def as_leaf(self, s_q: int, s_k: int, band: "Band | None" = None) -> "Mask | None":
-        """`self & band` as one leaf for an attention of this size; None where there is no such leaf."""
+        """`self & band` as one leaf for an attention of this size, or None if there is no such leaf."""
         return None
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """InputError if ids or tables do not fit an attention of this size."""
+        """Raise InputError if ids or tables do not fit an attention of this size."""
         for leaf in self.leaves():
             if leaf is not self:
                 leaf.check(batch, heads, s_q, s_k)
@@ -129,12 +129,12 @@ class Mask:
         raise NotImplementedError
 
     def mask_mod_at(self, shift: int) -> MaskMod:
-        """`mask_mod` for query indices whose position is `shift` = S_k - S_q further."""
+        """`mask_mod` for queries whose position is their index + `shift`, S_k - S_q."""
         allowed = self.mask_mod
         return allowed if shift == 0 else lambda b, h, q, k: allowed(b, h, q + shift, k)
 
     def dense(self, batch: int, heads: int, s_q: int, s_k: int, device: torch.device | str = "cpu") -> Tensor:
-        """bool (batch, heads, s_q, s_k), True where allowed: for small sizes, and as an oracle."""
+        """bool (batch, heads, s_q, s_k), True where allowed: for small sizes and tests."""
         from torch.nn.attention.flex_attention import create_mask
 
         self.check(batch, heads, s_q, s_k)
@@ -152,7 +152,7 @@ class Mask:
         device: torch.device | str,
         block_size: int | tuple[int, int] = 128,
     ) -> "BlockMask":
-        """torch's BlockMask of the same mask, made from the closed forms: O(tiles), never S_q x S_k."""
+        """torch's BlockMask of the same mask, from the closed forms: O(tiles), never S_q x S_k."""
         from tilewright.mask.flex import block_mask
 
         return block_mask(self, batch, heads, s_q, s_k, torch.device(device), block_size)
@@ -185,14 +185,12 @@ class Band(Mask):
         return Band(LOWEST, self.low - 1) if self.high == HIGHEST else Not(self)
 
     def band(self) -> tuple[int, int] | None:
-        """As everywhere."""
         if self.low > min(self.high, 0) or self.high < 0:
             return None
         return -1 if self.high == HIGHEST else self.high, -1 if self.low == LOWEST else -self.low
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         low, high = self.low, self.high
         if low > LOWEST and high < HIGHEST:
             return lambda b, h, q, k: (q - k >= low) & (q - k <= high)
@@ -209,7 +207,7 @@ NOTHING, EVERYTHING = Band(1, 0), Band(LOWEST, HIGHEST)
 
 @dataclass(frozen=True, eq=False)
 class Not(Mask):
-    """Allowed where `operand` forbids."""
+    """The complement of `operand`."""
 
     operand: Mask
 
@@ -220,17 +218,14 @@ class Not(Mask):
         return self.operand
 
     def leaves(self) -> Iterator[Mask]:
-        """As everywhere."""
         return self.operand.leaves()
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         allowed = self.operand.mask_mod
         return lambda b, h, q, k: ~allowed(b, h, q, k)
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return Not(self.operand.to(device))
 
     def _words(self) -> Iterator[Part | str]:
@@ -240,7 +235,7 @@ class Not(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _Many(Mask):
-    """Two operands or more, at most one band among those that meet."""
+    """Two or more operands; bands that overlap are folded into one."""
 
     operands: tuple[Mask, ...]
     sign = ""
@@ -249,12 +244,10 @@ class _Many(Mask):
         return f" {self.sign} ".join(f"({o!r})" if isinstance(o, _Many) else repr(o) for o in self.operands)
 
     def leaves(self) -> Iterator[Mask]:
-        """As everywhere."""
         for operand in self.operands:
             yield from operand.leaves()
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return type(self)(tuple(o.to(device) for o in self.operands))
 
     def _words(self) -> Iterator[Part | str]:
@@ -265,13 +258,12 @@ class _Many(Mask):
 
 
 class And(_Many):
-    """Allowed where every operand allows."""
+    """The intersection of the operands."""
 
     sign = "&"
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         return _chain([o.mask_mod for o in self.operands], torch.logical_and)
 
     @staticmethod
@@ -280,12 +272,12 @@ class And(_Many):
         return [Band(max(b.low for b in bands), min(b.high for b in bands))]
 
     def has_leaf(self) -> bool:
-        """A band and one other mask that has."""
+        """True for a band and one other mask that has a leaf."""
         operands = self.operands
         return len(operands) == 2 and operands[1].has_leaf() and isinstance(operands[0], Band)
 
     def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask | None:
-        """The second operand within the band that is the first."""
+        """The second operand within the band, the first operand."""
         first, second = self.operands[:2]
         if band is not None or not self.has_leaf():
             return None
@@ -293,42 +285,41 @@ class And(_Many):
 
     @staticmethod
     def settles(band: Band) -> bool:
-        """Is the result this band whatever else there is?"""
+        """True if the result is this band, whatever the other operands are."""
         return band.low > band.high
 
     @staticmethod
     def neutral(band: Band) -> bool:
-        """Does this band change nothing?"""
+        """True if this band does not change the result."""
         return band.low == LOWEST and band.high == HIGHEST
 
 
 class Or(_Many):
-    """Allowed where one operand allows."""
+    """The union of the operands."""
 
     sign = "|"
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         return _chain([o.mask_mod for o in self.operands], torch.logical_or)
 
     @staticmethod
     def fold(bands: list[Band]) -> list[Band]:
-        """The union of intervals: those that overlap or touch become one."""
-        found: list[Band] = []
+        """The union of intervals; those that overlap or touch are merged."""
+        result: list[Band] = []
         for band in sorted((b for b in bands if b.low <= b.high), key=lambda b: b.low):
-            if found and band.low <= found[-1].high + 1:
-                found[-1] = Band(found[-1].low, max(found[-1].high, band.high))
+            if result and band.low <= result[-1].high + 1:
+                result[-1] = Band(result[-1].low, max(result[-1].high, band.high))
             else:
-                found.append(band)
-        return found or [NOTHING]
+                result.append(band)
+        return result or [NOTHING]
 
     settles = And.neutral
     neutral = And.settles
 
 
 def _joined(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
-    """One flat node, bands folded and first, because they are the cheapest to evaluate."""
+    """One flat node with the bands folded and first: they are the cheapest to evaluate."""
     operands = [o for side in (left, right) for o in (side.operands if type(side) is kind else (side,))]
     bands = [o for o in operands if isinstance(o, Band)]
     others = [o for o in operands if not isinstance(o, Band)]
@@ -338,8 +329,8 @@ def _joined(kind: type[And] | type[Or], left: Mask, right: Mask) -> Mask:
             return band
     if others:
         bands = [b for b in bands if not kind.neutral(b)]
-    found = (*bands, *others)
-    return found[0] if len(found) == 1 else kind(found)
+    result = (*bands, *others)
+    return result[0] if len(result) == 1 else kind(result)
 
 
 def _chain(mods: list[MaskMod], join: Callable[[Tensor, Tensor], Tensor]) -> MaskMod:
@@ -354,6 +345,6 @@ def _chain(mods: list[MaskMod], join: Callable[[Tensor, Tensor], Tensor]) -> Mas
     return allowed
 
 
-def refuse(what: str, given: Any, allowed: str) -> InputError:
-    """The error for a parameter no mask can have."""
-    return InputError(f"mask: {what} = {given!r}; {allowed}")
+def refuse(what: str, value: Any, allowed: str) -> InputError:
+    """The InputError for a parameter that no mask can have."""
+    return InputError(f"mask: {what} = {value!r}; {allowed}")

@@ -1,4 +1,4 @@
-"""A mask's program inside a CUDA C++ kernel: a type, for `mask_program.cuh` of the attention engines."""
+"""A mask program inside a CUDA C++ kernel: a C++ type, see `mask_program.cuh` of the attention engines."""
 
 from functools import partial
 
@@ -6,8 +6,8 @@ from tilewright.errors import BackendError
 from tilewright.mask.elements import walk
 from tilewright.mask.program import flags, offset, root
 
-NO_PROGRAM = "tilewright::NoProgram"
-"""Of the empty text."""
+BAND_ONLY = "tilewright::BandOnly"
+"""The type of the empty text: the kernel itself knows a band."""
 
 _LEAVES = {
     "band": "MaskBand",
@@ -27,15 +27,19 @@ def cuda_type(program: str) -> str:
     BackendError for a leaf that C++ does not have.
     """
     if not program:
-        return NO_PROGRAM
+        return BAND_ONLY
     return walk(program, _leaf, *(partial(_node, name) for name in ("Not", "Both", "Either")))
 
 
 def _leaf(word: str) -> str:
-    kind, of = root(word), flags(word)
+    kind, leaf_flags = root(word), flags(word)
     if kind not in _LEAVES:
         raise BackendError(f'the mask\'s leaf {kind!r} is not written in CUDA C++. Try backend="triton".')
-    depends = {"doc": ("b" in of,), "prefix": (of != "", "b" in of), "block": ("b" in of, "h" in of)}.get(kind, ())
+    depends = {
+        "doc": ("b" in leaf_flags,),
+        "prefix": (leaf_flags != "", "b" in leaf_flags),
+        "block": ("b" in leaf_flags, "h" in leaf_flags),
+    }.get(kind, ())
     values = ", ".join((str(offset(word)), *(str(flag).lower() for flag in depends)))
     return f"tilewright::{_LEAVES[kind]}<{values}>"
 

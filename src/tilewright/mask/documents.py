@@ -1,4 +1,4 @@
-"""Documents as a leaf: by the id of every key, or packed end to end, which an attention takes as `Sequences`."""
+"""Documents as a leaf: by the id of every key, or packed end to end, which becomes `Sequences`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, len
 
     ids: (S_k,) or (B, S_k) int of 32 bits, the document of every key; with S_q < S_k the queries are the last.  Tile
     tables are exact where ids never decrease, sound otherwise.  Or cu_seqlens: (documents + 1,) int, from 0, as for
-    packed sequences, with `length` = S_k, which otherwise is read from the device; what lies behind is one document.
-    Alone or with a band, documents of cu_seqlens reach kernels as `sequences`: one interval of keys a query.
+    packed sequences, with `length` = S_k, which otherwise is read from the device; keys after the last boundary
+    are one document.  Alone or with a band, documents of cu_seqlens become `sequences` in kernels: one interval of keys
+    per query.
     """
     if (ids is None) == (cu_seqlens is None):
         raise InputError("document: give either ids or cu_seqlens=")
@@ -46,21 +47,18 @@ class Document(TensorLeaf):
         return f"document({tuple(self.ids.shape)})"
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
         if self.ids.shape[-1] != s_k:
             raise InputError(f"document: ids of {self.ids.shape[-1]} keys for S_k = {s_k}")
         check_size("document: ids", "B", self.ids.shape[0], batch)
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         ids, last = self.ids, self.ids.shape[-1] - 1
         if self.ids.shape[0] == 1:
             return lambda b, h, q, k: (ids[0, q.clamp(0, last)] == ids[0, k]) & (q >= 0)
         return lambda b, h, q, k: (ids[b, q.clamp(0, last)] == ids[b, k]) & (q >= 0)
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return Document(self.ids.to(device))
 
     def _words(self) -> Iterator[Part | str]:
@@ -69,7 +67,7 @@ class Document(TensorLeaf):
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(TensorLeaf):
-    """boundaries: (documents + 1,) int32.  length: of the keys; those behind the last boundary are one document."""
+    """boundaries: (documents + 1,) int32.  length: number of keys; those after the last boundary are one document."""
 
     boundaries: Tensor
     length: int
@@ -83,25 +81,22 @@ class PackedDocuments(TensorLeaf):
         return Document(torch.bucketize(places, self.boundaries[1:].contiguous(), right=True, out_int32=True)[None])
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
         if self.length != s_k:
             raise InputError(f"document: ids of {self.length} keys for S_k = {s_k}")
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         return self.by_id().mask_mod
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return PackedDocuments(self.boundaries.to(device), self.length)
 
     def has_leaf(self) -> bool:
-        """`Sequences`, whatever the size."""
+        """True: there is a `Sequences` for every size."""
         return True
 
     def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask:
-        """The documents as intervals of keys, cut by the band."""
+        """The documents as intervals of keys within the band."""
         ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
         queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
         return Sequences(intervals(queries, ends, ends, EVERYTHING if band is None else band, s_q + s_k), s_k)

@@ -1,4 +1,4 @@
-"""A mask's program in torch, element by element: for references on any device, without a synchronisation."""
+"""A mask program evaluated in torch, per element: for references on any device, without a synchronisation."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def evaluate(program: str, data: Tensor, positions: Tensor, keys: Tensor, batch: int, heads: int) -> Tensor:
-    """bool (B or 1, H or 1, len(positions), len(keys)): may a query at a position see a key?
+    """bool (B or 1, H or 1, len(positions), len(keys)): True where the query sees the key.
 
-    positions, keys: 1-D int64 on the device of `data`; (program, data) as `Mask.program` gives them.
+    positions, keys: 1-D int64 on the device of `data`; (program, data) come from `Mask.program`.
     """
     p = positions[:, None]
     d = p - keys
@@ -24,12 +24,12 @@ def evaluate(program: str, data: Tensor, positions: Tensor, keys: Tensor, batch:
         if kind == "band":
             result = (d >= header[0]) & (d <= header[1])
         elif kind == "doc":
-            own, inside_q = document_ids(word, data, batch, positions)
-            others, inside_k = document_ids(word, data, batch, keys)
-            same = own[:, :, None] == others[:, None]
+            query_ids, inside_q = document_ids(word, data, batch, positions)
+            key_ids, inside_k = document_ids(word, data, batch, keys)
+            same = query_ids[:, :, None] == key_ids[:, None]
             result = (same & inside_q[:, None] & inside_k)[:, None]
         elif kind == "seq":
-            first, end = (row[:, None] for row in seen_intervals(word, data, positions))
+            first, end = (row[:, None] for row in visible_intervals(word, data, positions))
             result = (first <= keys) & (keys < end)
         elif kind == "prefix":
             result = keys < prefixes(word, data, batch)
@@ -50,7 +50,7 @@ def evaluate(program: str, data: Tensor, positions: Tensor, keys: Tensor, batch:
 def walk(
     program: str, leaf: Callable[[str], T], not_: Callable[[T], T], and_: Callable[[T, T], T], or_: Callable[[T, T], T]
 ) -> T:
-    """Run postfix words over a stack."""
+    """Evaluate postfix words on a stack."""
     stack: list[T] = []
     for word in program.split():
         if word not in OPERATORS:
@@ -64,24 +64,24 @@ def walk(
 
 
 def document_ids(word: str, data: Tensor, batch: int, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids (B or 1, places) at these places, and which places (places,) there are."""
-    length, at = data[offset(word)], data[offset(word) + 1]
+    """Ids (B or 1, places), and which of the places (places,) lie inside the document ids."""
+    length, payload_offset = data[offset(word)], data[offset(word) + 1]
     rows = torch.arange(batch if "b" in flags(word) else 1, device=data.device)[:, None]
     inside = (places >= 0) & (places < length)
-    return data[torch.where(inside, at + rows * length + places, 0)], inside
+    return data[torch.where(inside, payload_offset + rows * length + places, 0)], inside
 
 
-def seen_intervals(word: str, data: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """First key of the queries at these positions and the one behind the last; (0, 0) where there is no query."""
-    length, shift, at = data[offset(word)], data[offset(word) + 1], data[offset(word) + 2]
+def visible_intervals(word: str, data: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(first, end) of the keys that the queries at these positions see; (0, 0) where there is no query."""
+    length, shift, payload_offset = data[offset(word)], data[offset(word) + 1], data[offset(word) + 2]
     queries = positions - shift
     inside = (queries >= 0) & (queries < length)
-    first, end = (data[torch.where(inside, at + row * length + queries, 0)] * inside for row in range(2))
+    first, end = (data[torch.where(inside, payload_offset + row * length + queries, 0)] * inside for row in range(2))
     return first, end
 
 
 def prefixes(word: str, data: Tensor, batch: int) -> Tensor:
-    """(B or 1, 1, 1, 1) number of keys."""
+    """Prefix lengths (B or 1, 1, 1, 1)."""
     n = data[offset(word)]
     if flags(word):
         n = data[n + torch.arange(batch if "b" in flags(word) else 1, device=data.device)]
@@ -90,11 +90,11 @@ def prefixes(word: str, data: Tensor, batch: int) -> Tensor:
 
 def _cells(word: str, data: Tensor, batch: int, heads: int, p: Tensor, keys: Tensor) -> Tensor:
     """Bits of a block table, (B or 1, H or 1, positions, keys)."""
-    size_q, size_k, rows, columns, of_heads, at = data[offset(word) : offset(word) + 6].long()
+    size_q, size_k, rows, columns, table_heads, payload_offset = data[offset(word) : offset(word) + 6].long()
     row, column = p.div(size_q, rounding_mode="floor"), keys.div(size_k, rounding_mode="floor")
     inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
     b = torch.arange(batch if "b" in flags(word) else 1, device=data.device)[:, None, None, None]
     h = torch.arange(heads if "h" in flags(word) else 1, device=data.device)[:, None, None]
     words = (columns + 31).div(32, rounding_mode="floor")
-    found = data[torch.where(inside, at + ((b * of_heads + h) * rows + row) * words + column // 32, 0)]
-    return ((found >> (column % 32)) & 1).bool() & inside
+    bits = data[torch.where(inside, payload_offset + ((b * table_heads + h) * rows + row) * words + column // 32, 0)]
+    return ((bits >> (column % 32)) & 1).bool() & inside

@@ -60,11 +60,9 @@ class ByFlex(Mask):
 
     @property
     def only_flex(self) -> bool:
-        """As everywhere."""
         return True
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
         if (s_q, s_k) != self.lengths or any(
             n not in (1, needed) for n, needed in zip(self.partial.shape, (batch, heads), strict=False)
         ):
@@ -75,7 +73,6 @@ class ByFlex(Mask):
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         partial, full, mod, (size_q, size_k) = self.partial, self.full, self.mod, self.size
         shift = self.lengths[1] - self.lengths[0]
         by_batch, by_head = (int(n > 1) for n in partial.shape[:2])
@@ -88,7 +85,7 @@ class ByFlex(Mask):
         return allowed
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere; what `mod` captured stays where it is."""
+        """The tables on `device`; tensors that `mod` captured stay where they are."""
         return ByFlex(self.partial.to(device), self.full.to(device), self.mod, self.size, self.lengths)
 
     def _words(self) -> Iterator[Part | str]:

@@ -1,4 +1,4 @@
-"""The leaves of masks: public constructors, and what each leaf needs of an attention's size.
+"""The leaves of masks: public constructors, and the check of each leaf against an attention's size.
 
 A mask is a value: tensors given to it are copied as int32 (tables as bits), later changes to them do not reach it.
 """
@@ -73,7 +73,7 @@ def block(table: Tensor, size: int | tuple[int, int]) -> Mask:
 
 
 class TensorLeaf(Mask):
-    """A leaf that holds a tensor.  One made in the capture of a CUDA graph belongs to that graph alone."""
+    """A leaf that holds a tensor.  A leaf made during the capture of a CUDA graph belongs to that graph only."""
 
     def __post_init__(self) -> None:
         """Note the stream on which the tensor is made, and the capture, if any."""
@@ -88,17 +88,17 @@ class TensorLeaf(Mask):
                 return
 
     def await_tensors(self) -> None:
-        """Let the current stream read the tensor.  InputError outside of the capture in which the mask was made."""
-        queued, device, of = vars(self).get("_made", (None, None, None))
+        """Let the current stream read the tensor.  InputError outside the capture in which the mask was made."""
+        queued, device, made_in = vars(self).get("_made", (None, None, None))
         if queued is None:
             return
-        now = current_capture(device)
-        if of is not None and of.number is not None and (now is None or now.number != of.number):
+        current = current_capture(device)
+        if made_in is not None and made_in.number is not None and (current is None or current.number != made_in.number):
             raise InputError(
                 f"{self!r} was made while a CUDA graph was captured, and holds numbers in replays of that graph alone. "
                 "Make it before the capture, or anew in each."
             )
-        if now is None or of is not None:
+        if current is None or made_in is not None:
             queued.read_on(device)
         else:
             queued.complete()
@@ -117,13 +117,11 @@ class Prefix(TensorLeaf):
         return f"prefix({tuple(self.n.shape) if isinstance(self.n, Tensor) else self.n})"
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
         if isinstance(self.n, Tensor):
             check_size("prefix: n", "B", self.n.numel(), batch)
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         n = self.n
         if not isinstance(n, Tensor):
             return lambda b, h, q, k: k < n
@@ -132,7 +130,6 @@ class Prefix(TensorLeaf):
         return lambda b, h, q, k: k < n[b]
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return Prefix(self.n.to(device)) if isinstance(self.n, Tensor) else self
 
     def _words(self) -> Iterator[Part | str]:
@@ -144,13 +141,12 @@ class Prefix(TensorLeaf):
 
 @dataclass(frozen=True, eq=False)
 class GlobalTokens(Mask):
-    """g: how many positions."""
+    """g: number of positions."""
 
     g: int
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         g = self.g
         return lambda b, h, q, k: (q < g) | (k < g)
 
@@ -160,13 +156,12 @@ class GlobalTokens(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(Mask):
-    """step: between keys."""
+    """step: distance between keys."""
 
     step: int
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         step = self.step
         return lambda b, h, q, k: (q - k) % step == 0
 
@@ -176,13 +171,12 @@ class Dilated(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Strided(Mask):
-    """step: between summary columns."""
+    """step: distance between summary columns."""
 
     step: int
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         step = self.step
         return lambda b, h, q, k: k % step == step - 1
 
@@ -202,7 +196,6 @@ class Block(TensorLeaf):
         return f"block({tuple(self.table.shape)}, ({self.size_q}, {self.size_k}))"
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
         needed = -(-s_k // self.size_q), -(-s_k // self.size_k)
         if tuple(self.table.shape[2:]) != needed:
             raise InputError(
@@ -214,7 +207,6 @@ class Block(TensorLeaf):
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         table, size_q, size_k = self.table, self.size_q, self.size_k
         by_batch, by_head = (int(size > 1) for size in table.shape[:2])
         last = table.shape[2] * size_q - 1
@@ -225,7 +217,6 @@ class Block(TensorLeaf):
         return allowed
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return Block(self.table.to(device), self.size_q, self.size_k)
 
     def _words(self) -> Iterator[Part | str]:
@@ -236,7 +227,7 @@ class Block(TensorLeaf):
 
 
 def _packed(table: Tensor) -> Tensor:
-    """bool (..., columns) -> int32 words of 32 columns, the first lowest, flat."""
+    """Pack bool (..., columns) into int32 words of 32 columns, the first in the lowest bit; flat."""
     words = -(-table.shape[-1] // 32)
     padded = torch.nn.functional.pad(table, (0, 32 * words - table.shape[-1]))
     bits = padded.unflatten(-1, (words, 32)).to(torch.int32) << torch.arange(32, dtype=torch.int32, device=table.device)
@@ -249,7 +240,7 @@ def _count(name: str, value: int, least: int) -> int:
     return value
 
 
-def check_size(what: str, axis: str, given: int, needed: int) -> None:
-    """InputError unless a tensor is for one of an axis or for all."""
-    if given not in (1, needed):
-        raise InputError(f"{what} are for {axis} = {given}; the attention has {axis} = {needed}")
+def check_size(what: str, axis: str, size: int, needed: int) -> None:
+    """Raise InputError unless the size of a tensor along an axis is 1 or that of the attention."""
+    if size not in (1, needed):
+        raise InputError(f"{what} are for {axis} = {size}; the attention has {axis} = {needed}")

@@ -1,9 +1,9 @@
-"""Packed sequences as a leaf: what every query sees is one interval of keys, between two numbers.
+"""Packed sequences as a leaf: every query sees one interval of keys, stored as two numbers.
 
-Within a sequence the last query stands at the last key, so the query at i of document d has position
-i - cu_q[d + 1] + cu_k[d + 1] among all keys; its keys are those of its document, cut by a band around that position.
-Both ends of the intervals never decrease from query to query, which is why tiles are classified exactly: the queries
-that see a key of a tile lie between two places that a binary search finds.
+Within a sequence the last query stands at the last key, so query i of document d has position
+i - cu_q[d + 1] + cu_k[d + 1] among all keys; it sees the keys of its document that lie in a band around that position.
+Neither end of the intervals decreases from query to query, so tiles are classified exactly: a binary search finds the
+first and the last query that see a key of a tile.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
 from tilewright.mask.program import Part
 
-ALONE = "seq:0"
+PACKED_PROGRAM = "seq:0"
 """The program of packed sequences and nothing else."""
 
 
@@ -36,7 +36,7 @@ def sequences(
 
     cu_seqlens_q, cu_seqlens_k: (documents + 1,) int, from 0, never decreasing, where the queries and the keys of each
     document begin; the keys' are the queries' by default.  Either side of a document may be empty.  length_q, length_k:
-    S_q and S_k of the attention; tokens behind the last document see nothing and are seen by none.
+    S_q and S_k of the attention; tokens after the last document see nothing and are seen by none.
     In each document the last query sees the last key (bottom right); window: (left, right) around that position, None
     for no limit.  Made on the tensors' device without a synchronisation, so it may be made in a CUDA graph or under
     torch.compile.  Raises InputError for shapes and dtypes that do not fit.
@@ -46,45 +46,45 @@ def sequences(
         if cu.dim() != 1 or cu.numel() < 1 or cu.is_floating_point() or cu.dtype == torch.bool:
             raise refuse(name, (tuple(cu.shape), cu.dtype), "(documents + 1,) int")
     if cu_q.shape != cu_k.shape or cu_q.device != cu_k.device:
-        given = [(tuple(cu.shape), str(cu.device)) for cu in (cu_q, cu_k)]
-        raise refuse("cu_seqlens", given, "queries and keys have as many documents, on one device")
+        shapes = [(tuple(cu.shape), str(cu.device)) for cu in (cu_q, cu_k)]
+        raise refuse("cu_seqlens", shapes, "queries and keys have as many documents, on one device")
     band = window_band(None, None) if window is None else window_band(*window)
     if causal:
-        band = band & causal_band()  # in two steps: the Dynamo of torch 2.11 knows no `&=` of ours
-    assert isinstance(band, Band), "an intersection of bands is one"
+        band = band & causal_band()  # not `&=`, which the Dynamo of torch 2.11 cannot trace
+    assert isinstance(band, Band), "an intersection of bands is a band"
     keys = length_q if length_k is None else length_k
     return Sequences(_table(cu_q, cu_k, length_q, keys, band), keys)
 
 
 def _table(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band) -> Tensor:
-    """int32 (3, length_q): `Sequences.table`, in as few steps as torch allows, because each is a launch."""
+    """int32 (3, length_q): `Sequences.table`, in as few torch calls as possible, because each is a launch."""
     same, cu_q, cu_k = cu_k is cu_q, cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32)
     queries = torch.arange(length_q, dtype=torch.int32, device=cu_q.device)
     return intervals(queries, cu_q, cu_k, band, length_q + length_k, same)
 
 
 def intervals(queries: Tensor, cu_q: Tensor, cu_k: Tensor, band: Band, furthest: int, same: bool = True) -> Tensor:
-    """int32 (3, queries): `Sequences.table` of queries at these places among those that `cu_q` divides; all int32.
+    """int32 (3, queries): `Sequences.table` for these indices of queries that `cu_q` divides; all int32.
 
-    furthest: no distance is as long, and positions stay in int32.  same: are `cu_q` and `cu_k` alike?
+    furthest: larger than every distance, so that positions stay in int32.  same: `cu_q` and `cu_k` are equal.
     """
-    # How many documents begin at a query or before it: in the one of this number, or behind the last
+    # Documents that begin at a query or before it: the number of the query's document, or beyond the last one
     number = torch.bucketize(queries, cu_q, right=True)
     bounds = torch.cat((cu_k[:1], cu_k, cu_k[-1:]))
     begin, end = bounds.unfold(0, 2, 1)[number].unbind(1)
     position = queries if same else queries + (bounds[1:] - torch.cat((cu_q, cu_q[-1:])))[number]
-    first, behind = begin, end
+    first, stop = begin, end
     if band.high != HIGHEST:
         first = (position - min(max(band.high, -furthest), furthest)).clamp(begin, end)
     if band.low != LOWEST:
-        behind = (position + (min(max(-band.low, -furthest), furthest) + 1)).clamp(begin, end)
-    return torch.stack((first, behind, (first < behind).cumsum(0, dtype=torch.int32)))
+        stop = (position + (min(max(-band.low, -furthest), furthest) + 1)).clamp(begin, end)
+    return torch.stack((first, stop, (first < stop).cumsum(0, dtype=torch.int32)))
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences(TensorLeaf):
-    """table: (3, S_q) int32, of every query the first key that it sees and the one behind the last, which never
-    decrease (first >= end: none), and how many queries up to it see any.
+    """table: (3, S_q) int32, for every query the first and the end of the keys that it sees, neither of which
+    decreases (first >= end: none), and how many queries up to it see any key.
     """
 
     table: Tensor
@@ -94,14 +94,12 @@ class Sequences(TensorLeaf):
         return f"sequences({self.table.shape[1]}, {self.length_k})"
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        """As everywhere."""
-        made = self.table.shape[1], self.length_k
-        if made != (s_q, s_k):
-            raise InputError(f"sequences: made for (S_q, S_k) = {made}; the attention has {(s_q, s_k)}")
+        lengths = self.table.shape[1], self.length_k
+        if lengths != (s_q, s_k):
+            raise InputError(f"sequences: made for (S_q, S_k) = {lengths}; the attention has {(s_q, s_k)}")
 
     @property
     def mask_mod(self) -> MaskMod:
-        """As everywhere."""
         (first, end, _), length = self.table, self.table.shape[1]
         shift = self.length_k - length
 
@@ -112,7 +110,6 @@ class Sequences(TensorLeaf):
         return allowed
 
     def to(self, device: torch.device | str) -> Mask:
-        """As everywhere."""
         return Sequences(self.table.to(device), self.length_k)
 
     def _words(self) -> Iterator[Part | str]:

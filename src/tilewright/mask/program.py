@@ -1,8 +1,8 @@
-"""A mask as kernels take it: a short text that says how leaves are combined, and one tensor with all their numbers.
+"""The mask program that kernels take: a text that combines leaves, and one tensor with all their numbers.
 
 Text: postfix words `leaf[.flags]:offset`, `&`, `|`, `~`, for example "band:0 doc.b:2 & prefix:4 |".  Offsets point into
-`data`, 1-D int32, where each leaf has its header; ids and tables follow behind all headers.  So the text depends on the
-structure alone, and kernels compiled for one text serve all lengths, windows and documents.
+`data`, 1-D int32, where each leaf has its header; ids and tables follow after all headers.  So the text depends on the
+structure only, and kernels compiled for one text serve all lengths, windows and documents.
 
 With i the position of a query, j a key, d = i - j:
 
@@ -16,10 +16,11 @@ With i the position of a query, j a key, d = i - j:
     strided               step                                         j % step == step - 1
     block, .b, .h, .bh    size_q, size_k, rows, columns, heads, at     bit (i // size_q, j // size_k) of a table
 
-`at`: where the payload lies in data.  Flags say on what it depends: .b batch, .h head, .t neither.  doc: ids (length,),
-doc.b: (B, length); seq: (3, length), of every query first, end, and how many up to it see a key, shift = S_k - S_q;
-prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with words = ceil(columns / 32), column c is bit
-c % 32 of word c // 32, B and heads 1 without .b, .h.  Outside the table nothing is allowed.
+`at`: index of the payload in data.  Flags say what it depends on: .b batch, .h head, .t neither.  doc: ids (length,),
+doc.b: (B, length); seq: (3, length), for every query first, end, and how many queries up to it see a key,
+shift = S_k - S_q; prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with
+words = ceil(columns / 32), column c is bit c % 32 of word c // 32, B and heads 1 without .b, .h.
+Outside the table nothing is allowed.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ OPERATORS = ("&", "|", "~")
 
 
 class Leaf(NamedTuple):
-    """One leaf of a text.  offset: of its header in data."""
+    """One leaf of a text.  offset: index of its header in data."""
 
     name: str
     by_batch: bool
@@ -41,7 +42,7 @@ class Leaf(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a leaf puts into data.  word: name and flags; payload: int32, 1-D, its place is the header's last number."""
+    """A leaf's part of data.  word: name and flags; payload: int32, 1-D, its index is appended to the header."""
 
     word: str
     header: tuple[int, ...]
@@ -49,11 +50,11 @@ class Part(NamedTuple):
 
 
 def assemble(words: Sequence[Part | str], device: torch.device) -> tuple[str, Tensor]:
-    """Text and data of leaves and operators in postfix order."""
+    """(text, data) of leaves and operators in postfix order."""
     text: list[str] = []
     header: list[int] = []
     payloads: list[Tensor] = []
-    at = sum(len(w.header) + (w.payload is not None) for w in words if isinstance(w, Part))
+    payload_offset = sum(len(w.header) + (w.payload is not None) for w in words if isinstance(w, Part))
     for word in words:
         if isinstance(word, str):
             text.append(word)
@@ -61,15 +62,15 @@ def assemble(words: Sequence[Part | str], device: torch.device) -> tuple[str, Te
         text.append(f"{word.word}:{len(header)}")
         header += word.header
         if word.payload is not None:
-            header.append(at)
-            at += word.payload.numel()
+            header.append(payload_offset)
+            payload_offset += word.payload.numel()
             payloads.append(word.payload.to(device))
     numbers = _numbers(header, device)
     return " ".join(text), torch.cat([*numbers, *payloads]) if len(numbers) + len(payloads) > 1 else numbers[0]
 
 
 def _numbers(values: Sequence[int], device: torch.device) -> list[Tensor]:
-    """On `device`, one after another.  On a GPU each is a fill: a copy from the host waits and breaks a capture."""
+    """The values on `device`.  On a GPU each is a fill: a copy from the host synchronises and breaks a capture."""
     if device.type == "cuda":
         return [torch.full((1,), value, dtype=torch.int32, device=device) for value in values]
     return [torch.tensor(values, dtype=torch.int32, device=device)]
@@ -81,16 +82,16 @@ def root(text: str) -> str:
 
 
 def offset(text: str) -> int:
-    """Where the header of the leaf `text` lies."""
+    """Index of the header of the leaf `text` in data."""
     return int(text.partition(":")[2])
 
 
 def flags(text: str) -> str:
-    """On what the leaf `text` depends: "", "b", "h" or "bh"."""
+    """What the leaf `text` depends on: "", "b", "h", "bh" or "t"."""
     return text.partition(":")[0].partition(".")[2]
 
 
-# Each function below stands alone: Triton calls them while it compiles, and the key of a kernel holds only their texts.
+# Each function below is self-contained: Triton calls it at compile time, and a kernel's key holds only its source.
 
 
 def first(text: str) -> str:
@@ -114,17 +115,17 @@ def second(text: str) -> str:
 
 
 def document_count(text: str) -> int:
-    """How many leaves of documents there are, "doc" and "seq"."""
+    """Number of document leaves, "doc" and "seq"."""
     return sum(word.startswith(("doc", "seq")) for word in text.split())
 
 
 def document(text: str, number: int) -> str:
-    """The leaf of documents with this number."""
+    """The document leaf with this number."""
     return [word for word in text.split() if word.startswith(("doc", "seq"))][number]
 
 
 def document_number(text: str, leaf: str) -> int:
-    """The number of the leaf of documents `leaf`, from 0."""
+    """The number of the document leaf `leaf`, from 0."""
     return [word for word in text.split() if word.startswith(("doc", "seq"))].index(leaf)
 
 
@@ -138,6 +139,8 @@ def leaves(text: str) -> tuple[Leaf, ...]:
 
 
 def extent(text: str, batch: int, heads: int) -> tuple[int, int]:
-    """(batch, heads) on which the mask depends: 1 where it does not."""
-    found = leaves(text)
-    return batch if any(leaf.by_batch for leaf in found) else 1, heads if any(leaf.by_head for leaf in found) else 1
+    """(batch, heads) of the mask: 1 where it does not depend on them."""
+    all_leaves = leaves(text)
+    return batch if any(leaf.by_batch for leaf in all_leaves) else 1, heads if any(
+        leaf.by_head for leaf in all_leaves
+    ) else 1

@@ -1,4 +1,4 @@
-"""Lists of tiles that a kernel visits: partial ones, in which it evaluates the mask, then full ones, without."""
+"""Tile tables: for each tile the partial tiles, in which a kernel evaluates the mask, then the full ones."""
 
 from typing import Literal, NamedTuple
 
@@ -10,14 +10,14 @@ from tilewright.mask.algebra import Mask
 from tilewright.mask.classify import Sizes, classify
 
 MOST_INT16 = 2**15
-"""Tiles that an int16 can number."""
+"""Number of tiles that int16 can index."""
 
 
 class TileTable(NamedTuple):
     """The tiles that each tile needs; B or H is 1 where the mask does not depend on it.
 
     counts: (B, H, tiles, 2) int32, how many are partial, how many full.  indices: (B, H, tiles, pitch) int16 or int32,
-    the partial ones ascending, then the full ones ascending, undefined behind.
+    the partial ones ascending, then the full ones ascending, then undefined values.
     """
 
     counts: Tensor
@@ -37,7 +37,7 @@ def tile_table(
 ) -> TileTable:
     """The table of a mask on `device`.  by: rows are tiles of queries and list tiles of keys, or the other way round.
 
-    A tile is full if every query of it that exists may see all block_n keys: one that hangs over the last key is not.
+    A tile is full if each of its queries below S_q sees all block_n keys: a tile that extends beyond S_k is not full.
     """
     mask.check(batch, heads, s_q, s_k)
     return tile_table_of(*mask.program(device), batch, heads, s_q, s_k, block_m, block_n, by)
@@ -54,7 +54,7 @@ def tile_table_of(
     block_n: int,
     by: Literal["query", "key"] = "query",
 ) -> TileTable:
-    """`tile_table` of a program, on the device of `data`: two launches of a GPU at most, no synchronisation."""
+    """`tile_table` of a program, on the device of `data`: at most two launches on a GPU, no synchronisation."""
     if by not in ("query", "key"):
         raise InputError(f"tile_table: by={by!r}; allowed: 'query', 'key'")
     sizes = Sizes(batch, heads, s_q, s_k, block_m, block_n)
@@ -66,16 +66,16 @@ def tile_table_of(
 
 
 def index_dtype(tiles: int) -> torch.dtype:
-    """Of numbers of tiles."""
+    """The dtype of tile numbers."""
     return torch.int16 if tiles <= MOST_INT16 else torch.int32
 
 
-def _table(program: str, data: Tensor, sizes: Sizes, by: str) -> TileTable:
+def _table(program: str, data: Tensor, sizes: Sizes, axis: str) -> TileTable:
     some, every = classify(program, data, sizes)
-    if by == "key":
+    if axis == "key":
         some, every = some.mT, every.mT
     partial = some & ~every
-    # a stable sort of 0 partial, 1 full, 2 empty lists them in order
+    # A stable sort of 0 partial, 1 full, 2 empty keeps each group ascending
     order = torch.argsort(2 - every.int() - 2 * partial.int(), dim=-1, stable=True)
     counts = torch.stack((partial.sum(-1), every.sum(-1)), -1)
     return TileTable(counts.int(), order.to(index_dtype(order.shape[-1])))

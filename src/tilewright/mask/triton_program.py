@@ -1,7 +1,7 @@
-"""A mask's program inside a Triton kernel: `allowed` becomes straight code for one text, numbers come from memory.
+"""A mask program inside a Triton kernel: `allowed` is unrolled for one text at compile time; numbers come from memory.
 
-Only tiles that a table calls partial need it.  Loads are by row and by column, so they cost little beside the tile;
-what they need is in `mask.program`.
+Only partial tiles evaluate it.  Loads are per row and per column, so they cost little compared with the tile.  The
+layout of the numbers is in `mask.program`.
 """
 
 import triton
@@ -18,11 +18,11 @@ second = triton.constexpr_function(_program.second)
 
 @triton.jit
 def allowed(program: tl.constexpr, data, b, h, positions, keys):
-    """bool tile: may the query at a position see a key?
+    """Bool tile: True where the query at a position sees the key.
 
     program: text of `Mask.program`, not empty.  data: pointer to its int32.  b, h: batch and query head.  positions:
     (M, 1) int32, i + S_k - S_q, keys: (1, N) int32; or (1, M) and (N, 1) for a transposed tile.  Positions and keys
-    outside the sequence are safe; whether a key lies below S_k is the kernel's question.
+    outside the sequence are safe; the kernel itself masks keys from S_k on.
     """
     result, _ = tl.broadcast(_node(program, data, b, h, positions, keys), positions == keys)
     return result
@@ -30,7 +30,7 @@ def allowed(program: tl.constexpr, data, b, h, positions, keys):
 
 @triton.jit
 def _node(program: tl.constexpr, data, b, h, positions, keys):
-    """`allowed`, not yet broadcast."""
+    """`allowed` before the broadcast to the tile."""
     kind: tl.constexpr = root(program)
     if kind == "&":
         left = _node(first(program), data, b, h, positions, keys)
@@ -48,32 +48,32 @@ def _node(program: tl.constexpr, data, b, h, positions, keys):
 @triton.jit
 def _leaf(program: tl.constexpr, header, data, b, h, positions, keys):
     kind: tl.constexpr = root(program)
-    of: tl.constexpr = flags(program)
+    leaf_flags: tl.constexpr = flags(program)
     if kind == "band":
         distance = positions - keys
         result = (distance >= tl.load(header)) & (distance <= tl.load(header + 1))
     elif kind == "doc":
         length = tl.load(header)
         ids = data + tl.load(header + 1)
-        if of == "b":
+        if leaf_flags == "b":
             ids += b * length
         inside_q, inside_k = (positions >= 0) & (positions < length), (keys >= 0) & (keys < length)
-        own = tl.load(ids + positions, mask=inside_q, other=0)
-        result = (own == tl.load(ids + keys, mask=inside_k, other=0)) & inside_q & inside_k
+        query_ids = tl.load(ids + positions, mask=inside_q, other=0)
+        result = (query_ids == tl.load(ids + keys, mask=inside_k, other=0)) & inside_q & inside_k
     elif kind == "seq":
         length = tl.load(header)
         queries = positions - tl.load(header + 1)
-        seen = data + tl.load(header + 2) + queries
+        bounds = data + tl.load(header + 2) + queries
         inside = (queries >= 0) & (queries < length)
-        result = keys >= tl.load(seen, mask=inside, other=0)
-        result &= keys < tl.load(seen + length, mask=inside, other=0)
+        result = keys >= tl.load(bounds, mask=inside, other=0)
+        result &= keys < tl.load(bounds + length, mask=inside, other=0)
     elif kind == "prefix":
         result = keys < prefix(program, header, data, b)
     elif kind == "global":
         count = tl.load(header)
         result = (positions < count) | (keys < count)
     elif kind == "dilated":
-        step = tl.load(header)  # divisions by row and by column, not one for each score; positions may be negative
+        step = tl.load(header)  # divide per row and per column, not per score; positions may be negative
         result = (positions % step + step) % step == keys % step
     elif kind == "strided":
         result = (keys + 1) % tl.load(header) == 0
@@ -90,30 +90,30 @@ def _leaf(program: tl.constexpr, header, data, b, h, positions, keys):
 
 @triton.jit
 def prefix(program: tl.constexpr, header, data, b):
-    """How many keys a prefix leaf allows in batch b."""
-    of: tl.constexpr = flags(program)
+    """Prefix length of batch b."""
+    leaf_flags: tl.constexpr = flags(program)
     count = tl.load(header)
-    if of == "t":
+    if leaf_flags == "t":
         count = tl.load(data + count)
-    if of == "b":
+    if leaf_flags == "b":
         count = tl.load(data + count + b)
     return count
 
 
 @triton.jit
 def words_of_row(header):
-    """int32 words in a row of a block table."""
+    """int32 words per row of a block table."""
     return (tl.load(header + 3) + 31) // 32
 
 
 @triton.jit
 def table(program: tl.constexpr, header, data, b, h):
-    """Pointer to the bits of a block table that hold for batch b and head h."""
-    of: tl.constexpr = flags(program)
+    """Pointer to the block table of batch b and head h."""
+    leaf_flags: tl.constexpr = flags(program)
     size = tl.load(header + 2) * words_of_row(header)
     bits = data + tl.load(header + 5)
-    if of == "b" or of == "bh":
+    if leaf_flags == "b" or leaf_flags == "bh":
         bits += b * tl.load(header + 4) * size
-    if of == "h" or of == "bh":
+    if leaf_flags == "h" or leaf_flags == "bh":
         bits += h * size
     return bits

@@ -1,41 +1,52 @@
-"""The public ops.  Each is a function; its contract, reference and backends live in the folder of its name."""
+"""The public ops.  Each is a function; its contract, reference and backends live in the folder of its name.
 
-from tilewright.ops.activation.geglu import geglu
-from tilewright.ops.activation.gelu_and_mul import gelu_and_mul
-from tilewright.ops.activation.silu_and_mul import silu_and_mul
-from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
-from tilewright.ops.activation.swiglu import swiglu
-from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
-from tilewright.ops.attention.fmha import fmha
-from tilewright.ops.attention.fmha_fp8 import fmha_fp8
-from tilewright.ops.attention.fmha_varlen import fmha_varlen
-from tilewright.ops.attention.merge_states import merge_states
-from tilewright.ops.attention.mla import mla
-from tilewright.ops.gemm.bmm import bmm
-from tilewright.ops.gemm.group_gemm import group_gemm
-from tilewright.ops.gemm.grouped_matmul import grouped_matmul
-from tilewright.ops.gemm.groups_of_rows import groups_of_rows
-from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
-from tilewright.ops.gemm.masked_matmul import masked_matmul
-from tilewright.ops.gemm.matmul import matmul
-from tilewright.ops.gemm.scaled_matmul import scaled_matmul
-from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
-from tilewright.ops.gemm.splitk_reduce import splitk_reduce
-from tilewright.ops.norm.add_rms_norm import add_rms_norm
-from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
-from tilewright.ops.norm.layer_norm import layer_norm
-from tilewright.ops.norm.rms_norm import rms_norm
-from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
-from tilewright.ops.quant.dequantize import dequantize
-from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
-from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
-from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
-from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
-from tilewright.ops.reduction.softmax import softmax
-from tilewright.ops.rope.apply_rope import apply_rope
-from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
-from tilewright.ops.weight_only.quantize_weight import quantize_weight
-from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
+This module is an index: an op is imported when it is first used, so that `import tilewright.ops` costs the same however
+many there are.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tilewright import catalogue
+from tilewright.ops import torch_ops
+
+if TYPE_CHECKING:
+    from tilewright.ops.activation.geglu import geglu
+    from tilewright.ops.activation.gelu_and_mul import gelu_and_mul
+    from tilewright.ops.activation.silu_and_mul import silu_and_mul
+    from tilewright.ops.activation.silu_and_mul_fp8 import silu_and_mul_fp8
+    from tilewright.ops.activation.swiglu import swiglu
+    from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
+    from tilewright.ops.attention.fmha import fmha
+    from tilewright.ops.attention.fmha_fp8 import fmha_fp8
+    from tilewright.ops.attention.fmha_varlen import fmha_varlen
+    from tilewright.ops.attention.merge_states import merge_states
+    from tilewright.ops.attention.mla import mla
+    from tilewright.ops.gemm.bmm import bmm
+    from tilewright.ops.gemm.group_gemm import group_gemm
+    from tilewright.ops.gemm.grouped_matmul import grouped_matmul
+    from tilewright.ops.gemm.groups_of_rows import groups_of_rows
+    from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
+    from tilewright.ops.gemm.masked_matmul import masked_matmul
+    from tilewright.ops.gemm.matmul import matmul
+    from tilewright.ops.gemm.scaled_matmul import scaled_matmul
+    from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
+    from tilewright.ops.gemm.splitk_reduce import splitk_reduce
+    from tilewright.ops.norm.add_rms_norm import add_rms_norm
+    from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
+    from tilewright.ops.norm.layer_norm import layer_norm
+    from tilewright.ops.norm.rms_norm import rms_norm
+    from tilewright.ops.norm.rms_norm_fp8 import rms_norm_fp8
+    from tilewright.ops.quant.dequantize import dequantize
+    from tilewright.ops.quant.per_block_cast_to_fp8 import per_block_cast_to_fp8
+    from tilewright.ops.quant.per_channel_cast_to_fp8 import per_channel_cast_to_fp8
+    from tilewright.ops.quant.per_tensor_cast_to_fp8 import per_tensor_cast_to_fp8
+    from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
+    from tilewright.ops.reduction.softmax import softmax
+    from tilewright.ops.rope.apply_rope import apply_rope
+    from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
+    from tilewright.ops.weight_only.quantize_weight import quantize_weight
+    from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
 
 __all__ = [
     "add_rms_norm",
@@ -75,3 +86,51 @@ __all__ = [
     "swiglu_fp8",
     "weight_only_matmul",
 ]
+
+_FAMILIES = {
+    "activation": ("geglu", "gelu_and_mul", "silu_and_mul", "silu_and_mul_fp8", "swiglu", "swiglu_fp8"),
+    "attention": ("fmha", "fmha_fp8", "fmha_varlen", "merge_states", "mla"),
+    "gemm": (
+        "bmm",
+        "group_gemm",
+        "grouped_matmul",
+        "groups_of_rows",
+        "k_grouped_matmul",
+        "masked_matmul",
+        "matmul",
+        "scaled_matmul",
+        "scaled_matmul_fp8",
+        "splitk_reduce",
+    ),
+    "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
+    "quant": (
+        "dequantize",
+        "per_block_cast_to_fp8",
+        "per_channel_cast_to_fp8",
+        "per_tensor_cast_to_fp8",
+        "per_token_cast_to_fp8",
+    ),
+    "reduction": ("softmax",),
+    "rope": ("apply_rope",),
+    "weight_only": ("dequantize_weight", "quantize_weight", "weight_only_matmul"),
+}
+_MODULES = {op: f"{__name__}.{family}.{op}" for family, ops in _FAMILIES.items() for op in ops}
+
+catalogue.announce(_MODULES)
+torch_ops.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        catalogue.load(name)
+        value = getattr(import_module(_MODULES[name]), name)
+    elif name in _FAMILIES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_FAMILIES})

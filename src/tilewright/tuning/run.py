@@ -105,7 +105,7 @@ class _Run:
         self._device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
         self._machine = machine.describe(device).to_dict()
         target = path or users_table(self._machine["device"])
-        if target.exists():
+        if target.is_file():
             table.read(target)  # rows are merged into it: raise now if the file is no table
         seed = secrets.randbelow(2**31) if seed is None else seed
         self.report = Report(self._machine["device"], seed, target)
@@ -127,13 +127,13 @@ class _Run:
         subject, problem = case.contract, _problem(case, self._device, self.report.seed)
         search_space = space(problem, self._search, self._backend)
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
-        before = self._rows().get(key)
+        before = self._row(key)
         say("waiting for another tuner", 0, 1)
         with _exclusive(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
                 search_space = space(problem, self._search, self._backend)
-                if self._rows().get(key) != before:
+                if self._row(key) != before:
                     self.leave(case, "another process has just tuned it")
                     return
             if all(trial.backend == "torch" for trial in search_space.trials):
@@ -152,9 +152,10 @@ class _Run:
                 table_update.update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
-    def _rows(self) -> dict[tuple[str, ...], table.Row]:
-        """Rows of the table that this run writes."""
-        return {row.key: row for row in table.read(self.report.table)[1]} if self.report.table.exists() else {}
+    def _row(self, key: tuple[str, ...]) -> table.Row | None:
+        """The row with this key in the table that this run writes."""
+        file = table.file_of(self.report.table, key[0])
+        return next((row for row in table.read(file)[1] if row.key == key), None) if file.exists() else None
 
 
 def _cases(

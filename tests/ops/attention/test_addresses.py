@@ -9,7 +9,7 @@ from tests.ops.gemm.bounds import PLACES, run
 
 from tilewright import mask as masks
 from tilewright import ops
-from tilewright.ops.attention import apart, reference, score, vendor
+from tilewright.ops.attention import reference, score, torch_only, vendor
 from tilewright.ops.attention.fmha import raw
 from tilewright.ops.attention.layout import addressable, dense, loadable
 from tilewright.validate.layouts import misaligned, padded_rows
@@ -93,8 +93,8 @@ def test_kernels_that_read_through_tensor_maps_refuse_such_tensors_in_words(name
     rest = (None, None, None, "", -1, -1, 1.0, 0.0)
     do, q, k, v, o = tensors.values()
     backward = raw.BACKWARD.bucket(do, None, q, k, v, o, torch.zeros(1, 2, 16), *rest)
-    assert "multiples of 16 bytes" in raw.unaddressable(backward)
-    forward = raw.unaddressable(raw.bucket(q, k, v, *rest))
+    assert "multiples of 16 bytes" in raw.why_not_addressable(backward)
+    forward = raw.why_not_addressable(raw.bucket(q, k, v, *rest))
     assert (forward is None) == (which in ("do", "o"))
 
 
@@ -139,7 +139,7 @@ def test_gradients_that_arrive_anywhere_are_copied_before_the_backward():
 def formula(q, k, v, causal):
     """(o, do -> gradients) in float64."""
     leaves = [t.double().detach().requires_grad_() for t in (q, k, v)]
-    o, _ = apart.plain(*leaves, masks.causal() if causal else None, None, score.split("fmha", None, None, None))
+    o, _ = torch_only.plain(*leaves, masks.causal() if causal else None, None, score.split("fmha", None, None, None))
     return o, leaves
 
 

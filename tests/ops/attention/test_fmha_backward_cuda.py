@@ -106,9 +106,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.refusal(q, v))
+    assert words in str(engine.why_not(q, v))
     q, _, v = problem().tensors
-    assert (engine.refusal(q, v) is None) == (arch == "sm_90")
+    assert (engine.why_not(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -118,10 +118,15 @@ class Launches:
     """Stands where the kernels and the maps are, and notes what they are given."""
 
     def __init__(self, monkeypatch):
-        self.maps, self.rows, self.main, self.queries, self.spans = [], [], [], [], []
+        self.maps, self.preprocess, self.main, self.postprocess, self.intervals = [], [], [], [], []
         monkeypatch.setattr(engine, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box)))
         monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
-        kernels = {"ROWS": self.rows, "KERNEL": self.main, "QUERIES": self.queries, "SPANS": self.spans}
+        kernels = {
+            "PREPROCESS": self.preprocess,
+            "KERNEL": self.main,
+            "POSTPROCESS": self.postprocess,
+            "INTERVALS": self.intervals,
+        }
         for name, calls in kernels.items():
             monkeypatch.setattr(engine, name, lambda *args, calls=calls, **options: calls.append((*args, options)))
 
@@ -145,15 +150,15 @@ def test_a_causal_launch(launches):
     ]
     (grid, args, _, options) = launches.main[0]
     assert grid == (132,)
-    sums, flags = args[7:9]
-    assert launches.rows[0][1][4].shape == (2 * 32 * 16, 2 * 64), "a tile of 64 queries"
-    assert sums.shape == (2 * 32 * 16, 64, 128)
+    dq_acc, flags = args[7:9]
+    assert launches.preprocess[0][1][4].shape == (2 * 32 * 16, 2 * 64), "a tile of 64 queries"
+    assert dq_acc.shape == (2 * 32 * 16, 64, 128)
     assert flags.shape == (2 * 32 * 16 + 1,), "and the counter"
     assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 15, True), "15 heads of 9 tiles occupy 132 processors"
     assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
-    assert launches.rows[0][0] == launches.queries[0][0] == (2 * 32 * 16,)
-    assert launches.spans == []
-    assert args[-1] == launches.queries[0][1][-1] == 0
+    assert launches.preprocess[0][0] == launches.postprocess[0][0] == (2 * 32 * 16,)
+    assert launches.intervals == []
+    assert args[-1] == launches.postprocess[0][1][-1] == 0
 
 
 @pytest.mark.parametrize(
@@ -162,18 +167,18 @@ def test_a_causal_launch(launches):
 def test_a_packed_launch(launches, mask):
     """One more small kernel; no band is told."""
     launch(problem(s_q=1000, s_k=1100, mask=mask), Config(64, 2, 2, 2))
-    ((grid, (data, spans, *sizes), _, options),) = launches.spans
+    ((grid, (data, intervals, *sizes), _, options),) = launches.intervals
     assert (grid, sizes, options) == ((9,), [1000, 1100], {"block": 128})
     assert data.tolist()[:3] == [1000, 100, 3]
-    assert spans.shape == (1100 + 16, 2)
-    ((_, args, params, _),) = launches.rows
-    assert params.kSpans
-    assert args[-2] is spans
+    assert intervals.shape == (1100 + 16, 2)
+    ((_, args, params, _),) = launches.preprocess
+    assert params.kPacked
+    assert args[-2] is intervals
     ((_, args, params, _),) = launches.main
-    assert params.kSpans
-    assert args[-1] is spans
+    assert params.kPacked
+    assert args[-1] is intervals
     assert args[15:17] == (-1, -1)
-    assert launches.queries[0][1][-1] is spans
+    assert launches.postprocess[0][1][-1] is intervals
 
 
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (100, 0)])

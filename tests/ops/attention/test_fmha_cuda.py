@@ -74,9 +74,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.refusal(q, v))
+    assert words in str(engine.why_not(q, v))
     q, _, v = problem().tensors
-    assert (engine.refusal(q, v) is None) == (arch == "sm_90")
+    assert (engine.why_not(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -111,7 +111,7 @@ def test_a_causal_launch(launches):
     assert grid == (132,)
     assert args[5:10] == (0, 0, 0, 0, 0), "no sinks, slopes, program and lists"
     assert args[10:18] == (1000, 1100, 32, 2, 4, -1, 0, True)
-    assert (params.Mask, params.kModify) == ("tilewright::NoProgram", False)
+    assert (params.Mask, params.kModify) == ("tilewright::BandOnly", False)
     assert options["block"] == 384
     assert options["shared_bytes"] == 2 * 2 * 2 * 64 * 128 + 2 * 2 * 2 * 128 * 128
 

@@ -86,9 +86,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     p = problem(**change)
-    assert words in str(cuda.supports(*p.tensors, *p.options))
+    assert words in str(cuda.why_not(*p.tensors, *p.options))
     p = problem()
-    assert (cuda.supports(*p.tensors, *p.options) is None) == (arch == "sm_90")
+    assert (cuda.why_not(*p.tensors, *p.options) is None) == (arch == "sm_90")
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -96,7 +96,7 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
 def test_what_it_can_do(monkeypatch, widths, views):
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", "sm_90", 132, 0, 0))
     p = problem(7, 9, *widths, views=views)
-    assert cuda.supports(*p.tensors, *p.options) is None
+    assert cuda.why_not(*p.tensors, *p.options) is None
 
 
 # ----------------------------------------------------------------------------------------------- what it launches

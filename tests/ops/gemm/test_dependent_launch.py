@@ -11,9 +11,10 @@ from tilewright.ops.gemm.kernels.sm90 import few_rows, few_rows_scaled
 from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs
 from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.samples import random_weight
-from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +35,8 @@ def integers(bits, shape):
     signs = torch.randint(0, 2, scales.shape, generator=generator) * 2 - 1
     scales.mul_(signs.cuda()).div_(packing.restore(q, scales.double()).norm() / WIDTH**0.5)
     config = weight_only_model.deepest(bits, *shape)
-    return lambda y, x, step: weight_only.launch((y[0],), x[0], q, scales, None, "", bf16, config=config)
+    packed = (q, scales, None, "", bf16)
+    return lambda y, x, step: weight_only.launch((y[0],), WeightOnlyMatmulArgs(x[0], *packed), config)
 
 
 def scaled(rows, columns, depth, scaling, config):

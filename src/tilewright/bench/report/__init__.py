@@ -1,5 +1,5 @@
-"""The performance page: committed result files as tables and plots."""
+"""The performance pages: committed result files as tables and plots, one page a family."""
 
-from tilewright.bench.report.page import report
+from tilewright.bench.report.page import pages, report
 
-__all__ = ["report"]
+__all__ = ["pages", "report"]

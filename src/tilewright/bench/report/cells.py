@@ -1,10 +1,21 @@
-"""Numbers as text in the page's tables."""
+"""How rows and numbers are written in the pages' tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tilewright.bench.schema import Row
 from tilewright.bench.statistics import geometric_mean
+
+
+def title(row: Row) -> str:
+    """What identifies a row, in words."""
+    return f"{row.op} {row.case} {row.dtype} {row.direction}"
+
+
+def lost(row: Row) -> bool:
+    """Is a peer faster than what `auto` picks?"""
+    return row.ratio_auto is not None and row.ratio_auto < 1
 
 
 def number(us: float) -> str:

@@ -7,6 +7,7 @@ _LOGITS = f"an index logit of sparse attention: it {_LATER}"
 _HYPER = f"a hyperconnection kernel: it {_LATER}"
 _FP4 = "a product of FP4, which Hopper's tensor cores do not have: DeepGEMM has it for Blackwell"
 _MEGA = "one kernel of a whole layer of experts over NVLink: DeepGEMM has it for Blackwell"
+_NEWER = "DeepGEMM has it since a release after 2.6.1, whose names these are"
 
 _WHY = {
     "fp8_mqa_logits": _LOGITS,
@@ -25,6 +26,9 @@ _WHY = {
     "transform_weights_for_mega_moe": _MEGA,
     "fp8_fp4_mega_moe": _MEGA,
     "bf16_mega_moe": _MEGA,
+    "use_deterministic_algorithms": _NEWER,
+    "batched_syrk": _NEWER,
+    "batched_symm": _NEWER,
 }
 
 

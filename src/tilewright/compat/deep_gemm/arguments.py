@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.errors import InputError
 from tilewright.log import log_once
@@ -177,7 +178,7 @@ def summand(name: str, c: Tensor | None, d: Tensor) -> None:
         )
     if not _rows_contiguous(c):
         raise InputError(f"{name}: c has strides {tuple(c.stride())}; needs contiguous rows, one after the other.")
-    if torch.compiler.is_compiling():  # tensors have no addresses when tracing
+    if torch.compiler.is_compiling() or is_fake(c) or is_fake(d):  # without addresses
         return
     if c.data_ptr() == d.data_ptr() and c.stride() != d.stride():
         raise InputError(f"{name}: c begins where d does, with strides {c.stride()} and not {d.stride()}. Pass d as c.")

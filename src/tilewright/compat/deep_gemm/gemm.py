@@ -4,10 +4,14 @@ The two letters say how A, then B, are passed: "n" as in the product A (M, K) @ 
 transposed.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from tilewright.compat.deep_gemm import arguments
 from tilewright.ops.gemm.matmul import matmul
+from tilewright.ops.gemm.scaled_matmul import scaled_matmul
 
 
 def bf16_gemm_nt(
@@ -65,7 +69,10 @@ def bf16_gemm_tt(
 
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`bf16_gemm_nt` by torch's own product, which on a GPU is cuBLAS's: for comparisons."""
+    """`bf16_gemm_nt` by torch's own product, which on a GPU is cuBLAS's: for comparisons.
+
+    a and b may be e4m3, which counts without scales.
+    """
     _gemm("cublaslt_gemm_nt", a, b, d, c, "", None, "torch")
 
 
@@ -97,7 +104,8 @@ def _gemm(
     trans_a, trans_b = name[-2] == "t", name[-1] == "t"
     arguments.same_device(name, c, a=a, b=b, d=d)
     arguments.dimensions(name, 2, a=a, b=b, d=d)
-    arguments.operands(name, arguments.BF16, a, b)
+    float8 = backend is not None and a.dtype == arguments.E4M3
+    arguments.operands(name, arguments.E4M3 if float8 else arguments.BF16, a, b)
     m, k = a.shape[::-1] if trans_a else a.shape
     k_b, n = b.shape[::-1] if trans_b else b.shape
     a_form, b_form = ("(K, M)" if trans_a else "(M, K)"), ("(N, K)" if trans_b else "(K, N)")
@@ -108,4 +116,9 @@ def _gemm(
     if arguments.is_settled(name, a, b, c, d, k):
         return
     scale = 1.0 if alpha is None else alpha
-    matmul(a, b, c=c, alpha=scale, trans_a=trans_a, trans_b=trans_b, out_dtype=d.dtype, out=d, backend=backend)
+    options: dict[str, Any] = {"trans_a": trans_a, "trans_b": trans_b, "out_dtype": d.dtype, "out": d}
+    if float8:
+        one = d.new_ones((1, 1), dtype=torch.float32)
+        scaled_matmul(a, b, one, one, c=c, alpha=scale, backend=backend, **options)
+    else:
+        matmul(a, b, c=c, alpha=scale, backend=backend, **options)

@@ -1,4 +1,4 @@
-"""From the arguments of a public call to those of the raw op."""
+"""Arguments of the raw op from those of a public call."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _CAUSAL = causal()
 
 
 def merged(op: str, mask: Any, is_causal: bool) -> Mask | None:
-    """One mask of the two arguments; None where everything is allowed."""
+    """The intersection of the two arguments, or None if everything is allowed."""
     if mask is None:
         return _CAUSAL if is_causal else None
     if not isinstance(mask, Mask):
@@ -49,7 +49,7 @@ def raw_arguments(
 
 
 def _mask(mask: Mask | None, q: Tensor, k: Tensor) -> tuple[str, Tensor | None, int, int]:
-    """(program, data, left, right): the band alone where the mask is one."""
+    """(program, data, left, right); a mask that is a band has program "" and no data."""
     if mask is None:
         return "", None, -1, -1
     mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -65,12 +65,12 @@ def _mask(mask: Mask | None, q: Tensor, k: Tensor) -> tuple[str, Tensor | None, 
 
 
 def _without_values(q: Tensor) -> bool:
-    """Are only sizes wanted, as in `explain` and the tuner?  Masks and modifiers then hold tensors of another kind."""
+    """True if only sizes matter, as in `explain` and the tuner; masks and modifiers then hold real tensors."""
     return q.is_meta or (not torch.compiler.is_compiling() and is_fake(q))
 
 
 def _of_heads(t: Tensor | None, q: Tensor) -> Tensor | None:
-    """Contiguous, in float32 if it is narrower."""
+    """`t` (H,) contiguous, widened to at least float32."""
     if t is None:
         return None
     if _without_values(q):

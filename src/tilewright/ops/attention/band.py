@@ -1,9 +1,9 @@
-"""The band of a mask, as kernels compute with it."""
+"""The band of a mask in the form that kernels take."""
 
 
-def within(left: int, right: int, s_q: int, s_k: int) -> tuple[int, int]:
-    """(left, right) cut to what a distance between s_q queries and s_k keys can be, -1 staying unlimited.
+def clamped_band(left: int, right: int, s_q: int, s_k: int) -> tuple[int, int]:
+    """(left, right) clamped to the largest distance between s_q queries and s_k keys; -1 stays unlimited.
 
-    Then sums of a side and a position stay in int32.
+    A bound plus a position then stays in int32.
     """
     return min(left, s_q + s_k), min(right, s_q + s_k)

@@ -1,4 +1,4 @@
-"""What the references of attention share: queries in blocks, products of grouped heads, and what a mask allows."""
+"""Shared by the references of attention: blocks of queries, products of grouped heads, masks."""
 
 from collections.abc import Iterator
 
@@ -39,16 +39,16 @@ def allowed(
     if left < 0 and right < 0:
         return None
     distance = positions[:, None] - keys
-    seen = torch.ones_like(distance, dtype=torch.bool)
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
-        seen = seen & (distance <= left)
+        visible = visible & (distance <= left)
     if right >= 0:
-        seen = seen & (distance >= -right)
-    return seen
+        visible = visible & (distance >= -right)
+    return visible
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """a (B, H, M, K) @ b (B, H_kv, K, N): query heads that share a key head are rows of one product."""
+    """a (B, H, M, K) @ b (B, H_kv, K, N): the query heads of one kv head are stacked as rows of one product."""
     batch, heads, m, _ = a.shape
     folded = a.reshape(batch, b.shape[1], heads // b.shape[1] * m, a.shape[3])
     return (folded @ b).view(batch, heads, m, b.shape[3])

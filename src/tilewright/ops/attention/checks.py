@@ -1,4 +1,4 @@
-"""What attention refuses before anything is launched, in words."""
+"""Checks of attention's arguments before anything is launched."""
 
 import math
 from typing import Any
@@ -83,8 +83,8 @@ def check_raw(
     for name, t in (("sinks", sinks), ("slopes", slopes)):
         if t is None:
             continue
-        wanted = (torch.float64, torch.float32) if q.dtype == torch.float64 else (torch.float32,)
-        if tuple(t.shape) != (q.shape[1],) or t.dtype not in wanted or t.device != q.device:
+        dtypes = (torch.float64, torch.float32) if q.dtype == torch.float64 else (torch.float32,)
+        if tuple(t.shape) != (q.shape[1],) or t.dtype not in dtypes or t.device != q.device:
             raise InputError(
                 f"{op}: {name} is {tuple(t.shape)} {t.dtype} on {t.device}; needs ({q.shape[1]},), one float32 a head, "
                 f"on {q.device}."

@@ -1,4 +1,4 @@
-"""Orders of (B, H, S, D) in memory: by head (B, H, S, D), or by token (B, S, H, D) as projections leave it."""
+"""Memory orders of (B, H, S, D): by head (B, H, S, D), or by token (B, S, H, D), as projections write it."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from tilewright.dispatch.bucket import hint
 from tilewright.ops.gemm.operands import VECTOR, copyable
 
 LAYOUTS = ("BHSD", "BSHD")
-"""What a caller may call the order of dimensions; inside it is always BHSD, with strides."""
+"""Orders of dimensions that a caller may pass; inside it is always BHSD, with strides."""
 
 
 def by_token(x: Tensor) -> bool:
-    """Does (B, H, S, D) lie in memory as (B, S, H, D)?  With one head or token it lies as either: for results alone,
-    whose strides are made of sizes.
+    """True if (B, H, S, D) lies in memory as (B, S, H, D).  With one head or token both hold, so use it only to choose
+    the layout of results.
     """
     return bool(x.stride(1) < x.stride(2))
 
@@ -25,30 +25,30 @@ def spec_like(x: Tensor, width: int) -> tuple[tuple[int, ...], torch.dtype, tupl
     return (b, h, s, width), x.dtype, (h * s * width, s * width, width, 1)
 
 
-def laid_like(made: Tensor, x: Tensor) -> Tensor:
-    """`made` (B, H, S, anything), dense in x's order; itself where it lies so."""
+def laid_like(t: Tensor, x: Tensor) -> Tensor:
+    """`made` (B, H, S, anything), dense in x's memory order; itself if it is."""
     if by_token(x):
-        return made.transpose(1, 2).contiguous().transpose(1, 2)
-    return made.contiguous()
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+    return t.contiguous()
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` with a unit last stride, which kernels ask for; a copy where it has another."""
-    # not x.contiguous(), which gives back a tensor of one element whatever its strides
+    """`x` with a unit last stride, which kernels need; a copy if it has another."""
+    # not x.contiguous(), which returns a tensor of one element unchanged, whatever its strides
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def addressable(x: Tensor) -> bool:
-    """Does every row of x (B, H, S, D) begin at a multiple of 16 bytes, and lie together?  So the copy engine and loads
-    of whole vectors need it.  Dimensions of one element step nowhere, whatever their strides.
+    """True if every row of x (B, H, S, D) is contiguous and begins at a multiple of 16 bytes, as TMA and vector loads
+    need.  Strides of dimensions of one element do not matter.
     """
     steps = [hint(step) for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if hint(n) > 1]
     return hint(x.stride(-1)) == 1 and 1 not in steps and copyable(x)
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` readable, without repeated elements (stride 0), as the gradient of a sum has them, and with rows at multiples
-    of 16 bytes where they are as long: a copy where it is not.
+    """`x` readable, without stride 0 (as in the gradient of a sum), and with rows at multiples of 16 bytes if their
+    length is one: a copy if it is not.
     """
     if addressable(x):
         return x
@@ -59,8 +59,8 @@ def dense(x: Tensor) -> Tensor:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """`x` as torch's own kernels take it, which ask nothing of addresses and load vectors of 16 bytes: a copy where its
-    rows begin elsewhere, and strides like those of a dense tensor where a dimension has one element.
+    """`x` for torch's own kernels, which load vectors of 16 bytes without checking addresses: a copy if its rows are
+    not aligned, and the strides of a dense tensor for dimensions of one element.
     """
     if not addressable(x):
         x = x.clone(memory_format=torch.contiguous_format)

@@ -22,11 +22,11 @@ from tilewright.ops.attention.layout import laid_like
 from tilewright.ops.rows import accumulate_dtype
 
 _BLOCK = 1 << 26
-"""Scores computed at one time: 256 MiB in float32, of which a handful live together."""
+"""Scores computed at once: 256 MiB in float32, and a handful of such tensors live together."""
 
 
 class Options(NamedTuple):
-    """What all steps of one call share: the raw op's arguments behind q, k and v."""
+    """The raw op's arguments after q, k and v."""
 
     sinks: Tensor | None
     slopes: Tensor | None
@@ -54,8 +54,8 @@ def attention(
     """(o, lse) for the raw arguments; differentiable in q, k, v and sinks."""
     options = Options(sinks, slopes, mask_data, program, left, right, scale, softcap)
     if _wants_grad(q, k, v, sinks) and not level_is_open():  # torch's own steps have forward-mode derivatives
-        made: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *options)
-        return made
+        result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *options)
+        return result
     return _forward(q, k, v, options)
 
 
@@ -67,25 +67,25 @@ def attention_backward(
     Differentiable where one of the tensors requires a gradient: in steps of torch, through o and lse too.
     """
     options = Options(*rest)
-    wide, sinks = lse.dtype, options.sinks
+    acc_dtype, sinks = lse.dtype, options.sinks
     differentiable = level_is_open() or _wants_grad(do, dlse, q, k, v, o, lse, sinks)
-    # cuDNN and FLASH add to dq in any order
+    # cuDNN and FLASH add to dq in an order that varies
     own_steps = dlse is not None or differentiable or current_numerics() == "deterministic"
-    theirs = None if own_steps else _vendor(q, k, v, options)
-    if theirs is not None and sinks is None:  # a pass over do and o less
-        dq, dk, dv = theirs.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
+    vendor_kernels = None if own_steps else _vendor(q, k, v, options)
+    if vendor_kernels is not None and sinks is None:  # saves a pass over do and o
+        dq, dk, dv = vendor_kernels.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
         return dq, dk, dv, lse.new_empty(0)
-    delta = (do.to(wide) * o.to(wide)).sum(-1)
+    delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    if theirs is not None:
-        dq, dk, dv = theirs.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
+    if vendor_kernels is not None:
+        dq, dk, dv = vendor_kernels.backward(do, q, k, v, o, lse, options.left, options.right, options.scale)
     else:
         dq, dk, dv = _backward(do, delta, q, k, v, lse, options)
     if sinks is None:
         return dq, dk, dv, lse.new_empty(0)
-    share = torch.exp(sinks.to(wide)[:, None] - lse)  # of the denominator; lse is at least the sink, so never NaN
-    return dq, dk, dv, -(share * delta).sum((0, 2)).to(sinks.dtype)
+    p_sink = torch.exp(sinks.to(acc_dtype)[:, None] - lse)  # lse >= sink, so never NaN
+    return dq, dk, dv, -(p_sink * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
@@ -93,14 +93,14 @@ def _wants_grad(*tensors: Tensor | None) -> bool:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    theirs = None if level_is_open() else _vendor(q, k, v, options)
-    if theirs is not None:
-        o, lse = theirs.forward(q, k, v, options.left, options.right, options.scale)
+    vendor_kernels = None if level_is_open() else _vendor(q, k, v, options)
+    if vendor_kernels is not None:
+        o, lse = vendor_kernels.forward(q, k, v, options.left, options.right, options.scale)
         return (o, lse) if options.sinks is None else _with_sinks(o, lse, options.sinks)
     blocks = [_forward_block(q, k, v, block, options) for block in _blocks(q, k, options)]
     if not blocks:
-        wide = accumulate_dtype(q.dtype)
-        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
+        acc_dtype = accumulate_dtype(q.dtype)
+        return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=acc_dtype)
     o, lse = (torch.cat(parts, 2) if len(blocks) > 1 else parts[0] for parts in zip(*blocks, strict=True))
     return laid_like(o, q), lse
 
@@ -128,7 +128,7 @@ def _blocks(q: Tensor, k: Tensor, options: Options) -> Iterator[_Block]:
 
 
 class _Scores(NamedTuple):
-    """Of one block, (B, H, rows, keys): scores with -inf where nothing is allowed, and before slopes and mask."""
+    """Scores of one block, (B, H, rows, keys): with slopes and mask (-inf), and before both; and the mask."""
 
     masked: Tensor
     capped: Tensor
@@ -136,7 +136,7 @@ class _Scores(NamedTuple):
 
 
 def _scores(q: Tensor, k: Tensor, block: _Block, s_q: int, s_k: int, options: Options) -> _Scores:
-    """q: rows of the block, k: its keys, both wide."""
+    """Scores of a block.  q: its rows, k: its keys, both in the accumulation dtype."""
     s = options.scale * products(q, k.mT)
     if options.softcap:
         s = options.softcap * torch.tanh(s / options.softcap)
@@ -145,60 +145,60 @@ def _scores(q: Tensor, k: Tensor, block: _Block, s_q: int, s_k: int, options: Op
     keys = torch.arange(block.first, block.last, device=q.device)
     if options.slopes is not None:
         s = s - options.slopes.to(s.dtype)[:, None, None] * (positions[:, None] - keys).abs()
-    seen = allowed(
+    visible = allowed(
         positions, keys, options.mask_data, options.program, options.left, options.right, q.shape[0], q.shape[1]
     )
-    if seen is not None:
-        s = s.masked_fill(~seen, -math.inf)
-    return _Scores(s, capped, seen)
+    if visible is not None:
+        s = s.masked_fill(~visible, -math.inf)
+    return _Scores(s, capped, visible)
 
 
 def _forward_block(q: Tensor, k: Tensor, v: Tensor, block: _Block, options: Options) -> tuple[Tensor, Tensor]:
-    wide = accumulate_dtype(q.dtype)
-    rows = q[:, :, block.start : block.end].to(wide)
+    acc_dtype = accumulate_dtype(q.dtype)
+    rows = q[:, :, block.start : block.end].to(acc_dtype)
     keys, values = (t[:, :, block.first : block.last] for t in (k, v))
-    s = _scores(rows, keys.to(wide), block, q.shape[2], k.shape[2], options).masked
+    s = _scores(rows, keys.to(acc_dtype), block, q.shape[2], k.shape[2], options).masked
     if s.shape[-1]:
-        top = s.amax(-1, keepdim=True)
+        row_max = s.amax(-1, keepdim=True)
     else:
-        top = s.new_full((*s.shape[:-1], 1), -math.inf)
-    sinks = None if options.sinks is None else options.sinks.to(wide)[:, None, None]
+        row_max = s.new_full((*s.shape[:-1], 1), -math.inf)
+    sinks = None if options.sinks is None else options.sinks.to(acc_dtype)[:, None, None]
     if sinks is not None:
-        top = torch.maximum(top, sinks)
-    top = top.masked_fill(top == -math.inf, 0.0)  # of a row that sees nothing: its terms are exp(-inf) = 0
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
+        row_max = torch.maximum(row_max, sinks)
+    row_max = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key: its terms are exp(-inf) = 0
+    p = torch.exp(s - row_max)
+    l_i = p.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    summed = products(p.to(v.dtype).to(wide), values.to(wide))
-    o = (summed / total.masked_fill(total == 0, 1.0)).to(q.dtype)
-    return o, (top + torch.log(total)).squeeze(-1)
+        l_i = l_i + torch.exp(sinks - row_max)
+    acc = products(p.to(v.dtype).to(acc_dtype), values.to(acc_dtype))
+    o = (acc / l_i.masked_fill(l_i == 0, 1.0)).to(q.dtype)
+    return o, (row_max + torch.log(l_i)).squeeze(-1)
 
 
 def _backward(
     do: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = lse.dtype
+    acc_dtype = lse.dtype
     dq = []
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    dk, dv = torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
     for block in _blocks(q, k, options):
-        at, inside = slice(block.start, block.end), slice(block.first, block.last)
-        rows, out = q[:, :, at].to(wide), do[:, :, at].to(wide)
-        keys, values = k[:, :, inside].to(wide), v[:, :, inside].to(wide)
-        s, capped, seen = _scores(rows, keys, block, q.shape[2], k.shape[2], options)
-        level = lse[:, :, at, None]
-        p = torch.exp(s - level.masked_fill(level == -math.inf, 0.0))
-        ds = p * (products(out, values.mT) - delta[:, :, at, None])
+        q_slice, k_slice = slice(block.start, block.end), slice(block.first, block.last)
+        rows, out = q[:, :, q_slice].to(acc_dtype), do[:, :, q_slice].to(acc_dtype)
+        keys, values = k[:, :, k_slice].to(acc_dtype), v[:, :, k_slice].to(acc_dtype)
+        s, capped, visible = _scores(rows, keys, block, q.shape[2], k.shape[2], options)
+        row_lse = lse[:, :, q_slice, None]
+        p = torch.exp(s - row_lse.masked_fill(row_lse == -math.inf, 0.0))
+        ds = p * (products(out, values.mT) - delta[:, :, q_slice, None])
         if options.softcap:
             ds = ds * (1.0 - (capped / options.softcap) ** 2)
-        if seen is not None:
-            ds = ds.masked_fill(~seen, 0.0)
-        ds = ds.to(q.dtype).to(wide)
+        if visible is not None:
+            ds = ds.masked_fill(~visible, 0.0)
+        ds = ds.to(q.dtype).to(acc_dtype)
         dq.append((options.scale * products(ds, keys)).to(q.dtype))
-        dk[:, :, inside] += options.scale * _sums(ds, rows, k.shape[1])
-        dv[:, :, inside] += _sums(p.to(v.dtype).to(wide), out, v.shape[1])
-    made = torch.cat(dq, 2) if dq else torch.zeros_like(q)
-    return laid_like(made, q), laid_like(dk.to(k.dtype), k), laid_like(dv.to(v.dtype), v)
+        dk[:, :, k_slice] += options.scale * _sums(ds, rows, k.shape[1])
+        dv[:, :, k_slice] += _sums(p.to(v.dtype).to(acc_dtype), out, v.shape[1])
+    result = torch.cat(dq, 2) if dq else torch.zeros_like(q)
+    return laid_like(result, q), laid_like(dk.to(k.dtype), k), laid_like(dv.to(v.dtype), v)
 
 
 def _sums(a: Tensor, b: Tensor, kv_heads: int) -> Tensor:
@@ -210,7 +210,7 @@ def _sums(a: Tensor, b: Tensor, kv_heads: int) -> Tensor:
 
 
 def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """What a softmax without them becomes when sinks join its denominator."""
+    """(o, lse) of a softmax after the sinks join its denominator."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return (o * torch.exp(lse - joined)[..., None]).to(o.dtype), joined
 
@@ -222,12 +222,14 @@ def _vendor(q: Tensor, k: Tensor, v: Tensor, options: Options) -> vendor.Kernels
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast off; on a device that has none (meta), nothing."""
+    """A context with autocast off; a null context on a device without autocast (meta)."""
     return torch.autocast(device, enabled=False) if device in AUTOCASTS else nullcontext()
 
 
 class _Attention(Function):
-    """torch's own graph would keep the scores of every block, and round its gradients elsewhere than kernels do."""
+    """The forward with its own backward: torch's graph would keep the scores of every block, and round gradients
+    at other points than kernels do.
+    """
 
     generate_vmap_rule = True
 
@@ -248,6 +250,6 @@ class _Attention(Function):
             return (None,) * 11
         do = torch.zeros_like(o) if do is None else do.to(o.dtype)
         with _without_autocast(q.device.type), numerics(ctx.numerics):
-            *made, dsinks = attention_backward(do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *ctx.rest)
-        grads = [*made, dsinks if sinks is not None else None]
+            *result, dsinks = attention_backward(do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *ctx.rest)
+        grads = [*result, dsinks if sinks is not None else None]
         return (*(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)), *(None,) * 7)

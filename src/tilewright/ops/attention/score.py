@@ -1,4 +1,4 @@
-"""Score modifiers: what is done to s = scale * q k^T before the softmax.
+"""Score modifiers: changes to s = scale * q k^T before the softmax.
 
     softcap(limit)         s = limit * tanh(s / limit)                               native
     alibi(slopes)          s = s - slopes[h] * |position - key|                      native, alone or after softcap
@@ -34,7 +34,7 @@ class Softcap:
     limit: float
 
     def mod(self, offset: int) -> ScoreMod:
-        """As torch takes it; `offset` is S_k - S_q."""
+        """FlexAttention's score_mod; `offset` is S_k - S_q."""
         limit = self.limit
         return lambda s, b, h, i, j: limit * torch.tanh(s / limit)
 
@@ -46,7 +46,7 @@ class Alibi:
     slopes: Tensor
 
     def mod(self, offset: int) -> ScoreMod:
-        """As torch takes it; `offset` is S_k - S_q."""
+        """FlexAttention's score_mod; `offset` is S_k - S_q."""
         slopes = self.slopes
         return lambda s, b, h, i, j: s - slopes[h] * (i + offset - j).abs()
 
@@ -58,7 +58,7 @@ class RelativeBias:
     table: Tensor
 
     def mod(self, offset: int) -> ScoreMod:
-        """As torch takes it; `offset` is S_k - S_q."""
+        """FlexAttention's score_mod; `offset` is S_k - S_q."""
         table = self.table
         reach = table.shape[1] // 2
         return lambda s, b, h, i, j: s + table[h, (i + offset - j).clamp(-reach, reach) + reach]
@@ -116,14 +116,14 @@ def relative_bias(table: Tensor) -> RelativeBias:
     T5's buckets are such a table: bucket(distance) is constant beyond its largest distance, R.
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
     """
-    made = _of_heads("relative_bias", "table", table, 2)
-    if made.shape[1] % 2 == 0:
+    checked = _of_heads("relative_bias", "table", table, 2)
+    if checked.shape[1] % 2 == 0:
         raise InputError(f"relative_bias: table is {tuple(table.shape)}; needs (H, 2 R + 1), a column a distance.")
-    return RelativeBias(made)
+    return RelativeBias(checked)
 
 
 class Scores(NamedTuple):
-    """All that a call does to its scores.  rest: what no kernel has, and then every modifier but the sinks is in it."""
+    """The score modifiers of a call.  If no kernel has them all, `rest` holds every one but the sinks."""
 
     softcap: float
     slopes: Tensor | None
@@ -132,25 +132,25 @@ class Scores(NamedTuple):
 
 
 def split(op: str, score_mod: Any, softcap_limit: float | None, sink_values: Tensor | None) -> Scores:
-    """Sort the modifiers of a call.  Raises InputError for what is no modifier, or given twice."""
+    """Sort the modifiers of a call.  Raises InputError for something else, or for sinks given twice."""
     if score_mod is None and sink_values is None:
         return Scores(_limit(softcap_limit), None, None, ())
-    given = list(score_mod) if isinstance(score_mod, Sequence) else [] if score_mod is None else [score_mod]
-    for each in given:
+    modifiers = list(score_mod) if isinstance(score_mod, Sequence) else [] if score_mod is None else [score_mod]
+    for each in modifiers:
         if not isinstance(each, (Softcap, Alibi, RelativeBias, Sinks)) and not callable(each):
             raise InputError(
                 f"{op}: a score_mod is a {type(each).__name__}; needs one of tilewright.ops.attention.score, or a "
                 "callable (score, b, h, q_idx, kv_idx) -> score."
             )
-    found = [each.values for each in given if isinstance(each, Sinks)]
+    all_sinks = [each.values for each in modifiers if isinstance(each, Sinks)]
     if sink_values is not None:
-        found.append(sink_values)
-    if len(found) > 1:
-        raise InputError(f"{op}: sinks are given {len(found)} times; a softmax has one denominator.")
-    steps = [each for each in given if not isinstance(each, Sinks)]
+        all_sinks.append(sink_values)
+    if len(all_sinks) > 1:
+        raise InputError(f"{op}: sinks are given {len(all_sinks)} times; a softmax has one denominator.")
+    steps = [each for each in modifiers if not isinstance(each, Sinks)]
     if softcap_limit is not None:
         steps.insert(0, softcap(softcap_limit))
-    sink = found[0] if found else None
+    sink = all_sinks[0] if all_sinks else None
     kinds = [type(each) for each in steps]
     if kinds in ([], [Softcap], [Alibi], [Softcap, Alibi]):
         limit = steps[0].limit if kinds[:1] == [Softcap] else 0.0
@@ -172,7 +172,7 @@ def combined(steps: Sequence[Any], offset: int) -> ScoreMod:
 
 
 def _limit(limit: float | None) -> float:
-    """0.0 where there is none."""
+    """The limit, 0.0 for none."""
     return 0.0 if limit is None else softcap(limit).limit
 
 

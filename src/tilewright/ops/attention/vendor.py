@@ -1,6 +1,6 @@
-"""What torch itself has for attention on a GPU: cuDNN and FLASH behind scaled_dot_product_attention, called where they
-give the logarithm of the denominator too.  Memory is linear in S.  Both load vectors of 16 bytes and ask nothing of
-addresses: tensors whose rows begin elsewhere are copied.
+"""torch's fused attention on a GPU: cuDNN and FLASH, the backends of scaled_dot_product_attention, through the calls
+that return lse too.  Memory is linear in S.  Both load vectors of 16 bytes without checking addresses: tensors whose
+rows are not aligned are copied.
 """
 
 import logging
@@ -18,7 +18,7 @@ from tilewright.ops.attention.layout import loadable
 
 _aten = torch.ops.aten
 _SMALL = 1 << 18
-"""Scores below which the plain reference runs: its backward repeats bit for bit, and it rounds where kernels do."""
+"""Below so many scores the plain reference runs: its backward repeats bit for bit, and it rounds where kernels do."""
 
 
 class Kernels(NamedTuple):
@@ -37,10 +37,10 @@ def kernels(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int
     if q.device.type != "cuda" or not plain or program or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     batch, heads, s_q, s_k = (hint(n) for n in (*q.shape[:3], k.shape[2]))
-    # With fewer keys than queries a causal row may see nothing, of which FLASH makes an lse of +inf
+    # With fewer keys than queries a causal row may see no key, for which FLASH returns lse = +inf
     if batch * heads * s_q * s_k < _SMALL or q.shape[2] > k.shape[2]:
         return None
-    # cuDNN's causal mask begins at the first key, ours ends at the last: they agree where there are as many
+    # cuDNN's causal mask is top left, ours bottom right: they agree if S_q = S_k
     full, causal = left < 0 and right < 0, _causal(left, right) and q.shape[2] == k.shape[2]
     if (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal)) and _remembers(q, k, v, causal):
         return CUDNN
@@ -50,14 +50,14 @@ def kernels(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int
 
 
 _SIGNATURES = 16
-"""Signatures that cuDNN gets in a process.  torch makes a graph for each, and keeps it for good: 1.6 to 1.9 MiB of host
+"""Signatures that cuDNN gets in a process.  torch builds a graph for each and never frees it: 1.6 to 1.9 MiB of host
 memory and 40 ms (torch 2.11 on an H200, 1500 forwards).
 """
 _given: set[tuple[Any, ...]] = set()
 
 
 def _remembers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Has torch a cuDNN graph for such a call, or may it make one?"""
+    """True if torch has a cuDNN graph for such a call, or may build one."""
     if is_fake(q):
         return True
     shapes = [(t.shape, t.stride()) for t in (q, k, v)]
@@ -84,7 +84,7 @@ def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     do, q, k, v, o = map(loadable, (do, q, k, v, o))
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that does not happen
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the unused dropout
     sizes = (q.shape[2], k.shape[2])
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse[..., None], seed, seed, None, None, None, *sizes, 0.0, right == 0, scale=scale
@@ -124,7 +124,7 @@ def _causal(left: int, right: int) -> bool:
 
 
 def _window(left: int, right: int) -> dict[str, Any]:
-    """FLASH's names of the band; none for what it calls causal or full."""
+    """FLASH's window arguments; none for a causal or a full mask."""
     if left < 0 and right <= 0:
         return {}
     return {"window_size_left": left, "window_size_right": right}

@@ -5,8 +5,8 @@
              config)
 
 q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v) with unit last strides; everything else is as the raw ops
-in `fmha/raw.py` declare it.  `triton_delta` makes the delta that every backward takes, and the gradient of the sinks.
-The Triton ones take a second pair of score operands too, `pe`, as `mla` has them; `triton_head_sum` adds up what the
-heads give to the gradient of a key that they share.
-Every engine is bitwise reproducible: no sums of floats in an order that may change.
+in `fmha/raw.py` declare it.  `triton_delta` computes the delta of every backward and the gradient of the sinks.
+The Triton engines also take a second pair of score operands, `pe`, for `mla`; `triton_head_sum` sums the gradient of a
+key over the heads that share it.
+Every engine is bitwise reproducible: floats are added in a fixed order.
 """

@@ -1,7 +1,7 @@
 """Attention backward in cuTile: one kernel for dq, one for dk and dv, deterministic.
 
-Each computes the scores and do v^T again: 14 * B * H * pairs * D flops of products where a backward that added up dq
-across blocks would take 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
+Both recompute S = Q K^T and dP = dO V^T: 14 * B * H * pairs * D flops, where one kernel that adds dq across blocks
+needs 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
 """
 
 from typing import NamedTuple
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from tilewright.jit.cutile_launch import Hints
 from tilewright.jit.tape import scratch
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines.cutile_backward_kernel import keys_kernel, queries_kernel, sinks_kernel
-from tilewright.ops.attention.engines.cutile_forward import padded, together
+from tilewright.ops.attention.engines.cutile_forward import heads_together, padded
 from tilewright.ops.attention.engines.cutile_tiles import LOG2E
 
 __all__ = ["CONFIGS", "Config", "backward", "candidates", "configure"]
 
-_SUMMED = 1024  # rows whose shares of a sink's gradient are summed side by side
+_SUMMED = 1024  # rows per step of the sum over rows
 
 
 class Config(NamedTuple):
-    """queries_*: of the kernel for dq; keys_*: of that for dk and dv.   m, n: queries and keys of a tile; num_warps:
-    that compute, 4 or 8, and 4 more load; occupancy: blocks that share an SM.
+    """queries_*: the kernel for dq; keys_*: the kernel for dk and dv.   m, n: queries and keys of a tile; num_warps:
+    consumer warps, 4 or 8, and 4 more load; occupancy: blocks per SM.
     """
 
     queries_m: int
@@ -37,7 +37,7 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The first candidate, by D."""
+    """The first candidate."""
     return candidates(bucket, dtype)[0]
 
 
@@ -88,22 +88,22 @@ def backward(
     """
     batch, heads, s_q, d = q.shape
     kv_heads, s_k, d_v = v.shape[1:]
-    left, right = within(left, right, s_q, s_k)
-    sharing, item = heads // kv_heads, q.element_size()
+    left, right = clamped_band(left, right, s_q, s_k)
+    group, itemsize = heads // kv_heads, q.element_size()
     delta = scratch(tuple(lse.shape), dtype=lse.dtype, device=lse.device)
-    any_slopes = lse if slopes is None else slopes  # what is not wanted is not read
-    # what the kernels do to a score, in units of log2: exp2(inner * s), or exp2(cap * tanh(inner * s))
+    any_slopes = lse if slopes is None else slopes  # a placeholder that is not read
+    # Scalars of the score in units of log2: exp2(inner * s), or exp2(cap * tanh(inner * s))
     scalars = (scale, scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E, left, right)
-    form = (left >= 0, right >= 0)
+    bounded = (left >= 0, right >= 0)
     c = config
     queries_kernel(
         (-(-s_q // c.queries_m) * heads * batch,),
         (
             *(dq, delta, do, o, lse if dlse is None else dlse, q, k, v, lse, any_slopes, *scalars),
-            together(heads * batch, sharing, s_k * (d + d_v) * item),
+            heads_together(heads * batch, group, s_k * (d + d_v) * itemsize),
         ),
         (
-            *(padded(d), padded(d_v), c.queries_m, c.queries_n, *form, s_k % c.queries_n != 0),
+            *(padded(d), padded(d_v), c.queries_m, c.queries_n, *bounded, s_k % c.queries_n != 0),
             *(softcap > 0, slopes is not None, dlse is not None),
         ),
         Hints(c.queries_num_warps, c.queries_occupancy),
@@ -112,9 +112,9 @@ def backward(
         (-(-s_k // c.keys_n) * kv_heads * batch,),
         (
             *(dk, dv, do, q, k, v, lse, delta, any_slopes, *scalars),
-            together(kv_heads * batch, 1, sharing * s_q * (d + d_v) * item),
+            heads_together(kv_heads * batch, 1, group * s_q * (d + d_v) * itemsize),
         ),
-        (padded(d), padded(d_v), c.keys_m, c.keys_n, *form, softcap > 0, slopes is not None),
+        (padded(d), padded(d_v), c.keys_m, c.keys_n, *bounded, softcap > 0, slopes is not None),
         Hints(c.keys_num_warps, c.keys_occupancy),
     )
     if sinks is not None:

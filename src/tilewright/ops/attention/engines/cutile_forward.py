@@ -1,4 +1,4 @@
-"""Attention forward in cuTile: choice of tiles, and the launch.  The kernel is in `cutile_forward_kernel.py`.
+"""Attention forward in cuTile: the choice of tiles and the launch.  The kernel is in `cutile_forward_kernel.py`.
 
 4*B*H*S_q*S_k*D flops without a mask: (2, 16, 8192, 128) cannot beat 1.11 ms at 989 TFLOP/s.
 """
@@ -9,34 +9,34 @@ import torch
 from torch import Tensor
 
 from tilewright.jit.cutile_launch import Hints
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines.cutile_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.cutile_tiles import LOG2E
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "refusal"]
+__all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "why_not"]
 
 MOST_D = 256
-L2_BYTES = 24 << 20  # of keys and values that are read again by other tiles before they are gone
+L2_BYTES = 24 << 20  # K and V that other tiles read again before they leave the L2
 SLOPES = 2  # bit of `extras` in a bucket, as in fmha/raw.py
 
 
 class Config(NamedTuple):
-    """Tiles of queries and keys, and how they are worked on."""
+    """Tile sizes, warps and occupancy."""
 
     block_m: int
     block_n: int
-    num_warps: int  # that compute, 4 or 8; 4 more load
-    occupancy: int  # blocks that share an SM
-    ahead: bool  # multiply the next scores while these pass through the softmax
+    num_warps: int  # consumer warps, 4 or 8; 4 more load
+    occupancy: int  # blocks per SM
+    ahead: bool  # issue the next S = Q K^T before the softmax of this one
 
 
 def padded(width: int) -> int:
-    """Columns of the tile that holds `width` columns: beyond them it holds 0."""
+    """Columns of the tile that holds `width` columns; the rest is 0."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The first candidate, by D and what must be held in registers."""
+    """The first candidate."""
     return candidates(bucket, dtype)[0]
 
 
@@ -44,18 +44,20 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     """Tiles that compile without spills for sm_90."""
     _, _, _, _, d, d_v, _, extras, _ = bucket
     widest = max(padded(d), padded(d_v))
-    ahead = not extras & SLOPES  # positions and keys of every score are alive beside two tiles of scores
+    ahead = (
+        not extras & SLOPES
+    )  # ALiBi keeps positions and keys of every score in registers; two tiles of scores do not fit
     if widest <= 64:
-        found = [Config(64, 128, 4, 2, True), Config(128, 128, 8, 1, True), Config(64, 128, 4, 2, False)]
+        configs = [Config(64, 128, 4, 2, True), Config(128, 128, 8, 1, True), Config(64, 128, 4, 2, False)]
     elif widest <= 128:
-        found = [Config(64, 128, 4, 2, True), Config(128, 64, 8, 1, True), Config(64, 128, 4, 2, False)]
+        configs = [Config(64, 128, 4, 2, True), Config(128, 64, 8, 1, True), Config(64, 128, 4, 2, False)]
     else:
-        found = [Config(128, 64, 8, 1, True), Config(64, 64, 4, 1, True), Config(64, 128, 4, 1, False)]
-    return tuple(dict.fromkeys(c if ahead else c._replace(ahead=False) for c in found))
+        configs = [Config(128, 64, 8, 1, True), Config(64, 64, 4, 1, True), Config(64, 128, 4, 1, False)]
+    return tuple(dict.fromkeys(c if ahead else c._replace(ahead=False) for c in configs))
 
 
 def _every_config() -> tuple[Config, ...]:
-    """What `configure` returns, found by asking it."""
+    """Every config that `configure` returns."""
     buckets = [(32, 1, 8192, 8192, d, d, 1, extras, 1) for d in (64, 128, 256) for extras in (0, SLOPES)]
     return tuple(dict.fromkeys(configure(bucket, torch.bfloat16) for bucket in buckets))
 
@@ -63,8 +65,8 @@ def _every_config() -> tuple[Config, ...]:
 CONFIGS = _every_config()
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why this engine cannot run bands over these operands; None if it can."""
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why this engine cannot run a band over these operands, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got {q.dtype}"
     d, d_v = q.shape[3], v.shape[3]
@@ -95,19 +97,19 @@ def forward(
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
-    left, right = within(left, right, s_q, s_k)
+    left, right = clamped_band(left, right, s_q, s_k)
     softcapped, sloped = softcap > 0, slopes is not None
     forward_kernel(
         (-(-s_q // config.block_m) * heads * batch,),
         (
             *(o, lse, q, k, v),
-            lse if sinks is None else sinks,  # what is not wanted is not read
+            lse if sinks is None else sinks,  # a placeholder that is not read
             lse if slopes is None else slopes,
             scale * LOG2E,
             softcap * LOG2E,
             left,
             right,
-            together(heads * batch, heads // k.shape[1], s_k * (d + d_v) * q.element_size()),
+            heads_together(heads * batch, heads // k.shape[1], s_k * (d + d_v) * q.element_size()),
         ),
         (
             *(padded(d), padded(d_v), config.block_m, config.block_n),
@@ -118,6 +120,6 @@ def forward(
     )
 
 
-def together(heads: int, sharing: int, bytes_of_head: int) -> int:
-    """How many heads are walked at a time; `sharing` of them have one head of keys, of `bytes_of_head`."""
-    return min(heads, max(1, L2_BYTES // bytes_of_head) * sharing)
+def heads_together(heads: int, group: int, kv_bytes: int) -> int:
+    """Query heads that run together: their K and V fit the L2; `group` heads share a kv head of `kv_bytes`."""
+    return min(heads, max(1, L2_BYTES // kv_bytes) * group)

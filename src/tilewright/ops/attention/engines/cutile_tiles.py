@@ -1,4 +1,4 @@
-"""What the attention kernels in cuTile share: which tile a block works on, what a band lets it see, and loads."""
+"""Shared by the cuTile kernels of attention: the tile scheduler, the tiles that a band covers, loads and masks."""
 
 from tilewright.jit.cutile_language import ct
 
@@ -6,20 +6,20 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
-def place(at, tiles, x, together):
-    """(tile, batch, head) of block `at`, for x (B, H, S, D) with that many tiles: `together` heads at a time, tile by
-    tile, so that what the heads read stays in L2.
+def schedule_tile(pid, tiles, x, chunk):
+    """(tile, batch, head) of block `pid`, for x (B, H, S, D) with that many tiles: `chunk` heads run together, tile by
+    tile, so that what they read stays in the L2.
     """
     heads = x.shape[1]
-    group, rest = at // (together * tiles), at % (together * tiles)
-    wide = min(together, heads * x.shape[0] - group * together)
-    head = group * together + rest % wide
-    return rest // wide, head // heads, head % heads
+    group, local = pid // (chunk * tiles), pid % (chunk * tiles)
+    width = min(chunk, heads * x.shape[0] - group * chunk)
+    head = group * chunk + local % width
+    return local // width, head // heads, head % heads
 
 
 def tiles_of_keys(first, s_k, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT):
-    """(begin, full, full_end, end) for BLOCK_M queries at positions from `first` on: of the tiles [begin, end) they
-    see only [full, full_end) whole.
+    """(begin, full, full_end, end) for BLOCK_M queries at positions from `first` on: they see key tiles [begin, end),
+    and every key of [full, full_end).
     """
     begin, full, full_end, end = 0, 0, s_k // BLOCK_N, ct.cdiv(s_k, BLOCK_N)
     if LEFT:
@@ -33,8 +33,8 @@ def tiles_of_keys(first, s_k, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT):
 
 
 def tiles_of_queries(first, s_q, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT):
-    """(begin, full, full_end, end) for BLOCK_N keys, of which query 0 is `first` before the first: of the tiles [begin,
-    end) they are seen by, [full, full_end) see all of them.
+    """(begin, full, full_end, end) for BLOCK_N keys, the first one `first` positions after query 0: query tiles
+    [begin, end) see them, and every query of [full, full_end) sees all of them.
     """
     tiles = ct.cdiv(s_q, BLOCK_M)
     begin, full, full_end, end = 0, 0, tiles, tiles
@@ -48,19 +48,19 @@ def tiles_of_queries(first, s_q, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT):
     return begin, full, min(max(full, full_end), end), end
 
 
-def rows(x, b, h, tile, ROWS, COLUMNS):
-    """Tile of a head of x (B, H, S, columns), (ROWS, COLUMNS), 0 beyond the edges."""
-    at, shape = (b, h, tile, 0), (1, 1, ROWS, COLUMNS)
-    return ct.load(x, at, shape, padding_mode=ct.PaddingMode.ZERO).reshape((ROWS, COLUMNS))
+def load_rows(x, b, h, tile, ROWS, COLUMNS):
+    """Load a tile (ROWS, COLUMNS) of one head of x (B, H, S, columns), 0 beyond the edges."""
+    index, shape = (b, h, tile, 0), (1, 1, ROWS, COLUMNS)
+    return ct.load(x, index, shape, padding_mode=ct.PaddingMode.ZERO).reshape((ROWS, COLUMNS))
 
 
-def line(x, b, h, tile, ROWS):
-    """Tile of a head of x (B, H, S), (ROWS,), 0 beyond the edge."""
+def load_row_stats(x, b, h, tile, ROWS):
+    """Load a tile (ROWS,) of one head of x (B, H, S), 0 beyond the edge."""
     return ct.load(x, (b, h, tile), (1, 1, ROWS), padding_mode=ct.PaddingMode.ZERO).reshape((ROWS,))
 
 
 def masked(x, other, positions, keys, left, right, s_k, LEFT, RIGHT, RAGGED):
-    """x, and `other` where a key is not to be seen."""
+    """x, and `other` where the key is masked."""
     if LEFT:
         x = ct.where(keys >= positions - left, x, other)
     if RIGHT:

@@ -1,9 +1,9 @@
 """Attention backward in CUDA C++ for Hopper: one kernel for dq, dk and dv, 10 * B * H * pairs * D flops of products.
 
-`sm90_fmha_backward.cuh` walks over queries for each tile of keys, and adds dq up in float32 in global memory, in an
-order that does not change from run to run.  A small kernel before it makes two floats a query and lowers the flags of
-that order; one after it rounds dq.  Masks are bands (causal, windows, none) and packed sequences, of which one more
-kernel finds which queries see a key.
+`sm90_fmha_backward.cuh` iterates over the query tiles of each key tile, and adds dq in float32 in global memory, in an
+order that does not change from run to run.  A preprocess kernel before it computes lse and delta of each query and
+clears the flags of that order; a postprocess kernel scales and rounds dq.  The mask is a band (causal, a window, none)
+or packed sequences, for which one more kernel finds the queries that see each key.
 """
 
 from pathlib import Path
@@ -17,20 +17,19 @@ from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines.triton_delta import delta, sink_gradient
 
-# As in the headers: bytes of a row of a box; keys of a warpgroup and of a block; warpgroups
-_SPAN, _ROWS, _KEYS, _GROUPS = 128, 64, 128, 2
-_WIDE = _SPAN // 2  # elements of 16 bits
+_SWIZZLE, _WARPGROUP_M, _KEYS, _WARPGROUPS = 128, 64, 128, 2  # as in sm90_fmha_backward/shape.cuh
+_BOX_COLUMNS = _SWIZZLE // 2  # elements of 16 bits
 _MAX_D = 128
-_L2_BYTES = 32 << 20  # of queries, their gradients and sums that blocks of other keys use again before they are gone
-_THREADS, _SPANS_THREADS = 256, 128  # of the small kernels
+_L2_BYTES = 32 << 20  # for Q, dO and dq_acc of a section of heads, which the blocks of other keys use again
+_THREADS, _INTERVALS_THREADS = 256, 128  # of the kernels before and after
 
 
 class Config(NamedTuple):
-    """block_m: queries of a tile.  stages: of the rings of Q and dO.  ds_stages: of dS between the warpgroups.
-    out_stages: tiles of dQ that wait to leave.
+    """block_m: queries of a tile.  stages: of Q and dO.  ds_stages: of dS, which the warpgroups share.  out_stages: of
+    results on their way to global memory.
     """
 
     block_m: int
@@ -50,20 +49,20 @@ class Params(NamedTuple):
     kOutStages: int
     kSoftcap: bool
     kSlope: bool
-    kSpans: bool
+    kPacked: bool
     Element: torch.dtype
 
 
-class RowsParams(NamedTuple):
-    """What sm90_fmha_rows is compiled for."""
+class PreprocessParams(NamedTuple):
+    """What sm90_fmha_preprocess is compiled for."""
 
     kBlockM: int
-    kSpans: bool
+    kPacked: bool
     Element: torch.dtype
 
 
-class SpansParams(NamedTuple):
-    """What sm90_fmha_spans is compiled for: nothing that changes."""
+class IntervalsParams(NamedTuple):
+    """What sm90_fmha_intervals is compiled for: it has no parameters."""
 
 
 _FOLDER = Path(__file__).parent
@@ -74,13 +73,15 @@ KERNEL = CudaKernel(
     archs=("sm_90a",),
     dependent=True,
 )
-ROWS = CudaKernel(
-    _FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_rows", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
+PREPROCESS = CudaKernel(
+    _FOLDER / "sm90_fmha_preprocess.cuh", "sm90_fmha_preprocess", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
 )
-QUERIES = CudaKernel(
-    _FOLDER / "sm90_fmha_queries.cuh", "sm90_fmha_queries", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
+POSTPROCESS = CudaKernel(
+    _FOLDER / "sm90_fmha_postprocess.cuh", "sm90_fmha_postprocess", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
 )
-SPANS = CudaKernel(_FOLDER / "sm90_fmha_rows.cuh", "sm90_fmha_spans", "PPii", archs=("sm_90a",), dependent=True)
+INTERVALS = CudaKernel(
+    _FOLDER / "sm90_fmha_preprocess.cuh", "sm90_fmha_intervals", "PPii", archs=("sm_90a",), dependent=True
+)
 
 
 def backward(
@@ -107,73 +108,75 @@ def backward(
 ) -> None:
     """dq, dk, dv and dsinks as the raw op `_fmha_bwd` describes them; S_k > 0.
 
-    left, right: the band, -1 unlimited; program: "", or that of packed sequences alone.  See `fmha/raw.py`.
+    left, right: the band, -1 unlimited; program: "" (a band), or PACKED_PROGRAM.  See `fmha/raw.py`.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
-    sharing = heads // k.shape[1]
-    left, right = within(left, right, s_q, s_k)
+    heads_per_kv = heads // k.shape[1]
+    left, right = clamped_band(left, right, s_q, s_k)
     params = _params(d, d_v, softcap > 0, slopes is not None, bool(program), q.dtype, config)
     tiles = batch * heads * -(-s_q // config.block_m)
-    rows = scratch((tiles, 2 * config.block_m), torch.float32, q.device)
-    sums = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
+    stats = scratch((tiles, 2 * config.block_m), torch.float32, q.device)
+    dq_acc = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
     flags = scratch((tiles + 1,), torch.int32, q.device)
-    spans = _spans(mask_data, s_q, s_k, config) if program else 0
-    ROWS(
+    intervals = _intervals(mask_data, s_q, s_k, config) if program else 0
+    PREPROCESS(
         (tiles,),
         (
-            *(do, o, lse, 0 if dlse is None else dlse, rows, flags),
+            *(do, o, lse, 0 if dlse is None else dlse, stats, flags),
             *(s_q, d_v, heads),
             *do.stride()[:3],
             *o.stride()[:3],
-            *(spans, s_k),
+            *(intervals, s_k),
         ),
-        RowsParams(config.block_m, bool(program), q.dtype),
+        PreprocessParams(config.block_m, bool(program), q.dtype),
         block=_THREADS,
     )
-    lines, keys, part = (1, 1, config.block_m, _WIDE), (1, 1, _KEYS, _WIDE), (1, 1, _ROWS, _WIDE)
-    boxes = ((q, lines), (k, keys), (v, keys), (do, lines), (dk, part), (dv, part))
-    of_head = s_q * sharing * ((d + d_v) * q.itemsize + d * sums.itemsize)
-    kv_heads, of_keys, processors = batch * k.shape[1], -(-s_k // _KEYS), usable_sms(q.device)
-    together = max(_L2_BYTES // of_head, -(-processors // of_keys))  # sections that occupy the GPU alternate best
+    q_box, kv_box, dkv_box = ((1, 1, rows, _BOX_COLUMNS) for rows in (config.block_m, _KEYS, _WARPGROUP_M))
+    boxes = ((q, q_box), (k, kv_box), (v, kv_box), (do, q_box), (dk, dkv_box), (dv, dkv_box))
+    head_bytes = s_q * heads_per_kv * ((d + d_v) * q.itemsize + d * dq_acc.itemsize)
+    kv_heads, key_tiles, sms = batch * k.shape[1], -(-s_k // _KEYS), usable_sms(q.device)
+    section_heads = max(_L2_BYTES // head_bytes, -(-sms // key_tiles))  # a section fills the GPU
     KERNEL(
-        (min(of_keys * kv_heads, processors),),
+        (min(key_tiles * kv_heads, sms),),
         (
-            *(tensor_map(t, box, swizzle=_SPAN) for t, box in boxes),
-            tensor_map(rows, (1, 2 * config.block_m), swizzle=0),
-            *(sums, flags, 0 if slopes is None else slopes),
-            *(s_q, s_k, heads, batch, sharing, left, right, min(kv_heads, together)),
-            (left < 0) != (right < 0),  # tiles of keys differ in work
+            *(tensor_map(t, box, swizzle=_SWIZZLE) for t, box in boxes),
+            tensor_map(stats, (1, 2 * config.block_m), swizzle=0),
+            *(dq_acc, flags, 0 if slopes is None else slopes),
+            *(s_q, s_k, heads, batch, heads_per_kv, left, right, min(kv_heads, section_heads)),
+            (left < 0) != (right < 0),  # alternate: key tiles differ in work
             scale,
             softcap,
-            spans,
+            intervals,
         ),
         params,
-        block=_SPAN * (_GROUPS + 1),
+        block=128 * (_WARPGROUPS + 1),
         shared_bytes=shared_bytes(params),
     )
-    QUERIES(
+    POSTPROCESS(
         (tiles,),
-        (sums, dq, s_q, s_k, d, heads, left, right, scale, *dq.stride()[:3], spans),
+        (dq_acc, dq, s_q, s_k, d, heads, left, right, scale, *dq.stride()[:3], intervals),
         params,
         block=_THREADS,
     )
     if sinks is not None:
-        shift = scratch(tuple(lse.shape), torch.float32, lse.device)
-        delta(shift, do, o, dlse)
-        sink_gradient(dsinks, shift, lse, sinks)
+        row_delta = scratch(tuple(lse.shape), torch.float32, lse.device)
+        delta(row_delta, do, o, dlse)
+        sink_gradient(dsinks, row_delta, lse, sinks)
 
 
-def _spans(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
-    """(S_k + tiles of queries, 2) int32: of each key the queries that see it, and room for what sm90_fmha_rows adds."""
+def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
+    """(S_k + query tiles, 2) int32: the queries that see each key; sm90_fmha_preprocess fills the rest."""
     assert mask_data is not None, "a program has numbers"
-    spans = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
-    SPANS((-(-s_k // _SPANS_THREADS),), (mask_data, spans, s_q, s_k), SpansParams(), block=_SPANS_THREADS)
-    return spans
+    intervals = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
+    INTERVALS(
+        (-(-s_k // _INTERVALS_THREADS),), (mask_data, intervals, s_q, s_k), IntervalsParams(), block=_INTERVALS_THREADS
+    )
+    return intervals
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why this engine cannot run such masks over these operands; None if it can."""
+def why_not(q: Tensor, v: Tensor) -> str | None:
+    """Why this engine cannot run over these operands, or None if it can."""
     arch, d, d_v = device_info(q.device).arch, q.shape[3], v.shape[3]
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
@@ -185,22 +188,22 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
 
 
 def shared_bytes(params: Params) -> int:
-    """Of K and V, the rings of Q, dO and the floats of their rows, dS, and what leaves."""
-    m, boxes, boxes_v = params.kBlockM, -(-params.kD // _WIDE), -(-params.kDv // _WIDE)
-    ring = params.kStages * ((boxes + boxes_v) * m * _SPAN + 8 * m)
-    half = max(m // _GROUPS * _columns(params) * 4, max(boxes, boxes_v) * _ROWS * _SPAN)
-    keys, ds = (boxes + boxes_v) * _KEYS * _SPAN, params.kDsStages * _KEYS * m * 2
-    return keys + ring + ds + params.kOutStages * _GROUPS * half
+    """Shared memory of K and V, the stages of Q, dO, lse and delta, dS, and the results."""
+    m, boxes, boxes_v = params.kBlockM, -(-params.kD // _BOX_COLUMNS), -(-params.kDv // _BOX_COLUMNS)
+    ring = params.kStages * ((boxes + boxes_v) * m * _SWIZZLE + 8 * m)
+    out = max(m // _WARPGROUPS * _columns(params) * 4, max(boxes, boxes_v) * _WARPGROUP_M * _SWIZZLE)
+    keys, ds = (boxes + boxes_v) * _KEYS * _SWIZZLE, params.kDsStages * _KEYS * m * 2
+    return keys + ring + ds + params.kOutStages * _WARPGROUPS * out
 
 
 def _columns(params: Params) -> int:
-    """Of the sums of dq: warpgroups share columns, in halves or pairs of boxes, or the rows."""
+    """Columns of dq_acc: D if the warpgroups divide dQ by rows, else D rounded up to one or two boxes."""
     if params.kBlockM == _KEYS:
         return params.kD
-    return _WIDE if params.kD <= _WIDE else _GROUPS * _WIDE
+    return _BOX_COLUMNS if params.kD <= _BOX_COLUMNS else _WARPGROUPS * _BOX_COLUMNS
 
 
-def _params(d: int, d_v: int, softcap: bool, slope: bool, spans: bool, dtype: torch.dtype, config: Config) -> Params:
+def _params(d: int, d_v: int, softcap: bool, slope: bool, packed: bool, dtype: torch.dtype, config: Config) -> Params:
     return Params(
         kD=-(-d // 16) * 16,
         kDv=-(-d_v // 16) * 16,
@@ -210,7 +213,7 @@ def _params(d: int, d_v: int, softcap: bool, slope: bool, spans: bool, dtype: to
         kOutStages=config.out_stages,
         kSoftcap=softcap,
         kSlope=slope,
-        kSpans=spans,
+        kPacked=packed,
         Element=dtype,
     )
 
@@ -219,7 +222,7 @@ def _params(d: int, d_v: int, softcap: bool, slope: bool, spans: bool, dtype: to
 
 _WIDE_TILES = (Config(64, 2, 2, 2),)
 _NARROW_TILES = (Config(128, 2, 2, 2), Config(64, 3, 2, 2))
-_NARROW_SOFTCAP = (Config(64, 3, 2, 2),)  # 128 queries leave no registers for the derivative of the cap
+_NARROW_SOFTCAP = (Config(64, 3, 2, 2),)  # 128 queries leave no registers for the derivative of the softcap
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
@@ -228,8 +231,8 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles that fit the registers and shared memory at these head dimensions."""
-    if max(bucket[4:6]) > _WIDE:
+    """Tiles that fit registers and shared memory at these head dimensions."""
+    if max(bucket[4:6]) > _BOX_COLUMNS:
         return _WIDE_TILES
     return _NARROW_SOFTCAP if bucket[7] & 1 else _NARROW_TILES
 

@@ -1,7 +1,7 @@
 """Attention backward in Triton: one kernel for dk and dv, one for dq, deterministic.
 
-Each computes the scores and do v^T again: 14 * B * H * pairs * D flops of products where a backward that added up dq
-across programs would take 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
+Both recompute S = Q K^T and dP = dO V^T: 14 * B * H * pairs * D flops, where one kernel that adds dq across programs
+needs 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
@@ -18,7 +18,7 @@ _keys, _queries = tiling.Looping(keys_kernel, "S_q"), tiling.Looping(queries_ker
 
 
 class Config(NamedTuple):
-    """keys_*: the `Tile` for dk and dv; queries_*: that for dq.   descriptors: of both, with a copy engine."""
+    """keys_*: the `Tile` for dk and dv; queries_*: the `Tile` for dq.   descriptors: load through TMA in both."""
 
     keys_m: int
     keys_n: int
@@ -32,12 +32,12 @@ class Config(NamedTuple):
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """Two accumulators of keys, or one of queries, and two tiles of scores, in 255 registers.
+    """The tiles: dk and dv, or dq, and two tiles of scores must fit 255 registers.
 
     64 rows of both in four warps were the fastest for keys on an H200 at D = 128, and within 4 % for queries.
     """
     _, _, _, _, d, d_v, mask, extras, aligned = bucket
-    widest, terms = max(d, d_v), tiling.has_terms(mask, extras)  # they need registers
+    widest, terms = max(d, d_v), tiling.has_terms(mask, extras)  # terms need registers
     if dtype.itemsize == 4 and terms:
         return Config(16, 16, 4, 1, 32, 16, 4, 1, False) if widest <= 32 else Config(16, 16, 4, 2, 16, 32, 4, 2, False)
     if dtype.itemsize == 4:
@@ -62,7 +62,7 @@ CONFIGS = tuple(
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Halves that compile for sm_90 with no spills, or few beside what was measured."""
+    """Tiles of both kernels that compile for sm_90 with no spills, or with few."""
     d, d_v, aligned = bucket[4], bucket[5], bool(bucket[8])
     widest = max(d, d_v)
     if dtype.itemsize == 4 or not aligned:
@@ -80,8 +80,8 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     return tuple(Config(*k, *q, True) for k in keys for q in queries)
 
 
-def refusal(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
-    """By what bucket and dtype tell."""
+def why_not(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    """Why this engine cannot run over these operands, or None if it can."""
     if max(q.shape[3], v.shape[3]) > MOST_D:
         return f"holds heads of up to {MOST_D} numbers"
     return "has no keys to read" if k.shape[2] == 0 else None
@@ -111,25 +111,25 @@ def backward(
 ) -> None:
     """dq, dk, dv as the raw op `_fmha_bwd` describes them; delta (B, H, S_q) float32; S_k >= 1.
 
-    sinks: in lse already.   pe: dq_pe, dk_pe, q_pe and k_pe, as the forward takes the last two; dk_pe (B, H_kv, S_k,
-    D_pe) float32, contiguous, gets the gradient of k_pe from the queries of each key head.
-    means: (B, H, S_q) float32, gets the sum of p * (do v^T) over keys: delta but for dlse and the rounding of o.
+    sinks: lse includes them.   pe: dq_pe, dk_pe, q_pe and k_pe, the last two as in the forward; dk_pe (B, H_kv, S_k,
+    D_pe) float32, contiguous: the gradient of k_pe per kv head.
+    means: (B, H, S_q) float32: rowsum(P * dP), which is delta + dlse without the rounding of o.
     """
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
-    left, right = within(left, right, s_q, s_k)
+    left, right = clamped_band(left, right, s_q, s_k)
     dq_pe, dk_pe, q_pe, k_pe = pe or (None,) * 4
     d_pe = 0 if k_pe is None else k_pe.shape[3]
     parts = (*tiling.parts(d), *tiling.parts(d_v), d_pe, tiling.part(d_pe))
     widths = (d, d_v, *parts, left >= 0, right >= 0, program, softcap > 0.0)
     numbers = (left, right, scale, softcap)
-    kept = sum(tiling.parts(d) + tiling.parts(d_v)) + tiling.part(d_pe)
-    engine = config.descriptors and tiling.has_descriptors(q)
+    resident = sum(tiling.parts(d) + tiling.parts(d_v)) + tiling.part(d_pe)
+    use_descriptors = config.descriptors and tiling.has_descriptors(q)
 
     terms, scattered = bool(program) or softcap > 0.0 or slopes is not None, not config.descriptors
-    tile = tiling.fitted(Tile(*config[:4]), q, kept, d, d_v, (64, 32), "block_m", d_pe, terms, scattered)
-    copied = engine and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
+    tile = tiling.fitted(Tile(*config[:4]), q, resident, d, d_v, (64, 32), "block_m", d_pe, terms, scattered)
+    copied = use_descriptors and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "key")
     args: tuple[Any, ...] = (
         dk, dv, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,
@@ -140,8 +140,8 @@ def backward(
     constants: tuple[Any, ...] = (*widths, copied, tile.block_m, tile.block_n)
     tiling.launch(_keys.over(s_q), (batch * k.shape[1] * -(-s_k // tile.block_n),), args, constants, tile)
 
-    tile = tiling.fitted(Tile(*config[4:8]), q, kept, d, d_v, (64, 64), d_pe=d_pe, terms=terms, scattered=scattered)
-    copied = engine and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
+    tile = tiling.fitted(Tile(*config[4:8]), q, resident, d, d_v, (64, 64), d_pe=d_pe, terms=terms, scattered=scattered)
+    copied = use_descriptors and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (
         dq, means, do, delta, q, k, v, lse, slopes, mask_data, table.counts, table.indices,

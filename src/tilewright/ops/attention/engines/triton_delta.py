@@ -1,6 +1,9 @@
-"""What every backward of attention needs besides the products: delta by row, and the gradient of the sinks.
+"""delta of each row, and the gradient of the sinks: what every backward of attention needs besides the matmuls.
 
-delta = rowsum(do * o) - dlse: one read of do and o, 4 * B * H * S_q * D_v bytes in bf16.
+    delta  = rowsum(dO * O) - dlse
+    dsinks = -sum over batch and queries of exp(sink - lse) * delta
+
+delta reads do and o once, 4 * B * H * S_q * D_v bytes in bf16.
 """
 
 import triton
@@ -21,39 +24,39 @@ def delta_kernel(  # type: ignore[no-untyped-def]
     tiles = tl.cdiv(S, ROWS)
     head = (tl.program_id(0) // tiles).to(tl.int64)
     offs = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    inside = offs < S
-    at_do = do + (head // H * stride_dob + head % H * stride_doh)
-    at_o = o + (head // H * stride_ob + head % H * stride_oh)
-    total = tl.zeros((ROWS,), tl.float32)
+    in_range = offs < S
+    do_head = do + (head // H * stride_dob + head % H * stride_doh)
+    o_head = o + (head // H * stride_ob + head % H * stride_oh)
+    acc = tl.zeros((ROWS,), tl.float32)
     for start in tl.static_range(0, D_V, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (columns < D_V)[None, :]
-        x = tl.load(at_do + (offs[:, None] * stride_dos + columns[None, :]), mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(at_o + (offs[:, None] * stride_os + columns[None, :]), mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(x * y, 1)
+        mask = in_range[:, None] & (columns < D_V)[None, :]
+        x = tl.load(do_head + (offs[:, None] * stride_dos + columns[None, :]), mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(o_head + (offs[:, None] * stride_os + columns[None, :]), mask=mask, other=0.0).to(tl.float32)
+        acc += tl.sum(x * y, 1)
     if dlse is not None:
-        total -= tl.load(dlse + head * S + offs, mask=inside, other=0.0)
-    tl.store(out + head * S + offs, total, mask=inside)
+        acc -= tl.load(dlse + head * S + offs, mask=in_range, other=0.0)
+    tl.store(out + head * S + offs, acc, mask=in_range)
 
 
 @triton.jit
 def sink_kernel(dsinks, delta, dlse, lse, sinks, B, H, S, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """dsinks[h] = -sum of e^(sinks[h] - lse) * (delta - dlse) over batch and queries, in one order."""
+    """dsinks[h] = -sum of e^(sinks[h] - lse) * (delta - dlse) over batch and queries, always in one order."""
     h = tl.program_id(0)
     sink = tl.load(sinks + h)
-    total = tl.zeros((STEP,), tl.float32)
+    acc = tl.zeros((STEP,), tl.float32)
     for b in range(B):
-        line = (b * H + h).to(tl.int64) * S
+        row = (b * H + h).to(tl.int64) * S
         for start in range(0, S, STEP):
             offs = start + tl.arange(0, STEP)
-            # lse is at least the sink: a row that is not there, or has only a sink of -inf, gets no share
-            log = tl.load(lse + line + offs, mask=offs < S, other=float("inf"))
-            share = tl.where(log == float("-inf"), 0.0, tl.exp(sink - log))
-            mean = tl.load(delta + line + offs, mask=offs < S, other=0.0)
+            # lse >= sink.  A row beyond S, or with only a sink of -inf, has probability 0
+            row_lse = tl.load(lse + row + offs, mask=offs < S, other=float("inf"))
+            p_sink = tl.where(row_lse == float("-inf"), 0.0, tl.exp(sink - row_lse))
+            row_sum = tl.load(delta + row + offs, mask=offs < S, other=0.0)
             if dlse is not None:
-                mean -= tl.load(dlse + line + offs, mask=offs < S, other=0.0)
-            total += share * mean
-    tl.store(dsinks + h, -tl.sum(total, 0))
+                row_sum -= tl.load(dlse + row + offs, mask=offs < S, other=0.0)
+            acc += p_sink * row_sum
+    tl.store(dsinks + h, -tl.sum(acc, 0))
 
 
 _delta, _sink = TritonKernel(delta_kernel), TritonKernel(sink_kernel)
@@ -70,7 +73,7 @@ def delta(out: Tensor, do: Tensor, o: Tensor, dlse: Tensor | None) -> None:
 def sink_gradient(dsinks: Tensor, delta: Tensor, lse: Tensor, sinks: Tensor, dlse: Tensor | None = None) -> None:
     """dsinks (H,) float32 = -sum of exp(sinks - lse) * (delta - dlse) over batch and queries; the others (B, H, S_q).
 
-    dlse: where delta does not hold it already.
+    dlse: given if delta does not include it.
     """
     batch, heads, s_q = lse.shape
     _sink((heads,), (dsinks, delta, dlse, lse, sinks, batch, heads, s_q), (_STEP,), num_warps=8)

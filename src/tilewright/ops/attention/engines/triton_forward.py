@@ -1,35 +1,35 @@
 """Attention forward in Triton: the portable form, for any strides, head dimensions, masks and lengths.
 
-One program a tile of queries; the scores of a tile of keys never leave the chip.  Keys and values come through tensor
-descriptors where the operands are aligned and the GPU has a copy engine (sm_90 and later), else through pointers.
+One program per query tile; scores stay in registers.  K and V come through tensor descriptors if the operands are
+aligned and the GPU has TMA (sm_90 and later), else through pointers.
 
-4 * B * H * pairs * D flops, with `pairs` the (query, key) that the mask leaves: (2, 16, 8192, 128) without a mask
+4 * B * H * pairs * D flops, with `pairs` the (query, key) that the mask allows: (2, 16, 8192, 128) without a mask
 cannot beat 1.11 ms at 989 TFLOP/s.
 """
 
 import torch
 from torch import Tensor
 
-from tilewright.ops.attention.band import within
+from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.engines.triton_forward_kernel import forward_kernel
 from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config, Tile
 from tilewright.ops.attention.fmha.raw import PROGRAM
 
 _kernel = tiling.Looping(forward_kernel, "S_k")
-_SUMS = 192  # registers of a thread that sums of products may take, of 255
-_SCORES = 32  # of them those of scores where a program is evaluated beside them; twice as many spill
+_SUMS = 192  # registers per thread, of 255, for acc and scores
+_SCORES = 32  # of them for scores under a mask program; twice as many spill
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """64 queries and 64 keys in four warps: programs that share an SM multiply in turns, while others are at a softmax.
+    """64 queries and 64 keys in four warps: of the programs on an SM some multiply while others compute a softmax.
 
     Measured on an H200 at D = 128 only: 128 queries in four warps are 3 to 4 % slower where sequences are short, 2 to
-    5 % faster at 16384 tokens and without a mask, and spill.  Heads of more than 128 leave room for fewer stages.
+    5 % faster at 16384 tokens and without a mask, and spill.  Heads of more than 128 have room for fewer stages.
     """
     _, _, _, _, d, d_v, mask, extras, aligned = bucket
     widest = max(d, d_v)
-    if dtype.itemsize == 4:  # products of scalars on NVIDIA: small tiles
+    if dtype.itemsize == 4:  # FMA instead of tensor cores on NVIDIA: small tiles
         return Config(32, 16 if tiling.has_terms(mask, extras) else 32, 8, 2, False)
     if not aligned:
         return Config(64, 64, 4, 2, False) if widest <= 128 else Config(64, 32, 8, 2, False)
@@ -51,9 +51,9 @@ CONFIGS = tuple(
 
 
 def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
-    """Tiles whose stages fit an H200, and whose accumulators and scores leave registers for the softmax."""
+    """Tiles whose stages fit an H200, and whose acc and scores leave registers for the softmax."""
     d, d_v, mask, aligned = bucket[4], bucket[5], bucket[6], bucket[8]
-    kept, columns = sum(tiling.parts(d)), sum(tiling.parts(d_v))
+    resident, columns = sum(tiling.parts(d)), sum(tiling.parts(d_v))
     if dtype.itemsize == 4:
         return tuple(Config(32, n, 8, 2, False) for n in (16, 32))
     return tuple(
@@ -61,14 +61,14 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
         for m, warps in ((64, 4), (128, 8), (128, 4))
         for n in (32, 64, 128)
         for stages in (2, 3)
-        if dtype.itemsize * (m * kept + stages * n * (kept + columns)) < tiling.SHARED_BYTES["sm_90"]
+        if dtype.itemsize * (m * resident + stages * n * (resident + columns)) < tiling.SHARED_BYTES["sm_90"]
         and m * (n + columns) <= 32 * warps * _SUMS
         and (mask != PROGRAM or m * n <= 32 * warps * _SCORES)
     )
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
-    """By what bucket and dtype tell."""
+def why_not(q: Tensor, k: Tensor, v: Tensor, *_: object) -> str | None:
+    """Why this engine cannot run over these operands, or None if it can."""
     if max(q.shape[3], v.shape[3]) > MOST_D:
         return f"holds heads of up to {MOST_D} numbers"
     return "has no keys to read" if k.shape[2] == 0 else None
@@ -98,15 +98,15 @@ def forward(
     batch, heads, s_q, d = q.shape
     s_k, d_v = k.shape[2], v.shape[3]
     group = heads // k.shape[1]
-    left, right = within(left, right, s_q, s_k)
+    left, right = clamped_band(left, right, s_q, s_k)
     q_pe, k_pe = pe or (None, None)
     d_pe = 0 if k_pe is None else k_pe.shape[3]
     copied = (k, v) if k_pe is None else (k, v, k_pe)
     descriptors = config.descriptors and all(map(tiling.describable, copied)) and tiling.has_descriptors(k)
-    kept = sum(tiling.parts(d)) + tiling.part(d_pe)
+    resident = sum(tiling.parts(d)) + tiling.part(d_pe)
     terms = bool(program) or softcap > 0.0 or slopes is not None
     tile = tiling.fitted(
-        Tile(*config[:4]), q, kept, d, d_v, (128, 64), d_pe=d_pe, terms=terms, scattered=not config.descriptors
+        Tile(*config[:4]), q, resident, d, d_v, (128, 64), d_pe=d_pe, terms=terms, scattered=not config.descriptors
     )
     table = tiling.table(program, mask_data, q, k, tile, "query")
     args = (

@@ -1,4 +1,4 @@
-"""Attention for prefill and training: any mask, there and back.  The contract; backends are the files beside it."""
+"""Attention for prefill and training: any mask, forward and backward: the contract."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.mask import Mask
-from tilewright.ops.attention import apart, checks
+from tilewright.ops.attention import checks, torch_only
 from tilewright.ops.attention.arguments import merged, raw_arguments
 from tilewright.ops.attention.fmha import samples
 from tilewright.ops.attention.fmha.cost import cost
@@ -37,8 +37,8 @@ def fmha(
     """o = softmax(s) v over the keys a query may see, s = scale * q k^T; and lse, the logarithm of its denominator.
 
     q: (B, H, S_q, D)   k: (B, H_kv, S_k, D)   v: (B, H_kv, S_k, D_v), or (B, S, H, D) each with layout="BSHD";
-    bf16|fp16|fp32, the same for all.  Query head h reads key head h // (H / H_kv).  Strides are free, the last of 1:
-    another costs a copy.  Returns o (B, H, S_q, D_v), which lies in memory as q does; with return_lse also lse
+    bf16|fp16|fp32, the same for all.  Query head h reads key head h // (H / H_kv).  Any strides; a last
+    stride other than 1 costs a copy.  Returns o (B, H, S_q, D_v) in the memory order of q; with return_lse also lse
     (B, H, S_q) float32, natural.  scale: D^-0.5 by default.
 
     mask: one of tilewright.mask, or several of them with & | ~.   causal: mask & causal().
@@ -61,15 +61,15 @@ def fmha(
     """
     checks.check_layout("fmha", layout)
     checks.check_heads("fmha", q, k, v)
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seen, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
-    if dropout or scores.rest or (seen is not None and seen.only_flex):
-        o, lse = _apart(q, k, v, seen, scale, scores, dropout, return_lse, backend)
+    merged_mask, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
+    if dropout or scores.rest or (merged_mask is not None and merged_mask.only_flex):
+        o, lse = _torch_only(q, k, v, merged_mask, scale, scores, dropout, return_lse, backend)
     else:
-        o, lse = call(CONTRACT, raw_arguments(q, k, v, seen, scale, scores), backend)
-    if turned:
+        o, lse = call(CONTRACT, raw_arguments(q, k, v, merged_mask, scale, scores), backend)
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -90,47 +90,47 @@ def reference(
     layout: str = "BHSD",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain torch; on a GPU, large problems without score modifiers are cuDNN's or FLASH's."""
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    seen, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
+    merged_mask, scores = merged("fmha", mask, causal), split("fmha", score_mod, softcap, sinks)
     if dropout:
-        o, lse = _apart(q, k, v, seen, scale, scores, dropout, return_lse, None)
-    elif scores.rest or (seen is not None and seen.only_flex):
-        o, lse = apart.plain(q, k, v, seen, scale, scores)
+        o, lse = _torch_only(q, k, v, merged_mask, scale, scores, dropout, return_lse, None)
+    elif scores.rest or (merged_mask is not None and merged_mask.only_flex):
+        o, lse = torch_only.plain(q, k, v, merged_mask, scale, scores)
     else:
-        o, lse = attention(*raw_arguments(q, k, v, seen, scale, scores))
-    if turned:
+        o, lse = attention(*raw_arguments(q, k, v, merged_mask, scale, scores))
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
 
-def _apart(
+def _torch_only(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Mask | None,
+    merged_mask: Mask | None,
     scale: float | None,
     scores: Any,
     dropout: float,
     return_lse: bool,
     backend: str | None,
 ) -> tuple[Tensor, Any]:
-    """What no raw op has: (o, lse), lse None under dropout."""
+    """(o, lse) of calls that no raw op takes; lse is None under dropout."""
     checks.check_shapes("fmha", q, k, v)
     checks.check_dropout("fmha", dropout)
     if scale is not None:
         checks.check_scale("fmha", scale)
-    if seen is not None:
-        seen.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if merged_mask is not None:
+        merged_mask.check(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if dropout:
-        apart.check_dropped("fmha", scores, return_lse)
-        apart.check_backend("fmha", backend, "dropout")
-        return apart.dropped(q, k, v, seen, scale, dropout), None
-    apart.check_backend(
+        torch_only.check_dropped("fmha", scores, return_lse)
+        torch_only.check_backend("fmha", backend, "dropout")
+        return torch_only.dropped(q, k, v, merged_mask, scale, dropout), None
+    torch_only.check_backend(
         "fmha", backend, "score modifier but softcap, alibi and sinks, and no mask of a foreign function"
     )
-    return apart.modified(q, k, v, seen, scale, scores)
+    return torch_only.modified(q, k, v, merged_mask, scale, scores)
 
 
 def check(*args: Any) -> None:

@@ -19,11 +19,11 @@ def cost(sample: Sample, direction: str) -> Cost:
     d, d_v = q.shape[3], v.shape[3]
     count = pairs(q, k, merged("fmha", sample.kwargs.get("mask"), bool(sample.kwargs.get("causal"))))
     per_row = q.numel() // d
-    made = per_row * (d_v * q.element_size() + 4)
+    output_bytes = per_row * (d_v * q.element_size() + 4)
     inputs = rows.nbytes(q, k, v)
     if direction == "fwd":
-        return Cost(2 * count * (d + d_v), inputs, made)
-    return Cost(2 * count * (3 * d + 2 * d_v), inputs + made + per_row * d_v * q.element_size(), inputs)
+        return Cost(2 * count * (d + d_v), inputs, output_bytes)
+    return Cost(2 * count * (3 * d + 2 * d_v), inputs + output_bytes + per_row * d_v * q.element_size(), inputs)
 
 
 def pairs(q: Tensor, k: Tensor, mask: Mask | None) -> int:
@@ -43,6 +43,6 @@ def pairs(q: Tensor, k: Tensor, mask: Mask | None) -> int:
     total = 0
     for start in range(0, s_q, height):
         positions = torch.arange(start, min(start + height, s_q), device=q.device) + (s_k - s_q)
-        seen = evaluate(program, data, positions, keys, batch, heads)
-        total += int(seen.sum()) * (batch // seen.shape[0]) * (heads // seen.shape[1])
+        visible = evaluate(program, data, positions, keys, batch, heads)
+        total += int(visible.sum()) * (batch // visible.shape[0]) * (heads // visible.shape[1])
     return total

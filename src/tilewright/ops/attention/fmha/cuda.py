@@ -9,9 +9,9 @@ from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.fmha import raw
 
 
-def _supports(*args: Any) -> str | None:
+def _why_not(*args: Any) -> str | None:
     bucket = raw.FORWARD.bucket_of(args, "default")
-    return raw.unaddressable(bucket) or fmha_cuda.refusal(args[0], args[2])
+    return raw.why_not_addressable(bucket) or fmha_cuda.why_not(args[0], args[2])
 
 
 @register_impl(
@@ -21,17 +21,19 @@ def _supports(*args: Any) -> str | None:
     config_type=fmha_cuda.Config,
     configs=fmha_cuda.CONFIGS,
     candidates=fmha_cuda.candidates,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch(outs: tuple[Tensor, Tensor], *args: Any, config: fmha_cuda.Config) -> None:
     """See `raw.FORWARD`."""
     fmha_cuda.forward(*outs, *args, config)
 
 
-def supports_backward(*args: Any) -> str | None:
+def why_not_backward(*args: Any) -> str | None:
     """For `raw.BACKWARD`, also under another name."""
     bucket = raw.BACKWARD.bucket_of(args, "default")
-    return raw.only_intervals(bucket) or raw.unaddressable(bucket) or fmha_backward_cuda.refusal(args[2], args[4])
+    return (
+        raw.why_not_interval(bucket) or raw.why_not_addressable(bucket) or fmha_backward_cuda.why_not(args[2], args[4])
+    )
 
 
 @register_impl(
@@ -42,7 +44,7 @@ def supports_backward(*args: Any) -> str | None:
     config_type=fmha_backward_cuda.Config,
     configs=fmha_backward_cuda.CONFIGS,
     candidates=fmha_backward_cuda.candidates,
-    supports=supports_backward,
+    supports=why_not_backward,
 )
 def launch_backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], *args: Any, config: fmha_backward_cuda.Config) -> None:
     """See `raw.BACKWARD`."""

@@ -10,16 +10,16 @@ from tilewright.ops.attention.engines import cutile_backward, cutile_forward
 from tilewright.ops.attention.fmha import raw
 
 
-def _supports(*args: Any) -> str | None:
-    return _refusal(raw.FORWARD.bucket_of(args, "default"), args[0], args[2])
+def _why_not(*args: Any) -> str | None:
+    return _why_not_operands(raw.FORWARD.bucket_of(args, "default"), args[0], args[2])
 
 
-def _supports_backward(*args: Any) -> str | None:
-    return _refusal(raw.BACKWARD.bucket_of(args, "default"), args[2], args[4])
+def _why_not_backward(*args: Any) -> str | None:
+    return _why_not_operands(raw.BACKWARD.bucket_of(args, "default"), args[2], args[4])
 
 
-def _refusal(bucket: Sequence[int], q: Tensor, v: Tensor) -> str | None:
-    return raw.only_bands(bucket) or raw.unaddressable(bucket) or cutile_forward.refusal(q, v)
+def _why_not_operands(bucket: Sequence[int], q: Tensor, v: Tensor) -> str | None:
+    return raw.why_not_band(bucket) or raw.why_not_addressable(bucket) or cutile_forward.why_not(q, v)
 
 
 @register_impl(
@@ -29,7 +29,7 @@ def _refusal(bucket: Sequence[int], q: Tensor, v: Tensor) -> str | None:
     config_type=cutile_forward.Config,
     configs=cutile_forward.CONFIGS,
     candidates=cutile_forward.candidates,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch(outs: tuple[Tensor, Tensor], *args: Any, config: cutile_forward.Config) -> None:
     """See `raw.FORWARD`."""
@@ -44,7 +44,7 @@ def launch(outs: tuple[Tensor, Tensor], *args: Any, config: cutile_forward.Confi
     config_type=cutile_backward.Config,
     configs=cutile_backward.CONFIGS,
     candidates=cutile_backward.candidates,
-    supports=_supports_backward,
+    supports=_why_not_backward,
 )
 def launch_backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], *args: Any, config: cutile_backward.Config) -> None:
     """See `raw.BACKWARD`."""

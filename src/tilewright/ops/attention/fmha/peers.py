@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.dispatch import Sample
 from tilewright.mask.program import extent
-from tilewright.ops.attention import apart
+from tilewright.ops.attention import torch_only
 from tilewright.ops.attention.arguments import merged
 from tilewright.ops.attention.fmha.workloads import COMPILED, DENSE, UNFUSED
 from tilewright.ops.attention.score import Scores, combined, split
@@ -37,7 +37,7 @@ class Problem:
 
     @classmethod
     def of(cls, sample: Sample) -> "Problem | None":
-        """From a sample; None for results or layouts that peers do not have."""
+        """The problem of a sample; None for results or layouts that peers do not have."""
         options = sample.kwargs
         if options.get("return_lse") or options.get("layout") == "BSHD":
             return None
@@ -67,7 +67,12 @@ class Fused:
     def make(self, sample: Sample) -> Call | None:
         """The call, under a context manager that allows this backend alone."""
         p = Problem.of(sample)
-        if p is None or p.scores.sinks is not None or apart.steps_of(p.scores) or p.band not in ((-1, -1), (-1, 0)):
+        if (
+            p is None
+            or p.scores.sinks is not None
+            or torch_only.steps_of(p.scores)
+            or p.band not in ((-1, -1), (-1, 0))
+        ):
             return None
         causal = p.band == (-1, 0)
         if causal and p.q.shape[2] != p.k.shape[2]:
@@ -127,17 +132,17 @@ class DenseMask:
 
 
 def biased(allowed: Tensor, slopes: Tensor, dtype: torch.dtype) -> Tensor:
-    """alibi as a bias, -inf where a key may not be seen.
+    """ALiBi as a bias, -inf where a key is masked.
 
     allowed: (B, H or 1, S_q, S_k) bool   slopes: (H,)   Returns (B, H, S_q, S_k) of dtype, made a head at a time.
     """
     batch, _, s_q, s_k = allowed.shape
-    seen = allowed.expand(-1, len(slopes), -1, -1)
+    visible = allowed.expand(-1, len(slopes), -1, -1)
     positions = torch.arange(s_k - s_q, s_k, device=allowed.device)
     distance = (positions[:, None] - torch.arange(s_k, device=allowed.device)).abs()
     bias = torch.empty(batch, len(slopes), s_q, s_k, dtype=dtype, device=allowed.device)
     for head, slope in enumerate(slopes):
-        bias[:, head] = torch.where(seen[:, head], -slope * distance, -torch.inf)
+        bias[:, head] = torch.where(visible[:, head], -slope * distance, -torch.inf)
     return bias
 
 
@@ -168,7 +173,7 @@ class Flex:
             torch.compiler.reset()  # past its recompile limit dynamo would refuse
             self._signature = signature
         compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-        steps = apart.steps_of(p.scores)
+        steps = torch_only.steps_of(p.scores)
         options: dict[str, Any] = {
             "score_mod": combined(steps, s_k - s_q) if steps else None,
             "block_mask": None if p.mask is None else p.mask.to_block_mask(batch, heads, s_q, s_k, p.q.device),
@@ -180,7 +185,7 @@ class Flex:
 
         def call() -> Tensor:
             o, aux = compiled(p.q, p.k, p.v, return_aux=AuxRequest(lse=True), **options)
-            return apart.joined(o, aux.lse, p.scores.sinks)[0]
+            return torch_only.joined(o, aux.lse, p.scores.sinks)[0]
 
         return call
 
@@ -210,8 +215,8 @@ class FlashAttention4:
         rows = [t.transpose(1, 2) for t in (p.q, p.k, p.v)]
 
         def call() -> Tensor:
-            made = flash_attn_func(*rows, **options)
-            o: Tensor = made[0] if isinstance(made, tuple) else made
+            result = flash_attn_func(*rows, **options)
+            o: Tensor = result[0] if isinstance(result, tuple) else result
             return o.transpose(1, 2)
 
         return call

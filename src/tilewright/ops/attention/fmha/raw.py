@@ -1,4 +1,4 @@
-"""The raw ops of `fmha`, forward and backward, and how the one is fed from the other."""
+"""The raw ops of `fmha`, forward and backward, and what the forward saves for the backward."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import Gradient, RawOp
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.dispatch.raw import OutputSpec
-from tilewright.mask.packed import ALONE
+from tilewright.mask.packed import PACKED_PROGRAM
 from tilewright.ops.attention.layout import addressable, dense, spec_like
 from tilewright.ops.attention.reference import attention, attention_backward
 from tilewright.ops.rows import accumulate_dtype
@@ -18,8 +18,8 @@ BUCKET = ("BH", "group", "S_q", "S_k", "D", "D_v", "mask", "extras", "aligned")
 """What a choice of kernel may depend on, in both directions; BH, S_q and S_k in powers of two."""
 
 FULL, CAUSAL, BAND, PROGRAM, PACKED = range(5)
-"""`mask` in a bucket.  CAUSAL is bottom right: the last query sees the last key.  PACKED, of backwards alone: packed
-sequences and nothing else, a program that a kernel can know.
+"""`mask` in a bucket.  FULL, CAUSAL and BAND are bands; CAUSAL is bottom right: the last query sees the last key.
+PACKED is a program of packed sequences and nothing else, which only backwards tell apart; PROGRAM is any other.
 """
 
 SOFTCAP, SLOPES, SINKS = 1, 2, 4
@@ -29,24 +29,24 @@ _TENSORS = "Tensor? sinks, Tensor? slopes, Tensor? mask_data"
 _SCALARS = "str program, int left, int right, float scale, float softcap"
 
 
-def unaddressable(bucket: Sequence[int]) -> str | None:
-    """Why a kernel that reads through tensor maps cannot take calls of this bucket; None if it can."""
-    of = dict(zip(BUCKET, bucket, strict=True))
-    if not of["S_k"]:
+def why_not_addressable(bucket: Sequence[int]) -> str | None:
+    """Why a kernel that loads by TMA cannot take calls of this bucket, or None if it can."""
+    sizes = dict(zip(BUCKET, bucket, strict=True))
+    if not sizes["S_k"]:
         return "has no keys to read"
-    if not of["aligned"]:
+    if not sizes["aligned"]:
         return "needs addresses and strides of q, k and v, and of do and o, that are multiples of 16 bytes"
     return None
 
 
-def only_bands(bucket: Sequence[int]) -> str | None:
-    """Why a kernel that has no programs cannot take calls of this bucket; None if it can."""
+def why_not_band(bucket: Sequence[int]) -> str | None:
+    """Why a kernel that knows only bands cannot take calls of this bucket, or None if it can."""
     program = bucket[BUCKET.index("mask")] in (PROGRAM, PACKED)
     return "has causal masks and windows; others are programs, which triton evaluates" if program else None
 
 
-def only_intervals(bucket: Sequence[int]) -> str | None:
-    """Why a kernel of bands and packed sequences cannot take calls of this bucket; None if it can."""
+def why_not_interval(bucket: Sequence[int]) -> str | None:
+    """Why a kernel of bands and packed sequences cannot take calls of this bucket, or None if it can."""
     if bucket[BUCKET.index("mask")] != PROGRAM:
         return None
     return "has causal masks, windows and packed sequences; others are programs, which triton evaluates"
@@ -76,7 +76,7 @@ def _bucket(
     mask: int,
     softcap: float,
 ) -> tuple[int, ...]:
-    """tensors: q, k, v, and whatever else the kernel reads."""
+    """The bucket of a call.  tensors: q, k, v, and what else the kernel reads."""
     q, k, v = tensors[:3]
     heads, s_k = hint(q.shape[1]), hint(k.shape[2])
     extras = (SOFTCAP if softcap else 0) | (SLOPES if slopes is not None else 0) | (SINKS if sinks is not None else 0)
@@ -118,12 +118,12 @@ def _backward_bucket(
     scale: float,
     softcap: float,
 ) -> tuple[int, ...]:
-    mask = PACKED if program == ALONE else _mask(program, left, right)
+    mask = PACKED if program == PACKED_PROGRAM else _mask(program, left, right)
     return _bucket((q, k, v, do, o), sinks, slopes, mask, softcap)
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
-    """o lies as q does; lse is by head."""
+    """o has the memory order of q; lse is (B, H, S_q) contiguous."""
     return spec_like(q, v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
 
 
@@ -138,9 +138,9 @@ def _gradients(
     sinks: Tensor | None,
     *_: Any,
 ) -> tuple[OutputSpec, ...]:
-    """Each as its operand lies; that of the sinks has no element where there are none."""
-    of_sinks = ((0,), lse.dtype) if sinks is None else (tuple(sinks.shape), sinks.dtype)
-    return spec_like(q, q.shape[3]), spec_like(k, k.shape[3]), spec_like(v, v.shape[3]), of_sinks
+    """Each gradient has the memory order of its operand; without sinks dsinks is empty."""
+    dsinks_spec = ((0,), lse.dtype) if sinks is None else (tuple(sinks.shape), sinks.dtype)
+    return spec_like(q, q.shape[3]), spec_like(k, k.shape[3]), spec_like(v, v.shape[3]), dsinks_spec
 
 
 def _save(args: Sequence[Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -153,45 +153,46 @@ def _raw_args(
 ) -> tuple[Any, ...]:
     q, k, v, sinks, slopes, mask_data, o, lse = saved
     do, dlse = grads
-    # Kernels take it in the operands' dtype, as torch's do, and by row
+    # Kernels take do in the operands' dtype with dense rows
     do = torch.zeros_like(o) if do is None else dense(do.to(o.dtype))
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     return do, dlse, q, k, v, o, lse, sinks, slopes, mask_data, *args[6:]
 
 
-def _in_one_kernel(of: Mapping[str, int]) -> bool:
-    """Has torch a kernel for it, cuDNN or FLASH?  Elsewhere it holds scores in memory, and is 36 to 1470 times slower
-    on an H200 (softcap, documents).
+def _in_one_kernel(sizes: Mapping[str, int]) -> bool:
+    """True if torch has a fused kernel for it, cuDNN or FLASH.  Without one it holds all scores in memory, and is 36 to
+    1470 times slower on an H200 (softcap, documents).
     """
-    return of["mask"] in (FULL, CAUSAL) and not of["extras"] & (SOFTCAP | SLOPES)
+    return sizes["mask"] in (FULL, CAUSAL) and not sizes["extras"] & (SOFTCAP | SLOPES)
 
 
 def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
-    """Until a table has the sizes.  CUDA C++ was ahead of cuDNN on an H200 in 109 of 113 sizes of 257 queries and more,
-    on and off the bench's grid, and in all 104 that it gets here: not causal ones of D = 64 and up to 1024 queries.
+    """Whether torch comes first while no table has the sizes.  On an H200 CUDA C++ was faster than cuDNN in 109 of 113
+    sizes of 257 queries and more, on and off the bench's grid, and in all 104 that it gets here: all but causal ones of
+    D = 64 and up to 1024 queries.
     """
-    of = dict(zip(BUCKET, bucket, strict=True))
-    short = 1024 if of["D"] <= 64 and of["mask"] == CAUSAL else 256
-    behind = first != "cuda" or of["S_q"] <= short
-    return dtype.itemsize == 4 or (_in_one_kernel(of) and behind)
+    sizes = dict(zip(BUCKET, bucket, strict=True))
+    short = 1024 if sizes["D"] <= 64 and sizes["mask"] == CAUSAL else 256
+    vendor_faster = first != "cuda" or sizes["S_q"] <= short
+    return dtype.itemsize == 4 or (_in_one_kernel(sizes) and vendor_faster)
 
 
-_KEYS = 128  # of a tile
+_KEYS = 128  # of a key tile
 _FULL_GPU = 256
 """Tiles of keys of all heads, in a bucket: up to twice too many, and an H200 has 132 multiprocessors."""
 
 
 def _torch_first_backward(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
-    """Until a table has the sizes.  CUDA C++ was ahead of cuDNN on an H200 where the mask is causal or D up to 96, no
-    heads are grouped, and tiles of keys fill the GPU (33 of 34 sizes, the other 0.97); and by 1.8 where a causal mask
-    has more keys than queries, which in torch is FLASH's (two sizes).
+    """Whether torch comes first while no table has the sizes.  On an H200 CUDA C++ was faster than cuDNN where the mask
+    is causal or D up to 96, no heads are grouped, and key tiles fill the GPU (33 of 34 sizes, the other 0.97 times as
+    fast); and 1.8 times as fast where a causal mask has more keys than queries, which torch gives to FLASH (two sizes).
     """
-    of = dict(zip(BUCKET, bucket, strict=True))
-    tiles = of["BH"] // of["group"] * (of["S_k"] // _KEYS)
-    ahead = of["group"] == 1 and tiles >= _FULL_GPU and (of["mask"] == CAUSAL or of["D"] <= 96)
-    longer = of["mask"] == CAUSAL and of["S_k"] > of["S_q"]
-    behind = first != "cuda" or of["S_q"] <= (256 if longer else 512) or not (ahead or longer)
-    return dtype.itemsize == 4 or (_in_one_kernel(of) and behind)
+    sizes = dict(zip(BUCKET, bucket, strict=True))
+    tiles = sizes["BH"] // sizes["group"] * (sizes["S_k"] // _KEYS)
+    cuda_faster = sizes["group"] == 1 and tiles >= _FULL_GPU and (sizes["mask"] == CAUSAL or sizes["D"] <= 96)
+    longer = sizes["mask"] == CAUSAL and sizes["S_k"] > sizes["S_q"]
+    vendor_faster = first != "cuda" or sizes["S_q"] <= (256 if longer else 512) or not (cuda_faster or longer)
+    return dtype.itemsize == 4 or (_in_one_kernel(sizes) and vendor_faster)
 
 
 FORWARD = RawOp(
@@ -219,4 +220,4 @@ BACKWARD = RawOp(
     torch_first=_torch_first_backward,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=_save, raw_args=_raw_args, recomputes=False)
-"""Of q, k, v and the sinks."""
+"""Gradients of q, k, v and sinks."""

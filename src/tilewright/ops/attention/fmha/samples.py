@@ -29,8 +29,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     sizes = ((heads, s_q, d), (kv_heads, s_k, d), (kv_heads, s_k, d_v))
     layout = params.get("layout")
     if layout == "packed":
-        wide = rows.random_tensor((batch, s_q, heads + 2 * kv_heads, d), dtype, device, g)
-        tensors = list(wide.transpose(1, 2).split((heads, kv_heads, kv_heads), 1))
+        qkv = rows.random_tensor((batch, s_q, heads + 2 * kv_heads, d), dtype, device, g)
+        tensors = list(qkv.transpose(1, 2).split((heads, kv_heads, kv_heads), 1))
     elif layout is None:
         tensors = [rows.random_tensor((batch, *size), dtype, device, g) for size in sizes]
     else:

@@ -19,7 +19,7 @@ from tilewright.ops.attention.engines.triton_tiles import Config
     config_type=Config,
     configs=triton_forward.CONFIGS,
     candidates=triton_forward.candidates,
-    supports=triton_forward.refusal,
+    supports=triton_forward.why_not,
 )
 def launch(outs: tuple[Tensor, Tensor], *args: Any, config: Config) -> None:
     """See `raw.FORWARD`."""
@@ -34,7 +34,7 @@ def launch(outs: tuple[Tensor, Tensor], *args: Any, config: Config) -> None:
     config_type=triton_backward.Config,
     configs=triton_backward.CONFIGS,
     candidates=triton_backward.candidates,
-    supports=triton_backward.refusal,
+    supports=triton_backward.why_not,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -51,11 +51,11 @@ def launch_backward(
 ) -> None:
     """See `raw.BACKWARD`."""
     *gradients, dsinks = outs
-    shift = scratch(tuple(lse.shape), torch.float32, lse.device)
+    row_delta = scratch(tuple(lse.shape), torch.float32, lse.device)
     # Of sums over all queries, which may cancel: delta holds the rounding of o
     means = None if sinks is None else scratch(tuple(lse.shape), torch.float32, lse.device)
-    delta(shift, do, o, dlse)
-    triton_backward.backward(*gradients, do, shift, q, k, v, lse, sinks, *rest, config, means=means)
+    delta(row_delta, do, o, dlse)
+    triton_backward.backward(*gradients, do, row_delta, q, k, v, lse, sinks, *rest, config, means=means)
     if sinks is not None:
         assert means is not None
         sink_gradient(dsinks, means, lse, sinks, dlse)

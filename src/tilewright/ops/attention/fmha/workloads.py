@@ -15,7 +15,7 @@ from tilewright.ops.attention.fmha.variants import VARIANTS
 _BOTH: tuple[Direction, ...] = ("fwd", "bwd")
 _FORWARD: tuple[Direction, ...] = ("fwd",)
 TOKENS = 16384
-"""Of a batch in the grids below, as in the papers: B = TOKENS / S, at least 1."""
+"""Tokens per batch in the grids below, as in the papers: B = TOKENS / S, at least 1."""
 WIDTH = 2048
 """H * D in the grids with as many key heads as query heads."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -81,7 +81,7 @@ _CAUSAL, _FULL = (_plain(1, 32, 8, 16384, 128, causal, _FORWARD) for causal in (
 
 
 def _masked(name: str, **mask: Any) -> Workload:
-    """Of the shape of `_CAUSAL`, to which these rows compare."""
+    """A row of the shape of `_CAUSAL`, to which it compares."""
     sizes = {size: _FULL.params[size] for size in ("B", "H", "H_kv", "S", "D")}
     return Workload(f"mask_{name}", {**sizes, **mask}, (torch.bfloat16,), _FORWARD)
 
@@ -101,7 +101,7 @@ WORKLOADS = (*_EARLY.values(), *(row for row in (*_HEADS, *_GROUPED) if row.name
 CPU_WORKLOADS = (_plain(1, 4, 2, 256, 64, True, _BOTH),)
 
 COMPILED = frozenset(row.name for row in (*ANCHORS, *SPARSE, *MASKED))
-"""Rows on which FlexAttention competes: each compiles its kernels anew."""
+"""Rows on which FlexAttention competes: each compiles separate kernels."""
 DENSE = frozenset(row.name for row in (_CAUSAL, *MASKED))
 """Rows on which torch competes with the mask as a tensor of S x S elements, which long sequences cannot afford."""
 UNFUSED = frozenset(row.name for row in WORKLOADS if row.params["S"] <= 1024)

@@ -1,4 +1,4 @@
-"""Attention over scaled float8, forward.  The contract; backends are the files beside it."""
+"""Attention over scaled float8, forward: the contract."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def fmha_fp8(
     (B, H, S_q) float32, the natural logarithm of the softmax's denominator.  scale: D^-0.5 by default.
 
     causal: mask & causal().   mask: one of tilewright.mask, or several of them with & | ~.
-    window: (left, right), the keys that a query sees before and behind its own position, -1 for no limit; joins both.
+    window: (left, right), the keys that a query sees before and after its position, -1 for no limit; joins both.
     The position of query i is i + S_k - S_q: the last query sees the last key.  A query that may see nothing gets 0,
     and lse -inf (with a sink, lse is the sink).
     softcap: s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the denominator.
@@ -64,12 +64,12 @@ def fmha_fp8(
     """
     check_layout("fmha_fp8", layout)
     check_dimensions(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     options = (causal, window, mask, scale, softcap, sinks, out_dtype)
     o, lse = call(CONTRACT, raw_arguments(q, k, v, q_scale, k_scale, v_scale, *options), backend)
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -93,12 +93,12 @@ def reference(
     layout: str = "BHSD",
 ) -> Any:
     """The same in plain torch; probabilities are rounded as in kernels where the operands are e4m3."""
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     options = (causal, window, mask, scale, softcap, sinks, out_dtype)
     o, lse = attention(*raw_arguments(q, k, v, q_scale, k_scale, v_scale, *options))
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 

@@ -1,4 +1,4 @@
-"""From the arguments of a public call of `fmha_fp8` to those of the raw op."""
+"""Arguments of the raw op from those of a public call of `fmha_fp8`."""
 
 from typing import Any
 
@@ -27,29 +27,29 @@ def raw_arguments(
     out_dtype: torch.dtype,
 ) -> tuple[Any, ...]:
     """Arguments of the raw op for tensors that passed `check_dimensions`, q, k and v as (B, H, S, D)."""
-    seen = merged(mask, causal, sides)
-    if seen is not None and seen.only_flex:
+    merged_mask = merged(mask, causal, sides)
+    if merged_mask is not None and merged_mask.only_flex:
         raise InputError(
             "fmha_fp8: the mask is a BlockMask with a function of its own, which no kernel here can evaluate."
         )
     q, k, v, sinks, _, *band_and_scale = arguments.raw_arguments(
-        q, k, v, seen, scale, split("fmha_fp8", None, softcap, sinks)
+        q, k, v, merged_mask, scale, split("fmha_fp8", None, softcap, sinks)
     )
     scales = (t if t.dim() == 3 else t[..., None] for t in (q_scale, k_scale, v_scale))
     return q, k, v, *scales, sinks, *band_and_scale, out_dtype
 
 
 def merged(mask: Any, causal: bool, sides: Any) -> Mask | None:
-    """One mask of the three arguments; None where everything is allowed."""
-    seen = arguments.merged("fmha_fp8", mask, causal)
+    """The intersection of the three arguments, or None if everything is allowed."""
+    merged_mask = arguments.merged("fmha_fp8", mask, causal)
     if sides is None:
-        return seen
+        return merged_mask
     band = _window(sides)
-    return band if seen is None else seen & band
+    return band if merged_mask is None else merged_mask & band
 
 
 def _window(sides: Any) -> Mask:
-    """(left, right), -1 for no limit."""
+    """The window (left, right), -1 for no limit."""
     if not isinstance(sides, tuple) or len(sides) != 2 or any(type(n) is not int or n < -1 for n in sides):
         raise InputError(f"fmha_fp8: window is {sides!r}; needs (left, right), numbers of keys, -1 for no limit.")
     left, right = (None if n < 0 else n for n in sides)

@@ -62,14 +62,14 @@ def check(
             f"fmha_fp8: {shapes}; all must agree in B, k and v in H and S, q and k in D; D is at least 1, and H of q a "
             "multiple of that of k and v."
         )
-    for name, t, of in (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v)):
-        heads, blocks = tuple(of.shape[:2]), -(-of.shape[2] // SCALE_BLOCK)
+    for name, t, operand in (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v)):
+        heads, blocks = tuple(operand.shape[:2]), -(-operand.shape[2] // SCALE_BLOCK)
         if tuple(t.shape) not in ((*heads, 1), (*heads, blocks)):
             raise InputError(
                 f"fmha_fp8: {name} is {tuple(t.shape)}; needs {heads}, one for each head, or {(*heads, blocks)}, "
                 f"one for each {SCALE_BLOCK} tokens of a head."
             )
-    given = {
+    tensors = {
         "k": k,
         "v": v,
         "q_scale": q_scale,
@@ -78,7 +78,7 @@ def check(
         "sinks": sinks,
         "mask": mask_data,
     }
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.device != q.device:
             raise InputError(f"fmha_fp8: q is on {q.device}, {name} on {tensor.device}. Move them to one device.")
     if any(t.stride(-1) != 1 for t in (q, k, v)):
@@ -96,7 +96,7 @@ def check(
         )
     if out_dtype not in _RESULTS:
         raise InputError(f"fmha_fp8: out_dtype is {out_dtype}; needs one of bfloat16, float16, float32.")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *given.values())):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors.values())):
         raise InputError(
             "fmha_fp8: a gradient is wanted of an attention over float8, which has none. Use torch.no_grad(), or fmha."
         )

@@ -10,8 +10,8 @@ from tilewright.ops.attention.fmha_fp8.arguments import merged
 
 def cost(sample: Sample, direction: str) -> Cost:
     """Two products, QK^T and PV, of float8; reads q, k, v and their scales, writes o and lse."""
-    turned = sample.kwargs.get("layout") == "BSHD"
-    q, k, v = (t.transpose(1, 2) if turned else t for t in sample.args[:3])
+    bshd = sample.kwargs.get("layout") == "BSHD"
+    q, k, v = (t.transpose(1, 2) if bshd else t for t in sample.args[:3])
     d, d_v = q.shape[3], v.shape[3]
     options = sample.kwargs
     count = pairs(q, k, merged(options.get("mask"), bool(options.get("causal")), options.get("window")))

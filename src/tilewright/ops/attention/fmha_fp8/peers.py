@@ -1,7 +1,7 @@
 """Other attentions: torch's scaled_dot_product_attention takes no float8, so its kernels get the operands in bf16.
 
 They are dequantised before anything is timed, which is the easier and more exact problem: twice the bytes, and
-probabilities of 8 bits instead of 4.  The reference has every score in memory, and is what nobody would run.
+probabilities of 8 bits instead of 4.  The reference holds every score in memory and is not a peer.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from tilewright.ops.attention.layout import laid_like
 from tilewright.ops.quant.numbers import E4M3
 
 _BLOCK = 1 << 26
-"""Scores computed at one time: 256 MiB in float32, of which a handful live together."""
+"""Scores computed at once: 256 MiB in float32, and a handful of such tensors live together."""
 
 
 def attention(
@@ -39,36 +39,38 @@ def attention(
     Operands of another type than e4m3 are not rounded in between: float64 gives float64, whatever `out_dtype` says, and
     float32 operands are e4m3 ones upcast.
     """
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out_dtype = wide if wide == torch.float64 else out_dtype
-    rows, keys, values = (t.to(wide) * of_tokens(s, t.shape[2]) for t, s in ((q, q_scale), (k, k_scale), (v, v_scale)))
+    acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out_dtype = acc_dtype if acc_dtype == torch.float64 else out_dtype
+    rows, keys, values = (
+        t.to(acc_dtype) * of_tokens(s, t.shape[2]) for t, s in ((q, q_scale), (k, k_scale), (v, v_scale))
+    )
     (batch, heads, s_q, _), s_k = q.shape, k.shape[2]
     key_positions = torch.arange(s_k, device=q.device)
-    made, logs = [], []
+    outs, logs = [], []
     for start, end in row_blocks(q, s_k, _BLOCK):
         s = scale * products(rows[:, :, start:end], keys.mT)
         if softcap:
             s = softcap * torch.tanh(s / softcap)
         positions = torch.arange(start, end, device=q.device) + (s_k - s_q)
-        seen = allowed(positions, key_positions, mask_data, program, left, right, batch, heads)
-        if seen is not None:
-            s = s.masked_fill(~seen, -math.inf)
-        top = s.amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
-        sink = None if sinks is None else sinks.to(wide)[:, None, None]
-        base = top.masked_fill(top == -math.inf, 0.0)  # of a row that sees nothing: its terms are exp(-inf) = 0
+        visible = allowed(positions, key_positions, mask_data, program, left, right, batch, heads)
+        if visible is not None:
+            s = s.masked_fill(~visible, -math.inf)
+        row_max = s.amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
+        sink = None if sinks is None else sinks.to(acc_dtype)[:, None, None]
+        base = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key: its terms are exp(-inf) = 0
         p = torch.exp(s - base)
-        total = p.sum(-1, keepdim=True)
+        l_i = p.sum(-1, keepdim=True)
         if q.dtype == E4M3:
-            p = (p * 2.0**SHIFT).to(E4M3).to(wide) * 2.0**-SHIFT
-        log = base + torch.log(total)
+            p = (p * 2.0**SHIFT).to(E4M3).to(acc_dtype) * 2.0**-SHIFT
+        log = base + torch.log(l_i)
         if sink is not None:
             log = torch.logaddexp(log, sink)
         share = torch.exp(base - log.masked_fill(log == -math.inf, 0.0))
-        made.append((products(p, values) * share).to(out_dtype))
+        outs.append((products(p, values) * share).to(out_dtype))
         logs.append(log.squeeze(-1))
-    if not made:
-        return q.new_empty(*q.shape[:3], v.shape[3], dtype=out_dtype), q.new_empty(q.shape[:3], dtype=wide)
-    return laid_like(torch.cat(made, 2), q), torch.cat(logs, 2)
+    if not outs:
+        return q.new_empty(*q.shape[:3], v.shape[3], dtype=out_dtype), q.new_empty(q.shape[:3], dtype=acc_dtype)
+    return laid_like(torch.cat(outs, 2), q), torch.cat(logs, 2)
 
 
 def of_tokens(scales: Tensor, tokens: int) -> Tensor:

@@ -35,8 +35,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     for name, h, s, width in (("q", heads, s_q, d), ("k", kv_heads, s_k, d), ("v", kv_heads, s_k, d_v)):
         shape = (h, s, width) if layout is None else (s, h, width)
         drawn = rows.random_tensor((batch, *shape), torch.float32, device, g)
-        made = (drawn + _VALUE if name == "v" else drawn).to(E4M3)
-        tensors.append(made.transpose(1, 2) if layout == "token" else made)
+        values = (drawn + _VALUE if name == "v" else drawn).to(E4M3)
+        tensors.append(values.transpose(1, 2) if layout == "token" else values)
         blocks = (-(-s // SCALE_BLOCK),) if name in params.get("blocks", "") else ()
         scales.append(torch.exp2(2 * torch.rand((batch, h, *blocks), generator=g) - 1).to(device))
     options = {name: params[name] for name in _OPTIONS if params.get(name) is not None}

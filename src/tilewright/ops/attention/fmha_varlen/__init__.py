@@ -1,4 +1,4 @@
-"""Attention over sequences of any lengths, packed end to end.  The contract; backends are the files beside it."""
+"""Attention over sequences of any lengths, packed end to end: the contract."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.mask import Mask, sequences
-from tilewright.ops.attention import apart
+from tilewright.ops.attention import torch_only
 from tilewright.ops.attention.arguments import raw_arguments
 from tilewright.ops.attention.checks import check_raw, check_scale, check_shapes
 from tilewright.ops.attention.fmha_varlen import samples
@@ -35,7 +35,7 @@ def fmha_varlen(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fmha` of many sequences at once: tokens of sequence n see those of sequence n alone.
+    """`fmha` of many sequences at once: tokens of sequence n see only sequence n.
 
     q: (T_q, H, D)   k: (T_k, H_kv, D)   v: (T_k, H_kv, D_v)   bf16|fp16|fp32, the same for all; strides, heads and
     scale as in `fmha`.   cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 beside q, from 0, never decreasing, at most
@@ -44,7 +44,7 @@ def fmha_varlen(
 
     The numbers in cu_seqlens stay on the device: nothing waits for them, so there is no max_seqlen, one CUDA graph
     serves all lengths of T_q and T_k tokens, and torch.compile sees one graph.
-    Tokens behind the last sequence: o = 0, lse = -inf (with a sink, lse is the sink), gradients 0.  So for queries that
+    Tokens after the last sequence: o = 0, lse = -inf (with a sink, lse is the sink), gradients 0.  So for queries that
     see nothing.  k may hold NaN there, and q in a forward; v must be finite, and for gradients all three and what
     arrives for o.
 
@@ -66,7 +66,7 @@ def fmha_varlen(
     mask = sequences(cu_seqlens_q, cu_seqlens_k, length_q=q.shape[0], length_k=k.shape[0], causal=causal, window=window)
     heads = by_head(q, k, v)
     if scores.rest:
-        o, lse = _apart(heads, mask, scale, scores, backend)
+        o, lse = _torch_only(heads, mask, scale, scores, backend)
     else:
         o, lse = call(CONTRACT, _arguments(heads, mask, scale, scores), backend)
     o = o[0].transpose(0, 1)
@@ -80,15 +80,15 @@ def _arguments(heads: Operands, mask: Mask, scale: float | None, scores: Scores)
     return (*plain[:5], data, text, *plain[7:])
 
 
-def _apart(
+def _torch_only(
     heads: Operands, mask: Mask, scale: float | None, scores: Scores, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     """What no raw op has."""
     check_shapes(OP, *heads)
     if scale is not None:
         check_scale(OP, scale)
-    apart.check_backend(OP, backend, "score modifier but softcap, alibi and sinks")
-    return apart.modified(*heads, mask, scale, scores)
+    torch_only.check_backend(OP, backend, "score modifier but softcap, alibi and sinks")
+    return torch_only.modified(*heads, mask, scale, scores)
 
 
 def reference(

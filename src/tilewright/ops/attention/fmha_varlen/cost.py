@@ -11,18 +11,18 @@ from tilewright.ops.attention.fmha_varlen.oracle import band, spans
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """Products and tensors as `fmha` counts them, tokens behind the last sequence too."""
+    """Products and tensors as `fmha` counts them, tokens after the last sequence too."""
     q, k, v = sample.args[:3]
     options = sample.kwargs
     cu_q = options["cu_seqlens_q"]
     cu_k = options.get("cu_seqlens_k", cu_q)
     d, d_v = q.shape[2], v.shape[2]
     count = allowed(q, k, cu_q, cu_k, band(bool(options.get("causal")), options.get("window")))
-    made = q.shape[0] * q.shape[1] * (d_v * q.element_size() + 4)
+    output_bytes = q.shape[0] * q.shape[1] * (d_v * q.element_size() + 4)
     inputs = rows.nbytes(q, k, v)
     if direction == "fwd":
-        return Cost(2 * count * (d + d_v), inputs, made)
-    read = inputs + made + q.shape[0] * q.shape[1] * d_v * q.element_size()
+        return Cost(2 * count * (d + d_v), inputs, output_bytes)
+    read = inputs + output_bytes + q.shape[0] * q.shape[1] * d_v * q.element_size()
     return Cost(2 * count * (3 * d + 2 * d_v), read, inputs)
 
 

@@ -5,12 +5,12 @@ from typing import Any
 from tilewright.dispatch import register_impl
 from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.fmha import cuda as fmha
-from tilewright.ops.attention.fmha.raw import unaddressable
+from tilewright.ops.attention.fmha.raw import why_not_addressable
 from tilewright.ops.attention.fmha_varlen.raw import FORWARD
 
 
-def _supports(*args: Any) -> str | None:
-    return unaddressable(FORWARD.bucket_of(args, "default")) or fmha_cuda.refusal(args[0], args[2])
+def _why_not(*args: Any) -> str | None:
+    return why_not_addressable(FORWARD.bucket_of(args, "default")) or fmha_cuda.why_not(args[0], args[2])
 
 
 launch = register_impl(
@@ -20,7 +20,7 @@ launch = register_impl(
     config_type=fmha_cuda.Config,
     configs=fmha_cuda.CONFIGS,
     candidates=fmha_cuda.candidates,
-    supports=_supports,
+    supports=_why_not,
 )(fmha.launch)
 
 launch_backward = register_impl(
@@ -31,5 +31,5 @@ launch_backward = register_impl(
     config_type=fmha_backward_cuda.Config,
     configs=fmha_backward_cuda.CONFIGS,
     candidates=fmha_backward_cuda.candidates,
-    supports=fmha.supports_backward,
+    supports=fmha.why_not_backward,
 )(fmha.launch_backward)

@@ -1,6 +1,6 @@
-"""The oracle of `fmha_varlen`: one attention after another, and what no sequence holds set apart.
+"""The oracle of `fmha_varlen`: one attention per sequence, and the tokens after the last sequence.
 
-It knows nothing of packed masks: every sequence is cut out and has a band of its own.
+It uses no packed masks: every sequence is sliced out and gets a band.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.mask import Mask, causal, window
-from tilewright.ops.attention import apart
+from tilewright.ops.attention import torch_only
 from tilewright.ops.attention.arguments import raw_arguments
 from tilewright.ops.attention.fmha_varlen.tokens import by_head
 from tilewright.ops.attention.reference import attention
@@ -21,10 +21,10 @@ from tilewright.ops.rows import accumulate_dtype
 
 def band(is_causal: bool, sides: tuple[int | None, int | None] | None) -> Mask | None:
     """The mask inside a sequence; None where everything is allowed."""
-    made = None if sides is None else window(*sides)
+    result = None if sides is None else window(*sides)
     if is_causal:
-        made = causal() if made is None else made & causal()
-    return made
+        result = causal() if result is None else result & causal()
+    return result
 
 
 def spans(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -39,35 +39,35 @@ def one_by_one(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, mask: Mask | None, scale: float | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v), in plain torch."""
-    outs, logs, behind = [], [], 0
+    outs, logs, end = [], [], 0
     for queries, keys in spans(cu_q, cu_k):
         if queries.start == queries.stop:
             continue
-        own = by_head(q[queries], k[keys], v[keys])
+        operands = by_head(q[queries], k[keys], v[keys])
         if scores.rest:
             steps = tuple(_moved(step, queries.start, keys.start) for step in scores.rest)
-            o, lse = apart.plain(*own, mask, scale, scores._replace(rest=steps))
+            o, lse = torch_only.plain(*operands, mask, scale, scores._replace(rest=steps))
         else:
-            o, lse = attention(*raw_arguments(*own, mask, scale, scores))
+            o, lse = attention(*raw_arguments(*operands, mask, scale, scores))
         outs.append(o[0].transpose(0, 1))
         logs.append(lse[0])
-        behind = queries.stop
-    rest = q.shape[0] - behind
+        end = queries.stop
+    rest = q.shape[0] - end
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[2]))
-    nothing = q.new_full((q.shape[1],), -math.inf, dtype=accumulate_dtype(q.dtype))
-    nothing = nothing if scores.sinks is None else scores.sinks.to(nothing.dtype)
-    logs.append(nothing[:, None].expand(-1, rest))
+    empty_lse = q.new_full((q.shape[1],), -math.inf, dtype=accumulate_dtype(q.dtype))
+    empty_lse = empty_lse if scores.sinks is None else scores.sinks.to(empty_lse.dtype)
+    logs.append(empty_lse[:, None].expand(-1, rest))
     return torch.cat(outs), torch.cat(logs, 1)
 
 
 def _moved(step: Any, first_query: int, first_key: int) -> Any:
-    """A callable gets the places of packed tokens; our own modifiers know distances alone."""
+    """Shift a callable's indices to those of packed tokens; our own modifiers use only distances."""
     if isinstance(step, (Softcap, Alibi, RelativeBias)):
         return step
 
     def moved(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        made: Tensor = step(score, b, h, i + first_query, j + first_key)
-        return made
+        result: Tensor = step(score, b, h, i + first_query, j + first_key)
+        return result
 
     mod: ScoreMod = moved
     return mod

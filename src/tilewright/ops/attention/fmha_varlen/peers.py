@@ -37,7 +37,7 @@ class Problem:
 
     @classmethod
     def of(cls, sample: Sample) -> "Problem | None":
-        """From a sample; None for options that peers do not have."""
+        """The problem of a sample; None for options that peers do not have."""
         options = sample.kwargs
         if options.get("return_lse") or any(name in options for name in ("score_mod", "sinks", "softcap")):
             return None
@@ -64,22 +64,22 @@ class VarlenAttention:
         p = Problem.of(sample)
         if p is None:
             return None
-        known = inspect.signature(varlen_attn).parameters
+        parameters = inspect.signature(varlen_attn).parameters
         left, right = (-1 if side is None else side for side in p.window)
         if p.causal:
             right = 0
         options: dict[str, Any] = {}
-        if "window_size" in known:
+        if "window_size" in parameters:
             options["window_size"] = (left, right)
         elif left >= 0 or right > 0:
             return None
         else:
             options["is_causal"] = right == 0
         if p.scale is not None:
-            if "scale" not in known:
+            if "scale" not in parameters:
                 return None
             options["scale"] = p.scale
-        if "enable_gqa" in known:
+        if "enable_gqa" in parameters:
             options["enable_gqa"] = p.q.shape[1] != p.k.shape[1]
         most_q, most_k = (int(cu.diff().max()) for cu in (p.cu_q, p.cu_k))
         return lambda: varlen_attn(p.q, p.k, p.v, p.cu_q, p.cu_k, most_q, most_k, **options)
@@ -146,12 +146,12 @@ class Loop:
         grouped = p.q.shape[1] != p.k.shape[1]
 
         def call() -> Tensor:
-            made = []
+            outs = []
             for queries, keys in cut:
-                own = by_head(p.q[queries], p.k[keys], p.v[keys])
-                o = F.scaled_dot_product_attention(*own, is_causal=p.causal, scale=p.scale, enable_gqa=grouped)
-                made.append(o[0].transpose(0, 1))
-            return torch.cat(made)
+                operands = by_head(p.q[queries], p.k[keys], p.v[keys])
+                o = F.scaled_dot_product_attention(*operands, is_causal=p.causal, scale=p.scale, enable_gqa=grouped)
+                outs.append(o[0].transpose(0, 1))
+            return torch.cat(outs)
 
         return call
 

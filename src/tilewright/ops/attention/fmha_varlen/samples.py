@@ -20,13 +20,13 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     projection).
     """
     g = rows.generator(seed)
-    heads, d, behind = params["H"], params["D"], params.get("behind", 0)
+    heads, d, tail = params["H"], params["D"], params.get("behind", 0)
     kv_heads, lengths = params.get("H_kv", heads), params["lengths"]
     lengths_k = params.get("lengths_k", lengths)
-    tokens, keys = sum(lengths) + behind, sum(lengths_k) + behind
+    tokens, keys = sum(lengths) + tail, sum(lengths_k) + tail
     if params.get("packed"):
-        wide = rows.random_tensor((tokens, heads + 2 * kv_heads, d), dtype, device, g)
-        tensors = wide.split((heads, kv_heads, kv_heads), 1)
+        qkv = rows.random_tensor((tokens, heads + 2 * kv_heads, d), dtype, device, g)
+        tensors = qkv.split((heads, kv_heads, kv_heads), 1)
     else:
         sizes = ((tokens, heads, d), (keys, kv_heads, d), (keys, kv_heads, params.get("D_v", d)))
         tensors = tuple(rows.random_tensor(size, dtype, device, g) for size in sizes)

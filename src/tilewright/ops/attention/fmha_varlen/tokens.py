@@ -1,4 +1,4 @@
-"""Tensors of packed tokens: what `fmha_varlen` refuses of them, in words, and how `fmha` sees them."""
+"""Tensors of packed tokens: the checks of `fmha_varlen`, and their views for `fmha`."""
 
 from typing import Any
 
@@ -49,10 +49,10 @@ def check_tokens(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -
         )
 
 
-def check_distances(scores: Scores, given: Any) -> None:
-    """Kernels count distances in packed tokens: those of a sequence where its keys are packed like its queries."""
+def check_distances(scores: Scores, cu_seqlens_k: Any) -> None:
+    """Refuse distances if cu_seqlens_k is given: kernels count them in packed tokens, of queries and keys alike."""
     distant = scores.slopes is not None or any(isinstance(step, (Alibi, RelativeBias)) for step in scores.rest)
-    if distant and given is not None:
+    if distant and cu_seqlens_k is not None:
         raise InputError(
             f"{OP}: alibi and relative_bias go with one cu_seqlens for queries and keys. Leave out cu_seqlens_k, or "
             "write the bias as a callable (score, b, h, q_idx, kv_idx) -> score."

@@ -12,7 +12,7 @@ launch = register_impl(
     config_type=Config,
     configs=triton_forward.CONFIGS,
     candidates=triton_forward.candidates,
-    supports=triton_forward.refusal,
+    supports=triton_forward.why_not,
 )(fmha.launch)
 
 launch_backward = register_impl(
@@ -23,5 +23,5 @@ launch_backward = register_impl(
     config_type=triton_backward.Config,
     configs=triton_backward.CONFIGS,
     candidates=triton_backward.candidates,
-    supports=triton_backward.refusal,
+    supports=triton_backward.why_not,
 )(fmha.launch_backward)

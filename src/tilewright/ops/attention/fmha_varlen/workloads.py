@@ -11,7 +11,7 @@ from typing import Any
 from tilewright.dispatch import Workload
 
 SHORTEST, LONGEST = 16, 4096
-"""Of lengths spread by octaves, as those of documents are."""
+"""Limits of log-uniform lengths, which are typical of documents."""
 
 
 def uniform(documents: int, tokens: int) -> tuple[int, ...]:
@@ -23,10 +23,10 @@ def uniform(documents: int, tokens: int) -> tuple[int, ...]:
 def by_octaves(tokens: int) -> tuple[int, ...]:
     """Log-uniform lengths until the tokens are used up, always the same; the last one is cut."""
     draw = Random(tokens)
-    found: list[int] = []
-    while (left := tokens - sum(found)) > 0:
-        found.append(min(left, round(SHORTEST * (LONGEST / SHORTEST) ** draw.random())))
-    return tuple(found)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, round(SHORTEST * (LONGEST / SHORTEST) ** draw.random())))
+    return tuple(lengths)
 
 
 def _row(lengths: Sequence[int], spread: str, causal: bool = True, **more: Any) -> Workload:

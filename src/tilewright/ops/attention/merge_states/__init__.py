@@ -41,8 +41,8 @@ def merge_states(
     Raises InputError for no states, shapes that differ, o that is not floating, and lse other than float32.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Ye et al., "FlashInfer", 2025.
     """
-    made: tuple[Tensor, Tensor] = call(CONTRACT, raw_arguments(o, lse, out_dtype), backend)
-    return results(*made, lse)
+    merged: tuple[Tensor, Tensor] = call(CONTRACT, raw_arguments(o, lse, out_dtype), backend)
+    return results(*merged, lse)
 
 
 def reference(

@@ -1,4 +1,4 @@
-"""From states as callers hold them to the raw op's: two stacks (N, B, H, S, D), the second one optional."""
+"""Arguments of the raw op, one or two stacks (N, B, H, S, D), from the states of a public call."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -44,9 +44,9 @@ def raw_arguments(
     return (*parts[0], *(parts[1] if len(parts) == 2 else (None, None)), dtype)
 
 
-def results(o: Tensor, lse: Tensor, given: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def results(o: Tensor, lse: Tensor, value: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The raw op's results (B, H, S, D) and (B, H, S) with the dimensions that the caller's lse has."""
-    dims = given.dim() - 1 if isinstance(given, Tensor) else given[0].dim()
+    dims = value.dim() - 1 if isinstance(value, Tensor) else value[0].dim()
     added = (0,) * (_LEAD - dims)
     return o[added], lse[added]
 
@@ -58,13 +58,13 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack([t.to(common) for t in tensors])
 
 
-def _listed(given: Any, name: str) -> list[Tensor]:
-    if isinstance(given, Tensor) or not isinstance(given, Sequence):
+def _listed(value: Any, name: str) -> list[Tensor]:
+    if isinstance(value, Tensor) or not isinstance(value, Sequence):
         raise InputError(
-            f"{_OP}: {name} is a {type(given).__name__}; needs two tensors, stacks of states, or two sequences of "
+            f"{_OP}: {name} is a {type(value).__name__}; needs two tensors, stacks of states, or two sequences of "
             "tensors."
         )
-    return list(given)
+    return list(value)
 
 
 def _check_state(o: Any, lse: Any, stacked: int) -> None:

@@ -11,8 +11,8 @@ from tilewright.ops.peer import Call, LibraryPeer
 
 def _sigmoid(sample: Sample) -> Call | None:
     """o_1 - sigmoid(lse_2 - lse_1) (o_1 - o_2), lse_1 - logsigmoid(lse_1 - lse_2): two states, none of them -inf."""
-    given = sample.args[1]
-    *stacks, out_dtype = raw_arguments(sample.args[0], given, sample.kwargs.get("out_dtype"))
+    lse = sample.args[1]
+    *stacks, out_dtype = raw_arguments(sample.args[0], lse, sample.kwargs.get("out_dtype"))
     first, lse, second, lse_of_second = stacks
     if second is None and first.shape[0] != 2:
         return None
@@ -21,7 +21,7 @@ def _sigmoid(sample: Sample) -> Call | None:
         (a, b), (la, lb) = (first, lse) if second is None else ((first[0], second[0]), (lse[0], lse_of_second[0]))
         share = torch.sigmoid(lb - la).unsqueeze(-1)
         merged = (a - share * (a.float() - b.float())).to(out_dtype)
-        return results(merged, la - F.logsigmoid(la - lb), given)
+        return results(merged, la - F.logsigmoid(la - lb), lse)
 
     return call
 

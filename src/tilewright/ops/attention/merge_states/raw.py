@@ -29,21 +29,21 @@ def merge(
     """(o', lse') in plain torch, differentiable; without NaN where no state saw a key, forwards and backwards."""
     stacks = (o,) if other is None else (o, other)
     logs = lse if other_lse is None else torch.cat((lse, other_lse))
-    top = logs.detach().amax(0)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weights = torch.exp(logs - top)
-    total = weights.sum(0)
-    seen = total != 0
-    divisor = torch.where(seen, total, 1.0)
-    merged = torch.where(seen, top + torch.log(divisor), -torch.inf)
-    shares, blind = (weights / divisor).unsqueeze(-1), (logs == -torch.inf).unsqueeze(-1)
-    made, start = None, 0
+    lse_max = logs.detach().amax(0)
+    lse_max = torch.where(lse_max == -torch.inf, 0.0, lse_max)
+    weights = torch.exp(logs - lse_max)
+    l_i = weights.sum(0)
+    any_visible = l_i != 0
+    divisor = torch.where(any_visible, l_i, 1.0)
+    merged = torch.where(any_visible, lse_max + torch.log(divisor), -torch.inf)
+    probabilities, empty = (weights / divisor).unsqueeze(-1), (logs == -torch.inf).unsqueeze(-1)
+    acc, start = None, 0
     for stack in stacks:
         part = slice(start, start + stack.shape[0])
-        added = (torch.where(blind[part], 0.0, stack.to(accumulate_dtype(stack.dtype))) * shares[part]).sum(0)
-        made, start = added if made is None else made + added, part.stop
-    assert made is not None
-    return laid_like(made.to(out_dtype), o[0]), merged
+        added = (torch.where(empty[part], 0.0, stack.to(accumulate_dtype(stack.dtype))) * probabilities[part]).sum(0)
+        acc, start = added if acc is None else acc + added, part.stop
+    assert acc is not None
+    return laid_like(acc.to(out_dtype), o[0]), merged
 
 
 def _merge_backward(
@@ -65,13 +65,15 @@ def check(o: Tensor, lse: Tensor, other: Tensor | None, other_lse: Tensor | None
     """Raises InputError for raw arguments that cannot run."""
     op = "merge_states"
     pairs = [(o, lse)] if other is None or other_lse is None else [(o, lse), (other, other_lse)]
-    wide = any(state.dtype == torch.float64 for state, _ in pairs)
+    is_float64 = any(state.dtype == torch.float64 for state, _ in pairs)
     for state, logarithm in pairs:
         if state.dim() != 5 or state.shape[0] == 0 or state.shape[4] == 0 or state.shape[1:] != o.shape[1:]:
             raise InputError(f"{op}: o is {tuple(state.shape)} as (N, B, H, S, D); needs N and D of at least 1.")
         if logarithm.shape != state.shape[:4]:
             raise InputError(f"{op}: lse is {tuple(logarithm.shape)}; needs {tuple(state.shape[:4])}.")
-        if logarithm.dtype != (torch.float64 if wide else torch.float32) or (wide and state.dtype != torch.float64):
+        if logarithm.dtype != (torch.float64 if is_float64 else torch.float32) or (
+            is_float64 and state.dtype != torch.float64
+        ):
             raise InputError(f"{op}: lse is {logarithm.dtype} for o of {state.dtype}; needs float32, as fmha gives it.")
         if state.stride(4) != 1:
             raise InputError(f"{op}: o has a last stride of {state.stride(4)}; needs 1. Call .contiguous().")
@@ -80,7 +82,7 @@ def check(o: Tensor, lse: Tensor, other: Tensor | None, other_lse: Tensor | None
                 f"{op}: an o is on {state.device} and its lse on {logarithm.device}, the first o on {o.device}. "
                 "Move them to one device."
             )
-    if out_dtype not in ((torch.float64,) if wide else _RESULTS):
+    if out_dtype not in ((torch.float64,) if is_float64 else _RESULTS):
         raise InputError(f"{op}: out_dtype is {out_dtype}; allowed are bfloat16, float16, float32.")
 
 
@@ -145,4 +147,4 @@ BACKWARD = RawOp(
     count=4,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3), save=lambda args, outputs: tuple(args[:4]), raw_args=_raw_args)
-"""Of both stacks and their logarithms; only the states are saved, the weights are computed again."""
+"""Gradients of both stacks and their lse.  Only the states are saved; the backward recomputes the weights."""

@@ -73,9 +73,9 @@ def _bad(name: str, match: str, *, o: Any = (2, 3, 4, 5, 16), lse: Any = (2, 3, 
                 return [ones(each, dtype) for each in shape]
             return torch.ones(shape, device=device, dtype=dtype)
 
-        kept = {"out_dtype": options["out_dtype"]} if "out_dtype" in options else {}
+        kwargs = {"out_dtype": options["out_dtype"]} if "out_dtype" in options else {}
         dtypes = options.get("o_dtype", torch.float32), options.get("lse_dtype", torch.float32)
-        return Sample((ones(o, dtypes[0]), ones(lse, dtypes[1])), kept)
+        return Sample((ones(o, dtypes[0]), ones(lse, dtypes[1])), kwargs)
 
     return BadInput(name, make, match)
 

@@ -1,20 +1,19 @@
-"""States of attention joined in Triton, there and back.  A program holds some rows of the result in registers.
+"""Merge of attention states in Triton, forward and backward.  A program holds some rows of the result in registers.
 
-First the logarithms of its rows, N numbers each: their maximum and the sum of exp(lse_i - maximum).  Then
-o' = sum_i w_i o_i, w_i = exp(lse_i - maximum) / sum.  Backwards do_i = w_i do,
-dlse_i = w_i (do . o_i - sum_j w_j do . o_j + dlse'): the sum first, then all else, with a second reading of the o_i
-that are not kept.  (do . o' would spare that walk, but o' is rounded and the difference cancels: for one state it must
-be 0.)
+Forward: the maximum m of the N lse of a row and l = sum_i exp(lse_i - m); then o' = sum_i w_i o_i with
+w_i = exp(lse_i - m) / l.  Backward: do_i = w_i do, dlse_i = w_i (do . o_i - sum_j w_j do . o_j + dlse'): the sum comes
+first, and o_i that do not stay in registers are read again.  (do . o' would save that pass, but o' is rounded and the
+difference cancels: for one state it must be 0.)
 
-It should run like a copy.  So the first state of each stack is on its way before anything waits for a logarithm, two
-states are always two stacks of one, without a loop, stores come last (no read passes a store, which might be to the
-same place), and rows of dense tensors are found without a division.  On sm_90 that makes 260 instructions of 1570 for
-two states of bf16.  Up to 128 bytes a thread all states are read together, once, also backwards; beyond, two and two.
+The target is the speed of a copy.  So the first state of each stack is loaded before any lse is waited for; two states
+are always two stacks of one, without a loop; stores come last, because no load moves across a store that may alias; and
+rows of dense tensors need no division.  On sm_90 this leaves 260 of 1570 instructions for two bf16 states.  Up to 128
+bytes per thread all states are loaded together, once, also in the backward; beyond that, two at a time.
 
-A decoding step has few rows and many states (split KV), and one state after another would be a chain of ways to memory.
-There a program has one row, or a part of one, and reads a tile of states (`stack_kernel.py`): lanes and warps share the
-states, each computes the weights of its own, and the sum is made in registers, then among lanes, then among warps, an
-order that the configuration decides.  More states than a tile has come tile after tile.
+A decoding step has few rows and many states (split KV), and one state after another would be a chain of memory
+latencies.  There a program has one row, or a part of one, and loads a tile of states (`stack_kernel.py`): lanes and
+warps share the states, each computes the weights of its states, and the sum runs over registers, then lanes, then
+warps, in an order that the configuration fixes.  More states than one tile are processed tile by tile.
 
 Traffic at bf16: forward reads N states of M * (2 * D + 4) bytes and writes one, so two states of 8192 x 32 heads with
 D = 128 move 204 MB, 49 us at 4.2 TB/s; backward moves 2 * N + 1 of them, 81 us.
@@ -35,17 +34,17 @@ from tilewright.ops.attention.merge_states.stack_kernel import merge_stack_kerne
 from tilewright.ops.attention.merge_states.triton_kernel import merge_backward_kernel, merge_kernel
 from tilewright.ops.rows import no_float64
 
-MANY = 4096  # rows; tiles of 16 of them are two programs for every SM of an H200
+MANY = 4096  # rows; in tiles of 16 they are two programs per SM of an H200
 WIDEST = 4096  # elements of a row; the backward has three float32 of each in registers
-IN_FLIGHT = 128  # bytes of states for which a thread waits at one time: 32 registers
-PROGRAMS = 128  # at least so many where there are too few rows: about one for every SM of an H200
-LINE = 128  # bytes of a row that a program has at least then: what the L2 fetches at once
+IN_FLIGHT = 128  # bytes of states in flight per thread: 32 registers
+PROGRAMS = 128  # at least, if there are few rows: about one per SM of an H200
+LINE = 128  # then at least so many bytes of a row per program: an L2 cache line
 
 
 class Config(NamedTuple):
     rows: int  # of one program
     num_warps: int
-    parts: int = 1  # programs for one row, if the stack is one of three and more states
+    parts: int = 1  # programs per row, for a stack of three or more states
 
 
 def _configure(bucket: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Config:
@@ -59,7 +58,7 @@ def _configure(bucket: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Conf
 
 
 def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """For few rows of three and more states a program a row, four 16-byte reads a thread, or a part of a row."""
+    """For few rows of three or more states one program per row or part of a row, with four 16-byte loads per thread."""
     m, d, n = bucket
     if n <= 2 or m >= MANY:
         return _configure(bucket, dtype, 4096 if n <= 2 else 2048)
@@ -102,7 +101,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 
 def _every(choose: Callable[[tuple[int, ...], torch.dtype], Config], *states: int) -> tuple[Config, ...]:
-    """What `choose` returns for heads of usual widths."""
+    """Configs that `choose` returns for usual head dimensions."""
     sizes = [(m, d, n) for m in (1, 256, MANY) for d in (64, 128, 256, 512) for n in states]
     return tuple(dict.fromkeys(choose(size, dtype) for size in sizes for dtype in (torch.bfloat16, torch.float32)))
 
@@ -112,7 +111,7 @@ _stack = TritonKernel(merge_stack_kernel)
 
 
 def _split(o: Tensor, other: Tensor | None) -> bool:
-    """One stack of two states runs as two of one state, at two places of it: N is a constant then, nothing loops."""
+    """True for one stack of two states: it runs as two stacks of one state, so that N is a constant, without a loop."""
     return other is None and o.shape[0] == 2
 
 
@@ -139,11 +138,15 @@ def _numbers(
     steps = [t[0] if count > 1 else 0 for t, count in zip(stacks, (n, n_other) * len(begins), strict=True)]
 
     joined: list[tuple[int, tuple[int, ...]]] = []
-    for size, *at in zip(lead, single[:3], *(t[1:4] for t in stacks), strict=True):
-        if size > 1 and joined and all(outer == size * inner for outer, inner in zip(joined[-1][1], at, strict=True)):
-            joined[-1] = (joined[-1][0] * size, tuple(at))
+    for size, *row_strides in zip(lead, single[:3], *(t[1:4] for t in stacks), strict=True):
+        if (
+            size > 1
+            and joined
+            and all(outer == size * inner for outer, inner in zip(joined[-1][1], row_strides, strict=True))
+        ):
+            joined[-1] = (joined[-1][0] * size, tuple(row_strides))
         elif size > 1:
-            joined.append((size, tuple(at)))
+            joined.append((size, tuple(row_strides)))
     joined += [(1, (0,) * (1 + len(stacks)))] * (3 - len(joined))
     (_, h, s), strides = zip(*joined, strict=True)
     by_tensor = [stride for tensor in zip(*strides, strict=True) for stride in tensor]
@@ -153,7 +156,7 @@ def _numbers(
 def _fitting(config: Config, block: int, o: Tensor) -> int:
     """How many states of `block` columns a program may read together, IN_FLIGHT bytes a thread."""
     d, size, threads = o.shape[-1], o.element_size(), 32 * config.num_warps
-    if d * size % 16:  # read by the element, each into a register of its own, under masks that take registers too
+    if d * size % 16:  # loaded by element, each into a separate register, under masks that take registers too
         size = 8
     return max(1, IN_FLIGHT * threads // (size * max(threads, config.rows * block)))
 
@@ -172,7 +175,7 @@ def _grid_and_constants(
 def _launch_stack(
     outs: tuple[Tensor, Tensor], o: Tensor, lse: Tensor, numbers: tuple[int, ...], config: Config
 ) -> None:
-    """A program a row, or a part of it."""
+    """Launch the stack kernel: one program per row, or per part of a row."""
     m, h, s, d, n, *_ = numbers
     step, _, step_lse, _ = numbers[8:12]
     single, first, _, logs = (numbers[i : i + 3] for i in range(12, 24, 3))
@@ -182,7 +185,7 @@ def _launch_stack(
     _stack((m, -(-d // block)), args, constants, num_warps=config.num_warps)
 
 
-def _supports(*args: Any) -> str | None:
+def _why_not(*args: Any) -> str | None:
     d = next(a for a in args if isinstance(a, Tensor)).shape[-1]
     return no_float64(*args) or (f"takes rows of at most {WIDEST} elements" if d > WIDEST else None)
 
@@ -194,7 +197,7 @@ def _supports(*args: Any) -> str | None:
     config_type=Config,
     configs=_every(configure, 2, 4, 16, 64),
     candidates=candidates,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -224,7 +227,7 @@ def launch(
     config_type=Config,
     configs=_every(configure_backward, 2),
     candidates=candidates_backward,
-    supports=_supports,
+    supports=_why_not,
 )
 def launch_backward(
     outs: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -242,10 +245,10 @@ def launch_backward(
     strides = map(_strides, (do, o, other, lse, other_lse, d_o, None if other is None else d_other))
     numbers = _numbers(o.shape, 0 if other is None else other.shape[0], *strides)
     second: tuple[Tensor | None, ...] = (other, other_lse)
-    made: tuple[Tensor | None, ...] = (None, None) if other is None else (d_other, d_other_lse)
-    begin = 0  # of made's logarithms in their tensor
+    second_grads: tuple[Tensor | None, ...] = (None, None) if other is None else (d_other, d_other_lse)
+    begin = 0  # offset of the second stack in d_lse
     if _split(o, other):
-        second, made, begin = (o, lse), (d_o, d_lse), numbers[0]
+        second, second_grads, begin = (o, lse), (d_o, d_lse), numbers[0]
     grid, constants = _grid_and_constants(config, numbers, o)
-    args = (d_o, d_lse, *made, do, dlse, o, lse, *second, begin, *numbers)
+    args = (d_o, d_lse, *second_grads, do, dlse, o, lse, *second, begin, *numbers)
     _backward(grid, args, constants, num_warps=config.num_warps)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention for prefill and training, there and back.  The contract; backends are beside it."""
+"""Multi-head latent attention for prefill and training, forward and backward: the contract."""
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ def mla(
     layout: str = "BHSD",
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o = softmax(s) v, s = scale * (q k^T + q_pe k_pe^T): keys that share their rotated part among all heads.
+    """o = softmax(s) v, s = scale * (q k^T + q_pe k_pe^T): keys share their rope part among all heads.
 
     q: (B, H, S_q, D)   q_pe: (B, H, S_q, D_pe)   k: (B, H, S_k, D)   k_pe: (B, 1, S_k, D_pe)   v: (B, H, S_k, D_v), or
     (B, S, H, D) each with layout="BSHD"; bf16|fp16|fp32, the same for all.  In DeepSeek-V2 and V3 D = D_v = 128 and
-    D_pe = 64, rotated before this call.  Strides are free, the last of 1: another costs a copy; so q and q_pe may be
-    the two views of one projection, and k and v those of another.
+    D_pe = 64, with rope applied before this call.  Any strides; a last stride other than 1 costs a copy; so q and q_pe
+    may be the two views of one projection, and k and v those of another.
     Returns o (B, H, S_q, D_v), which lies in memory as q does; with return_lse also lse (B, H, S_q) float32, the
     natural logarithm of the softmax's denominator.  scale: (D + D_pe)^-0.5 by default.
 
@@ -55,11 +55,11 @@ def mla(
     """
     check_layout("mla", layout)
     checks.check_dimensions(q, q_pe, k, k_pe, v)
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, q_pe, k, k_pe, v = (t.transpose(1, 2) for t in (q, q_pe, k, k_pe, v))
     o, lse = call(CONTRACT, raw_arguments(q, q_pe, k, k_pe, v, causal, mask, scale), backend)
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
@@ -78,11 +78,11 @@ def reference(
     layout: str = "BHSD",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same over concatenated tensors in plain torch; on a GPU, large problems that cuDNN takes are cuDNN's."""
-    turned = layout == "BSHD"
-    if turned:
+    bshd = layout == "BSHD"
+    if bshd:
         q, q_pe, k, k_pe, v = (t.transpose(1, 2) for t in (q, q_pe, k, k_pe, v))
     o, lse = attention(*raw_arguments(q, q_pe, k, k_pe, v, causal, mask, scale))
-    if turned:
+    if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 

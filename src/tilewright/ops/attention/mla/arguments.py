@@ -1,4 +1,4 @@
-"""From the arguments of a public call of `mla` to those of the raw op."""
+"""Arguments of the raw op from those of a public call of `mla`."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ def raw_arguments(
     q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, causal: bool, mask: Any, scale: float | None
 ) -> tuple[Any, ...]:
     """Arguments of the raw op for tensors that passed `check_dimensions`."""
-    seen = arguments.merged("mla", mask, causal)
-    if seen is not None and seen.only_flex:
+    merged_mask = arguments.merged("mla", mask, causal)
+    if merged_mask is not None and merged_mask.only_flex:
         raise InputError("mla: the mask is a BlockMask with a function of its own, which no kernel here can evaluate.")
     width = q.shape[3] + q_pe.shape[3]
     if scale is None:
         scale = float(width) ** -0.5 if width else 1.0
-    q, k, v, _, _, data, program, left, right, scale, _ = arguments.raw_arguments(q, k, v, seen, scale, _PLAIN)
+    q, k, v, _, _, data, program, left, right, scale, _ = arguments.raw_arguments(q, k, v, merged_mask, scale, _PLAIN)
     return q, readable(q_pe), k, readable(k_pe), v, data, program, left, right, scale

@@ -1,4 +1,4 @@
-"""What `mla` refuses before anything is launched, in words."""
+"""Checks of `mla`'s arguments before anything is launched."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 Each is timed with the concatenation of q and q_pe and of k and the repeated k_pe, which a model without this op does
 in every call, and ("..._joined", forward only) on tensors joined beforehand, which no model has for nothing.  FLASH
-wants values as wide as keys, and gets them with zeros beside.
+needs values as wide as keys, so they are padded with zeros.
 """
 
 from collections.abc import Callable
@@ -69,11 +69,11 @@ class Fused:
             wide_q, wide_k = joined(q, q_pe, k, k_pe)
             return wide_q, wide_k, F.pad(v, (0, wide_k.shape[3] - v.shape[3])) if self.padded else v
 
-        made = operands() if self.beforehand else None
+        joined_operands = operands() if self.beforehand else None
 
         def call() -> Tensor:
             with sdpa_kernel(self.kernel):
-                o = F.scaled_dot_product_attention(*(made or operands()), None, 0.0, causal, scale=scale)
+                o = F.scaled_dot_product_attention(*(joined_operands or operands()), None, 0.0, causal, scale=scale)
             return o[..., : v.shape[3]]
 
         return call

@@ -1,4 +1,4 @@
-"""The raw ops of `mla`, forward and backward, their reference, and how the one is fed from the other."""
+"""The raw ops of `mla`, forward and backward, their reference, and what the forward saves for the backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,21 +22,21 @@ _SCALARS = "str program, int left, int right, float scale"
 
 
 def of_fmha(bucket: Sequence[int]) -> tuple[int, ...]:
-    """The bucket of the `fmha` over q beside q_pe and k beside k_pe, which chooses the tiles."""
+    """The bucket of the `fmha` over q joined with q_pe and k with k_pe, which chooses the tiles."""
     batch_heads, s_q, s_k, d, d_pe, d_v, mask, aligned = bucket
     return batch_heads, 1, s_q, s_k, d + d_pe, d_v, mask, 0, aligned
 
 
 def joined(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k (B, H, S, D + D_pe) of `fmha`, with k_pe repeated for every head; they lie as q and k do."""
-    return _beside(q, q_pe), _beside(k, k_pe.expand(-1, k.shape[1], -1, -1))
+    """q and k (B, H, S, D + D_pe) of `fmha`, with k_pe repeated for every head; the memory order is that of q and k."""
+    return _concatenated(q, q_pe), _concatenated(k, k_pe.expand(-1, k.shape[1], -1, -1))
 
 
-def _beside(x: Tensor, rotated: Tensor) -> Tensor:
-    """The columns of both, in x's order of heads and tokens."""
+def _concatenated(x: Tensor, rope: Tensor) -> Tensor:
+    """x and rope along columns, in x's order of heads and tokens."""
     if by_token(x):
-        return torch.cat((x.transpose(1, 2), rotated.transpose(1, 2)), -1).transpose(1, 2)
-    return torch.cat((x, rotated), -1)
+        return torch.cat((x.transpose(1, 2), rope.transpose(1, 2)), -1).transpose(1, 2)
+    return torch.cat((x, rope), -1)
 
 
 def reference(
@@ -80,7 +80,7 @@ def reference_backward(
 
 
 def _bucket(tensors: Sequence[Tensor], program: str, left: int, right: int) -> tuple[int, ...]:
-    """tensors: q, q_pe, k, k_pe, v, and whatever else the kernel reads."""
+    """The bucket of a call.  tensors: q, q_pe, k, k_pe, v, and what else the kernel reads."""
     q, q_pe, k, _, v = tensors[:5]
     modifiers, scale, softcap = (None,) * 3, 1.0, 0.0
     batch_heads, _, s_q, s_k, d, d_v, mask, _, _ = fmha.bucket(
@@ -125,14 +125,14 @@ def _backward_bucket(
 
 
 def _outputs(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
-    """o lies as q does; lse is by head."""
+    """o has the memory order of q; lse is (B, H, S_q) contiguous."""
     return spec_like(q, v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
 
 
 def _gradients(
     do: Tensor, dlse: Tensor | None, q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: Any
 ) -> tuple[OutputSpec, ...]:
-    """Each as its operand lies."""
+    """Each gradient has the memory order of its operand."""
     return tuple(spec_like(t, t.shape[3]) for t in (q, q_pe, k, k_pe, v))
 
 
@@ -146,15 +146,15 @@ def _raw_args(
 ) -> tuple[Any, ...]:
     *inputs, mask_data, o, lse = saved
     do, dlse = grads
-    # Kernels take it in the operands' dtype, as torch's do, and by row
+    # Kernels take do in the operands' dtype with dense rows
     do = torch.zeros_like(o) if do is None else dense(do.to(o.dtype))
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     return do, dlse, *inputs, o, lse, mask_data, *args[6:]
 
 
 def _torch_first(bucket: tuple[int, ...], dtype: torch.dtype, first: str) -> bool:
-    """Until a table has the sizes: where torch has one kernel for it, for which tensors are joined, except that CUDA
-    C++ took 0.80 to 0.89 of cuDNN's time over tensors joined beforehand in ten rows on an H200.
+    """Whether torch comes first while no table has the sizes: where it has a fused kernel over joined tensors, but not
+    before CUDA C++, which took 0.80 to 0.89 of cuDNN's time over tensors joined beforehand in ten rows on an H200.
     """
     return dtype.itemsize == 4 or (first != "cuda" and bucket[BUCKET.index("mask")] in (fmha.FULL, fmha.CAUSAL))
 
@@ -184,4 +184,4 @@ BACKWARD = RawOp(
     torch_first=_torch_first,
 )
 GRADIENT = Gradient(BACKWARD, inputs=(0, 1, 2, 3, 4), save=_save, raw_args=_raw_args, recomputes=False)
-"""Of q, q_pe, k, k_pe and v."""
+"""Gradients of q, q_pe, k, k_pe and v."""

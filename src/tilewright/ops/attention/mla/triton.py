@@ -1,9 +1,9 @@
 """mla in Triton, both directions: the engines of fmha with a second pair of score operands.
 
-q beside q_pe and k beside k_pe are never put together: the scores are the sum of two products, and k_pe is read once
-for all heads that are worked on together.  dk_pe: each head's share in float32, 4 * B * H * S_k * D_pe bytes, then
-their sum in one order.  A loop over the heads inside a key tile's program would need none of that memory, but leave
-S_k / 64 programs a batch, too few for the GPU at the lengths of training.
+q and q_pe, k and k_pe are never concatenated: the scores are the sum of two products, and k_pe is read once for all
+heads that run together.  dk_pe is written per head in float32, 4 * B * H * S_k * D_pe bytes, then summed in a fixed
+order.  A loop over the heads inside a key tile's program would need none of that memory, but leave S_k / 64 programs
+per batch, too few for the GPU at the lengths of training.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     return triton_forward.candidates(of_fmha(bucket), dtype)
 
 
-def supports(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> str | None:
+def why_not(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: object) -> str | None:
     if max(q.shape[3] + q_pe.shape[3], v.shape[3]) > MOST_D:
         return f"holds heads of up to {MOST_D} numbers, D + D_pe or D_v"
     return "has no keys to read" if k.shape[2] == 0 else None
@@ -42,7 +42,7 @@ def supports(q: Tensor, q_pe: Tensor, k: Tensor, k_pe: Tensor, v: Tensor, *_: ob
     config_type=Config,
     configs=triton_forward.CONFIGS,
     candidates=candidates,
-    supports=supports,
+    supports=why_not,
 )
 def launch(
     outs: tuple[Tensor, Tensor],
@@ -66,8 +66,13 @@ _QUERIES = ((128, 64, 8, 2), (64, 64, 8, 2))
 
 def _latent(bucket: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Are keys of 129 to 192 numbers and values of at most 128 copied, in 16 bits?"""
-    of = dict(zip(BUCKET, bucket, strict=True))
-    return 128 < of["D"] + of["D_pe"] <= 192 and of["D_v"] <= 128 and bool(of["aligned"]) and dtype.itemsize == 2
+    sizes = dict(zip(BUCKET, bucket, strict=True))
+    return (
+        128 < sizes["D"] + sizes["D_pe"] <= 192
+        and sizes["D_v"] <= 128
+        and bool(sizes["aligned"])
+        and dtype.itemsize == 2
+    )
 
 
 def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> triton_backward.Config:
@@ -83,8 +88,8 @@ def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[tr
     return tuple(triton_backward.Config(*k, *q, True) for k in settled for q in _QUERIES)
 
 
-def supports_backward(do: Tensor, dlse: Tensor | None, *rest: Any) -> str | None:
-    return supports(*rest)
+def why_not_backward(do: Tensor, dlse: Tensor | None, *rest: Any) -> str | None:
+    return why_not(*rest)
 
 
 @register_impl(
@@ -95,7 +100,7 @@ def supports_backward(do: Tensor, dlse: Tensor | None, *rest: Any) -> str | None
     config_type=triton_backward.Config,
     configs=(triton_backward.Config(*_KEYS[0], *_QUERIES[0], True), *triton_backward.CONFIGS),
     candidates=candidates_backward,
-    supports=supports_backward,
+    supports=why_not_backward,
 )
 def launch_backward(
     outs: tuple[Tensor, ...],
@@ -114,11 +119,9 @@ def launch_backward(
 ) -> None:
     """See `raw.BACKWARD`."""
     dq, dq_pe, dk, dk_pe, dv = outs
-    shift = scratch(tuple(lse.shape), torch.float32, lse.device)
-    shares = scratch((*k.shape[:3], k_pe.shape[3]), torch.float32, k.device)
-    delta(shift, do, o, dlse)
-    of_scores = (dq_pe, shares, q_pe, k_pe)
-    triton_backward.backward(
-        dq, dk, dv, do, shift, q, k, v, lse, None, None, mask_data, *rest, 0.0, config, pe=of_scores
-    )
-    head_sum(dk_pe, shares)
+    row_delta = scratch(tuple(lse.shape), torch.float32, lse.device)
+    dk_pe_per_head = scratch((*k.shape[:3], k_pe.shape[3]), torch.float32, k.device)
+    delta(row_delta, do, o, dlse)
+    pe = (dq_pe, dk_pe_per_head, q_pe, k_pe)
+    triton_backward.backward(dq, dk, dv, do, row_delta, q, k, v, lse, None, None, mask_data, *rest, 0.0, config, pe=pe)
+    head_sum(dk_pe, dk_pe_per_head)

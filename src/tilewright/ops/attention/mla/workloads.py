@@ -30,4 +30,4 @@ WORKLOADS = (
 CPU_WORKLOADS = (Workload("1x4x256_causal", {"B": 1, "H": 4, "S": 256, "D": 32, "D_pe": 16, "D_v": 32}),)
 
 COMPILED = frozenset({"4x16x4096_causal", "1x128x4096_causal"})
-"""Rows on which FlexAttention competes: each compiles its kernels anew."""
+"""Rows on which FlexAttention competes: each compiles separate kernels."""

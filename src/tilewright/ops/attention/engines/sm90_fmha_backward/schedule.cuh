@@ -1,21 +1,34 @@
-// Which tile of keys comes as which, and which queries see it.
+// The tile scheduler of the backward: which block takes which tile of keys, and in which order it visits query tiles.
 //
-// Blocks draw numbers from a counter.  Those that add to one dQ do so in the order of their numbers, so whom a block waits for
-// has drawn before it, and works: no number of blocks that fit the machine can lock up.
+// Work items.  One item is one tile of 128 keys of one kv head.  Blocks draw item numbers from a global counter.
 //
-// The order costs time only where two want to add to the same tile at once.  Under a causal mask tile j of keys meets
-// queries from j on.  If all tiles of a head begin together and walk forwards, query i meets j = i, i - 1, ... one step after
-// another: nobody waits, but the tiles end one after another, the shortest first.  Whoever ends then draws of the next
-// heads, the longest first, and walks backwards: tile j, begun j steps later, meets query i one step after tile j - 1.  So
-// both the work and the order come out even when sections of heads alternate.
+// Order of dQ.  Several key tiles add to dQ of one query tile, always in the order of their item numbers, so that results
+// repeat bit for bit.  A flag per query tile counts the additions; a block waits until the flag shows its rank.  This cannot
+// deadlock: a block waits only for smaller numbers, and the blocks that drew those are resident.
+//
+// Order of items under a causal mask.  Key tile j meets query tiles i >= j, so small j is the most work.  Heads are divided
+// into sections (whose Q, dO and dQ fit the L2), and sections alternate between two orders:
+// - A: key tiles from last to first, query tiles ascending.  Tile j starts at i = j, so at step t it is at i = j + t.
+// - B: key tiles from first to last, query tiles descending.
+// Example: four blocks, a head in section A, then a head in section B; the numbers are the query tiles of each step.
+//
+//     step       0   1   2   3   4
+//     block 0   [3] [3   2   1   0]     A: key tile 3, B: key tile 0
+//     block 1   [2   3] [3   2   1]     A: key tile 2, B: key tile 1
+//     block 2   [1   2   3] [3   2]     A: key tile 1, B: key tile 2
+//     block 3   [0   1   2   3] [3]     A: key tile 0, B: key tile 3
+//
+// In each section every query tile is visited by one block after another, each a step after the one before (query tile 3:
+// blocks 0, 1, 2, 3 at steps 0, 1, 2, 3, then again at 1, 2, 3, 4), so no block waits; and A and B together give all
+// blocks the same work.
 #pragma once
 
 #include "shape.cuh"
 
 namespace tilewright {
 
-// How many of the numbers below `count` satisfy a condition which the first ones do and the others do not.
-template <typename Condition> __device__ inline int count_first(int count, Condition condition) {
+// The first of the numbers below `count` that does not satisfy a condition which holds up to there, as std::partition_point.
+template <typename Condition> __device__ inline int partition_point(int count, Condition condition) {
     int low = 0;
     while (low < count) {
         const int middle = (low + count) / 2;
@@ -28,128 +41,132 @@ template <typename Condition> __device__ inline int count_first(int count, Condi
     return low;
 }
 
-// Query i stands at i + s_k - s_q, the last one at the last key.
+// Query i has position i + s_k - s_q: the last query stands at the last key.
 struct BackwardSizes {
-    int s_q, s_k, heads, batches, sharing;  // sharing: query heads of a kv head
-    int left, right;                        // of a band, negative: no bound
-    int together;  // kv heads that are walked at a time, so that their queries stay in the L2
-    bool alternating;  // sections of heads begin with their last keys, the last section and every second before it with
-                       // the first; else all with the last
-    const Interval* spans;  // of each key, then of each tile of queries; of a band, null
+    int s_q, s_k, heads, batches, heads_per_kv;
+    int left, right;            // the band: -right <= position - key <= left; negative: no bound
+    int section_heads;          // kv heads of a section
+    bool alternate;             // the last section has order B, the one before it A, and so on; else all have order A
+    const Interval* intervals;  // packed: of each key the queries that see it, then of each query tile its key tiles; else null
 
     __device__ int position(int row) const { return row + s_k - s_q; }
-    template <u32 kM> __device__ int tiles() const { return (s_q + int(kM) - 1) / int(kM); }  // of queries
+    template <u32 kM> __device__ int query_tile_count() const { return (s_q + int(kM) - 1) / int(kM); }
 };
 
-template <bool kSpans> struct BackwardProblem;
+template <bool kPacked> struct BackwardProblem;
 
-// Allowed keys are those with -right <= position - key <= left.
+// A band: causal, a window, or no mask at all.
 template <> struct BackwardProblem<false> : BackwardSizes {
-    static constexpr bool kSpans = false;
+    static constexpr bool kPacked = false;
 
-    // Tiles of keys that add to dQ of tile `m`: [first_keys, end_keys).
-    template <u32 kM> __device__ int first_keys(int m) const {
+    // Key tiles that add to dQ of query tile `m`: [first_key_tile, end_key_tile).
+    template <u32 kM> __device__ int first_key_tile(int m) const {
         return left < 0 ? 0 : max(0, position(m * int(kM)) - left) / int(kBackwardKeys);
     }
-    template <u32 kM> __device__ int end_keys(int m) const {
+    template <u32 kM> __device__ int end_key_tile(int m) const {
         const int last = position(min(m * int(kM) + int(kM), s_q) - 1);
         const int keys = right < 0 ? s_k : max(0, min(s_k, last + right + 1));
         return (keys + int(kBackwardKeys) - 1) / int(kBackwardKeys);
     }
-    // Of `tiles` of queries, those that see one of a block's keys from `key` on.
-    template <u32 kM> __device__ Interval seeing(int key, int tiles) const {
-        const int away = s_k - s_q;
-        const int top = right < 0 ? 0 : max(0, key - right - away);  // first and last row that see it
-        const int bottom = left < 0 ? s_q - 1 : key + int(kBackwardKeys) - 1 + left - away;
-        return {top < s_q ? top / int(kM) : tiles, bottom < 0 ? 0 : min(tiles, bottom / int(kM) + 1)};
+    // Of `count` query tiles, those with a query that sees one of the 128 keys from `key` on.
+    template <u32 kM> __device__ Interval query_tiles(int key, int count) const {
+        const int shift = s_k - s_q;
+        const int top = right < 0 ? 0 : max(0, key - right - shift);  // first and last row that see one
+        const int bottom = left < 0 ? s_q - 1 : key + int(kBackwardKeys) - 1 + left - shift;
+        return {top < s_q ? top / int(kM) : count, bottom < 0 ? 0 : min(count, bottom / int(kM) + 1)};
     }
 };
 
-// Every key is seen by an interval of queries that is in memory, and neither of its ends ever decreases from key to key.  A
-// tile of keys meets the tiles of queries between its first and its last end; also one tile in whose middle both ends are,
-// for nothing: else the tiles of keys that add to a tile of queries would not be consecutive.
+// Packed sequences: an interval of queries sees a key, and neither of its ends decreases from key to key.  A key tile meets
+// the query tiles from its first key's begin to its last key's end.  If no query sees a key tile, the empty
+// range may lie inside a query tile; the key tile visits that one too, and adds zero.  So the key tiles that add to one query
+// tile have consecutive numbers.
 template <> struct BackwardProblem<true> : BackwardSizes {
-    static constexpr bool kSpans = true;
+    static constexpr bool kPacked = true;
 
-    // Not from the L1: the kernel before may have brought this line there before another block wrote it.
-    template <u32 kM> __device__ int first_keys(int m) const { return __ldcg(&spans[s_k + m].first); }
-    template <u32 kM> __device__ int end_keys(int m) const { return __ldcg(&spans[s_k + m].end); }
-    template <u32 kM> __device__ Interval seeing(int key, int tiles) const {
-        const int first = spans[key].first, end = end_of(key / int(kBackwardKeys));
-        return {first < s_q ? first / int(kM) : tiles, (end + int(kM) - 1) / int(kM)};
+    // Bypasses the L1 (ld.cg): the preprocess kernel may have cached this line before another block wrote it.
+    template <u32 kM> __device__ int first_key_tile(int m) const { return __ldcg(&intervals[s_k + m].first); }
+    template <u32 kM> __device__ int end_key_tile(int m) const { return __ldcg(&intervals[s_k + m].end); }
+    template <u32 kM> __device__ Interval query_tiles(int key, int count) const {
+        const int first = intervals[key].first, end = last_query_end(key / int(kBackwardKeys));
+        return {first < s_q ? first / int(kM) : count, (end + int(kM) - 1) / int(kM)};
     }
-    // Of tile `n` of keys.
-    __device__ int end_of(int n) const { return spans[min((n + 1) * int(kBackwardKeys), s_k) - 1].end; }
-    // Tiles of keys that meet tile `m` of queries: a begin before its end, and an end behind its begin.
-    template <u32 kM> __device__ Interval meeting(int m) const {
+    // End of the queries that see the last key of key tile `n`.
+    __device__ int last_query_end(int n) const { return intervals[min((n + 1) * int(kBackwardKeys), s_k) - 1].end; }
+    // Key tiles that meet query tile `m`: their queries begin before its end, and end after its begin.
+    template <u32 kM> __device__ Interval key_tiles(int m) const {
         const int begin = m * int(kM), end = min(begin + int(kM), s_q);
-        const int of_keys = (s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
-        return {count_first(of_keys, [&](int n) { return end_of(n) <= begin; }),
-                count_first(of_keys, [&](int n) { return spans[n * int(kBackwardKeys)].first < end; })};
+        const int count = (s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
+        return {partition_point(count, [&](int n) { return last_query_end(n) <= begin; }),
+                partition_point(count, [&](int n) { return intervals[n * int(kBackwardKeys)].first < end; })};
     }
 };
 
-// In shared memory: whoever draws a tile writes it, all others read.
+// One work item, in shared memory: the loading thread writes it, all other warps read it.
 struct BackwardTile {
-    int key;          // first of the keys; negative: there is no more
-    bool last_first;  // keys of this head come from the last, queries from the first; else the other way about
-    int head, batch;  // the kv head
-    int first, end;   // tiles of queries that see them
-    int cut;          // of packed sequences: those before it are visited for all heads, then the others
-    int heads;        // query heads to meet: 0 if nothing sees them
-    int place;        // number of the first of these heads' first tile of queries, over batch and heads
+    int key;          // first of the 128 keys; negative: no more items
+    bool order_a;     // key tiles from last to first, query tiles ascending; else the other way round
+    int head, batch;  // of K and V
+    int first, end;   // query tiles to visit
+    int near_end;     // packed: query tiles before it are visited for all heads first, then the rest for all heads
+    int heads;        // query heads to visit: 0 if no query sees these keys
+    int dq_tile;      // number of query tile 0 of the first of these heads, counted over batch and heads
 
-    template <u32 kM, typename Problem> __device__ void find(const Problem& problem, int number) {
-        const int of_keys = (problem.s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
-        const int kv_heads = problem.heads / problem.sharing, all = kv_heads * problem.batches;
+    template <u32 kM, typename Problem> __device__ void assign(const Problem& problem, int number) {
+        // Item number -> section, key tile within the section (slow), kv head within the section (fast)
+        const int key_tile_count = (problem.s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
+        const int kv_heads = problem.heads / problem.heads_per_kv, all = kv_heads * problem.batches;
         key = -1;
-        if (number >= of_keys * all) return;
-        const int of_section = of_keys * problem.together, section = number / of_section;
-        const int within = number - section * of_section, begin = section * problem.together;
-        const int width = min(problem.together, all - begin), turn = within / width, which = begin + within - turn * width;
-        last_first = !problem.alternating || (all - 1) / problem.together % 2 != section % 2;
-        key = (last_first ? of_keys - 1 - turn : turn) * int(kBackwardKeys);
-        batch = which / kv_heads;
-        head = which - batch * kv_heads;
-        const int tiles = problem.template tiles<kM>();
-        const Interval rows = problem.template seeing<kM>(key, tiles);
-        first = rows.first;
-        end = rows.end;
-        if constexpr (Problem::kSpans) cut = min(first + int(kBackwardKeys / kM), end);
-        heads = first < end ? problem.sharing : 0;
-        place = (batch * problem.heads + head * problem.sharing) * tiles;
+        if (number >= key_tile_count * all) return;
+        const int section_size = key_tile_count * problem.section_heads, section = number / section_size;
+        const int item = number - section * section_size, first_head = section * problem.section_heads;
+        const int section_heads = min(problem.section_heads, all - first_head);
+        const int n = item / section_heads, kv_head = first_head + item - n * section_heads;
+        order_a = !problem.alternate || (all - 1) / problem.section_heads % 2 != section % 2;
+        key = (order_a ? key_tile_count - 1 - n : n) * int(kBackwardKeys);
+        batch = kv_head / kv_heads;
+        head = kv_head - batch * kv_heads;
+
+        // The query tiles that see these keys
+        const int query_tile_count = problem.template query_tile_count<kM>();
+        const Interval visible = problem.template query_tiles<kM>(key, query_tile_count);
+        first = visible.first;
+        end = visible.end;
+        if constexpr (Problem::kPacked) near_end = min(first + int(kBackwardKeys / kM), end);
+        heads = first < end ? problem.heads_per_kv : 0;
+        dq_tile = (batch * problem.heads + head * problem.heads_per_kv) * query_tile_count;
     }
-    // How many add to dQ of tile `m` before this one.
+    // How many key tiles add to dQ of query tile `m` before this one.
     template <u32 kM, typename Problem> __device__ int rank(const Problem& problem, int m) const {
         const int n = key / int(kBackwardKeys);
-        return last_first ? problem.template end_keys<kM>(m) - 1 - n : n - problem.template first_keys<kM>(m);
+        return order_a ? problem.template end_key_tile<kM>(m) - 1 - n : n - problem.template first_key_tile<kM>(m);
     }
 };
 
-// Walks over the query heads of a tile of keys, and for each over its tiles of queries; all roles in the same order.  Of
-// packed sequences first over the tiles of its own positions for all heads, then over the others.  The last tile of a
-// sequence meets few queries, and adds to some of them after the first tile of the next sequence, which may meet
-// many; head by head it would wait for all of those (a quarter of the time for 16 or 64 sequences of random lengths).
-template <bool kSpans> struct BackwardVisit {
-    int head, at;
+// Iterates over the query heads of a key tile, and over the query tiles of each head; all warps in the same order.
+// Packed: over the query tiles at the key tile's own positions for all heads, then over the rest for all heads.  The last key
+// tile of a sequence meets few queries, and adds to some of them after the first key tile of the next sequence, which
+// may meet many; head by head it would wait for all of those (a quarter of the time for 16 or 64 sequences of random lengths).
+template <bool kPacked> struct QueryTileIterator {
+    int head, index;
 
-    __device__ explicit BackwardVisit(const BackwardTile& tile) : head(0), at(tile.first) {}
-    __device__ bool more(const BackwardTile& tile) const { return kSpans ? at < tile.end : head < tile.heads; }
+    __device__ explicit QueryTileIterator(const BackwardTile& tile) : head(0), index(tile.first) {}
+    __device__ bool more(const BackwardTile& tile) const { return kPacked ? index < tile.end : head < tile.heads; }
     __device__ void next(const BackwardTile& tile) {
-        ++at;
-        if constexpr (kSpans) {
-            const bool own = at <= tile.cut;
-            if (at < (own ? tile.cut : tile.end)) return;
+        ++index;
+        if constexpr (kPacked) {
+            const bool near = index <= tile.near_end;
+            if (index < (near ? tile.near_end : tile.end)) return;
             if (++head < tile.heads) {
-                at = own ? tile.first : tile.cut;
+                index = near ? tile.first : tile.near_end;
             } else {
                 head = 0;
             }
-        } else if (at == tile.end) {
-            at = tile.first, ++head;
+        } else if (index == tile.end) {
+            index = tile.first, ++head;
         }
     }
-    __device__ int m(const BackwardTile& tile) const { return tile.last_first ? at : tile.first + tile.end - 1 - at; }
+    __device__ int m(const BackwardTile& tile) const { return tile.order_a ? index : tile.first + tile.end - 1 - index; }
 };
 
 }  // namespace tilewright

@@ -1,5 +1,7 @@
-// From S^T = K Q^T to P^T and from dP^T to dS^T, in the registers of the warpgroup that multiplied them: rows are keys,
-// columns queries.
+// P^T from S^T = K Q^T, and dS^T from dP^T = V dO^T, in the accumulators: rows are keys, columns are queries.
+//
+//     P = exp2(scale * log2(e) * S - lse)        S is softcapped and biased first, if the call does
+//     dS = P * (dP - delta)                      times the derivative of the softcap; `scale` is applied to dQ and dK at the end
 #pragma once
 
 #include <tilewright/epilogue.cuh>
@@ -9,103 +11,103 @@
 
 namespace tilewright {
 
-// What the scores of a call have in common; all in units of log2.
-struct BackwardScale {
-    float score;     // of a score, or what a softcapped one is multiplied by within its tanh, twice
+// Factors of the scores, in units of log2.
+struct ScoreUnits {
+    float score;    // scale * log2(e); with a softcap, twice what the score is multiplied by inside tanh
     float softcap;
-    float slope;
+    float slope;    // ALiBi
 };
 
-// Of this thread's queries, counted as 8 j + e, those that see its key h: from `low` to `high`.  away: from that key to
-// query 0.
-struct BackwardSeen {
+// Which of this thread's queries see its key h: columns 8 j + e of the accumulators from low[h] to high[h].
+struct VisibleQueries {
     int low[2], high[2];
-    float away[2];
+    float distance[2];  // position of column 0 less that of key h
 };
 
-// Which queries see a thread's two keys; and which see all 64 of its warpgroup from `key` on.
-template <bool kSpans> struct BackwardOwn {  // of a band, from distances
-    __device__ BackwardOwn(const BackwardProblem<false>&, int) {}
+// What a warpgroup needs to know about its 64 keys from `key` on.
+template <bool kPacked> struct KeyVisibility {  // a band needs nothing but distances
+    __device__ KeyVisibility(const BackwardProblem<false>&, int) {}
 };
-template <> struct BackwardOwn<true> {
-    Interval of[2], all;
+template <> struct KeyVisibility<true> {
+    Interval queries[2];  // that see this thread's keys
+    Interval common;      // that see all 64 keys
 
-    __device__ BackwardOwn(const BackwardProblem<true>& problem, int key) {
+    __device__ KeyVisibility(const BackwardProblem<true>& problem, int key) {
         const int last = problem.s_k - 1;
 #pragma unroll
-        for (u32 h = 0; h < 2; ++h) of[h] = problem.spans[min(key + int(fragment_row() + 8 * h), last)];
-        all = {problem.spans[min(key + int(kRowsOfGroup) - 1, last)].first, problem.spans[min(key, last)].end};
+        for (u32 h = 0; h < 2; ++h) queries[h] = problem.intervals[min(key + int(fragment_row() + 8 * h), last)];
+        common = {problem.intervals[min(key + int(kWarpgroupM) - 1, last)].first, problem.intervals[min(key, last)].end};
     }
 };
 
 template <u32 kM>
-__device__ inline BackwardSeen seen_queries(
-    const BackwardProblem<false>& problem, const BackwardOwn<false>&, int key, int row) {
-    BackwardSeen seen;
+__device__ inline VisibleQueries visible_queries(
+    const BackwardProblem<false>& problem, const KeyVisibility<false>&, int key, int row) {
+    VisibleQueries visible;
     const int position = problem.position(row + int(fragment_column()));
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
-        const int at = key + int(fragment_row() + 8 * h), away = position - at;
-        seen.low[h] = problem.right < 0 ? 0 : -problem.right - away;
-        seen.high[h] = at >= problem.s_k ? -1 : problem.left < 0 ? int(kM) : problem.left - away;
-        seen.away[h] = float(away);
+        const int key_h = key + int(fragment_row() + 8 * h), distance = position - key_h;
+        visible.low[h] = problem.right < 0 ? 0 : -problem.right - distance;
+        visible.high[h] = key_h >= problem.s_k ? -1 : problem.left < 0 ? int(kM) : problem.left - distance;
+        visible.distance[h] = float(distance);
     }
-    return seen;
+    return visible;
 }
 
 template <u32 kM>
-__device__ inline BackwardSeen seen_queries(
-    const BackwardProblem<true>& problem, const BackwardOwn<true>& own, int key, int row) {
-    BackwardSeen seen;
+__device__ inline VisibleQueries visible_queries(
+    const BackwardProblem<true>& problem, const KeyVisibility<true>& keys, int key, int row) {
+    VisibleQueries visible;
     const int column = row + int(fragment_column());
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
-        const int at = key + int(fragment_row() + 8 * h);
-        seen.low[h] = own.of[h].first - column;
-        seen.high[h] = at >= problem.s_k ? -1 : own.of[h].end - 1 - column;
-        seen.away[h] = float(problem.position(column) - at);
+        const int key_h = key + int(fragment_row() + 8 * h);
+        visible.low[h] = keys.queries[h].first - column;
+        visible.high[h] = key_h >= problem.s_k ? -1 : keys.queries[h].end - 1 - column;
+        visible.distance[h] = float(problem.position(column) - key_h);
     }
-    return seen;
+    return visible;
 }
 
-// Has a warpgroup's 64 keys from `key` on one that a query of tile `row` does not see, or that is not there?
+// True if a query of the tile from `row` on does not see one of the 64 keys from `key` on, or a key does not exist.
 template <u32 kM>
-__device__ inline bool must_cut(const BackwardProblem<false>& problem, const BackwardOwn<false>&, int key, int row) {
-    const int last = key + int(kRowsOfGroup) - 1, position = problem.position(row);
+__device__ inline bool needs_mask(const BackwardProblem<false>& problem, const KeyVisibility<false>&, int key, int row) {
+    const int last = key + int(kWarpgroupM) - 1, position = problem.position(row);
     return last >= problem.s_k || (problem.right >= 0 && last > position + problem.right) ||
            (problem.left >= 0 && key < position + int(kM) - 1 - problem.left);
 }
 template <u32 kM>
-__device__ inline bool must_cut(const BackwardProblem<true>& problem, const BackwardOwn<true>& own, int key, int row) {
-    return key + int(kRowsOfGroup) > problem.s_k || own.all.first > row || own.all.end < min(row + int(kM), problem.s_q);
+__device__ inline bool needs_mask(const BackwardProblem<true>& problem, const KeyVisibility<true>& keys, int key, int row) {
+    return key + int(kWarpgroupM) > problem.s_k || keys.common.first > row || keys.common.end < min(row + int(kM), problem.s_q);
 }
 
-// s becomes P, and under kEarlyDv p holds it rounded; under a softcap, s becomes P times the derivative of the cap.  logs: of
-// the sums, in units of log2, +infinity for queries that are not there or see nothing.
-template <typename Config, bool kCut>
-__device__ inline void to_probabilities(
-    float (&s)[Config::kBlockM / 2], u32 (&p)[Config::kBlockM / 4], const float* logs, const BackwardScale& scale,
-    const BackwardSeen& seen) {
-    struct alignas(8) Pair { float of[2]; };
+// Overwrites s with P, and under kEarlyDv writes P rounded to p.  With a softcap s becomes P times its derivative.
+// lse: in units of log2, +infinity for queries that do not exist or see no key.
+template <typename Config, bool kMasked>
+__device__ inline void compute_p(
+    float (&s)[Config::kBlockM / 2], u32 (&p)[Config::kBlockM / 4], const float* lse, const ScoreUnits& units,
+    const VisibleQueries& visible) {
+    struct alignas(8) Pair { float x[2]; };
 #pragma unroll
     for (u32 j = 0; j < Config::kBlockM / 8; ++j) {
-        const Pair log = *reinterpret_cast<const Pair*>(logs + 8 * j + fragment_column());
+        const Pair row_lse = *reinterpret_cast<const Pair*>(lse + 8 * j + fragment_column());
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            float factor[2];
+            float derivative[2];
 #pragma unroll
             for (u32 e = 0; e < 2; ++e) {
                 float& x = s[4 * j + 2 * h + e];
                 if constexpr (Config::kSoftcap) {  // tanh(x) = 1 - 2 / (1 + e^2x)
-                    const float t = 1 - 2 * reciprocal(1 + exp2_approximate(x * scale.score));
-                    factor[e] = 1 - t * t;
-                    x = t * scale.softcap - log.of[e];
+                    const float t = 1 - 2 * reciprocal(1 + exp2_approximate(x * units.score));
+                    derivative[e] = 1 - t * t;
+                    x = t * units.softcap - row_lse.x[e];
                 } else {
-                    x = x * scale.score - log.of[e];
+                    x = x * units.score - row_lse.x[e];
                 }
                 const int column = int(8 * j + e);
-                if constexpr (Config::kSlope) x -= scale.slope * fabsf(seen.away[h] + float(column));
-                if constexpr (kCut) x = column >= seen.low[h] && column <= seen.high[h] ? x : -infinity();
+                if constexpr (Config::kSlope) x -= units.slope * fabsf(visible.distance[h] + float(column));
+                if constexpr (kMasked) x = column >= visible.low[h] && column <= visible.high[h] ? x : -infinity();
                 x = exp2_approximate(x);
             }
             if constexpr (BackwardShape<Config>::kEarlyDv) {
@@ -113,18 +115,18 @@ __device__ inline void to_probabilities(
             }
             if constexpr (Config::kSoftcap) {
 #pragma unroll
-                for (u32 e = 0; e < 2; ++e) s[4 * j + 2 * h + e] *= factor[e];
+                for (u32 e = 0; e < 2; ++e) s[4 * j + 2 * h + e] *= derivative[e];
             }
         }
     }
 }
 
-// ds = s (dP - delta), rounded; and p is s rounded, if it is not yet.
+// ds = s * (dP - delta), rounded; without kEarlyDv also p = s, rounded.
 template <typename Config>
-__device__ inline void to_score_gradients(
+__device__ inline void compute_ds(
     u32 (&ds)[Config::kBlockM / 4], u32 (&p)[Config::kBlockM / 4], const float (&s)[Config::kBlockM / 2],
     const float (&dp)[Config::kBlockM / 2], const float* deltas) {
-    struct alignas(8) Pair { float of[2]; };
+    struct alignas(8) Pair { float x[2]; };
 #pragma unroll
     for (u32 j = 0; j < Config::kBlockM / 8; ++j) {
         const Pair delta = *reinterpret_cast<const Pair*>(deltas + 8 * j + fragment_column());
@@ -132,17 +134,17 @@ __device__ inline void to_score_gradients(
         for (u32 h = 0; h < 2; ++h) {
             const u32 i = 4 * j + 2 * h;
             if constexpr (!BackwardShape<Config>::kEarlyDv) p[2 * j + h] = pack<typename Config::Element>(s[i], s[i + 1]);
-            ds[2 * j + h] = pack<typename Config::Element>(s[i] * (dp[i] - delta.of[0]), s[i + 1] * (dp[i + 1] - delta.of[1]));
+            ds[2 * j + h] = pack<typename Config::Element>(s[i] * (dp[i] - delta.x[0]), s[i + 1] * (dp[i + 1] - delta.x[1]));
         }
     }
 }
 
-// ds to shared memory, to strips of 64 queries by the 64 keys of a warpgroup.
-template <u32 kM> __device__ inline void stage_score_gradients(const u32 (&ds)[kM / 4], u32 strips) {
-    const u32 lane = threadIdx.x % 32, to_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+// Stores ds to shared memory, in boxes of 64 queries by the 64 keys of one warpgroup.
+template <u32 kM> __device__ inline void stage_ds(const u32 (&ds)[kM / 4], u32 boxes) {
+    const u32 lane = threadIdx.x % 32, smem_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (u32 j = 0; j < kM / 16; ++j) {
-        stmatrix_x4(strips + strip_offset<kSpan>(to_row, 32 * j + lane / 16 * 16), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
+        stmatrix_x4(boxes + strip_offset<kSwizzle>(smem_row, 32 * j + lane / 16 * 16), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
                        ds[4 * j + 3]);
     }
 }
