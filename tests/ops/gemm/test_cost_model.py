@@ -1,4 +1,4 @@
-"""The tile that the dense kernel for Hopper takes: full waves, shared memory that fits, only what the kernel compiles for."""
+"""The tile that the dense kernel for Hopper takes: full waves, shared memory that fits, only what can be compiled."""
 
 import logging
 from math import ceil

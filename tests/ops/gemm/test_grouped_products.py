@@ -8,6 +8,7 @@ from tests.ops.gemm.bounds import Place, run
 from tests.ops.gemm.grouped_problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
 
 from tilewright.errors import BackendError, InputError
+from tilewright.ops.gemm.grouped.args import KGroupedArgs
 from tilewright.ops.gemm.grouped.reference import _scaled_along_k, product_along_k, scaled
 from tilewright.ops.gemm.grouped_matmul import grouped_matmul
 from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
@@ -98,7 +99,7 @@ def test_scaled_groups_in_cublas(turned, monkeypatch):
     )
     (a, of_a), (b, of_b) = (operand((rows, 640), FP8, "cpu", turned=turned, layout=TOKEN) for rows in (24, 40))
     ends, c = int32((128, 128, 512), "cpu"), torch.randn(3, 24, 40)
-    wanted = product_along_k(a, b.mT, of_a, of_b, c, ends, torch.float32)
+    wanted = product_along_k(KGroupedArgs(a, b.mT, of_a, of_b, c, ends, torch.float32))
     a.view(torch.uint8)[:, 512:] = 0x7F
     of_b[:, 4:] = torch.nan
     made = _scaled_along_k(a, b.mT, of_a, of_b, c, ends, torch.float32)

@@ -247,7 +247,7 @@ def test_padding_keeps_the_product():
 
 def test_workloads_can_be_scaled_by_one_number_each():
     """That is what lets cuBLAS compete with per-tensor scales in the very same product."""
-    from tilewright.ops.gemm.scaled_matmul.peers import _folded
+    from tilewright.ops.gemm.peers.scaled_matmul import _folded
 
     for pair in PAIRS:
         params = {"M": 40, "N": 272, "K": 640, "scaling": pair, "binary": True}

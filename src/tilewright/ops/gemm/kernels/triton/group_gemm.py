@@ -29,7 +29,7 @@ UNIT = 16  # elements: where results begin, see `group_gemm`
 
 
 class Config(NamedTuple):
-    """block_m, block_n, block_k: elements of a tile.  group_m: tile rows in a group of the tile order (GROUP_SIZE_M)."""
+    """block_m, block_n, block_k: elements of a tile.  group_m: tile rows in a group of the tile order."""
 
     block_m: int
     block_n: int
