@@ -1,8 +1,8 @@
 """Small launches of every CUDA C++ kernel: `python scripts/sanitize_cases.py [--list] [NAME ...]`, all without a name.
 
-A case launches a proof kernel or one of an op and compares the result with float64; together they reach every part: rings
-that turn, clusters, splits of K, all layouts, scalings and tile schedulers, epilogues, ragged edges.  Memory that must not
-be written holds a number that no product gives.  `sanitize.py` runs each of them under compute-sanitizer.
+A case launches a kernel and compares the result with float64; together they reach every part: rings that turn,
+clusters, splits of K, all layouts, scalings and tile schedulers, epilogues, ragged edges.  Memory that must not be
+written holds a number that no product gives.  `sanitize.py` runs each of them under compute-sanitizer.
 
 Kernels that stay on the machine get `PROCESSORS` of it: so a block has several tiles one after another, and its ring
 turns, although there are few of them, as a tool needs it that follows every access to shared memory.
