@@ -162,7 +162,7 @@ def scaled_product(
     wanted = apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE)
     d = c if into else _unwritten(*c.shape, dtype=dtype)
     args = ScaledMatmulArgs(a, b.mT, of_a, of_b, bias, c, 0.1, activation, dtype)
-    fp8.gemm(d, args, _fp8_config(tile, scaling))
+    fp8_kernel.gemm(d, args, _fp8_config(tile, scaling))
     return _near(d, wanted)
 
 
@@ -172,7 +172,7 @@ def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) 
     n_out = columns_out(n, activation)
     q, scales = torch.empty(1, m, n_out, dtype=_FP8, device=DEVICE), TOKEN.empty(m, n_out, DEVICE, 1)
     args = plain_scaled_args(a, b.mT, of_a, of_b, _FP8, activation)._replace(alpha=0.1)
-    fp8.gemm_fp8(q, scales, args, _fp8_config(tile, Scaling.TOKEN_BLOCK))
+    fp8_kernel.gemm_fp8(q, scales, args, _fp8_config(tile, Scaling.TOKEN_BLOCK))
     wanted = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
     return _near(restore(q, scales, TOKEN, _FLOAT), wanted, 0.05)
 
@@ -309,7 +309,7 @@ def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
     found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
     runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
-        ("dense", partial(product, dense), DENSE),
+        ("dense", partial(product, dense_kernel), DENSE),
         ("few rows", partial(product, few_rows), FEW_ROWS),
         ("fp8", scaled_product, FP8),
         ("requantised", requantised, REQUANTISED),

@@ -15,7 +15,7 @@ from tilewright.ops.gemm.scaled.scaling import folded
 
 def operands(
     op: str, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, trans_a: bool, trans_b: bool
-) -> tuple[Sequence[int], tuple[Any, ...]]:
+) -> tuple[Sequence[int], tuple[Tensor, Tensor, Any, Any, Any]]:
     """Returns (rows, (a (M, K), b (K, N), scale_a (Mb, Kb), scale_b (Nb, Kb), bias)), a and b contiguous along K.
 
     `rows` are the leading dimensions of op(a) before folding.

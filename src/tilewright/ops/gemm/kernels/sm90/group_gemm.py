@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.ops.gemm.dense.args import MatmulArgs, as_batch, matmul_bucket, plain_args
 from tilewright.ops.gemm.group_gemm import FORWARD, GroupGemmArgs, offsets
-from tilewright.ops.gemm.kernels.sm90 import dense, few_rows
+from tilewright.ops.gemm.kernels.sm90 import dense, dense_kernel, few_rows
 
 
 def why_not(args: GroupGemmArgs) -> str | None:
@@ -35,4 +35,4 @@ def launch(outs: tuple[Tensor], args: GroupGemmArgs, config: None) -> None:
             if few is not None:
                 few_rows.gemm(d, as_batch(product), few)
             else:
-                dense.gemm(d, as_batch(product), dense.configure(bucket, dtype))
+                dense_kernel.gemm(d, as_batch(product), dense.configure(bucket, dtype))
