@@ -41,7 +41,7 @@ def work(monkeypatch):
 
     for raw in RAWS:
         counted(raw, "bucket")
-    counted(ops.gemm.checks, "check_raw")
+    counted(ops.gemm.dense.checks, "check_raw")
     counted(ops.attention.checks, "check_raw")
     return done
 

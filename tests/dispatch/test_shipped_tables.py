@@ -36,5 +36,6 @@ def test_a_row_can_be_followed(name, row):
             implementation = implementations(raw.op, raw.direction, raw.package)[choice.backend]
             assert hasattr(tilewright.ops, row.op)
             if choice.config is not None:
-                fitted = to_row(from_row(implementation, choice.config, bucket, dtype))
+                config = from_row(implementation, choice.config, bucket, dtype)
+                fitted = to_row(config, implementation.kernel_of(config).kernel)
                 assert choice.config.items() <= fitted.items()

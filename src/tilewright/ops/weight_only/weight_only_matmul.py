@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
-from tilewright.ops.gemm.checks import check_epilogue
+from tilewright.ops.gemm.dense.checks import check_epilogue
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out, copyable, fold, folded_out
 from tilewright.ops.rows import generator, nbytes, random_tensor
 from tilewright.ops.weight_only import packing

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.dispatch import Sample
-from tilewright.ops.gemm.matmul.peers import GpuPeer, eager
+from tilewright.ops.gemm.peers.matmul import GpuPeer, eager
 from tilewright.ops.peer import Call
 from tilewright.ops.weight_only import packing
 

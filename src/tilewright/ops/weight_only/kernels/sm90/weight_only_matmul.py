@@ -22,7 +22,7 @@ from tilewright.jit.collect import collecting
 from tilewright.jit.compilers.kernel_args import I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
-from tilewright.ops.gemm.engines.few_rows.model import resident
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import resident
 from tilewright.ops.gemm.operands import ACTIVATIONS
 from tilewright.ops.rows import no_float64
 from tilewright.ops.weight_only import packing

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
 
-from tilewright.ops.gemm.engines.few_rows.model import READ, SHARED, resident
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import READ, SHARED, resident
 
 SPAN, GROUP, TOKEN_K = 128, 128, 64  # constants of weight_only_product.cuh
 TOKENS = (8, 16, 32, 64)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.gemm.engines.tile_triton_kernel import _epilogue, reduce_kernel
+from tilewright.ops.gemm.kernels.triton.dense_kernel import _epilogue, reduce_kernel
 from tilewright.ops.rows import no_float64
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.weight_only_matmul import FORWARD, WeightOnlyMatmulArgs, WeightOnlyMatmulBucket
