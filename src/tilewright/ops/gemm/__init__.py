@@ -1,1 +1,1 @@
-"""Matrix products: dense, scaled and grouped.  Ops, what they share in `dense`, `scaled` and `grouped`, and their kernels."""
+"""Matrix products: the public ops, what they share in `dense`, `scaled` and `grouped`, and their kernels by target."""
