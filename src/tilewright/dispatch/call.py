@@ -64,6 +64,7 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
     if entry is None:
         return _first(contract, signature, args, requested, numerics, out)
     if signature[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, which no key holds
+        args = as_declared(raw, args)
         with torch.no_grad():
             contract.check(*args)
     if out is not None:
