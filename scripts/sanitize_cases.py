@@ -20,7 +20,8 @@ from torch import Tensor
 from tilewright import mask as masks
 from tilewright.hardware.sm_budget import set_sm_budget
 from tilewright.jit import selftest
-from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
+from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.attention.mla.raw import joined
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda

@@ -12,7 +12,7 @@ from tilewright.jit.collect import collect
 from tilewright.jit.compilers.cuda_build import find_tool
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document
-from tilewright.ops.attention.engines import fmha_cuda
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
 from tilewright.ops.gemm.engines.few_rows import grouped, model, scaled
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out

@@ -97,7 +97,7 @@ def close(made: dict[str, Tensor], p: Problem, names: str) -> None:
 
 
 def run_forward(p: Problem, config) -> dict[str, Tensor]:
-    from tilewright.ops.attention.engines import triton_forward
+    from tilewright.ops.attention.kernels.triton import forward as triton_forward
 
     o, around = poisoned(p.do)
     lse = torch.full(p.q.shape[:3], torch.nan)
@@ -109,7 +109,8 @@ def run_forward(p: Problem, config) -> dict[str, Tensor]:
 
 
 def run_backward(p: Problem, config) -> dict[str, Tensor]:
-    from tilewright.ops.attention.engines import triton_backward, triton_delta
+    from tilewright.ops.attention.kernels.triton import backward as triton_backward
+    from tilewright.ops.attention.kernels.triton import delta as triton_delta
 
     forward = run_forward(p, FORWARD)
     rooms = [poisoned(t) for t in (p.q, p.k, p.v)]
@@ -142,7 +143,7 @@ FORWARD = (32, 32, 4, 2, False)
 
 @pytest.fixture(autouse=True)
 def _configs(monkeypatch):
-    from tilewright.ops.attention.engines.triton_tiles import Config
+    from tilewright.ops.attention.kernels.triton.tiles import Config
 
     monkeypatch.setitem(globals(), "FORWARD", Config(*FORWARD))
 
@@ -195,7 +196,7 @@ def test_forward(name, fast):
 @pytest.mark.parametrize("fast", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("name", [*CASES, *PROGRAMS])
 def test_backward(name, fast):
-    from tilewright.ops.attention.engines.triton_backward import Config
+    from tilewright.ops.attention.kernels.triton.backward import Config
 
     p = named(name)
     made = run_backward(p, Config(16, 32, 4, 2, 32, 16, 4, 2, fast))

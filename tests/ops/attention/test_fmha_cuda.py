@@ -11,9 +11,9 @@ from tilewright import mask as masks
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
-from tilewright.ops.attention.engines import fmha_cuda as engine
-from tilewright.ops.attention.engines.fmha_cuda import Config
 from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.kernels.sm90 import forward as engine
+from tilewright.ops.attention.kernels.sm90.forward import Config
 from tilewright.ops.attention.reference import attention
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -172,7 +172,7 @@ def test_every_road_of_the_kernel_gives_the_same_bits():
 @pytest.mark.interp
 @pytest.mark.parametrize(("s", "d"), [(1, 32), (16, 16), (128, 64), (150, 80), (257, 128)])
 def test_values_are_turned(s, d):
-    from tilewright.ops.attention.fmha_fp8.triton_turn import transposed
+    from tilewright.ops.attention.kernels.triton.transpose import transposed
 
     v = torch.randint(0, 256, (2, s, 3, d), dtype=torch.uint8).transpose(1, 2)
     made = transposed(v.view(E4M3))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
-from tilewright.ops.attention.engines import fmha_cuda as engine
-from tilewright.ops.attention.engines.fmha_cuda import Config
+from tilewright.ops.attention.kernels.sm90 import forward as engine
+from tilewright.ops.attention.kernels.sm90.forward import Config
 from tilewright.ops.attention.mla import cuda, raw
 from tilewright.ops.attention.reference import attention
 

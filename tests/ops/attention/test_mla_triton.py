@@ -65,7 +65,8 @@ def named(name) -> Split:
 
 
 def run_forward(p: Split, fast: bool) -> dict[str, torch.Tensor]:
-    from tilewright.ops.attention.engines import triton_forward, triton_tiles
+    from tilewright.ops.attention.kernels.triton import forward as triton_forward
+    from tilewright.ops.attention.kernels.triton import tiles as triton_tiles
 
     config = triton_tiles.Config(32, 32, 4, 2, fast)
     o, around = poisoned(p.whole.do)
@@ -91,7 +92,8 @@ def test_forward(name, fast):
 @pytest.mark.parametrize("name", CASES)
 def test_backward(name, fast):
     """dk_pe of the engine is each key head's share, and so a column of what the oracle gives."""
-    from tilewright.ops.attention.engines import triton_backward, triton_delta
+    from tilewright.ops.attention.kernels.triton import backward as triton_backward
+    from tilewright.ops.attention.kernels.triton import delta as triton_delta
 
     p = named(name)
     forward = run_forward(p, fast)
@@ -119,7 +121,7 @@ def test_backward(name, fast):
 
 @pytest.mark.parametrize("heads", [1, 16, 37])
 def test_shares_are_added_up(heads):
-    from tilewright.ops.attention.engines.triton_head_sum import head_sum
+    from tilewright.ops.attention.kernels.triton.head_sum import head_sum
 
     shares = torch.randn(2, heads, 21, 24)
     out, around = poisoned(torch.empty(2, 1, 21, 24, dtype=torch.bfloat16))

@@ -26,7 +26,8 @@ def test_no_address_comes_from_another_register(widths, place, length):
     from tests.harness.fake_driver import target
     from tests.harness.uniform_registers import of_binary
 
-    from tilewright.ops.attention.engines import triton_backward, triton_forward
+    from tilewright.ops.attention.kernels.triton import backward as triton_backward
+    from tilewright.ops.attention.kernels.triton import forward as triton_forward
 
     batch, kv_heads, right = (1, 2, 0) if length > 1 else (2, 4, -1)
     d, d_v, d_pe = (WIDTHS | OF_ONE)[widths]

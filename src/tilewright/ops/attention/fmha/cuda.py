@@ -5,8 +5,9 @@ from typing import Any
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 
 
 def _why_not(*args: Any) -> str | None:

@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import cutile_backward, cutile_forward
 from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.kernels.cutile import backward as cutile_backward
+from tilewright.ops.attention.kernels.cutile import forward as cutile_forward
 
 
 def _why_not(*args: Any) -> str | None:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.tape import scratch
-from tilewright.ops.attention.engines import triton_backward, triton_forward
-from tilewright.ops.attention.engines.triton_delta import delta, sink_gradient
-from tilewright.ops.attention.engines.triton_tiles import Config
+from tilewright.ops.attention.kernels.triton import backward as triton_backward
+from tilewright.ops.attention.kernels.triton import forward as triton_forward
+from tilewright.ops.attention.kernels.triton.delta import delta, sink_gradient
+from tilewright.ops.attention.kernels.triton.tiles import Config
 
 
 @register_impl(

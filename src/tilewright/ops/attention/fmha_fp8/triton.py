@@ -18,11 +18,11 @@ from torch import Tensor
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import target_of
 from tilewright.ops.attention.band import clamped_band
-from tilewright.ops.attention.engines import triton_tiles as tiling
 from tilewright.ops.attention.fmha.raw import PROGRAM
 from tilewright.ops.attention.fmha_fp8.raw import BUCKET, FORWARD
-from tilewright.ops.attention.fmha_fp8.triton_kernel import forward_kernel
-from tilewright.ops.attention.fmha_fp8.triton_turn import transposed
+from tilewright.ops.attention.kernels.triton import tiles as tiling
+from tilewright.ops.attention.kernels.triton.fp8_kernel import forward_kernel
+from tilewright.ops.attention.kernels.triton.transpose import transposed
 from tilewright.ops.quant.triton_numbers import as_stored
 
 _kernel = tiling.Looping(forward_kernel, "S_k")

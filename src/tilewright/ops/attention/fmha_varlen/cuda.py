@@ -3,10 +3,11 @@
 from typing import Any
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
 from tilewright.ops.attention.fmha import cuda as fmha
 from tilewright.ops.attention.fmha.raw import why_not_addressable
 from tilewright.ops.attention.fmha_varlen.raw import FORWARD
+from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 
 
 def _why_not(*args: Any) -> str | None:

@@ -1,9 +1,10 @@
 """fmha_varlen in Triton, both directions: the kernels of `fmha`, which skip the tiles that no sequence shares."""
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import triton_backward, triton_forward
-from tilewright.ops.attention.engines.triton_tiles import Config
 from tilewright.ops.attention.fmha import triton as fmha
+from tilewright.ops.attention.kernels.triton import backward as triton_backward
+from tilewright.ops.attention.kernels.triton import forward as triton_forward
+from tilewright.ops.attention.kernels.triton.tiles import Config
 
 launch = register_impl(
     "fmha_varlen",

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.triton_launch import TritonKernel
-from tilewright.ops.attention.merge_states.stack_kernel import merge_stack_kernel
-from tilewright.ops.attention.merge_states.triton_kernel import merge_backward_kernel, merge_kernel
+from tilewright.ops.attention.kernels.triton.merge_stack_kernel import merge_stack_kernel
+from tilewright.ops.attention.kernels.triton.merge_states_kernel import merge_backward_kernel, merge_kernel
 from tilewright.ops.rows import no_float64
 
 MANY = 4096  # rows; in tiles of 16 they are two programs per SM of an H200

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import register_impl
-from tilewright.ops.attention.engines import fmha_cuda
-from tilewright.ops.attention.engines.fmha_cuda import Config
 from tilewright.ops.attention.fmha.raw import BUCKET as OF_FMHA
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.kernels.sm90.forward import Config
 from tilewright.ops.attention.mla.raw import BUCKET, FORWARD, of_fmha
 
 _LATENT = (Config(2, 128, 2, 1, turns=False), Config(2, 128, 2, 1), Config(2, 112, 2, 1), Config(2, 96, 2, 2))

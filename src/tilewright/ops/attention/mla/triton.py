@@ -13,11 +13,12 @@ from torch import Tensor
 
 from tilewright.dispatch import register_impl
 from tilewright.jit.tape import scratch
-from tilewright.ops.attention.engines import triton_backward, triton_forward
-from tilewright.ops.attention.engines.triton_delta import delta
-from tilewright.ops.attention.engines.triton_head_sum import head_sum
-from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config
 from tilewright.ops.attention.fmha.raw import PROGRAM
+from tilewright.ops.attention.kernels.triton import backward as triton_backward
+from tilewright.ops.attention.kernels.triton import forward as triton_forward
+from tilewright.ops.attention.kernels.triton.delta import delta
+from tilewright.ops.attention.kernels.triton.head_sum import head_sum
+from tilewright.ops.attention.kernels.triton.tiles import MOST_D, Config
 from tilewright.ops.attention.mla.raw import BUCKET, of_fmha
 
 

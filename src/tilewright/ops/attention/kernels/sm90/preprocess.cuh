@@ -12,8 +12,8 @@
 
 #include <tilewright/ptx.cuh>
 
-#include "sm90_fmha/softmax.cuh"
-#include "sm90_fmha_backward/schedule.cuh"
+#include "fmha_forward/softmax.cuh"
+#include "fmha_backward/schedule.cuh"
 
 namespace tilewright {
 

@@ -15,7 +15,7 @@ queries beyond S_q add nothing.
 
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel
-from tilewright.ops.attention.engines.cutile_tiles import (
+from tilewright.ops.attention.kernels.cutile.tiles import (
     LOG2E,
     load_row_stats,
     load_rows,

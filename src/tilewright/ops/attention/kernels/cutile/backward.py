@@ -12,9 +12,9 @@ from torch import Tensor
 from tilewright.jit.cutile_launch import Hints
 from tilewright.jit.tape import scratch
 from tilewright.ops.attention.band import clamped_band
-from tilewright.ops.attention.engines.cutile_backward_kernel import keys_kernel, queries_kernel, sinks_kernel
-from tilewright.ops.attention.engines.cutile_forward import heads_together, padded
-from tilewright.ops.attention.engines.cutile_tiles import LOG2E
+from tilewright.ops.attention.kernels.cutile.backward_kernel import keys_kernel, queries_kernel, sinks_kernel
+from tilewright.ops.attention.kernels.cutile.forward import heads_together, padded
+from tilewright.ops.attention.kernels.cutile.tiles import LOG2E
 
 __all__ = ["CONFIGS", "Config", "backward", "candidates", "configure"]
 

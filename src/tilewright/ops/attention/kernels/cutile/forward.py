@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tilewright.jit.cutile_launch import Hints
 from tilewright.ops.attention.band import clamped_band
-from tilewright.ops.attention.engines.cutile_forward_kernel import forward_kernel
-from tilewright.ops.attention.engines.cutile_tiles import LOG2E
+from tilewright.ops.attention.kernels.cutile.forward_kernel import forward_kernel
+from tilewright.ops.attention.kernels.cutile.tiles import LOG2E
 
 __all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "why_not"]
 

@@ -7,7 +7,7 @@
 #include <tilewright/epilogue.cuh>
 
 #include "schedule.cuh"
-#include "sm90_fmha/softmax.cuh"
+#include "fmha_forward/softmax.cuh"
 
 namespace tilewright {
 

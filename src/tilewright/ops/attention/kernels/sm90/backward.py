@@ -1,6 +1,6 @@
 """Attention backward in CUDA C++ for Hopper: one kernel for dq, dk and dv, 10 * B * H * pairs * D flops of products.
 
-`sm90_fmha_backward.cuh` iterates over the query tiles of each key tile, and adds dq in float32 in global memory, in an
+`backward.cuh` iterates over the query tiles of each key tile, and adds dq in float32 in global memory, in an
 order that does not change from run to run.  A preprocess kernel before it computes lse and delta of each query and
 clears the flags of that order; a postprocess kernel scales and rounds dq.  The mask is a band (causal, a window, none)
 or packed sequences, for which one more kernel finds the queries that see each key.
@@ -18,9 +18,9 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.ops.attention.band import clamped_band
-from tilewright.ops.attention.engines.triton_delta import delta, sink_gradient
+from tilewright.ops.attention.kernels.triton.delta import delta, sink_gradient
 
-_SWIZZLE, _WARPGROUP_M, _KEYS, _WARPGROUPS = 128, 64, 128, 2  # as in sm90_fmha_backward/shape.cuh
+_SWIZZLE, _WARPGROUP_M, _KEYS, _WARPGROUPS = 128, 64, 128, 2  # as in fmha_backward/shape.cuh
 _BOX_COLUMNS = _SWIZZLE // 2  # elements of 16 bits
 _MAX_D = 128
 _L2_BYTES = 32 << 20  # for Q, dO and dq_acc of a section of heads, which the blocks of other keys use again
@@ -67,21 +67,19 @@ class IntervalsParams(NamedTuple):
 
 _FOLDER = Path(__file__).parent
 KERNEL = CudaKernel(
-    _FOLDER / "sm90_fmha_backward.cuh",
+    _FOLDER / "backward.cuh",
     "sm90_fmha_backward",
     "TTTTTTTPPPiiiiiiii?ffP",
     archs=("sm_90a",),
     dependent=True,
 )
 PREPROCESS = CudaKernel(
-    _FOLDER / "sm90_fmha_preprocess.cuh", "sm90_fmha_preprocess", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
+    _FOLDER / "preprocess.cuh", "sm90_fmha_preprocess", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
 )
 POSTPROCESS = CudaKernel(
-    _FOLDER / "sm90_fmha_postprocess.cuh", "sm90_fmha_postprocess", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
+    _FOLDER / "postprocess.cuh", "sm90_fmha_postprocess", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
 )
-INTERVALS = CudaKernel(
-    _FOLDER / "sm90_fmha_preprocess.cuh", "sm90_fmha_intervals", "PPii", archs=("sm_90a",), dependent=True
-)
+INTERVALS = CudaKernel(_FOLDER / "preprocess.cuh", "sm90_fmha_intervals", "PPii", archs=("sm_90a",), dependent=True)
 
 
 def backward(

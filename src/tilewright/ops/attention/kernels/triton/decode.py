@@ -1,5 +1,7 @@
 """Attention of one query token over a long cache: programs take splits of the keys, then the parts are combined.
 
+It serves the decode step of `tilewright.generate`.
+
 One query token has too few rows to fill a GPU: batch 1 with 8 key heads is 8 independent problems for 132 SMs. So the
 interval of visible positions is cut into `splits` chunks, each program keeps a running softmax over its chunk for all
 query heads of one key head (the keys are read once for the whole group), and a second kernel combines the parts by
@@ -17,13 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewright.errors import InputError
-from tilewright.generate.attention.dense import check
 from tilewright.hardware import device_info
 from tilewright.jit.triton_launch import TritonKernel
 
 _LOG2E = 1.4426950408889634
-_MAX_HEAD_DIM = 256
+MOST_D = 256
 _WARPS = 4
 
 
@@ -134,50 +134,35 @@ def _combine_kernel(
 PARTS, COMBINE = TritonKernel(_part_kernel), TritonKernel(_combine_kernel)
 
 
-def split_kv(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of one query token in two launches, which read only the positions of the interval.
 
-    query: (B, H, 1, D) bf16|fp16|fp32   key, value: (B, H_kv, capacity, D), a layer's whole storage, possibly a ring
-    attention_mask: interval (B, 1, 1, 2) int64   -> (B, 1, H, D_v). D and D_v at most 256.
+    q: (B, H, 1, D) bf16|fp16|fp32   k: (B, H_kv, capacity, D), v: (B, H_kv, capacity, D_v): possibly a ring
+    bounds: first and last position of each row, (B, 1, 1, 2) int64   -> (B, 1, H, D_v).  D and D_v at most MOST_D.
     """
-    batch, heads, kv_heads = check(query, key, kwargs)
-    capacity, d_k, d_v = key.shape[2], key.shape[3], value.shape[3]
-    if max(d_k, d_v) > _MAX_HEAD_DIM:
-        raise InputError(
-            f"split_kv takes head dimensions up to {_MAX_HEAD_DIM}, got {d_k} and {d_v}. "
-            'Use StaticDecoder(model, attention="sdpa").'
-        )
-    if query.stride(-1) != 1:
-        query = query.contiguous()
+    batch, heads, _, d_k = q.shape
+    kv_heads, capacity, d_v = v.shape[1:]
+    if q.stride(-1) != 1:
+        q = q.contiguous()
     group = heads // kv_heads
-    splits, block_n = choose(batch, kv_heads, max(d_k, d_v), capacity, _processors(query.device.index or 0))
-    acc = query.new_empty((batch * heads, splits, d_v), dtype=torch.float32)
-    stat = query.new_empty((batch * heads, splits, 2), dtype=torch.float32)
-    out = query.new_empty((batch, 1, heads, d_v))
+    splits, block_n = choose(batch, kv_heads, max(d_k, d_v), capacity, _processors(q.device.index or 0))
+    acc = q.new_empty((batch * heads, splits, d_v), dtype=torch.float32)
+    stat = q.new_empty((batch * heads, splits, 2), dtype=torch.float32)
+    out = q.new_empty((batch, 1, heads, d_v))
     block_dv = triton.next_power_of_2(d_v)
-    scale = (d_k**-0.5 if scaling is None else scaling) * _LOG2E
-    strides = *query.stride()[:2], *key.stride()[:3], *value.stride()[:3]
+    strides = *q.stride()[:2], *k.stride()[:3], *v.stride()[:3]
     block_g = max(16, triton.next_power_of_2(group))  # the matrix unit takes at least 16 rows
     block_dk = max(16, triton.next_power_of_2(d_k))
     _launch(
         _part_kernel,
         PARTS,
         (kv_heads, batch, splits),
-        (query, key, value, attention_mask, acc, stat, scale, capacity, *strides),
+        (q, k, v, bounds, acc, stat, scale * _LOG2E, capacity, *strides),
         (group, d_k, d_v, block_g, block_dk, max(16, block_dv), block_n, splits),
         stages=2,
     )
     _launch(_combine_kernel, COMBINE, (batch * heads,), (acc, stat, out), (d_v, block_dv, splits), stages=1)
-    return out, None
+    return out
 
 
 def _launch(

@@ -2,7 +2,7 @@
 
 A tile of 128 queries and 128 keys at D = 128 is 8.4 MFLOP, 2048 cycles of a multiprocessor's tensor cores, and 16384
 exponentials, 1024 cycles of its special-function units: so D = 128 can come near the speed of a GEMM, and at D = 64,
-where both take 1024, every cycle that the two do not overlap is lost.  `sm90_fmha.cuh` says how they overlap.
+where both take 1024, every cycle that the two do not overlap is lost.  `forward.cuh` says how they overlap.
 A band (causal, a window, no mask) and packed sequences are known to the kernel.  For any other mask program two small
 kernels first build a table of the key tiles that are needed.
 """
@@ -23,7 +23,7 @@ from tilewright.mask.tables import TileTable, tile_table_of
 from tilewright.ops.attention.band import clamped_band
 from tilewright.ops.attention.fmha.raw import BUCKET, PROGRAM
 
-_SWIZZLE, _WARPGROUP_M = 128, 64  # as in sm90_fmha/shape.cuh
+_SWIZZLE, _WARPGROUP_M = 128, 64  # as in fmha_forward/shape.cuh
 _BOX_COLUMNS = _SWIZZLE // 2  # elements of 16 bits
 _MAX_D = 256
 _INDICES = {torch.int16: "short", torch.int32: "int"}
@@ -59,7 +59,7 @@ class Params(NamedTuple):
     Index: str
 
 
-_FILE, _REST = Path(__file__).with_name("sm90_fmha.cuh"), "PPPPPPiiiiiii?iiiff"
+_FILE, _REST = Path(__file__).with_name("forward.cuh"), "PPPPPPiiiiiii?iiiff"
 KERNEL = CudaKernel(_FILE, "sm90_fmha", f"TTTT{_REST}", archs=("sm_90a",), dependent=True)
 KERNEL_PE = CudaKernel(_FILE, "sm90_mla", f"TTTTTT{_REST}", archs=("sm_90a",), dependent=True)
 """The same with the rope parts of q and k in separate tensors."""

@@ -17,7 +17,7 @@
 // the tile table).
 #pragma once
 
-#include "sm90_fmha/attend.cuh"
+#include "fmha_forward/attend.cuh"
 
 namespace tilewright {
 

@@ -7,7 +7,7 @@ number alone.  Loads return 0 beyond an edge, and stores write nothing there.
 
 from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel
-from tilewright.ops.attention.engines.cutile_tiles import LN2, LOG2E, load_rows, masked, schedule_tile, tiles_of_keys
+from tilewright.ops.attention.kernels.cutile.tiles import LN2, LOG2E, load_rows, masked, schedule_tile, tiles_of_keys
 
 LOWEST = -1.0e30  # below every score, and finite: a row without keys computes -inf - LOWEST
 

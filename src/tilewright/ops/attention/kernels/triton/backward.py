@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.attention.band import clamped_band
-from tilewright.ops.attention.engines import triton_tiles as tiling
-from tilewright.ops.attention.engines.triton_backward_kernel import keys_kernel, queries_kernel
-from tilewright.ops.attention.engines.triton_tiles import MOST_D, Tile
+from tilewright.ops.attention.kernels.triton import tiles as tiling
+from tilewright.ops.attention.kernels.triton.backward_kernel import keys_kernel, queries_kernel
+from tilewright.ops.attention.kernels.triton.tiles import MOST_D, Tile
 
 _keys, _queries = tiling.Looping(keys_kernel, "S_q"), tiling.Looping(queries_kernel, "S_k")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.attention.band import clamped_band
-from tilewright.ops.attention.engines import triton_tiles as tiling
-from tilewright.ops.attention.engines.triton_forward_kernel import forward_kernel
-from tilewright.ops.attention.engines.triton_tiles import MOST_D, Config, Tile
 from tilewright.ops.attention.fmha.raw import PROGRAM
+from tilewright.ops.attention.kernels.triton import tiles as tiling
+from tilewright.ops.attention.kernels.triton.forward_kernel import forward_kernel
+from tilewright.ops.attention.kernels.triton.tiles import MOST_D, Config, Tile
 
 _kernel = tiling.Looping(forward_kernel, "S_k")
 _SUMS = 192  # registers per thread, of 255, for acc and scores

@@ -4,7 +4,7 @@
 #include <tilewright/tma.cuh>
 #include <tilewright/wgmma.cuh>
 
-#include "sm90_fmha/shape.cuh"
+#include "fmha_forward/shape.cuh"
 
 namespace tilewright {
 

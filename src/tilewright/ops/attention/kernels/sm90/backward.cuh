@@ -25,8 +25,8 @@
 #include <tilewright/epilogue.cuh>
 #include <tilewright/wgmma_rs.cuh>
 
-#include "sm90_fmha_backward/copies.cuh"
-#include "sm90_fmha_backward/scores.cuh"
+#include "fmha_backward/copies.cuh"
+#include "fmha_backward/scores.cuh"
 
 namespace tilewright {
 

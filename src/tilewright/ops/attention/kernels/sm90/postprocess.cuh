@@ -8,7 +8,7 @@
 
 #include <tilewright/ptx.cuh>
 
-#include "sm90_fmha_backward/schedule.cuh"
+#include "fmha_backward/schedule.cuh"
 
 namespace tilewright {
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.merge_states.triton_kernel import ANY_ALIGNMENT, indices, row_offsets, step
+from tilewright.ops.attention.kernels.triton.merge_states_kernel import ANY_ALIGNMENT, indices, row_offsets, step
 from tilewright.ops.exponential import exp
 
 

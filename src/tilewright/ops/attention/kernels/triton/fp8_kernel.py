@@ -1,6 +1,8 @@
-"""The forward kernel: one program per query tile of one head, an online softmax over the key tiles that it sees.
+"""The float8 forward kernel: one program per query tile of one head, an online softmax over the key tiles it sees.
 
-Full key tiles, of which every query sees every key, skip the mask.
+P is 2^8 * exp(s - max), rounded to e4m3: its largest value is 256, exactly.  P V of each tile starts at zero and is
+added to the fp32 accumulator, because Hopper's tensor cores keep 14 bits of a float8 sum; so one scale per block of V
+costs one multiplication more, and one scale per head none.
 """
 
 # mypy: ignore-errors
@@ -8,7 +10,9 @@ Full key tiles, of which every query sees every key, skip the mask.
 import triton
 import triton.language as tl
 
-from tilewright.ops.attention.engines.triton_scores import (
+from tilewright.ops.attention.fmha_fp8.rounding import SCALE_BLOCK as TOKENS
+from tilewright.ops.attention.fmha_fp8.rounding import SHIFT as EXPONENT
+from tilewright.ops.attention.kernels.triton.scores import (
     LN2,
     LOG2E,
     MINUS_INFINITY,
@@ -20,26 +24,38 @@ from tilewright.ops.attention.engines.triton_scores import (
     store_rows,
     visible,
 )
+from tilewright.ops.quant.triton_numbers import decode
+
+SCALE_BLOCK = tl.constexpr(TOKENS)
+SHIFT = tl.constexpr(float(EXPONENT))
+
+
+@triton.jit
+def _operand(x):  # e4m3, or its bytes where the GPU has no such type -> the operand of tl.dot
+    if x.dtype == tl.uint8:
+        x = decode(x).to(tl.float16)  # float16 holds every e4m3 number
+    return x
 
 
 @triton.jit
 def forward_kernel(
-    o, lse, q, k, v, sinks, slopes, mask_data, counts, indices,  # o: (B, H, S_q, D_V)   lse: (B, H, S_q) fp32
+    o, lse, q, k, v, q_scale, k_scale, v_scale, sinks, mask_data, counts, indices,  # o: (B, H, S_q, D_V)
     B, H, group, S_q, S_k, left, right, scale, softcap, chunk,  # q: (B, H, S_q, D)   k, v: (B, H // group, S_k, .)
     stride_ob, stride_oh, stride_os, stride_qb, stride_qh, stride_qs,
     stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    stride_qsb, stride_qsh, stride_qsn, stride_ksb, stride_ksh, stride_ksn, stride_vsb, stride_vsh, stride_vsn,
     stride_table_b, stride_table_h, stride_table_m,
-    q_pe, k_pe, stride_qpb, stride_qph, stride_qps, stride_kpb, stride_kph, stride_kps,  # None where P is 0
-    D: tl.constexpr, D_V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    D_PE: tl.constexpr, P: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, GENERAL: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(s) v, lse = log(sum of exp(s)), s = scale * q k^T, softcapped, minus the ALiBi slope, masked.
+    """o = v_scale * softmax(s) v, lse = log(sum of exp(s)), s = scale * q_scale * k_scale * q k^T.
 
-    P > 0: q_pe (B, H, S_q, D_PE) and k_pe (B, 1, S_k, D_PE) add q_pe k_pe^T to the scores of all heads.
+    K_BLOCKS, V_BLOCKS: K and V have one scale per block of keys, not one per head.
+    TURNED: v is transposed, (B, H // group, D_V, S_k).
     """
-    DTYPE: tl.constexpr = v.dtype.element_ty
     MASKED: tl.constexpr = LEFT or RIGHT or RAGGED or PROGRAM != ""
     tiles = tl.cdiv(S_q, BLOCK_M)
     tile_m, head = schedule_tile(tl.program_id(0), tiles, B * H, chunk, RIGHT and not LEFT)
@@ -47,19 +63,20 @@ def forward_kernel(
     h_kv = h // group
     q += b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     o += b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh
-    k0, k1, v0, v1, kp = k, k, v, v, k_pe
+    k_tiles, v_tiles = k, v
     if DESCRIPTORS:
         heads_kv = H // group
-        k0 = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, D0, BLOCK_N)
-        v0 = describe(v, B, heads_kv, S_k, stride_vb, stride_vh, stride_vs, D_V, V0, BLOCK_N)
-        if D1 > 0:
-            k1 = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, D1, BLOCK_N)
-        if V1 > 0:
-            v1 = describe(v, B, heads_kv, S_k, stride_vb, stride_vh, stride_vs, D_V, V1, BLOCK_N)
-        if P > 0:
-            kp = describe(k_pe, B, 1, S_k, stride_kpb, stride_kph, stride_kps, D_PE, P, BLOCK_N)
+        k_tiles = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, WIDTH, BLOCK_N)
+        if TURNED:
+            v_tiles = tl.make_tensor_descriptor(
+                v, [B, heads_kv, D_V, S_k], [stride_vb, stride_vh, stride_vs, 1], [1, 1, WIDTH_V, BLOCK_N]
+            )
+        else:
+            v_tiles = describe(v, B, heads_kv, S_k, stride_vb, stride_vh, stride_vs, D_V, WIDTH_V, BLOCK_N)
     k += b.to(tl.int64) * stride_kb + h_kv.to(tl.int64) * stride_kh
     v += b.to(tl.int64) * stride_vb + h_kv.to(tl.int64) * stride_vh
+    k_scale += b * stride_ksb + h_kv * stride_ksh
+    v_scale += b * stride_vsb + h_kv * stride_vsh
 
     # The key tiles to visit: a band from the last to the first, a program as its tile table lists them
     start_m = tile_m * BLOCK_M
@@ -74,23 +91,17 @@ def forward_kernel(
         first, end, full_first, full_end = keys_of_tile(pos_first, pos_last, S_k, left, right, BLOCK_N, LEFT, RIGHT)
         count = tl.maximum(end - first, 0)
 
-    # Load Q
+    # Load Q; a query tile lies inside the block of one scale
     positions = pos_first + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    slope = 0.0 if slopes is None else tl.load(slopes + h)
+    scale *= tl.load(q_scale + b * stride_qsb + h * stride_qsh + start_m // SCALE_BLOCK * stride_qsn)
+    if not K_BLOCKS:
+        scale *= tl.load(k_scale)
     qk_scale = 1.0 if GENERAL else scale * LOG2E
-    q0 = load_rows(q, None, b, h, start_m, S_q, stride_qs, 0, D0, D, BLOCK_M, False)
-    if D1 > 0:
-        q1 = load_rows(q, None, b, h, start_m, S_q, stride_qs, D0, D1, D, BLOCK_M, False)
-    if P > 0:
-        q_pe += b.to(tl.int64) * stride_qpb + h.to(tl.int64) * stride_qph
-        k_pe += b.to(tl.int64) * stride_kpb
-        qp = load_rows(q_pe, None, b, h, start_m, S_q, stride_qps, 0, P, D_PE, BLOCK_M, False)
+    q_tile = _operand(load_rows(q, None, b, h, start_m, S_q, stride_qs, 0, WIDTH, D, BLOCK_M, False))
     m_i = tl.full((BLOCK_M,), MINUS_INFINITY, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc0 = tl.zeros((BLOCK_M, V0), tl.float32)
-    if V1 > 0:
-        acc1 = tl.zeros((BLOCK_M, V1), tl.float32)
+    acc = tl.zeros((BLOCK_M, WIDTH_V), tl.float32)
 
     for n in tl.range(0, count):
         if PROGRAM != "":
@@ -98,22 +109,14 @@ def forward_kernel(
         else:
             start = (end - 1 - n) * BLOCK_N
         # S = Q K^T
-        s = tl.dot(
-            q0,
-            load_rows(k, k0, b, h_kv, start, S_k, stride_ks, 0, D0, D, BLOCK_N, DESCRIPTORS).T,
-            input_precision="ieee",
-        )
-        if D1 > 0:
-            k_tile = load_rows(k, k1, b, h_kv, start, S_k, stride_ks, D0, D1, D, BLOCK_N, DESCRIPTORS)
-            s = tl.dot(q1, k_tile.T, s, input_precision="ieee")
-        if P > 0:
-            k_tile = load_rows(k_pe, kp, b, 0, start, S_k, stride_kps, 0, P, D_PE, BLOCK_N, DESCRIPTORS)
-            s = tl.dot(qp, k_tile.T, s, input_precision="ieee")
+        k_tile = load_rows(k, k_tiles, b, h_kv, start, S_k, stride_ks, 0, WIDTH, D, BLOCK_N, DESCRIPTORS)
+        s = tl.dot(q_tile, _operand(k_tile).T)
         keys = start + offs_n
         if GENERAL:
-            s, _ = apply_softcap_alibi(
-                s, positions[:, None], keys[None, :], scale, softcap, slope, SOFTCAP, slopes is not None
-            )
+            tile_scale = scale
+            if K_BLOCKS:
+                tile_scale = scale * tl.load(k_scale + start // SCALE_BLOCK * stride_ksn)
+            s, _ = apply_softcap_alibi(s, positions[:, None], keys[None, :], tile_scale, softcap, 0.0, SOFTCAP, False)
 
         # Mask, in tiles that are partly visible
         if MASKED:
@@ -132,21 +135,24 @@ def forward_kernel(
         m_scaled = m_new * qk_scale
         if MASKED:
             m_scaled = tl.where(m_new == MINUS_INFINITY, 0.0, m_scaled)
-        p = tl.exp2(s * qk_scale - m_scaled[:, None])
+        p = tl.exp2(s * qk_scale - (m_scaled - SHIFT)[:, None])
         alpha = tl.exp2(m_i * qk_scale - m_scaled)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
 
         # O += P V
-        p = p.to(DTYPE)
-        v_tile = load_rows(v, v0, b, h_kv, start, S_k, stride_vs, 0, V0, D_V, BLOCK_N, DESCRIPTORS)
-        acc0 = tl.dot(p, v_tile, acc0 * alpha[:, None], input_precision="ieee")
-        if V1 > 0:
-            v_tile = load_rows(v, v1, b, h_kv, start, S_k, stride_vs, V0, V1, D_V, BLOCK_N, DESCRIPTORS)
-            acc1 = tl.dot(p, v_tile, acc1 * alpha[:, None], input_precision="ieee")
+        if TURNED:
+            v_tile = v_tiles.load([b, h_kv, 0, start]).reshape(WIDTH_V, BLOCK_N).T
+        else:
+            v_tile = load_rows(v, v_tiles, b, h_kv, start, S_k, stride_vs, 0, WIDTH_V, D_V, BLOCK_N, DESCRIPTORS)
+        v_tile = _operand(v_tile)
+        product = tl.dot(p.to(v_tile.dtype), v_tile)
+        if V_BLOCKS:
+            product *= tl.load(v_scale + start // SCALE_BLOCK * stride_vsn)
+        acc = acc * alpha[:, None] + product
 
     # Add the sink, normalise, write lse and o.  A row without keys has l_i = 0, and its acc may be 0 * NaN
-    m_log2 = m_i * qk_scale
+    m_log2 = m_i * qk_scale - SHIFT  # l_i is 2^8 times the sum
     empty = l_i == 0.0
     norm = tl.full((BLOCK_M,), 1.0, tl.float32)
     if sinks is not None:
@@ -158,10 +164,9 @@ def forward_kernel(
         m_log2 = m_sink
     norm = tl.where(l_i == 0.0, 0.0, norm / l_i)
     row_lse = tl.where(l_i == 0.0, MINUS_INFINITY, (m_log2 + tl.log2(l_i)) * LN2)
+    if not V_BLOCKS:
+        norm *= tl.load(v_scale)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     tl.store(lse + head.to(tl.int64) * S_q + offs_m, row_lse, mask=offs_m < S_q)
-    acc0 = tl.where(empty[:, None], 0.0, acc0 * norm[:, None])
-    store_rows(o, acc0, start_m, S_q, stride_os, 0, D_V)
-    if V1 > 0:
-        acc1 = tl.where(empty[:, None], 0.0, acc1 * norm[:, None])
-        store_rows(o, acc1, start_m, S_q, stride_os, V0, D_V)
+    acc = tl.where(empty[:, None], 0.0, acc * norm[:, None])
+    store_rows(o, acc, start_m, S_q, stride_os, 0, D_V)
