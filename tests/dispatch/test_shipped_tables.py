@@ -1,5 +1,7 @@
 """Tables in the package: readable, and every row names an implementation and a configuration that exist."""
 
+from collections import namedtuple
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def test_a_row_can_be_followed(name, row):
     raw = {op.direction: op for op in subject.raw_ops}[row.direction]
     assert row.us > 0 and row.numerics == "default"
     assert row.bucket.split(",")[0].split("=")[0] == raw.bucket_names[0]
-    bucket = tuple(int(size.split("=")[1]) for size in row.bucket.split(","))
+    bucket = namedtuple("Bucket", raw.bucket_names)(*(int(size.split("=")[1]) for size in row.bucket.split(",")))
     dtype = getattr(torch, row.dtype)
     for choice in row.choices:
         if choice.backend != "torch":

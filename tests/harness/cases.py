@@ -115,7 +115,8 @@ def _selected(
         changed = list(bucket)
         for place, size in zip(places, sizes, strict=True):
             changed[place] = size
-        found.setdefault(implementation.configure(tuple(changed), dtype), sizes)
+        made = bucket._make(changed) if hasattr(bucket, "_make") else tuple(changed)
+        found.setdefault(implementation.configure(made, dtype), sizes)
     return found
 
 

@@ -41,17 +41,17 @@ def register(contract: Contract) -> Contract:
     returns = "Tensor" if raw.count == 1 else f"({', '.join(['Tensor'] * raw.count)})"
     LIBRARY.define(f'{contract.name}({raw.schema}, str backend="auto", str numerics="default") -> {returns}')
 
-    arity = len(raw.torch_op._schema.arguments) - 2
+    arity, bound = len(raw.torch_op._schema.arguments) - 2, bind(contract)
 
     def composite(*values: Any, **options: str) -> Any:
         # torch drops trailing arguments that equal their defaults
         args, positional = values[:arity], dict(zip(("backend", "numerics"), values[arity:], strict=False))
-        contract.check(*args)
+        bound.check(*args)
         options = {"backend": "auto", "numerics": "default", **positional, **options}
-        return _run(contract, args, options["backend"], options["numerics"])
+        return _run(bound, args, options["backend"], options["numerics"])
 
     LIBRARY.impl(contract.name, composite, "CompositeImplicitAutograd")
-    return bind(contract)
+    return bound
 
 
 def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | None = None) -> Any:
@@ -254,13 +254,12 @@ class _OpFunction(Function):
         plain = tuple([None if isinstance(a, Tensor) else a for a in args])
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.call = (contract, backend, numerics, plain)
-        ctx.save_for_backward(*contract.gradient.save(contract.forward.pack(args), outputs))
+        ctx.save_for_backward(*contract.gradient.save(args, outputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         contract, backend, numerics, plain = ctx.call
-        gradient, pack = contract.gradient, contract.forward.pack
-        needs, plain = pack(ctx.needs_input_grad[4:]), pack(plain)
+        gradient, needs = contract.gradient, ctx.needs_input_grad[4:]
         result: list[Any] = [None] * len(plain)
         if all(grad is None for grad in grads):
             return (None, None, None, None, *result)

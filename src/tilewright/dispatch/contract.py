@@ -162,10 +162,23 @@ def bind(contract: Contract) -> Contract:
             check(forward.pack(args))
 
     if gradient is not None:
-        gradient = replace(gradient, inputs=forward.positions(gradient.inputs))
+        gradient = _packed(gradient, forward)
     bound = replace(contract, check=checked, gradient=gradient, in_place=forward.positions(contract.in_place))
     _contracts[contract.name] = bound
     return bound
+
+
+def _packed(gradient: Gradient, forward: RawOp) -> Gradient:
+    """`gradient` for callers that have the arguments as a sequence: its functions get `forward`'s NamedTuple."""
+    pack, raw_args, others = forward.pack, gradient.raw_args, gradient.others
+    return replace(
+        gradient,
+        inputs=forward.positions(gradient.inputs),
+        save=lambda args, outputs: gradient.save(pack(args), outputs),
+        raw_args=lambda grads, saved, args, needs: raw_args(grads, saved, pack(args), pack(needs)),
+        covers=lambda args: gradient.covers(pack(args)),
+        others=others and (lambda grads, saved, args, needs: others(grads, saved, pack(args), pack(needs))),
+    )
 
 
 def bind_function(name: str, function: Callable[..., Any]) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+
 pytestmark = pytest.mark.interp
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
@@ -101,7 +103,7 @@ def run_forward(p: Problem, config) -> dict[str, Tensor]:
 
     o, around = poisoned(p.do)
     lse = torch.full(p.q.shape[:3], torch.nan)
-    triton_forward.forward(o, lse, p.q, p.k, p.v, *raw(p), config)
+    triton_forward.forward((o, lse), forward_args(p), config)
     made = {"o": o.clone(), "lse": lse}
     o.fill_(POISON)
     assert (around == POISON).all(), "written beside the output"
@@ -119,7 +121,8 @@ def run_backward(p: Problem, config) -> dict[str, Tensor]:
     triton_delta.delta(delta, p.do, forward["o"], dlse)
     grads = [room for room, _ in rooms]
     means = None if p.options.get("sinks") is None else torch.full(p.q.shape[:3], torch.nan)
-    triton_backward.backward(*grads, p.do, delta, p.q, p.k, p.v, forward["lse"], *raw(p), config, means=means)
+    args = FmhaBackwardArgs(p.do, dlse, p.q, p.k, p.v, forward["o"], forward["lse"], *raw(p))
+    triton_backward.backward(tuple(grads), args, delta, config, means=means)
     made = dict(zip(("dq", "dk", "dv"), (g.clone() for g in grads), strict=True))
     for room, around in rooms:
         room.fill_(POISON)
@@ -128,6 +131,10 @@ def run_backward(p: Problem, config) -> dict[str, Tensor]:
         made["dsinks"] = torch.full((p.q.shape[1],), torch.nan)
         triton_delta.sink_gradient(made["dsinks"], means, forward["lse"], p.options["sinks"], dlse)
     return made
+
+
+def forward_args(p: Problem) -> FmhaArgs:
+    return FmhaArgs(p.q, p.k, p.v, *raw(p))
 
 
 def raw(p: Problem) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Attention backward in cuTile: one kernel for dq, one for dk and dv, deterministic.
+"""Attention backward in cuTile, of `fmha`: one kernel for dq, one for dk and dv, deterministic.
 
 Both recompute S = Q K^T and dP = dO V^T: 14 * B * H * pairs * D flops, where one kernel that adds dq across blocks
 needs 10.  (2, 16, 8192, 128) without a mask cannot beat 3.9 ms at 989 TFLOP/s.
@@ -9,14 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.jit.cutile_launch import Hints
 from tilewright.jit.tape import scratch
-from tilewright.ops.attention.band import clamped_band
+from tilewright.ops.attention.arguments import FmhaBackwardArgs
+from tilewright.ops.attention.bucket import CAUSAL, FmhaBucket, backward_bucket
+from tilewright.ops.attention.fmha import BACKWARD
 from tilewright.ops.attention.kernels.cutile.backward_kernel import keys_kernel, queries_kernel, sinks_kernel
-from tilewright.ops.attention.kernels.cutile.forward import heads_together, padded
+from tilewright.ops.attention.kernels.cutile.forward import heads_together, padded, why_not_operands
 from tilewright.ops.attention.kernels.cutile.tiles import LOG2E
-
-__all__ = ["CONFIGS", "Config", "backward", "candidates", "configure"]
 
 _SUMMED = 1024  # rows per step of the sum over rows
 
@@ -36,14 +37,14 @@ class Config(NamedTuple):
     keys_occupancy: int
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: FmhaBucket, dtype: torch.dtype) -> Config:
     """The first candidate."""
     return candidates(bucket, dtype)[0]
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Pairs that compile without spills for sm_90 under a causal mask."""
-    widest = max(padded(bucket[4]), padded(bucket[5]))
+    widest = max(padded(bucket.D), padded(bucket.D_v))
     queries: tuple[tuple[int, int, int, int], ...]
     keys: tuple[tuple[int, int, int, int], ...]
     if widest <= 64:
@@ -57,38 +58,22 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     return tuple(Config(*q, *k) for k in keys for q in queries)
 
 
-CONFIGS = tuple(configure((32, 1, 8192, 8192, d, d, 1, 0, 1), torch.bfloat16) for d in (64, 128, 256))
+CONFIGS = tuple(configure(FmhaBucket(32, 1, 8192, 8192, d, d, CAUSAL, 0, 1), torch.bfloat16) for d in (64, 128, 256))
 
 
-def backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dsinks: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    config: Config,
-) -> None:
-    """Gradients of q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v) and sinks (H,), S_k > 0.
+def why_not(args: FmhaBackwardArgs) -> str | None:
+    return why_not_operands(backward_bucket(args), args.q, args.v)
 
-    left, right: the band, -1 unlimited; program must be "".  See `fmha/raw.py`.
-    """
+
+@register_kernel(
+    BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs, config: Config) -> None:
+    (dq, dk, dv, dsinks), scale, softcap = outs, args.scale, args.softcap
+    do, dlse, q, k, v, o, lse, slopes = args.do, args.dlse, args.q, args.k, args.v, args.o, args.lse, args.slopes
     batch, heads, s_q, d = q.shape
     kv_heads, s_k, d_v = v.shape[1:]
-    left, right = clamped_band(left, right, s_q, s_k)
+    left, right = args.mask.clamped_band(s_q, s_k)
     group, itemsize = heads // kv_heads, q.element_size()
     delta = scratch(tuple(lse.shape), dtype=lse.dtype, device=lse.device)
     any_slopes = lse if slopes is None else slopes  # a placeholder that is not read
@@ -117,5 +102,5 @@ def backward(
         (padded(d), padded(d_v), c.keys_m, c.keys_n, *bounded, softcap > 0, slopes is not None),
         Hints(c.keys_num_warps, c.keys_occupancy),
     )
-    if sinks is not None:
-        sinks_kernel((heads,), (dsinks, delta, lse, sinks), (_SUMMED,), Hints(4))
+    if args.sinks is not None:
+        sinks_kernel((heads,), (dsinks, delta, lse, args.sinks), (_SUMMED,), Hints(4))

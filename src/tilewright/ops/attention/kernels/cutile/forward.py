@@ -1,4 +1,5 @@
-"""Attention forward in cuTile: the choice of tiles and the launch.  The kernel is in `cutile_forward_kernel.py`.
+"""Attention forward in cuTile, of `fmha`: the choice of tiles and the launch.  The kernel is in
+`forward_kernel.py`.
 
 4*B*H*S_q*S_k*D flops without a mask: (2, 16, 8192, 128) cannot beat 1.11 ms at 989 TFLOP/s.
 """
@@ -8,16 +9,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.jit.cutile_launch import Hints
-from tilewright.ops.attention.band import clamped_band
+from tilewright.ops.attention.arguments import FmhaArgs
+from tilewright.ops.attention.bucket import (
+    CAUSAL,
+    SLOPES,
+    FmhaBucket,
+    forward_bucket,
+    why_not_addressable,
+    why_not_band,
+)
+from tilewright.ops.attention.fmha import FORWARD
 from tilewright.ops.attention.kernels.cutile.forward_kernel import forward_kernel
 from tilewright.ops.attention.kernels.cutile.tiles import LOG2E
 
-__all__ = ["CONFIGS", "Config", "candidates", "configure", "forward", "why_not"]
-
 MOST_D = 256
 L2_BYTES = 24 << 20  # K and V that other tiles read again before they leave the L2
-SLOPES = 2  # bit of `extras` in a bucket, as in fmha/raw.py
 
 
 class Config(NamedTuple):
@@ -35,18 +43,16 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: FmhaBucket, dtype: torch.dtype) -> Config:
     """The first candidate."""
     return candidates(bucket, dtype)[0]
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Tiles that compile without spills for sm_90."""
-    _, _, _, _, d, d_v, _, extras, _ = bucket
-    widest = max(padded(d), padded(d_v))
-    ahead = (
-        not extras & SLOPES
-    )  # ALiBi keeps positions and keys of every score in registers; two tiles of scores do not fit
+    widest = max(padded(bucket.D), padded(bucket.D_v))
+    # ALiBi keeps positions and keys of every score in registers; two tiles of scores do not fit
+    ahead = not bucket.extras & SLOPES
     if widest <= 64:
         configs = [Config(64, 128, 4, 2, True), Config(128, 128, 8, 1, True), Config(64, 128, 4, 2, False)]
     elif widest <= 128:
@@ -58,15 +64,18 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
 
 def _every_config() -> tuple[Config, ...]:
     """Every config that `configure` returns."""
-    buckets = [(32, 1, 8192, 8192, d, d, 1, extras, 1) for d in (64, 128, 256) for extras in (0, SLOPES)]
+    buckets = [FmhaBucket(32, 1, 8192, 8192, d, d, CAUSAL, extras, 1) for d in (64, 128, 256) for extras in (0, SLOPES)]
     return tuple(dict.fromkeys(configure(bucket, torch.bfloat16) for bucket in buckets))
 
 
 CONFIGS = _every_config()
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Why this engine cannot run a band over these operands, or None if it can."""
+def why_not_operands(bucket: FmhaBucket, q: Tensor, v: Tensor) -> str | None:
+    """Why the kernels of both directions cannot run over these operands, or None if they can."""
+    reason = why_not_band(bucket) or why_not_addressable(bucket)
+    if reason is not None:
+        return reason
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got {q.dtype}"
     d, d_v = q.shape[3], v.shape[3]
@@ -75,38 +84,27 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    config: Config,
-) -> None:
-    """o (B, H, S_q, D_v) and lse (B, H, S_q) of q (B, H, S_q, D), k (B, H_kv, S_k, D), v (B, H_kv, S_k, D_v), S_k > 0.
+def why_not(args: FmhaArgs) -> str | None:
+    return why_not_operands(forward_bucket(args), args.q, args.v)
 
-    left, right: the band, -1 unlimited; program must be "".  See `fmha/raw.py`.
-    """
+
+@register_kernel(
+    FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch(outs: tuple[Tensor, Tensor], args: FmhaArgs, config: Config) -> None:
+    (o, lse), q, k, v, sinks, slopes = outs, args.q, args.k, args.v, args.sinks, args.slopes
     batch, heads, s_q, d = q.shape
     s_k, d_v = v.shape[2:]
-    left, right = clamped_band(left, right, s_q, s_k)
-    softcapped, sloped = softcap > 0, slopes is not None
+    left, right = args.mask.clamped_band(s_q, s_k)
+    softcapped, sloped = args.softcap > 0, slopes is not None
     forward_kernel(
         (-(-s_q // config.block_m) * heads * batch,),
         (
             *(o, lse, q, k, v),
             lse if sinks is None else sinks,  # a placeholder that is not read
             lse if slopes is None else slopes,
-            scale * LOG2E,
-            softcap * LOG2E,
+            args.scale * LOG2E,
+            args.softcap * LOG2E,
             left,
             right,
             heads_together(heads * batch, heads // k.shape[1], s_k * (d + d_v) * q.element_size()),
@@ -114,7 +112,7 @@ def forward(
         (
             *(padded(d), padded(d_v), config.block_m, config.block_n),
             *(left >= 0, right >= 0, s_k % config.block_n != 0),
-            *(softcapped or sloped or scale <= 0, softcapped, sloped, sinks is not None, config.ahead),
+            *(softcapped or sloped or args.scale <= 0, softcapped, sloped, sinks is not None, config.ahead),
         ),
         Hints(config.num_warps, config.occupancy),
     )

@@ -1,4 +1,5 @@
-"""Attention backward in CUDA C++ for Hopper: one kernel for dq, dk and dv, 10 * B * H * pairs * D flops of products.
+"""Attention backward in CUDA C++ for Hopper, of `fmha` and `fmha_varlen`: one kernel for dq, dk and dv, 10 * B * H *
+pairs * D flops of products.
 
 `backward.cuh` iterates over the query tiles of each key tile, and adds dq in float32 in global memory, in an
 order that does not change from run to run.  A preprocess kernel before it computes lse and delta of each query and
@@ -12,12 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.dispatch import register_kernel
 from tilewright.hardware.device import device_info
 from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.compilers.kernel_args import F32, I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
-from tilewright.ops.attention.band import clamped_band
+from tilewright.ops.attention import fmha, fmha_varlen
+from tilewright.ops.attention.arguments import FmhaBackwardArgs
+from tilewright.ops.attention.bucket import SOFTCAP, FmhaBucket, backward_bucket, why_not_addressable, why_not_interval
 from tilewright.ops.attention.kernels.triton.delta import delta, sink_gradient
 
 _SWIZZLE, _WARPGROUP_M, _KEYS, _WARPGROUPS = 128, 64, 128, 2  # as in fmha_backward/shape.cuh
@@ -65,102 +70,192 @@ class IntervalsParams(NamedTuple):
     """What sm90_fmha_intervals is compiled for: it has no parameters."""
 
 
-_FOLDER = Path(__file__).parent
-KERNEL = CudaKernel(
-    _FOLDER / "backward.cuh",
-    "sm90_fmha_backward",
-    "TTTTTTTPPPiiiiiiii?ffP",
-    archs=("sm_90a",),
-    dependent=True,
-)
+class Args(NamedTuple):
+    map_q: Map
+    map_k: Map
+    map_v: Map
+    map_do: Map
+    map_dk: Map
+    map_dv: Map
+    map_stats: Map
+    dq_acc: Pointer
+    flags: Pointer
+    slopes: Pointer
+    s_q: I32
+    s_k: I32
+    heads: I32
+    batches: I32
+    heads_per_kv: I32
+    left: I32
+    right: I32
+    section_heads: I32
+    alternate: bool
+    scale: F32
+    softcap: F32
+    intervals: Pointer
+
+
+class PreprocessArgs(NamedTuple):
+    d_o: Pointer
+    o: Pointer
+    lse: Pointer
+    dlse: Pointer
+    stats: Pointer
+    flags: Pointer
+    s_q: I32
+    d_v: I32
+    heads: I32
+    do_batch: I64
+    do_head: I64
+    do_row: I64
+    o_batch: I64
+    o_head: I64
+    o_row: I64
+    intervals: Pointer
+    s_k: I32
+
+
+class PostprocessArgs(NamedTuple):
+    dq_acc: Pointer
+    dq: Pointer
+    s_q: I32
+    s_k: I32
+    d: I32
+    heads: I32
+    left: I32
+    right: I32
+    scale: F32
+    dq_batch: I64
+    dq_head: I64
+    dq_row: I64
+    intervals: Pointer
+
+
+class IntervalsArgs(NamedTuple):
+    mask_data: Pointer
+    intervals: Pointer
+    s_q: I32
+    s_k: I32
+
+
+_FOLDER, _ARCHS = Path(__file__).parent, ("sm_90a",)
+KERNEL = CudaKernel(_FOLDER / "backward.cuh", "sm90_fmha_backward", Args, archs=_ARCHS, dependent=True)
 PREPROCESS = CudaKernel(
-    _FOLDER / "preprocess.cuh", "sm90_fmha_preprocess", "PPPPPPiiiqqqqqqPi", archs=("sm_90a",), dependent=True
+    _FOLDER / "preprocess.cuh", "sm90_fmha_preprocess", PreprocessArgs, archs=_ARCHS, dependent=True
 )
 POSTPROCESS = CudaKernel(
-    _FOLDER / "postprocess.cuh", "sm90_fmha_postprocess", "PPiiiiiifqqqP", archs=("sm_90a",), dependent=True
+    _FOLDER / "postprocess.cuh", "sm90_fmha_postprocess", PostprocessArgs, archs=_ARCHS, dependent=True
 )
-INTERVALS = CudaKernel(_FOLDER / "preprocess.cuh", "sm90_fmha_intervals", "PPii", archs=("sm_90a",), dependent=True)
+INTERVALS = CudaKernel(_FOLDER / "preprocess.cuh", "sm90_fmha_intervals", IntervalsArgs, archs=_ARCHS, dependent=True)
 
 
-def backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dsinks: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    config: Config,
-) -> None:
-    """dq, dk, dv and dsinks as the raw op `_fmha_bwd` describes them; S_k > 0.
+class _Scratch(NamedTuple):
+    """Memory that the kernels of one backward pass on, and the band that they agree on."""
 
-    left, right: the band, -1 unlimited; program: "" (a band), or PACKED_PROGRAM.  See `fmha/raw.py`.
-    """
-    batch, heads, s_q, d = q.shape
-    s_k, d_v = v.shape[2:]
-    heads_per_kv = heads // k.shape[1]
-    left, right = clamped_band(left, right, s_q, s_k)
-    params = _params(d, d_v, softcap > 0, slopes is not None, bool(program), q.dtype, config)
-    tiles = batch * heads * -(-s_q // config.block_m)
-    stats = scratch((tiles, 2 * config.block_m), torch.float32, q.device)
-    dq_acc = scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device)
-    flags = scratch((tiles + 1,), torch.int32, q.device)
-    intervals = _intervals(mask_data, s_q, s_k, config) if program else 0
+    stats: Tensor  # (query tiles, 2 * block_m) float32: lse and delta of each row
+    dq_acc: Tensor  # (query tiles, block_m, columns) float32
+    flags: Tensor  # (query tiles + 1,) int32: how many key tiles have added to dq_acc
+    intervals: Tensor | None  # the queries that see each key, of packed sequences
+    band: tuple[int, int]  # left, right
+
+
+def backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs, config: Config) -> None:
+    """Write dq, dk, dv and dsinks; S_k > 0.  The mask is a band or packed sequences."""
+    dq, dk, dv, dsinks = outs
+    q, lse = args.q, args.lse
+    batch, heads, s_q, _ = q.shape
+    s_k = args.k.shape[2]
+    params, tiles = _params(args, config), batch * heads * -(-s_q // config.block_m)
+    shared = _Scratch(
+        scratch((tiles, 2 * config.block_m), torch.float32, q.device),
+        scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device),
+        scratch((tiles + 1,), torch.int32, q.device),
+        _intervals(args.mask_data, s_q, s_k, config) if args.program else None,
+        args.mask.clamped_band(s_q, s_k),
+    )
+    _preprocess(args, shared, tiles, config)
+    _products((dk, dv), args, shared, params)
+    _postprocess(dq, args, shared, tiles, params)
+    if args.sinks is not None:
+        row_delta = scratch(tuple(lse.shape), torch.float32, lse.device)
+        delta(row_delta, args.do, args.o, args.dlse)
+        sink_gradient(dsinks, row_delta, lse, args.sinks)
+
+
+def _preprocess(args: FmhaBackwardArgs, shared: _Scratch, tiles: int, config: Config) -> None:
+    """Write lse and delta of each row, and clear the flags."""
     PREPROCESS(
         (tiles,),
-        (
-            *(do, o, lse, 0 if dlse is None else dlse, stats, flags),
-            *(s_q, d_v, heads),
-            *do.stride()[:3],
-            *o.stride()[:3],
-            *(intervals, s_k),
+        PreprocessArgs(
+            args.do,
+            args.o,
+            args.lse,
+            args.dlse,
+            shared.stats,
+            shared.flags,
+            args.q.shape[2],
+            args.v.shape[3],
+            args.q.shape[1],
+            *args.do.stride()[:3],
+            *args.o.stride()[:3],
+            intervals=shared.intervals,
+            s_k=args.k.shape[2],
         ),
-        PreprocessParams(config.block_m, bool(program), q.dtype),
+        PreprocessParams(config.block_m, bool(args.program), args.q.dtype),
         block=_THREADS,
     )
-    q_box, kv_box, dkv_box = ((1, 1, rows, _BOX_COLUMNS) for rows in (config.block_m, _KEYS, _WARPGROUP_M))
-    boxes = ((q, q_box), (k, kv_box), (v, kv_box), (do, q_box), (dk, dkv_box), (dv, dkv_box))
-    head_bytes = s_q * heads_per_kv * ((d + d_v) * q.itemsize + d * dq_acc.itemsize)
+
+
+def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: _Scratch, params: Params) -> None:
+    """Write dk and dv, and add up dq in float32."""
+    q, k, v = args.q, args.k, args.v
+    (batch, heads, s_q, d), (s_k, d_v) = q.shape, v.shape[2:]
+    heads_per_kv, (left, right) = heads // k.shape[1], shared.band
+    q_box, kv_box, dkv_box = ((1, 1, rows, _BOX_COLUMNS) for rows in (params.kBlockM, _KEYS, _WARPGROUP_M))
+    boxes = ((q, q_box), (k, kv_box), (v, kv_box), (args.do, q_box), *((t, dkv_box) for t in dkv))
+    head_bytes = s_q * heads_per_kv * ((d + d_v) * q.itemsize + d * shared.dq_acc.itemsize)
+    maps = [tensor_map(t, box, swizzle=_SWIZZLE) for t, box in boxes]
     kv_heads, key_tiles, sms = batch * k.shape[1], -(-s_k // _KEYS), usable_sms(q.device)
     section_heads = max(_L2_BYTES // head_bytes, -(-sms // key_tiles))  # a section fills the GPU
     KERNEL(
         (min(key_tiles * kv_heads, sms),),
-        (
-            *(tensor_map(t, box, swizzle=_SWIZZLE) for t, box in boxes),
-            tensor_map(stats, (1, 2 * config.block_m), swizzle=0),
-            *(dq_acc, flags, 0 if slopes is None else slopes),
-            *(s_q, s_k, heads, batch, heads_per_kv, left, right, min(kv_heads, section_heads)),
-            (left < 0) != (right < 0),  # alternate: key tiles differ in work
-            scale,
-            softcap,
-            intervals,
+        Args(
+            *maps,
+            map_stats=tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0),
+            dq_acc=shared.dq_acc,
+            flags=shared.flags,
+            slopes=args.slopes,
+            s_q=s_q,
+            s_k=s_k,
+            heads=heads,
+            batches=batch,
+            heads_per_kv=heads_per_kv,
+            left=left,
+            right=right,
+            section_heads=min(kv_heads, section_heads),
+            alternate=(left < 0) != (right < 0),  # key tiles differ in work
+            scale=args.scale,
+            softcap=args.softcap,
+            intervals=shared.intervals,
         ),
         params,
         block=128 * (_WARPGROUPS + 1),
         shared_bytes=shared_bytes(params),
     )
+
+
+def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: _Scratch, tiles: int, params: Params) -> None:
+    """Scale and round dq."""
+    _, heads, s_q, d = args.q.shape
+    sizes = s_q, args.k.shape[2], d, heads
     POSTPROCESS(
         (tiles,),
-        (dq_acc, dq, s_q, s_k, d, heads, left, right, scale, *dq.stride()[:3], intervals),
+        PostprocessArgs(
+            shared.dq_acc, dq, *sizes, *shared.band, args.scale, *dq.stride()[:3], intervals=shared.intervals
+        ),
         params,
         block=_THREADS,
     )
-    if sinks is not None:
-        row_delta = scratch(tuple(lse.shape), torch.float32, lse.device)
-        delta(row_delta, do, o, dlse)
-        sink_gradient(dsinks, row_delta, lse, sinks)
 
 
 def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
@@ -168,13 +263,16 @@ def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> 
     assert mask_data is not None, "a program has numbers"
     intervals = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
     INTERVALS(
-        (-(-s_k // _INTERVALS_THREADS),), (mask_data, intervals, s_q, s_k), IntervalsParams(), block=_INTERVALS_THREADS
+        (-(-s_k // _INTERVALS_THREADS),),
+        IntervalsArgs(mask_data, intervals, s_q, s_k),
+        IntervalsParams(),
+        block=_INTERVALS_THREADS,
     )
     return intervals
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
-    """Why this engine cannot run over these operands, or None if it can."""
+def why_not_operands(q: Tensor, v: Tensor) -> str | None:
+    """Why this kernel cannot run over these operands, or None if it can."""
     arch, d, d_v = device_info(q.device).arch, q.shape[3], v.shape[3]
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
@@ -201,18 +299,18 @@ def _columns(params: Params) -> int:
     return _BOX_COLUMNS if params.kD <= _BOX_COLUMNS else _WARPGROUPS * _BOX_COLUMNS
 
 
-def _params(d: int, d_v: int, softcap: bool, slope: bool, packed: bool, dtype: torch.dtype, config: Config) -> Params:
+def _params(args: FmhaBackwardArgs, config: Config) -> Params:
     return Params(
-        kD=-(-d // 16) * 16,
-        kDv=-(-d_v // 16) * 16,
+        kD=-(-args.q.shape[3] // 16) * 16,
+        kDv=-(-args.v.shape[3] // 16) * 16,
         kBlockM=config.block_m,
         kStages=config.stages,
         kDsStages=config.ds_stages,
         kOutStages=config.out_stages,
-        kSoftcap=softcap,
-        kSlope=slope,
-        kPacked=packed,
-        Element=dtype,
+        kSoftcap=args.softcap > 0,
+        kSlope=args.slopes is not None,
+        kPacked=bool(args.program),
+        Element=args.q.dtype,
     )
 
 
@@ -223,17 +321,37 @@ _NARROW_TILES = (Config(128, 2, 2, 2), Config(64, 3, 2, 2))
 _NARROW_SOFTCAP = (Config(64, 3, 2, 2),)  # 128 queries leave no registers for the derivative of the softcap
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
-    """The tile for a bucket of `fmha/raw.py`."""
+def configure(bucket: FmhaBucket, dtype: torch.dtype) -> Config:
+    """The first candidate."""
     return candidates(bucket, dtype)[0]
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Tiles that fit registers and shared memory at these head dimensions."""
-    if max(bucket[4:6]) > _BOX_COLUMNS:
+    if max(bucket.D, bucket.D_v) > _BOX_COLUMNS:
         return _WIDE_TILES
-    return _NARROW_SOFTCAP if bucket[7] & 1 else _NARROW_TILES
+    return _NARROW_SOFTCAP if bucket.extras & SOFTCAP else _NARROW_TILES
 
 
 CONFIGS: tuple[Config, ...] = (*_WIDE_TILES, *_NARROW_TILES)
 """Every config that `configure` and `candidates` can return."""
+
+
+def why_not(args: FmhaBackwardArgs) -> str | None:
+    bucket = backward_bucket(args)
+    return why_not_interval(bucket) or why_not_addressable(bucket) or why_not_operands(args.q, args.v)
+
+
+@register_kernel(
+    fmha.BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+@register_kernel(
+    fmha_varlen.BACKWARD,
+    configure=configure,
+    config_type=Config,
+    configs=CONFIGS,
+    candidates=candidates,
+    why_not=why_not,
+)
+def launch(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs, config: Config) -> None:
+    backward(outs, args, config)

@@ -48,13 +48,13 @@ def forward_kernel(
     D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
     K_BLOCKS: tl.constexpr, V_BLOCKS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PROGRAM: tl.constexpr, SOFTCAP: tl.constexpr, GENERAL: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, TURNED: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIPTORS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """o = v_scale * softmax(s) v, lse = log(sum of exp(s)), s = scale * q_scale * k_scale * q k^T.
 
     K_BLOCKS, V_BLOCKS: K and V have one scale per block of keys, not one per head.
-    TURNED: v is transposed, (B, H // group, D_V, S_k).
+    TRANSPOSED: v is transposed, (B, H // group, D_V, S_k).
     """
     MASKED: tl.constexpr = LEFT or RIGHT or RAGGED or PROGRAM != ""
     tiles = tl.cdiv(S_q, BLOCK_M)
@@ -67,7 +67,7 @@ def forward_kernel(
     if DESCRIPTORS:
         heads_kv = H // group
         k_tiles = describe(k, B, heads_kv, S_k, stride_kb, stride_kh, stride_ks, D, WIDTH, BLOCK_N)
-        if TURNED:
+        if TRANSPOSED:
             v_tiles = tl.make_tensor_descriptor(
                 v, [B, heads_kv, D_V, S_k], [stride_vb, stride_vh, stride_vs, 1], [1, 1, WIDTH_V, BLOCK_N]
             )
@@ -141,7 +141,7 @@ def forward_kernel(
         m_i = m_new
 
         # O += P V
-        if TURNED:
+        if TRANSPOSED:
             v_tile = v_tiles.load([b, h_kv, 0, start]).reshape(WIDTH_V, BLOCK_N).T
         else:
             v_tile = load_rows(v, v_tiles, b, h_kv, start, S_k, stride_vs, 0, WIDTH_V, D_V, BLOCK_N, DESCRIPTORS)

@@ -1,4 +1,4 @@
-"""The kernel that merges three or more states of a stack, one program per row; `triton.py` explains it."""
+"""The kernel that merges three or more states of a stack, one program per row; `merge_states.py` explains it."""
 
 # mypy: ignore-errors
 

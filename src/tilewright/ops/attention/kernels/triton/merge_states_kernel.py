@@ -1,4 +1,4 @@
-"""The kernels that merge states of attention, forward and backward; `triton.py` explains them.
+"""The kernels that merge states of attention, forward and backward; `merge_states.py` explains them.
 
 o'      = sum_i w_i o_i         w_i = exp(lse_i - lse')
 lse'    = log(sum_i exp(lse_i))

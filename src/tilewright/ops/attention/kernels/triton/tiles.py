@@ -1,4 +1,4 @@
-"""Shared by the Triton engines of attention on the host: tiles and how they fit, parts of a head, descriptors."""
+"""Shared by the Triton kernels of attention on the host: tiles and how they fit, parts of a head, descriptors."""
 
 from collections.abc import Sequence
 from contextvars import copy_context
@@ -10,18 +10,15 @@ from torch import Tensor
 
 from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.mask.tables import tile_table_of
-from tilewright.ops.attention.fmha.raw import PACKED, PROGRAM
+from tilewright.ops.attention.arguments import MaskArgs
+from tilewright.ops.attention.bucket import PACKED, PROGRAM, SLOPES, SOFTCAP
 
 MOST_D = 256
 L2_BYTES = 24 << 20  # K and V of the heads that run together; half of the L2 of an H200
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 SHARED_ELSEWHERE = 99 << 10  # sm_86, sm_89, sm_120
-_AMD_TERMS = (
-    16  # rows of the streamed side: from 32 on MFMA tiles are 32 x 32, 16 scores per lane, and scalar registers spill
-)
-
-
-SOFTCAP, SLOPES = 1, 2  # bits of `extras` in a bucket
+_AMD_TERMS = 16
+"""Rows of the streamed side: from 32 on MFMA tiles are 32 x 32, 16 scores per lane, and scalar registers spill."""
 
 
 class Config(NamedTuple):
@@ -32,6 +29,10 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     descriptors: bool
+
+    @property
+    def tile(self) -> "Tile":
+        return Tile(self.block_m, self.block_n, self.num_warps, self.num_stages)
 
 
 class Tile(NamedTuple):
@@ -60,7 +61,7 @@ class Looping:
 
 
 def has_terms(mask: int, extras: int) -> bool:
-    """True if scores are softcapped, get an ALiBi slope or are masked by a program, by a bucket of `fmha/raw.py`."""
+    """True if scores are softcapped, get an ALiBi slope or are masked by a program, by fields of a bucket."""
     return bool(extras & (SOFTCAP | SLOPES)) or mask in (PROGRAM, PACKED)
 
 
@@ -175,10 +176,9 @@ class Table(NamedTuple):
     strides: tuple[int, int, int]
 
 
-def table(
-    program: str, mask_data: Tensor | None, q: Tensor, k: Tensor, tile: Tile, axis: Literal["query", "key"]
-) -> Table:
-    """The tile table of `program`, by query or by key; empty if there is no program."""
+def table(mask: MaskArgs, q: Tensor, k: Tensor, tile: Any, axis: Literal["query", "key"]) -> Table:
+    """The tile table of a program, by query or by key; empty for a band.   tile: with block_m and block_n."""
+    program, mask_data = mask.program, mask.mask_data
     if mask_data is None:
         return Table(None, None, (0, 0, 0))
     batch, heads, s_q, _ = q.shape

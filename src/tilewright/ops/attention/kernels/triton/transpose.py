@@ -19,7 +19,7 @@ _VECTOR = 16
 
 
 @triton.jit
-def turn_kernel(
+def transpose_kernel(
     v_t, v, H, S, pitch, stride_b, stride_h, stride_s, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # v_t: (B * H, D, pitch)   v: (B, H, S, D), both as bytes
     """v_t[.., d, s] = v[.., s, d], zeros beyond S."""
@@ -34,7 +34,7 @@ def turn_kernel(
     tl.store(out, tile.T, mask=(columns < D)[:, None] & (offs_s < pitch)[None, :])
 
 
-_kernel = TritonKernel(turn_kernel)
+_kernel = TritonKernel(transpose_kernel)
 
 
 def transposed(v: Tensor) -> Tensor:

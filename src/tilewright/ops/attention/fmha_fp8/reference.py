@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.attention.blocks import allowed, products, row_blocks
+from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
 from tilewright.ops.attention.fmha_fp8.rounding import SCALE_BLOCK, SHIFT
 from tilewright.ops.attention.layout import laid_like
 from tilewright.ops.quant.numbers import E4M3
@@ -18,45 +19,30 @@ _BLOCK = 1 << 26
 """Scores computed at once: 256 MiB in float32, and a handful of such tensors live together."""
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    sinks: Tensor | None,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def attention(args: FmhaFp8Args) -> tuple[Tensor, Tensor]:
     """(o, lse) for the raw arguments.
 
     Operands of another type than e4m3 are not rounded in between: float64 gives float64, whatever `out_dtype` says, and
     float32 operands are e4m3 ones upcast.
     """
+    q, k, v = args.q, args.k, args.v
     acc_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out_dtype = acc_dtype if acc_dtype == torch.float64 else out_dtype
-    rows, keys, values = (
-        t.to(acc_dtype) * of_tokens(s, t.shape[2]) for t, s in ((q, q_scale), (k, k_scale), (v, v_scale))
-    )
+    out_dtype = acc_dtype if acc_dtype == torch.float64 else args.out_dtype
+    scaled = ((q, args.q_scale), (k, args.k_scale), (v, args.v_scale))
+    rows, keys, values = (t.to(acc_dtype) * of_tokens(scales, t.shape[2]) for t, scales in scaled)
     (batch, heads, s_q, _), s_k = q.shape, k.shape[2]
     key_positions = torch.arange(s_k, device=q.device)
     outs, logs = [], []
     for start, end in row_blocks(q, s_k, _BLOCK):
-        s = scale * products(rows[:, :, start:end], keys.mT)
-        if softcap:
-            s = softcap * torch.tanh(s / softcap)
+        s = args.scale * products(rows[:, :, start:end], keys.mT)
+        if args.softcap:
+            s = args.softcap * torch.tanh(s / args.softcap)
         positions = torch.arange(start, end, device=q.device) + (s_k - s_q)
-        visible = allowed(positions, key_positions, mask_data, program, left, right, batch, heads)
+        visible = allowed(positions, key_positions, args.mask, batch, heads)
         if visible is not None:
             s = s.masked_fill(~visible, -math.inf)
         row_max = s.amax(-1, keepdim=True) if s_k else s.new_full((*s.shape[:3], 1), -math.inf)
-        sink = None if sinks is None else sinks.to(acc_dtype)[:, None, None]
+        sink = None if args.sinks is None else args.sinks.to(acc_dtype)[:, None, None]
         base = row_max.masked_fill(row_max == -math.inf, 0.0)  # a row that sees no key: its terms are exp(-inf) = 0
         p = torch.exp(s - base)
         l_i = p.sum(-1, keepdim=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.dispatch import Sample
-from tilewright.ops.attention.fmha_fp8.plain import of_tokens
+from tilewright.ops.attention.fmha_fp8.reference import of_tokens
 from tilewright.ops.peer import Call
 
 REPLACES = {"cuda": ("eager", "compile")}

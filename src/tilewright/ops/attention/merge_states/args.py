@@ -1,13 +1,17 @@
-"""Arguments of the raw op, one or two stacks (N, B, H, S, D), from the states of a public call."""
+"""Arguments of the raw ops, one or two stacks (N, B, H, S, D), from the states of a public call; and their bucket.
+
+Two stacks instead of one, so that a sum so far and the next state need not be copied together.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention.layout import readable
@@ -17,13 +21,54 @@ _OP = "merge_states"
 _LEAD = 3  # dimensions of a row's place in the raw op: B, H, S
 
 
+class MergeStatesArgs(NamedTuple):
+    """Arguments of the forward."""
+
+    o: Tensor  # (N, B, H, S, D), unit last stride
+    lse: Tensor  # (N, B, H, S) float32
+    other: Tensor | None  # another stack, as o
+    other_lse: Tensor | None
+    out_dtype: torch.dtype
+
+
+class MergeStatesBackwardArgs(NamedTuple):
+    """Arguments of the backward: the gradients of both results, then the states."""
+
+    do: Tensor  # (B, H, S, D)
+    dlse: Tensor | None  # (B, H, S) float32
+    o: Tensor
+    lse: Tensor
+    other: Tensor | None
+    other_lse: Tensor | None
+    out_dtype: torch.dtype
+
+    @property
+    def forward(self) -> MergeStatesArgs:
+        """The arguments of the forward."""
+        return MergeStatesArgs(self.o, self.lse, self.other, self.other_lse, self.out_dtype)
+
+
+class MergeStatesBucket(NamedTuple):
+    """The tuning key, in both directions."""
+
+    M: int  # rows B * H * S, rounded up to a power of two
+    D: int  # their length
+    N: int  # states in both stacks
+
+
+def bucket(args: MergeStatesArgs) -> MergeStatesBucket:
+    """The bucket of a forward; that of a backward is the same."""
+    n, b, h, s, d = (hint(size) for size in args.o.shape)
+    return MergeStatesBucket(row_bucket(b * h * s), d, n + (0 if args.other is None else hint(args.other.shape[0])))
+
+
 def raw_arguments(
     o: Tensor | Sequence[Tensor], lse: Tensor | Sequence[Tensor], out_dtype: torch.dtype | None
-) -> tuple[Any, ...]:
-    """(o, lse, other, other_lse, out_dtype).  Two states are two stacks of one, views; others are one stack."""
+) -> MergeStatesArgs:
+    """Two states are two stacks of one, views; others are one stack."""
     if isinstance(o, Tensor) and isinstance(lse, Tensor):
         _check_state(o, lse, 1)
-        return (_widened(readable(o)), _widened_lse(lse), None, None, _result(out_dtype, o))
+        return MergeStatesArgs(_widened(readable(o)), _widened_lse(lse), None, None, _result(out_dtype, o))
     states, logarithms = _listed(o, "o"), _listed(lse, "lse")
     if not states or len(states) != len(logarithms):
         raise InputError(f"{_OP}: {len(states)} o and {len(logarithms)} lse; needs as many of each, at least one.")
@@ -36,12 +81,12 @@ def raw_arguments(
             )
     dtype = _result(out_dtype, *states)
     if len(states) > 2:
-        return (_widened(_stacked(states)), _widened_lse(_stacked(logarithms)), None, None, dtype)
+        return MergeStatesArgs(_widened(_stacked(states)), _widened_lse(_stacked(logarithms)), None, None, dtype)
     parts = [
         (_widened(readable(a).unsqueeze(0)), _widened_lse(b.unsqueeze(0)))
         for a, b in zip(states, logarithms, strict=True)
     ]
-    return (*parts[0], *(parts[1] if len(parts) == 2 else (None, None)), dtype)
+    return MergeStatesArgs(*parts[0], *(parts[1] if len(parts) == 2 else (None, None)), dtype)
 
 
 def results(o: Tensor, lse: Tensor, value: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.dispatch import Sample
-from tilewright.ops.attention.merge_states.arguments import raw_arguments, results
+from tilewright.ops.attention.merge_states.args import raw_arguments, results
 from tilewright.ops.peer import Call, LibraryPeer
 
 

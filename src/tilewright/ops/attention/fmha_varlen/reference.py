@@ -1,4 +1,4 @@
-"""The oracle of `fmha_varlen`: one attention per sequence, and the tokens after the last sequence.
+"""The reference of `fmha_varlen`: one attention per sequence, and the tokens after the last sequence.
 
 It uses no packed masks: every sequence is sliced out and gets a band.
 """
@@ -13,10 +13,16 @@ from torch import Tensor
 from tilewright.mask import Mask, causal, window
 from tilewright.ops.attention import torch_only
 from tilewright.ops.attention.arguments import raw_arguments
-from tilewright.ops.attention.fmha_varlen.tokens import by_head
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.attention.score import Alibi, RelativeBias, ScoreMod, Scores, Softcap
 from tilewright.ops.rows import accumulate_dtype
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def by_head(q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    """Views (1, H, T, D) of tensors (T, H, D)."""
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def band(is_causal: bool, sides: tuple[int | None, int | None] | None) -> Mask | None:
@@ -48,7 +54,7 @@ def one_by_one(
             steps = tuple(_moved(step, queries.start, keys.start) for step in scores.rest)
             o, lse = torch_only.plain(*operands, mask, scale, scores._replace(rest=steps))
         else:
-            o, lse = attention(*raw_arguments(*operands, mask, scale, scores))
+            o, lse = attention(raw_arguments(*operands, mask, scale, scores))
         outs.append(o[0].transpose(0, 1))
         logs.append(lse[0])
         end = queries.stop

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewright.dispatch import Sample
 from tilewright.ops.attention.arguments import merged
-from tilewright.ops.attention.mla.raw import joined
+from tilewright.ops.attention.mla.args import joined
 from tilewright.ops.attention.mla.workloads import COMPILED
 from tilewright.ops.peer import Call
 

@@ -1,4 +1,4 @@
-"""Tensors of packed tokens: the checks of `fmha_varlen`, and their views for `fmha`."""
+"""What `fmha_varlen` refuses before anything is launched, in words."""
 
 from typing import Any
 
@@ -10,12 +10,6 @@ from tilewright.ops.attention.score import Alibi, RelativeBias, Scores
 from tilewright.ops.rows import FLOATS
 
 OP = "fmha_varlen"
-Operands = tuple[Tensor, Tensor, Tensor]
-
-
-def by_head(q: Tensor, k: Tensor, v: Tensor) -> Operands:
-    """Views (1, H, T, D) of tensors (T, H, D)."""
-    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def check_tokens(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:

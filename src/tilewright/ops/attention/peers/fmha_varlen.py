@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Sample
 from tilewright.mask import sequences
-from tilewright.ops.attention.fmha_varlen.oracle import spans
-from tilewright.ops.attention.fmha_varlen.tokens import by_head
+from tilewright.ops.attention.fmha_varlen.reference import by_head, spans
 from tilewright.ops.peer import Call
 
 REPLACES = {"cuda": ("eager", "compile"), "cpu": ("compile",)}

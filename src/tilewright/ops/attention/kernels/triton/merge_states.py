@@ -11,8 +11,8 @@ rows of dense tensors need no division.  On sm_90 this leaves 260 of 1570 instru
 bytes per thread all states are loaded together, once, also in the backward; beyond that, two at a time.
 
 A decoding step has few rows and many states (split KV), and one state after another would be a chain of memory
-latencies.  There a program has one row, or a part of one, and loads a tile of states (`stack_kernel.py`): lanes and
-warps share the states, each computes the weights of its states, and the sum runs over registers, then lanes, then
+latencies.  There a program has one row, or a part of one, and loads a tile of states (`merge_stack_kernel.py`): lanes
+and warps share the states, each computes the weights of its states, and the sum runs over registers, then lanes, then
 warps, in an order that the configuration fixes.  More states than one tile are processed tile by tile.
 
 Traffic at bf16: forward reads N states of M * (2 * D + 4) bytes and writes one, so two states of 8192 x 32 heads with
@@ -22,16 +22,18 @@ D = 128 move 204 MB, 49 us at 4.2 TB/s; backward moves 2 * N + 1 of them, 81 us.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from tilewright.dispatch import register_impl
+from tilewright.dispatch import register_kernel
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.attention.kernels.triton.merge_stack_kernel import merge_stack_kernel
 from tilewright.ops.attention.kernels.triton.merge_states_kernel import merge_backward_kernel, merge_kernel
+from tilewright.ops.attention.merge_states import BACKWARD, FORWARD
+from tilewright.ops.attention.merge_states.args import MergeStatesArgs, MergeStatesBackwardArgs, MergeStatesBucket
 from tilewright.ops.rows import no_float64
 
 MANY = 4096  # rows; in tiles of 16 they are two programs per SM of an H200
@@ -47,19 +49,19 @@ class Config(NamedTuple):
     parts: int = 1  # programs per row, for a stack of three or more states
 
 
-def _configure(bucket: tuple[int, ...], dtype: torch.dtype, nbytes: int) -> Config:
+def _configure(bucket: MergeStatesBucket, dtype: torch.dtype, nbytes: int) -> Config:
     """Tiles of `nbytes` a state, a 16-byte read a thread, and at most 32 rows; for few rows, as in decoding, a tile of
     one warp, so that there are programs for every SM.
     """
-    m, d, _ = bucket
+    m, d = bucket.M, bucket.D
     row = triton.next_power_of_2(d) * dtype.itemsize
     rows = max(1, min(32, (nbytes if m >= MANY else 512) // row))
     return Config(rows, num_warps=max(1, min(8, rows * row // 512)))
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: MergeStatesBucket, dtype: torch.dtype) -> Config:
     """For few rows of three or more states one program per row or part of a row, with four 16-byte loads per thread."""
-    m, d, n = bucket
+    m, d, n = bucket.M, bucket.D, bucket.N
     if n <= 2 or m >= MANY:
         return _configure(bucket, dtype, 4096 if n <= 2 else 2048)
     row, parts = triton.next_power_of_2(d) * dtype.itemsize, 1
@@ -69,13 +71,13 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return Config(1, num_warps=max(1, min(8, tile // 2048)), parts=parts)
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure_backward(bucket: MergeStatesBucket, dtype: torch.dtype) -> Config:
     return _configure(bucket, dtype, 2048)
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates_backward(bucket: MergeStatesBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """4 to 32 elements of a tile in each thread."""
-    m, d, _ = bucket
+    m, d = bucket.M, bucket.D
     block = triton.next_power_of_2(d)
     return tuple(
         Config(rows, warps)
@@ -85,9 +87,9 @@ def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Co
     )
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: MergeStatesBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """The same; where a program has one row, of the tile of all states."""
-    _, d, n = bucket
+    d, n = bucket.D, bucket.N
     tiles = candidates_backward(bucket, dtype)
     if n <= 2:
         return tiles
@@ -100,9 +102,9 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     )
 
 
-def _every(choose: Callable[[tuple[int, ...], torch.dtype], Config], *states: int) -> tuple[Config, ...]:
+def _every(choose: Callable[[MergeStatesBucket, torch.dtype], Config], *states: int) -> tuple[Config, ...]:
     """Configs that `choose` returns for usual head dimensions."""
-    sizes = [(m, d, n) for m in (1, 256, MANY) for d in (64, 128, 256, 512) for n in states]
+    sizes = [MergeStatesBucket(m, d, n) for m in (1, 256, MANY) for d in (64, 128, 256, 512) for n in states]
     return tuple(dict.fromkeys(choose(size, dtype) for size in sizes for dtype in (torch.bfloat16, torch.float32)))
 
 
@@ -185,30 +187,21 @@ def _launch_stack(
     _stack((m, -(-d // block)), args, constants, num_warps=config.num_warps)
 
 
-def _why_not(*args: Any) -> str | None:
-    d = next(a for a in args if isinstance(a, Tensor)).shape[-1]
+def why_not(args: MergeStatesArgs) -> str | None:
+    d = args.o.shape[4]
     return no_float64(*args) or (f"takes rows of at most {WIDEST} elements" if d > WIDEST else None)
 
 
-@register_impl(
-    "merge_states",
-    backend="triton",
+@register_kernel(
+    FORWARD,
     configure=configure,
     config_type=Config,
     configs=_every(configure, 2, 4, 16, 64),
     candidates=candidates,
-    supports=_why_not,
+    why_not=why_not,
 )
-def launch(
-    outs: tuple[Tensor, Tensor],
-    o: Tensor,
-    lse: Tensor,
-    other: Tensor | None,
-    other_lse: Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    config: Config,
-) -> None:
+def launch(outs: tuple[Tensor, Tensor], args: MergeStatesArgs, config: Config) -> None:
+    o, lse, other, other_lse, _ = args
     strides = map(_strides, (outs[0], o, other, lse, other_lse))
     numbers = _numbers(o.shape, 0 if other is None else other.shape[0], *strides)
     if other is None and o.shape[0] > 2 and config.rows == 1:
@@ -219,29 +212,21 @@ def launch(
     _forward(grid, (*outs, o, lse, *second, *numbers), constants, num_warps=config.num_warps)
 
 
-@register_impl(
-    "merge_states",
-    backend="triton",
-    direction="bwd",
+def why_not_backward(args: MergeStatesBackwardArgs) -> str | None:
+    return no_float64(args.do, args.dlse) or why_not(args.forward)
+
+
+@register_kernel(
+    BACKWARD,
     configure=configure_backward,
     config_type=Config,
     configs=_every(configure_backward, 2),
     candidates=candidates_backward,
-    supports=_why_not,
+    why_not=why_not_backward,
 )
-def launch_backward(
-    outs: tuple[Tensor, Tensor, Tensor, Tensor],
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    other: Tensor | None,
-    other_lse: Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    config: Config,
-) -> None:
+def launch_backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: MergeStatesBackwardArgs, config: Config) -> None:
     d_o, d_lse, d_other, d_other_lse = outs
+    do, dlse, o, lse, other, other_lse, _ = args
     strides = map(_strides, (do, o, other, lse, other_lse, d_o, None if other is None else d_other))
     numbers = _numbers(o.shape, 0 if other is None else other.shape[0], *strides)
     second: tuple[Tensor | None, ...] = (other, other_lse)
@@ -250,5 +235,5 @@ def launch_backward(
     if _split(o, other):
         second, second_grads, begin = (o, lse), (d_o, d_lse), numbers[0]
     grid, constants = _grid_and_constants(config, numbers, o)
-    args = (d_o, d_lse, *second_grads, do, dlse, o, lse, *second, begin, *numbers)
-    _backward(grid, args, constants, num_warps=config.num_warps)
+    values = (d_o, d_lse, *second_grads, do, dlse, o, lse, *second, begin, *numbers)
+    _backward(grid, values, constants, num_warps=config.num_warps)
