@@ -30,7 +30,9 @@ def test_every_instance(arch, kernel, params, needs):
         assert info["stack_bytes"] == 0
         assert not instructions.keys() & {"LDL", "STL"}
     assert info["warnings"] == [], "the assembler serialised wgmma, or ignored setmaxnreg"
-    usage = ledger.Usage(kernel.entry, info["registers"], info["spill_stores"], info["shared_bytes"], tuple(sorted(instructions)))
+    usage = ledger.Usage(
+        kernel.entry, info["registers"], info["spill_stores"], info["shared_bytes"], tuple(sorted(instructions))
+    )
     key = f"{kernel.entry}-{instance_name(params)}".replace("torch.", "")
     ledger.check("cuda", f"nvrtc {nvrtc.compiler.version()}", family(kernel), key, arch, [usage])
 

@@ -74,7 +74,7 @@ class RawOp:
         refuses_out: Callable[..., str | None] | None = None,
         direct: Callable[..., bool] | None = None,
         reference_writes: bool = False,
-        torch_first: Callable[[tuple[int, ...], torch.dtype, str], bool] | None = None,
+        torch_first: Callable[[Any, torch.dtype, str], bool] | None = None,
         compose: Callable[..., None] | None = None,
     ) -> None:
         self.op, self.direction, self.package = op, direction, package

@@ -17,7 +17,7 @@ from tilewright.dispatch.derivatives import Function, level_is_open
 from tilewright.dispatch.preference import current_numerics, numerics
 from tilewright.hardware.autocast import AUTOCASTS
 from tilewright.ops.attention import vendor
-from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs
 from tilewright.ops.attention.blocks import allowed, products, row_blocks
 from tilewright.ops.attention.layout import laid_like
 from tilewright.ops.rows import accumulate_dtype
@@ -219,7 +219,7 @@ class _Attention(Function):
         if do is None and dlse is None:
             return tuple(result.values())
         do = torch.zeros_like(o) if do is None else do.to(o.dtype)
-        mask = ctx.mask._replace(mask_data=mask_data)
+        mask: MaskArgs = ctx.mask._replace(mask_data=mask_data)
         args = FmhaBackwardArgs(do, dlse, q, k, v, o, lse, sinks, slopes, *mask, ctx.scale, ctx.softcap)
         with _without_autocast(q.device.type), numerics(ctx.numerics):
             result["q"], result["k"], result["v"], dsinks = attention_backward(args)

@@ -86,7 +86,8 @@ def raw_arguments(
         (_widened(readable(a).unsqueeze(0)), _widened_lse(b.unsqueeze(0)))
         for a, b in zip(states, logarithms, strict=True)
     ]
-    return MergeStatesArgs(*parts[0], *(parts[1] if len(parts) == 2 else (None, None)), dtype)
+    (first, first_lse), (other, other_lse) = parts[0], parts[1] if len(parts) == 2 else (None, None)
+    return MergeStatesArgs(first, first_lse, other, other_lse, dtype)
 
 
 def results(o: Tensor, lse: Tensor, value: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:

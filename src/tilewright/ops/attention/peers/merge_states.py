@@ -11,17 +11,17 @@ from tilewright.ops.peer import Call, LibraryPeer
 
 def _sigmoid(sample: Sample) -> Call | None:
     """o_1 - sigmoid(lse_2 - lse_1) (o_1 - o_2), lse_1 - logsigmoid(lse_1 - lse_2): two states, none of them -inf."""
-    lse = sample.args[1]
-    *stacks, out_dtype = raw_arguments(sample.args[0], lse, sample.kwargs.get("out_dtype"))
-    first, lse, second, lse_of_second = stacks
-    if second is None and first.shape[0] != 2:
+    args = raw_arguments(sample.args[0], sample.args[1], sample.kwargs.get("out_dtype"))
+    o, lse, other, other_lse = args.o, args.lse, args.other, args.other_lse
+    if other is None and o.shape[0] != 2:
         return None
+    a, la = o[0], lse[0]
+    b, lb = (o[1], lse[1]) if other is None or other_lse is None else (other[0], other_lse[0])
 
     def call() -> tuple[Tensor, Tensor]:
-        (a, b), (la, lb) = (first, lse) if second is None else ((first[0], second[0]), (lse[0], lse_of_second[0]))
         share = torch.sigmoid(lb - la).unsqueeze(-1)
-        merged = (a - share * (a.float() - b.float())).to(out_dtype)
-        return results(merged, la - F.logsigmoid(la - lb), lse)
+        merged = (a - share * (a.float() - b.float())).to(args.out_dtype)
+        return results(merged, la - F.logsigmoid(la - lb), sample.args[1])
 
     return call
 

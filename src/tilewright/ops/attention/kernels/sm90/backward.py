@@ -184,20 +184,26 @@ def backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs
 
 def _preprocess(args: FmhaBackwardArgs, shared: _Scratch, tiles: int, config: Config) -> None:
     """Write lse and delta of each row, and clear the flags."""
+    do_batch, do_head, do_row, _ = args.do.stride()
+    o_batch, o_head, o_row, _ = args.o.stride()
     PREPROCESS(
         (tiles,),
         PreprocessArgs(
-            args.do,
-            args.o,
-            args.lse,
-            args.dlse,
-            shared.stats,
-            shared.flags,
-            args.q.shape[2],
-            args.v.shape[3],
-            args.q.shape[1],
-            *args.do.stride()[:3],
-            *args.o.stride()[:3],
+            d_o=args.do,
+            o=args.o,
+            lse=args.lse,
+            dlse=args.dlse,
+            stats=shared.stats,
+            flags=shared.flags,
+            s_q=args.q.shape[2],
+            d_v=args.v.shape[3],
+            heads=args.q.shape[1],
+            do_batch=do_batch,
+            do_head=do_head,
+            do_row=do_row,
+            o_batch=o_batch,
+            o_head=o_head,
+            o_row=o_row,
             intervals=shared.intervals,
             s_k=args.k.shape[2],
         ),
@@ -212,16 +218,17 @@ def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: _Scrat
     (batch, heads, s_q, d), (s_k, d_v) = q.shape, v.shape[2:]
     heads_per_kv, (left, right) = heads // k.shape[1], shared.band
     q_box, kv_box, dkv_box = ((1, 1, rows, _BOX_COLUMNS) for rows in (params.kBlockM, _KEYS, _WARPGROUP_M))
-    boxes = ((q, q_box), (k, kv_box), (v, kv_box), (args.do, q_box), *((t, dkv_box) for t in dkv))
+    boxes = {"q": (q, q_box), "k": (k, kv_box), "v": (v, kv_box), "do": (args.do, q_box)}
+    boxes |= {"dk": (dkv[0], dkv_box), "dv": (dkv[1], dkv_box)}
     head_bytes = s_q * heads_per_kv * ((d + d_v) * q.itemsize + d * shared.dq_acc.itemsize)
-    maps = [tensor_map(t, box, swizzle=_SWIZZLE) for t, box in boxes]
+    maps = {f"map_{name}": tensor_map(t, box, swizzle=_SWIZZLE) for name, (t, box) in boxes.items()}
+    maps["map_stats"] = tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0)
     kv_heads, key_tiles, sms = batch * k.shape[1], -(-s_k // _KEYS), usable_sms(q.device)
     section_heads = max(_L2_BYTES // head_bytes, -(-sms // key_tiles))  # a section fills the GPU
     KERNEL(
         (min(key_tiles * kv_heads, sms),),
         Args(
-            *maps,
-            map_stats=tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0),
+            **maps,
             dq_acc=shared.dq_acc,
             flags=shared.flags,
             slopes=args.slopes,
@@ -247,11 +254,23 @@ def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: _Scrat
 def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: _Scratch, tiles: int, params: Params) -> None:
     """Scale and round dq."""
     _, heads, s_q, d = args.q.shape
-    sizes = s_q, args.k.shape[2], d, heads
+    (left, right), (dq_batch, dq_head, dq_row, _) = shared.band, dq.stride()
     POSTPROCESS(
         (tiles,),
         PostprocessArgs(
-            shared.dq_acc, dq, *sizes, *shared.band, args.scale, *dq.stride()[:3], intervals=shared.intervals
+            dq_acc=shared.dq_acc,
+            dq=dq,
+            s_q=s_q,
+            s_k=args.k.shape[2],
+            d=d,
+            heads=heads,
+            left=left,
+            right=right,
+            scale=args.scale,
+            dq_batch=dq_batch,
+            dq_head=dq_head,
+            dq_row=dq_row,
+            intervals=shared.intervals,
         ),
         params,
         block=_THREADS,

@@ -16,7 +16,7 @@ _ROWS, _COLUMNS, _STEP = 32, 64, 2048
 
 
 @triton.jit
-def delta_kernel(  # type: ignore[no-untyped-def]
+def delta_kernel(
     out, do, o, dlse, H, S, stride_dob, stride_doh, stride_dos, stride_ob, stride_oh, stride_os,
     D_V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip  # out, dlse: (B, H, S) fp32   do, o: (B, H, S, D_V) by stride
@@ -40,7 +40,7 @@ def delta_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sink_kernel(dsinks, delta, dlse, lse, sinks, B, H, S, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+def sink_kernel(dsinks, delta, dlse, lse, sinks, B, H, S, STEP: tl.constexpr):
     """dsinks[h] = -sum of e^(sinks[h] - lse) * (delta - dlse) over batch and queries, always in one order."""
     h = tl.program_id(0)
     sink = tl.load(sinks + h)

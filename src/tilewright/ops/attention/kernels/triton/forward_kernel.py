@@ -3,8 +3,6 @@
 Full key tiles, of which every query sees every key, skip the mask.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

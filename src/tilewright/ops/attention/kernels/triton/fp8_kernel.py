@@ -5,8 +5,6 @@ added to the fp32 accumulator, because Hopper's tensor cores keep 14 bits of a f
 costs one multiplication more, and one scale per head none.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -14,7 +14,7 @@ _STEP, _BLOCK = 16, 256
 
 
 @triton.jit
-def head_sum_kernel(  # type: ignore[no-untyped-def]
+def head_sum_kernel(
     out, per_head, H, size, stride_b, stride_s, D: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
 ):  # out: (B, 1, S, D) by stride   per_head: (B, H, S, D) fp32   size: S * D
     """out = sum of `per_head` over H; the loads of STEP heads are in flight together."""

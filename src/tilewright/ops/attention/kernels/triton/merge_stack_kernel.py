@@ -1,7 +1,5 @@
 """The kernel that merges three or more states of a stack, one program per row; `merge_states.py` explains it."""
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ d_o_i   = w_i do
 d_lse_i = w_i (do . o_i - sum_j w_j do . o_j + dlse)
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

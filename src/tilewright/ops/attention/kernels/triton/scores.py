@@ -4,8 +4,6 @@ Scores are in units of log2, so that the softmax is one exp2 per element: s2 = l
 into two parts, a power of two and the power of two that covers the rest (80 = 64 + 16): `triton_tiles.parts`.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

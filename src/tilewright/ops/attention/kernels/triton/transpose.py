@@ -4,8 +4,6 @@ Hopper's float8 wgmma reads its second operand K-major only, and K of P V is the
 query tiles: 2 * B * H_kv * S * D_v bytes, (2, 16, 8192, 128) cannot beat 16 us at 4.2 TB/s.
 """
 
-# mypy: ignore-errors
-
 import torch
 import triton
 import triton.language as tl
