@@ -114,8 +114,7 @@ def test_a_causal_launch(launches):
     ], "O of a warpgroup leaves where its Q came"
     (grid, args, params, options) = launches.calls[0]
     assert grid == (132,)
-    optional = args.sinks, args.slopes, args.mask_data, args.counts, args.indices
-    assert optional == (None,) * 5, "no sinks, slopes, program and lists"
+    assert args[5:10] == (None,) * 5, "no sinks, slopes, program and lists"
     assert (args.s_q, args.s_k, args.heads, args.batches, args.heads_per_kv) == (1000, 1100, 32, 2, 4)
     assert (args.left, args.right, args.paired) == (-1, 0, True)
     assert (params.Mask, params.kModify) == ("tilewright::BandOnly", False)
@@ -161,8 +160,8 @@ def test_a_program_brings_lists_of_tiles(launches, mask, steps):
     (_, args, params, _) = launches.calls[0]
     assert args.mask_data is p.args.mask_data
     assert args.counts.shape == (*args.indices.shape[:3], 2)
-    strides = args.batch_stride, args.head_stride, args.row_stride
-    assert strides == steps, "from batch to batch and head to head in rows, from row to row in indices"
+    # From batch to batch and head to head in rows, from row to row in indices
+    assert (args.batch_stride, args.head_stride, args.row_stride) == steps
     assert params.Mask.startswith("tilewright::Mask")
     assert params.Index == "short"
 

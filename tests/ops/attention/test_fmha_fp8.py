@@ -4,6 +4,7 @@ Values pick out groups of keys, so that a result is the weight of its group: pos
 half a step of e4m3.  A lost tile, a scale of another block and a shifted rescale are outside, and no luck is in it.
 """
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -130,7 +131,8 @@ def test_the_reference_rounds_probabilities_of_e4m3_alone():
 def test_long_problems_are_cut_into_rows(monkeypatch):
     tensors = problem(40, 60, 32, blocks="qkv")
     whole = reference(*tensors, causal=True, return_lse=True)
-    monkeypatch.setattr("tilewright.ops.attention.fmha_fp8.reference._BLOCK", 4 * 2 * 60 * 7)
+    module = import_module("tilewright.ops.attention.fmha_fp8.reference")  # the package has a function of that name
+    monkeypatch.setattr(module, "_BLOCK", 4 * 2 * 60 * 7)
     parts = reference(*tensors, causal=True, return_lse=True)
     for a, b in zip(whole, parts, strict=True):
         assert (a.double() - b.double()).abs().nan_to_num(0.0).max() <= 2.0**-6  # sums of another order, one rounding

@@ -12,7 +12,6 @@ from tilewright.ops.attention.bucket import CAUSAL, FULL
 from tilewright.ops.attention.checks import check_layout
 from tilewright.ops.attention.layout import dense, spec_like
 from tilewright.ops.attention.mla import checks
-from tilewright.ops.attention.mla import reference as plain
 from tilewright.ops.attention.mla.args import (
     MlaArgs,
     MlaBackwardArgs,
@@ -22,6 +21,7 @@ from tilewright.ops.attention.mla.args import (
     forward_args,
 )
 from tilewright.ops.attention.mla.cost import cost
+from tilewright.ops.attention.mla.reference import joined_attention, joined_attention_backward
 from tilewright.ops.attention.mla.samples import BAD_INPUTS, EDGE_CASES, inputs
 from tilewright.ops.attention.mla.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.rows import accumulate_dtype
@@ -93,7 +93,7 @@ def reference(
     bshd = layout == "BSHD"
     if bshd:
         q, q_pe, k, k_pe, v = (t.transpose(1, 2) for t in (q, q_pe, k, k_pe, v))
-    o, lse = plain.forward(forward_args(q, q_pe, k, k_pe, v, causal, mask, scale))
+    o, lse = joined_attention(forward_args(q, q_pe, k, k_pe, v, causal, mask, scale))
     if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
@@ -139,7 +139,7 @@ FORWARD = RawOp(
     package="tilewright.ops.attention",
     kernels=("sm90.mla", "triton.mla"),
     outputs=_outputs,
-    reference=plain.forward,
+    reference=joined_attention,
     bucket=bucket,
     bucket_names=MlaBucket._fields,
     count=2,
@@ -152,7 +152,7 @@ BACKWARD = RawOp(
     package="tilewright.ops.attention",
     kernels=("triton.mla",),
     outputs=_gradients,
-    reference=plain.backward,
+    reference=joined_attention_backward,
     bucket=backward_bucket,
     bucket_names=MlaBucket._fields,
     count=5,
