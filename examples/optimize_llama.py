@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tilewright
-from tilewright.assistant import terminal
+from tilewright.assistant.view import terminal
 
 config = LlamaConfig(
     hidden_size=256,

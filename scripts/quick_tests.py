@@ -54,6 +54,9 @@ class Graph:
         self._exports = {m: dict(self._bound(m)) for m, file in self.modules.items() if file.endswith("__init__.py")}
         device = [file for file in files if file.endswith(DEVICE_CODE)]
         self.uses = {file: set(self._of_module(module, device)) - {INDEX} for module, file in self.modules.items()}
+        declaring = {self.modules[module] for module in self.ops.values() if module in self.modules}
+        for file in (file for file in files if "/kernels/" in file):  # an op stands on its kernels, not they on it
+            self.uses[file] = self.uses.get(file, set()) - declaring
         for file in device:
             included = re.findall(r'#include\s*["<]([^">]+)[">]', (root / file).read_text())
             self.uses[file] = {d for d in device for name in included if f"/{d}".endswith(f"/{name}")}
@@ -86,6 +89,7 @@ class Graph:
 
     def _of_module(self, module: str, device: list[str]) -> Iterator[str]:
         tree, file = self._trees[module], self.modules[module]
+        family = ".".join(module.split(".")[:3])  # tilewright.ops.gemm
         aliases: dict[str, str] = {}
         for node in _imports(tree):
             if isinstance(node, ast.Import):
@@ -104,8 +108,13 @@ class Graph:
                 and dotted.startswith("tilewright")
             ):
                 yield from filter(None, [self._resolve(dotted)])
-            elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.endswith(DEVICE_CODE):
-                yield from (each for each in device if f"/{each}".endswith(f"/{part.value}"))
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield from (
+                    f for f in device if part.value.endswith(DEVICE_CODE) and f"/{f}".endswith(f"/{part.value}")
+                )
+                yield from filter(None, [self.modules.get(f"{family}.kernels.{part.value}")])  # of an op's list
+        for op in (op for op, declared in self.ops.items() if declared == module):  # the bench finds it by name
+            yield from filter(None, [self.modules.get(f"{family}.peers.{op}")])
         if module in self.ops.values() and file.endswith("__init__.py"):  # dispatch finds the files of backends by name
             folder = file.removesuffix("__init__.py")
             yield from (each for each in self.modules.values() if each.rpartition("/")[0] == folder.rstrip("/"))
@@ -132,7 +141,8 @@ def select(changed: Iterable[str], graph: Graph) -> Selection:
     ops = {op for op, module in graph.ops.items() if graph.modules.get(module) in standing} | tables
     if any(_room(file) in BELOW_OPS for file in known if file.startswith("src/")):
         ops = {op for op in ops if graph.modules[graph.ops[op]] in known} | set(SAMPLE)
-    alone = {file for file in known - {INDEX} if _room(file) == "ops" and not graph.users({file})}
+    declaring = {graph.modules.get(module) for module in graph.ops.values()}  # which have the tests of their contracts
+    alone = {f for f in known - {INDEX} - declaring if _room(f) == "ops" and not graph.users({f})}
     named = {f for f in changed - known if _matters(f) and not any(_beside(t, {f}) for t in tests)} | alone
     unknown = {f for f in named if not f.startswith("src/tilewright/tables/")} | (changed & set(EVERYTHING))
     return Selection(tuple(sorted(tests - set(BY_CONTRACT))), tuple(sorted(ops)), tuple(sorted(unknown)))

@@ -1,7 +1,7 @@
 """Small launches of every CUDA C++ kernel: `python scripts/sanitize_cases.py [--list] [NAME ...]`, all without a name.
 
-A case launches a proof kernel or an engine and compares the result with float64; together they reach every part: rings
-that turn, clusters, splits of K, all layouts, scalings and walks, epilogues, ragged edges.  Memory that must not be
+A case launches a kernel and compares the result with float64; together they reach every part: rings that turn,
+clusters, splits of K, all layouts, scalings and tile schedulers, epilogues, ragged edges.  Memory that must not be
 written holds a number that no product gives.  `sanitize.py` runs each of them under compute-sanitizer.
 
 Kernels that stay on the machine get `PROCESSORS` of it: so a block has several tiles one after another, and its ring
@@ -25,38 +25,51 @@ from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.attention.mla.args import MlaArgs
 from tilewright.ops.attention.reference import attention
-from tilewright.ops.gemm.engines import cost_model, dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
-from tilewright.ops.gemm.engines.few_rows import model as few_rows
+from tilewright.ops.gemm.dense.args import MatmulArgs
+from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs
+from tilewright.ops.gemm.kernels.sm90 import (
+    cost_model,
+    dense,
+    dense_kernel,
+    few_rows,
+    few_rows_grouped,
+    few_rows_scaled,
+    fp8,
+    fp8_cost_model,
+    fp8_kernel,
+)
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling
-from tilewright.ops.grouped.engines import k_cuda, rows_cuda
-from tilewright.ops.grouped.engines.config_cuda import named
+from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs, plain_scaled_args
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN, ScaleLayout
 from tilewright.ops.quant.numbers import restore
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.samples import random_weight
-from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 DEVICE = torch.device("cuda", 0)
 UNWRITTEN = 768.0  # bf16 has it
 PROCESSORS = 4
-UNSCALED = few_rows.UNSCALED
+UNSCALED = model.UNSCALED
 _HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
 
 # rows, columns, depth, layout, activation, result, config
+_TILE = dense.Config(block_m=128, block_n=256, stages=4, cluster_m=1, cluster_n=1, group_m=4)
 DENSE = (
-    (300, 520, 584, "nt", "", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
-    (300, 520, 584, "nn", "", _HALF, dense_cuda.Config(128, 144, 4, 2, 1, 4)),
-    (296, 520, 584, "tn", "gelu", _FLOAT, dense_cuda.Config(128, 128, 4, 1, 2, 4)),
-    (296, 520, 584, "tt", "silu", _HALF, dense_cuda.Config(64, 96, 8, 2, 1, 4)),
-    (200, 512, 520, "nt", "swiglu", _HALF, dense_cuda.Config(128, 256, 4, 1, 1, 4)),
+    (300, 520, 584, "nt", "", _HALF, _TILE),
+    (300, 520, 584, "nn", "", _HALF, _TILE._replace(block_n=144, cluster_m=2)),
+    (296, 520, 584, "tn", "gelu", _FLOAT, _TILE._replace(block_n=128, cluster_n=2)),
+    (296, 520, 584, "tt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8, cluster_m=2)),
+    (200, 512, 520, "nt", "swiglu", _HALF, _TILE),
 )
 FEW_ROWS = (
-    (1, 264, 1032, "nt", "", _HALF, few_rows_cuda.Config(8, 3, 1, 3)),
-    (16, 264, 1032, "nt", "relu", _FLOAT, few_rows_cuda.Config(16, 4, 4, 2)),
-    (33, 264, 1160, "nn", "silu", _HALF, few_rows_cuda.Config(64, 5, 8, 1)),
-    (64, 328, 264, "nt", "swiglu", _HALF, few_rows_cuda.Config(64, 5, 2, 1)),
+    (1, 264, 1032, "nt", "", _HALF, few_rows.Config(tokens=8, stages=3, split=1, ctas=3)),
+    (16, 264, 1032, "nt", "relu", _FLOAT, few_rows.Config(tokens=16, stages=4, split=4, ctas=2)),
+    (33, 264, 1160, "nn", "silu", _HALF, few_rows.Config(tokens=64, stages=5, split=8, ctas=1)),
+    (64, 328, 264, "nt", "swiglu", _HALF, few_rows.Config(tokens=64, stages=5, split=2, ctas=1)),
 )
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
@@ -77,7 +90,7 @@ FEW_ROWS_SCALED = (
     (33, 264, 1552, 2, "", 64, 4, 1),
     (33, 264, 1040, 3, "swiglu", 64, 2, 1),
 )
-# rows of groups, columns, depth, scaling, in matrices of their own, kernel, tile or (tokens, split, blocks)
+# rows of groups, columns, depth, scaling, masked, kernel, tile or (tokens, split, blocks)
 GROUPED = (
     ((3, 0, 64, 1, 200, 0), 520, 328, UNSCALED, False, "dense", (128, 256, 1, 1)),
     ((20, 0, 64, 1, 63, 16), 520, 328, UNSCALED, True, "dense", (64, 128, 1, 2)),
@@ -127,13 +140,13 @@ ATTENTION_BACKWARD = (
 )
 
 
-def product(engine: Any, m: int, n: int, k: int, layout: str, activation: str, dtype: torch.dtype, config: Any) -> bool:
+def product(kernel: Any, m: int, n: int, k: int, layout: str, activation: str, dtype: torch.dtype, config: Any) -> bool:
     """16-bit operands, with a bias, an addend and a scale."""
     a, b = _drawn(m, k, turned=layout[0] == "t"), _drawn(k, n, turned=layout[1] == "t")
     bias, scale = _drawn(n, dtype=_FLOAT), torch.full((1,), 0.5, device=DEVICE)
     c = _drawn(m, columns_out(n, activation), dtype=dtype)
     d = _unwritten(*c.shape, dtype=dtype)
-    engine.gemm(d[None], a[None], b[None], bias, c[None], scale, 0.1, activation, config)
+    kernel.gemm(d[None], MatmulArgs(a[None], b[None], bias, c[None], scale, 0.1, activation, dtype), config)
     return _near(d, apply_epilogue(0.05 * (a.double() @ b.double()), bias, c, activation, _DOUBLE))
 
 
@@ -152,7 +165,8 @@ def scaled_product(
     bias, c = _drawn(n, dtype=_FLOAT), _drawn(1, m, columns_out(n, activation), dtype=dtype)
     wanted = apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE)
     d = c if into else _unwritten(*c.shape, dtype=dtype)
-    fp8_cuda.gemm(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, _fp8_config(tile, scaling))
+    args = ScaledMatmulArgs(a, b.mT, of_a, of_b, bias, c, 0.1, activation, dtype)
+    fp8_kernel.gemm(d, args, _fp8_config(tile, scaling))
     return _near(d, wanted)
 
 
@@ -161,7 +175,8 @@ def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) 
     (a, of_a, x), (b, of_b, y) = _scaled(Scaling.TOKEN_BLOCK, (1, m, k), (1, n, k))
     n_out = columns_out(n, activation)
     q, scales = torch.empty(1, m, n_out, dtype=_FP8, device=DEVICE), TOKEN.empty(m, n_out, DEVICE, 1)
-    fp8_cuda.gemm_fp8(q, scales, a, b.mT, of_a, of_b, None, 0.1, activation, _fp8_config(tile, Scaling.TOKEN_BLOCK))
+    args = plain_scaled_args(a, b.mT, of_a, of_b, _FP8, activation)._replace(alpha=0.1)
+    fp8_kernel.gemm_fp8(q, scales, args, _fp8_config(tile, Scaling.TOKEN_BLOCK))
     wanted = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
     return _near(restore(q, scales, TOKEN, _FLOAT), wanted, 0.05)
 
@@ -171,29 +186,32 @@ def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, token
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
     bias, c = _drawn(n), _drawn(1, m, columns_out(n, activation))
     d = _unwritten(*c.shape)
-    config = few_rows.deepest(tokens, split, ctas, scaling)
+    config = model.deepest(tokens, split, ctas, scaling)
     assert config is not None
-    few_rows_cuda.scaled(d, a, b.mT, of_a, of_b, bias, c, 0.1, activation, config)
+    few_rows_scaled.gemm(d, ScaledMatmulArgs(a, b.mT, of_a, of_b, bias, c, 0.1, activation, d.dtype), config)
     return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
 
 
 def grouped(
-    sizes: Sequence[int], n: int, k: int, scaling: int, apart: bool, kernel: str, shape: tuple[int, ...]
+    sizes: Sequence[int], n: int, k: int, scaling: int, masked: bool, name: str, shape: tuple[int, ...]
 ) -> bool:
-    """Groups of rows, tightly packed or apart; rows of none stay as they were."""
-    groups, rows = len(sizes), max(sizes) + 5 if apart else sum(sizes) + 5
-    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (groups if apart else 1, rows, k), (groups, n, k))
+    """Groups of rows, tightly packed or each in its own matrix; rows of none stay as they were."""
+    groups, rows = len(sizes), max(sizes) + 5 if masked else sum(sizes) + 5
+    (a, of_a, x), (b, of_b, y) = _scaled(scaling, (groups if masked else 1, rows, k), (groups, n, k))
     d = _unwritten(a.shape[0], rows, n)
-    ends = list(sizes) if apart else list(accumulate(sizes))
-    config = {
-        "few_rows": lambda: few_rows.deepest(shape[0], shape[1], shape[2], scaling, grouped=True),
-        "dense": lambda: _dense_config(shape),
-        "fp8": lambda: _fp8_config(shape, scaling),
-    }[kernel]()
-    rows_cuda.gemm(d, a, b.mT, of_a, of_b, None, _int32(ends), "", named(kernel, config))
+    ends = list(sizes) if masked else list(accumulate(sizes))
+    kernel: Any
+    config: Any
+    if name == "few_rows":
+        kernel, config = few_rows_grouped, model.deepest(shape[0], shape[1], shape[2], scaling, grouped=True)
+    elif name == "dense":
+        kernel, config = dense, _dense_config(shape)
+    else:
+        kernel, config = fp8, _fp8_config(shape, scaling)
+    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, _int32(ends), max(sizes), "", d.dtype), config)
     wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
-    for g, (start, end) in enumerate([(0, end) for end in ends] if apart else pairwise([0, *ends])):
-        at = g if apart else 0
+    for g, (start, end) in enumerate([(0, end) for end in ends] if masked else pairwise([0, *ends])):
+        at = g if masked else 0
         wanted[at, start:end] = x[at, start:end] @ y[g].mT
     outside = wanted == UNWRITTEN
     return bool((d.double() == wanted)[outside].all()) and _near(
@@ -209,10 +227,11 @@ def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int,
     products = [x[:, start:end] @ y[:, start:end].mT for start, end in pairwise([0, *ends])]
     wanted = torch.stack(products) + c.double()
     d = c if into else _unwritten(*c.shape, dtype=_FLOAT)
-    kernel, config = (
-        ("dense", _dense_config(tile, True)) if scaling == UNSCALED else ("fp8", _fp8_config(tile, scaling))
-    )
-    k_cuda.gemm(d, a, b.mT, of_a, of_b, c, _int32(ends), named(kernel, config))
+    args = KGroupedArgs(a, b.mT, of_a, of_b, c, _int32(ends), _FLOAT)
+    if scaling == UNSCALED:
+        dense.gemm_along_k(d, args, _dense_config(tile, True))
+    else:
+        fp8.gemm_along_k(d, args, _fp8_config(tile, scaling))
     return _near(d, wanted)
 
 
@@ -222,7 +241,7 @@ def integer_weights(m: int, n: int, k: int, bits: int, activation: str, shape: t
     q, scales = random_weight(n, k, bits, _HALF, DEVICE, torch.Generator().manual_seed(1))
     d = _unwritten(m, columns_out(n, activation))
     config = weight_only_model.deepest(bits, *shape)
-    weight_only.launch((d,), x, q, scales, bias, activation, _HALF, config=config)
+    weight_only.launch((d,), WeightOnlyMatmulArgs(x, q, scales, bias, activation, _HALF), config)
     exact = x.double() @ packing.restore(q, scales.double()).mT
     return _near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
 
@@ -294,8 +313,8 @@ def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
     found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
     runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
-        ("dense", partial(product, dense_cuda), DENSE),
-        ("few rows", partial(product, few_rows_cuda), FEW_ROWS),
+        ("dense", partial(product, dense_kernel), DENSE),
+        ("few rows", partial(product, few_rows), FEW_ROWS),
         ("fp8", scaled_product, FP8),
         ("requantised", requantised, REQUANTISED),
         ("few rows scaled", scaled_few_rows, FEW_ROWS_SCALED),
@@ -366,12 +385,12 @@ def _quantised(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[Tensor, Ten
     return q, scales, restore(q.double(), scales.double(), layout, _DOUBLE)
 
 
-def _dense_config(tile: tuple[int, ...], along_n: bool = False) -> dense_cuda.Config:
-    return dense_cuda._config(cost_model.Tile(*tile), cost_model.Problem(1, 1, 1, mn_major_b=along_n))
+def _dense_config(tile: tuple[int, ...], along_n: bool = False) -> dense.Config:
+    return dense.config_of(cost_model.Tile(*tile), cost_model.Problem(1, 1, 1, mn_major_b=along_n))
 
 
-def _fp8_config(tile: tuple[int, ...], scaling: int) -> fp8_cuda.Config:
-    return fp8_cuda._config(fp8_cost_model.Tile(*tile), fp8_cost_model.Problem(1, 1, 1, scaling=scaling))
+def _fp8_config(tile: tuple[int, ...], scaling: int) -> fp8.Config:
+    return fp8.config_of(fp8_cost_model.Tile(*tile), fp8_cost_model.Problem(1, 1, 1, scaling=scaling))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The generation of cached decisions: a plan or captured launch of an older generation is invalid.
 
-Every registration, written table, reading of the environment and change of the SM budget begins a new generation.
+Every `register_impl`, written table, reading of the environment and change of the SM budget begins a new generation.
 """
 
 GENERATION = [0]

@@ -40,7 +40,7 @@ def test_a_folder_is_opened_as_its_class_and_runs_on_what_that_takes(name, tmp_p
     assert type(loaded.model) is type(own)
     assert all(torch.equal(value, own.state_dict()[key]) for key, value in loaded.model.state_dict().items())
     made = make(loaded.model)
-    assert made.said.startswith("No inputs were given")
+    assert made.note.startswith("No inputs were given")
     assert set(made.inputs) == keys
     work = workload(loaded.model, made.inputs)
     assert not work.generates
@@ -57,11 +57,11 @@ def test_a_class_that_this_transformers_has_not_is_named(tmp_path):
 def test_a_language_model_gets_our_texts_or_random_tokens():
     model = tiny_llama()
     made = make(model)
-    assert "random tokens" in made.said
+    assert "random tokens" in made.note
     assert [prompt.shape for prompt in made.prompts] == [(1, 32)] * ROWS
     assert int(torch.cat(made.prompts).max()) < model.config.vocab_size
     made = make(model, tokenizer=object())
-    assert "tilewright's own" in made.said
+    assert "tilewright's own" in made.note
     assert made.prompts == list(TEXTS)
 
 

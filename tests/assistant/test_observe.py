@@ -1,5 +1,6 @@
 """What is seen of a model is counted right, and looking leaves no trace."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,13 +11,16 @@ from torch._C._autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilewright.assistant.loop import _doubts
+from tilewright.assistant.observation import observe as observe_module
 from tilewright.assistant.observation.attribution import around_modules
 from tilewright.assistant.observation.condense import condense, pattern
 from tilewright.assistant.observation.cost import count
 from tilewright.assistant.observation.graph_breaks import graph_breaks
-from tilewright.assistant.observation.observe import observe
+from tilewright.assistant.observation.observe import Phase, observe
 from tilewright.assistant.observation.profile import _LABEL, _on_gpu, profile_modules, union_us
-from tilewright.assistant.predict import Roof, matmul_us, predict, roofline
+from tilewright.assistant.predict import Roof, gain_of, host_us, matmul_us, phases_now, predict, roofline
+from tilewright.assistant.scene import Scene
+from tilewright.assistant.shares import Share
 from tilewright.assistant.workload import workload
 
 
@@ -77,7 +81,9 @@ def test_decoding_is_a_phase_of_its_own(seen):
     decode = observation.phase("decode")
     assert decode.calls == 4
     assert all(product.m == 1 for cost in decode.costs if cost.module_class == "Linear" for product in cost.matmuls)
-    assert observation.request_us == observation.phase("prefill").wall_us + 4 * decode.wall_us
+    assert observation.request_us == observation.whole_us > 0
+    steps = observation.phase("prefill").wall_us + 4 * decode.wall_us
+    assert observation.loop_us == pytest.approx(max(0.0, observation.whole_us - steps))
 
 
 def test_every_class_gets_a_roof(seen):
@@ -96,12 +102,38 @@ def test_small_products_take_their_share_of_the_smallest_measured_one():
     assert matmul_us(ceilings(), 1, 64, 64, 1, "bfloat16") == 0.0
 
 
-def test_a_saving_becomes_a_gain_of_the_whole_request(seen):
-    _, observation = seen
-    total, decode = observation.request_us, observation.phase("decode").wall_us
-    found = predict(observation, lambda phase: (0.0, phase.wall_us / 2 if phase.name == "decode" else 0.0), "half")
-    assert found.low == 1.0
-    assert found.high == pytest.approx(total / (total - 4 * decode / 2))
+def test_a_share_of_the_bound_becomes_a_gain_of_the_whole_request():
+    """Of 40 us in a request of 100, half to all are saved, besides 5 us won or lost."""
+    found = gain_of(40.0, 100.0, Share(0.5, 0.75, 1.0, margin=0.05))
+    assert found.low == pytest.approx(100 / 85)
+    assert found.expected == pytest.approx(100 / 70)
+    assert found.high == pytest.approx(100 / 55)
+    nothing = gain_of(0.0, 100.0, Share(0.5, 0.75, 1.0, margin=0.05))
+    assert nothing.low < 1.0 == nothing.expected < nothing.high
+    assert gain_of(-30.0, 100.0, Share(0.5, 0.75, 1.0)).expected < 1.0
+
+
+def test_host_time_is_won_once(seen):
+    """After a compiled step no host time is left in decoding, for whatever comes later."""
+    model, observation = seen
+    work = workload(model, prompts=prompts(), new_tokens=4)
+    before = Scene(model, work, observation, ceilings())
+    after = replace(before, in_force=("compiled_decode",), request_us=observation.request_us / 2)
+    decode = observation.phase("decode")
+    assert host_us(before, decode) > 0
+    left = next(phase for phase in phases_now(after) if phase.name == "decode")
+    assert left.wall_us == pytest.approx(decode.wall_us - host_us(before, decode))
+    assert phases_now(before) == observation.phases
+    nothing = predict(after, "compiled_decode", lambda phase: host_us(after, phase), "")
+    assert nothing.bound_us < predict(before, "compiled_decode", lambda phase: host_us(before, phase), "").bound_us
+
+
+def test_a_step_that_was_slow_by_itself_is_no_longer_than_in_a_request():
+    prefill = Phase("prefill", 1, 100.0, 90.0, 0.1, 10, [], {})
+    step = Phase("decode", 10, 60.0, 6.0, 0.9, 10, [], {})
+    observe_module._fit_steps([prefill, step], 300.0)
+    assert step.wall_us == pytest.approx(20.0)
+    assert step.idle_share == pytest.approx(0.7)
 
 
 def event(name, device, start, end, parent=None, kernels=(), annotation=False):

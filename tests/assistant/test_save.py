@@ -11,7 +11,8 @@ from tests.harness.simulated_time import simulate_time
 from torch import nn
 
 from tilewright.assistant import apply_changes, optimize, save
-from tilewright.assistant.measure import Comparison, Metric
+from tilewright.assistant.timing.decide import Noise
+from tilewright.assistant.timing.measure import Comparison, Metric
 from tilewright.errors import InputError
 
 
@@ -21,7 +22,8 @@ def optimised(monkeypatch):
     simulate_time(monkeypatch)
     gain = Metric("request", "ms", 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0)
     monkeypatch.setattr("tilewright.assistant.trial.compare", lambda *_, **__: Comparison([gain], 6, 1.0))
-    monkeypatch.setattr("tilewright.assistant.trial.decide", lambda gain, noise: (True, "planted"))
+    monkeypatch.setattr("tilewright.assistant.trial.decide", lambda *_, **__: ("kept", "planted"))
+    monkeypatch.setattr("tilewright.assistant.trial.Noise.of", lambda control: Noise())
     model = tiny_llama()
     return optimize(model, prompts=prompts(), allow=["merged_qkv"], new_tokens=2, ceilings=ceilings(), budget_s=1e4)
 

@@ -8,8 +8,10 @@ import torch
 
 from tilewright import settings
 from tilewright.bench import calibrate as module
+from tilewright.bench import other_load
 from tilewright.bench.bandwidth import bracket, floor_calls, floor_us
 from tilewright.bench.calibrate import calibrate
+from tilewright.bench.other_load import OtherLoad
 from tilewright.bench.statistics import Samples
 from tilewright.hardware import ceilings
 
@@ -33,7 +35,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_quick_calibration_predicts_and_is_kept() -> None:
+def test_a_quick_calibration_predicts_and_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherLoad, "cores", lambda self: 0.1)
     lines: list[str] = []
     found = calibrate("cpu", quick=True, progress=lines.append)
     assert ceilings.load("cpu") == found
@@ -45,6 +48,22 @@ def test_a_quick_calibration_predicts_and_is_kept() -> None:
     assert found.attention_us(1, 4, 64, 64, 64, "float32", causal=False) > 0
     assert set(found.held_out) == {"memory", "matmul", "attention"}
     assert any("median error" in line for line in lines)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_ceilings_of_a_busy_machine_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherLoad, "cores", lambda self: 0.9)
+    lines: list[str] = []
+    calibrate("cpu", quick=True, progress=lines.append)
+    assert ceilings.load("cpu") is None  # so that the next run measures again
+    assert lines[-1] == "other processes used 0.9 cores meanwhile: these ceilings are not kept"
+
+
+def test_other_load_is_what_all_processes_used_without_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds in which this process used 4 s of CPU time and all of them 11."""
+    readings = iter([(100.0, 50.0, 1000.0), (110.0, 54.0, 1011.0)])
+    monkeypatch.setattr(other_load, "_reading", lambda: next(readings))
+    assert OtherLoad().cores() == pytest.approx(0.7)
 
 
 @pytest.mark.usefixtures("tiny")

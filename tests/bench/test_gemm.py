@@ -12,8 +12,8 @@ from tilewright.bench.cases import Case, select
 from tilewright.bench.measure import Effort, case, shared
 from tilewright.bench.suite import run
 from tilewright.dispatch import Workload, contract
-from tilewright.ops.gemm.matmul.peers import PEERS, Autotuned, Problem
-from tilewright.ops.gemm.matmul.workloads import AUTOTUNED, WORKLOADS
+from tilewright.ops.gemm.dense.workloads import AUTOTUNED, WORKLOADS
+from tilewright.ops.gemm.peers.matmul import PEERS, Autotuned, Problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SIZES = {"M": 64, "N": 64, "K": 256}  # 14 flops a byte

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import tilewright.ops  # noqa: F401 - announces the ops
 from tilewright.bench.measure.row import table_choice
 from tilewright.bench.statistics import Samples
 from tilewright.dispatch import contract
@@ -17,7 +18,7 @@ def test_torchs_backward_is_a_choice_where_it_needs_no_forward_again(direction, 
     case = SimpleNamespace(
         direction=direction, contract=SimpleNamespace(gradient=SimpleNamespace(recomputes=recomputes))
     )
-    plans = {name: SimpleNamespace(config=None, bucket="M=1", dtype="float32") for name in names}
+    plans = {name: SimpleNamespace(config=None, kernel="", bucket="M=1", dtype="float32") for name in names}
     found = SimpleNamespace(names=names, plans=plans, raw=SimpleNamespace(op="op"))
     made = table_choice(case, found, {"cpu": Samples([2.0, 2.0]), "torch": Samples([1.0, 1.0])})
     assert (made.backend, made.torch_us) == (backend, 1.0)

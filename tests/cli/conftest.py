@@ -14,6 +14,7 @@ from tests.harness.registry import own_registry
 from typer.testing import CliRunner
 
 from tilewright import settings
+from tilewright.assistant.timing.threads import restored_threads
 from tilewright.cli import app
 from tilewright.dispatch import register_impl, table
 from tilewright.hardware import ceilings, device_info
@@ -56,7 +57,10 @@ def tilewright(place: Path) -> Any:
 def calibrated(place: Path) -> None:
     """Ceilings that were never measured, so that the assistant need not measure them."""
     of_this_machine = {"device": device_info("cpu").name, "driver": ceilings.driver_version("cpu")}
-    ceilings.save(replace(planted_ceilings(), **of_this_machine), "cpu")
+    with restored_threads():
+        for threads in {1, torch.get_num_threads()}:  # the assistant may choose one
+            torch.set_num_threads(threads)
+            ceilings.save(replace(planted_ceilings(), **of_this_machine), "cpu")
 
 
 @pytest.fixture

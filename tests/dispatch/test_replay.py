@@ -1,5 +1,7 @@
 """Replays, on CPU tensors: stand-ins for device, stream and kernel make every Triton launch tapeable."""
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -182,3 +184,27 @@ def test_a_backward_after_a_tape_gets_python_numbers(launches, on_cpu):
         if isinstance(offset, np.floating):
             torch.autograd.grad(y.sum(), x)
     assert [type(o) for o in offsets] == [float]
+
+
+def test_the_first_call_of_an_op_makes_no_other_call_older():
+    """Kernels are imported when their op is first called; what was decided before, that call's own plan too, holds."""
+    program = """
+import torch
+from tilewright import ops
+from tilewright.dispatch import contract
+
+x, w = torch.randn(8, 64), torch.ones(64)
+subject = contract("softmax").forward
+planned = []
+plan = subject.plan
+subject.plan = lambda *args: planned.append(args) or plan(*args)
+ops.softmax(x)
+first = len(planned)
+assert first > 0
+ops.softmax(x)
+ops.rms_norm(x, w)
+ops.swiglu(x, x)
+ops.softmax(x)
+assert len(planned) == first, planned
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

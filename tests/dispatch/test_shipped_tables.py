@@ -28,12 +28,14 @@ def test_a_row_can_be_followed(name, row):
     raw = {op.direction: op for op in subject.raw_ops}[row.direction]
     assert row.us > 0 and row.numerics == "default"
     assert row.bucket.split(",")[0].split("=")[0] == raw.bucket_names[0]
-    bucket = namedtuple("Bucket", raw.bucket_names)(*(int(size.split("=")[1]) for size in row.bucket.split(",")))
+    sizes = [int(size.split("=")[1]) for size in row.bucket.split(",")]
+    bucket = namedtuple("Bucket", raw.bucket_names)(*sizes)
     dtype = getattr(torch, row.dtype)
     for choice in row.choices:
         if choice.backend != "torch":
             implementation = implementations(raw.op, raw.direction, raw.package)[choice.backend]
             assert hasattr(tilewright.ops, row.op)
             if choice.config is not None:
-                fitted = to_row(from_row(implementation, choice.config, bucket, dtype))
+                config = from_row(implementation, choice.config, bucket, dtype)
+                fitted = to_row(config, implementation.kernel_of(config).kernel)
                 assert choice.config.items() <= fitted.items()

@@ -120,6 +120,18 @@ def test_a_table_of_another_architecture_is_said_loudly_only_where_it_was_named(
     assert "named.json was measured on NVIDIA H200 (sm_90)" in warnings(caplog)
 
 
+def test_the_variable_may_name_a_folder_of_files(double, spacious, folder, monkeypatch):
+    named = folder.parent / "measured"
+    named.mkdir()
+    write(named / "test_double.json", row())
+    write(named / "another_op.json", row())
+    monkeypatch.setenv("TILEWRIGHT_TUNING_TABLE", str(named))
+    settings.reload()
+    table.forget()
+    double.forget_plans()
+    assert double.plan((X,), "auto", "default").config == Config(8)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewright.dispatch import Sample, contract
 from tilewright.errors import RefusedError
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.validate.bits import bits
 
 pytestmark = pytest.mark.gpu

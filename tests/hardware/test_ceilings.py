@@ -34,6 +34,7 @@ def example() -> Ceilings:
         attention={"bfloat16": {"batch": 1, "heads": 16, "causal": {"64": curve}, "full": {"64": curve, "128": curve}}},
         launch_us=5.0,
         launch_graph_us=1.5,
+        threads=torch.get_num_threads(),
     )
 
 
@@ -118,12 +119,18 @@ def test_saved_and_loaded(cache: Path) -> None:
     assert ceilings.load("cpu") == example()
 
 
+def test_another_number_of_threads_has_ceilings_of_its_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings.save(example(), "cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert ceilings.load("cpu") is None
+
+
 def test_nothing_saved_is_none(cache: Path) -> None:
     assert ceilings.load("cpu") is None
 
 
 @pytest.mark.parametrize("change", [{"torch_version": "1.0"}, {"driver": "0"}, {"device": "another"}])
-def test_another_set_up_does_not_count(cache: Path, change: dict[str, str]) -> None:
+def test_another_set_up_does_not_count(cache: Path, change: dict[str, object]) -> None:
     ceilings.save(replace(example(), **change), "cpu")  # type: ignore[arg-type]
     assert ceilings.load("cpu") is None
 

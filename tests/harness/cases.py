@@ -111,12 +111,12 @@ def _selected(
     """Each configuration that some sizes at two places of `bucket` select, and the smallest sizes that do."""
     assert implementation.configure is not None
     found: dict[Any, tuple[int, int]] = {}
+    like = getattr(type(bucket), "_make", tuple)  # configure reads fields of a bucket by name
     for sizes in product(SIZES, SIZES):
         changed = list(bucket)
         for place, size in zip(places, sizes, strict=True):
             changed[place] = size
-        made = bucket._make(changed) if hasattr(bucket, "_make") else tuple(changed)
-        found.setdefault(implementation.configure(made, dtype), sizes)
+        found.setdefault(implementation.configure(like(changed), dtype), sizes)
     return found
 
 

@@ -20,7 +20,9 @@ BENCH = ("tilewright.bench.clock", "tilewright.bench.timing")
 ASSISTANT = (
     "tilewright.assistant.loop",
     "tilewright.assistant.trial",
-    "tilewright.assistant.measure",
+    "tilewright.assistant.timing.measure",
+    "tilewright.assistant.timing.clocks",
+    "tilewright.assistant.timing.threads",
     "tilewright.assistant.observation.observe",
     *BENCH,
     "tests.assistant.planted",
@@ -32,6 +34,7 @@ class SimulatedTime:
 
     def __init__(self) -> None:
         self.now_ns = 0
+        self.others_ns = 0  # what other processes took of it
 
     def perf_counter_ns(self) -> int:
         """Nanoseconds since this clock was made."""
@@ -41,6 +44,16 @@ class SimulatedTime:
     def perf_counter(self) -> float:
         """Seconds since this clock was made."""
         return self.perf_counter_ns() / 1e9
+
+    def process_time_ns(self) -> int:
+        """Nanoseconds that this process had the core."""
+        self.now_ns += READING_NS
+        return self.now_ns - self.others_ns
+
+    def take_away(self, seconds: float) -> None:
+        """Let another process have the core."""
+        self.now_ns += int(seconds * 1e9)
+        self.others_ns += int(seconds * 1e9)
 
     def monotonic(self) -> float:
         """The same seconds: nobody sets this clock."""

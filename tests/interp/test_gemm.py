@@ -1,4 +1,4 @@
-"""The Triton GEMM engine beyond its ops' edge cases: descriptors, splits, strides, aliases, walks, repeated bits.
+"""The dense Triton kernel beyond its ops' edge cases: descriptors, splits, strides, aliases, tile order, repeated bits.
 
 Outputs lie inside a larger, poisoned tensor: an element left out and one written beside both fail.
 """
@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewright.ops.gemm.dense.args import MatmulArgs, MatmulBucket, plain_args
+
 pytestmark = pytest.mark.interp
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
@@ -17,9 +19,9 @@ POISON = -77.0
 
 @pytest.fixture
 def engine():
-    from tilewright.ops.gemm.engines import tile_triton
+    from tilewright.ops.gemm.kernels.triton import dense
 
-    return tile_triton
+    return dense
 
 
 class Problem(NamedTuple):
@@ -30,6 +32,9 @@ class Problem(NamedTuple):
     scale: Tensor | None = None
     alpha: float = 1.0
     activation: str = ""
+
+    def args(self, out_dtype):
+        return MatmulArgs(*self, out_dtype)
 
     def exact(self) -> Tensor:
         """In float64."""
@@ -61,7 +66,7 @@ def run(engine, problem, config, out_dtype=torch.bfloat16):
     around = torch.full((batch + 1, m + 3, n + 8), POISON, dtype=out_dtype)
     d = around[:batch, :m, :n]
     d.fill_(torch.nan)
-    engine.gemm(d, *problem, config)
+    engine.gemm(d, problem.args(out_dtype), config)
     made = d.clone()
     d.fill_(POISON)
     assert (around == POISON).all(), "written beside the output"
@@ -127,7 +132,7 @@ def test_dtypes(engine, dtype, out_dtype):
 def test_c_may_be_the_output(engine, splits):
     problem = whole(20, 48, 128)
     d = problem.c.clone()
-    engine.gemm(d, *problem._replace(c=d), engine.Config(32, 32, 32, 4, 3, 2, True, splits))
+    engine.gemm(d, problem._replace(c=d).args(d.dtype), engine.Config(32, 32, 32, 4, 3, 2, True, splits))
     check(d, problem)
 
 
@@ -151,20 +156,20 @@ def test_the_largest_tile_on_the_smallest_problems(engine, m, n, k):
 
 def test_a_row_has_the_same_bits_alone_and_among_others(engine):
     problem = whole(40, 64, 96)
-    config = engine.configure((4096, 64, 96, 0, 1, 16, 0), torch.bfloat16)
+    config = engine.configure(MatmulBucket(4096, 64, 96, 0, 1, 16, 0), torch.bfloat16)
     together = run(engine, problem, config)
     for row in (0, 17, 39):
         alone = problem._replace(a=problem.a[:, row : row + 1], c=problem.c[:, row : row + 1])
         assert torch.equal(run(engine, alone, config), together[:, row : row + 1])
 
 
-@pytest.mark.parametrize("band", [1, 2, 8])
-def test_any_number_of_programs_and_any_band_gives_the_same_bits(engine, band, monkeypatch):
+@pytest.mark.parametrize("group_m", [1, 2, 8])
+def test_any_number_of_programs_and_any_order_of_tiles_gives_the_same_bits(engine, group_m, monkeypatch):
     problem = whole(72, 96, 64, batch=2)
     expected = run(engine, problem, engine.Config(16, 32, 32, 4, 3, 4, True, 1))
     for processors in (1, 7, 1000):
         monkeypatch.setattr(engine, "usable_sms", lambda _, n=processors: n)
-        assert torch.equal(run(engine, problem, engine.Config(16, 32, 32, 4, 3, band, True, 1)), expected)
+        assert torch.equal(run(engine, problem, engine.Config(16, 32, 32, 4, 3, group_m, True, 1)), expected)
     check(expected, problem)
 
 
@@ -173,13 +178,13 @@ def test_splits_are_added_in_one_order(engine, splits):
     """Partial products, summed by torch in the same order, give the same bits."""
     a, b = operands(1, 8, 32, 256)
     d = torch.empty(1, 8, 32)
-    engine.gemm(d, a, b, None, None, None, 1.0, "", engine.Config(16, 32, 32, 4, 3, 2, True, splits))
+    engine.gemm(d, plain_args(a, b, d.dtype), engine.Config(16, 32, 32, 4, 3, 2, True, splits))
     expected = torch.zeros(1, 8, 32)
     step = 32 * -(-8 // splits)
     for start in range(0, 256, step):
         part = torch.empty(1, 8, 32)
         operand = (a[..., start : start + step], b[:, start : start + step])
-        engine.gemm(part, *operand, None, None, None, 1.0, "", engine.Config(16, 32, 32, 4, 3, 2, True, 1))
+        engine.gemm(part, plain_args(*operand, part.dtype), engine.Config(16, 32, 32, 4, 3, 2, True, 1))
         expected += part
     assert torch.equal(d, expected)
 

@@ -15,14 +15,24 @@ from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.kernels.sm90 import backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cost_model, fp8_cuda
-from tilewright.ops.gemm.engines.few_rows import grouped, model, scaled
+from tilewright.ops.gemm.grouped.args import GroupedArgs
+from tilewright.ops.gemm.kernels.sm90 import dense as dense_choice
+from tilewright.ops.gemm.kernels.sm90 import dense_kernel as dense
+from tilewright.ops.gemm.kernels.sm90 import few_rows as few_rows_kernel
+from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped as grouped
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90 import few_rows_scaled as scaled
+from tilewright.ops.gemm.kernels.sm90 import fp8 as fp8_choice
+from tilewright.ops.gemm.kernels.sm90 import fp8_cost_model, fp8_kernel
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import GemmType
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.scaled.args import plain_scaled_args
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.weight_only import packing
-from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'
 COPY = Copy(64, 64, 4, torch.bfloat16)
@@ -34,10 +44,10 @@ def gemm(block_m: int, block_n: int, cluster: tuple[int, int] = (1, 1), majors: 
     element = options.get("element", torch.bfloat16)
     out = options.get("out", element)
     activation, bias, addend = options.get("activation", ""), options.get("bias", False), options.get("addend", 0)
-    stages = dense_cuda._config(
-        dense_cuda.Tile(block_m, block_n, *cluster), dense_cuda.Problem(1, 1, 1, mn_major_b=bool(b))
+    stages = dense_choice.config_of(
+        dense_choice.Tile(block_m, block_n, *cluster), dense_choice.Problem(1, 1, 1, mn_major_b=bool(b))
     ).stages
-    return dense_cuda.Params(
+    return dense.Params(
         *(block_m, block_n, stages, *cluster, a, b, ACTIVATIONS.index(activation), bias, addend),
         *(element, out, out, out),
     )
@@ -48,7 +58,7 @@ def few_rows(tokens: int, stages: int, split: int, activation: str = "", along_n
     element = types.get("element", torch.bfloat16)
     out = types.get("out", element)
     code = ACTIVATIONS.index(activation)
-    return few_rows_cuda.Params(tokens, stages, split, 1, along_n, code, element, out, out, out)
+    return few_rows_kernel.Params(tokens, stages, split, 1, along_n, code, element, out, out, out)
 
 
 def launched(call: Callable[[], None]) -> Any:
@@ -74,24 +84,25 @@ def fp8(
     into: bool = False,
     **more: Any,
 ) -> Any:
-    """Parameters of the GEMM of e4m3 operands; more: of `dense_cuda.Groups`."""
+    """Parameters of the GEMM of e4m3 operands; more: of `dense_kernel.Groups`."""
     problem = fp8_cost_model.Problem(1, 1, 1, scaling=scaling)
-    config = fp8_cuda._config(fp8_cost_model.Tile(*tile), problem)
+    config = fp8_choice.config_of(fp8_cost_model.Tile(*tile), problem)
     operands, n_out = quantised(Scaling(scaling), more.get("count", 1)), columns_out(512, activation)
     d = torch.empty(1, 64, n_out, dtype=out)
+    product = plain_scaled_args(*operands, out, activation)._replace(c=d if into else None)
     if out == torch.float8_e4m3fn:
         scales = TOKEN.empty(64, n_out, "cpu", 1)
-        return launched(lambda: fp8_cuda.gemm_fp8(d, scales, *operands, None, 1.0, activation, config))
-    groups, c = dense_cuda.Groups(more.pop("walk", dense_cuda.DENSE), **more), d if into else None
-    return launched(lambda: fp8_cuda.gemm(d, *operands, None, c, 1.0, activation, config, groups))
+        return launched(lambda: fp8_kernel.gemm_fp8(d, scales, product, config))
+    groups = dense.Groups(more.pop("gemm_type", GemmType.DENSE), **more)
+    return launched(lambda: fp8_kernel.gemm(d, product, config, groups))
 
 
 def few_rows_scaled(scaling: int, shape: tuple[int, int, int], activation: str = "") -> Any:
     """Parameters of the GEMM for few rows of e4m3.  shape: tokens, split, blocks a multiprocessor."""
     config = model.deepest(*shape, scaling)
     d = torch.empty(1, 64, columns_out(512, activation), dtype=torch.bfloat16)
-    given = quantised(Scaling(scaling))
-    return launched(lambda: scaled.gemm(d, *given, None, None, 1.0, activation, config))
+    product = plain_scaled_args(*quantised(Scaling(scaling)), d.dtype, activation)
+    return launched(lambda: scaled.gemm(d, product, config))
 
 
 def few_rows_grouped(scaling: int, shape: tuple[int, int, int]) -> Any:
@@ -103,7 +114,7 @@ def few_rows_grouped(scaling: int, shape: tuple[int, int, int]) -> Any:
         given: tuple[Any, ...] = a, b, None, None
     else:
         given = quantised(Scaling(scaling), 4)
-    return launched(lambda: grouped.gemm(d, *given, None, ends, "", config))
+    return launched(lambda: grouped.gemm_rows(d, GroupedArgs(*given, None, ends, 64, "", d.dtype), config))
 
 
 def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
@@ -115,7 +126,8 @@ def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> 
     )
     scales = packing.layout(torch.bfloat16).empty(512, 2048, "cpu")
     config = weight_only_model.deepest(bits, *shape)
-    return launched(lambda: weight_only.launch((d,), x, q, scales, None, activation, torch.bfloat16, config=config))
+    args = WeightOnlyMatmulArgs(x, q, scales, None, activation, torch.bfloat16)
+    return launched(lambda: weight_only.launch((d,), args, config))
 
 
 def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float = 1.0, softcap: float = 0.0) -> Any:
@@ -158,33 +170,33 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (share_tile, Side(32), {"UTMALDG": 1, "UTMAREDG": 1}),
     (product_mn, Product(torch.float16), {"HGMMA": 4, "UTMALDG": 3}),
     # The four layouts, clusters of both kinds, every road of the epilogue
-    (dense_cuda.KERNEL, gemm(128, 256), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 4}),
-    (dense_cuda.KERNEL, gemm(128, 128, (2, 1), "km"), {"HGMMA": 4, "UTMALDG": 3, "UTMASTG": 2}),
-    (dense_cuda.KERNEL, gemm(128, 192, majors="mm", out=torch.float32, addend=2), {"HGMMA": 4, "UTMASTG": 6}),
-    (dense_cuda.KERNEL, gemm(128, 256, (1, 2), activation="swiglu"), {"HGMMA": 4, "UTMASTG": 2}),
+    (dense.KERNEL, gemm(128, 256), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 4}),
+    (dense.KERNEL, gemm(128, 128, (2, 1), "km"), {"HGMMA": 4, "UTMALDG": 3, "UTMASTG": 2}),
+    (dense.KERNEL, gemm(128, 192, majors="mm", out=torch.float32, addend=2), {"HGMMA": 4, "UTMASTG": 6}),
+    (dense.KERNEL, gemm(128, 256, (1, 2), activation="swiglu"), {"HGMMA": 4, "UTMASTG": 2}),
     (
-        dense_cuda.KERNEL,
+        dense.KERNEL,
         gemm(64, 96, majors="mk", activation="gelu", bias=True, element=torch.float16),
         {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 3},
     ),
-    (few_rows_cuda.KERNEL, few_rows(8, 6, 8), {"HGMMA": 8, "UTMALDG": 4}),
-    (few_rows_cuda.KERNEL, few_rows(64, 4, 1, "swiglu"), {"HGMMA": 8, "UTMALDG": 4}),
-    (few_rows_cuda.KERNEL, few_rows(16, 6, 2, along_n=True, element=torch.float16, out=torch.float32), {"HGMMA": 8}),
+    (few_rows_kernel.KERNEL, few_rows(8, 6, 8), {"HGMMA": 8, "UTMALDG": 4}),
+    (few_rows_kernel.KERNEL, few_rows(64, 4, 1, "swiglu"), {"HGMMA": 8, "UTMALDG": 4}),
+    (few_rows_kernel.KERNEL, few_rows(16, 6, 2, along_n=True, element=torch.float16, out=torch.float32), {"HGMMA": 8}),
     # Groups of rows, and of K into the result
-    (dense_cuda.KERNEL, gemm(128, 256)._replace(kWalk=dense_cuda.ROWS), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 4}),
+    (dense.KERNEL, gemm(128, 256)._replace(kGemmType=1), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 4}),
     (
-        dense_cuda.KERNEL,
-        gemm(128, 128, (2, 1), "mm", out=torch.float32)._replace(kWalk=dense_cuda.DEPTH, kInto=True),
+        dense.KERNEL,
+        gemm(128, 128, (2, 1), "mm", out=torch.float32)._replace(kGemmType=2, kInto=True),
         {"HGMMA": 4, "UTMAREDG": 4},
     ),
     # Scales of each kind, results that are added to or requantised, groups
-    (fp8_cuda.KERNEL, fp8((256, 128), 2), {"UTMALDG": 4, "UTMASTG": 4}),
-    (fp8_cuda.KERNEL, fp8((192, 128), 2), {"UTMALDG": 3, "UTMASTG": 2}),
-    (fp8_cuda.KERNEL, fp8((128, 192), 2), {"UTMALDG": 3, "UTMASTG": 3}),
-    (fp8_cuda.KERNEL, fp8((192, 128), 3, out=torch.float32, into=True), {"UTMALDG": 4, "UTMAREDG": 4}),
-    (fp8_cuda.KERNEL, fp8((128, 192), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 3}),
-    (fp8_cuda.KERNEL, fp8((128, 256), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 3, "UTMASTG": 1}),
-    (fp8_cuda.KERNEL, fp8((128, 128), 2, walk=dense_cuda.ROWS, count=4), {"UTMALDG": 3, "UTMASTG": 2}),
+    (fp8_kernel.KERNEL, fp8((256, 128), 2), {"UTMALDG": 4, "UTMASTG": 4}),
+    (fp8_kernel.KERNEL, fp8((192, 128), 2), {"UTMALDG": 3, "UTMASTG": 2}),
+    (fp8_kernel.KERNEL, fp8((128, 192), 2), {"UTMALDG": 3, "UTMASTG": 3}),
+    (fp8_kernel.KERNEL, fp8((192, 128), 3, out=torch.float32, into=True), {"UTMALDG": 4, "UTMAREDG": 4}),
+    (fp8_kernel.KERNEL, fp8((128, 192), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 3}),
+    (fp8_kernel.KERNEL, fp8((128, 256), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 3, "UTMASTG": 1}),
+    (fp8_kernel.KERNEL, fp8((128, 128), 2, gemm_type=GemmType.GROUPED_M, count=4), {"UTMALDG": 3, "UTMASTG": 2}),
     (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
     (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),

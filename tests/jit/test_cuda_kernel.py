@@ -333,8 +333,9 @@ def test_zeros_of_both_signs_are_one_source():
 def test_every_kernel_of_ours_names_its_parameters():
     from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
     from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-    from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, fp8_cuda
+    from tilewright.ops.gemm.kernels.sm90 import dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel
 
-    for module in (fmha_backward_cuda, fmha_cuda, dense_cuda, few_rows_cuda, fp8_cuda):
+    gemms = (dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel)
+    for module in (fmha_backward_cuda, fmha_cuda, *gemms):
         for kernel in (each for each in vars(module).values() if isinstance(each, CudaKernel)):
             assert len(cuda_launch.parameter_names(kernel.file, kernel.entry)) == len(kernel.signature), kernel.entry

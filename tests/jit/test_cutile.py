@@ -293,10 +293,12 @@ import tilewright.ops
 from tilewright.dispatch import contract, implementations
 from tilewright.jit import cache
 from tilewright.jit.collect import collect
+from tilewright.ops.rows import RowsBucket
 implementation = implementations("rms_norm", "fwd", contract("rms_norm").forward.package)["cutile"]
 x = torch.empty(8, 4096, dtype=torch.bfloat16, device="meta")
 with collect("sm_90") as collector:
-    implementation.launch((x,), x, x[0], 1e-6, 0.0, False, config=implementation.configure((8, 4096), x.dtype))
+    config = implementation.configure(RowsBucket(8, 4096), x.dtype)
+    implementation.launch((x,), x, x[0], 1e-6, 0.0, False, config=config)
 (job,) = collector.jobs
 print(job.key.request)
 """

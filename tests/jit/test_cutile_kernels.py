@@ -10,6 +10,7 @@ from tests.harness.cutile_emulation import emulated
 
 import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import contract, contracts, implementations, record
+from tilewright.ops.rows import RowsBucket
 
 IMPLEMENTATIONS = [
     (op.op, op.direction)
@@ -91,7 +92,7 @@ def test_softmax_of_rows_longer_than_registers(rows, split):
     from tilewright.ops.reduction.kernels.cutile.softmax import configure
 
     op, _ = raw_call("softmax", "fwd", contract("softmax").edge_cases[0], torch.float32)
-    config = configure((rows, 40001), torch.float32)
+    config = configure(RowsBucket(rows, 40001), torch.float32)
     assert bool(config.split) == bool(split)
     x = torch.randn(2, 40001, generator=torch.Generator().manual_seed(0))
     x[1, ::3] = -torch.inf
@@ -99,7 +100,8 @@ def test_softmax_of_rows_longer_than_registers(rows, split):
 
 
 def test_a_position_outside_the_table_shows_as_nan():
-    from tilewright.ops.rope.apply_rope.cutile import configure
+    from tilewright.ops.rope.apply_rope.args import RopeBucket
+    from tilewright.ops.rope.kernels.cutile.rope import configure
 
     op, _ = raw_call("apply_rope", "fwd", contract("apply_rope").edge_cases[0], torch.float32)
     q, k = torch.ones(1, 2, 4, 8), torch.ones(1, 1, 4, 8)
@@ -108,12 +110,14 @@ def test_a_position_outside_the_table_shows_as_nan():
     outs = op.allocate((q, k, table, table, positions, False, 0), "cpu")
     implementation = implementations("apply_rope", "fwd", op.package)["cutile"]
     with emulated():
-        implementation.launch(outs, q, k, table, table, positions, False, 0, config=configure((4, 2, 1, 8, 8), q.dtype))
+        implementation.launch(
+            outs, q, k, table, table, positions, False, 0, config=configure(RopeBucket(4, 2, 1, 8, 8), q.dtype)
+        )
     assert outs[0].isnan().all(-1).tolist() == [[[False, True, True, False]] * 2]
 
 
 def test_a_kernel_that_promises_no_masks_and_needs_one_fails_in_the_emulation():
-    from tilewright.ops.norm.rms_norm.cutile import Config, _forward
+    from tilewright.ops.norm.kernels.cutile.rms_norm import Config, _forward
 
     x = torch.ones(3, 8)
     with emulated(), pytest.raises(IndexError, match="reaches 3 of 3"):

@@ -16,9 +16,13 @@ TREE = {
         "    from tilewright.ops.norm.add_rms_norm import add_rms_norm\n"
         "    from tilewright.ops.gemm.matmul import matmul\n"
     ),
-    f"{OPS}/norm/rms_norm/__init__.py": "from tilewright.dispatch import call\ndef rms_norm(): ...",
-    f"{OPS}/norm/rms_norm/triton.py": "",  # nothing imports it: dispatch finds it by name
-    f"{OPS}/norm/add_rms_norm/__init__.py": "def add_rms_norm():\n    from tilewright.ops.norm import rms_norm",
+    f"{OPS}/norm/rms_norm.py": "from tilewright.dispatch import call\nKERNELS = ('triton.rows',)\ndef rms_norm(): ...",
+    f"{OPS}/norm/add_rms_norm.py": (
+        "KERNELS = ('triton.rows', 'cpu.rows')\ndef add_rms_norm():\n    from tilewright.ops.norm import rms_norm"
+    ),
+    f"{OPS}/norm/kernels/triton/rows.py": "from tilewright.ops.norm import add_rms_norm, rms_norm\nrms_norm.FORWARD",
+    f"{OPS}/norm/kernels/cpu/rows.py": "from tilewright.ops.norm.add_rms_norm import FORWARD",
+    f"{OPS}/norm/peers/add_rms_norm.py": "",
     f"{OPS}/gemm/matmul/__init__.py": "def matmul(): ...",
     f"{OPS}/gemm/matmul/cuda.py": "FILE = 'matmul.cuh'",
     f"{OPS}/gemm/matmul/matmul.cuh": "#include <tilewright/tiles.cuh>",
@@ -42,6 +46,7 @@ TREE = {
     "tests/models/test_norms.py": "from tilewright.models.norms import RMSNorm",
 }
 CONTRACTS = ("rms_norm", "softmax", "matmul", "fmha")
+OF_RMS_NORM = {"ops/norm/test_rms_norm", "nn/test_norm"}
 
 
 @pytest.fixture
@@ -58,9 +63,16 @@ def graph(tmp_path: Path) -> Graph:
     ("changed", "tests", "ops"),
     [
         # an op: its tests, the ops that import it, what uses it in other rooms; nothing of another family
-        (f"{OPS}/norm/rms_norm/__init__.py", {"ops/norm/test_rms_norm", "nn/test_norm"}, {"rms_norm", "add_rms_norm"}),
-        (f"{OPS}/norm/rms_norm/triton.py", {"ops/norm/test_rms_norm", "nn/test_norm"}, {"rms_norm", "add_rms_norm"}),
-        (f"{OPS}/norm/add_rms_norm/__init__.py", set(), {"add_rms_norm"}),
+        (f"{OPS}/norm/rms_norm.py", OF_RMS_NORM, {"rms_norm", "add_rms_norm"}),
+        (f"{OPS}/norm/add_rms_norm.py", set(), {"add_rms_norm"}),
+        # a kernel: the ops that list it; peers: their op
+        (
+            f"{OPS}/norm/kernels/triton/rows.py",
+            {"ops/norm/test_rms_norm", "nn/test_norm"},
+            {"rms_norm", "add_rms_norm"},
+        ),
+        (f"{OPS}/norm/kernels/cpu/rows.py", set(), {"add_rms_norm"}),
+        (f"{OPS}/norm/peers/add_rms_norm.py", set(), {"add_rms_norm"}),
         # device code, through includes
         (f"{OPS}/gemm/matmul/matmul.cuh", {"ops/gemm/test_matmul"}, {"matmul"}),
         ("src/tilewright/jit/include/tilewright/tiles.cuh", {"ops/gemm/test_matmul"}, {*CONTRACTS}),
@@ -115,7 +127,7 @@ def test_each_mode_has_a_process_for_the_files_that_have_such_tests():
 
 def test_the_real_tree_has_the_edges_that_selection_rests_on():
     graph = Graph(ROOT)
-    kernel = select([f"{OPS}/reduction/softmax/triton.py"], graph)
+    kernel = select([f"{OPS}/reduction/kernels/triton/softmax.py"], graph)
     assert "tests/ops/reduction/test_softmax.py" in kernel.files
     assert kernel.ops == ("softmax",)
     assert not [file for file in kernel.files if file.startswith(("tests/ops/attention", "tests/models"))]

@@ -54,11 +54,19 @@ def test_every_declared_space_holds_the_default_and_survives_json():
             assert len(configs) <= 64, f"{raw.key} {bucket}: {len(configs)} candidates take too long"
             known = replace(implementation, configure=None, candidates=lambda *_, made=configs: made)
             for config in configs:
-                row = json.loads(json.dumps(to_row(config)))
+                row = json.loads(json.dumps(to_row(config, implementation.kernel_of(config).kernel)))
                 assert from_row(known, row, bucket, dtype) == config
         seen.add((raw.key, implementation.backend))
     triton_ops = {contract.name for contract in contracts().values()}
     assert {key for key, backend in seen if backend == "triton"} >= triton_ops
+
+
+def test_a_trial_names_its_kernel(cache_folder):
+    for trial in space(problem("softmax"), "exhaustive", "triton").trials:
+        named = trial.backend == "triton"
+        assert trial.kernel == ("triton.softmax" if named else "")
+        assert (trial.row or {}).get("kernel", "") == trial.kernel
+        assert ("kernel=triton.softmax" in str(trial)) is named
 
 
 def test_the_present_choice_is_tried_first_and_a_random_order_is_repeatable(cache_folder):

@@ -47,7 +47,7 @@ TEXTS = (
 class Made:
     """prompts or inputs for `optimize`, and one sentence that says where they come from."""
 
-    said: str
+    note: str
     prompts: list[str] | list[Tensor] | None = None
     inputs: Any = None
 
@@ -67,11 +67,11 @@ def make(model: nn.Module, tokenizer: Any = None) -> Made:
         return Made(f"No prompts were given and there is no tokenizer: {ROWS} rows of random tokens were used.", rows)
     encodes = not getattr(config, "is_encoder_decoder", False)
     if "input_ids" in takes and "pixel_values" not in takes and hasattr(config, "vocab_size"):
-        inputs, said = _text(config, tokenizer)
+        inputs, note = _text(config, tokenizer)
         if not encodes:
             start = getattr(config, "decoder_start_token_id", None) or 0
             inputs["decoder_input_ids"] = torch.full((ROWS, 1), start)
-        return Made(said, inputs=inputs)
+        return Made(note, inputs=inputs)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if "pixel_values" in takes and "input_ids" not in takes and size is not None:
         height, width = size if isinstance(size, tuple | list) else (size, size)
@@ -102,8 +102,8 @@ def _text(config: Any, tokenizer: Any) -> tuple[dict[str, Tensor], str]:
     rows = [tokenizer(text)["input_ids"][:TOKENS] for text in TEXTS[:ROWS]]
     length = min(map(len, rows))
     ids = torch.tensor([row[:length] for row in rows])
-    said = f"No inputs were given: {ROWS} texts of tilewright's own were used."
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, said
+    note = f"No inputs were given: {ROWS} texts of tilewright's own were used."
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, note
 
 
 def _random_tokens(config: Any) -> tuple[Tensor, ...]:

@@ -55,8 +55,8 @@ def load_prompts(path: str | Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"prompts {str(path)!r} cannot be read: {error}.") from error
-    found = _from_jsonl(file, text) if file.suffix == ".jsonl" else [part.strip("\n") for part in text.split("\n\n")]
-    prompts = [prompt for prompt in found if prompt.strip()]
+    texts = _from_jsonl(file, text) if file.suffix == ".jsonl" else [part.strip("\n") for part in text.split("\n\n")]
+    prompts = [prompt for prompt in texts if prompt.strip()]
     if not prompts:
         raise UsageError(f"prompts {str(path)!r} holds no prompt.")
     return prompts
@@ -66,12 +66,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"device {device!r} is not known. Give cpu, cuda or cuda:N.") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {device!r}: torch sees no GPU here. Give cpu.")
-    return found
+    return parsed
 
 
 def _from_folder(folder: Path, device: torch.device) -> Loaded:
@@ -107,34 +107,36 @@ def _class_of(config: Any) -> Any:
 
 
 def _from_factory(path: Path, name: str, device: torch.device) -> Loaded:
-    given = f"{path}:{name}"
+    label = f"{path}:{name}"
     if not path.is_file():
-        raise UsageError(f"MODEL {given!r}: there is no file {str(path)!r}.")
-    factory = getattr(_module(path, given), name, None)
+        raise UsageError(f"MODEL {label!r}: there is no file {str(path)!r}.")
+    factory = getattr(_module(path, label), name, None)
     if not callable(factory):
-        raise UsageError(f"MODEL {given!r}: {path.name} has no function {name!r}.")
-    made = _call(factory, given)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise UsageError(f"MODEL {given!r} returned {type(made).__name__}; it has to return (module, example inputs).")
-    module, inputs = made
+        raise UsageError(f"MODEL {label!r}: {path.name} has no function {name!r}.")
+    result = _call(factory, label)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise UsageError(
+            f"MODEL {label!r} returned {type(result).__name__}; it has to return (module, example inputs)."
+        )
+    module, inputs = result
     return Loaded(module.eval().to(device), None, inputs)
 
 
-def _module(path: Path, given: str) -> Any:
+def _module(path: Path, label: str) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"MODEL {given!r}: {path.name} is no Python file.")
+        raise UsageError(f"MODEL {label!r}: {path.name} is no Python file.")
     module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up by name
-    _call(partial(loader.exec_module, module), given)
+    _call(partial(loader.exec_module, module), label)
     return module
 
 
-def _call(what: Callable[[], Any], given: str) -> Any:
+def _call(what: Callable[[], Any], label: str) -> Any:
     try:
         return what()
     except Exception as error:
-        raise UsageError(f"MODEL {given!r} failed: {first_line(error)}") from error
+        raise UsageError(f"MODEL {label!r} failed: {first_line(error)}") from error
 
 
 def _from_jsonl(file: Path, text: str) -> list[str]:

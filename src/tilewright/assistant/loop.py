@@ -12,30 +12,28 @@ the baseline of the final timing. Where a copy does not fit the device, changes 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.assistant.changes import Change, Scene, Verdict, chosen
+from tilewright.assistant.changes import Change, Scene, chosen
 from tilewright.assistant.observation.condense import condense
 from tilewright.assistant.observation.observe import Observation, observe
-from tilewright.assistant.predict import Prediction, Roof, roofline, summary
+from tilewright.assistant.predict import Roof, roofline, summary
+from tilewright.assistant.proposal import propose
 from tilewright.assistant.report import ChangeRecord, Kind, Report
 from tilewright.assistant.stack import Stack
+from tilewright.assistant.steps import Progress, Steps
+from tilewright.assistant.timing.threads import choose_threads, restored_threads
 from tilewright.assistant.trial import Trials
-from tilewright.assistant.wording import first_line
 from tilewright.assistant.workload import Goal, Workload, workload
 from tilewright.bench.calibrate import calibrate
 from tilewright.bench.machine import clocks, describe
 from tilewright.hardware import ceilings as stored
 from tilewright.hardware.ceilings import Ceilings
-from tilewright.log import logger
-
-Progress = Callable[[str], None]
 
 BUDGET_S = 100.0
 
@@ -111,33 +109,47 @@ def optimize(
     A module that is no language model is timed on its forward call alone. Raises InputError for inputs it cannot use.
     On any error, an interrupt included, the model is restored.
     """
-    say = progress or (lambda line: None)
+    say = Steps(progress)
     journal = _Journal()
-    deadline = time.perf_counter() + (BUDGET_S if budget_s is None else budget_s)
-    with journal.stage("observe"):
-        work = workload(
-            model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
-        )
-        scene = _scene(model, work, ceilings, journal, say)
-    records, proposals = _propose(scene, chosen(allow) if changes is None else changes)
-    stack = Stack(model, work)
-    try:
-        with journal.stage("reference and control"):
-            trials = Trials(scene, stack, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
-            trials.take_control([item.change for item in proposals])
-        for place, item in enumerate(proposals):
-            with journal.stage(item.change.name):
-                planned = [later.change for later in proposals[place + 1 :]]
-                records.append(trials.attempt(item.change, item.predicted, planned=planned))
-        with journal.stage("final measurement"):
-            totals, accuracy = trials.finish()
-            after = observe(model, work, say, count_costs=False) if totals is not None else None
-    except BaseException:
-        stack.at(0)
-        raise
-    report = _report("optimize", scene, records, journal)
+    budget = BUDGET_S if budget_s is None else budget_s
+    deadline = time.perf_counter() + budget
+    with restored_threads():
+        with journal.stage("observe"):
+            work = workload(
+                model,
+                inputs,
+                goal=goal,
+                prompts=prompts,
+                tokenizer=tokenizer,
+                new_tokens=new_tokens,
+                batch_size=batch_size,
+            )
+            threads = choose_threads(model, work, budget_s=budget)
+            scene = _scene(model, work, ceilings, journal, say)
+        records, proposals = propose(scene, chosen(allow) if changes is None else changes)
+        stack = Stack(model, work)
+        say.plan(len(proposals) + 2)
+        try:
+            say.next()
+            with journal.stage("reference and control"):
+                trials = Trials(scene, stack, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
+                trials.take_control()
+            proposals = trials.in_order(proposals)
+            for place, item in enumerate(proposals):
+                say.next()
+                with journal.stage(item.change.name):
+                    planned = [later.change for later in proposals[place + 1 :]]
+                    records.append(trials.attempt(item.change, trials.predict_now(item), planned=planned))
+            say.next()
+            with journal.stage("final measurement"):
+                totals, accuracy = trials.finish()
+                after = observe(model, work, say, count_costs=False) if totals is not None else None
+        except BaseException:
+            stack.at(0)
+            raise
+        report = _report("optimize", scene, records, journal)
     report.control, report.totals, report.accuracy = trials.control, totals, accuracy
-    report.notes += trials.notes
+    report.notes += [threads.note] * bool(threads.note) + trials.notes
     report.after = condense(after) if after is not None else None
     return Optimization(model, report, stack)
 
@@ -157,57 +169,34 @@ def analyze(
     progress: Progress | None = None,
 ) -> Report:
     """`optimize` without changes: what was observed, how far from this machine's ceilings, and what is worth trying."""
-    say = progress or (lambda line: None)
+    say = Steps(progress)
     journal = _Journal()
     with journal.stage("observe"):
         work = workload(
             model, inputs, goal=goal, prompts=prompts, tokenizer=tokenizer, new_tokens=new_tokens, batch_size=batch_size
         )
         scene = _scene(model, work, ceilings, journal, say)
-    records, proposals = _propose(scene, chosen(allow) if changes is None else changes)
+    records, proposals = propose(scene, chosen(allow) if changes is None else changes)
     records += [ChangeRecord.of(item.change, "proposed", item.reason, item.predicted) for item in proposals]
     return _report("analyze", scene, records, journal)
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A change that applies here, why, and what it may bring."""
-
-    change: Change
-    reason: str
-    predicted: Prediction
-
-
 def _scene(model: nn.Module, work: Workload, ceilings: Ceilings | None, journal: _Journal, say: Progress) -> Scene:
     journal.clocks = clocks(work.device)
-    if ceilings is None:
-        ceilings = stored.load(work.device)
-    if ceilings is None:
+    limits = ceilings or stored.load(work.device)
+    if limits is None:
         say("no ceilings are known for this machine: measuring a quick set")
-        ceilings = calibrate(work.device, quick=True, progress=say)
-    return Scene(model, work, observe(model, work, say), ceilings)
-
-
-def _propose(scene: Scene, candidates: Sequence[Change]) -> tuple[list[ChangeRecord], list[Proposal]]:
-    """What does not apply, as records, and what does, in order of stage and then of the gain it may bring."""
-    refused, proposals = [], []
-    for change in candidates:
-        try:
-            verdict = change.applies(scene)
-            predicted = change.predict(scene) if verdict.ok else None
-        except Exception as error:  # noqa: BLE001  one rule that stumbles over an unforeseen model must not end the run
-            logger.warning("change %s could not look at the model", change.name, exc_info=True)
-            verdict, predicted = Verdict(False, f"looking at the model failed: {first_line(error)}"), None
-        if predicted is None:
-            refused.append(ChangeRecord.of(change, "not applicable", verdict.reason))
-        else:
-            proposals.append(Proposal(change, verdict.reason, predicted))
-    return refused, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))
+        limits = calibrate(work.device, quick=True, progress=say)
+    observation = observe(model, work, say)
+    if ceilings is None and _doubts(roofline(observation, limits), observation):
+        say("the model is faster than its floors: measuring the ceilings again")
+        limits = calibrate(work.device, quick=True, progress=say)
+    return Scene(model, work, observation, limits)
 
 
 def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Journal) -> Report:
-    work, seen = scene.work, scene.seen
-    roofs = roofline(seen, scene.ceilings)
+    work, observation = scene.work, scene.observation
+    roofs = roofline(observation, scene.ceilings)
     return Report(
         kind=kind,
         goal=work.goal,
@@ -217,9 +206,9 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
         model={
             "class": type(scene.model).__name__,
             "device": str(work.device),
-            "dtype": seen.dtype,
-            "parameters": seen.parameters,
-            "weight_bytes": seen.weight_bytes,
+            "dtype": observation.dtype,
+            "parameters": observation.parameters,
+            "weight_bytes": observation.weight_bytes,
         },
         workload={
             "examples": len(work.examples),
@@ -227,25 +216,25 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
             "prompts": len(work.prompts) if work.held_out else 0,
             "new_tokens": work.new_tokens,
         },
-        before=condense(seen),
+        before=condense(observation),
         roofs=roofs,
         changes=records,
         seconds=journal.seconds,
-        notes=_doubts(roofs, seen),
+        notes=_doubts(roofs, observation),
     )
 
 
-def _doubts(roofs: list[Roof], seen: Observation) -> list[str]:
+def _doubts(roofs: list[Roof], observation: Observation) -> list[str]:
     """What speaks against the ceilings: a phase that is faster than its floor."""
-    found = []
-    for phase in seen.phases:
+    doubts = []
+    for phase in observation.phases:
         floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
         if floor > 1.1 * phase.wall_us:
-            found.append(
+            doubts.append(
                 f"The {phase.name} took {phase.wall_us / 1e3:.3g} ms, less than its floor of {floor / 1e3:.3g} ms: "
                 "the machine was busy when its ceilings were measured. `tilewright calibrate` measures them again."
             )
-    return found
+    return doubts
 
 
 class _Journal:

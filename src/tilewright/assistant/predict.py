@@ -1,31 +1,47 @@
-"""Predict: what the calibrated ceilings of this machine allow, before anything is changed.
+"""Predict what a change will gain, before it is tried.
+
+A change states a bound: the microseconds of a request that it could save if the machine reached its calibrated
+ceilings and no host time were left. What changes saved of their bounds in committed measurements, a share with its
+spread (`shares`), turns the bound into an expected gain and a range. The low end lies below 1: a change may lose.
+Gains speak of a whole request (prefill, all decoding steps and the loop around them), the quantity that is timed.
 
 The floor of a module is the time its matrix products and attention take at the measured rates, or, for one that has
-neither, the time to move its inputs, parameters and outputs once. A proposal's gain is a range: `low` if nothing of
-what it could win is won, `high` if everything is. Ranges speak of a whole request (prefill and all decoding steps), the
-quantity that is timed later.
+neither, the time to move its inputs, parameters and outputs once. What a phase takes beyond its floors is host time:
+launches on a GPU, calls of operations from Python on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from tilewright.assistant.observation.cost import ModuleCost
 from tilewright.assistant.observation.observe import Observation, Phase
+from tilewright.assistant.scene import Scene
+from tilewright.assistant.shares import Share, share_of
 from tilewright.hardware.ceilings import Ceilings, dtype_bytes
 
-Saving = Callable[[Phase], tuple[float, float]]
+Saving = Callable[[Phase], float]
+_SHORTEST = 0.02  # of a request: no prediction leaves less
+
+# Kept changes that leave no host time in a decoding step.
+_HOSTLESS = {"cuda": ("static_decode",), "cpu": ("compiled_decode",)}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed-up of a request, old time / new time, with the arithmetic in words."""
+    """Speed-up of a request, old time / new time: a range, what is expected, and the arithmetic in words.
+
+    bound_us: what could be saved of a request of now_us.
+    """
 
     low: float
     high: float
     because: str
+    expected: float | None = None
+    bound_us: float | None = None
+    now_us: float | None = None
 
 
 @dataclass
@@ -41,21 +57,29 @@ class Roof:
     bytes: int
 
 
-def predict(seen: Observation, saving: Saving, because: str) -> Prediction:
-    """Turn savings per phase call, (low, high) in us, into a range for the request."""
-    total = seen.request_us
-    low = high = 0.0
-    for phase in seen.phases:
-        least, most = saving(phase)
-        low += phase.calls * least
-        high += phase.calls * min(most, 0.99 * phase.wall_us)
-    return Prediction(total / (total - low), total / (total - high), because)
+def predict(scene: Scene, name: str, saving: Saving, because: str, *, around_us: float = 0.0) -> Prediction:
+    """Turn what a change could save per phase call, in us, into the gain of a request.
+
+    around_us: what it could save outside of the phases.
+    """
+    bound = around_us + sum(phase.calls * min(saving(phase), phase.wall_us) for phase in phases_now(scene))
+    return gain_of(bound, scene.now_us, share_of(name, scene.work.device.type), because)
 
 
-def roofline(seen: Observation, ceilings: Ceilings) -> list[Roof]:
+def gain_of(bound_us: float, now_us: float, share: Share, because: str = "") -> Prediction:
+    """The gain of saving a `share` of `bound_us` in a request of `now_us`."""
+
+    def gain(part: float, besides: float) -> float:
+        return 1 / max(_SHORTEST, 1 - part * bound_us / now_us + besides)
+
+    ends = [gain(part, besides) for part in (share.low, share.high) for besides in (share.margin, -share.margin)]
+    return Prediction(min(ends), max(ends), because, gain(share.middle, 0.0), bound_us, now_us)
+
+
+def roofline(observation: Observation, ceilings: Ceilings) -> list[Roof]:
     """Every module class of every phase: time spent in its own ops, and the floor of those ops."""
     roofs: dict[tuple[str, str], Roof] = {}
-    for phase in seen.phases:
+    for phase in observation.phases:
         times = {module.path: module for module in phase.modules}
         parents = _parents(phase.costs)
         for cost in phase.costs:
@@ -101,9 +125,9 @@ def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str
 
 def summary(ceilings: Ceilings) -> dict[str, float]:
     """The largest rates measured: a copy in bytes/s, products in flop/s by dtype. For plots, not for predictions."""
-    found = {"launch_us": ceilings.launch_us}
+    largest = {"launch_us": ceilings.launch_us}
     curve = ceilings.bandwidth.get("read1_write1") or next(iter(ceilings.bandwidth.values()))
-    found["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6
+    largest["copy_bytes_per_s"] = max(size / us for size, us in curve) * 1e6
     for dtype, grid in ceilings.matmul.items():
         rates = (
             2 * m * n * k / grid["us"][i][j][h]
@@ -111,8 +135,8 @@ def summary(ceilings: Ceilings) -> dict[str, float]:
             for j, n in enumerate(grid["n"])
             for h, k in enumerate(grid["k"])
         )
-        found[f"matmul_{dtype}_flop_per_s"] = max(rates) * 1e6
-    return found
+        largest[f"matmul_{dtype}_flop_per_s"] = max(rates) * 1e6
+    return largest
 
 
 def ideal_bytes(cost: ModuleCost) -> int:
@@ -120,11 +144,38 @@ def ideal_bytes(cost: ModuleCost) -> int:
     return cost.bytes_ideal_read + cost.bytes_ideal_written
 
 
-def per_op_us(phase: Phase) -> float:
-    """What one op costs because it is an op: host time per launch where the device waits for the host, else 0."""
+def phases_now(scene: Scene) -> list[Phase]:
+    """The observed phases; a decoding step without its host time where a kept change has taken that away."""
+    device = scene.work.device.type
+    if not any(name in scene.in_force for name in _HOSTLESS.get(device, ())):
+        return scene.observation.phases
+    return [_without_host(scene, phase) if phase.name == "decode" else phase for phase in scene.observation.phases]
+
+
+def _without_host(scene: Scene, phase: Phase) -> Phase:
+    busy = phase.busy_us if scene.work.device.type == "cuda" else phase.wall_us - host_us(scene, phase)
+    idle = None if phase.idle_share is None else 0.0
+    return replace(phase, wall_us=min(phase.wall_us, busy), idle_share=idle)
+
+
+def per_op_us(scene: Scene, phase: Phase) -> float:
+    """What one op costs because it is an op.
+
+    On a GPU the host time per launch where the device waits for the host; on a CPU the time of a phase beyond its
+    floors, in the phase where that is least.
+    """
+    if scene.work.device.type == "cpu":
+        host = min((host_us(scene, one) / one.kernels for one in scene.observation.phases if one.kernels), default=0.0)
+        return min(host, host_us(scene, phase) / phase.kernels) if phase.kernels else 0.0
     if phase.idle_share is None or not phase.kernels:
         return 0.0
     return phase.idle_share * phase.wall_us / phase.kernels
+
+
+def host_us(scene: Scene, phase: Phase) -> float:
+    """Time of one call of a phase beyond the floors of its products and attention."""
+    floor = sum(floor_us(cost, scene.ceilings, leaf=False) for cost in phase.costs)
+    return max(0.0, phase.wall_us - floor)
 
 
 def self_us(phase: Phase, costs: Iterable[ModuleCost]) -> float:
@@ -142,5 +193,5 @@ def leaves(phase: Phase) -> list[ModuleCost]:
 def _parents(costs: Iterable[ModuleCost]) -> set[str]:
     paths = {cost.path for cost in costs}
     inner = {path for path in paths if path}
-    prefixes = {path[:at] for path in inner for at, sign in enumerate(path) if sign == "."}
+    prefixes = {path[:index] for path in inner for index, sign in enumerate(path) if sign == "."}
     return prefixes | ({""} if inner else set())

@@ -13,7 +13,7 @@ from tilewright.assistant.workload import Workload, greedy
 from tilewright.models.agreement import logits_of
 
 _KEPT_BYTES = 1 << 30  # logits kept for comparison, at most
-_CHECKED_PROMPTS = 4  # prompts whose greedy continuation is checked
+_DECODED_PROMPTS = 4  # prompts whose greedy continuation is checked, at most
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Which prompts are evaluated and at which positions (int64, by prompt); drawn once, the same for all."""
+    """Which prompts are evaluated and at which positions (int64, by prompt); drawn once, the same for all.
+
+    decoded: of how many prompts the greedy continuation is checked.
+    """
 
     prompts: tuple[Tensor, ...]
     positions: tuple[Tensor, ...]
+    decoded: int = _DECODED_PROMPTS
 
 
-def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None) -> Sample:
+def draw(
+    work: Workload, vocabulary: int, *, seed: int, prompts: int | None = None, decoded: int = _DECODED_PROMPTS
+) -> Sample:
     """Choose random positions in the first `prompts` prompts: at most 4096, and 1 GiB of float64 logits."""
     chosen = work.prompts[:prompts]
     lengths = [int(ids.shape[1]) for ids in chosen]
@@ -51,7 +57,7 @@ def draw(work: Workload, vocabulary: int, *, seed: int, prompts: int | None = No
     for length in lengths:
         positions.append(picks[(picks >= start) & (picks < start + length)] - start)
         start += length
-    return Sample(chosen, tuple(positions))
+    return Sample(chosen, tuple(positions), min(decoded, _DECODED_PROMPTS))
 
 
 def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode: bool) -> Evaluation:
@@ -62,10 +68,10 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
             return Evaluation(
                 torch.cat([out.reshape(-1, out.shape[-1]) if out.dim() else out.reshape(1, 1) for out in outputs]), None
             )
-        kept, losses = [], []
-        for ids, at in zip(sample.prompts, sample.positions, strict=True):
+        chosen, losses = [], []
+        for ids, positions in zip(sample.prompts, sample.positions, strict=True):
             logits = logits_of(model(input_ids=ids))[0]
-            kept.append(logits[at.to(logits.device)])
+            chosen.append(logits[positions.to(logits.device)])
             losses.append(
                 F.cross_entropy(
                     logits[:-1].to(_at_least_float(logits.dtype)), ids[0, 1:].to(logits.device), reduction="none"
@@ -75,8 +81,8 @@ def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode:
             )
         generated = agreed = 0
         if decode and work.generates:
-            generated, agreed = _decoding_agreement(model, work, sample.prompts[:_CHECKED_PROMPTS])
-        return Evaluation(torch.cat(kept), torch.cat(losses) if work.held_out else None, generated, agreed)
+            generated, agreed = _decoding_agreement(model, work, sample.prompts[: sample.decoded])
+        return Evaluation(torch.cat(chosen), torch.cat(losses) if work.held_out else None, generated, agreed)
 
 
 def perplexity(nll: Tensor) -> float:
@@ -85,7 +91,7 @@ def perplexity(nll: Tensor) -> float:
 
 
 def _decoding_agreement(model: nn.Module, work: Workload, prompts: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Of the tokens that `generate` chose, how many the same model's forward over the finished text ranks first.
+    """Count the tokens that `generate` chose, and those that the model's forward over the whole text ranks first.
 
     The forward pass has its own check against the reference; this one ties decoding, which may run other code, to it.
     """

@@ -1,7 +1,6 @@
-"""The report: everything that was seen, tried, measured and decided, as one JSON document with a schema version.
+"""The report: one JSON document with a schema version, or a page.
 
-Dataclasses are the schema. `Report.from_json(report.to_json()) == report`; a document of another version is refused,
-not guessed at.
+`Report.from_json(report.to_json()) == report`; a document of another version is refused, not guessed at.
 """
 
 from __future__ import annotations
@@ -10,130 +9,28 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tilewright.assistant.changes.protocol import Change
-from tilewright.assistant.measure import Comparison
-from tilewright.assistant.observation.observe import Observation
-from tilewright.assistant.predict import Prediction, Roof
-from tilewright.assistant.verify import Accuracy
+from tilewright.assistant.document import SCHEMA, ChangeRecord, Decision, Document, Kind
+from tilewright.assistant.view import html
 from tilewright.errors import InputError
 
-SCHEMA = "tilewright.optimize/1"
-
-Kind = Literal["optimize", "analyze"]
-Decision = Literal["kept", "rejected", "not applicable", "not tried", "proposed"]
+__all__ = ["SCHEMA", "ChangeRecord", "Decision", "Kind", "Report"]
 
 
 @dataclass
-class ChangeRecord:
-    """One change: what it promised, what it did, what became of it and why.
-
-    reason: one or two sentences. preparation_s: its first calls, with compilation or graph capture. seconds: all time
-    spent on it.
-    """
-
-    name: str
-    why: str
-    source: str
-    risk: str
-    decision: Decision
-    reason: str
-    detail: str = ""
-    predicted: Prediction | None = None
-    measured: Comparison | None = None
-    accuracy: Accuracy | None = None
-    preparation_s: float | None = None
-    seconds: float = 0.0
-
-    @staticmethod
-    def of(change: Change, decision: Decision, reason: str, predicted: Prediction | None = None) -> ChangeRecord:
-        """A record of `change` with nothing measured yet."""
-        return ChangeRecord(change.name, change.why, change.source, change.risk, decision, reason, predicted=predicted)
-
-
-@dataclass
-class Report:
-    """One run of `optimize` (or of `analyze`, which has no control, totals or accuracy).
-
-    control: two unchanged copies against each other: what this machine calls a difference of nothing.
-    totals: the unchanged model against the final one, timed together after all decisions. seconds: by stage.
-    """
-
-    kind: Kind
-    goal: str
-    machine: dict[str, Any]
-    model: dict[str, Any]
-    workload: dict[str, Any]
-    before: Observation
-    roofs: list[Roof]
-    changes: list[ChangeRecord]
-    after: Observation | None = None
-    control: Comparison | None = None
-    totals: Comparison | None = None
-    accuracy: Accuracy | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    schema: str = SCHEMA
-
-    def decided(self, decision: Decision) -> list[ChangeRecord]:
-        """The changes with this decision, in the order they were tried."""
-        return [change for change in self.changes if change.decision == decision]
-
-    @property
-    def headline(self) -> str:
-        """The result in one sentence."""
-        if self.kind == "analyze":
-            return f"{len(self.decided('proposed'))} changes are worth trying on {self.model['class']}."
-        if self.totals is None and not self.decided("rejected"):
-            return f"No change was tried on {self.model['class']}: {self._why_untried()}"
-        if self.totals is None:
-            tried, left = len(self.decided("rejected")), len(self.decided("not tried"))
-            if left:
-                return (
-                    f"{tried} of {tried + left} changes were tried on {self.model['class']} and none was kept; "
-                    "the time budget ended before the others. It is unchanged."
-                )
-            return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
-        gain = self.totals.decisive
-        kept = ", ".join(change.name for change in self.decided("kept"))
-        accuracy = "" if self.accuracy is None else f"; logit error {_errors(self.accuracy)}"
-        return (
-            f"{self.model['class']}: {gain.name} {gain.before:.4g} to {gain.after:.4g} {gain.unit}, "
-            f"{gain.gain:.2f}x (95 %: {gain.gain_low:.2f} to {gain.gain_high:.2f}) by {kept}{accuracy}."
-        )
-
-    @property
-    def code(self) -> str:
-        """Three lines that put the kept changes on a copy of the model; "" where nothing was kept."""
-        kept = [change.name for change in self.decided("kept")]
-        if not kept:
-            return ""
-        inputs = "" if self.workload["new_tokens"] else ", inputs"
-        return (
-            "from tilewright.assistant import apply_changes\n"
-            f"model = ...  # your {self.model['class']} in evaluation mode, as you load it\n"
-            f"apply_changes(model, {kept!r}{inputs})"
-        )
-
-    def _why_untried(self) -> str:
-        left = len(self.decided("not tried"))
-        return f"the time budget ended before {left} of them; raise it." if left else "none applies."
-
-    def to_json(self) -> str:
-        """This report as JSON text. A number that is not finite becomes null."""
-        return json.dumps(_finite(asdict(self)), separators=(",", ":")) + "\n"
+class Report(Document):
+    """One run of `optimize` (or of `analyze`, which has no control, totals or accuracy)."""
 
     @staticmethod
     def from_json(text: str) -> Report:
         """Read what `to_json` wrote. Raises InputError for another schema."""
         data = json.loads(text)
-        found = data.get("schema") if isinstance(data, dict) else None
-        if found != SCHEMA:
-            raise InputError(f"this is no report that this version reads: schema {found!r}, wanted {SCHEMA!r}.")
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise InputError(f"this is no report that this version reads: schema {schema!r}, wanted {SCHEMA!r}.")
         return typing.cast(Report, _build(Report, data))
 
     def save(self, path: str | Path) -> Path:
@@ -142,41 +39,25 @@ class Report:
         if target.suffix not in (".html", ".json"):
             raise InputError(f"{target.name}: a report is saved as .html or .json.")
         if target.suffix == ".html":
-            from tilewright.assistant.html import render
-
-            text = render(self)
+            text = html.render(self)
         else:
             text = self.to_json()
         target.write_text(text, encoding="utf-8")
         return target
 
 
-def _errors(accuracy: Accuracy) -> str:
-    return f"{accuracy.error:.1e}, {accuracy.own_error:.1e} before"
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity; and no measurement here has more than six digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
 def _build(kind: Any, value: Any) -> Any:
     """`value` as parsed from JSON, as the annotated type `kind`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        wanted = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None else _build(wanted[0], value)
+        variants = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else _build(variants[0], value)
     if origin is list:
         return [_build(arguments[0], item) for item in value]
     if kind is float:
         return math.inf if value is None else float(value)
     if is_dataclass(kind) and isinstance(kind, type):
         hints = typing.get_type_hints(kind)
-        return kind(**{item.name: _build(hints[item.name], value[item.name]) for item in fields(kind)})
+        present = [item.name for item in fields(kind) if item.name in value]  # older documents lack the newer fields
+        return kind(**{name: _build(hints[name], value[name]) for name in present})
     return value

@@ -18,7 +18,7 @@ from tilewright.version import __version__
 
 _FILE = '''"""{gain}
 
-Made by `tilewright optimize`, tilewright {version}. The weights beside this file are those of the unchanged model.
+Made by `tilewright optimize`, tilewright {version}. The weights next to this file are those of the unchanged model.
 
     from optimized import load
 
@@ -56,46 +56,48 @@ def apply_changes(
     force; `.at(0)` takes them off. Raises InputError for an unknown name, and whatever a change raises that does not
     apply; the model is then as before.
     """
-    known = {change.name: change for change in chosen(names)}
+    by_name = {change.name: change for change in chosen(names)}
     if inputs is None and prompts is None:
-        made = make(model, tokenizer)
-        inputs, prompts = made.inputs, made.prompts
+        example = make(model, tokenizer)
+        inputs, prompts = example.inputs, example.prompts
     stack = Stack(model, workload(model, inputs, prompts=prompts, tokenizer=tokenizer))
     try:
         for name in names:
-            stack.push(known[name])
+            stack.push(by_name[name])
     except BaseException:
         stack.at(0)
         raise
     return stack
 
 
-def save(found: Optimization, folder: str | Path, *, source: str = "", tokenizer: Any = None) -> list[str]:
+def save(optimization: Optimization, folder: str | Path, *, source: str = "", tokenizer: Any = None) -> list[str]:
     """Write the weights and `optimized.py`, whose `load()` applies what was kept. Returns the names of the files.
 
     The changes are taken off the model for that, and put on again. source: "FILE.py:FACTORY" of a model that
     transformers cannot save; its weights go into weights.pt.
     """
-    here = Path(folder)
-    here.mkdir(parents=True, exist_ok=True)
-    kept = [record.name for record in found.accepted]
-    own = callable(getattr(found.model, "save_pretrained", None)) and not source
-    with found.taken_off():
-        if own:
-            saver: Any = found.model
-            saver.save_pretrained(here)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    names = [record.name for record in optimization.accepted]
+    saves_itself = callable(getattr(optimization.model, "save_pretrained", None)) and not source
+    with optimization.taken_off():
+        if saves_itself:
+            saver: Any = optimization.model
+            saver.save_pretrained(target)
             if tokenizer is not None:
-                tokenizer.save_pretrained(here)
+                tokenizer.save_pretrained(target)
         else:
-            torch.save(found.model.state_dict(), here / "weights.pt")
+            torch.save(optimization.model.state_dict(), target / "weights.pt")
     path, _, factory = source.rpartition(":")
     text = _FILE.format(
-        gain=found.report.headline.replace('"""', ""),
+        gain=optimization.report.headline.replace('"""', ""),
         version=__version__,
-        kept=kept,
-        imports="" if own else "\nimport torch\n",
-        source="str(here)" if own else repr(f"{Path(path).resolve()}:{factory}"),
-        weights="" if own else '    found.model.load_state_dict(torch.load(here / "weights.pt", weights_only=True))\n',
+        kept=names,
+        imports="" if saves_itself else "\nimport torch\n",
+        source="str(here)" if saves_itself else repr(f"{Path(path).resolve()}:{factory}"),
+        weights=""
+        if saves_itself
+        else '    found.model.load_state_dict(torch.load(here / "weights.pt", weights_only=True))\n',
     )
-    (here / "optimized.py").write_text(text, encoding="utf-8")
-    return sorted(file.name for file in here.iterdir())
+    (target / "optimized.py").write_text(text, encoding="utf-8")
+    return sorted(file.name for file in target.iterdir())

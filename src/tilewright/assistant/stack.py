@@ -12,7 +12,7 @@ from tilewright.assistant.workload import Workload
 
 @runtime_checkable
 class Refreshable(Protocol):
-    """An applied change that recorded the model's modules (captured graphs) and has to start anew when they change."""
+    """An applied change that recorded the model's modules (captured graphs) and has to start again when they change."""
 
     def refresh(self) -> None: ...
 

@@ -1,9 +1,4 @@
-"""One change at a time: apply on a copy, run it, verify, time, decide.
-
-The rule: a change is kept if the accuracy gate passes and the whole 95 % interval of its gain lies above 1 and above
-what two identical models were measured to differ by here (the control). Everything else is undone, and the record says
-why.
-"""
+"""One change at a time: apply it to a copy, run it, verify, time, decide (`decide`); keep it or undo it."""
 
 from __future__ import annotations
 
@@ -22,19 +17,23 @@ from torch import nn
 
 from tilewright.assistant.changes.cast import InDtype
 from tilewright.assistant.changes.protocol import Change, Scene
-from tilewright.assistant.measure import Comparison, Metric, Side, calls, compare
+from tilewright.assistant.document import ChangeRecord
 from tilewright.assistant.observation.observe import wall_us, weight_bytes
 from tilewright.assistant.predict import Prediction
+from tilewright.assistant.proposal import Proposal
 from tilewright.assistant.reference import Evaluation, Sample, draw, evaluate
-from tilewright.assistant.report import ChangeRecord
 from tilewright.assistant.stack import Stack
+from tilewright.assistant.timing.decide import Decision, Noise, decide
+from tilewright.assistant.timing.measure import FEWEST_ROUNDS, Comparison, Side, calls, compare
 from tilewright.assistant.verify import Accuracy, judge, meaning
 from tilewright.assistant.wording import first_line
 from tilewright.errors import VerificationError
 from tilewright.log import logger
 from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wide_dtype
 
-_EVALUATION_SHARE = 0.02  # of the budget, for one evaluation of one model
+_EVALUATION_SHARE = 0.01  # of the budget, for the logits of one model; the same again for its decoding
+_NOISY_ROUNDS = 16  # of a control that is taken again, and of each comparison where it was
+_CONTROL_SHARE = 0.05  # of the budget, for the control
 _TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
 _LONGEST_TIMING_S = 20.0
 
@@ -55,10 +54,15 @@ class Trials:
         self.main = main
         self.control: Comparison | None = None
         self.notes: list[str] = []
+        self._scene = scene
+        self._request_us: float | None = None  # with what was kept, once something was
         self._work = scene.work
-        self._peak = max((phase.peak_bytes or 0 for phase in scene.seen.phases), default=0)
+        self._peak = max((phase.peak_bytes or 0 for phase in scene.observation.phases), default=0)
         self._deadline = deadline
         self._say = say
+        self._request_s = scene.observation.request_us / 1e6
+        self._evaluation_s = 0.0
+        self._fewest = FEWEST_ROUNDS
         self._sample = self._draw(scene.model, seed)
         self._reference = self._evaluate_reference(scene.model)
         self._own = self._evaluate_own(scene.model, accept_dtype)
@@ -69,33 +73,74 @@ class Trials:
         """Whether there was no room for a copy."""
         return self.trial is self.main
 
-    def take_control(self, planned: Sequence[Change]) -> None:
-        """Time two unchanged models against each other, before the `planned` changes."""
+    def take_control(self) -> None:
+        """Time two unchanged models against each other; where that is noisy once more, longer and with one thread."""
         self._say("timing two unchanged models against each other")
         self._warm_up(self.trial.model)
-        self.control = compare(
-            Side(self.main.model), Side(self.trial.model), self._work, seconds=self._timing_s(planned)
-        )
+        self.control = self._compare_unchanged(self._fewest)
+        if not self.noise.too_noisy:
+            return
+        if self._work.device.type == "cpu" and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)
+            self.notes.append("Measured with torch.set_num_threads(1): with more, two unchanged models differed.")
+        self._say("the machine is noisy: timing them again, for longer")
+        self._fewest = _NOISY_ROUNDS
+        self.control = self._compare_unchanged(self._fewest)
+
+    @property
+    def noise(self) -> Noise:
+        """What the control says of this machine."""
+        return Noise.of(self.control)
+
+    def in_order(self, proposals: Sequence[Proposal]) -> list[Proposal]:
+        """Those that fit the budget, in the order given, then the rest, the largest predicted gain first.
+
+        The time goes to the largest predicted gains first.
+        """
+        left = self._left() - self._trial_s()  # the final measurement takes as long as a trial
+        affordable = set()
+        for item in sorted(proposals, key=lambda item: -item.predicted.high):
+            needed = self._trial_s() + self._preparation_s(item.change)
+            if needed <= left:
+                affordable.add(item.change.name)
+                left -= needed
+        first = [item for item in proposals if item.change.name in affordable]
+        rest = [item for item in proposals if item.change.name not in affordable]
+        return first + sorted(rest, key=lambda item: -item.predicted.high)
+
+    def predict_now(self, item: Proposal) -> Prediction:
+        """The prediction on top of what was kept so far; as it was where nothing was."""
+        if self._request_us is None:
+            return item.predicted
+        names = tuple(change.name for change in self.trial.changes[: len(self.trial)])
+        return item.change.predict(replace(self._scene, in_force=names, request_us=self._request_us))
 
     def attempt(self, change: Change, predicted: Prediction, *, planned: Sequence[Change]) -> ChangeRecord:
         """Try one change; keep it or undo it. planned: what comes after it and shares the time that is left."""
         record = ChangeRecord.of(change, "rejected", "", predicted)
         began = time.perf_counter()
         left = self._deadline - began
-        if left <= change.preparation_s:
-            record.decision, record.reason = "not tried", _too_late(change.preparation_s, left)
+        needed = self._preparation_s(change)
+        if left <= needed:
+            record.decision, record.reason = "not tried", _too_late(needed, left)
             return record
-        kept = len(self.trial)
+        if self.noise.too_noisy:
+            record.decision, record.reason = "not tried", f"{self.noise.sentence}."
+            return record
+        count = len(self.trial)
         try:
             self._run(change, record, self._timing_s([change, *planned]))
         except Exception as error:  # noqa: BLE001  the change, the compiler behind it and the model are not ours to trust
             logger.info("change %s failed", change.name, exc_info=True)
             record.reason = f"it failed: {first_line(error)}"
+        if record.decision == "kept" and record.measured is not None:
+            gain = record.measured.decisive.gain
+            self._request_us = (self._request_us or self._scene.observation.request_us) / gain
         if record.decision == "kept" and not self.in_place:
             self._say(f"{change.name}: kept, applying it to the model")
             self.main.push(change)
             self._warm_up(self.main.model)
-        elif record.decision != "kept" and len(self.trial) > kept:
+        elif record.decision != "kept" and len(self.trial) > count:
             self._say(f"{change.name}: undone")
             self.trial.pop()
         record.seconds = round(time.perf_counter() - began, 3)
@@ -116,7 +161,7 @@ class Trials:
         else:
             self.trial.at(0)
             before, after = Side(self.trial.model), Side(self.main.model)
-        totals = compare(before, after, self._work, seconds=self._timing_s([]))
+        totals = compare(before, after, self._work, seconds=self._timing_s([]), fewest=self._fewest)
         self.main.at(count)
         accuracy = self._judge(self.main.model)
         if not accuracy.passed:
@@ -138,26 +183,23 @@ class Trials:
             record.reason = f"the accuracy gate: {'; '.join(record.accuracy.failures)}."
             target = getattr(change, "target", None)
             if target is not None and math.isfinite(record.accuracy.error):
-                faster, measured = self._time(change, record, seconds)
-                if faster:
+                decision, measured = self._time(change, record, seconds)
+                if decision == "kept":
                     record.reason += f" {self._offer(target, record.accuracy, measured)}"
             return
-        faster, record.reason = self._time(change, record, seconds)
-        if faster:
-            record.decision = "kept"
+        record.decision, record.reason = self._time(change, record, seconds)
 
-    def _time(self, change: Change, record: ChangeRecord, seconds: float) -> tuple[bool, str]:
-        """Time the trial model against the one without its last change: whether it is faster, and what was measured."""
+    def _time(self, change: Change, record: ChangeRecord, seconds: float) -> tuple[Decision, str]:
+        """Time the trial model against the one without its last change: the decision, and what was measured."""
         self._say(f"{change.name}: timing against the model without it")
         count = len(self.trial)
         if self.in_place:
             before, after = (Side(self.trial.model, partial(self.trial.at, n)) for n in (count - 1, count))
         else:
             before, after = Side(self.main.model), Side(self.trial.model)
-        record.measured = compare(before, after, self._work, seconds=seconds)
+        record.measured = compare(before, after, self._work, seconds=seconds, fewest=self._fewest)
         self.trial.at(count)
-        control = self.control.decisive.gain if self.control is not None else 1.0
-        return decide(record.measured.decisive, max(control, 1 / control))
+        return decide(record.measured.decisive, self.noise, clock=record.measured.clock)
 
     def _offer(self, target: torch.dtype, accuracy: Accuracy, measured: str) -> str:
         """A cast that would pay: its gain, its cost by what the model is for, and how to accept it."""
@@ -186,10 +228,28 @@ class Trials:
         self._changed = evaluate(model, self._work, self._sample, decode=True)
         return judge(self._changed, self._own, self._reference)
 
+    def _compare_unchanged(self, fewest: int) -> Comparison:
+        seconds = _CONTROL_SHARE * self._left()
+        before, after = Side(self.main.model), Side(self.trial.model)
+        return compare(before, after, self._work, seconds=seconds, fewest=fewest)
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.perf_counter())
+
+    def _trial_s(self) -> float:
+        """Least seconds of one trial without a compilation: first calls, verification, the fewest rounds."""
+        round_s = 0.0 if self.control is None else self.control.seconds / self.control.rounds
+        return self._evaluation_s + (self._fewest + 2) * round_s
+
+    def _preparation_s(self, change: Change) -> float:
+        """Seconds that a change's first calls take here: known for an idle machine, longer on a busy one."""
+        busy = 0.0 if self.control is None else self.control.busy
+        return change.preparation_s / (1 - min(busy, 0.9))
+
     def _timing_s(self, planned: Sequence[Change]) -> float:
         """Seconds for one comparison: an equal part for each planned change and the final measurement."""
-        left = max(0.0, self._deadline - time.perf_counter())
-        reserved = sum(change.preparation_s for change in planned)
+        left = self._left()
+        reserved = sum(self._preparation_s(change) for change in planned)
         free = left - reserved if reserved < left else left  # what cannot be kept free would be kept for nothing
         return min(_LONGEST_TIMING_S, _TIMING_SHARE * free / (len(planned) + 1))
 
@@ -197,40 +257,43 @@ class Trials:
         if not self._work.prompts:
             return None
         one = wall_us(lambda: model(input_ids=self._work.prompts[0]), self._work.device, calls=1) / 1e6
-        allowed = _EVALUATION_SHARE * max(0.0, self._deadline - time.perf_counter())
+        allowed = _EVALUATION_SHARE * self._left()
         prompts = min(len(self._work.prompts), max(4, int(allowed / one)))
         if prompts < len(self._work.prompts):
             self.notes.append(
                 f"Accuracy is judged on the first {prompts} of {len(self._work.prompts)} prompts, for the time budget."
             )
         config: Any = model.config
-        return draw(self._work, int(config.vocab_size), seed=seed, prompts=prompts)
+        decoded = max(1, int(allowed / self._request_s)) if self._request_s else prompts
+        return draw(self._work, int(config.vocab_size), seed=seed, prompts=prompts, decoded=decoded)
 
     def _evaluate_reference(self, model: nn.Module) -> Evaluation:
         dtype = wide_dtype(model)
         need = sum(p.numel() for p in model.parameters()) * dtype.itemsize + 2 * self._peak
         device = self._work.device if _room(self._work.device) > need else torch.device("cpu")
         if device != self._work.device:
-            self.notes.append("The reference ran on the CPU: the device has no room for it beside the model.")
+            self.notes.append("The reference ran on the CPU: the device has no room for it besides the model.")
         name = str(dtype).removeprefix("torch.")
         self._say(f"evaluating a {name} copy of the unchanged model as the reference")
         with full_precision():
-            found = evaluate(wide_copy(model, dtype, device), self._work, self._sample, decode=False)
+            reference = evaluate(wide_copy(model, dtype, device), self._work, self._sample, decode=False)
         _release(self._work.device)
-        return found
+        return reference
 
     def _evaluate_own(self, model: nn.Module, accept_dtype: torch.dtype | None) -> Evaluation:
         """The unchanged model's outputs, or those in the accepted format; perplexity is always the former's."""
-        own = evaluate(model, self._work, self._sample, decode=True)
+        began = time.perf_counter()
+        unpatched = evaluate(model, self._work, self._sample, decode=True)
+        self._evaluation_s = time.perf_counter() - began
         if accept_dtype is None:
-            return own
+            return unpatched
         cast = InDtype(model, (dominant_dtype(model),), accept_dtype)
         try:
             accepted = evaluate(model, self._work, self._sample, decode=True)
         finally:
             cast.undo()
         self.notes.append(f"Errors are held against the unchanged model in {accept_dtype}, as accept_dtype asks.")
-        return replace(accepted, nll=own.nll)
+        return replace(accepted, nll=unpatched.nll)
 
     def _copy(self, model: nn.Module) -> Stack:
         if _room(self._work.device) < 1.1 * weight_bytes(model) + 2 * self._peak:
@@ -239,18 +302,6 @@ class Trials:
             )
             return self.main
         return Stack(copy.deepcopy(model), self._work)
-
-
-def decide(gain: Metric, noise: float) -> tuple[bool, str]:
-    """Whether `gain` excludes "no gain", and the sentence that says so. noise: the control's ratio, at least 1."""
-    measured = f"{gain.name} {gain.gain:.3f}x (95 %: {gain.gain_low:.3f} to {gain.gain_high:.3f})"
-    if gain.gain_low > noise:
-        return True, f"{measured}: faster beyond its interval."
-    if gain.gain_high < 1.0:
-        return False, f"{measured}: slower."
-    if gain.gain_low > 1.0:
-        return False, f"{measured}: no more than two unchanged models differ by here ({noise:.3f}x)."
-    return False, f"{measured}: the interval does not exclude no gain."
 
 
 def _too_late(needed: float, left: float) -> str:

@@ -31,7 +31,7 @@ PERPLEXITY_RISE = 0.001
 
 @dataclass
 class Accuracy:
-    """One model beside the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
+    """One model next to the unpatched one (`own_*`), both against the wide reference. Shares lie in [0, 1].
 
     error, own_error, error_limit: relative Frobenius error of the logits. top1_limit: lower end of the Wilson interval.
     decode_change_high: upper end of the 95 % interval of the change in agreement.
@@ -70,7 +70,7 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
     limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR)
     top1 = Agreement.of(changed.logits, reference.logits)
     own_top1 = Agreement.of(unpatched.logits, reference.logits)
-    found = Accuracy(
+    accuracy = Accuracy(
         positions=own_top1.total,
         error=error,
         own_error=own_error,
@@ -80,16 +80,16 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
         top1_limit=own_top1.interval[0],
     )
     if not error <= limit:  # a NaN fails
-        found.failures.append(
+        accuracy.failures.append(
             f"logit error {error:.2e} exceeds {limit:.2e} (the unpatched model's own: {own_error:.2e})"
         )
-    if found.top1 < found.top1_limit:
-        found.failures.append(
-            f"top-1 agreement {found.top1:.2%} lies below {found.top1_limit:.2%}, the unpatched model's interval"
+    if accuracy.top1 < accuracy.top1_limit:
+        accuracy.failures.append(
+            f"top-1 agreement {accuracy.top1:.2%} lies below {accuracy.top1_limit:.2%}, the unpatched model's interval"
         )
-    _judge_decoding(found, changed, unpatched)
-    _judge_perplexity(found, changed, unpatched)
-    return found
+    _judge_decoding(accuracy, changed, unpatched)
+    _judge_perplexity(accuracy, changed, unpatched)
+    return accuracy
 
 
 def meaning(changed: Evaluation, reference: Evaluation) -> tuple[float, float]:
@@ -101,31 +101,31 @@ def meaning(changed: Evaluation, reference: Evaluation) -> tuple[float, float]:
     return float(cosine.min()), Agreement.of(changed.logits, reference.logits).rate
 
 
-def _judge_decoding(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
+def _judge_decoding(accuracy: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
     if not changed.generated or not unpatched.generated:
         return
-    ours, own = Agreement(changed.agreed, changed.generated), Agreement(unpatched.agreed, unpatched.generated)
-    found.decoded, found.decode_agreement, found.own_decode_agreement = ours.total, ours.rate, own.rate
-    found.decode_change_high = ours.change_from(own)[1]
-    if found.decode_change_high < 0:
-        found.failures.append(
+    ours, before = Agreement(changed.agreed, changed.generated), Agreement(unpatched.agreed, unpatched.generated)
+    accuracy.decoded, accuracy.decode_agreement, accuracy.own_decode_agreement = ours.total, ours.rate, before.rate
+    accuracy.decode_change_high = ours.change_from(before)[1]
+    if accuracy.decode_change_high < 0:
+        accuracy.failures.append(
             f"generate() and forward agree on {ours.rate:.2%} of {ours.total} tokens, the unchanged model's on "
-            f"{own.rate:.2%}"
+            f"{before.rate:.2%}"
         )
 
 
-def _judge_perplexity(found: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
+def _judge_perplexity(accuracy: Accuracy, changed: Evaluation, unpatched: Evaluation) -> None:
     if changed.nll is None or unpatched.nll is None:
         return
     difference = changed.nll - unpatched.nll
     mean = float(difference.mean())
     half = Z95 * float(difference.std(correction=0)) / math.sqrt(difference.numel())
-    found.perplexity, found.own_perplexity = perplexity(changed.nll), perplexity(unpatched.nll)
-    found.perplexity_rise, found.perplexity_rise_low, found.perplexity_rise_high = (
+    accuracy.perplexity, accuracy.own_perplexity = perplexity(changed.nll), perplexity(unpatched.nll)
+    accuracy.perplexity_rise, accuracy.perplexity_rise_low, accuracy.perplexity_rise_high = (
         math.expm1(mean + d) for d in (0.0, -half, half)
     )
-    if not found.perplexity_rise_low <= PERPLEXITY_RISE:
-        interval = f"95 %: {found.perplexity_rise_low:.2%} to {found.perplexity_rise_high:.2%}"
-        found.failures.append(
-            f"perplexity rose by {found.perplexity_rise:.2%} ({interval}), more than {PERPLEXITY_RISE:.1%}"
+    if not accuracy.perplexity_rise_low <= PERPLEXITY_RISE:
+        interval = f"95 %: {accuracy.perplexity_rise_low:.2%} to {accuracy.perplexity_rise_high:.2%}"
+        accuracy.failures.append(
+            f"perplexity rose by {accuracy.perplexity_rise:.2%} ({interval}), more than {PERPLEXITY_RISE:.1%}"
         )

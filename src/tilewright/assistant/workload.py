@@ -116,10 +116,10 @@ def workload(
             raise InputError("neither inputs nor prompts were given: there is nothing to run.")
         examples: tuple[Example, ...] = (_from_prompts(tokens, goal, batch_size),)
     else:
-        given = inputs if isinstance(inputs, list) else [inputs]
-        if not given:
+        items = inputs if isinstance(inputs, list) else [inputs]
+        if not items:
             raise InputError("inputs is an empty list: give at least one example.")
-        examples = tuple(_example(item, device, keyword="input_ids" if speaks else None) for item in given)
+        examples = tuple(_example(item, device, keyword="input_ids" if speaks else None) for item in items)
     generates = speaks and "input_ids" in examples[0].kwargs
     rows = tokens or tuple(row[None] for item in examples for row in item.kwargs["input_ids"]) if generates else ()
     return Workload(examples, tuple(rows), bool(tokens), goal, new_tokens if generates else 0, device)
@@ -196,7 +196,7 @@ def _longest(model: nn.Module, new_tokens: int) -> int | None:
 def _tokens(
     prompts: Sequence[str | Tensor], tokenizer: Any, device: torch.device, longest: int | None
 ) -> tuple[Tensor, ...]:
-    found = []
+    rows = []
     for prompt in prompts:
         if isinstance(prompt, str):
             if tokenizer is None:
@@ -207,10 +207,10 @@ def _tokens(
         if ids.shape[0] != 1:
             raise InputError(f"a prompt is one row of token ids, (S,) or (1, S); got {tuple(ids.shape)}.")
         if ids.shape[1] >= 2:  # a single token predicts nothing that could be checked
-            found.append(ids[:, :longest].to(device))
-    if not found:
+            rows.append(ids[:, :longest].to(device))
+    if not rows:
         raise InputError("prompts: no prompt has two tokens or more.")
-    return tuple(found)
+    return tuple(rows)
 
 
 def _from_prompts(tokens: Sequence[Tensor], goal: Goal, batch_size: int) -> Example:

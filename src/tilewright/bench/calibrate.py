@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from tilewright.bench.bandwidth import stream_calls
 from tilewright.bench.graph import interleave_graphs
+from tilewright.bench.other_load import OtherLoad
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
 from tilewright.hardware import device_info
@@ -121,13 +122,15 @@ def calibrate(
     """Measure `device` and, with `keep`, store the result in the cache folder.
 
     About a minute on a GPU and 15 s on two CPU cores; a third of that with `quick` (fewer points, larger errors).
-    `progress` gets one line a step; the last lines are the errors on held-out shapes.
+    `progress` gets one line a step; the last lines are the errors on held-out shapes. On a CPU that other processes
+    use meanwhile nothing is kept: the next run measures again.
     """
     target = torch.device(device)
     grid = (GPU_QUICK if quick else GPU) if target.type == "cuda" else (CPU_QUICK if quick else CPU)
     say = progress or (lambda line: None)
     info = device_info(target)
     meter = _Meter(target, grid.rounds)
+    others = OtherLoad()
     with torch.inference_mode():
         say("launch cost")
         launch, in_graph = meter.launch()
@@ -152,12 +155,15 @@ def calibrate(
             launch_us=launch,
             launch_graph_us=in_graph,
             quick=quick,
+            threads=None if target.type == "cuda" else torch.get_num_threads(),
         )
         say("held-out shapes")
         ceilings = replace(ceilings, held_out=_held_out(ceilings, meter, grid))
     for kind, error in ceilings.held_out.items():
         say(f"{kind}: median error {error['median_percent']:.1f} % on {error['shapes']:.0f} held-out shapes")
-    if keep:
+    if keep and target.type == "cpu" and others.busy:
+        say(f"other processes used {others.cores():.1f} cores meanwhile: these ceilings are not kept")
+    elif keep:
         save(ceilings, target)
     return ceilings
 
@@ -243,13 +249,17 @@ def headline(device: torch.device | str) -> dict[str, float]:
 
 
 def _fastest_call(call: Call, budget_s: float) -> float:
-    """Microseconds of the fastest call within the budget, of at least two after an uncounted first one."""
+    """Microseconds of the fastest call within the budget, of at least two after an uncounted first one.
+
+    With one thread it is the CPU time: other processes do not add to it.
+    """
     call()
+    clock = time.process_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
     fastest, count, began = float("inf"), 0, time.perf_counter_ns()
     while count < 2 or time.perf_counter_ns() - began < budget_s * 1e9:
-        start = time.perf_counter_ns()
+        start = clock()
         call()
-        fastest = min(fastest, time.perf_counter_ns() - start)
+        fastest = min(fastest, clock() - start)
         count += 1
     return fastest / 1e3
 

@@ -25,17 +25,17 @@ def _of_checkout(folder: Path) -> str:
     """The answer of git, if it tracks the files of `folder`: a checkout around an installed package is another one."""
     if _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return ""
-    found = _git(folder, "rev-parse", f"--short={_DIGITS}", "HEAD")
+    revision = _git(folder, "rev-parse", f"--short={_DIGITS}", "HEAD")
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{found}{'+' if changed else ''}" if found else ""
+    return f"{revision}{'+' if changed else ''}" if revision else ""
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """Output of a git command in `folder`; None where it fails, or there is no git."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=False
         )
     except FileNotFoundError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

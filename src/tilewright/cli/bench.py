@@ -97,37 +97,38 @@ def bench_suite(
     if suite in contracts() and suite not in suites():
         suite, ops = contracts()[suite].family, [suite, *(ops or ())]
     place = device(device_name)
-    within = None if budget is None else seconds(budget)
+    budget_s = None if budget is None else seconds(budget)
     earlier = _earlier(json_file, place) if append or resume else None
-    wanted = [c for c in contracts().values() if suite in ("all", c.family) and (not ops or c.name in ops)]
+    selected = [c for c in contracts().values() if suite in ("all", c.family) and (not ops or c.name in ops)]
 
-    def with_earlier(found: "Results") -> str:
-        return (found if earlier is None else appended(earlier, found)).to_json()
+    def with_earlier(measured: "Results") -> str:
+        return (measured if earlier is None else appended(earlier, measured)).to_json()
 
-    found = run(
+    measured = run(
         suite,
         ops or None,
         dtype and dtype.value,
-        sizes(case, wanted) if case else None,
+        sizes(case, selected) if case else None,
         names(against),
         rows=names(rows),
         direction=None if direction is None else direction.value,
         without={row.key for row in earlier.rows} if resume and earlier is not None else (),
-        budget=within,
+        budget=budget_s,
         device=place,
         timing=timing.value,
         progress=say if json_file == "-" else print,
-        keep=None if json_file == "-" else lambda found: write_json(with_earlier(found), json_file),
+        keep=None if json_file == "-" else lambda measured: write_json(with_earlier(measured), json_file),
     )
-    write_json(with_earlier(found), json_file)
-    if found.unbegun:
-        say(f"{found.unbegun} cases not measured: the budget was used up, or you interrupted. --resume measures them.")
-    for note in found.failures:
+    write_json(with_earlier(measured), json_file)
+    if measured.unbegun:
+        left = measured.unbegun
+        say(f"{left} cases not measured: the budget was used up, or you interrupted. --resume measures them.")
+    for note in measured.failures:
         say(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
-    if not found.ok:
+    if not measured.ok:
         raise typer.Exit(1)
     if write_table:
-        say(f"wrote {store(found, table)}")
+        say(f"wrote {store(measured, table)}")
 
 
 def _earlier(json_file: str | None, place: str) -> "Results | None":
@@ -140,9 +141,9 @@ def _earlier(json_file: str | None, place: str) -> "Results | None":
     path = Path(str(json_file))
     if not path.exists():
         return None
-    found = load(path)
-    check_same_machine(found, describe(place).to_dict(), path)
-    return found
+    results = load(path)
+    check_same_machine(results, describe(place).to_dict(), path)
+    return results
 
 
 def _render(suite: str | None, results: Path, output: Path, json_file: str | None) -> None:
@@ -169,7 +170,7 @@ def calibrate_device(
     from tilewright.hardware.ceilings import path_for
 
     check_writable(json_file, path_for(place))
-    found = calibrate(place, quick=quick, progress=say)
-    write_json(found.to_json(), json_file)
+    ceilings_measured = calibrate(place, quick=quick, progress=say)
+    write_json(ceilings_measured.to_json(), json_file)
     if json_file != "-":
-        print(f"{found.device}: stored in {path_for(place)}")
+        print(f"{ceilings_measured.device}: stored in {path_for(place)}")

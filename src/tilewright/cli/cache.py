@@ -47,11 +47,11 @@ def _command(name: str, example: str) -> Any:
 def list_entries(kind: KindOption = None, arch: ArchOption = None, json_file: JsonOption = None) -> None:
     """List the compiled kernels on disk."""
     check_writable(json_file)
-    found = _chosen(kind, arch)
+    entries = _chosen(kind, arch)
     now = time.time()
     rows: list[tuple[str, ...]] = [("kernel", "kind", "arch", "compiler", "KiB", "unused")]
-    rows += [(e.name, e.kind, e.arch, e.compiler, f"{e.size / 1024:.0f}", _age(now - e.used)) for e in found]
-    emit([{**asdict(e), "folder": str(e.folder)} for e in found], _table(rows), json_file)
+    rows += [(e.name, e.kind, e.arch, e.compiler, f"{e.size / 1024:.0f}", _age(now - e.used)) for e in entries]
+    emit([{**asdict(e), "folder": str(e.folder)} for e in entries], _table(rows), json_file)
 
 
 @_command("info", "--json -")
@@ -60,21 +60,21 @@ def show_info(json_file: JsonOption = None) -> None:
     check_writable(json_file)
     from tilewright.jit import cache
 
-    found = cache.info()
-    kinds = {kind: {"entries": count, "bytes": size} for kind, (count, size) in sorted(found.kinds.items())}
+    info = cache.info()
+    kinds = {kind: {"entries": count, "bytes": size} for kind, (count, size) in sorted(info.kinds.items())}
     data = {
-        "folder": str(found.folder),
-        "writable": found.writable,
-        "entries": found.entries,
-        "bytes": found.bytes,
-        "limit_bytes": found.limit_bytes,
+        "folder": str(info.folder),
+        "writable": info.writable,
+        "entries": info.entries,
+        "bytes": info.bytes,
+        "limit_bytes": info.limit_bytes,
         "kinds": kinds,
     }
     lines = [
-        f"{found.folder}" + ("" if found.writable else " (not writable: compiled kernels stay in memory)"),
-        f"{_entries(found.entries)}, {_mib(found.bytes)} of at most {_mib(found.limit_bytes)}",
+        f"{info.folder}" + ("" if info.writable else " (not writable: compiled kernels stay in memory)"),
+        f"{_entries(info.entries)}, {_mib(info.bytes)} of at most {_mib(info.limit_bytes)}",
     ]
-    lines += [f"  {kind:8} {_entries(of['entries'])}, {_mib(of['bytes'])}" for kind, of in kinds.items()]
+    lines += [f"  {kind:8} {_entries(totals['entries'])}, {_mib(totals['bytes'])}" for kind, totals in kinds.items()]
     emit(data, "\n".join(lines), json_file)
 
 
@@ -108,7 +108,7 @@ def export_bundle(
 
 @_command("import", "kernels.zip")
 def import_bundle(file: BundleArgument, json_file: JsonOption = None) -> None:
-    """Take the kernels of a bundle into the cache.  It holds machine code: trust whoever made it."""
+    """Take the kernels of a bundle into the cache.  It holds machine code: trust its source."""
     check_writable(json_file)
     from tilewright.jit import bundle, cache
 

@@ -21,30 +21,30 @@ def workload(contract: "Contract", text: str) -> "Workload":
     for each in declared:
         if text in (each.name, each.name.partition(":")[0]):
             return each
-    known = ", ".join(dict.fromkeys(each.name.partition(":")[0] for each in declared))
-    raise UsageError(f"--case {text}: {contract.name} has no such case. Give sizes (M=8,N=4096) or one of: {known}.")
+    names = ", ".join(dict.fromkeys(each.name.partition(":")[0] for each in declared))
+    raise UsageError(f"--case {text}: {contract.name} has no such case. Give sizes (M=8,N=4096) or one of: {names}.")
 
 
 def sizes(text: str, contracts: "Sequence[Contract]") -> dict[str, Any]:
     """{"M": 8, "N": 4096} from "M=8,N=4096".  Raises UsageError for what one of the ops has not, or cannot have."""
-    given = {}
+    sizes_given = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if not (name and sign and value):
             raise UsageError(f"--case {text}: write it as M=8,N=4096.")
-        given[name] = value
-    found: dict[str, Any] = {}
+        sizes_given[name] = value
+    values: dict[str, Any] = {}
     for contract in contracts:
         examples = _examples(contract)
-        for name, value in given.items():
+        for name, value in sizes_given.items():
             if name not in examples:
                 raise UsageError(f"--case {text}: {contract.name} has no {name!r}. It has: {', '.join(examples)}.")
-            found[name] = _read(name, value, examples[name])
+            values[name] = _read(name, value, examples[name])
         try:
-            shapes(contract, replace(contract.workloads[0], params={**contract.workloads[0].params, **found}))
+            shapes(contract, replace(contract.workloads[0], params={**contract.workloads[0].params, **values}))
         except Exception as error:  # declared sizes are known to work, so it is what was given that does not
             raise UsageError(f"--case {text}: {contract.name} has no such inputs: {error}") from error
-    return found
+    return values
 
 
 def shapes(contract: "Contract", case: "Workload", dtype: torch.dtype | None = None) -> "Sample":
@@ -61,12 +61,12 @@ def _declared(contract: "Contract") -> "list[Workload]":
 
 def _examples(contract: "Contract") -> dict[str, bool | int | float | str]:
     """Parameter names, each with one value that some workload gives it."""
-    found: dict[str, bool | int | float | str] = {}
+    examples: dict[str, bool | int | float | str] = {}
     for case in _declared(contract):
         for name, value in case.params.items():
             if isinstance(value, bool | int | float | str):
-                found.setdefault(name, value)
-    return found
+                examples.setdefault(name, value)
+    return examples
 
 
 def _read(name: str, text: str, example: bool | int | float | str) -> Any:

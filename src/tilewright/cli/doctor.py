@@ -37,11 +37,11 @@ def show_machine(
     The exit code is 1 if a proof kernel of --selftest fails.
     """
     check_writable(json_file)
-    found = examine()
+    machine = examine()
     if selftest:
-        found["selftest"] = prove([name for name in found["devices"] if name != "cpu"])
-    emit(found, _text(found), json_file)
-    if any(proof["error"] for proof in found.get("selftest", [])):
+        machine["selftest"] = prove([name for name in machine["devices"] if name != "cpu"])
+    emit(machine, _text(machine), json_file)
+    if any(proof["error"] for proof in machine.get("selftest", [])):
         raise typer.Exit(1)
 
 
@@ -91,21 +91,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _text(found: dict[str, Any]) -> str:
-    lines = [f"tilewright {found['tilewright']}, python {found['python']}, CUDA of torch: {found['cuda'] or 'none'}"]
-    lines += [f"  {name:18} {version or 'not installed'}" for name, version in found["packages"].items()]
+def _text(machine: dict[str, Any]) -> str:
+    lines = [
+        f"tilewright {machine['tilewright']}, python {machine['python']}, CUDA of torch: {machine['cuda'] or 'none'}"
+    ]
+    lines += [f"  {name:18} {version or 'not installed'}" for name, version in machine["packages"].items()]
     lines.append("compilers and driver:")
-    for part in found["toolchain"]:
+    for part in machine["toolchain"]:
         what = " ".join(filter(None, (part["version"], part["path"])))
         lines.append(f"  {part['name']:28} {what or 'not found'}")
         lines += [f"    {sign} {part[key]}" for key, sign in (("problem", "!"), ("advice", "->")) if part[key]]
-    for name, d in found["devices"].items():
+    for name, d in machine["devices"].items():
         units = f"{d['sm_count']} {'cores' if name == 'cpu' else 'SMs'}"
         lines.append(f"{name}: {d['name']} ({d['arch']}), {units}, {d['memory_bytes'] / 2**30:.0f} GiB")
         lines += [f"  {backend:18} {state}" for backend, state in d["backends"].items()]
         lines.append(f"  {'ceilings':18} {'measured' if d['calibrated'] else 'not measured: run tilewright calibrate'}")
-    lines.append("tuning tables: " + (", ".join(found["tables"]) or "none"))
-    lines += [f"  {row['names'][0]:28} {row['value'] or '-':24} {row['doc']}" for row in found["settings"]]
-    for proof in found.get("selftest", []):
+    lines.append("tuning tables: " + (", ".join(machine["tables"]) or "none"))
+    lines += [f"  {row['names'][0]:28} {row['value'] or '-':24} {row['doc']}" for row in machine["settings"]]
+    for proof in machine.get("selftest", []):
         lines.append(f"{proof['device']} {proof['name']}: {proof['error'] or 'exact'} ({proof['seconds']:.2f} s)")
     return "\n".join(lines)

@@ -79,9 +79,9 @@ def optimize_model(
     """Make a model faster: try one change at a time, keep what is measured faster and verified accurate, undo the
     rest.
     """
-    own: dict[str, Any] = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
-    own |= {"goal": goal, "new_tokens": new_tokens, "allow": allow}
-    _run("optimize", model, prompts, device_name, html, json_file, folder=save, **own)
+    settings: dict[str, Any] = {"budget_s": budget, "accept_dtype": torch_dtype(accept_dtype), "seed": seed}
+    settings |= {"goal": goal, "new_tokens": new_tokens, "allow": allow}
+    _run("optimize", model, prompts, device_name, html, json_file, folder=save, **settings)
 
 
 def _run(
@@ -104,8 +104,9 @@ def _run(
     from rich.console import Console
 
     from tilewright import assistant
-    from tilewright.assistant import inputs, load, terminal
+    from tilewright.assistant import inputs, load
     from tilewright.assistant.changes import chosen
+    from tilewright.assistant.view import terminal
     from tilewright.hardware import ceilings
 
     changes = chosen(names(allow))
@@ -113,15 +114,15 @@ def _run(
         check_writable(ceilings.path_for(place))  # they are measured on the way
     texts = None if prompts is None else load.load_prompts(prompts)
     # what a factory or a model prints must not mix with the JSON
-    with redirect_stdout(sys.stderr), terminal.progress(Console(stderr=True)) as say:
+    with terminal.progress(Console(stderr=True)) as say, redirect_stdout(sys.stderr):
         loaded = load.load(name, device=place)
         if texts is not None and loaded.tokenizer is None:
             raise UsageError(f"--prompts: {name} has no tokenizer, so texts cannot be read.")
         made_inputs = None
         if texts is None and loaded.inputs is None:
             made_inputs = inputs.make(loaded.model, loaded.tokenizer)
-            say(made_inputs.said)
-        made = getattr(assistant, verb)(
+            say(made_inputs.note)
+        result = getattr(assistant, verb)(
             loaded.model,
             loaded.inputs if made_inputs is None else made_inputs.inputs,
             goal=goal.value,
@@ -131,18 +132,18 @@ def _run(
             progress=say,
             **options,
         )
-    report: Report = made if verb == "analyze" else made.report
+    report: Report = result if verb == "analyze" else result.report
     if made_inputs is not None:
-        report.notes.insert(0, made_inputs.said)
+        report.notes.insert(0, made_inputs.note)
     console = Console(stderr=json_file == "-")
     terminal.show(report, console)
     write_json(report.to_json(), json_file)
     if folder is not None:
         source = "" if Path(name).is_dir() else name
-        files = assistant.save(made, folder, source=source, tokenizer=loaded.tokenizer)
+        files = assistant.save(result, folder, source=source, tokenizer=loaded.tokenizer)
         console.print(f"Saved in {folder.resolve()}: {', '.join(files)}", soft_wrap=True, highlight=False)
     if html is not None:
-        from tilewright.assistant.html import render
+        from tilewright.assistant.view.html import render
 
         write(html, render(report))
         console.print(f"The report: {html.resolve()}", soft_wrap=True, highlight=False)

@@ -32,7 +32,7 @@ def list_ops(json_file: JsonOption = None) -> None:
     import tilewright.ops  # noqa: F401  (binds the contracts)
     from tilewright.dispatch import contracts
 
-    found = [
+    listed = [
         {
             "op": c.name,
             "family": c.family,
@@ -43,9 +43,9 @@ def list_ops(json_file: JsonOption = None) -> None:
     ]
     rows = [("op", "family", "forward", "backward", "summary")]
     for c in contracts().values():
-        by = {raw.direction: ", ".join(_backends(raw)) for raw in c.raw_ops}
-        rows.append((c.name, c.family, by["fwd"], by.get("bwd", "-"), c.summary))
-    emit(found, "\n".join(aligned(rows)), json_file)
+        backends = {raw.direction: ", ".join(_backends(raw)) for raw in c.raw_ops}
+        rows.append((c.name, c.family, backends["fwd"], backends.get("bwd", "-"), c.summary))
+    emit(listed, "\n".join(aligned(rows)), json_file)
 
 
 def _backends(raw: "RawOp") -> list[str]:
@@ -75,8 +75,8 @@ def explain_op(
     from tilewright.cli.case import shapes, workload
     from tilewright.dispatch import contract, explain
 
-    found = contract(op)
-    sample = shapes(found, workload(found, case) if case else found.workloads[0], torch_dtype(dtype))
+    op_contract = contract(op)
+    sample = shapes(op_contract, workload(op_contract, case) if case else op_contract.workloads[0], torch_dtype(dtype))
     with FakeTensorMode():
         args = [
             torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=place) if isinstance(a, torch.Tensor) else a
@@ -113,12 +113,12 @@ def check_op(
     if backend is not None:
         check_name(backend)
 
-    found = contract(op)
+    op_contract = contract(op)
     if backend is not None and (reason := missing(backend, place.partition(":")[0])):
         raise UsageError(f"check {op}: backend {backend!r} {reason}.")
     report = check(
-        found,
-        workload(found, case) if case else None,
+        op_contract,
+        workload(op_contract, case) if case else None,
         modes=modes if modes in ("all", "quick") else names(modes) or (),
         backend=backend,
         dtype=torch_dtype(dtype),

@@ -52,12 +52,12 @@ def device(name: str | None, *, planned: bool = False) -> str:
     if name is None:
         return "cuda" if gpus else "cpu"
     try:
-        found = torch.device(name)
+        parsed = torch.device(name)
     except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cuda", "cpu"):
+        parsed = None
+    if parsed is None or parsed.type not in ("cuda", "cpu"):
         raise UsageError(f"--device {name}: allowed are cuda, cuda:N and cpu.")
-    if found.type == "cuda" and (found.index or 0) >= gpus and not (planned and gpus == 0):
+    if parsed.type == "cuda" and (parsed.index or 0) >= gpus and not (planned and gpus == 0):
         raise UsageError(f"--device {name}: torch sees {gpus} GPUs here." + ("" if gpus else " Use cpu."))
     return name
 
@@ -77,10 +77,10 @@ def names(text: str | None) -> list[str] | None:
 
 def seconds(budget: str) -> float:
     """90.0 from "90", "90s" or "1.5m"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", budget.strip())
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", budget.strip())
+    if match is None or float(match[1]) == 0:
         raise UsageError(f"--budget {budget}: write it as 90s, 5m or 1h.")
-    return float(found[1]) * _UNITS[found[2] or "s"]
+    return float(match[1]) * _UNITS[match[2] or "s"]
 
 
 def need(extra: str, *modules: str) -> None:

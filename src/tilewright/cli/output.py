@@ -28,14 +28,14 @@ def check_writable(*files: str | Path | None) -> None:
 def write(file: str | Path, text: str) -> None:
     """Write a result, with the folders above it.  A file that was there is replaced by a whole one, where it can be."""
     path = Path(file).resolve()
-    beside = path.is_file() and os.access(path.parent, os.W_OK)
-    draft = path.with_name(f".{path.name}.{os.getpid()}") if beside else path
+    replaces = path.is_file() and os.access(path.parent, os.W_OK)
+    draft = path.with_name(f".{path.name}.{os.getpid()}") if replaces else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        if beside:
+        if replaces:
             draft.unlink(missing_ok=True)
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
 

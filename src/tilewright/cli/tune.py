@@ -67,23 +67,23 @@ def tune_ops(
     """
     check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     place = device(device_name)
-    within, gain = None if budget is None else seconds(budget), _share(min_gain)
+    budget_s, gain = None if budget is None else seconds(budget), _share(min_gain)
     import tilewright.ops  # noqa: F401  (binds the contracts)
     from tilewright.cli.case import sizes
     from tilewright.dispatch import contracts
     from tilewright.tuning import tune
 
-    wanted = [c for c in contracts().values() if suite in ("all", c.family, c.name)]
+    selected = [c for c in contracts().values() if suite in ("all", c.family, c.name)]
     with _progress() as progress:
         report = tune(
             suite,
-            case=sizes(case, wanted) if case else None,
+            case=sizes(case, selected) if case else None,
             dtype=dtype and dtype.value,
             direction=None if direction is None else direction.value,
             backend=backend,
             device=place,
             search=search.value,
-            budget=within,
+            budget=budget_s,
             min_gain=gain,
             path=table,
             seed=seed,
@@ -96,8 +96,8 @@ def tune_ops(
 
 def _share(text: str) -> float:
     """0.03 from "3%" or "0.03"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    share = float("inf") if found is None else float(found[1]) / (100 if found[2] else 1)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    share = float("inf") if match is None else float(match[1]) / (100 if match[2] else 1)
     if share >= 1:
         raise UsageError(f"--min-gain {text}: write it as 3% or 0.03, below 100%.")
     return share
@@ -107,11 +107,11 @@ def _share(text: str) -> float:
 def _progress() -> "Iterator[Callable[[int, int, Case, str, int, int], None]]":
     """A bar on a terminal; elsewhere one line a case."""
     if not sys.stderr.isatty():
-        said = set()
+        lines = set()
 
-        def line(number: int, cases: int, case: "Case", what: str, done: int, of: int) -> None:
-            if number not in said:
-                said.add(number)
+        def line(number: int, cases: int, case: "Case", what: str, finished: int, total: int) -> None:
+            if number not in lines:
+                lines.add(number)
                 say(f"[{number + 1}/{cases}] {' '.join(case.key)}")
 
         yield line
@@ -121,10 +121,10 @@ def _progress() -> "Iterator[Callable[[int, int, Case, str, int, int], None]]":
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        whole, part = bars.add_task("cases", total=None), bars.add_task("", total=None)
+        all_cases, part = bars.add_task("cases", total=None), bars.add_task("", total=None)
 
-        def bar(number: int, cases: int, case: "Case", what: str, done: int, of: int) -> None:
-            bars.update(whole, description="cases", completed=number, total=cases)
-            bars.update(part, description=f"{' '.join(case.key)}: {what}", completed=done, total=of)
+        def bar(number: int, cases: int, case: "Case", what: str, finished: int, total: int) -> None:
+            bars.update(all_cases, description="cases", completed=number, total=cases)
+            bars.update(part, description=f"{' '.join(case.key)}: {what}", completed=finished, total=total)
 
         yield bar

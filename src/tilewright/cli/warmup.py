@@ -62,20 +62,20 @@ def warm_up(
     from tilewright.jit import bundle
     from tilewright.warmup import Wanted, warm
 
-    wanted = Wanted(
+    request = Wanted(
         suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens), new_tokens, fp8
     )
     began = time.monotonic()
     with _progress() as show:
-        outcome = warm(wanted, names(arch) or (), jobs=jobs, progress=show)
+        outcome = warm(request, names(arch) or (), jobs=jobs, progress=show)
     for failure in outcome.failures:
         say(f"FAILED {failure.what} for {failure.arch}: {failure.reason}")
     written = None
     if out is not None and not outcome.failures and outcome.kernels:
         bundle.export(out, outcome.entries())
         written = str(out)
-    found = _data(outcome, time.monotonic() - began, written)
-    emit(found, _text(outcome, found), json_file)
+    result = _data(outcome, time.monotonic() - began, written)
+    emit(result, _text(outcome, result), json_file)
     if outcome.failures:
         raise typer.Exit(1)
 
@@ -113,7 +113,7 @@ def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, A
     return {
         "seconds": round(seconds, 2),
         "bundle": bundle,
-        "machines": [found._asdict() for found in outcome.found],
+        "machines": [machine._asdict() for machine in outcome.machines],
         "kernels": [kernel._asdict() for kernel in outcome.kernels],
         "failed": [vars(failure) for failure in outcome.failures],
     }
@@ -121,12 +121,12 @@ def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, A
 
 def _text(outcome: "Outcome", data: dict[str, Any]) -> str:
     lines = []
-    for found in outcome.found:
-        made = [kernel for kernel in outcome.kernels if kernel.arch == found.arch]
-        spilling = sum(bool(kernel.info.get("spills")) for kernel in made)
+    for machine in outcome.machines:
+        built = [kernel for kernel in outcome.kernels if kernel.arch == machine.arch]
+        spilling = sum(bool(kernel.info.get("spills")) for kernel in built)
         lines.append(
-            f"{found.arch}: {len(made)} kernels for {found.calls} calls"
-            + (f", of which torch computes {found.by_torch}" if found.by_torch else "")
+            f"{machine.arch}: {len(built)} kernels for {machine.calls} calls"
+            + (f", of which torch computes {machine.by_torch}" if machine.by_torch else "")
             + (f"; {spilling} spill registers" if spilling else "")
         )
     lines.append(f"{data['seconds']:.1f} s" + (f"; wrote {data['bundle']}" if data["bundle"] else ""))

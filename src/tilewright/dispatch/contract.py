@@ -187,9 +187,7 @@ def bind_function(name: str, function: Callable[..., Any]) -> None:
 
 
 def contracts() -> dict[str, Contract]:
-    """Contracts of every op imported so far (`import tilewright.ops` brings in all of ours), by name in alphabetical
-    order.
-    """
+    """Contracts of the imported ops, in alphabetical order; `tilewright.dispatch.contracts` imports all ops first."""
     return dict(sorted(_contracts.items()))
 
 

@@ -5,6 +5,7 @@ guards. Outputs are allocated here, as `outputs` declares: what the fake promise
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ _ENTRY_BYTES, _PLAN_BYTES = 12 << 20, 4 << 20
 """Host memory of one direction of an op: 32 MiB for both."""
 
 
+_TAKE_ARGUMENTS = {"outputs": 0, "reference": 0, "bucket": 0, "refuses_out": 1, "direct": 1, "compose": 2}
+"""Functions of a raw op that take its arguments, and how many others before them."""
+
+
+@dataclass(eq=False)
 class RawOp:
     """One direction of one op.
 
@@ -55,52 +61,44 @@ class RawOp:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
 
-    def __init__(
-        self,
-        op: str,
-        direction: str,
-        args: str | type[tuple[Any, ...]],
-        *,
-        package: str,
-        kernels: Sequence[str] = (),
-        outputs: Callable[..., tuple[OutputSpec, ...]],
-        reference: Callable[..., Any],
-        bucket: Callable[..., tuple[int, ...]],
-        bucket_names: tuple[str, ...],
-        batch_fields: tuple[int | str, ...] = (0,),
-        count: int = 1,
-        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
-        out: bool = False,
-        refuses_out: Callable[..., str | None] | None = None,
-        direct: Callable[..., bool] | None = None,
-        reference_writes: bool = False,
-        torch_first: Callable[[Any, torch.dtype, str], bool] | None = None,
-        compose: Callable[..., None] | None = None,
-    ) -> None:
-        self.op, self.direction, self.package = op, direction, package
+    op: str
+    direction: str
+    args: str | type[tuple[Any, ...]]
+    _: KW_ONLY
+    package: str
+    outputs: Callable[..., tuple[OutputSpec, ...]]
+    reference: Callable[..., Any]
+    bucket: Callable[..., tuple[int, ...]]
+    bucket_names: tuple[str, ...]
+    kernels: Sequence[str] = ()
+    batch_fields: Sequence[int | str] = (0,)
+    count: int = 1
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    out: bool = False
+    refuses_out: Callable[..., str | None] | None = None
+    direct: Callable[..., bool] | None = None
+    reference_writes: bool = False
+    torch_first: Callable[[Any, torch.dtype, str], bool] | None = None
+    compose: Callable[..., None] | None = None
+
+    def __post_init__(self) -> None:
+        """Register the op with torch; the functions take arguments one by one from here on, as torch passes them."""
+        op, direction, args, count = self.op, self.direction, self.args, self.count
         self.key = op if direction == "fwd" else f"{op}_{direction}"
         schema = self.schema = args if isinstance(args, str) else schema_of(args)
         self.fields = tuple(declared.split()[-1] for declared in schema.split(", "))
         self.pack: Callable[[Sequence[Any]], Any] = tuple if isinstance(args, str) else args._make  # type: ignore[attr-defined]
         if not isinstance(args, str):
-            outputs, reference, bucket = self._packed(outputs), self._packed(reference), self._packed(bucket)
-            refuses_out, direct, compose = (
-                self._packed(refuses_out, 1),
-                self._packed(direct, 1),
-                self._packed(compose, 2),
-            )
-        self.outputs, self.reference, self.bucket = outputs, reference, bucket
-        self.dtypes, self.torch_first, self.compose = dtypes, torch_first, compose
-        self.refuses_out, self.direct, self.reference_writes = refuses_out, direct, reference_writes
-        self.bucket_names, self.count = bucket_names, count
-        self.batch_fields = tuple(bucket_names.index(f) if isinstance(f, str) else f for f in batch_fields)
-        if kernels:
-            list_kernels(op, [f"{package}.kernels.{kernel}" for kernel in kernels])
+            for name, leading in _TAKE_ARGUMENTS.items():
+                setattr(self, name, self._packed(getattr(self, name), leading))
+        self.batch_positions = tuple(self.bucket_names.index(f) if isinstance(f, str) else f for f in self.batch_fields)
+        if self.kernels:
+            list_kernels(op, [f"{self.package}.kernels.{kernel}" for kernel in self.kernels])
         self.tensor_count = schema.count("Tensor")
         self.scalars = converters(schema)
         # Each with the generation it was made for
         self._plans: Bounded[tuple[Any, ...], tuple[int, Plan]] = Bounded(_PLAN_BYTES)
-        self._kernels: dict[tuple[str, int], bool] = {}
+        self._has_kernels: dict[tuple[str, int], bool] = {}
         self.entries: Bounded[tuple[Any, ...], replay.Entry] = Bounded(_ENTRY_BYTES)
         name = f"_{op}_{direction}"
         returns = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
@@ -109,7 +107,7 @@ class RawOp:
         torch.library.register_fake(f"tilewright::{name}", self._fake, lib=LIBRARY)
         self.torch_op = getattr(torch.ops.tilewright, name).default
         self.torch_out = None
-        if out:
+        if self.out:
             outs = ", ".join(f"Tensor({chr(97 + i)}!) out{i}" for i in range(count))
             LIBRARY.define(f"{name}.out({schema}, str backend, str numerics, *, {outs}) -> ()")
             self._register(f"{name}.out", self._run)
@@ -149,7 +147,7 @@ class RawOp:
     def bucket_of(self, args: Sequence[Any], numerics: str) -> tuple[int, ...]:
         """The bucket of one call; under batch invariance, without its batch."""
         bucket = self.bucket(*args)
-        return invariant(bucket, self.batch_fields) if numerics == "batch_invariant" else bucket
+        return invariant(bucket, self.batch_positions) if numerics == "batch_invariant" else bucket
 
     def bucket_text(self, bucket: tuple[int, ...]) -> str:
         """`bucket` as tables write it: "M=8192,N=4096"."""
@@ -183,10 +181,10 @@ class RawOp:
     def has_kernels(self, device_type: str) -> bool:
         """Can anything but the reference run on such a device?"""
         key = device_type, GENERATION[0]
-        if key not in self._kernels:
+        if key not in self._has_kernels:
             backends = implementations(self.op, self.direction, self.package, device_type)
-            self._kernels[key] = any(missing(name, device_type) is None for name in backends)
-        return self._kernels[key]
+            self._has_kernels[key] = any(missing(name, device_type) is None for name in backends)
+        return self._has_kernels[key]
 
     def forget_plans(self) -> None:
         """Decide again on the next call (tables or settings changed)."""

@@ -129,8 +129,7 @@ def register_kernel(
         supports = None if why_not is None else lambda *values: why_not(op.pack(values))
         name = _kernel_name(launch.__module__)
         key = op.op, op.direction
-        with _merging:
-            GENERATION[0] += 1
+        with _merging:  # a listed module is imported before the first decision of its op: no plan becomes old
             _kernels.setdefault(key, {})[name] = Implementation(
                 *key, backend_of(name), launch_packed, configure, config_type, supports, deterministic,
                 batch_invariant, configs, candidates, name,

@@ -40,7 +40,7 @@ _recordings = recordings()
 class Entry:
     """State of one signature for its next call; it holds no tensor.  `launch` is None where the call left no tape.
 
-    aliased: no tape, because two inputs began at one address; a call without such inputs may leave one.
+    aliased: which inputs began at one address, see `_aliases`; only such calls are replayed by the entry.
     zeros: (position, value, sign) of the scalars that are 0.0 or -0.0, which are one key, and two constants of a tape.
     narrow: does the entry serve fewer calls than its key says, those that `serves` names?
     """
@@ -53,14 +53,14 @@ class Entry:
         tape: Tape | None,
         args: Sequence[Tensor | None],
         outs: Sequence[Tensor],
-        aliased: bool = False,
+        aliased: tuple[int, ...] = (),
         scalars: Sequence[Any] = (),
     ) -> None:
         self.plan, self.aliased = plan, aliased
         self.zeros = (
             [] if tape is None else [(i, a, copysign(1.0, a)) for i, a in enumerate(scalars, len(args)) if _zero(a)]
         )
-        self.narrow = aliased or bool(self.zeros)
+        self.narrow = bool(aliased or self.zeros)
         self.launch = None if tape is None else tape.replay
         first = args[0]
         assert first is not None
@@ -74,7 +74,7 @@ class Entry:
         for i, zero, sign in self.zeros:
             if args[i] is not zero and copysign(1.0, args[i]) != sign:
                 return False
-        return not (self.aliased and not _aliased(pointers))
+        return not self.aliased or _aliases(pointers[: len(self.aliased)]) == self.aliased
 
 
 Signature = tuple[Entry | None, tuple[Any, ...], list[int]]
@@ -171,13 +171,12 @@ def record(
         outs = raw.launch(args, raw.plan(args, backend, numerics), None if out is None else (out,))
     plan = raw.plan(args, backend, numerics)  # again: a launch without a kernel makes another plan
     inputs, pointers = args[: raw.tensor_count], signature[2]
+    moving: list[Tensor | None] = list(inputs)
     if out is not None:  # an input that is `out` moves with it
         moving = [None if p == pointers[-1] else t for t, p in zip(inputs, pointers, strict=False)]
-    else:
-        moving = list(inputs)
-    tape = None if plan.launch is None else taping.finish((*moving, *outs))
-    aliased = out is None and plan.launch is not None and tape is None and _aliased(pointers)
-    keep(raw, signature, Entry(plan, tape, inputs, outs, aliased, args[raw.tensor_count :]))
+    aliases = _aliases(pointers[: len(inputs)])
+    tape = None if plan.launch is None else taping.finish((*moving, *outs), bool(aliases))
+    keep(raw, signature, Entry(plan, tape, inputs, outs, aliases if tape else (), args[raw.tensor_count :]))
     return outs if len(outs) > 1 else outs[0]
 
 
@@ -203,10 +202,10 @@ def _overlaps(entry: Entry, pointers: Sequence[int]) -> bool:
     )
 
 
-def _aliased(pointers: Sequence[int]) -> bool:
-    """Do two tensors begin at one address?"""
+def _aliases(pointers: Sequence[int]) -> tuple[int, ...]:
+    """For each tensor, the first that begins at its address; () where all begin at different ones.  0: no address."""
     addresses = [p for p in pointers if p]
-    return len(set(addresses)) < len(addresses)
+    return tuple([pointers.index(p) for p in pointers]) if len(set(addresses)) < len(addresses) else ()
 
 
 def _zero(value: Any) -> bool:

@@ -105,11 +105,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     rows = []
     for i, row in enumerate(data.get("rows", [])):
         _check(f"{path}: row {i}", row, _FIELDS, _OPTIONAL)
-        given = {"date": data["date"], **row, "gpu": data["gpu"], "source": path.name}
+        fields = {"date": data["date"], **row, "gpu": data["gpu"], "source": path.name}
         if row.get("runner_up") is not None:
             _check(f"{path}: runner_up of row {i}", row["runner_up"], _RUNNER_UP, {})
-            given["runner_up"] = Other(**row["runner_up"])
-        rows.append(Row(**given))
+            fields["runner_up"] = Other(**row["runner_up"])
+        rows.append(Row(**fields))
     return data, rows
 
 
@@ -120,12 +120,12 @@ def _from_columns(path: Path, data: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise TableError(f"{path}: {error}") from None
 
 
-def _check(what: str, found: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
-    """Raise TableError unless `found` has the needed fields, no others but the optional ones, and their types."""
-    if not isinstance(found, dict) or not set(needed) <= set(found) <= {*needed, *optional}:
-        fields = sorted(found) if isinstance(found, dict) else type(found).__name__
-        raise TableError(f"{what} has fields {fields}, expected {sorted(needed)}.")
-    for name, value in found.items():
+def _check(what: str, fields: Any, needed: Mapping[str, Any], optional: Mapping[str, Any]) -> None:
+    """Raise TableError unless `fields` has the needed names, no others but the optional ones, and their types."""
+    if not isinstance(fields, dict) or not set(needed) <= set(fields) <= {*needed, *optional}:
+        names = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise TableError(f"{what} has fields {names}, expected {sorted(needed)}.")
+    for name, value in fields.items():
         expected = needed.get(name, optional.get(name))
         if not isinstance(value, expected) or isinstance(value, bool):
             raise TableError(f"{what} has {name} = {value!r}, a {type(value).__name__}.")
@@ -148,17 +148,17 @@ def file_of(path: Path, op: str) -> Path:
 
 def tables() -> list[Path]:
     """Every table in `folders()`, a file or a folder of files, least important first."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder in folders():
-        found += sorted(folder.glob("*.json"))
-        found += sorted({path.parent for path in folder.glob("*/*.json")})
-    return found
+        paths += sorted(folder.glob("*.json"))
+        paths += sorted({path.parent for path in folder.glob("*/*.json")})
+    return paths
 
 
 @cache
 def _whole(settings: Settings) -> dict[Path, tuple[dict[str, Any], list[Row]]]:
     """Tables that are one file for all ops, read once."""
-    return {path: found for path in tables() if path.is_file() and (found := _readable(path)) is not None}
+    return {path: contents for path in tables() if path.is_file() and (contents := _readable(path)) is not None}
 
 
 def _readable(path: Path) -> tuple[dict[str, Any], list[Row]] | None:
@@ -174,21 +174,23 @@ def _tables_of(op: str) -> list[tuple[Path, dict[str, Any], list[Row]]]:
     """(table, header, rows of `op`) of every table that has some, least important first; other ops' files stay
     unread.
     """
-    found = []
+    files = []
     for path in tables():
         if path.is_file():
             contents = _whole(current()).get(path)
         else:
-            own = file_of(path, op)
-            contents = _readable(own) if own.exists() else None
+            file = file_of(path, op)
+            contents = _readable(file) if file.exists() else None
         if contents is not None:
-            found.append((path, *contents))
+            files.append((path, *contents))
     extra = current().tuning_table
     if extra is not None:
-        if not extra.is_file():
-            raise TableError(f"TILEWRIGHT_TUNING_TABLE={extra}: no such file.")
-        found.append((extra, *read(extra)))
-    return [(path, header, [row for row in rows if row.op == op]) for path, header, rows in found]
+        if not extra.exists():
+            raise TableError(f"TILEWRIGHT_TUNING_TABLE={extra}: no such file or folder.")
+        file = file_of(extra, op)
+        if file.exists():
+            files.append((extra, *read(file)))
+    return [(path, header, [row for row in rows if row.op == op]) for path, header, rows in files]
 
 
 @cache
@@ -201,10 +203,10 @@ def _rows_for(op: str, device: DeviceInfo, settings: Settings) -> dict[tuple[str
                 (header["gpu"] == device.name, -abs(header["sm_count"] - device.sm_count), rank, header["gpu"], rows)
             )
             continue
-        measured, here = f"{header['gpu']} ({header['arch']})", f"{device.name} ({device.arch})"
+        measured, device_text = f"{header['gpu']} ({header['arch']})", f"{device.name} ({device.arch})"
         log_once(
             ("table-elsewhere", path, device),
-            f"tuning table {path} was measured on {measured} and is not used on {here}",
+            f"tuning table {path} was measured on {measured} and is not used on {device_text}",
             logging.WARNING if path == current().tuning_table else logging.INFO,
         )
     merged: dict[tuple[str, ...], Row] = {}

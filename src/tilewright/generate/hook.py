@@ -57,14 +57,22 @@ class Attachment:
         self._model = model
         self._factory = factory
         self._original = model.generate
+        self._replaced = vars(model).get("generate")  # an attachment below this one; None: the class's own
         self._decoders: dict[int, StaticDecoder] = {}
         self._failure: _Failure | None = None
         model.generate = self._generate
 
     def undo(self) -> None:
-        """Restore the model's own `generate`."""
-        if self._model.__dict__.get("generate") == self._generate:
-            del self._model.generate
+        """Give the model its own `generate` back."""
+        if vars(self._model).get("generate") == self._generate:
+            if self._replaced is None:
+                del self._model.generate
+            else:
+                self._model.generate = self._replaced
+        self.forget()
+
+    def forget(self) -> None:
+        """Free caches, graphs and compiled steps; the next call makes new ones."""
         self._decoders.clear()
 
     def decoder(self, batch_size: int, length: int) -> StaticDecoder:

@@ -43,6 +43,7 @@ class Ceilings:
     attention  dtype -> "causal"|"full" -> "D" -> curve over S; next to them the "batch" and "heads" of the curves
     launch_us  one small kernel launched eagerly, back to back; launch_graph_us: as a node of a CUDA graph, or None
     held_out   kind -> {"median_percent": error of predictions for shapes not on the grid, "shapes": how many}
+    threads    of torch on a CPU; None for a GPU
     """
 
     device: str
@@ -58,6 +59,7 @@ class Ceilings:
     launch_graph_us: float | None
     held_out: dict[str, dict[str, float]] = field(default_factory=dict)
     quick: bool = False
+    threads: int | None = None
     schema: int = SCHEMA
 
     def memory_us(self, bytes_read: float, bytes_written: float) -> float:
@@ -166,9 +168,10 @@ def dtype_bytes(dtype: torch.dtype | str) -> int:
 
 
 def path_for(device: torch.device | str) -> Path:
-    """The file with the ceilings of `device`."""
+    """The file with the ceilings of `device`; on a CPU there is one for each number of torch's threads."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_info(device).name).strip("-").lower()
-    return current().cache_dir / "ceilings" / f"{name}.json"
+    threads = f"-{torch.get_num_threads()}-threads" if torch.device(device).type == "cpu" else ""
+    return current().cache_dir / "ceilings" / f"{name}{threads}.json"
 
 
 def save(ceilings: Ceilings, device: torch.device | str) -> Path:

@@ -94,25 +94,28 @@ class Taping:
         """Invalidate the tape: the call did something that a replay cannot do."""
         self._replayable = False
 
-    def finish(self, bases: Sequence[Tensor | None]) -> Tape | None:
-        """The tape; None unless each pointer belongs to exactly one of `bases`."""
+    def finish(self, bases: Sequence[Tensor | None], aliased: bool = False) -> Tape | None:
+        """The tape; None unless each pointer belongs to exactly one of `bases`.
+
+        aliased: bases that begin at one address do so in every replay, so either stands for the other.
+        """
         if not self._replayable or not self._steps:
             return None
         slots: list[list[_Slot]] = []
         bases = (*bases, *self._scratch)
         for step in self._steps:
-            step_slots = [_find(i, p, bases) for i, p in enumerate(step.params) if isinstance(p, _MOVING)]
+            step_slots = [_find(i, p, bases, aliased) for i, p in enumerate(step.params) if isinstance(p, _MOVING)]
             if any(slot is None for slot in step_slots):
                 return None
             slots.append([slot for slot in step_slots if slot is not None])
         return Tape(self._steps, slots, self._scratch)
 
 
-def _find(position: int, param: Tensor | TensorMap, bases: Sequence[Tensor | None]) -> _Slot | None:
+def _find(position: int, param: Tensor | TensorMap, bases: Sequence[Tensor | None], aliased: bool) -> _Slot | None:
     """The slot of `param`, which lies exactly at one base or inside the storage of exactly one; else None."""
     pointer, moved = (param.pointer, param.moved()) if isinstance(param, TensorMap) else (param.data_ptr(), None)
     exact = [i for i, b in enumerate(bases) if b is not None and b.data_ptr() == pointer]
-    if len(exact) == 1:
+    if len(exact) == 1 or (exact and aliased):
         return _Slot(position, exact[0], 0, moved)
     inside = [(i, b) for i, b in enumerate(bases) if b is not None and _holds(b.untyped_storage(), pointer)]
     if exact or len(inside) != 1:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.specialise import rename_argument
 from tilewright.models.stand_in import (
     Left,
@@ -56,9 +57,13 @@ class GatedMlpRecipe:
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
 
         def swiglu(self: nn.Module, x: Tensor) -> Tensor:
+            if stays_with_torch("swiglu", x, backend):
+                return cls.forward(self, x)
             return getattr(self, down)(ops.swiglu(getattr(self, gate)(x), getattr(self, up)(x), backend=backend))
 
         def geglu(self: nn.Module, x: Tensor) -> Tensor:
+            if stays_with_torch("swiglu", x, backend):
+                return cls.forward(self, x)
             inner = ops.geglu(getattr(self, gate)(x), getattr(self, up)(x), approximate=approximate, backend=backend)
             return getattr(self, down)(inner)
 
@@ -89,9 +94,13 @@ class PackedMlpRecipe:
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
 
         def silu_and_mul(self: nn.Module, x: Tensor) -> Tensor:
+            if stays_with_torch("swiglu", x, backend):
+                return cls.forward(self, x)
             return getattr(self, down)(ops.silu_and_mul(getattr(self, packed)(x), backend=backend))
 
         def gelu_and_mul(self: nn.Module, x: Tensor) -> Tensor:
+            if stays_with_torch("swiglu", x, backend):
+                return cls.forward(self, x)
             inner = ops.gelu_and_mul(getattr(self, packed)(x), approximate=approximate, backend=backend)
             return getattr(self, down)(inner)
 

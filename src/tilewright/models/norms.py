@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.specialise import rename_argument
 from tilewright.models.stand_in import (
     Left,
@@ -56,7 +57,7 @@ class RmsNormRecipe:
         one_dtype = self.one_dtype
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
-            if one_dtype and getattr(self, weight).dtype != x.dtype:
+            if (one_dtype and getattr(self, weight).dtype != x.dtype) or stays_with_torch("rms_norm", x, backend):
                 return cls.forward(self, x)
             return ops.rms_norm(
                 x,
@@ -94,7 +95,7 @@ class LayerNormRecipe:
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             scale = getattr(self, weight)
-            if scale.dtype != x.dtype:
+            if scale.dtype != x.dtype or stays_with_torch("layer_norm", x, backend):
                 return cls.forward(self, x)
             shift = None if bias is None else getattr(self, bias)
             return ops.layer_norm(x, scale, shift, eps=getattr(self, eps), backend=backend)

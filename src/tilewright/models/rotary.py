@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright import ops
+from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.rotary_tables import Layout, Tables, example
 from tilewright.models.stand_in import Left, Match, Proposal, obstacle, placement, probing, run_both, weakest
 
@@ -54,7 +55,7 @@ class RotaryRecipe:
         # With a __name__, torch.compile reads globals from that module, which still has the original function.
         del names["__name__"]
         for name, style, rest in self.functions:
-            names[name] = _replacement(style, rest, self.backend)
+            names[name] = _replacement(style, rest, self.backend, forward.__globals__[name])
         copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         copied.__kwdefaults__ = forward.__kwdefaults__
         copied.__module__ = forward.__module__
@@ -102,10 +103,15 @@ def _rotary_names(forward: Any) -> list[str]:
     ]
 
 
-def _replacement(style: Style, rest: tuple[str, ...], backend: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _replacement(
+    style: Style, rest: tuple[str, ...], backend: str | None, original: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """A function with the original's parameters that rotates by `ops.apply_rope`."""
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if stays_with_torch("apply_rope", q, backend):
+            result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
+            return result
         heads_dim = {**dict(zip(rest, args, strict=False)), **kwargs}.get("unsqueeze_dim", 1)
         if heads_dim == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -151,7 +157,7 @@ def _style(
         cases = {(layout, dtype, table_dtype) for layout, table_dtype in tables}
         cases |= {(layout, torch.float32, torch.float32) for layout in layouts}
         for style in _STYLES[min(layouts)]:
-            ours = _replacement(style, rest, "torch")
+            ours = _replacement(style, rest, "torch", function)
             verdicts = [_match(function, ours, rest, layout, device, *dtypes) for layout, *dtypes in cases]
             if verdict := weakest(verdicts):
                 return rest, style, verdict

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tilewright.errors import InputError
 from tilewright.models.agreement import Agreement, logits_of, relative_error
+from tilewright.models.cpu_sizes import every_size_on_ops
 from tilewright.models.wide import full_precision, wide_copy, wide_dtype
 
 LIMIT = 1.1  # error of the patched model / error of the unpatched one, logits
@@ -182,7 +183,7 @@ def _keyword_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any] | None)
 def _run(model: nn.Module, kwargs: dict[str, Any], gradients: bool) -> tuple[Tensor, list[Tensor | None]]:
     """Logits, and the gradients of their sum under fixed random weights; the model's own `.grad` is not written."""
     trainable = [p for p in model.parameters() if p.requires_grad] if gradients else []
-    with torch.set_grad_enabled(bool(trainable)):
+    with torch.set_grad_enabled(bool(trainable)), every_size_on_ops():
         logits = logits_of(model(**kwargs))
         if not trainable:
             return logits.detach(), []

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from tilewright.ops.attention.merge_states import merge_states
     from tilewright.ops.attention.mla import mla
     from tilewright.ops.gemm.bmm import bmm
+    from tilewright.ops.gemm.group_gemm import group_gemm
+    from tilewright.ops.gemm.grouped_matmul import grouped_matmul
+    from tilewright.ops.gemm.groups_of_rows import groups_of_rows
+    from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
+    from tilewright.ops.gemm.masked_matmul import masked_matmul
     from tilewright.ops.gemm.matmul import matmul
     from tilewright.ops.gemm.scaled_matmul import scaled_matmul
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
-    from tilewright.ops.grouped.group_gemm import group_gemm
-    from tilewright.ops.grouped.grouped_matmul import grouped_matmul
-    from tilewright.ops.grouped.groups_of_rows import groups_of_rows
-    from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
-    from tilewright.ops.grouped.masked_matmul import masked_matmul
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
     from tilewright.ops.norm.layer_norm import layer_norm
@@ -90,8 +90,18 @@ __all__ = [
 _FAMILIES = {
     "activation": ("geglu", "gelu_and_mul", "silu_and_mul", "silu_and_mul_fp8", "swiglu", "swiglu_fp8"),
     "attention": ("fmha", "fmha_fp8", "fmha_varlen", "merge_states", "mla"),
-    "gemm": ("bmm", "matmul", "scaled_matmul", "scaled_matmul_fp8", "splitk_reduce"),
-    "grouped": ("group_gemm", "grouped_matmul", "groups_of_rows", "k_grouped_matmul", "masked_matmul"),
+    "gemm": (
+        "bmm",
+        "group_gemm",
+        "grouped_matmul",
+        "groups_of_rows",
+        "k_grouped_matmul",
+        "masked_matmul",
+        "matmul",
+        "scaled_matmul",
+        "scaled_matmul_fp8",
+        "splitk_reduce",
+    ),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

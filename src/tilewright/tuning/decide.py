@@ -4,7 +4,6 @@ from typing import Any
 
 from tilewright.bench.cases import Case
 from tilewright.bench.statistics import Samples
-from tilewright.dispatch.configs import to_row
 from tilewright.tuning.report import Tuned
 from tilewright.tuning.search import Race
 from tilewright.tuning.space import Space, Trial
@@ -32,7 +31,7 @@ def decide(case: Case, space: Space, race: Race, torchs: Samples | None, min_gai
         "dtype": space.dtype,
         "numerics": "default",
         "backend": after.backend,
-        "config": to_row(after.config),
+        "config": after.row,
         "us": _digits(race.samples[after].median, 5),
         "noise": _digits(race.samples[after].spread, 3),
         "torch_us": None if torchs is None else _digits(torchs.median, 5),
@@ -48,7 +47,7 @@ def _runner_up(winner: Trial, samples: dict[Trial, Samples]) -> dict[str, Any] |
     if not others:
         return None
     best = min(others, key=lambda trial: samples[trial].median)
-    return {"backend": best.backend, "config": to_row(best.config), "us": _digits(samples[best].median, 5)}
+    return {"backend": best.backend, "config": best.row, "us": _digits(samples[best].median, 5)}
 
 
 def _digits(value: float, count: int) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tilewright.dispatch import implementations
 from tilewright.dispatch.configs import to_row
-from tilewright.dispatch.select import known, refusal
+from tilewright.dispatch.select import able, known, refusal
 from tilewright.tuning.problem import Problem, fake_call
 
 Search = Literal["exhaustive", "random"]
@@ -17,6 +17,7 @@ class Trial:
     """One candidate and its result.
 
     default  the present choice, or a backend's choice where nothing is tuned
+    kernel   which of the backend's kernels; "" where it has one without a name
     reason   why it was dropped; None while it is in the race
     us       its median time, microseconds
     """
@@ -24,6 +25,7 @@ class Trial:
     backend: str
     config: Any
     default: bool = False
+    kernel: str = ""
     reason: str | None = None
     us: float | None = None
 
@@ -34,10 +36,15 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
-        return {"backend": self.backend, "config": to_row(self.config), "us": self.us, "reason": self.reason}
+        return {"backend": self.backend, "config": self.row, "us": self.us, "reason": self.reason}
+
+    @property
+    def row(self) -> dict[str, Any] | None:
+        """The config as a table writes it."""
+        return to_row(self.config, self.kernel)
 
     def __str__(self) -> str:
-        fields = to_row(self.config)
+        fields = self.row
         return self.backend if not fields else f"{self.backend} " + " ".join(f"{k}={v}" for k, v in fields.items())
 
 
@@ -70,15 +77,17 @@ def space(problem: Problem, search: Search, backend: str | None = None) -> Space
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
         impls = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
         runnable = [name for name in known(impls) if refusal(raw, impls, name, args, "default") is None]
-    present = Trial(plan.backend, plan.config, default=True)
+        impls = {name: able(impls[name], args, "default") for name in runnable if name in impls}
+    present = Trial(plan.backend, plan.config, default=True, kernel=plan.kernel)
     first, rest = [present], list[Trial]()
     for name in runnable:
         if (backend is not None and name != backend) or (name == "torch" and problem.direction == "bwd"):
             continue
         configs = impls[name].space(bucket, dtype) if name in impls else (None,)
         for i, config in enumerate(configs):
-            if (name, config) != present.choice:
-                (rest if i else first).append(Trial(name, config, default=not i))
+            kernel = impls[name].kernel_of(config).kernel if name in impls else ""
+            if (name, kernel, config) != (present.backend, present.kernel, present.config):
+                (rest if i else first).append(Trial(name, config, default=not i, kernel=kernel))
     if search == "random":
         random.Random(problem.seed).shuffle(rest)
     return Space(plan.bucket, plan.dtype, present, plan.why, tuple(first), tuple(rest))

@@ -203,7 +203,9 @@ def _installed(chosen: Implementation, config: Any) -> Iterator[None]:
     def launch(outs: tuple[Tensor, ...], *args: Any, **plan_options: Any) -> None:
         chosen.launch(outs, *args, config=config)
 
-    options = {f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name not in ("op", "launch")}
+    chosen = chosen.kernel_of(config)
+    unset = ("op", "launch", "kernel", "kernels")  # not options of a registration
+    options = {f.name: getattr(chosen, f.name) for f in fields(chosen) if f.name not in unset}
     register_impl(chosen.op, **options)(launch)
     try:
         yield

@@ -28,7 +28,7 @@ __all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architec
 class Outcome:
     """The results of a warm-up: planned machines, compiled kernels, failures."""
 
-    found: list[Found] = field(default_factory=list)
+    machines: list[Found] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -55,15 +55,15 @@ def warm(
     for arch in architectures(archs or [this_arch]):
         for event in events(request, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
             if isinstance(event, Found):
-                outcome.found.append(event)
+                outcome.machines.append(event)
             elif isinstance(event, Kernel):
                 outcome.kernels.append(event)
             else:
                 outcome.failures.append(event)
             progress(event)
-    if not any(each.calls for each in outcome.found):
+    if not any(each.calls for each in outcome.machines):
         raise UsageError("nothing to prepare: no call of the suite or model has such a backend on these architectures.")
-    absent = {} if outcome.kernels or outcome.failures else _absent(outcome.found)
+    absent = {} if outcome.kernels or outcome.failures else _absent(outcome.machines)
     if absent:
         raise UsageError(
             "no kernel was prepared: torch computes every call, because this machine cannot compile "

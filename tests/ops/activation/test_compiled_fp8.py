@@ -8,7 +8,7 @@ pytestmark = pytest.mark.compile
 
 
 def test_groups_stay_in_the_lanes_that_loaded_them():
-    from tilewright.ops.activation.swiglu_fp8.triton import SIZES, _silu_fp8_kernel
+    from tilewright.ops.activation.kernels.triton.silu_fp8 import SIZES, _silu_fp8_kernel
 
     gate = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
     q = torch.empty(64, 4096, dtype=torch.float8_e4m3fn, device="meta")

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tilewright.ops.rows import RowsBucket
+
 REFERENCES = {
     "silu": F.silu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -14,9 +16,9 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", m
 
 @pytest.fixture
 def kernels():
-    from tilewright.ops.activation.gated import triton
+    from tilewright.ops.activation.kernels.triton import gated
 
-    return triton
+    return gated
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -46,7 +48,7 @@ def test_rounding_points_are_the_models(kernels, device, act):
     """Float32 arithmetic that agrees to a few ULP gives the same bits after equal roundings nearly always."""
     gate, up = (torch.randn(16, 512, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(gate)
-    kernels.split(out, gate, up, act, kernels.configure((16, 512), gate.dtype))
+    kernels.split(out, gate, up, act, kernels.configure(RowsBucket(16, 512), gate.dtype))
     same = (out == REFERENCES[act](gate) * up).float().mean().item()
     assert same > 0.99
 
@@ -57,7 +59,7 @@ def test_infinite_and_huge_gates_are_as_in_torch(kernels, device, act):
     values = [torch.inf, -torch.inf, torch.nan, 1e4, -1e4, 88.5, -88.5, 104.0, -104.0, 0.0, -0.0]
     gate = torch.tensor(values, device=device)
     up, out = torch.ones_like(gate), torch.empty_like(gate)
-    kernels.split(out, gate, up, act, kernels.configure((1, len(values)), gate.dtype))
+    kernels.split(out, gate, up, act, kernels.configure(RowsBucket(1, len(values)), gate.dtype))
     expected = REFERENCES[act](gate.double()).float()
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-30, equal_nan=True)
 
@@ -68,7 +70,7 @@ def test_exact_gelu_keeps_its_digits_in_both_tails(kernels, device):
     of which a GPU's two 2^x and its division take half."""
     gate = torch.linspace(-40, 40, 8001, device=device)
     one, out, dgate, dup = (f(gate) for f in (torch.ones_like, torch.empty_like, torch.empty_like, torch.empty_like))
-    config = kernels.configure((1, gate.numel()), gate.dtype)
+    config = kernels.configure(RowsBucket(1, gate.numel()), gate.dtype)
     kernels.split(out, gate, one, "gelu", config)
     kernels.split_backward(dgate, dup, one, gate, one, "gelu", config)
     x = gate.double().requires_grad_()
@@ -84,6 +86,6 @@ def test_exact_gelu_keeps_its_digits_in_both_tails(kernels, device):
 def test_rows_apart_in_memory_are_read_where_they_are(kernels, device):
     gate, up = (torch.full((6, width), torch.nan, device=device).bfloat16()[:, 7:107].normal_() for width in (130, 190))
     out = torch.empty(6, 100, device=device, dtype=gate.dtype)
-    kernels.split(out, gate, up, "silu", kernels.configure((6, 100), out.dtype))
+    kernels.split(out, gate, up, "silu", kernels.configure(RowsBucket(6, 100), out.dtype))
     assert not out.isnan().any()
     torch.testing.assert_close(out, F.silu(gate) * up)

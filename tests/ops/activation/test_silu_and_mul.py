@@ -28,6 +28,18 @@ def test_the_gradient_is_packed_in_the_same_way():
     assert x.grad.tolist() == [3.5, 0.0]  # silu'(0) * up, silu(0)
 
 
+def test_silu_is_rounded_before_the_product():
+    """One rounding at the end would be more accurate, and not what the model was trained with."""
+    x = torch.randn(64, 192).bfloat16()
+    gate, up = x.float().chunk(2, dim=-1)
+    assert not torch.equal(silu_and_mul(x), (ACT2FN["silu"](gate) * up).bfloat16())
+
+
+def test_gradients_are_those_of_the_formula():
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(silu_and_mul, (x,))
+
+
 def test_an_odd_width_is_refused_with_its_shape():
     with pytest.raises(InputError, match=r"x is \(2, 5\); needs an even last dimension"):
         silu_and_mul(torch.ones(2, 5))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from tilewright.errors import InputError
 from tilewright.ops.activation.silu_and_mul import silu_and_mul
 from tilewright.ops.activation.swiglu import swiglu
 
@@ -39,3 +40,8 @@ def test_a_gradient_nobody_wants_is_not_returned():
     swiglu(gate.requires_grad_(), up).sum().backward()
     assert gate.grad is not None
     assert up.grad is None
+
+
+def test_gate_and_up_of_different_shapes_are_refused():
+    with pytest.raises(InputError, match=r"swiglu: up is \(4, 7\).*gate is \(4, 8\).*one shape and dtype"):
+        swiglu(torch.ones(4, 8), torch.ones(4, 7))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewright.ops.gemm.operands import apply_epilogue
-from tilewright.ops.gemm.scaling import GRANULARITIES
+from tilewright.ops.gemm.scaled.scaling import GRANULARITIES
 from tilewright.ops.quant.layout import ScaleLayout
 
 FP8 = torch.float8_e4m3fn

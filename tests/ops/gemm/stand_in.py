@@ -7,7 +7,8 @@ import torch
 from tests.harness.registry import own_registry
 
 from tilewright.dispatch import contract, register_impl
-from tilewright.ops.gemm.reference import product
+from tilewright.ops.gemm.dense.args import MatmulArgs
+from tilewright.ops.gemm.dense.reference import product
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def stand_in(*names: str) -> Iterator[list[tuple[torch.Size, torch.Size]]]:
         launched.append((a.shape, b.shape))
         assert config == "config"
         with torch.autocast("cpu", enabled=False):  # what a kernel knows nothing of
-            outs[0].copy_(product(a, b, *rest))
+            outs[0].copy_(product(MatmulArgs(a, b, *rest)))
 
     raws = [contract(name).forward for name in names]
     with own_registry():

@@ -1,4 +1,4 @@
-"""The tile that the dense CUDA engine takes: full waves, shared memory that fits, only what the kernel compiles for."""
+"""The tile that the dense kernel for Hopper takes: full waves, shared memory that fits, only what can be compiled."""
 
 import logging
 from math import ceil
@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright import settings
+from tilewright.dispatch import implementations
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
-from tilewright.ops.gemm.engines import dense_cuda, few_rows_cuda, hopper_cuda
-from tilewright.ops.gemm.engines.cost_model import Problem, Tile, band, predict, rank, shared_pressure
-from tilewright.ops.gemm.matmul.workloads import DEEPSEEK_V3, LLAMA_8B
+from tilewright.ops.gemm.dense.args import BmmBucket, MatmulBucket
+from tilewright.ops.gemm.dense.workloads import DEEPSEEK_V3, LLAMA_8B
+from tilewright.ops.gemm.kernels.sm90 import dense, few_rows
+from tilewright.ops.gemm.kernels.sm90.cost_model import Problem, Tile, group_m, predict, rank, shared_pressure
 
 NT, NN, TN, TT = range(4)
 BF16 = torch.bfloat16
@@ -21,12 +23,12 @@ SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 
 
 def bucket(m, n, k, layout=NT, out_bits=16, gated=0):
-    return m, n, k, layout, 1, out_bits, gated
+    return MatmulBucket(m, n, k, layout, 1, out_bits, gated)
 
 
 def chosen(m, n, k, **options):
     """(config, prediction) on 132 SMs."""
-    config = dense_cuda.configure(bucket(m, n, k, **options), BF16)
+    config = dense.configure(bucket(m, n, k, **options), BF16)
     tile = Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n)
     return config, predict(Problem(m, n, k, mn_major_b=options.get("layout") in (NN, TN)), tile)
 
@@ -64,7 +66,7 @@ def test_a_small_problem_takes_small_tiles():
 
 @pytest.mark.parametrize("sms", [78, 132, 148])
 @pytest.mark.parametrize("tile", [Tile(128, 256), Tile(64, 32), Tile(128, 144, 2, 1), Tile(128, 144, 1, 2)], ids=str)
-def test_waves_are_those_of_a_walk_over_the_tiles(tile, sms):
+def test_waves_are_those_of_the_tile_scheduler(tile, sms):
     m, n, batch = 1000, 2112, 3
     work = [0] * (sms // (tile.cluster_m * tile.cluster_n))
     for unit in range(
@@ -78,7 +80,7 @@ def test_what_a_tile_costs():
     tile, problem = Tile(128, 256), Problem(4096, 4096, 4096)
     whole = predict(problem, tile)
     assert predict(problem._replace(k=8192), tile).tensor_us == pytest.approx(2 * whole.tensor_us)
-    assert predict(problem._replace(k=4090), tile).tensor_us == whole.tensor_us  # K is walked in steps of 64
+    assert predict(problem._replace(k=4090), tile).tensor_us == whole.tensor_us  # K is read in steps of 64
     assert predict(problem, Tile(128, 256, 2, 1)).l2_us < whole.l2_us
     assert predict(problem._replace(out_bytes=4), tile).epilogue_us > whole.epilogue_us
     assert predict(problem._replace(gated=True), tile).epilogue_us < whole.epilogue_us
@@ -92,10 +94,10 @@ def test_small_tiles_press_on_shared_memory():
     assert pressures[0] == pytest.approx(1.0)
 
 
-def test_bands_make_a_wave_about_square():
-    assert band(Tile(128, 256), 132) == 16
-    assert band(Tile(256, 128), 132) == 8
-    assert band(Tile(128, 256, 2, 1), 132) == 8  # of pairs
+def test_groups_of_rows_make_a_wave_about_square():
+    assert group_m(Tile(128, 256), 132) == 16
+    assert group_m(Tile(256, 128), 132) == 8
+    assert group_m(Tile(128, 256, 2, 1), 132) == 8  # of pairs
 
 
 def test_predictions_that_are_alike_give_the_larger_tile():
@@ -118,14 +120,14 @@ SIZES = st.one_of(st.integers(1, 600), st.sampled_from((1024, 2112, 4096, 7168, 
 )
 def test_every_choice_can_be_compiled_and_launched(m, n, k, layout, out_bits, gated):
     where = bucket(m, n, k, layout, out_bits, gated)
-    config = dense_cuda.configure(where, BF16)
-    assert config in dense_cuda.CONFIGS
-    for each in (config, *dense_cuda.candidates(where, BF16)):
+    config = dense.configure(where, BF16)
+    assert config in dense.CONFIGS
+    for each in (config, *dense.candidates(where, BF16)):
         check_legal(each, layout, gated)
 
 
 def check_legal(config, layout, gated):
-    """The static assertions of sm90_bf16_gemm.cuh."""
+    """The static assertions of dense.cuh."""
     groups = 1 if config.block_m == 64 else 2
     assert config.block_m in (64, 128)
     assert config.block_n % 16 == 0
@@ -139,18 +141,27 @@ def check_legal(config, layout, gated):
 
 
 def test_a_cluster_needs_two_tiles_to_share():
-    for config in dense_cuda.candidates(bucket(64, 32, 7168), BF16):
+    for config in dense.candidates(bucket(64, 32, 7168), BF16):
         assert config.cluster_m == config.cluster_n == 1
 
 
-def test_few_rows_go_to_their_own_engine():
-    few = hopper_cuda.configure(bucket(16, 4096, 7168), BF16)
-    assert few.kernel == "few_rows"
-    assert few_rows_cuda.Config(*(getattr(few, f) for f in few_rows_cuda.Config._fields)) in few_rows_cuda.CONFIGS
-    assert hopper_cuda.configure(bucket(16, 4096, 7168, TN), BF16).kernel == "dense"  # it reads a along K alone
-    assert hopper_cuda.configure(bucket(INVARIANT_ROWS, 4096, 7168), BF16).kernel == "dense"
-    assert {c.kernel for c in hopper_cuda.candidates(bucket(64, 4096, 7168), BF16)} == {"few_rows", "dense"}
-    assert few in hopper_cuda.CONFIGS
+def test_few_rows_go_to_their_own_kernel():
+    backend = implementations("matmul", "fwd", "")["cuda"]
+    assert [kernel.kernel for kernel in backend.kernels] == ["sm90.few_rows", "sm90.dense"]
+    few = backend.configure(bucket(16, 4096, 7168), BF16)
+    assert type(few) is few_rows.Config and few in few_rows.CONFIGS
+    assert type(backend.configure(bucket(16, 4096, 7168, TN), BF16)) is dense.Config  # few_rows reads a along K alone
+    assert type(backend.configure(bucket(INVARIANT_ROWS, 4096, 7168), BF16)) is dense.Config
+    tried = backend.candidates(bucket(64, 4096, 7168), BF16)
+    assert {type(config) for config in tried} == {few_rows.Config, dense.Config}
+
+
+def test_a_batch_reaches_the_cost_model_through_its_bucket():
+    """Eight products of 512 rows fill the machine with large tiles, one does not."""
+    one = bucket(512, 4096, 7168)
+    assert dense.configure(BmmBucket(8, *one), BF16)[:2] == (128, 256)
+    assert dense.configure(one, BF16) == dense.configure(BmmBucket(1, *one), BF16)
+    assert dense.configure(one, BF16) != dense.configure(BmmBucket(8, *one), BF16)
 
 
 def test_the_prediction_is_printed(monkeypatch, caplog):
@@ -158,7 +169,7 @@ def test_the_prediction_is_printed(monkeypatch, caplog):
     settings.reload()
     forget_logged()
     with caplog.at_level(logging.WARNING, logger="tilewright"):
-        dense_cuda.configure(bucket(4096, 584, 7168), BF16)
+        dense.configure(bucket(4096, 584, 7168), BF16)
     (record,) = caplog.records
     assert "us predicted" in record.getMessage()
     assert "tiles in" in record.getMessage()

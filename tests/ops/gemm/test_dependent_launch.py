@@ -6,12 +6,15 @@ import pytest
 import torch
 from tests.ops.gemm.test_few_rows_scaled import deepest, operands
 
-from tilewright.ops.gemm.engines import few_rows_cuda
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.dense.args import plain_args
+from tilewright.ops.gemm.kernels.sm90 import few_rows, few_rows_scaled
+from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs
+from tilewright.ops.gemm.scaled.scaling import Scaling
 from tilewright.ops.weight_only import packing
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
+from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.samples import random_weight
-from tilewright.ops.weight_only.weight_only_matmul import cuda as weight_only
-from tilewright.ops.weight_only.weight_only_matmul import model as weight_only_model
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +25,7 @@ bf16, fp32 = torch.bfloat16, torch.float32
 def dense(config):
     """y = W x, where W keeps the length of x on average."""
     w = (torch.randn(1, WIDTH, WIDTH, device="cuda") / WIDTH**0.5).to(bf16)
-    return lambda y, x, step: few_rows_cuda.gemm(y, x, w.mT, None, None, None, 1.0, "", config)
+    return lambda y, x, step: few_rows.gemm(y, plain_args(x, w.mT, y.dtype), config)
 
 
 def integers(bits, shape):
@@ -32,18 +35,21 @@ def integers(bits, shape):
     signs = torch.randint(0, 2, scales.shape, generator=generator) * 2 - 1
     scales.mul_(signs.cuda()).div_(packing.restore(q, scales.double()).norm() / WIDTH**0.5)
     config = weight_only_model.deepest(bits, *shape)
-    return lambda y, x, step: weight_only.launch((y[0],), x[0], q, scales, None, "", bf16, config=config)
+    packed = (q, scales, None, "", bf16)
+    return lambda y, x, step: weight_only.launch((y[0],), WeightOnlyMatmulArgs(x[0], *packed), config)
 
 
 def scaled(rows, columns, depth, scaling, config):
     """y = alpha A B + x, with another alpha at each step."""
     a, b, *scales = operands(rows, columns, depth, scaling, device="cuda")
-    return lambda y, x, step: few_rows_cuda.scaled(y, a, b, *scales, None, x, (step % 7 + 1) / 8, "", config)
+    return lambda y, x, step: few_rows_scaled.gemm(
+        y, ScaledMatmulArgs(a, b, *scales, None, x, (step % 7 + 1) / 8, "", y.dtype), config
+    )
 
 
 CASES = {  # rows, columns, type of what is written, and the launch
-    "few rows, alone": (8, WIDTH, bf16, lambda: dense(few_rows_cuda.Config(8, 4, 1, 2))),
-    "few rows, a cluster": (8, WIDTH, bf16, lambda: dense(few_rows_cuda.Config(8, 3, 4, 3))),
+    "few rows, alone": (8, WIDTH, bf16, lambda: dense(few_rows.Config(8, 4, 1, 2))),
+    "few rows, a cluster": (8, WIDTH, bf16, lambda: dense(few_rows.Config(8, 3, 4, 3))),
     "4 bits": (13, WIDTH, bf16, lambda: integers(4, (16, 2, 4, 2, 1))),
     "8 bits": (1, WIDTH, bf16, lambda: integers(8, (8, 2, 4, 4, 2))),
     **{

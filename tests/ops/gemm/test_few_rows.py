@@ -1,4 +1,4 @@
-"""The engine for few rows: what it chooses, refuses, launches and compiles; on a Hopper GPU, what it computes."""
+"""The kernel for few rows: what it chooses, refuses, launches and compiles; on a Hopper GPU, what it computes."""
 
 import pytest
 import torch
@@ -6,10 +6,12 @@ import torch
 from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
-from tilewright.ops.gemm.engines import few_rows_cuda as engine
-from tilewright.ops.gemm.engines.few_rows import launch, model
-from tilewright.ops.gemm.engines.few_rows.model import Work, predicted_us, shared_bytes
-from tilewright.ops.gemm.engines.few_rows_cuda import Config, Params
+from tilewright.ops.gemm.dense.args import MatmulArgs, MatmulBucket, plain_args
+from tilewright.ops.gemm.kernels.sm90 import few_rows as engine
+from tilewright.ops.gemm.kernels.sm90 import few_rows_launch as launch
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90.few_rows import Config, Params
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import Work, predicted_us, shared_bytes
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,7 +35,7 @@ ROWS = (1, 2, 8, 16, 32, 64)
 
 
 def bucket(rows, columns, depth):
-    return rows, columns, depth, 0, 1, 2, 0
+    return MatmulBucket(rows, columns, depth, 0, 1, 16, 0)
 
 
 def deepest(tokens, split, ctas):
@@ -138,17 +140,17 @@ REFUSED = {
 def test_what_it_cannot_do_is_said(case):
     words, change = REFUSED[case]
     a, b = torch.zeros(8, 64, dtype=bf16), torch.zeros(128, 64, dtype=bf16).T
-    assert engine.why_not(a, b, None, None, None, 1.0, "", bf16) is None
+    assert engine.why_not_operands(plain_args(a, b, bf16)) is None
     a, b, bias = change(a, b)
-    reason = engine.why_not(a, b, bias, None, None, 1.0, "", bf16)
+    reason = engine.why_not_operands(plain_args(a, b, bf16)._replace(bias=bias))
     assert reason is not None
     assert words in reason.replace("bf16, fp16 or fp32", "bf16, fp16 and fp32")
 
 
 def test_gated_columns_count_half_for_the_alignment_of_the_result():
     a, b = torch.zeros(8, 64, dtype=bf16), torch.zeros(120, 64, dtype=bf16).T
-    assert engine.why_not(a, b, None, None, None, 1.0, "", bf16) is None
-    assert "16 bytes" in str(engine.why_not(a, b, None, None, None, 1.0, "swiglu", bf16))
+    assert engine.why_not_operands(plain_args(a, b, bf16)) is None
+    assert "16 bytes" in str(engine.why_not_operands(plain_args(a, b, bf16, "swiglu")))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -171,8 +173,7 @@ def launches(monkeypatch):
 
 def run(config, a, b, activation="", out_dtype=bf16, **tensors):
     d = torch.empty(a.shape[0], a.shape[1], columns_out(b.shape[-1], activation), dtype=out_dtype, device=a.device)
-    given = {"bias": None, "c": None, "scale": None, **tensors}
-    engine.gemm(d, a, b, given["bias"], given["c"], given["scale"], 1.0, activation, config)
+    engine.gemm(d, plain_args(a, b, out_dtype, activation)._replace(**tensors), config)
     return d
 
 
@@ -223,7 +224,7 @@ def test_results_that_begin_anywhere_are_stored_one_by_one(launches):
     config = Config(8, 6, 1, 2)
     for pitch, vectors in [(64, True), (68, True), (66, False)]:
         d = torch.empty(1, 4, pitch, dtype=bf16)[..., :64]
-        engine.gemm(d, a, b, None, None, None, 1.0, "", config)
+        engine.gemm(d, plain_args(a, b, bf16), config)
         assert launches.calls[-1][1][-1] is vectors
 
 
@@ -307,10 +308,11 @@ def test_results(case):
     d = torch.full((batch, rows, columns_out(columns, activation)), torch.nan, dtype=out, device="cuda")
     bias, c = torch.randn(columns, device="cuda"), torch.randn(d.shape, device="cuda").to(bf16)
     scale = torch.tensor([0.5], device="cuda")
-    engine.gemm(d, a, b, bias, c, scale, depth**-0.5, activation, config)
+    args = MatmulArgs(a, b, bias, c, scale, depth**-0.5, activation, out)
+    engine.gemm(d, args, config)
     exact = apply_epilogue(0.5 * depth**-0.5 * (a.double() @ b.double()), bias, c, activation, torch.float64)
     assert worst_tile(d, exact) < {bf16: 4e-3, fp16: 1e-3, fp32: 2e-4}[out]
     first = d.clone()
     for _ in range(20):
-        engine.gemm(d.fill_(torch.nan), a, b, bias, c, scale, depth**-0.5, activation, config)
+        engine.gemm(d.fill_(torch.nan), args, config)
         assert torch.equal(d, first), "the same bits every time"

@@ -12,11 +12,13 @@ from tests.ops.gemm.test_few_rows_scaled import operands as scaled_operands
 
 from tilewright.errors import InputError
 from tilewright.jit.collect import collect
-from tilewright.ops.gemm.engines import few_rows_cuda as engine
-from tilewright.ops.gemm.engines.few_rows import grouped, launch, model
-from tilewright.ops.gemm.engines.few_rows.model import UNSCALED, Work, predicted_us
+from tilewright.ops.gemm.grouped.args import GroupedArgs, GroupedBucket
+from tilewright.ops.gemm.kernels.sm90 import few_rows_grouped as grouped
+from tilewright.ops.gemm.kernels.sm90 import few_rows_launch as launch
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import UNSCALED, Work, predicted_us
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling
+from tilewright.ops.gemm.scaled.scaling import Scaling
 
 bf16, fp32, fp8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 KINDS = (UNSCALED, Scaling.TENSOR, Scaling.ROW, Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN)
@@ -24,7 +26,7 @@ DECODE = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]  # (N, K) of e
 
 
 def bucket(rows, columns, depth, groups, scaling):
-    return rows, columns, depth, groups, 0, 1, 2, 0, int(scaling)
+    return GroupedBucket(rows, columns, depth, groups, 0, 1, 16, 0, int(scaling))
 
 
 def deepest(tokens, split, ctas, scaling=UNSCALED):
@@ -51,7 +53,7 @@ def bounds(starts, ends, device="cpu"):
 def run(config, a, b, scale_a, scale_b, starts, ends, activation="", out_dtype=bf16):
     shape = *a.shape[:2], columns_out(b.shape[-1], activation)
     d = torch.full(shape, torch.nan, dtype=out_dtype, device=a.device)
-    engine.grouped(d, a, b, scale_a, scale_b, starts, ends, activation, config)
+    grouped.gemm_rows(d, GroupedArgs(a, b, scale_a, scale_b, starts, ends, 16, activation, out_dtype), config)
     return d
 
 
@@ -63,10 +65,10 @@ def run(config, a, b, scale_a, scale_b, starts, ends, activation="", out_dtype=b
 def test_choices_are_listed_and_have_room_for_more_rows(rows, scaling):
     for columns, depth in (*DECODE, (512, 7168), (2048, 512)):
         for groups in (1, 8, 256):
-            config = engine.configure_grouped(bucket(rows, columns, depth, groups, scaling), fp8)
-            assert config in engine.CONFIGS_GROUPED
+            config = grouped.configure(bucket(rows, columns, depth, groups, scaling), fp8)
+            assert config in grouped.CONFIGS
             assert config.tokens >= min(rows + rows // 2, 64), "groups differ"
-            found = engine.candidates_grouped(bucket(rows, columns, depth, groups, scaling), fp8)
+            found = grouped.candidates(bucket(rows, columns, depth, groups, scaling), fp8)
             assert 4 <= len(set(found)) == len(found) <= 24
             for candidate in (config, *found):
                 assert candidate.split <= Work(1, columns, depth, scaling).steps
@@ -77,7 +79,7 @@ def test_choices_are_listed_and_have_room_for_more_rows(rows, scaling):
 @pytest.mark.parametrize(("columns", "depth"), DECODE)
 @pytest.mark.parametrize(("groups", "rows"), [(32, 20), (8, 16)])
 def test_many_experts_are_predicted_to_be_read_at_the_speed_of_the_memory(groups, rows, columns, depth, scaling):
-    config = engine.configure_grouped(bucket(model.fitting((16, 32), rows), columns, depth, groups, scaling), fp8)
+    config = grouped.configure(bucket(model.fitting((16, 32), rows), columns, depth, groups, scaling), fp8)
     floor = groups * columns * depth * (2 if scaling == UNSCALED else 1) / model.READ
     assert 0.97 * floor < predicted_us(config, Work(rows, columns, depth, scaling, groups)) < floor / 0.95
 
@@ -90,27 +92,31 @@ def test_token_tiles_of_a_group_share_its_weights():
 # ----------------------------------------------------------------------------------------------- what it refuses
 
 
-def test_what_it_cannot_do_is_said():
+def why_not(a, b, scale_a, scale_b, starts, ends, expected=10, out_dtype=bf16):
+    return str(grouped.why_not(GroupedArgs(a, b, scale_a, scale_b, starts, ends, expected, "", out_dtype)))
+
+
+def test_what_it_cannot_do_is_said(hopper):
     a, b, _, _ = operands(1, 40, 128, 256, 4)
     starts, ends = bounds([0, 10, 20, 30], [10, 20, 30, 40])
-    assert engine.why_not_grouped(a, b, None, None, starts, ends, 10, "", bf16) is None
-    assert engine.why_not_grouped(a, b.contiguous(), None, None, None, ends, 10, "", bf16) is None
-    assert "65" in str(engine.why_not_grouped(a, b, None, None, starts, ends, 65, "", bf16))
-    assert "int32" in str(engine.why_not_grouped(a, b, None, None, starts.long(), ends, 10, "", bf16))
-    assert "int32" in str(engine.why_not_grouped(a, b, None, None, starts, ends[::2], 10, "", bf16))
-    assert "bf16 or fp16" in str(engine.why_not_grouped(a.float(), b.float(), None, None, starts, ends, 10, "", bf16))
-    along_m = a.mT.contiguous().mT
-    assert "along K" in str(engine.why_not_grouped(along_m, b, None, None, starts, ends, 10, "", bf16))
+    assert why_not(a, b, None, None, starts, ends) == "None"
+    assert why_not(a, b.contiguous(), None, None, None, ends) == "None"
+    assert "65" in why_not(a, b, None, None, starts, ends, 65)
+    assert "int32" in why_not(a, b, None, None, starts.long(), ends)
+    assert "int32" in why_not(a, b, None, None, starts, ends[::2])
+    assert "bf16 or fp16" in why_not(a.float(), b.float(), None, None, starts, ends)
+    assert "along K" in why_not(a.mT.contiguous().mT, b, None, None, starts, ends)
 
 
-def test_scales_are_checked_as_for_one_product():
+def test_scales_are_read_in_place(hopper):
     a, b, scale_a, scale_b = operands(1, 40, 256, 256, 4, Scaling.TOKEN_BLOCK)
     ends = bounds(None, [10, 20, 30, 40])[1]
-    assert engine.why_not_grouped(a, b, scale_a, scale_b, None, ends, 10, "", bf16) is None
-    assert "scale_a have strides" in str(
-        engine.why_not_grouped(a, b, scale_a.contiguous(), scale_b, None, ends, 10, "", bf16)
-    )
-    assert "fp32" in str(engine.why_not_grouped(a, b, scale_a, scale_b, None, ends, 10, "", fp8))
+    assert why_not(a, b, scale_a, scale_b, None, ends) == "None"
+    assert "scale_a have strides" in why_not(a, b, scale_a.contiguous(), scale_b, None, ends)
+    assert "need torch.float32" in why_not(a, b, scale_a, scale_b.double(), None, ends)
+    moved = torch.empty(81)[1:].as_strided((1, 40, 2), (80, 1, 40), 1)
+    assert "16 bytes" in why_not(a, b, moved, scale_b, None, ends)
+    assert "fp32" in why_not(a, b, scale_a, scale_b, None, ends, out_dtype=fp8)
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -154,13 +160,14 @@ def test_batches_and_metadata_reach_the_kernel(launched):
     a, b, scale_a, scale_b = operands(3, 9, 256, 512, 3, Scaling.TOKEN_BLOCK)
     run(deepest(16, 2, 1, Scaling.TOKEN_BLOCK), a, b, scale_a, scale_b, starts, ends)
     _, args, params, _ = launched[1][-1]
-    assert args[5] is starts and args[6] is ends and args[7] is scale_a and args[8] is scale_b
-    assert args[9:14] == (4 * 12, 8, 4, 9 * 256, 256)
-    assert args[14:-1] == (3, 9, 256, 512, 9, True)
+    assert args.starts is starts and args.ends is ends and args.scale_a is scale_a and args.scale_b is scale_b
+    strides = (args.scale_a_batch, args.scale_b_batch, args.scale_b_row, args.d_batch, args.d_row)
+    assert strides == (4 * 12, 8, 4, 9 * 256, 256)
+    assert (args.groups, args.m, args.n, args.k, args.token_rows, args.masked) == (3, 9, 256, 512, 9, True)
     assert params.kScaling == Scaling.TOKEN_BLOCK
     run(deepest(16, 2, 1), *operands(1, 9, 256, 512, 3), None, ends)
-    assert launched[1][-1][1][5] == 0
-    assert launched[1][-1][1][-2] is False
+    assert launched[1][-1][1].starts is None
+    assert launched[1][-1][1].masked is False
 
 
 def test_nothing_to_write_is_no_launch(launched):
@@ -176,14 +183,14 @@ def test_nothing_to_write_is_no_launch(launched):
 
 INSTANCES = [
     (config, KINDS[n % 5], ACTIVATIONS[n % 5], (bf16, fp32)[n % 2])
-    for n, config in enumerate((*engine.CONFIGS_GROUPED[::4], deepest(64, 2, 2, 3), deepest(48, 1, 2, 2)))
+    for n, config in enumerate((*grouped.CONFIGS[::4], deepest(64, 2, 2, 3), deepest(48, 1, 2, 2)))
 ]
 
 
 @pytest.mark.compile
 @needs_nvrtc
 @pytest.mark.parametrize(("config", "scaling", "activation", "out"), INSTANCES)
-def test_walks_over_groups_spill_nothing(config, scaling, activation, out):
+def test_group_schedulers_spill_nothing(config, scaling, activation, out):
     config = deepest(config.tokens, config.split, config.ctas, scaling)
     layout = "nn" if scaling == UNSCALED else "nt"
     with collect("sm_90") as collector:
@@ -269,11 +276,11 @@ def test_a_captured_graph_follows_the_rows_of_groups():
         pytest.skip("needs a Hopper GPU")
     a, b, _, _ = operands(1, 96, 512, 1024, 8, device="cuda")
     d, ends = torch.empty(1, 96, 512, dtype=bf16, device="cuda"), torch.zeros(8, dtype=torch.int32, device="cuda")
-    launch_once = (d, a, b, None, None, None, ends, "", deepest(16, 2, 1))
-    engine.grouped(*launch_once)
+    launch_once = (d, GroupedArgs(a, b, None, None, None, ends, 16, "", bf16), deepest(16, 2, 1))
+    grouped.gemm_rows(*launch_once)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        engine.grouped(*launch_once)
+        grouped.gemm_rows(*launch_once)
     choose = random.Random(0)
     for _ in range(10):
         cuts = sorted(choose.randrange(200) for _ in range(8))  # some beyond the rows there are

@@ -7,18 +7,20 @@ from tests.ops.gemm.test_few_rows import ROWS, SHAPES, worst_tile
 from tilewright.errors import InputError
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, nvrtc
-from tilewright.ops.gemm.engines import few_rows_cuda as engine
-from tilewright.ops.gemm.engines.few_rows import launch, model, scaled
-from tilewright.ops.gemm.engines.few_rows.model import Work, predicted_us
+from tilewright.ops.gemm.kernels.sm90 import few_rows_launch as launch
+from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90 import few_rows_scaled as scaled
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import Work, predicted_us
 from tilewright.ops.gemm.operands import ACTIVATIONS, apply_epilogue, columns_out
-from tilewright.ops.gemm.scaling import Scaling, scaling_of
+from tilewright.ops.gemm.scaled.args import ScaledBucket, ScaledMatmulArgs, plain_scaled_args
+from tilewright.ops.gemm.scaled.scaling import Scaling, scaling_of
 
 bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 KNOWN = [s for s in Scaling if s is not Scaling.OTHER]
 
 
 def bucket(rows, columns, depth, scaling):
-    return rows, columns, depth, 0, 1, 2, 0, int(scaling)
+    return ScaledBucket(rows, columns, depth, 0, 1, 16, 0, int(scaling))
 
 
 def deepest(tokens, split, ctas, scaling):
@@ -56,7 +58,7 @@ def dequantised(q, of_q, layout):
 
 def run(config, a, b, scale_a, scale_b, activation="", out_dtype=bf16, bias=None, c=None, alpha=1.0):
     d = torch.empty(*a.shape[:2], columns_out(b.shape[-1], activation), dtype=out_dtype, device=a.device)
-    engine.scaled(d, a, b, scale_a, scale_b, bias, c, alpha, activation, config)
+    scaled.gemm(d, ScaledMatmulArgs(a, b, scale_a, scale_b, bias, c, alpha, activation, out_dtype), config)
     return d
 
 
@@ -67,9 +69,9 @@ def run(config, a, b, scale_a, scale_b, activation="", out_dtype=bf16, bias=None
 @pytest.mark.parametrize("rows", ROWS)
 def test_choices_are_listed_and_fit_shared_memory(rows, scaling):
     for columns, depth in SHAPES:
-        config = engine.configure_scaled(bucket(rows, columns, depth, scaling), fp8)
-        assert config in engine.CONFIGS_SCALED
-        found = engine.candidates_scaled(bucket(rows, columns, depth, scaling), fp8)
+        config = scaled.configure(bucket(rows, columns, depth, scaling), fp8)
+        assert config in scaled.CONFIGS
+        found = scaled.candidates(bucket(rows, columns, depth, scaling), fp8)
         assert 4 <= len(set(found)) == len(found) <= 24
         for candidate in (config, *found):
             assert candidate.tokens >= rows
@@ -93,7 +95,7 @@ def test_tiles_that_fill_the_machine_are_not_split():
     """What measured best: blocks that meet, and a second round of clusters, cost more than a few idle processors."""
 
     def split(rows, columns, depth):
-        return engine.configure_scaled(bucket(rows, columns, depth, Scaling.TOKEN_BLOCK), fp8).split
+        return scaled.configure(bucket(rows, columns, depth, Scaling.TOKEN_BLOCK), fp8).split
 
     assert [split(rows, 24576, 1536) for rows in (1, 16, 64)] == [1, 1, 1]
     assert split(64, 7168, 2048) == 1, "112 tiles of 8 stages: two blocks each took 9.3 us, one 6.7"
@@ -117,33 +119,25 @@ REFUSED = {
     "16-bit operands": ("e4m3", changed(0, lambda a: a.to(bf16))),
     "tokens along M": ("along K", changed(0, lambda a: a.T.contiguous().T)),
     "weights along N": ("along K", changed(1, lambda b: b.contiguous())),
-    "other scales": ("no form", changed(3, lambda s: s.new_ones(7, 3))),
-    "scales along K": ("scale_a have strides", changed(2, lambda s: s.contiguous())),
-    "float64 scales": ("need torch.float32", changed(3, lambda s: s.double())),
+    "other scales": ("Scaling", changed(3, lambda s: s.new_ones(7, 3))),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_it_cannot_do_is_said(case):
+def test_what_it_cannot_do_is_said(case, hopper):
     words, change = REFUSED[case]
     arguments = [t[0] for t in operands(8, 256, 256, Scaling.TOKEN_BLOCK)]
-    assert engine.why_not_scaled(*arguments, None, None, 1.0, "", bf16) is None
-    reason = engine.why_not_scaled(*change(arguments), None, None, 1.0, "", bf16)
+    assert scaled.why_not(plain_scaled_args(*arguments, bf16)) is None
+    reason = scaled.why_not(plain_scaled_args(*change(arguments), bf16))
     assert reason is not None
     assert words in reason
 
 
-def test_scales_that_begin_anywhere_are_refused():
-    a, b, _, scale_b = (t[0] for t in operands(8, 256, 256, Scaling.TOKEN_BLOCK))
-    moved = torch.empty(17)[1:].as_strided((8, 2), (1, 8), 1)
-    assert "16 bytes" in str(engine.why_not_scaled(a, b, moved, scale_b, None, None, 1.0, "", bf16))
-
-
-def test_results_and_addends_of_other_types_are_refused():
+def test_results_and_addends_of_other_types_are_refused(hopper):
     arguments = [t[0] for t in operands(8, 256, 256, Scaling.ROW)]
-    assert "fp32" in str(engine.why_not_scaled(*arguments, None, None, 1.0, "", fp8))
+    assert "fp32" in str(scaled.why_not(plain_scaled_args(*arguments, fp8)))
     bias = torch.zeros(256, dtype=torch.float64)
-    assert "fp32" in str(engine.why_not_scaled(*arguments, bias, None, 1.0, "", bf16))
+    assert "fp32" in str(scaled.why_not(plain_scaled_args(*arguments, bf16)._replace(bias=bias)))
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -175,8 +169,10 @@ def test_scales_are_passed_with_their_strides(launched):
     a, b, scale_a, scale_b = operands(4, 300, 640, Scaling.TOKEN_BLOCK, batch=2)
     run(deepest(8, 1, 1, Scaling.TOKEN_BLOCK), a, b, scale_a, scale_b)
     (_, args, _, options) = launched[1][0]
-    assert args[7] is scale_a and args[8] is scale_b
-    assert args[9:12] == (20, 15, 5), "a batch of scales of a, of b, a row of those of b"
+    assert args.scale_a is scale_a and args.scale_b is scale_b
+    assert (args.scale_a_batch, args.scale_b_batch, args.scale_b_row) == (20, 15, 5), (
+        "a batch of scales of a, of b, a row of those of b"
+    )
     assert options["shared_bytes"] == model.shared_bytes(deepest(8, 1, 1, Scaling.TOKEN_BLOCK), Scaling.TOKEN_BLOCK)
 
 
@@ -192,7 +188,7 @@ def test_a_stage_is_256_of_k(launched):
 needs_nvrtc = pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
 INSTANCES = [
     (config, KNOWN[n % 4], ACTIVATIONS[n % 5], (bf16, fp32, fp16)[n % 3])
-    for n, config in enumerate((*engine.CONFIGS_SCALED[::5], deepest(64, 1, 1, 3), deepest(64, 2, 2, 3)))
+    for n, config in enumerate((*scaled.CONFIGS[::5], deepest(64, 1, 1, 3), deepest(64, 2, 2, 3)))
 ]
 
 

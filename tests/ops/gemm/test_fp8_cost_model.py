@@ -1,4 +1,4 @@
-"""The tile that the engine for scaled e4m3 operands takes."""
+"""The tile that the kernel for scaled e4m3 operands takes."""
 
 import logging
 from math import ceil, inf
@@ -10,23 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright import settings
+from tilewright.dispatch import implementations
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
-from tilewright.ops.gemm.engines import few_rows_cuda, fp8_cuda, hopper_fp8_cuda
-from tilewright.ops.gemm.engines.fp8_cost_model import Problem, Tile, predict, rank
-from tilewright.ops.gemm.scaled_matmul.workloads import DEEPSEEK_V3
+from tilewright.ops.gemm.kernels.sm90 import few_rows_scaled, fp8
+from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile, predict, rank
+from tilewright.ops.gemm.scaled.args import ScaledBucket
+from tilewright.ops.gemm.scaled.workloads import DEEPSEEK_V3
 
 FP8 = torch.float8_e4m3fn
 TOKEN_BLOCK, TOKEN_TOKEN = 2, 3
 
 
 def bucket(m, n, k, out_bits=16, epilogue=0, scaling=TOKEN_BLOCK):
-    return m, n, k, 0, 1, out_bits, epilogue, scaling
+    return ScaledBucket(m, n, k, 0, 1, out_bits, epilogue, scaling)
 
 
 def chosen(m, n, k, **options):
     """(config, prediction) on 132 SMs."""
-    config = fp8_cuda.configure(bucket(m, n, k, **options), FP8)
+    config = fp8.configure(bucket(m, n, k, **options), FP8)
     problem = Problem(m, n, k, options.get("out_bits", 16) // 8, scaling=options.get("scaling", TOKEN_BLOCK))
     return config, predict(problem, Tile(config.block_m, config.block_n))
 
@@ -124,14 +126,14 @@ SIZES = st.one_of(st.integers(1, 300), st.sampled_from((512, 1024, 2048, 8064)))
 )
 def test_every_choice_can_be_compiled_and_launched(m, n, k, out_bits, epilogue, scaling):
     where = bucket(m, n, k, out_bits, epilogue, scaling)
-    config = fp8_cuda.configure(where, FP8)
-    assert config in (fp8_cuda.CONFIGS_FP8 if out_bits == 8 else fp8_cuda.CONFIGS)
-    for each in (config, *fp8_cuda.candidates(where, FP8)):
+    config = fp8.configure(where, FP8)
+    assert config in (fp8.CONFIGS_FP8 if out_bits == 8 else fp8.CONFIGS)
+    for each in (config, *fp8.candidates(where, FP8)):
         check_legal(each, out_bits, epilogue == 1, scaling)
 
 
 def check_legal(config, out_bits, gated, scaling):
-    """The static assertions of sm90_fp8_gemm.cuh."""
+    """The static assertions of fp8.cuh."""
     passes, waves = (2 if config.block_n > 192 else 1), (2 if config.block_m > 192 else 1)
     columns = config.block_n // passes
     assert config.block_m in (64, 128, 192, 256)
@@ -140,35 +142,18 @@ def check_legal(config, out_bits, gated, scaling):
     assert not gated or config.block_n % 32 == 0
     assert out_bits > 8 or columns == 128
     assert out_bits > 8 or not gated or passes == 2
-    assert fp8_cuda._shared_bytes(config, scaling) <= 232448 - 1024
+    assert fp8.shared_bytes(config, scaling) <= 232448 - 1024
 
 
-def test_few_rows_go_to_their_own_engine():
-    few = hopper_fp8_cuda.configure(bucket(16, 4096, 7168), FP8)
-    assert few.kernel == "few_rows"
-    assert few in hopper_fp8_cuda.CONFIGS
-    many = hopper_fp8_cuda.configure(bucket(128, 4096, 7168), FP8)
-    assert many.kernel == "dense"
-    assert many in hopper_fp8_cuda.CONFIGS
-    assert hopper_fp8_cuda.configure(bucket(INVARIANT_ROWS, 4096, 7168), FP8).kernel == "dense"
-    tried = hopper_fp8_cuda.candidates(bucket(64, 4096, 7168), FP8)
-    assert {config.kernel for config in tried} == {"few_rows", "dense"}
-
-
-@pytest.mark.parametrize("kernel", ["few_rows", "dense"])
-def test_a_config_reaches_the_engine_that_it_names(kernel, monkeypatch):
-    calls = []
-    monkeypatch.setattr(few_rows_cuda, "scaled", lambda *args: calls.append(("few_rows", args)))
-    monkeypatch.setattr(fp8_cuda, "gemm", lambda *args: calls.append(("dense", args)))
-    tried = hopper_fp8_cuda.candidates(bucket(512 if kernel == "dense" else 16, 4096, 7168), FP8)
-    config = next(config for config in tried if config.kernel == kernel)
-    given = tuple(range(9))
-    hopper_fp8_cuda.gemm(*given, config)
-    ((name, args),) = calls
-    assert name == kernel
-    assert args[:9] == given
-    own = {"few_rows": few_rows_cuda, "dense": fp8_cuda}[kernel].Config
-    assert args[9] == own(*(getattr(config, field) for field in own._fields))
+def test_few_rows_go_to_their_own_kernel():
+    backend = implementations("scaled_matmul", "fwd", "")["cuda"]
+    assert [kernel.kernel for kernel in backend.kernels] == ["sm90.few_rows_scaled", "sm90.fp8"]
+    few, many = (backend.configure(bucket(m, 4096, 7168), FP8) for m in (16, 128))
+    assert type(few) is few_rows_scaled.Config and few in few_rows_scaled.CONFIGS
+    assert type(many) is fp8.Config and many in fp8.CONFIGS
+    assert type(backend.configure(bucket(INVARIANT_ROWS, 4096, 7168), FP8)) is fp8.Config
+    tried = backend.candidates(bucket(64, 4096, 7168), FP8)
+    assert {type(config) for config in tried} == {few_rows_scaled.Config, fp8.Config}
 
 
 def test_the_prediction_is_printed(monkeypatch, caplog):
@@ -176,6 +161,6 @@ def test_the_prediction_is_printed(monkeypatch, caplog):
     settings.reload()
     forget_logged()
     with caplog.at_level(logging.WARNING, logger="tilewright"):
-        fp8_cuda.configure(bucket(4096, 592, 7168), FP8)
+        fp8.configure(bucket(4096, 592, 7168), FP8)
     (record,) = caplog.records
     assert "us predicted" in record.getMessage()

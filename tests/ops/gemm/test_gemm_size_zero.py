@@ -5,7 +5,6 @@ the shape and dtype of its argument, with zeros where nothing was multiplied.
 """
 
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,10 @@ from tests.ops.gemm.bounds import PLACES, Place, run
 from tests.ops.gemm.stand_in import stand_in
 
 from tilewright import ops
-from tilewright.ops.gemm.engines import hopper_cuda, hopper_fp8_cuda
+from tilewright.dispatch import implementations
+from tilewright.ops.gemm.dense.args import plain_args
 from tilewright.ops.gemm.operands import activate, columns_out
+from tilewright.ops.gemm.scaled.args import ScaledMatmulFp8Args, plain_scaled_args
 
 HALF = torch.bfloat16
 INTERPRETER = pytest.param(Place("cpu", "triton"), id="interpreter", marks=pytest.mark.interp)
@@ -127,13 +128,16 @@ def test_compiled(size, dynamic):
 
 
 @pytest.mark.parametrize("m", [8, 4096])
-def test_hoppers_kernels_refuse_a_sum_over_nothing(m, monkeypatch):
+def test_hoppers_kernels_refuse_a_sum_over_nothing(m, hopper):
     """Columns of wider tensors are aligned; choosing a tile for K = 0 raised IndexError, or divided by zero."""
-    hopper = SimpleNamespace(arch="sm_90")
-    for engine in (hopper_cuda, hopper_fp8_cuda):
-        monkeypatch.setattr(engine, "device_info", lambda device: hopper)
+
+    def why_not(op, args):
+        return str(implementations(op, "fwd", "")["cuda"].supports(*args))
+
     a, b = torch.empty(1, m, 64, dtype=HALF)[..., :0], torch.empty(1, 256, 64, dtype=HALF)[..., :0].mT
-    assert "K = 0" in str(hopper_cuda.why_not(a, b, None, None, None, 1.0, "", HALF))
+    assert "K = 0" in why_not("bmm", plain_args(a, b, HALF))
+    assert "K = 0" in why_not("matmul", plain_args(a[0], b[0], HALF))
     q, w = a[0].to(torch.float8_e4m3fn), b[0].to(torch.float8_e4m3fn)
     scales = torch.empty(m, 0), torch.empty(2, 0)
-    assert "K = 0" in str(hopper_fp8_cuda.why_not(q, w, *scales, None, None, 1.0, "", HALF))
+    assert "K = 0" in why_not("scaled_matmul", plain_scaled_args(q, w, *scales, HALF))
+    assert "K = 0" in why_not("scaled_matmul_fp8", ScaledMatmulFp8Args(q, w, *scales, None, 1.0, ""))

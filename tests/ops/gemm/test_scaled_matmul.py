@@ -11,10 +11,10 @@ from tests.ops.gemm.scaled_problems import OTHERS, PAIRS, every, operands
 from tilewright import settings
 from tilewright.errors import InputError
 from tilewright.log import forget_logged
-from tilewright.ops.gemm import scaled_cublas
 from tilewright.ops.gemm.matmul import matmul
+from tilewright.ops.gemm.scaled import cublas as scaled_cublas
+from tilewright.ops.gemm.scaled.scaling import GRANULARITIES, Scaling, granularity, kernel_layout, scaling_of
 from tilewright.ops.gemm.scaled_matmul import CONTRACT, scaled_matmul
-from tilewright.ops.gemm.scaling import GRANULARITIES, Scaling, granularity, kernel_layout, scaling_of
 from tilewright.ops.quant.layout import BLOCK, ROW, TOKEN
 
 FP8, HALF = torch.float8_e4m3fn, torch.bfloat16
@@ -247,7 +247,7 @@ def test_padding_keeps_the_product():
 
 def test_workloads_can_be_scaled_by_one_number_each():
     """That is what lets cuBLAS compete with per-tensor scales in the very same product."""
-    from tilewright.ops.gemm.scaled_matmul.peers import _folded
+    from tilewright.ops.gemm.peers.scaled_matmul import _folded
 
     for pair in PAIRS:
         params = {"M": 40, "N": 272, "K": 640, "scaling": pair, "binary": True}

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.compile
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_is_summed_in_the_layout_of_the_plain_norm(rows, n, warps, dtype):
     """The order of a sum is the layout's: with another one, the last bit of a norm would differ from `rms_norm`'s."""
-    from tilewright.ops.norm.rms_norm.triton import _rms_norm_kernel
-    from tilewright.ops.norm.rms_norm_fp8.triton import _rms_norm_fp8_kernel
+    from tilewright.ops.norm.kernels.triton.rms_norm import _rms_norm_kernel
+    from tilewright.ops.norm.kernels.triton.rms_norm_fp8 import _rms_norm_fp8_kernel
 
     block = 1 << (n - 1).bit_length()
     x, weight = torch.empty(64, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
@@ -23,9 +23,7 @@ def test_a_row_is_summed_in_the_layout_of_the_plain_norm(rows, n, warps, dtype):
         torch.empty(n // 128, 64, device="meta").mT,
     )
     unit = 16 // dtype.itemsize
-    plain, _ = lines(
-        _rms_norm_kernel, (x, None, x, None, weight, 64, n, n, 0, 1e-6, 0.0), (False, False, rows, block), warps
-    )
+    plain, _ = lines(_rms_norm_kernel, (x, x, weight, 64, n, n, 1e-6, 0.0), (False, rows, block), warps)
     fused, shared = lines(
         _rms_norm_fp8_kernel,
         (q, scales, None, x, None, weight, 64, n, 64, n, 0, n // unit, 64, 0, 1e-6, 0.0),
@@ -50,7 +48,7 @@ def test_a_row_is_summed_in_the_layout_of_the_plain_norm(rows, n, warps, dtype):
 )
 def test_parts_of_a_row_stay_where_they_were_loaded(n, warps, columns):
     """Nothing is masked, and only sums and scales pass through shared memory."""
-    from tilewright.ops.norm.rms_norm_fp8.triton_parts import _rms_norm_fp8_parts_kernel
+    from tilewright.ops.norm.kernels.triton.rms_norm_fp8_parts import _rms_norm_fp8_parts_kernel
 
     count = n // columns
     x, weight = torch.empty(64, n, dtype=torch.bfloat16, device="meta"), torch.empty(n, device="meta").bfloat16()

@@ -1,28 +1,35 @@
 """The Triton kernels give the reference's bits, in every configuration, and on GPUs without e4m3."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
-from tilewright.dispatch import contract
+import tilewright.ops  # noqa: F401 - binds every contract
+from tilewright.dispatch import contract, implementations
+from tilewright.dispatch.registry import listed_kernels
+from tilewright.ops.quant.dequantize import DequantizeArgs, dequantize
+from tilewright.ops.quant.per_token_cast_to_fp8 import PerTokenCastArgs
 
 pytest.importorskip("triton")
+
+from tilewright.ops.quant.kernels.triton import dequantize as dequantize_kernel
+from tilewright.ops.quant.kernels.triton import per_token_cast
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)]
 CASTS = ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8", "per_tensor_cast_to_fp8")
 OPS = (*CASTS, "dequantize")
 
 
-def module(name):
-    from importlib import import_module
+def kernels_of(name):
+    op = contract(name).forward
+    return implementations(name, "fwd", op.package)["triton"]
 
-    return import_module(f"tilewright.ops.quant.{name}.triton")
 
-
-def op(name):
-    from importlib import import_module
-
-    import_module(f"tilewright.ops.quant.{name}")
-    return contract(name)
+def module_of(name):
+    """Its kernel's module, where a test replaces a function."""
+    (path,) = listed_kernels(name)["triton"]
+    return import_module(path)
 
 
 def assert_same_bits(made, expected, what):
@@ -49,7 +56,7 @@ def expected_of(subject, sample):
 @pytest.mark.parametrize("name", OPS)
 def test_every_edge_case_bit_for_bit(name, dtype, seed):
     """In the interpreter the contract's promise of the reference's bits is tested for every op that makes it."""
-    subject = op(name)
+    subject = contract(name)
     for case in subject.edge_cases:
         sample = subject.inputs(case.params, dtype, torch.device("cuda"), seed)
         made = subject.function(*sample.args, **sample.kwargs, backend="triton")
@@ -69,10 +76,9 @@ def launch(kernels, subject, sample, config, device):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_gpus_without_e4m3_convert_by_integers(device, name, seed, monkeypatch):
-    kernels, subject = module(name), op(name)
-    for place in {kernels, module("per_block_cast_to_fp8")}:  # whose kernels per_channel_cast_to_fp8 launches
-        monkeypatch.setattr(place, "as_stored", lambda q: q.view(torch.uint8), raising=False)
-        monkeypatch.setattr(place, "has_ptx_e4m3", lambda q: False, raising=False)
+    kernels, subject = kernels_of(name), contract(name)
+    monkeypatch.setattr(module_of(name), "as_stored", lambda q: q.view(torch.uint8))
+    monkeypatch.setattr(module_of(name), "has_ptx_e4m3", lambda q: False, raising=False)
     for case in subject.edge_cases[:: 1 if device == "cuda" else 3]:
         sample = subject.inputs(case.params, torch.bfloat16, torch.device(device), seed)
         if sample.args[0].numel():
@@ -82,7 +88,7 @@ def test_gpus_without_e4m3_convert_by_integers(device, name, seed, monkeypatch):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_candidate(device, name, seed):
-    kernels, subject = module(name), op(name)
+    kernels, subject = kernels_of(name), contract(name)
     for case in subject.edge_cases[: 4 if device == "cuda" else 2]:
         sample = subject.inputs(case.params, torch.bfloat16, torch.device(device), seed)
         expected = expected_of(subject, sample)
@@ -104,7 +110,7 @@ def raw_args(subject, sample):
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_apart_are_read_where_they_are(device, name):
     """Gaps hold NaN, which any amax would show; an odd start allows no vector loads."""
-    subject = op(name)
+    subject = contract(name)
     wide = torch.full((140, 300), torch.nan, device=device)
     x = wide[3:133, 7:267].normal_()
     made = subject.function(x, backend="triton")
@@ -115,14 +121,14 @@ def test_rows_apart_are_read_where_they_are(device, name):
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_number_of_e4m3_and_what_rounds_to_it(device, by_integers, monkeypatch):
     """With a scale of 1: all 256 codes, and the float32 at, beside and halfway between them."""
-    back, there = module("dequantize"), module("per_token_cast_to_fp8")
     if by_integers:
-        for kernels in (back, there):
+        for kernels in (dequantize_kernel, per_token_cast):
             monkeypatch.setattr(kernels, "as_stored", lambda q: q.view(torch.uint8))
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256).view(torch.float8_e4m3fn)
     wide = torch.empty(1, 256, device=device)
     one = torch.ones(1, 1, device=device)
-    back.launch((wide,), codes, one, torch.float32, config=back.Config(rows=1, groups=2, num_warps=1, vector=8))
+    config = dequantize_kernel.Config(rows=1, groups=2, num_warps=1, vector=8)
+    dequantize_kernel.launch((wide,), DequantizeArgs(codes, one, torch.float32), config)
     assert_same_bits((wide,), (codes.float(),), "decode")
 
     known = codes.float()[0, :127]  # the positive numbers; then NaN
@@ -132,9 +138,9 @@ def test_every_number_of_e4m3_and_what_rounds_to_it(device, by_integers, monkeyp
     for i, row in enumerate((*beside, *(-values for values in beside))):
         x[i, : len(row)] = row
     x[:, 127] = 448.0
-    subject = op("per_token_cast_to_fp8")
-    q, scales = subject.forward.allocate((x, 128, False, False), device)
-    there.launch((q, scales), x, 128, False, False, config=there.Config(4, 1, 1))
+    args = PerTokenCastArgs(x, 128, False, False)
+    q, scales = contract("per_token_cast_to_fp8").forward.allocate(args, device)
+    per_token_cast.launch((q, scales), args, per_token_cast.Config(4, 1, 1))
     assert (scales == 1).all()
     assert_same_bits((q,), (x.to(torch.float8_e4m3fn),), "encode")
 
@@ -154,8 +160,6 @@ BATCHES = {
 @pytest.mark.parametrize("shape", [(40, 2), (1, 2), (1, 256), (40, 1), (1, 1)], ids=str)
 def test_scales_of_a_batch_lie_anywhere(shape, batch, device):
     """Two dimensions of a batch, which no one stride leads through."""
-    from tilewright.ops.quant.dequantize import dequantize
-
     device, _, backend = device.partition("-")
     q = torch.randn(2, 3, 40, 256).to(device, torch.float8_e4m3fn)
     scales = BATCHES[batch](torch.rand(2, 3, *shape, device=device) + 0.5)

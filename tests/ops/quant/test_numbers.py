@@ -12,27 +12,6 @@ SHAPES = ((1, 1), (3, 128), (130, 300), (257, 40), (2, 5, 260))
 HALF_STEP = 2.0**-4  # of e4m3, relative: three bits of mantissa
 
 
-def deep_gemm(x, ue8m0):
-    """The cast of DeepGEMM's own tests, whose division by 448 a GPU computes as a product."""
-    m, n = x.shape
-    groups = torch.nn.functional.pad(x, (0, -n % 128)).view(m, -1, 128)
-    scale = groups.abs().float().amax(2).clamp(1e-4) * torch.tensor(1 / 448.0)
-    if ue8m0:
-        scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
-    q = (groups * (1.0 / scale.unsqueeze(2))).to(torch.float8_e4m3fn)
-    return q.view(m, -1)[:, :n], scale
-
-
-@pytest.mark.parametrize("ue8m0", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_cast_is_deep_gemms_bit_for_bit(dtype, ue8m0):
-    x = (torch.randn(40, 300) * torch.exp2(torch.randint(-12, 12, (40, 1)))).to(dtype)
-    q, scales = numbers.cast(x, TOKEN, ue8m0)
-    expected_q, expected_scales = deep_gemm(x, ue8m0)
-    assert torch.equal(q.view(torch.uint8), expected_q.contiguous().view(torch.uint8))
-    assert torch.equal(scales, expected_scales)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_comes_back_is_half_a_step_away(name, shape):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewright.ops.reduction.softmax import SoftmaxArgs, SoftmaxBackwardArgs
+from tilewright.ops.rows import RowsBucket
 
 N = 5000
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interp), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -104,7 +105,7 @@ def test_candidates_are_right_at_the_size_they_are_for(kernels):
     for m, n in ((300, 4096), (70, 32768), (70, 50000), (8, 128256)):
         x = torch.randn(m, n, device="cuda").bfloat16()
         expected = torch.softmax(x, -1)
-        for config in kernels.candidates((m, n), x.dtype)[::3]:
+        for config in kernels.candidates(RowsBucket(m, n), x.dtype)[::3]:
             y = torch.full_like(x, torch.nan)
             kernels.launch((y,), SoftmaxArgs(x), config)
             torch.testing.assert_close(y, expected, msg=lambda text, at=(m, n, config): f"{at}: {text}")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tilewright.errors import BackendError, InputError
 from tilewright.ops.rope.apply_rope import CONTRACT, apply_rope
+from tilewright.ops.rope.apply_rope.args import RopeBucket
 from tilewright.ops.rope.tables import RopeConfig, rope_table
 
 B, H, H_KV, S, D = 2, 6, 2, 11, 32
@@ -240,6 +241,6 @@ def test_a_backend_asked_for_on_a_cpu_is_refused_in_words():
     dtype=st.sampled_from(DTYPES),
 )
 def test_every_choice_is_listed(tokens, h, h_kv, d, share, dtype):
-    kernel = pytest.importorskip("tilewright.ops.rope.apply_rope.triton")
+    kernel = pytest.importorskip("tilewright.ops.rope.kernels.triton.rope")
     r = max(2, int(share * d) // 2 * 2)
-    assert kernel.configure((tokens, h, h_kv, d, r), dtype) in kernel.CONFIGS
+    assert kernel.configure(RopeBucket(tokens, h, h_kv, d, r), dtype) in kernel.CONFIGS

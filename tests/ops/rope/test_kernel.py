@@ -44,12 +44,14 @@ def compare_bits(params, dtype, device, seed):
 @pytest.mark.parametrize("bad", [-1, 8, 2**40])
 def test_a_position_outside_the_table_shows_as_nan(bad):
     """As on a GPU, where nobody looks at positions first.  Other tokens, and elements not turned, stay right."""
-    from tilewright.ops.rope.apply_rope.triton import configure, launch
+    from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, RopeBucket
+    from tilewright.ops.rope.kernels.triton.rope import configure, launch
 
     q, k, table = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8), torch.rand(8, 2)
     positions = torch.tensor([[0, 1, bad, 3, 7]])
     outs = torch.empty_like(q), torch.empty_like(k)
-    launch(outs, q, k, table, table, positions, False, 4, config=configure((8, 2, 1, 8, 4), torch.float32))
+    config = configure(RopeBucket(T=8, H=2, H_kv=1, D=8, R=4), torch.float32)
+    launch(outs, ApplyRopeArgs(q, k, table, table, positions, False, 4), config)
     wanted = apply_rope(q, k, table, table, positions=positions.clamp(0, 7), rotary_dim=4, backend="torch")
     for ours, theirs in zip(outs, wanted, strict=True):
         assert ours[:, :, 2, :4].isnan().all()

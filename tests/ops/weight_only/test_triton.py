@@ -1,6 +1,6 @@
 """The Triton forms beyond the generic tests: quantisation bit by bit, every split and orientation, five targets."""
 
-from itertools import product
+import itertools
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tilewright.dispatch import contract, implementations
 from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
 from tilewright.ops.weight_only.quantize_weight import quantize_weight
 from tilewright.ops.weight_only.samples import random_weight
-from tilewright.ops.weight_only.weight_only_matmul import product as reference
+from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs, WeightOnlyMatmulBucket, product
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
@@ -43,9 +43,12 @@ def test_quantised_bits_are_those_of_the_reference(bits, n, k, dtype):
     assert torch.equal(made.nan_to_num(-1), restored.nan_to_num(-1))
 
 
+SIZES = ((3, 72, 512), (20, 130, 1100))
 CASES = [  # m, n, k, bits, config
     (m, n, k, bits, (16, 64, 4, 3, splits, swapped))
-    for (m, n, k), bits, splits, swapped in product([(3, 72, 512), (20, 130, 1100)], (8, 4), (1, 2, 8), (False, True))
+    for (m, n, k), bits, splits, swapped in itertools.product(
+        [(3, 72, 512), (20, 130, 1100)], (8, 4), (1, 2, 8), (False, True)
+    )
 ]
 
 
@@ -57,7 +60,7 @@ def test_every_split_and_orientation(m, n, k, bits, config):
     bias = torch.randn(n)
     d = torch.full((m, n), torch.nan)
     implementation.launch((d,), x, q, scales, bias, "silu", fp32, config=implementation.config_type(*config))
-    wanted = reference(x.double(), q, scales, bias, "silu", fp32)
+    wanted = product(WeightOnlyMatmulArgs(x.double(), q, scales, bias, "silu", fp32))
     assert ((d - wanted).norm(dim=0) / wanted.norm(dim=0)).max() < 1e-5
     again = torch.empty_like(d)
     implementation.launch((again,), x, q, scales, bias, "silu", fp32, config=implementation.config_type(*config))
@@ -66,11 +69,12 @@ def test_every_split_and_orientation(m, n, k, bits, config):
 
 def test_candidates_are_distinct_and_leave_work_for_every_part():
     implementation = triton_of("weight_only_matmul")
-    for m, k in product((1, 16, 64, 512), (128, 1024, 16384)):
-        found = implementation.candidates((m, 4096, k, 4, 1, 16, 0), bf16)
+    for m, k in itertools.product((1, 16, 64, 512), (128, 1024, 16384)):
+        bucket = WeightOnlyMatmulBucket(m, 4096, k, bits=4, aligned=1, out_bits=16, gated=0)
+        found = implementation.candidates(bucket, bf16)
         assert len(set(found)) == len(found) > 0
         assert all(2 * config.splits <= k // 128 or config.splits == 1 for config in found)
-        assert implementation.configure((m, 4096, k, 4, 1, 16, 0), bf16) in implementation.configs
+        assert implementation.configure(bucket, bf16) in implementation.configs
 
 
 @pytest.mark.compile
@@ -99,7 +103,7 @@ def test_results_on_a_gpu(m, n, k, bits, config):
     x, q, scales = operands(m, n, k, bits, fp16, "cuda")
     d = torch.full((m, n), torch.nan, dtype=fp32, device="cuda")
     implementation.launch((d,), x, q, scales, None, "", fp32, config=config)
-    wanted = reference(x.double(), q, scales, None, "", fp32)
+    wanted = product(WeightOnlyMatmulArgs(x.double(), q, scales, None, "", fp32))
     assert ((d - wanted).norm(dim=0) / wanted.norm(dim=0)).max() < 1e-5
     first = d.clone()
     for _ in range(20):

@@ -106,9 +106,37 @@ def test_a_backend_that_cannot_says_so():
         weight_only_matmul(x, q, scales, backend="cuda")
 
 
+@pytest.mark.parametrize(
+    ("k", "options", "message"),
+    [
+        (
+            128,
+            {},
+            "weight_only_matmul: x is (3, 128), q (64, 128) holds K=256 elements of 4 bits a row; they must agree in "
+            "K.",
+        ),
+        (
+            256,
+            {"activation": "tanh"},
+            "weight_only_matmul: activation is 'tanh'; allowed are None, 'relu', 'gelu', 'silu', 'swiglu'.",
+        ),
+        (
+            256,
+            {"out_dtype": torch.float64},
+            "weight_only_matmul: out_dtype is torch.float64; allowed are bfloat16, float16 and float32.",
+        ),
+    ],
+)
+def test_what_is_refused(k, options, message):
+    _, q, scales = operands(3, 64, 256, 4)
+    with pytest.raises(InputError) as error:
+        weight_only_matmul(torch.zeros(3, k, dtype=bf16), q, scales, **options)
+    assert str(error.value) == message
+
+
 def test_peers_of_the_bench_compute_the_same():
     from tilewright.dispatch import Sample
-    from tilewright.ops.weight_only.weight_only_matmul.peers import PEERS
+    from tilewright.ops.weight_only.peers.weight_only_matmul import PEERS
 
     x, q, scales = operands(4, 64, 256, 4)
     wanted = weight_only_matmul(x, q, scales, out_dtype=fp32)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tilewright.assistant.changes.cast import BF16, FP32_ON_CPU
+from tilewright.assistant.changes.compiled_decode import CompiledDecode
 from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
 from tilewright.assistant.changes.op_replacement import OpReplacement
@@ -24,18 +25,19 @@ def catalogue() -> tuple[Change, ...]:
         MERGED_QKV,
         MERGED_GATE_UP,
         GATED_GATE_UP,
+        CompiledDecode(),
         RegionalCompile(),
     )
 
 
 def chosen(allow: Sequence[str] | None) -> tuple[Change, ...]:
     """The changes named in `allow`; None means all."""
-    known = catalogue()
+    changes = catalogue()
     if allow is None:
-        return known
-    unknown = sorted(set(allow) - {change.name for change in known})
+        return changes
+    unknown = sorted(set(allow) - {change.name for change in changes})
     if unknown:
         raise InputError(
-            f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in known)}."
+            f"allow: {', '.join(unknown)} is not known. Allowed: {', '.join(change.name for change in changes)}."
         )
-    return tuple(change for change in known if change.name in allow)
+    return tuple(change for change in changes if change.name in allow)

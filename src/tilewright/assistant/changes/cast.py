@@ -50,19 +50,19 @@ class Cast:
     def predict(self, scene: Scene) -> Prediction:
         target = _name(self.target)
 
-        def saving(phase: Phase) -> tuple[float, float]:
-            products = [cost for cost in leaves(phase) if cost.matmuls]
-            shapes = [
-                (p, matmul_us(scene.ceilings, p.m, p.n, p.k, p.batch, target))
-                for cost in products
-                for p in cost.matmuls
-            ]
-            floor = sum(us for _, us in shapes)
-            change = self_us(phase, products) - floor if floor else 0.0
-            return min(0.0, change), max(0.0, change)
+        def saving(phase: Phase) -> float:
+            saved = 0.0
+            for cost in (cost for cost in leaves(phase) if cost.matmuls):
+                before, after = (
+                    sum(matmul_us(scene.ceilings, p.m, p.n, p.k, p.batch, dtype or p.dtype) for p in cost.matmuls)
+                    for dtype in (None, target)
+                )
+                if before and after:
+                    saved += self_us(phase, [cost]) * (1 - after / before)
+            return saved
 
         return predict(
-            scene.seen, saving, f"the matrix products at the {target} rate measured here, all else unchanged."
+            scene, self.name, saving, f"the matrix products at the {target} rate measured here, all else unchanged."
         )
 
     def apply(self, model: nn.Module, work: Workload) -> InDtype:

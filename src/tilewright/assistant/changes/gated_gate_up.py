@@ -7,8 +7,8 @@ registers, and N columns are all that is written: at M rows of bf16, 8 * M * N b
 It rounds less than the model: silu(z_gate) * z_up is one float32 expression, rounded once, where the model rounds
 z_gate and z_up to its own dtype first. The accuracy gate holds that against the wider reference, as any other change.
 
-Calls at numbers of rows where this was not measured faster than the product and the gate apart run these two on the
-interleaved weights' views, which are what `gate` and `up` have in state_dict. So do calls that need a gradient.
+Calls at numbers of rows where this was not measured faster than the product and the gate run these two separately on
+the interleaved weights' views, which are what `gate` and `up` have in state_dict. So do calls that need a gradient.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class GatedGateUp:
     preparation_s: float = 0.0
 
     def applies(self, scene: Scene) -> Verdict:
-        found = list(_gated(scene.model))
-        if not found:
+        mlps_found = list(_gated(scene.model))
+        if not mlps_found:
             return Verdict(False, "no module computes down(silu(gate(x)) * up(x)) with two linear layers.")
-        won = [mlp for mlp in found if _saved(mlp)]
+        won = [mlp for mlp in mlps_found if _saved(mlp)]
         if not won:
             return Verdict(False, "the tables of this device have no number of rows at which it was measured faster.")
         for mlp in won:
@@ -74,29 +74,30 @@ class GatedGateUp:
         return Verdict(True, f"{len(won)} MLPs such as {won[0].path}, measured faster at M={rows}.")
 
     def predict(self, scene: Scene) -> Prediction:
-        found = {f"{mlp.path}.{mlp.recipe.gate}".lstrip("."): _saved(mlp) for mlp in _gated(scene.model)}
+        saved_us = {f"{mlp.path}.{mlp.recipe.gate}".lstrip("."): _saved(mlp) for mlp in _gated(scene.model)}
 
-        def saving(phase: Phase) -> tuple[float, float]:
-            ran = [cost for cost in phase.costs if cost.path in found and cost.matmuls]
-            return 0.0, sum(found[cost.path].get(row_bucket(cost.matmuls[0].m), 0.0) for cost in ran)
+        def saving(phase: Phase) -> float:
+            ran = [cost for cost in phase.costs if cost.path in saved_us and cost.matmuls]
+            return sum(saved_us[cost.path].get(row_bucket(cost.matmuls[0].m), 0.0) for cost in ran)
 
-        return predict(scene.seen, saving, "the gated product's row of the tables against those of product and gate.")
+        because = "the gated product's row of the tables against those of product and gate."
+        return predict(scene, self.name, saving, because)
 
     def apply(self, model: nn.Module, work: Workload) -> InForce:
-        found = [mlp for mlp in _gated(model) if _saved(mlp)]
-        if not found:
+        faster = [mlp for mlp in _gated(model) if _saved(mlp)]
+        if not faster:
             raise PatchError(f"{self.name}: {type(model).__name__} has no gated MLP whose product was measured faster.")
-        for mlp in found:
+        for mlp in faster:
             if (why := _refusal(mlp, model)) is not None:
                 raise PatchError(f"{self.name}: {why}")
-        return InForce(found)
+        return InForce(faster)
 
 
 GATED_GATE_UP = GatedGateUp()
 
 
 class Interleaved(Member):
-    """Every other row of a pair's weight; torch's linear layer for whoever calls it by itself."""
+    """Every other row of a pair's weight; torch's linear layer where it is called by itself."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
@@ -111,25 +112,25 @@ class Interleaved(Member):
 
 @dataclass(frozen=True)
 class GatedProductRecipe:
-    """The MLP on its pair's weight; `apart` is the recipe it had, None for its own forward."""
+    """The MLP on its pair's weight; `separate` is the recipe it had, None for its own forward."""
 
     gate: str
     down: str
     argument: str
-    apart: Recipe | None
+    separate: Recipe | None
 
     def build(self, cls: type[nn.Module]) -> Callable[..., Any]:
         """forward(self, x) -> y: (..., H)."""
         gate, down = self.gate, self.down
-        apart: Callable[..., Any] = cls.forward if self.apart is None else self.apart.build(cls)
+        separate: Callable[..., Any] = cls.forward if self.separate is None else self.separate.build(cls)
 
         def forward(self: nn.Module, x: Tensor) -> Tensor:
             pair: Any = getattr(getattr(self, gate), "tilewright_group", None)  # None: an adapter took its place
             if pair is None or pair.weight is None or torch.is_grad_enabled():
-                return apart(self, x)
+                return separate(self, x)
             weight, bias = pair.weight, pair.bias
             if not is_ours(x, weight, bias, None, gated_products.measured_faster):
-                return apart(self, x)
+                return separate(self, x)
             return getattr(self, down)(ops.matmul(x, weight, trans_b=True, bias=bias, activation="swiglu"))
 
         return rename_argument(forward, "x", self.argument)
@@ -138,17 +139,17 @@ class GatedProductRecipe:
 class InForce:
     """MLPs on interleaved weights."""
 
-    def __init__(self, found: list[Gated]) -> None:
+    def __init__(self, gated: list[Gated]) -> None:
         self._changed: list[tuple[nn.Module, type[nn.Module], Group]] = []
         try:
-            for mlp in found:
-                own = type(mlp.module)
-                cls, recipe = origin(own)
+            for mlp in gated:
+                cls_before = type(mlp.module)
+                cls, recipe = origin(cls_before)
                 fused = GatedProductRecipe(mlp.recipe.gate, mlp.recipe.down, mlp.recipe.argument, recipe)
-                made = specialise(cls, fused)  # before any weight moves: it is what may refuse
+                specialised = specialise(cls, fused)  # before any weight moves: it is what may refuse
                 group = Group(mlp.pair, [Interleaved, Interleaved], interleaved)
-                mlp.module.__class__ = made
-                self._changed.append((mlp.module, own, group))
+                mlp.module.__class__ = specialised
+                self._changed.append((mlp.module, cls_before, group))
         except BaseException:  # no memory for another layer: the ones before it go back
             self.undo()
             raise
@@ -166,8 +167,8 @@ class InForce:
         """
         for *_, group in self._changed:
             group.require_undoable()
-        for module, own, group in self._changed:
-            module.__class__ = own
+        for module, cls_before, group in self._changed:
+            module.__class__ = cls_before
             group.separate()
 
 

@@ -32,7 +32,7 @@ def below_each_other(parts: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]
 def interleaved(parts: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """Row 0 of each, then row 1 of each, ...: what a gated epilogue reads. Views have the stride of all rows."""
     merged = torch.stack(list(parts), 1).flatten(0, 1)
-    return merged, [merged[at :: len(parts)] for at in range(len(parts))]
+    return merged, [merged[index :: len(parts)] for index in range(len(parts))]
 
 
 _ATTRIBUTES = ("tilewright_group", "tilewright_at")
@@ -50,12 +50,12 @@ class Group:
         self.parts: tuple[Tensor, ...] = ()
         self._arrange = arrange
         self._before: list[tuple[type[nn.Module], Recipe | None, dict[str, Any]]] = []
-        for at, (member, cls) in enumerate(zip(self.members, classes, strict=True)):
-            kept = {name: value for name, value in vars(member).items() if name in _ATTRIBUTES}
-            self._before.append((*origin(type(member)), kept))
+        for index, (member, cls) in enumerate(zip(self.members, classes, strict=True)):
+            attributes = {name: value for name, value in vars(member).items() if name in _ATTRIBUTES}
+            self._before.append((*origin(type(member)), attributes))
             member.__class__ = cls
             member.tilewright_group = self
-            member.tilewright_at = at
+            member.tilewright_at = index
         try:
             self.join()
         except BaseException:  # no memory: the weights are where they were
@@ -74,8 +74,10 @@ class Group:
             return
         names = ["weight"] if self.members[0].bias is None else ["weight", "bias"]
         with torch.inference_mode(False), torch.no_grad():
-            made = {name: self._arrange([getattr(member, name).data for member in self.members]) for name in names}
-            for name, (merged, views) in made.items():
+            merged_by_name = {
+                name: self._arrange([getattr(member, name).data for member in self.members]) for name in names
+            }
+            for name, (merged, views) in merged_by_name.items():
                 setattr(self, name, merged)
                 for member, view in zip(self.members, views, strict=True):
                     getattr(member, name).data = view
@@ -102,14 +104,14 @@ class Group:
             former.join()
 
     def _give_back(self) -> None:
-        for member, (cls, recipe, kept) in zip(self.members, self._before, strict=True):
+        for member, (cls, recipe, attributes) in zip(self.members, self._before, strict=True):
             del member.tilewright_group, member.tilewright_at
-            vars(member).update(kept)
+            vars(member).update(attributes)
             cast(nn.Module, member).__class__ = cls if recipe is None else specialise(cls, recipe)
 
     def _formers(self) -> list[Group]:
         """The groups that members were in before, each once."""
-        return list({id(g): g for *_, kept in self._before if (g := kept.get("tilewright_group"))}.values())
+        return list({id(g): g for *_, attributes in self._before if (g := attributes.get("tilewright_group"))}.values())
 
 
 class Member(nn.Linear):

@@ -58,7 +58,7 @@ class MergedLinear:
     def predict(self, scene: Scene) -> Prediction:
         groups = self._groups(scene.model, scene.work)
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             products = {cost.path: cost.matmuls for cost in phase.costs}
             saved = 0.0
             for group in groups:
@@ -66,17 +66,16 @@ class MergedLinear:
                 if len(shapes) < 2:
                     continue
                 first, columns = shapes[0], sum(p.n for p in shapes)
-                apart = sum(matmul_us(scene.ceilings, p.m, p.n, p.k, 1, p.dtype) for p in shapes)
+                separate_us = sum(matmul_us(scene.ceilings, p.m, p.n, p.k, 1, p.dtype) for p in shapes)
                 saved += (
-                    apart
+                    separate_us
                     - matmul_us(scene.ceilings, first.m, columns, first.k, 1, first.dtype)
-                    + per_op_us(phase) * (len(shapes) - 1)
+                    + per_op_us(scene, phase) * (len(shapes) - 1)
                 )
-            return min(0.0, saved), max(0.0, saved)
+            return saved
 
-        return predict(
-            scene.seen, saving, "separate against merged products at the rates measured here, and the launches that go."
-        )
+        because = "separate against merged products at the rates measured here, and the launches that go."
+        return predict(scene, self.name, saving, because)
 
     def apply(self, model: nn.Module, work: Workload) -> Merged:
         groups = [[model.get_submodule(path) for path in paths] for paths in self._groups(model, work)]
@@ -110,11 +109,11 @@ class Other(Member):
     """Takes its columns if they belong to this input, else computes them. The last one to take clears the table."""
 
     def forward(self, input: Tensor) -> Tensor:
-        group, at = self.tilewright_group, self.tilewright_at
+        group, index = self.tilewright_group, self.tilewright_at
         if group.input is not input:
             return F.linear(input, self.weight, self.bias)
-        part = group.parts[at]
-        if at == len(group.sizes) - 1:
+        part = group.parts[index]
+        if index == len(group.sizes) - 1:
             group.input, group.parts = None, ()
         return part
 
@@ -146,7 +145,7 @@ class Merged:
 
 def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
     """Paths of linear layers of one parent that one `run()` hands the same unchanged tensor, each once."""
-    seen: dict[tuple[str, int, int], list[str]] = {}
+    readers: dict[tuple[str, int, int], list[str]] = {}
     held: list[Tensor] = []  # keeps every input alive, so that no id is used twice
     calls: Counter[str] = Counter()
 
@@ -155,7 +154,7 @@ def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
             calls[path] += 1
             if args and isinstance(args[0], Tensor) and not args[0].is_inference():
                 held.append(args[0])
-                seen.setdefault((path.rpartition(".")[0], id(args[0]), args[0]._version), []).append(path)
+                readers.setdefault((path.rpartition(".")[0], id(args[0]), args[0]._version), []).append(path)
 
         return hook
 
@@ -169,7 +168,7 @@ def shared_inputs(model: nn.Module, run: Callable[[], object]) -> list[Paths]:
     finally:
         for handle in handles:
             handle.remove()
-    return [tuple(paths) for paths in seen.values() if len(paths) > 1 and all(calls[path] == 1 for path in paths)]
+    return [tuple(paths) for paths in readers.values() if len(paths) > 1 and all(calls[path] == 1 for path in paths)]
 
 
 MERGED_QKV = MergedLinear(

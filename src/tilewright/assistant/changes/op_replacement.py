@@ -40,18 +40,21 @@ class OpReplacement:
         return Verdict(True, f"replaceable: {_counts(planned)}.")
 
     def predict(self, scene: Scene) -> Prediction:
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             several = list(_of_several_ops(phase))
             fused = sum(floor_us(cost, scene.ceilings, leaf=True) for cost in several)
-            launches = per_op_us(phase) * sum(cost.ops - cost.calls for cost in several)
+            launches = per_op_us(scene, phase) * sum(cost.ops - cost.calls for cost in several)
             products = sum(_saved(scene.model, cost) for cost in phase.costs if cost.matmuls)
-            return 0.0, max(0.0, self_us(phase, several) - fused) + launches + products
+            if scene.work.device.type == "cpu":  # the time of a module holds what its calls cost
+                launches = 0.0
+            return max(0.0, self_us(phase, several) - fused) + launches + products
 
         return predict(
-            scene.seen,
+            scene,
+            self.name,
             saving,
-            "at most: modules of several element-wise ops at the memory floor of one, the launches that go, and what "
-            "products won over cuBLAS in the tables.",
+            "modules of several element-wise ops at the memory floor of one, the launches that go, and what products "
+            "won over cuBLAS in the tables.",
         )
 
     def apply(self, model: nn.Module, work: Workload) -> Replaced:

@@ -7,24 +7,15 @@ from typing import Literal, Protocol
 
 from torch import nn
 
-from tilewright.assistant.observation.observe import Observation
 from tilewright.assistant.predict import Prediction
+from tilewright.assistant.scene import Scene
 from tilewright.assistant.workload import Workload
-from tilewright.hardware.ceilings import Ceilings
+
+__all__ = ["Applied", "Change", "Risk", "Scene", "Verdict"]
 
 # exact: the same operations in the same order; rounding: the same mathematics in another order; precision: another
 # number format.
 Risk = Literal["exact", "rounding", "precision"]
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What a change may look at before it is tried."""
-
-    model: nn.Module
-    work: Workload
-    seen: Observation
-    ceilings: Ceilings
 
 
 @dataclass(frozen=True)

@@ -52,39 +52,42 @@ class RegionalCompile:
     preparation_s: float = 30.0  # two CPU cores, 5 blocks, empty cache: 19 s and, for new lengths, 9 s in verification
 
     def applies(self, scene: Scene) -> Verdict:
-        found = dict(blocks(scene.model))
-        if not found:
+        repeated = dict(blocks(scene.model))
+        if not repeated:
             return Verdict(False, "no block repeats: there is no nn.ModuleList with two or more modules of one class.")
         if scene.work.device.type == "cpu" and cxx() is None:
             return Verdict(
                 False, "there is no C++ compiler (g++), which Inductor needs on a CPU. Install g++ or set CXX."
             )
-        classes = sorted({type(block).__name__ for block in found.values()})
-        return Verdict(True, f"{len(found)} blocks of {', '.join(classes)}.")
+        classes = sorted({type(block).__name__ for block in repeated.values()})
+        return Verdict(True, f"{len(repeated)} blocks of {', '.join(classes)}.")
 
     def predict(self, scene: Scene) -> Prediction:
         paths = tuple(f"{path}." for path, _ in blocks(scene.model))
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             inside = [cost for cost in phase.costs if f"{cost.path}.".startswith(paths)]
             simple = [cost for cost in inside if not cost.matmuls and not cost.attentions]
             fused = sum(floor_us(cost, scene.ceilings, leaf=False) for cost in simple)
-            launches = per_op_us(phase) * sum(cost.ops for cost in simple)
-            return 0.0, max(0.0, self_us(phase, simple) - fused) + launches
+            launches = per_op_us(scene, phase) * sum(cost.ops for cost in simple)
+            if scene.work.device.type == "cpu":  # the time of a module holds what its calls cost
+                launches = 0.0
+            return max(0.0, self_us(phase, simple) - fused) + launches
 
         return predict(
-            scene.seen,
+            scene,
+            self.name,
             saving,
-            "at most the time of the blocks' element-wise modules and their launches; matrix products stay.",
+            "the time of the blocks' element-wise modules and their launches; matrix products stay.",
         )
 
     def apply(self, model: nn.Module, work: Workload) -> Compiled:
-        found = list(blocks(model))
-        if not found:
+        repeated = list(blocks(model))
+        if not repeated:
             raise PatchError(f"regional_compile: {type(model).__name__} has no repeated block.")
-        for _, block in found:
+        for _, block in repeated:
             _compile(block)
-        return Compiled([block for _, block in found])
+        return Compiled([block for _, block in repeated])
 
 
 class Compiled:
@@ -105,21 +108,23 @@ class Compiled:
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every block that repeats: two or more of one class in an outermost nn.ModuleList."""
-    taken: list[str] = []
+    lists: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in taken):
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{outer}.") for outer in lists):
             continue
         names = [type(child) for child in module]
-        repeated = [(f"{path}.{at}", child) for at, child in enumerate(module) if names.count(type(child)) > 1]
+        repeated = [(f"{path}.{index}", child) for index, child in enumerate(module) if names.count(type(child)) > 1]
         if repeated:
-            taken.append(path)
+            lists.append(path)
             yield from ((where, child) for where, child in repeated if not is_compiled(child))
 
 
 def cxx() -> str | None:
     """The C++ compiler that Inductor would use."""
-    wanted = os.environ.get("CXX")
-    return next((found for name in ([wanted] if wanted else ["g++", "clang++"]) if (found := shutil.which(name))), None)
+    preferred = os.environ.get("CXX")
+    return next(
+        (path for name in ([preferred] if preferred else ["g++", "clang++"]) if (path := shutil.which(name))), None
+    )
 
 
 def _compile(block: nn.Module) -> None:
@@ -141,5 +146,5 @@ def _compile(block: nn.Module) -> None:
 
 def _layer_index(block: nn.Module) -> int | None:
     """The `layer_idx` that Hugging Face gives to each block's attention; None if the block has none, or several."""
-    found = {value for module in block.modules() if isinstance(value := getattr(module, "layer_idx", None), int)}
-    return found.pop() if len(found) == 1 else None
+    indices = {value for module in block.modules() if isinstance(value := getattr(module, "layer_idx", None), int)}
+    return indices.pop() if len(indices) == 1 else None

@@ -47,21 +47,21 @@ class StaticDecode:
         return Verdict(True, f"decoder-only model with a standard cache; {graphs}.")
 
     def predict(self, scene: Scene) -> Prediction:
-        node_us = scene.ceilings.launch_graph_us
+        on_gpu = scene.work.device.type == "cuda"
 
-        def saving(phase: Phase) -> tuple[float, float]:
+        def saving(phase: Phase) -> float:
             if phase.name != "decode":
-                return 0.0, 0.0
-            if phase.idle_share is None or node_us is None:
-                return 0.0, phase.ops.get("aten::cat", 0.0) * phase.stretch
-            idle = phase.idle_share * phase.wall_us
-            return max(0.0, idle - node_us * phase.kernels), idle
+                return 0.0
+            if on_gpu:
+                nodes = (scene.ceilings.launch_graph_us or 0.0) * phase.kernels
+                return max(0.0, (phase.idle_share or 0.0) * phase.wall_us - nodes)
+            return phase.ops.get("aten::cat", 0.0) * phase.stretch
 
-        if scene.work.device.type == "cuda":
-            because = "the idle time of a decoding step, less the cost of its graph's nodes at least."
+        if on_gpu:
+            because = "the idle time of a decoding step, less the cost of its graph's nodes, and the loop around it."
         else:
-            because = "at most the time of concatenating the cache; the leaner host loop is not predicted."
-        return predict(scene.seen, saving, because)
+            because = "the time of concatenating the cache, and the loop around the steps."
+        return predict(scene, self.name, saving, because, around_us=scene.observation.loop_us)
 
     def apply(self, model: nn.Module, work: Workload) -> Attached:
         return Attached(model)
@@ -74,7 +74,6 @@ class Attached:
         from tilewright.generate import attach_generate
 
         self._model = model
-        self._attach = attach_generate
         self._attachment: Attachment = attach_generate(model)
 
     @property
@@ -83,9 +82,8 @@ class Attached:
         return "model.generate decodes with a static cache" + (" and CUDA graphs" if device == "cuda" else "")
 
     def refresh(self) -> None:
-        """Drop caches and graphs; the next call makes new ones."""
-        self._attachment.undo()
-        self._attachment = self._attach(self._model)
+        """Drop caches and what was recorded of the model; the next call makes new ones."""
+        self._attachment.forget()
 
     def undo(self) -> None:
         self._attachment.undo()

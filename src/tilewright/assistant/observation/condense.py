@@ -12,9 +12,9 @@ from tilewright.assistant.observation.profile import ModuleTime
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
-def condense(seen: Observation) -> Observation:
+def condense(observation: Observation) -> Observation:
     """The same by pattern of path: times, counts and bytes summed, peaks the largest, shapes listed once."""
-    return replace(seen, phases=[_phase(phase) for phase in seen.phases])
+    return replace(observation, phases=[_phase(phase) for phase in observation.phases])
 
 
 def pattern(path: str) -> str:

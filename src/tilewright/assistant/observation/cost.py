@@ -1,6 +1,6 @@
 """Flops, bytes and live memory of one eager forward, by module, counted at the level of aten ops.
 
-`CostMode` sees every op after autograd has taken composite ops apart. Bytes are counted twice on purpose: `bytes_eager`
+`CostMode` sees every op after autograd has decomposed composite ops. Bytes are counted twice on purpose: `bytes_eager`
 is what the eager ops move (each reads its inputs, writes its outputs), `bytes_ideal` what a module that fuses
 everything inside would move (its inputs, parameters and outputs once). The gap between them is what fusion can win.
 """
@@ -173,9 +173,9 @@ def ideal_bytes(model: nn.Module, mode: CostMode) -> Iterator[None]:
         cost = mode.stack[-1]
         # An embedding or another table look-up reads rows, not its whole weight: never more than it hands out.
         written = sum(_bytes(t) for t in tree_leaves(output) if isinstance(t, Tensor))
-        own = sum(_bytes(p) for p in module.parameters(recurse=False))
+        parameter_bytes = sum(_bytes(p) for p in module.parameters(recurse=False))
         cost.bytes_ideal_read += sum(_bytes(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        cost.bytes_ideal_read += min(own, written) if isinstance(module, nn.Embedding) else own
+        cost.bytes_ideal_read += min(parameter_bytes, written) if isinstance(module, nn.Embedding) else parameter_bytes
         cost.bytes_ideal_written += written
 
     handles = [module.register_forward_hook(hook, with_kwargs=True, prepend=True) for module in model.modules()]
@@ -225,8 +225,8 @@ def _is_attention(func: Any) -> bool:
 def _attention(func: Any, args: Any, kwargs: Any) -> Attention:
     q, k = args[:2]
     names = [argument.name for argument in func._schema.arguments]
-    at = names.index("is_causal") if "is_causal" in names else len(args)
-    causal = bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
+    position = names.index("is_causal") if "is_causal" in names else len(args)
+    causal = bool(args[position] if position < len(args) else kwargs.get("is_causal", False))
     batch, heads, s_q, dim = q.shape
     return Attention(batch, heads, k.shape[1], s_q, k.shape[2], dim, str(q.dtype).removeprefix("torch."), causal)
 

@@ -35,7 +35,7 @@ def graph_breaks(model: nn.Module, run: Callable[[nn.Module], object]) -> GraphB
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = torch._dynamo.explain(lambda: run(model))()
+            explained = torch._dynamo.explain(lambda: run(model))()
     except Exception as error:  # noqa: BLE001  Dynamo raises whatever the traced code made it raise
         logger.info("torch._dynamo.explain failed: %s", error)
         return GraphBreaks(None, None, [f"Dynamo could not trace the model: {first_line(error)}"])
@@ -43,7 +43,7 @@ def graph_breaks(model: nn.Module, run: Callable[[nn.Module], object]) -> GraphB
         dynamo_log.setLevel(level)
         torch._dynamo.reset()
     return GraphBreaks(
-        found.graph_count, found.graph_break_count, [_in_words(reason) for reason in found.break_reasons]
+        explained.graph_count, explained.graph_break_count, [_in_words(reason) for reason in explained.break_reasons]
     )
 
 

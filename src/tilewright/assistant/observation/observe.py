@@ -53,13 +53,17 @@ class Phase:
 
 @dataclass
 class Observation:
-    """What was seen of one model on one workload. breaks: None where it was not asked for (after changes)."""
+    """What was seen of one model on one workload. breaks: None where it was not asked for (after changes).
+
+    whole_us: a whole request as `generate` runs it, with its own loop around the phases; 0 where it was not timed.
+    """
 
     parameters: int
     weight_bytes: int
     dtype: str
     phases: list[Phase]
     breaks: GraphBreaks | None = None
+    whole_us: float = 0.0
 
     def phase(self, name: str) -> Phase | None:
         """The phase of this name, if it was observed."""
@@ -67,8 +71,13 @@ class Observation:
 
     @property
     def request_us(self) -> float:
-        """Wall time of what is optimised: one prefill and every decoding step of a request."""
-        return sum(phase.calls * phase.wall_us for phase in self.phases)
+        """Time of what is optimised: one prefill, every decoding step of a request, and the loop around them."""
+        return self.whole_us or sum(phase.calls * phase.wall_us for phase in self.phases)
+
+    @property
+    def loop_us(self) -> float:
+        """Time of a request outside of its phases."""
+        return max(0.0, self.request_us - sum(phase.calls * phase.wall_us for phase in self.phases))
 
 
 def observe(model: nn.Module, work: Workload, say: Say = lambda line: None, *, count_costs: bool = True) -> Observation:
@@ -93,8 +102,24 @@ def observe(model: nn.Module, work: Workload, say: Say = lambda line: None, *, c
             say(f"counting flops, bytes and memory of one {name} call")
             costs = count(model, run)
             phases[-1].costs, phases[-1].peak_bytes = costs.modules, costs.peak_bytes
+    whole_us = 0.0
+    if count_costs and work.generates:
+        say("timing one request")
+        whole_us = wall_us(lambda: work.request(model), work.device, calls=3)
+        _fit_steps(phases, whole_us)
     dtype = str(dominant_dtype(model)).removeprefix("torch.")
-    return Observation(sum(p.numel() for p in model.parameters()), weight_bytes(model), dtype, phases, breaks)
+    return Observation(sum(p.numel() for p in model.parameters()), weight_bytes(model), dtype, phases, breaks, whole_us)
+
+
+def _fit_steps(phases: list[Phase], whole_us: float) -> None:
+    """Shorten a decoding step that was slower by itself than inside a request: a host that waits loses its clocks."""
+    prefill, *rest = phases
+    for step in rest:
+        left = max(0.0, whole_us - prefill.wall_us) / step.calls
+        if 0 < left < step.wall_us:
+            step.wall_us = left
+            if step.idle_share is not None:
+                step.idle_share = max(0.0, 1 - step.busy_us / left)
 
 
 def decode_step(model: nn.Module, work: Workload) -> Callable[[], object] | None:
@@ -109,16 +134,20 @@ def decode_step(model: nn.Module, work: Workload) -> Callable[[], object] | None
 
 
 def wall_us(run: Callable[[], object], device: torch.device, calls: int = 5) -> float:
-    """Median wall time of a call that is waited for; one untimed call first."""
-    taken = []
+    """Median time of a call that is waited for, after one untimed call.
+
+    On a CPU with one thread it is the CPU time, which is the wall time of an idle machine.
+    """
+    clock = time.process_time_ns if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter_ns
+    samples = []
     with torch.no_grad():
         for _ in range(calls + 1):
             _drain(device)
-            start = time.perf_counter_ns()
+            start = clock()
             run()
             _drain(device)
-            taken.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(taken[1:])
+            samples.append((clock() - start) / 1e3)
+    return statistics.median(samples[1:])
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -131,11 +160,11 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _phase(name: str, calls: int, model: nn.Module, run: Callable[[], object], device: torch.device) -> Phase:
     wall = wall_us(run, device)
-    seen = profile_modules(model, run, device)
+    profiled = profile_modules(model, run, device)
     # The profiler slows the host, which adds idle time that is not there without it: the unprofiled wall time is the
     # honest span.
-    idle = max(0.0, 1 - seen.busy_us / wall) if device.type == "cuda" else None
-    return Phase(name, calls, wall, seen.busy_us, idle, seen.kernels, seen.modules, seen.ops)
+    idle = max(0.0, 1 - profiled.busy_us / wall) if device.type == "cuda" else None
+    return Phase(name, calls, wall, profiled.busy_us, idle, profiled.kernels, profiled.modules, profiled.ops)
 
 
 def _drain(device: torch.device) -> None:

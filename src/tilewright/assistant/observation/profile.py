@@ -57,11 +57,11 @@ def profile_modules(model: nn.Module, run: Callable[[], object], device: torch.d
 
     with torch.no_grad(), around_modules(model, labelled):
         for _ in range(2):
-            with profile(activities=activities, acc_events=True) as taken:
+            with profile(activities=activities, acc_events=True) as profiler:
                 run()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-    events = taken.events() or []
+    events = profiler.events() or []
     return _on_gpu(events, classes) if device.type == "cuda" else _on_cpu(events, classes)
 
 

@@ -15,6 +15,7 @@ from tilewright.bench.contestants import Choice
 from tilewright.bench.schema import Choice as TableChoice
 from tilewright.bench.schema import Row
 from tilewright.bench.statistics import Samples, paired_ratio
+from tilewright.dispatch.configs import to_row
 from tilewright.hardware.ceilings import dtype_name
 
 
@@ -96,7 +97,6 @@ def table_choice(case: Case, selection: Choice, ours: Mapping[str, Samples]) -> 
         return None
     best = min(eligible, key=lambda name: ours[name].median)
     plan = selection.plans[best]
-    config = None if plan.config is None else plan.config._asdict()  # every Config is a NamedTuple
     torch_us = ours["torch"].median if "torch" in ours else None
     return TableChoice(
         op=selection.raw.op,
@@ -104,7 +104,7 @@ def table_choice(case: Case, selection: Choice, ours: Mapping[str, Samples]) -> 
         bucket=plan.bucket,
         dtype=plan.dtype,
         backend=best,
-        config=config,
+        config=to_row(plan.config, plan.kernel),
         us=rounded(ours[best].median),
         noise=rounded(ours[best].spread, digits=3),
         torch_us=None if torch_us is None else rounded(torch_us),

@@ -43,8 +43,8 @@ def report(results_dir: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in _texts(families).items():
         (folder / name).write_text(text)
-    for found in families.values():
-        family.draw(found, folder / family.PLOTS)
+    for files in families.values():
+        family.draw(files, folder / family.PLOTS)
     return folder / INDEX
 
 
@@ -54,7 +54,7 @@ def pages(results_dir: Path) -> dict[str, str]:
 
 
 def _texts(families: Mapping[str, Mapping[Path, Results]]) -> dict[str, str]:
-    return {INDEX: _index(families)} | {f"{name}.md": family.page(name, found) for name, found in families.items()}
+    return {INDEX: _index(families)} | {f"{name}.md": family.page(name, files) for name, files in families.items()}
 
 
 def _families(results_dir: Path) -> dict[str, dict[Path, Results]]:
@@ -81,23 +81,23 @@ def _load(folder: Path) -> dict[Path, Results]:
     return result_files
 
 
-def _newest_rows(found: Mapping[Path, Results]) -> dict[Path, Results]:
+def _newest_rows(files: Mapping[Path, Results]) -> dict[Path, Results]:
     """The same files without the rows that a later run of another file measured again on the same machine."""
     newest: dict[tuple[Path, object], tuple[str, Path]] = {}
-    for path, results in found.items():
+    for path, results in files.items():
         for row in results.rows:
             key = path.parent, row.key
             newest[key] = max(newest.get(key, ("", path)), (results.machine["date"], path))
     return {
         path: replace(results, rows=[row for row in results.rows if newest[path.parent, row.key][1] == path])
-        for path, results in found.items()
+        for path, results in files.items()
     }
 
 
 def _index(families: Mapping[str, Mapping[Path, Results]]) -> str:
     machines: dict[str, dict[str, list[Row]]] = {}
-    for name, found in families.items():
-        for path, results in found.items():
+    for name, files in families.items():
+        for path, results in files.items():
             machines.setdefault(path.parent.name, {}).setdefault(name, []).extend(results.rows)
     return "\n".join([_INTRO, *(_machine(name, machines[name]) for name in sorted(machines))])
 
@@ -109,12 +109,12 @@ def _machine(name: str, families: Mapping[str, list[Row]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for each, rows in families.items():
-        own, auto = mean(row.ratio_own for row in rows), mean(row.ratio_auto for row in rows)
-        cells = [f"[{each}]({each}.md#{name}-{each})", str(len(rows)), own, auto, str(sum(map(lost, rows)))]
+        kernels, auto = mean(row.ratio_own for row in rows), mean(row.ratio_auto for row in rows)
+        cells = [f"[{each}]({each}.md#{name}-{each})", str(len(rows)), kernels, auto, str(sum(map(lost, rows)))]
         lines.append(f"| {' | '.join([*cells, *_lowest(rows)])} |")
     return "\n".join(lines) + "\n"
 
 
 def _lowest(rows: Iterable[Row]) -> tuple[str, str]:
-    found = min((row for row in rows if row.ratio_auto is not None), key=lambda row: row.ratio_auto or 0, default=None)
-    return ("-", "-") if found is None else (ratio(found.ratio_auto), title(found))
+    lowest = min((row for row in rows if row.ratio_auto is not None), key=lambda row: row.ratio_auto or 0, default=None)
+    return ("-", "-") if lowest is None else (ratio(lowest.ratio_auto), title(lowest))

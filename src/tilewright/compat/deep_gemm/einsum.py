@@ -10,8 +10,8 @@ from tilewright.compat.deep_gemm import arguments
 from tilewright.compat.deep_gemm.arguments import Pair
 from tilewright.errors import InputError
 from tilewright.ops.gemm.bmm import bmm
+from tilewright.ops.gemm.masked_matmul import masked_matmul
 from tilewright.ops.gemm.matmul import matmul
-from tilewright.ops.grouped.masked_matmul import masked_matmul
 
 
 def einsum(expr: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, use_cublaslt: bool = False) -> None:

@@ -15,9 +15,9 @@ from tilewright.compat.deep_gemm.arguments import Pair
 from tilewright.compat.deep_gemm.dense_fp8 import Half, Recipe
 from tilewright.compat.deep_gemm.layouts import get_mk_alignment_for_contiguous_layout
 from tilewright.errors import InputError
-from tilewright.ops.grouped.grouped_matmul import grouped_matmul
-from tilewright.ops.grouped.groups_of_rows import groups_of_rows
-from tilewright.ops.grouped.masked_matmul import masked_matmul
+from tilewright.ops.gemm.grouped_matmul import grouped_matmul
+from tilewright.ops.gemm.groups_of_rows import groups_of_rows
+from tilewright.ops.gemm.masked_matmul import masked_matmul
 from tilewright.ops.quant.layout import ScaleLayout
 
 

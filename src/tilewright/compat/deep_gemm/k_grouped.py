@@ -13,7 +13,7 @@ from tilewright.compat.deep_gemm import arguments
 from tilewright.compat.deep_gemm.arguments import Pair
 from tilewright.errors import InputError
 from tilewright.log import log_once
-from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
+from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
 from tilewright.ops.quant.layout import TOKEN
 
 _BLOCK = 128  # elements along K that share a scale: groups of float8 end at multiples of it
@@ -150,7 +150,7 @@ def _log_copy(name: str) -> None:
         log_once(
             ("compat", name),
             f"{name}: each call copies a and b so that all groups lie side by side along K. "
-            "ops.quant.per_channel_cast_to_fp8 with transpose=True and ops.grouped.k_grouped_matmul need no copy.",
+            "ops.quant.per_channel_cast_to_fp8 with transpose=True and ops.gemm.k_grouped_matmul need no copy.",
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewright.compat.deep_gemm import absent, arguments
 from tilewright.compat.deep_gemm.grouped import m_grouped_bf16_gemm_nt_contiguous
 from tilewright.errors import InputError
-from tilewright.ops.grouped.k_grouped_matmul import k_grouped_matmul
+from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
 
 Handle = tuple[Tensor, Tensor, Tensor]
 """The row for each position along K, -1 for zeros; first and end position of each group."""

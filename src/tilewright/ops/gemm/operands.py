@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import is_fake
 from tilewright.dispatch.bucket import hint
 from tilewright.errors import InputError
 
+FP8 = torch.float8_e4m3fn
+RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of results, and of 16-bit and float32 operands."""
+
 ACTIVATIONS = ("", "relu", "gelu", "silu", "swiglu")
 """Names of activations in the raw ops; "" is none, "gelu" the tanh form."""
 

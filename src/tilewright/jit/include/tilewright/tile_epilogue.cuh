@@ -1,6 +1,6 @@
 // GEMM epilogue: D = act(alpha * acc + bias) + C of one tile, from a warpgroup's accumulators through shared memory to D.
 //
-// Config: kWalk (tile_scheduler.cuh); kBlockN, kActivation, kBias, kAddend (elements of C per load: 0 no C, 1, 2); kInto (C
+// Config: kGemmType (tile_scheduler.cuh); kBlockN, kActivation, kBias, kAddend (elements of C per load: 0 no C, 1, 2); kInto (C
 // is D in float32: the TMA adds in global memory, and C is never loaded); Out, Bias, Addend.
 #pragma once
 
@@ -36,7 +36,7 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
     static constexpr u32 kChunk = kSpan / kGroupBytes;  // groups of 16 columns in a box
     static constexpr u32 kStrip = kRowBytes % 128 == 0 ? 128 : kRowBytes % 64 == 0 ? 64 : 32;
     static constexpr bool kStmatrix = !kGated && sizeof(Out) == 2;  // stage with stmatrix
-    static constexpr bool kCutRows = GemmType(Config::kWalk) == GemmType::GroupedM;  // the group may end within the tile
+    static constexpr bool kCutRows = GemmType(Config::kGemmType) == GemmType::GroupedM;  // the group may end within the tile
     static_assert(kRowBytes % kStrip == 0, "a tile's rows are whole strips; gated tiles of 16-bit D have N % 32 == 0");
     static_assert(!Config::kInto || (Same<Out, float>::value && Config::kAddend == 0), "kInto adds to D in float32");
     static_assert(!Config::kInto || !kCutRows, "rows of a cut tile are stored, not added");

@@ -1,6 +1,6 @@
 // Tile scheduler of a persistent GEMM, dense or grouped.
 //
-// Config::kWalk:
+// Config::kGemmType:
 //   Dense     a batch of products;
 //   GroupedM  rows [starts[g], ends[g]) of A times B of group g.  All groups lie in one matrix of A and of D and begin at any
 //             row, or (`masked`, the masked layout) each group has its own matrix;
@@ -16,7 +16,7 @@
 //     TileScheduler<Config> scheduler(args, table, rank);
 //     for (Tile tile; scheduler.next(tile);) ...
 //
-// Config: kWalk, kInto, kBlockM, kBlockN, kClusterM, kClusterN; Element.
+// Config: kGemmType, kInto, kBlockM, kBlockN, kClusterM, kClusterN; Element.
 #pragma once
 
 #include <tilewright/raster.cuh>
@@ -44,18 +44,18 @@ struct SchedulerArgs {
 };
 
 template <typename Config> class TileScheduler {
-    static constexpr GemmType kWalk = GemmType(Config::kWalk);
+    static constexpr GemmType kGemmType = GemmType(Config::kGemmType);
     static constexpr u32 kCluster = Config::kClusterM * Config::kClusterN;
     static constexpr u32 kBlockK = 128 / sizeof(typename Config::Element);  // elements of a stage
     static constexpr u32 kEntries = 128, kLaneEntries = kEntries / 32;
 
   public:
     // Prefix sums of units: entry i counts the units before group i * groups_per_entry(), so any number of groups fits.
-    struct Table { u32 first_unit[kWalk == GemmType::GroupedM ? kEntries + 1 : 1]; };
+    struct Table { u32 first_unit[kGemmType == GemmType::GroupedM ? kEntries + 1 : 1]; };
 
     // Fills the table, by the whole block; `starts` and `ends` must have been written.
     __device__ static void prepare(const SchedulerArgs& args, Table& table) {
-        if constexpr (kWalk == GemmType::GroupedM) {
+        if constexpr (kGemmType == GemmType::GroupedM) {
             if (threadIdx.x < 32) {
                 const u32 columns = unit_columns(args), groups = groups_per_entry(args);
                 u32 units[kLaneEntries], sum = 0;
@@ -89,26 +89,26 @@ template <typename Config> class TileScheduler {
 
     __device__ TileScheduler(const SchedulerArgs& args, const Table& table, u32 rank)
         : args_(args), table_(table), rows_((args.m + kUnitRows - 1) / kUnitRows), columns_(unit_columns(args)),
-          units_(kWalk == GemmType::GroupedM ? table.first_unit[kEntries] : rows_ * columns_ * args.batches), rank_(rank),
+          units_(kGemmType == GemmType::GroupedM ? table.first_unit[kEntries] : rows_ * columns_ * args.batches), rank_(rank),
           unit_(blockIdx.x / kCluster) {}
 
     // The next tile of this block; false when there is none.
     __device__ bool next(Tile& tile) {
-        if constexpr (kWalk == GemmType::GroupedK && Config::kInto) {
+        if constexpr (kGemmType == GemmType::GroupedK && Config::kInto) {
             while (unit_ < units_ && Span::of_group(args_, unit_ / (rows_ * columns_)).empty()) {
                 unit_ += gridDim.x / kCluster;  // skip groups with nothing to add
             }
         }
         if (unit_ >= units_) return false;
-        if constexpr (kWalk == GemmType::GroupedM) {
+        if constexpr (kGemmType == GemmType::GroupedM) {
             set_grouped(tile);
         } else {
             const u32 batch = unit_ / (rows_ * columns_);
             set_position(tile, unit_ - batch * rows_ * columns_, rows_, 0);
-            tile.batch_a = tile.batch_b = kWalk == GemmType::GroupedK ? 0 : batch;
+            tile.batch_a = tile.batch_b = kGemmType == GemmType::GroupedK ? 0 : batch;
             tile.batch_d = batch;
             tile.row_end = args_.m;
-            const Span span = kWalk == GemmType::GroupedK ? Span::of_group(args_, batch) : Span{0, args_.k};
+            const Span span = kGemmType == GemmType::GroupedK ? Span::of_group(args_, batch) : Span{0, args_.k};
             set_k(tile, span.first, span.end - span.first);
         }
         unit_ += gridDim.x / kCluster;
@@ -123,7 +123,7 @@ template <typename Config> class TileScheduler {
         u32 first, end;
 
         __device__ static Span of_group(const SchedulerArgs& args, u32 group) {
-            const int limit = kWalk == GemmType::GroupedM ? args.m : args.k;
+            const int limit = kGemmType == GemmType::GroupedM ? args.m : args.k;
             int from = group == 0 || args.masked ? 0 : args.ends[group - 1];
             if (args.starts != nullptr) from = args.starts[group];
             from = min(max(from, 0), limit);

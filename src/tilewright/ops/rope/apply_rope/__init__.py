@@ -1,18 +1,19 @@
-"""Rotary embedding of queries and keys, forward and backward.  The contract; backends are the files next to it."""
+"""Rotary embedding of queries and keys, forward and backward."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
-from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, call, dispatch, register
 from tilewright.dispatch.derivatives import vjp
 from tilewright.dispatch.raw import OutputSpec
 from tilewright.ops import rows
+from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, ApplyRopeBackwardArgs, RopeBucket, by_token, rope_bucket
 from tilewright.ops.rope.apply_rope.checks import check
+from tilewright.ops.rope.apply_rope.reference import reference
 from tilewright.ops.rope.apply_rope.samples import BAD_INPUTS, inputs
+from tilewright.ops.rope.apply_rope.workloads import CPU_WORKLOADS, EDGE_CASES, WORKLOADS
 
 
 @dispatch("apply_rope")
@@ -54,61 +55,25 @@ def apply_rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     Tables: `tilewright.ops.rope.tables`.
     """
-    return call(CONTRACT, (q, k, cos, sin, positions, interleaved, rotary_dim or 0), backend)
+    return call(CONTRACT, ApplyRopeArgs(q, k, cos, sin, positions, interleaved, rotary_dim or 0), backend)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    interleaved: bool = False,
-    positions: Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Plain torch; equals the Hugging Face functions bit for bit."""
-    if positions is not None:
-        cos, sin = cos[positions], sin[positions]
-    cos, sin = (_expand_table(t, rotary_dim or t.shape[-1], interleaved).unsqueeze(1) for t in (cos, sin))
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+def _raw(args: ApplyRopeArgs) -> tuple[Tensor, Tensor]:
+    return reference(
+        args.q,
+        args.k,
+        args.cos,
+        args.sin,
+        interleaved=args.interleaved,
+        positions=args.positions,
+        rotary_dim=args.rotary_dim,
+    )
 
 
-def _expand_table(table: Tensor, rotary_dim: int, interleaved: bool) -> Tensor:
-    """(..., W) -> (..., R): one column for each element instead of each pair."""
-    if interleaved:
-        return table[..., : rotary_dim // 2].repeat_interleave(2, dim=-1)
-    return table if table.shape[-1] == rotary_dim else torch.cat((table, table), dim=-1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    r = cos.shape[-1]
-    rotary, tail = x[..., :r], x[..., r:]
-    if interleaved:
-        rotated_half = torch.stack((-rotary[..., 1::2], rotary[..., 0::2]), dim=-1).flatten(-2)
-    else:
-        rotated_half = torch.cat((-rotary[..., r // 2 :], rotary[..., : r // 2]), dim=-1)
-    rotated = (rotary * cos + rotated_half * sin).to(x.dtype)
-    return torch.cat((rotated, tail), dim=-1) if r < x.shape[-1] else rotated
-
-
-def _raw(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, rotary_dim: int
-) -> tuple[Tensor, Tensor]:
-    return reference(q, k, cos, sin, interleaved=interleaved, positions=positions, rotary_dim=rotary_dim)
-
-
-def _raw_backward(dq: Tensor, dk: Tensor, *tables_and_options: Any) -> tuple[Tensor, ...]:
+def _raw_backward(args: ApplyRopeBackwardArgs) -> tuple[Tensor, ...]:
     # The rotation is linear in q and k: the gradient depends on their shapes, not on their values.
-    return vjp(lambda q, k: _raw(q, k, *tables_and_options), (dq, dk), (dq, dk))
-
-
-def by_token(*tensors: Tensor) -> bool:
-    """True if these (B, H, S, D) tensors are (B, S, H, D) in memory, as a projection writes them.
-
-    The stride of a single head says nothing: the first tensor with several heads decides.
-    """
-    return next((bool(x.stride(1) < x.stride(2)) for x in tensors if x.dim() == 4 and x.shape[1] > 1), False)
+    rotation = args.as_rotation()
+    return vjp(lambda q, k: _raw(rotation._replace(q=q, k=k)), (args.dq, args.dk), (args.dq, args.dk))
 
 
 def _by_token_spec(x: Tensor) -> OutputSpec:
@@ -119,54 +84,51 @@ def _by_token_spec(x: Tensor) -> OutputSpec:
     return (b, h, s, d), x.dtype, (s * h * d, d, h * d, 1)
 
 
-def _outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[OutputSpec, ...]:
+def _outputs(args: ApplyRopeArgs) -> tuple[OutputSpec, ...]:
     """Laid out by token if q is (k, if q has one head): the projection after attention then needs no copy."""
+    q, k = args.q, args.k
     if by_token(q, k):
         return _by_token_spec(q), _by_token_spec(k)
     return (q.shape, q.dtype), (k.shape, k.dtype)
 
 
-def tokens_bucket(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[int, ...]:
-    """(tokens rounded up to a power of two, H, H_kv, D, R)."""
-    tokens = q.shape[0] * q.shape[2] if q.dim() == 4 else q.shape[0]
-    r = rest[-1] or hint(cos.shape[-1])
-    return row_bucket(tokens), hint(q.shape[1]), hint(k.shape[1]), hint(q.shape[-1]), r
+KERNELS = ("triton.rope", "cutile.rope", "cpu.rope")
 
-
-_BUCKET = ("T", "H", "H_kv", "D", "R")
-_TABLE_SCHEMA = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, int rotary_dim"
 FORWARD = RawOp(
     "apply_rope",
     "fwd",
-    f"Tensor q, Tensor k, {_TABLE_SCHEMA}",
-    package=__name__,
+    ApplyRopeArgs,
+    package="tilewright.ops.rope",
+    kernels=KERNELS,
     outputs=_outputs,
     reference=_raw,
-    bucket=tokens_bucket,
-    bucket_names=_BUCKET,
+    bucket=rope_bucket,
+    bucket_names=RopeBucket._fields,
     count=2,
 )
 # Gradients are laid out by token: the backward of the projections of q and k reads them without a copy.
 BACKWARD = RawOp(
     "apply_rope",
     "bwd",
-    f"Tensor dq, Tensor dk, {_TABLE_SCHEMA}",
-    package=__name__,
-    outputs=lambda dq, dk, *_: (_by_token_spec(dq), _by_token_spec(dk)),
+    ApplyRopeBackwardArgs,
+    package="tilewright.ops.rope",
+    kernels=KERNELS,
+    outputs=lambda args: (_by_token_spec(args.dq), _by_token_spec(args.dk)),
     reference=_raw_backward,
-    bucket=tokens_bucket,
-    bucket_names=_BUCKET,
+    bucket=lambda args: rope_bucket(args.as_rotation()),
+    bucket_names=RopeBucket._fields,
     count=2,
 )
 
 
 def _backward_args(
-    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
-) -> tuple[Any, ...]:
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: ApplyRopeArgs, needs: ApplyRopeArgs
+) -> ApplyRopeBackwardArgs:
     """An absent gradient, or one that is not needed, becomes a tensor of no heads, which costs nothing."""
     no_heads = next(g for g in grads if g is not None).narrow(1, 0, 0)
-    dq, dk = (g if g is not None and need else no_heads for g, need in zip(grads, needs[:2], strict=True))
-    return (dq, dk, *saved, *args[5:])
+    dq, dk = (g if g is not None and need else no_heads for g, need in zip(grads, (needs.q, needs.k), strict=True))
+    cos, sin, positions = saved
+    return ApplyRopeBackwardArgs(dq, dk, cos, sin, positions, args.interleaved, args.rotary_dim)
 
 
 def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
@@ -175,10 +137,11 @@ def _gradients(grads: tuple[Tensor, ...]) -> tuple[Any, ...]:
 
 
 def _empty_gradients(
-    grads: tuple[Any, ...], saved: tuple[Any, ...], args: Sequence[Any], needs: Sequence[bool]
-) -> dict[int, Tensor]:
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: ApplyRopeArgs, needs: ApplyRopeArgs
+) -> dict[str, Tensor]:
     """Gradients of a q or k that has no heads itself."""
-    return {i: torch.empty_like(g) for i, g in enumerate(grads) if g is not None and needs[i] and not g.shape[1]}
+    given = zip(("q", "k"), grads, (needs.q, needs.k), strict=True)
+    return {name: torch.empty_like(g) for name, g, need in given if g is not None and need and not g.shape[1]}
 
 
 def cost(sample: Sample, direction: str) -> Cost:
@@ -194,9 +157,6 @@ def cost(sample: Sample, direction: str) -> Cost:
     return Cost(6 * pairs, qk_bytes + rows.nbytes(positions) + 2 * table_rows * (r // 2) * cos.element_size(), qk_bytes)
 
 
-_LLAMA_8B = {"H": 32, "H_kv": 8, "D": 128}
-_SMALL = {"B": 2, "S": 5, "H": 4, "H_kv": 2, "D": 64}
-_PACKED = {"T": 23, "H": 4, "H_kv": 2, "D": 64}
 CONTRACT = register(
     Contract(
         name="apply_rope",
@@ -209,57 +169,15 @@ CONTRACT = register(
         cost=cost,
         gradient=Gradient(
             BACKWARD,
-            inputs=(0, 1),
-            save=lambda args, outputs: (args[2], args[3], args[4]),
+            inputs=("q", "k"),
+            save=lambda args, outputs: (args.cos, args.sin, args.positions),
             raw_args=_backward_args,
             expand=_gradients,
             others=_empty_gradients,
         ),
-        workloads=(
-            Workload("llama8b_1x8k", {"B": 1, "S": 8192, **_LLAMA_8B}),
-            Workload("llama8b_4x2k", {"B": 4, "S": 2048, **_LLAMA_8B}),
-            Workload("llama8b_packed", {"T": 8192, "positions": 8200, **_LLAMA_8B}),
-            Workload("qwen7b_4x2k", {"B": 4, "S": 2048, "H": 28, "H_kv": 4, "D": 128}),
-            Workload("llama1b_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 8, "D": 64}),
-            Workload("llama1b_1x512", {"B": 1, "S": 512, "H": 32, "H_kv": 8, "D": 64}),
-            Workload("phi2_1x256", {"B": 1, "S": 256, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
-            Workload("phi2_4x2k", {"B": 4, "S": 2048, "H": 32, "H_kv": 32, "D": 80, "R": 32}),
-            Workload("glm9b_1x8k", {"B": 1, "S": 8192, "H": 32, "H_kv": 2, "D": 128, "R": 64, "interleaved": True}),
-            *(Workload(f"decode_{b}", {"B": b, "S": 1, **_LLAMA_8B}, directions=("fwd",)) for b in (1, 16, 64)),
-        ),
-        cpu_workloads=(
-            Workload("small", {"B": 1, "S": 512, "H": 8, "H_kv": 2, "D": 64}, (torch.bfloat16, torch.float32)),
-        ),
-        edge_cases=(
-            Workload("decode: one token", {**_SMALL, "B": 1, "S": 1}),
-            Workload("decode_batch: all tokens in the batch", {**_SMALL, "B": 5, "S": 1, "tables": "each"}),
-            Workload("odd_s: the last tokens are masked", {**_SMALL, "S": 13, "D": 32}),
-            Workload("odd_heads: the last heads are masked", {**_SMALL, "H": 11, "H_kv": 3, "D": 32}),
-            Workload("mqa: one key head", {**_SMALL, "H": 6, "H_kv": 1}),
-            Workload(
-                "one_head: its stride does not tell the layout of k", {**_SMALL, "H": 1, "H_kv": 3, "layout": "fused"}
-            ),
-            Workload("contiguous: by head, not by token", {**_SMALL, "layout": "contiguous"}),
-            Workload("fused: slices of one projection", {**_SMALL, "layout": "fused"}),
-            Workload("own_tables: each sequence its own", {**_SMALL, "tables": "each"}),
-            Workload("d_80: halves are no power of two", {**_SMALL, "D": 80}),
-            Workload("d_96: the same, three quarters full", {**_SMALL, "D": 96}),
-            Workload("partial: the rest is copied", {**_SMALL, "D": 80, "R": 32}),
-            Workload("r_10: halves are not aligned", {**_SMALL, "D": 16, "R": 10}),
-            Workload("r_2: a single pair", {**_SMALL, "D": 8, "R": 2}),
-            Workload("interleaved: pairs are neighbours", {**_SMALL, "interleaved": True}),
-            Workload("interleaved_partial: with a rest", {**_SMALL, "D": 48, "R": 24, "interleaved": True}),
-            Workload("half_tables: one column a pair", {**_SMALL, "tables": "half"}),
-            Workload("float32_tables: float32 arithmetic", {**_SMALL, "table_dtype": torch.float32}),
-            Workload(
-                "cohere: every second column of float32 tables",
-                {**_SMALL, "tables": "doubled", "interleaved": True, "table_dtype": torch.float32},
-            ),
-            Workload("positions: rows of a table", {**_SMALL, "positions": 37}),
-            Workload("packed: sequences end to end", {**_PACKED, "positions": 37}),
-            Workload("packed_rows: a row a token", {**_PACKED, "R": 32}),
-            Workload("empty: no sequences", {**_SMALL, "B": 0}),
-        ),
+        workloads=WORKLOADS,
+        cpu_workloads=CPU_WORKLOADS,
+        edge_cases=EDGE_CASES,
         bad_inputs=BAD_INPUTS,
     )
 )

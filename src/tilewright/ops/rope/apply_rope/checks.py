@@ -6,12 +6,12 @@ from torch.nn import Parameter
 
 from tilewright.errors import InputError
 from tilewright.ops import rows
+from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs
 
 
-def check(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, rotary_dim: int
-) -> None:
-    """Raises InputError for what the docstring of `apply_rope` excludes."""
+def check(args: ApplyRopeArgs) -> None:
+    """Raise InputError for what the docstring of `apply_rope` excludes."""
+    q, k, cos, sin = args.q, args.k, args.cos, args.sin
     rows.check_floating("apply_rope", q=q, k=k, cos=cos, sin=sin)
     _check_heads(q, k)
     rows.check_same("apply_rope", cos=cos, sin=sin)
@@ -19,11 +19,11 @@ def check(
         raise InputError(f"apply_rope: cos and sin are float64, q is {q.dtype}; use tables of at most float32.")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise InputError("apply_rope: cos or sin requires a gradient and gets none. Pass cos.detach(), sin.detach().")
-    _check_width(q, cos, rotary_dim)
-    if positions is None:
+    _check_width(q, cos, args.rotary_dim)
+    if args.positions is None:
         _check_tokens(q, "cos and sin have rows", cos.shape[:-1])
     else:
-        _check_positions(q, cos, positions)
+        _check_positions(q, cos, args.positions)
 
 
 def _check_heads(q: Tensor, k: Tensor) -> None:

@@ -23,7 +23,7 @@ from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args, FmhaFp8Bucket
 from tilewright.ops.attention.kernels.triton import tiles as tiling
 from tilewright.ops.attention.kernels.triton.fp8_kernel import forward_kernel
 from tilewright.ops.attention.kernels.triton.transpose import transposed
-from tilewright.ops.quant.triton_numbers import as_stored
+from tilewright.ops.quant.kernels.triton.numbers import as_stored
 
 _kernel = tiling.Looping(forward_kernel, "S_k")
 _LEAST = 32  # K of one float8 MMA instruction

@@ -22,7 +22,7 @@ from tilewright.ops.attention.kernels.triton.scores import (
     store_rows,
     visible,
 )
-from tilewright.ops.quant.triton_numbers import decode
+from tilewright.ops.quant.kernels.triton.numbers import decode
 
 SCALE_BLOCK = tl.constexpr(TOKENS)
 SHIFT = tl.constexpr(float(EXPONENT))

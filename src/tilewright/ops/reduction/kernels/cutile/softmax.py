@@ -19,7 +19,7 @@ from tilewright.jit.cutile_language import ct
 from tilewright.jit.cutile_launch import CutileKernel, Hints
 from tilewright.jit.tape import scratch
 from tilewright.ops.reduction.softmax import BACKWARD, FORWARD, SoftmaxArgs, SoftmaxBackwardArgs
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import RowsBucket, as_rows
 
 LOG2E = 1.4426950408889634
 LOWEST = -3.4028234663852886e38  # initial maximum; -inf would give -inf - -inf = NaN
@@ -46,24 +46,25 @@ def _short(n: int, held: int) -> Config:
     return Config(rows=max(1, min(32, 2048 // block)), num_warps=8 if block > held // 4 else 4)
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     m, n = bucket
     if n <= REGISTERS:
         return _short(n, REGISTERS)
     return Config(steps=4) if m > SPLIT_ROWS else Config(num_warps=4, split=1024 if m <= 2 else 4096)
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> Config:
+    _, n = bucket
     held = REGISTERS // 2  # elements of dy and as many of y
-    return _short(bucket[1], held) if bucket[1] <= held else Config(steps=4)
+    return _short(n, held) if n <= held else Config(steps=4)
 
 
 _WIDTHS = tuple(1 << k for k in range(17))
-CONFIGS = tuple(dict.fromkeys(configure((m, n), torch.bfloat16) for n in _WIDTHS for m in (1, 8, 4096)))
-BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((4096, n), torch.bfloat16) for n in _WIDTHS))
+CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(m, n), torch.bfloat16) for n in _WIDTHS for m in (1, 8, 4096)))
+BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(4096, n), torch.bfloat16) for n in _WIDTHS))
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Short rows with 8 to 64 elements a thread, long ones by the size of a step or of a part."""
     m, n = bucket
     if n <= REGISTERS:
@@ -73,7 +74,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     return tuple(Config(num_warps=w, split=s) for w in (4, 8) for s in (1024, 2048, 4096, 8192))
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     m, n = bucket
     return _short_candidates(m, next_power_of_2(n), 2) if n <= REGISTERS // 2 else _long_candidates()
 

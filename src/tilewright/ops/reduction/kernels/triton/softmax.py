@@ -23,7 +23,7 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
 from tilewright.ops.reduction.softmax import BACKWARD, FORWARD, SoftmaxArgs, SoftmaxBackwardArgs
-from tilewright.ops.rows import as_rows
+from tilewright.ops.rows import RowsBucket, as_rows
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum; -inf would give -inf - -inf = NaN
 REGISTERS = 32768  # float32 elements that a program holds: 64 registers a thread at 16 warps
@@ -45,7 +45,7 @@ def _short(n: int, held: int) -> Config:
     return Config(held, num_warps=min(16, max(4, block // 1024)), rows=max(1, min(32, 2048 // block)))
 
 
-def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     m, n = bucket
     if n <= REGISTERS:
         return _short(n, REGISTERS)
@@ -54,15 +54,15 @@ def configure(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
     return Config(REGISTERS, num_warps=4, split=1024 if m <= 2 else 4096)
 
 
-def configure_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> Config:
+def configure_backward(bucket: RowsBucket, dtype: torch.dtype) -> Config:
     _, n = bucket
     held = REGISTERS // 2  # elements of dy and as many of y
     return _short(n, held) if n <= held else Config(held, num_warps=16)
 
 
 _WIDTHS = tuple(1 << k for k in range(17))
-CONFIGS = tuple(dict.fromkeys(configure((m, n), torch.bfloat16) for n in _WIDTHS for m in (1, 8, 4096)))
-BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward((4096, n), torch.bfloat16) for n in _WIDTHS))
+CONFIGS = tuple(dict.fromkeys(configure(RowsBucket(m, n), torch.bfloat16) for n in _WIDTHS for m in (1, 8, 4096)))
+BACKWARD_CONFIGS = tuple(dict.fromkeys(configure_backward(RowsBucket(4096, n), torch.bfloat16) for n in _WIDTHS))
 
 _PARTS = ((512, 2), (512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16))
 _SPLIT = tuple(Config(REGISTERS, warps, split=n) for n, warps in _PARTS)
@@ -98,7 +98,7 @@ def _long_space(held: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]
     )
 
 
-def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     m, n = bucket
     short = _short_space(n, REGISTERS, dtype) if n <= REGISTERS else ()
     long = _long_space((8192, 16384, 32768, 65536), dtype) if n > REGISTERS // 2 and m >= SPLIT_ROWS else ()
@@ -106,7 +106,7 @@ def candidates(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...
     return (*short, *(c for c in long if c.held < n), *split)
 
 
-def candidates_backward(bucket: tuple[int, ...], dtype: torch.dtype) -> tuple[Config, ...]:
+def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     _, n = bucket
     held = REGISTERS // 2
     # 32 warps hold twice as much, where the GPU takes programs of 1024 threads
@@ -314,9 +314,9 @@ def launch(outs: tuple[Tensor], args: SoftmaxArgs, config: Config) -> None:
         parts = -(-n // config.split)
         maxima, sums = (scratch((m, parts), torch.float32, x.device) for _ in range(2))
         _part((m * parts,), (maxima, sums, x, n, parts, x.stride(0)), (config.split,), num_warps=config.num_warps)
-        args = (outs[0], maxima, sums, x, n, parts, x.stride(0))
+        parameters = (outs[0], maxima, sums, x, n, parts, x.stride(0))
         constants = (triton.next_power_of_2(parts), config.split)
-        _scale((m * parts,), args, constants, num_warps=config.num_warps)
+        _scale((m * parts,), parameters, constants, num_warps=config.num_warps)
     else:
         constants = (config.held, config.steps, _lanes(config, x.dtype), config.num_stages, config.packed)
         _long_forward((m,), (outs[0], x, n, x.stride(0)), constants, num_warps=config.num_warps)

@@ -1,0 +1,38 @@
+"""A change that applies to a model, why, and what it may bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.assistant.changes import Change, Scene, Verdict
+from tilewright.assistant.document import ChangeRecord
+from tilewright.assistant.predict import Prediction
+from tilewright.assistant.wording import first_line
+from tilewright.log import logger
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change to try, with its predicted gain."""
+
+    change: Change
+    reason: str
+    predicted: Prediction
+
+
+def propose(scene: Scene, candidates: Sequence[Change]) -> tuple[list[ChangeRecord], list[Proposal]]:
+    """Records of what does not apply, and proposals of what does, by stage and then by predicted gain."""
+    refused, proposals = [], []
+    for change in candidates:
+        try:
+            verdict = change.applies(scene)
+            predicted = change.predict(scene) if verdict.ok else None
+        except Exception as error:  # noqa: BLE001  one rule that stumbles over an unforeseen model must not end the run
+            logger.warning("change %s could not look at the model", change.name, exc_info=True)
+            verdict, predicted = Verdict(False, f"looking at the model failed: {first_line(error)}"), None
+        if predicted is None:
+            refused.append(ChangeRecord.of(change, "not applicable", verdict.reason))
+        else:
+            proposals.append(Proposal(change, verdict.reason, predicted))
+    return refused, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))

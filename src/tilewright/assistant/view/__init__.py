@@ -1,0 +1,1 @@
+"""A report to look at: a page with plots, and tables in a terminal."""

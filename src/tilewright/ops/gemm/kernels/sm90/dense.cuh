@@ -1,0 +1,172 @@
+// D = act(alpha * A B + bias) + C for A (batches, M, K) and B (batches, K, N) of any majors: a persistent Hopper GEMM.
+//
+// One block a multiprocessor takes tiles of kBlockM x kBlockN from its scheduler.  One thread of the last warpgroup, the
+// producer, keeps a ring of kStages stages (128 bytes of K each) filled.  One or two math warpgroups multiply, each its own
+// rows, and store their rows of D through shared memory that the ring never touches, so that loads of the next tile overlap
+// stores of the last one.  The warpgroups share nothing but the ring, and drift apart: while one is in its epilogue, the
+// other keeps the tensor cores busy.
+//
+// The two blocks of a cluster share a tile of B (kClusterM = 2: adjacent rows) or of A (kClusterN = 2): each loads half and
+// multicasts it to both.  A stage is free when the warpgroups of both have read it.  A cluster takes pairs of tiles, so that
+// both blocks run the same number of k blocks; a block whose tile lies outside of D multiplies zeros and writes nothing.
+//
+// The scheduler (tile_scheduler.cuh) turns this into three kernels: batches of products; groups of A's rows, each with its own B;
+// groups of K, each with its own D.
+//
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
+// kAddend (elements of C a load takes: 0 no C, 1, 2); kInto (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
+// C).
+#pragma once
+
+#include <tilewright/tile_epilogue.cuh>
+#include <tilewright/tile_operand.cuh>
+#include <tilewright/tile_scheduler.cuh>
+
+namespace tilewright {
+
+template <typename Config> struct GemmShape {
+    using Element = typename Config::Element;
+    static constexpr u32 kM = Config::kBlockM, kN = Config::kBlockN, kStages = Config::kStages;
+    static constexpr u32 kCluster = Config::kClusterM * Config::kClusterN;
+    static constexpr Major kMajorA = Major(Config::kMajorA), kMajorB = Major(Config::kMajorB);
+    using A = Operand<Element, kMajorA, kM, Config::kClusterN>;
+    using B = Operand<Element, kMajorB, kN, Config::kClusterM>;
+    static constexpr u32 kMathWarpgroups = kM > 64 ? 2 : 1;
+    static constexpr u32 kThreads = 128 * (kMathWarpgroups + 1);  // the last warpgroup is the producer's
+    static_assert(kM == 64 || kM == 128, "one or two warpgroups of 64 rows");
+    static_assert(kN % 16 == 0 && kN <= 256, "128 accumulators a thread");
+    static_assert(kCluster == 1 || kCluster == 2, "pairs of blocks share one operand");
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+    const __grid_constant__ TensorMap map_d, const typename Config::Bias* bias, const typename Config::Addend* c,
+    const float* scale, float alpha, i64 c_pitch, i64 c_batch, typename Config::Out* d, i64 d_pitch, i64 d_batch,
+    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m) {
+    using Shape = GemmShape<Config>;
+    using Epilogue = TileEpilogue<Config>;
+    using Element = typename Config::Element;
+    using A = typename Shape::A;
+    using B = typename Shape::B;
+    constexpr u32 kStages = Shape::kStages, kMathWarpgroups = Shape::kMathWarpgroups, kCluster = Shape::kCluster;
+    constexpr GemmType kGemmType = GemmType(Config::kGemmType);
+
+    extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D
+    u8* const stages_b = stages_a + kStages * A::kBytes;
+    u8* const buffers = stages_b + kStages * B::kBytes;
+    __shared__ Barrier full[kStages], empty[kStages];
+    __shared__ typename TileScheduler<Config>::Table table;
+
+    // Initialize the barriers
+    const u32 warpgroup = warp_index() / 4;
+    const u32 rank = kCluster == 1 ? 0 : cluster_rank();
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < kStages; ++i) {
+            full[i].init(1);
+            empty[i].init(4 * kMathWarpgroups * kCluster);  // one arrival a warp that reads
+        }
+        fence_barrier_init();
+    }
+    if constexpr (kCluster == 1) {
+        __syncthreads();
+    } else {
+        cluster_sync();  // no block may arrive at a barrier that is not initialized yet
+    }
+    griddepcontrol_wait();
+    launch_dependents();
+
+    // Each warp schedules the same tiles for itself
+    const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), starts, ends, masked};
+    TileScheduler<Config>::prepare(args, table);
+    TileScheduler<Config> scheduler(args, table, rank);
+    Ring<kStages> ring;
+
+    if (warpgroup == kMathWarpgroups) {
+        warpgroup_reg_dealloc<40>();
+        if (warp_index() == 4 * kMathWarpgroups && elect_one()) {
+            tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
+            for (Tile tile; scheduler.next(tile);) {
+                for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
+                    // Wait until the consumers have released the stage
+                    const u32 stage = ring.stage, k_idx = tile.k + k_block * A::kBlockK;  // beyond K come zeros
+                    empty[stage].wait(ring.parity ^ 1);
+
+                    // Issue the TMA loads of A and B
+                    full[stage].arrive_and_expect_tx(A::kBytes + B::kBytes);  // both halves of a shared operand
+                    A::load(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, k_idx, tile.batch_a, rank);
+                    B::load(stages_b + stage * B::kBytes, map_b, full[stage], tile.column, k_idx, tile.batch_b, rank);
+                }
+            }
+        }
+    } else {
+        warpgroup_reg_alloc<kMathWarpgroups == 2 ? 232 : 240>();
+        const u32 first_row = warpgroup * 64;  // of this warpgroup in the tile
+        const u64 first_a = A::descriptor(stages_a + first_row * kSpan), first_b = B::descriptor(stages_b);
+        const auto release = [&](u32 stage) {  // in every block of the cluster that loads it
+            if constexpr (kCluster == 1) {
+                if (lane_index() == 0) empty[stage].arrive();
+            } else {
+                if (lane_index() < kCluster) empty[stage].arrive_remote_after_reads(lane_index());
+            }
+        };
+        Epilogue epilogue{map_d,   bias,    c, scale == nullptr ? alpha : alpha * *scale,
+                          c_pitch, c_batch, u32(m), u32(n), u32(Epilogue::kGated ? n / 2 : n),
+                          buffers + warpgroup * kTileBuffers * kBoxBytes, 1 + warpgroup, d, d_pitch, d_batch};
+
+        for (Tile tile; scheduler.next(tile);) {
+            if (kGemmType == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
+                // None of these rows belongs to the group: release the stages unread
+                for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
+                    full[ring.stage].wait(ring.parity);
+                    release(ring.stage);
+                }
+                continue;
+            }
+            float acc[Shape::kN / 2];
+            if constexpr (kGemmType == GemmType::GroupedK) {  // the K of this D may be empty
+#pragma unroll
+                for (u32 i = 0; i < Shape::kN / 2; ++i) acc[i] = 0;
+            }
+            u32 last_stage = 0;
+            for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
+                // Wait for the stage
+                full[ring.stage].wait(ring.parity);
+                if (kGemmType == GemmType::GroupedK && k_block + 1 == tile.k_blocks && tile.k_tail < A::kBlockK) {
+                    // The rest of the stage is K of the next group, perhaps NaN: clear it in both operands.  Each warpgroup
+                    // clears all of B: if they shared the work they would have to meet, and would no longer take turns
+                    A::clear(stages_a + ring.stage * A::kBytes, tile.k_tail, first_row, 64, threadIdx.x % 128, 128);
+                    B::clear(stages_b + ring.stage * B::kBytes, tile.k_tail, 0, Shape::kN, threadIdx.x % 128, 128);
+                    fence_proxy_async_shared();
+                    named_barrier_sync(1 + warpgroup, 128);
+                }
+
+                // Issue and commit the WGMMAs of the stage
+                const u64 desc_a = wgmma_advance(first_a, ring.stage * A::kBytes);
+                const u64 desc_b = wgmma_advance(first_b, ring.stage * B::kBytes);
+                wgmma_fence();
+#pragma unroll
+                for (u32 i = 0; i < A::kBlockK / kWgmmaK<Element>; ++i) {
+                    wgmma<Shape::kN, Element, Shape::kMajorA, Shape::kMajorB>(
+                        acc, wgmma_advance(desc_a, i * A::kAdvance), wgmma_advance(desc_b, i * B::kAdvance),
+                        k_block > 0 || i > 0);
+                }
+                wgmma_commit();
+
+                // Release the previous stage: its WGMMAs have read it
+                wgmma_wait<1>();
+                if (k_block > 0) release(last_stage);
+                last_stage = ring.stage;
+            }
+            wgmma_wait<0>(acc);
+            if (kGemmType != GemmType::GroupedK || tile.k_blocks > 0) release(last_stage);
+
+            // Epilogue: convert and store D
+            epilogue.write(acc, tile.row + first_row, tile.column, tile.batch_d, tile.row_end);
+        }
+        if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
+    }
+    if constexpr (kCluster > 1) cluster_sync();  // a block must outlive the arrivals of the other
+}
+
+}  // namespace tilewright

@@ -1,6 +1,0 @@
-"""matmul in CUDA C++ for Hopper: a batch of one for `engines/hopper_cuda.py`."""
-
-from tilewright.ops.gemm.engines import hopper_cuda
-from tilewright.ops.gemm.registration import register_matmul
-
-register_matmul("cuda", hopper_cuda)

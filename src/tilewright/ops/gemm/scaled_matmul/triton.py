@@ -1,6 +1,0 @@
-"""scaled_matmul in Triton: a batch of one for `engines/scaled_triton.py`."""
-
-from tilewright.ops.gemm.engines import scaled_triton
-from tilewright.ops.gemm.scaled_registration import register_scaled_matmul
-
-register_scaled_matmul("triton", scaled_triton)

@@ -1,6 +1,0 @@
-"""grouped_matmul in Triton: `engines/rows_triton.py`."""
-
-from tilewright.ops.grouped.engines import rows_triton
-from tilewright.ops.grouped.registration import register_rows
-
-register_rows("grouped_matmul", "triton", rows_triton, any_out=True)

@@ -1,0 +1,196 @@
+"""RMSNorm: every Hugging Face variant, forward and backward."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import BadInput, Contract, Cost, Gradient, RawOp, Sample, Workload, call, dispatch, register
+from tilewright.dispatch.derivatives import vjp
+from tilewright.ops import rows
+
+
+class RmsNormArgs(NamedTuple):
+    x: Tensor  # (..., N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+
+
+class RmsNormBackwardArgs(NamedTuple):
+    dy: Tensor  # (..., N)
+    x: Tensor  # (..., N)
+    weight: Tensor  # (N,)
+    eps: float
+    offset: float
+    fp32_weight: bool
+    need_dweight: bool
+
+
+@dispatch("rms_norm")
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    fp32_weight: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), the mean over the last dimension, in float32.
+
+    x: (..., N) bf16|fp16|fp32.   weight: (N,), any of these dtypes.   Returns (..., N).
+
+    Rounding follows the model the weights come from:
+      default             x / rms is rounded to x's dtype, then multiplied by weight (Llama, Qwen, Mistral, DeepSeek)
+      fp32_weight=True    multiplied by weight in float32, rounded once to x's dtype (OLMo-2, GPT-OSS)
+      offset=1.0          (1 + weight) in float32, rounded once (Gemma); any offset other than 0 implies fp32_weight
+    The result has dtype promote(x, weight) by default, and x's dtype in the two float32 forms.
+
+    out: contiguous tensor to write instead of allocating; no gradient then.
+    backend: run on exactly this backend ("triton", "cutile", "cpu", "torch") or raise BackendError.
+    Raises InputError for dtypes other than floating, weight not (N,), tensors on different devices.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    args = RmsNormArgs(x, weight, eps, offset, True if offset != 0.0 else fp32_weight)
+    return call(CONTRACT, args, backend, out)
+
+
+def reference(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, offset: float = 0.0, fp32_weight: bool = False
+) -> Tensor:
+    """Plain torch; equals the Hugging Face modules bit for bit."""
+    x_fp32 = x.to(rows.accumulate_dtype(x.dtype))
+    x_hat = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + eps)
+    if fp32_weight or offset != 0.0:
+        w = weight.to(x_fp32.dtype)
+        return (x_hat * (offset + w) if offset != 0.0 else w * x_hat).to(x.dtype)
+    return weight * x_hat.to(x.dtype)
+
+
+def _forward(args: RmsNormArgs) -> Tensor:
+    x, weight, eps, offset, fp32_weight = args
+    return reference(x, weight, eps=eps, offset=offset, fp32_weight=fp32_weight)
+
+
+def _backward(args: RmsNormBackwardArgs) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return _forward(RmsNormArgs(x, weight, args.eps, args.offset, args.fp32_weight))
+
+    dx, dweight = vjp(forward, (args.x, args.weight), (args.dy,))
+    return dx, dweight if args.need_dweight else dweight.new_empty(0)
+
+
+def out_dtype(x: Tensor, weight: Tensor, fp32_weight: bool) -> torch.dtype:
+    """Return the dtype of y: x's in the float32 forms, else torch's promotion of x and weight."""
+    return x.dtype if fp32_weight else torch.promote_types(x.dtype, weight.dtype)
+
+
+KERNELS = ("triton.rms_norm", "cutile.rms_norm", "cpu.rms_norm")
+
+FORWARD = RawOp(
+    "rms_norm",
+    "fwd",
+    RmsNormArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, out_dtype(args.x, args.weight, args.fp32_weight)),),
+    reference=_forward,
+    bucket=lambda args: rows.rows_bucket(args.x),
+    bucket_names=rows.RowsBucket._fields,
+    out=True,
+)
+BACKWARD = RawOp(
+    "rms_norm",
+    "bwd",
+    RmsNormBackwardArgs,
+    package="tilewright.ops.norm",
+    kernels=KERNELS,
+    outputs=lambda args: (
+        (args.x.shape, args.x.dtype),
+        (args.weight.shape if args.need_dweight else (0,), args.weight.dtype),
+    ),
+    reference=_backward,
+    bucket=lambda args: rows.rows_bucket(args.dy),
+    bucket_names=rows.RowsBucket._fields,
+    count=2,
+)
+
+
+def check(args: RmsNormArgs) -> None:
+    """Raise InputError for what the docstring of `rms_norm` excludes."""
+    rows.check_floating("rms_norm", x=args.x, weight=args.weight)
+    rows.check_vector("rms_norm", args.x, weight=args.weight)
+
+
+def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
+    """params: M, N, optional weight_dtype, offset, fp32_weight, eps."""
+    rng = rows.generator(seed)
+    x = rows.random_tensor((params["M"], params["N"]), dtype, device, rng, scale=params.get("scale", 1.0))
+    weight = rows.random_tensor((params["N"],), params.get("weight_dtype", dtype), device, rng)
+    options = {k: params[k] for k in ("offset", "fp32_weight", "eps") if k in params}
+    return Sample((x, weight), options)
+
+
+def cost(sample: Sample, direction: str) -> Cost:
+    """Forward reads x and weight, writes y.  Backward reads dy, x, weight, writes dx and dweight."""
+    x, weight = sample.args
+    if direction == "fwd":
+        return Cost(4 * x.numel(), rows.nbytes(x, weight), rows.nbytes(x))
+    return Cost(10 * x.numel(), rows.nbytes(x, x, weight), rows.nbytes(x, weight))
+
+
+def _backward_args(grads: Any, saved: Any, args: RmsNormArgs, needs: Any) -> RmsNormBackwardArgs:
+    (dy,), (x, weight) = grads, saved
+    return RmsNormBackwardArgs(dy, x, weight, args.eps, args.offset, args.fp32_weight, needs.weight)
+
+
+def _bad(device: torch.device, x: Sequence[int], w: Sequence[int], dtype: torch.dtype = torch.float32) -> Sample:
+    return Sample((torch.ones(tuple(x), device=device, dtype=dtype), torch.ones(tuple(w), device=device)))
+
+
+CONTRACT = register(
+    Contract(
+        name="rms_norm",
+        family="norm",
+        summary="RMS normalisation over the last dimension",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=inputs,
+        cost=cost,
+        gradient=Gradient(
+            BACKWARD,
+            inputs=("x", "weight"),
+            save=lambda args, outputs: (args.x, args.weight),
+            raw_args=_backward_args,
+        ),
+        workloads=(
+            Workload("llama8b_train", {"M": 8192, "N": 4096}),
+            Workload("llama8b_long", {"M": 32768, "N": 4096}),
+            Workload("llama70b_train", {"M": 8192, "N": 8192}),
+            *(Workload(f"decode_{m}", {"M": m, "N": 4096}, directions=("fwd",)) for m in (1, 2, 4, 8, 16, 32, 64)),
+        ),
+        cpu_workloads=(Workload("small", {"M": 512, "N": 4096}, (torch.bfloat16, torch.float32)),),
+        edge_cases=(
+            Workload("one_row: a single program", {"M": 1, "N": 256}),
+            Workload("odd_n: the tail of a row is masked", {"M": 7, "N": 333}),
+            Workload("n_1: mean of one element", {"M": 5, "N": 1}),
+            Workload("long_row: more than one block of a row", {"M": 2, "N": 20000}),
+            Workload("gemma: offset 1 in float32", {"M": 33, "N": 512, "offset": 1.0}),
+            Workload("olmo2: weight in float32, one rounding", {"M": 33, "N": 512, "fp32_weight": True}),
+            Workload("mixed: float32 weight promotes the result", {"M": 9, "N": 128, "weight_dtype": torch.float32}),
+            Workload("tiny_values: eps dominates", {"M": 4, "N": 64, "scale": 1e-5, "eps": 1e-6}),
+            Workload("empty: no rows", {"M": 0, "N": 64}),
+        ),
+        bad_inputs=(
+            BadInput("weight too short", lambda d: _bad(d, (4, 8), (7,)), r"weight is \(7,\); needs \(8,\)"),
+            BadInput("weight 2-D", lambda d: _bad(d, (4, 8), (1, 8)), r"needs \(8,\)"),
+            BadInput("integers", lambda d: _bad(d, (4, 8), (8,), torch.int32), "x is torch.int32"),
+            BadInput("scalar", lambda d: _bad(d, (), (8,)), "no dimensions"),
+        ),
+    )
+)
