@@ -57,7 +57,7 @@ UNSCALED = model.UNSCALED
 _HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
 
 # rows, columns, depth, layout, activation, result, config
-_TILE = dense.Config(block_m=128, block_n=256, stages=4, cluster_m=1, cluster_n=1, group_m=4)
+_TILE = dense_kernel.Config(block_m=128, block_n=256, stages=4, cluster_m=1, cluster_n=1, group_m=4)
 DENSE = (
     (300, 520, 584, "nt", "", _HALF, _TILE),
     (300, 520, 584, "nn", "", _HALF, _TILE._replace(block_n=144, cluster_m=2)),
@@ -66,10 +66,10 @@ DENSE = (
     (200, 512, 520, "nt", "swiglu", _HALF, _TILE),
 )
 FEW_ROWS = (
-    (1, 264, 1032, "nt", "", _HALF, few_rows.Config(tokens=8, stages=3, split=1, ctas=3)),
-    (16, 264, 1032, "nt", "relu", _FLOAT, few_rows.Config(tokens=16, stages=4, split=4, ctas=2)),
-    (33, 264, 1160, "nn", "silu", _HALF, few_rows.Config(tokens=64, stages=5, split=8, ctas=1)),
-    (64, 328, 264, "nt", "swiglu", _HALF, few_rows.Config(tokens=64, stages=5, split=2, ctas=1)),
+    (1, 264, 1032, "nt", "", _HALF, model.Config(tokens=8, stages=3, split=1, ctas=3)),
+    (16, 264, 1032, "nt", "relu", _FLOAT, model.Config(tokens=16, stages=4, split=4, ctas=2)),
+    (33, 264, 1160, "nn", "silu", _HALF, model.Config(tokens=64, stages=5, split=8, ctas=1)),
+    (64, 328, 264, "nt", "swiglu", _HALF, model.Config(tokens=64, stages=5, split=2, ctas=1)),
 )
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
@@ -385,11 +385,11 @@ def _quantised(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[Tensor, Ten
     return q, scales, restore(q.double(), scales.double(), layout, _DOUBLE)
 
 
-def _dense_config(tile: tuple[int, ...], along_n: bool = False) -> dense.Config:
+def _dense_config(tile: tuple[int, ...], along_n: bool = False) -> dense_kernel.Config:
     return dense.config_of(cost_model.Tile(*tile), cost_model.Problem(1, 1, 1, mn_major_b=along_n))
 
 
-def _fp8_config(tile: tuple[int, ...], scaling: int) -> fp8.Config:
+def _fp8_config(tile: tuple[int, ...], scaling: int) -> fp8_kernel.Config:
     return fp8.config_of(fp8_cost_model.Tile(*tile), fp8_cost_model.Problem(1, 1, 1, scaling=scaling))
 
 

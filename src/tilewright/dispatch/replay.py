@@ -125,7 +125,10 @@ def lookup(
         parts += ("out", out.dtype, out.shape, out.stride(), pointer & 15, same, out.requires_grad)
         pointers.append(pointer)
     key = tuple(parts)
-    entry = raw.entries.get(key)
+    try:
+        entry = raw.entries.get(key)
+    except TypeError:  # a list for a number: the checks refuse it by name
+        return None
     if entry is not None and entry.narrow and not entry.serves(args, pointers):
         entry = None
     return entry, key, pointers

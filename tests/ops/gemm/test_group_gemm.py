@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tilewright import ops
+from tilewright.errors import InputError
 from tilewright.ops.gemm.group_gemm import FORWARD, GroupGemmArgs, offsets, reference
 from tilewright.ops.gemm.kernels.sm90 import dense, dense_kernel, few_rows, group_gemm
 
@@ -56,3 +57,25 @@ def test_rows_that_the_copy_engine_cannot_read_are_another_bucket():
 def test_a_machine_without_the_kernel_says_so():
     with pytest.raises(Exception, match="cuda"):
         ops.group_gemm(*operands((8, 8, 8)), backend="cuda")
+
+
+def test_it_is_a_loop_over_products_rounded_once():
+    a, b = operands((70, 72, 40), (1, 136, 56), (5, 3, 70))
+    for made, left, right in zip(ops.group_gemm(a, b), a, b, strict=True):
+        torch.testing.assert_close(made.float(), left.float() @ right.float(), rtol=2**-8, atol=1e-5)
+    wide = ops.group_gemm(a, b, out_dtype=torch.float32)
+    assert [t.to(HALF).tolist() for t in wide] == [t.tolist() for t in ops.group_gemm(a, b)]
+
+
+def test_results_are_views_of_one_allocation_at_multiples_of_16_elements():
+    made = ops.group_gemm(*operands((5, 3, 8), (2, 2, 8), (7, 1, 8)))
+    assert [t.storage_offset() for t in made] == [0, 16, 32]
+    assert len({t.untyped_storage().data_ptr() for t in made}) == 1
+
+
+def test_pairs_that_do_not_fit_are_named():
+    a, b = operands((4, 4, 8), (4, 4, 8))
+    with pytest.raises(InputError, match=r"a\[1\] is \(4, 7\) and b\[1\] is \(8, 4\)"):
+        ops.group_gemm([a[0], a[1][:, :7]], b)
+    with pytest.raises(InputError, match="has no gradient, and pair 1 requires one"):
+        ops.group_gemm(a, [b[0], b[1].requires_grad_()])

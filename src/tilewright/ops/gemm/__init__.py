@@ -1,1 +1,1 @@
-"""Dense matrix products: the public ops, what they share (`operands.py`), and the engines of their backends."""
+"""Matrix products: the public ops, what they share in `dense`, `scaled` and `grouped`, and their kernels by target."""

@@ -25,7 +25,7 @@ from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
 from tilewright.ops.gemm.bmm import FORWARD as BMM
 from tilewright.ops.gemm.dense.args import BmmBucket, MatmulArgs, MatmulBucket, as_batch
-from tilewright.ops.gemm.kernels.triton import single_row as row_triton
+from tilewright.ops.gemm.kernels.triton import single_row
 from tilewright.ops.gemm.kernels.triton.dense_kernel import gemm_kernel, reduce_kernel
 from tilewright.ops.gemm.kernels.triton.tiles import (
     Config,
@@ -92,7 +92,7 @@ def candidates(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> tuple[Co
         exact = ((16, 64, 32, 4), (32, 64, 32, 4), (64, 32, 32, 4), (64, 64, 16, 4), (64, 64, 32, 4), (64, 64, 32, 8))
         return tuple(Config(*tile, stages, 8, False, 1) for tile in exact for stages in (2, 3))
     forms = (True, False) if is_aligned else (False,)
-    single = tuple(row_triton.candidates()) if m == 1 else ()
+    single = tuple(single_row.candidates()) if m == 1 else ()
     if m <= 64:
         space = product((32, 64, 128), (deep, 2 * deep), (4, 6), forms, (1, 2, 4, 8))
         rows = max(m, 16)
@@ -138,7 +138,7 @@ def gemm(d: Tensor, args: MatmulArgs, config: Config) -> None:
     epilogue = (bias, c, scale, alpha)
     epilogue_strides = (0 if bias is None else bias.stride(0), *c_strides)
     if config.block_m == 1:
-        row_triton.gemm(d, a, b, epilogue, epilogue_strides, activation, config)
+        single_row.gemm(d, a, b, epilogue, epilogue_strides, activation, config)
         return
     if splits == 1:
         _multiply(d, a, b, epilogue, epilogue_strides, activation, 1, config)

@@ -1,6 +1,6 @@
 """The kernels of the scaled Triton GEMM: the loop along K in blocks of 128, and the cast of a result to float8.
 
-Tiles, loads and the epilogue are those of `tile_triton_kernel.py`.
+Tiles, loads and the epilogue are those of `dense_kernel.py`.
 """
 
 # mypy: ignore-errors

@@ -104,7 +104,7 @@ def cycles(config: Config, bits: int) -> float:
 def predicted_us(config: Config, work: Work) -> float:
     """Returns microseconds from the first load to the last store, without what all configs have in common.
 
-    Bytes are counted as in `few_rows/model.py`, with its constants; the arithmetic, which matters here, by cycles.
+    Bytes are counted as in `few_rows_model.py`, with its constants; the arithmetic, which matters here, by cycles.
     """
     k = stage_k(work.bits)
     weights = config.rows * (SPAN + k // GROUP * 2)

@@ -1,21 +1,15 @@
-"""Grouped products: every group is right wherever it lies, and nothing else is written."""
+"""grouped_matmul: every group is right wherever it begins and ends, and nothing else is written."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ops.gemm.bounds import Place, run
-from tests.ops.gemm.grouped_problems import FP8, HALF, along_k, grouped, int32, masked, on_every_place, operand
+from tests.ops.gemm.grouped_problems import FP8, HALF, grouped, int32, on_every_place
 
-from tilewright.errors import BackendError, InputError
-from tilewright.ops.gemm.grouped.args import KGroupedArgs
-from tilewright.ops.gemm.grouped.reference import _scaled_along_k, product_along_k, scaled
+from tilewright.errors import InputError
 from tilewright.ops.gemm.grouped_matmul import grouped_matmul
-from tilewright.ops.gemm.k_grouped_matmul import k_grouped_matmul
-from tilewright.ops.gemm.masked_matmul import masked_matmul
-from tilewright.ops.gemm.scaled import cublas as scaled_cublas
 from tilewright.ops.gemm.scaled.scaling import Scaling
-from tilewright.ops.quant.layout import TOKEN
 
 SIZES = {
     "ragged": (5, 0, 37, 1, 70),
@@ -28,7 +22,7 @@ SIZES = {
 
 @on_every_place
 @pytest.mark.parametrize("name", SIZES)
-def test_groups_one_behind_the_other(name, place):
+def test_groups_that_follow_each_other(name, place):
     grouped(place, SIZES[name])
 
 
@@ -42,68 +36,23 @@ def test_groups_with_gaps_begin_anywhere(place):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_other_dtypes(dtype, place):
     grouped(place, (5, 0, 37), dtype=dtype)
-    masked(place, (5, 0, 20), 24, dtype=dtype)
-    along_k(place, (5, 0, 37), dtype=dtype)
 
 
 @on_every_place
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu", "swiglu"])
 def test_activations(activation, place):
     grouped(place, (5, 0, 37), activation=activation)
-    masked(place, (5, 0, 20), 24, activation=activation)
 
 
 @on_every_place
 @pytest.mark.parametrize("scaling", [Scaling.TENSOR, Scaling.ROW, Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN], ids=str)
 def test_scales(scaling, place):
     grouped(place, (5, 0, 37, 20), 160, 272, gaps=(3, 0, 1, 9), dtype=FP8, scaling=scaling)
-    masked(place, (5, 0, 20), 24, 144, 272, dtype=FP8, scaling=scaling)
 
 
 @on_every_place
 def test_float8_without_scales(place):
     grouped(place, (5, 0, 37), 64, 160, dtype=FP8, out_dtype=torch.float32)
-
-
-@on_every_place
-def test_masks(place):
-    masked(place, (5, 0, 70, 1, 24), 70)
-    masked(place, (9,), 24)
-    masked(place, (0, 0), 24)
-
-
-@on_every_place
-@pytest.mark.parametrize("layout", ["tn", "nt", "nn", "tt"])
-def test_groups_along_k(layout, place):
-    along_k(place, (70, 0, 13, 1), layout=layout, behind=5)
-
-
-@on_every_place
-def test_accumulation(place):
-    along_k(place, (70, 0, 13), c=True)
-    along_k(place, (70, 0, 13), into=True)
-    along_k(place, (0, 0), into=True, behind=4)
-    along_k(place, (70, 0, 13), out_dtype=HALF, c=True)
-
-
-@on_every_place
-def test_scales_along_k(place):
-    along_k(place, (128, 0, 384), layout="nt", dtype=FP8, scaled_=True, c=True)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_scaled_groups_in_cublas(turned, monkeypatch):
-    """What is handed to it: groups apart by zeros, whatever stands outside of all of them."""
-    monkeypatch.setattr(
-        scaled_cublas, "product", lambda a, b, of_a, of_b, dtype: scaled(a, of_a) @ scaled(b.mT, of_b).mT
-    )
-    (a, of_a), (b, of_b) = (operand((rows, 640), FP8, "cpu", turned=turned, layout=TOKEN) for rows in (24, 40))
-    ends, c = int32((128, 128, 512), "cpu"), torch.randn(3, 24, 40)
-    wanted = product_along_k(KGroupedArgs(a, b.mT, of_a, of_b, c, ends, torch.float32))
-    a.view(torch.uint8)[:, 512:] = 0x7F
-    of_b[:, 4:] = torch.nan
-    made = _scaled_along_k(a, b.mT, of_a, of_b, c, ends, torch.float32)
-    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-3)
 
 
 @on_every_place
@@ -120,10 +69,6 @@ def test_sizes_that_lie(place):
     grouped_matmul(a, b, int32((-4, 2, 2), device), out=out.fill_(-7.0), backend=place.backend)
     torch.testing.assert_close(out[:2], a[:2] @ b[1], rtol=2**-7, atol=2**-6)
     assert (out[2:] == -7).all()
-    stack = torch.full((3, 4, 24), -7.0, dtype=HALF, device=device)
-    masked_matmul(a[:12].view(3, 4, 16), b, int32((99, -5, 4), device), out=stack, backend=place.backend)
-    assert (stack[1] == -7).all()
-    torch.testing.assert_close(stack[0], a[:4] @ b[0], rtol=2**-7, atol=2**-6)
 
 
 @on_every_place
@@ -138,7 +83,6 @@ def test_a_result_of_any_alignment(place):
     assert (memory == -7).all()
 
 
-SEARCHED = [Place("cpu", "torch"), pytest.param(Place("cpu", "triton"), marks=pytest.mark.interp)]
 GROUPS = st.lists(st.one_of(st.just(0), st.integers(1, 9), st.integers(60, 70)), min_size=1, max_size=7)
 
 
@@ -151,8 +95,6 @@ def test_any_groups(data, place):
     sizes = data.draw(GROUPS)
     gaps = data.draw(st.one_of(st.none(), st.lists(st.integers(0, 5), min_size=len(sizes), max_size=len(sizes))))
     grouped(place, sizes, gaps=gaps, layout=data.draw(st.sampled_from(["nt", "nn"])))
-    masked(place, sizes, max(*sizes, 1) + data.draw(st.integers(0, 9)))
-    along_k(place, sizes, layout=data.draw(st.sampled_from(["tn", "nt"])), behind=data.draw(st.integers(0, 9)) + 1)
 
 
 def gradients(a, b, ends, dz, **options):
@@ -176,7 +118,7 @@ def test_gradients_are_grouped_products(turned):
         torch.testing.assert_close(db[g], a[rows].T @ dz[rows], rtol=1e-5, atol=1e-5)
 
 
-def test_an_activation_is_taken_apart_for_its_gradient():
+def test_an_activation_is_a_separate_step_for_its_gradient():
     a, b, ends, dz = torch.randn(9, 8), torch.randn(2, 8, 12), int32((4, 9), "cpu"), torch.randn(9, 6)
     da, db = gradients(a, b, ends, dz, activation="swiglu")
     a.requires_grad_(), b.requires_grad_()
@@ -186,14 +128,27 @@ def test_an_activation_is_taken_apart_for_its_gradient():
     torch.testing.assert_close(db, expected[1])
 
 
-def test_what_has_no_gradient_says_so():
-    a, b, ends = torch.randn(2, 4, 8, requires_grad=True), torch.randn(2, 8, 6), int32((4, 4), "cpu")
-    with pytest.raises(InputError, match="masked_matmul has no gradient"):
-        masked_matmul(a, b, ends)
-    with pytest.raises(InputError, match="k_grouped_matmul has no gradient"):
-        k_grouped_matmul(a[0], b[0].requires_grad_(), ends)
+def test_it_is_the_loop_that_models_write():
+    """Mixtures of experts in plain torch: one linear layer an expert, over the tokens that chose it."""
+    x, w, counts = torch.randn(11, 16).to(HALF), torch.randn(3, 24, 16).to(HALF), [4, 0, 7]
+    made = grouped_matmul(x, w, int32((4, 4, 11), "cpu"), trans_b=True)
+    wanted = torch.cat([rows @ expert.T for rows, expert in zip(x.split(counts), w, strict=True)])
+    torch.testing.assert_close(made, wanted)
+
+
+def test_the_float32_sum_is_rounded_once():
+    x, w = torch.randn(9, 300).to(HALF), torch.randn(2, 300, 8).to(HALF)
+    ends = int32((5, 9), "cpu")
+    wide = grouped_matmul(x, w, ends, out_dtype=torch.float32)
+    assert torch.equal(grouped_matmul(x, w, ends), wide.to(HALF))
+    exact = torch.cat((x[:5].double() @ w[0].double(), x[5:].double() @ w[1].double()))
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_the_gradient_of_b_needs_groups_without_gaps():
+    a, b, ends = torch.randn(4, 8), torch.randn(2, 8, 6, requires_grad=True), int32((4, 4), "cpu")
     with pytest.raises(InputError, match="needs groups without gaps"):
-        grouped_matmul(a[0], b.requires_grad_(), ends, starts=ends)
+        grouped_matmul(a, b, ends, starts=ends)
 
 
 def test_sizes_on_another_device_are_refused():
@@ -222,19 +177,3 @@ def test_scales_in_another_layout_are_copied_once_and_said(caplog, monkeypatch):
     finally:
         monkeypatch.undo()
         tilewright_settings.reload()
-
-
-@on_every_place
-def test_a_group_that_ends_within_a_block_of_scales(place):
-    """With the last row of 208, of which 80 have a scale of their own: no kernel leaves them out."""
-    a, b = torch.randn(24, 208).to(place.device, FP8), torch.randn(40, 208).to(place.device, FP8)
-    scale_a, scale_b = torch.rand(24, 2, device=place.device) + 0.5, torch.rand(40, 2, device=place.device) + 0.5
-    ends = int32((128, 208), place.device)
-    given = {"scale_a": scale_a, "scale_b": scale_b.mT}
-    wanted = [scaled(a[:, r], scale_a[:, i : i + 1]) @ scaled(b[:, r], scale_b[:, i : i + 1]).mT
-              for i, r in enumerate((slice(128), slice(128, 208)))]  # fmt: skip
-    made = k_grouped_matmul(a, b.mT, ends, **given)
-    torch.testing.assert_close(made, torch.stack(wanted), rtol=1e-2, atol=1e-1)
-    if place.backend in ("cuda", "triton"):
-        with pytest.raises(BackendError, match="multiples of 128"):
-            k_grouped_matmul(a, b.mT, ends, **given, backend=place.backend)
