@@ -20,8 +20,10 @@ from torch import Tensor
 from tilewright import mask as masks
 from tilewright.hardware.sm_budget import set_sm_budget
 from tilewright.jit import selftest
-from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
-from tilewright.ops.attention.mla.raw import joined
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.mla.args import MlaArgs
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.dense.args import MatmulArgs
 from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs
@@ -254,9 +256,9 @@ def attention_forward(
     scale, softcap, (left, right) = d**-0.5, 3.0 if modified else 0.0, band
     o = _unwritten(2, 4, s_q + 1, d)
     lse = torch.empty(2, 4, s_q, device=DEVICE)
-    rest = (sinks, slopes, data, program, left, right, scale, softcap)
-    fmha_cuda.forward(o[:, :, :s_q], lse, q, k, v, *rest, config)
-    exact, _ = attention(q.double(), k.double(), v.double(), *rest)
+    args = FmhaArgs(q, k, v, sinks, slopes, data, program, left, right, scale, softcap)
+    fmha_cuda.forward((o[:, :, :s_q], lse), args, config)
+    exact, _ = attention(args._replace(q=q.double(), k=k.double(), v=v.double()))
     return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
 
 
@@ -273,11 +275,11 @@ def latent_attention(
     (q, q_pe), (k, v) = _drawn(2, 4, s_q, d + d_pe).split((d, d_pe), -1), _drawn(2, 4, s_k, d + d_v).split((d, d_v), -1)
     k_pe = _drawn(2, 1, s_k, d_pe)
     program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
-    rest = (None, None, data, program, *band, (d + d_pe) ** -0.5, 0.0)
+    args = MlaArgs(q, q_pe, k, k_pe, v, data, program, *band, (d + d_pe) ** -0.5)
     o, lse = _unwritten(2, 4, s_q + 1, d_v), torch.empty(2, 4, s_q, device=DEVICE)
-    fmha_cuda.forward(o[:, :, :s_q], lse, q, k, v, *rest, config, pe=(q_pe, k_pe))
-    wide_q, wide_k = joined(q.double(), q_pe.double(), k.double(), k_pe.double())
-    exact, _ = attention(wide_q, wide_k, v.double(), *rest)
+    fmha_cuda.forward((o[:, :, :s_q], lse), args.without_rope, config, pe=(q_pe, k_pe))
+    joined = args.joined
+    exact, _ = attention(joined._replace(q=joined.q.double(), k=joined.k.double(), v=v.double()))
     return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
 
 
@@ -295,14 +297,14 @@ def attention_backward(
         band = (-1, -1)
     rest: tuple[Any, ...] = (sinks, slopes, data, program, *band, d**-0.5, 3.0 if modified else 0.0)
     exact: Any = [t.double().requires_grad_() for t in (q, k, v)]
-    o, lse = attention(*exact, *rest)
+    o, lse = attention(FmhaArgs(*exact, *rest))
     wanted = torch.autograd.grad(o, exact, do.double())
     o, lse = o.detach().to(_HALF), lse.detach().float()
     wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
     made = [w[:, :, :-1] for w in wide]
     dsinks = torch.empty(4 if modified else 0, device=DEVICE)
-    args: tuple[Any, ...] = (*made, dsinks, do, None, q, k, v, o, lse, *rest, config)
-    fmha_backward_cuda.backward(*args)
+    args = FmhaBackwardArgs(do, None, q, k, v, o, lse, *rest)
+    fmha_backward_cuda.backward((made[0], made[1], made[2], dsinks), args, config)
     beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
     return beyond and all(_near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
 

@@ -11,10 +11,10 @@ from tilewright.bench.peers import declared_peers
 from tilewright.dispatch import contract
 from tilewright.ops.attention.arguments import merged
 from tilewright.ops.attention.fmha.cost import pairs
-from tilewright.ops.attention.fmha.peers import DenseMask
 from tilewright.ops.attention.fmha.samples import MASKS
 from tilewright.ops.attention.fmha.variants import VARIANTS
 from tilewright.ops.attention.fmha.workloads import ANCHORS, COMPILED, DENSE, MASKED, SPARSE, UNFUSED, WORKLOADS
+from tilewright.ops.attention.peers.fmha import DenseMask
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FMHA = contract("fmha")

@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tilewright.bench.cases import select
 from tilewright.bench.peers import declared_peers
 from tilewright.dispatch import contract
-from tilewright.ops.attention.mla.peers import PEERS
 from tilewright.ops.attention.mla.workloads import COMPILED, WORKLOADS
+from tilewright.ops.attention.peers.mla import PEERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MLA = contract("mla")

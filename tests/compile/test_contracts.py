@@ -216,7 +216,7 @@ def _shifted(call: RawCall) -> RawCall:
 
 def _with_terms(op, call) -> bool:
     """Are the scores of attention changed, or masked by a program?"""
-    from tilewright.ops.attention.engines.triton_tiles import has_terms
+    from tilewright.ops.attention.kernels.triton.tiles import has_terms
 
     of = dict(zip(op.bucket_names, op.bucket_of(call.args, "default"), strict=True))
     return has_terms(of["mask"], of.get("extras", 0))

@@ -50,11 +50,12 @@ def oracle(query, keys, values, bounds, scaling):
 
 
 def agrees(case, dtype, device, splits):
-    from tilewright.generate.attention import triton as module
+    from tilewright.generate.attention.split_kv import split_kv
+    from tilewright.ops.attention.kernels.triton import decode as module
 
     query, keys, values, bounds = problem(case, dtype, device)
     assert module.choose(query.shape[0], keys.shape[1], keys.shape[3], keys.shape[2], 132).splits >= 1
-    out, weights = module.split_kv(None, query, keys, values, bounds, scaling=0.3)
+    out, weights = split_kv(None, query, keys, values, bounds, scaling=0.3)
     assert weights is None
     expected = oracle(query, keys, values, bounds, 0.3)
     assert out.shape == expected.shape
@@ -66,7 +67,7 @@ def agrees(case, dtype, device, splits):
 @pytest.mark.parametrize("splits", [1, 8])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_interpreted(case, splits, monkeypatch):
-    from tilewright.generate.attention import triton as module
+    from tilewright.ops.attention.kernels.triton import decode as module
 
     block = module.choose(1, 1, max(case[3], case[4]), case[5], 1).block_n
     monkeypatch.setattr(module, "choose", lambda *sizes: module.Config(splits, block))
@@ -128,8 +129,9 @@ def test_compiles_without_spills(arch, head_dim, monkeypatch):
     from tests.harness.fake_driver import LIMITS, target
     from tests.harness.resources import resources
 
-    from tilewright.generate.attention import triton as module
+    from tilewright.generate.attention.split_kv import split_kv
     from tilewright.hardware import DeviceInfo
+    from tilewright.ops.attention.kernels.triton import decode as module
 
     info = DeviceInfo(arch, arch, LIMITS[arch].processors, 0, 0)
     monkeypatch.setattr(module, "device_info", lambda device: info)
@@ -137,14 +139,14 @@ def test_compiles_without_spills(arch, head_dim, monkeypatch):
     storage = torch.empty(1, 8, 8192, head_dim, dtype=torch.bfloat16, device="meta")
     bounds = torch.empty(1, 1, 1, 2, dtype=torch.int64, device="meta")
     with target(arch) as compiled:
-        module.split_kv(None, query, storage, storage, bounds)
+        split_kv(None, query, storage, storage, bounds)
     assert len(compiled) == 2
     assert [fault for kernel in compiled for fault in resources(kernel).faults()] == []
 
 
 def test_configuration_fills_the_gpu():
     pytest.importorskip("triton")
-    from tilewright.generate.attention.triton import choose
+    from tilewright.ops.attention.kernels.triton.decode import choose
 
     assert choose(1, 8, 128, 8192, 132) == (32, 64)  # 256 programs on 132 SMs
     assert choose(8, 8, 128, 8192, 132) == (4, 64)
@@ -156,7 +158,7 @@ def test_configuration_fills_the_gpu():
 def test_head_dimensions_beyond_256_are_refused():
     pytest.importorskip("triton")
     from tilewright.errors import InputError
-    from tilewright.generate.attention.triton import split_kv
+    from tilewright.generate.attention.split_kv import split_kv
 
     query, keys = torch.zeros(1, 2, 1, 320), torch.zeros(1, 2, 64, 320)
     with pytest.raises(InputError, match='attention="sdpa"'):

@@ -11,8 +11,10 @@ from tests.gpu.jit_kernels import Product, Scale, Side, product_mn, scale, share
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers.cuda_build import find_tool
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
-from tilewright.mask import causal, document
-from tilewright.ops.attention.engines import fmha_cuda
+from tilewright.mask import causal, document, sequences
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.kernels.sm90 import backward
+from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.kernels.sm90 import dense as dense_choice
 from tilewright.ops.gemm.kernels.sm90 import dense_kernel as dense
@@ -134,15 +136,28 @@ def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float 
     program, data = (
         (causal() & document(torch.zeros(64, dtype=torch.int32))).program("cpu") if documents else ("", None)
     )
-    rest = (None, None, data, program, -1, -1 if documents else 0, scale, softcap, fmha_cuda.Config(*config))
-    return launched(lambda: fmha_cuda.forward(o, torch.empty(1, 2, 64), q, q, q, *rest))
+    args = FmhaArgs(q, q, q, None, None, data, program, -1, -1 if documents else 0, scale, softcap)
+    return launched(lambda: fmha_cuda.forward((o, torch.empty(1, 2, 64)), args, fmha_cuda.Config(*config)))
 
 
 def mla(d: int, d_pe: int, config: tuple[Any, ...]) -> Any:
     """Parameters of attention forward with rotated parts, causal."""
     q, q_pe = (torch.empty(1, 2, 64, width, dtype=torch.bfloat16) for width in (d, d_pe))
-    rest = (None, None, None, "", -1, 0, 1.0, 0.0, fmha_cuda.Config(*config))
-    return launched(lambda: fmha_cuda.forward(q, torch.empty(1, 2, 64), q, q, q, *rest, pe=(q_pe, q_pe[:, :1])))
+    args = FmhaArgs(q, q, q, None, None, None, "", -1, 0, 1.0, 0.0)
+    outs, chosen = (q, torch.empty(1, 2, 64)), fmha_cuda.Config(*config)
+    return launched(lambda: fmha_cuda.forward(outs, args, chosen, pe=(q_pe, q_pe[:, :1])))
+
+
+def fmha_backward(d: int, config: tuple[Any, ...], documents: bool = False) -> tuple[Any, ...]:
+    """Parameters of the kernels of attention backward, in the order of their launches: causal, or of documents."""
+    q = torch.empty(1, 2, 64, d, dtype=torch.bfloat16)
+    program, data = sequences(torch.tensor([0, 64]), length_q=64).program("cpu") if documents else ("", None)
+    band = (-1, -1) if documents else (-1, 0)
+    lse = torch.empty(1, 2, 64)
+    args = FmhaBackwardArgs(q, None, q, q, q, q, lse, None, None, data, program, *band, 1.0, 0.0)
+    with collect("sm_90") as collector:
+        backward.backward((q, q, q, lse), args, backward.Config(*config))
+    return tuple(job.key[2] for job in collector.jobs)  # type: ignore[index]
 
 
 # (kernel, parameters, instructions that must be there)
@@ -194,6 +209,16 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2)), {"HGMMA": 24, "UTMALDG": 12, "UTMASTG": 3}),
     (fmha_cuda.KERNEL, fmha(256, (2, 64, 2, 1), scale=-1.0), {"HGMMA": 40, "UTMALDG": 28, "UTMASTG": 8}),
     (fmha_cuda.KERNEL_PE, mla(128, 64, (2, 128, 2, 1, False)), {"HGMMA": 40, "UTMALDG": 19, "UTMASTG": 4}),
+    # Attention backward, and the kernels before and after it
+    (backward.PREPROCESS, fmha_backward(128, (64, 2, 2, 2))[0], {}),
+    (backward.KERNEL, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),
+    (backward.POSTPROCESS, fmha_backward(128, (64, 2, 2, 2))[2], {}),
+    (backward.INTERVALS, fmha_backward(64, (128, 2, 2, 2), documents=True)[0], {}),
+    (
+        backward.KERNEL,
+        fmha_backward(64, (128, 2, 2, 2), documents=True)[2],
+        {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1},
+    ),
 ]
 
 

@@ -331,7 +331,8 @@ def test_zeros_of_both_signs_are_one_source():
 
 
 def test_every_kernel_of_ours_names_its_parameters():
-    from tilewright.ops.attention.engines import fmha_backward_cuda, fmha_cuda
+    from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
+    from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
     from tilewright.ops.gemm.kernels.sm90 import dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel
 
     gemms = (dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel)

@@ -14,7 +14,8 @@ from tilewright import settings
 from tilewright.dispatch import backends, contract, register_impl, table, unregister_impl
 from tilewright.errors import VerificationError
 from tilewright.models import attention, patch
-from tilewright.ops.attention.fmha.raw import BAND, CAUSAL, FORWARD, SOFTCAP
+from tilewright.ops.attention.bucket import BAND, CAUSAL, SOFTCAP
+from tilewright.ops.attention.fmha import FORWARD
 
 HEADS = {"group": 2, "D": 8, "D_v": 8, "aligned": 1}
 

@@ -1,4 +1,4 @@
-"""A mask program inside a CUDA C++ kernel: a C++ type, see `mask_program.cuh` of the attention engines."""
+"""A mask program inside a CUDA C++ kernel: a C++ type, see `mask_program.cuh` of the attention kernels."""
 
 from functools import partial
 

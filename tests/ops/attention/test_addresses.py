@@ -10,11 +10,15 @@ from tests.ops.gemm.bounds import PLACES, run
 from tilewright import mask as masks
 from tilewright import ops
 from tilewright.ops.attention import reference, score, torch_only, vendor
-from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.bucket import backward_bucket, forward_bucket, why_not_addressable
+from tilewright.ops.attention.fmha import CONTRACT
 from tilewright.ops.attention.layout import addressable, dense, loadable
 from tilewright.validate.layouts import misaligned, padded_rows
 
 HALF = torch.bfloat16
+CAUSAL = (None, None, None, "", -1, 0, 0.125, 0.0)
+"""The arguments behind q, k and v under a causal mask."""
 on_every_place = pytest.mark.parametrize("place", PLACES)
 
 
@@ -92,9 +96,9 @@ def test_kernels_that_read_through_tensor_maps_refuse_such_tensors_in_words(name
     tensors[which] = PLACED[name](tensors[which])
     rest = (None, None, None, "", -1, -1, 1.0, 0.0)
     do, q, k, v, o = tensors.values()
-    backward = raw.BACKWARD.bucket(do, None, q, k, v, o, torch.zeros(1, 2, 16), *rest)
-    assert "multiples of 16 bytes" in raw.why_not_addressable(backward)
-    forward = raw.why_not_addressable(raw.bucket(q, k, v, *rest))
+    backward = backward_bucket(FmhaBackwardArgs(do, None, q, k, v, o, torch.zeros(1, 2, 16), *rest))
+    assert "multiples of 16 bytes" in why_not_addressable(backward)
+    forward = why_not_addressable(forward_bucket(FmhaArgs(q, k, v, *rest)))
     assert (forward is None) == (which in ("do", "o"))
 
 
@@ -115,8 +119,9 @@ def test_torchs_kernels_get_tensors_that_they_can_load(monkeypatch, name):
     kernels = getattr(vendor, name)
     for place in (*PLACED.values(), lambda t: t.mT.contiguous().mT):
         q, k, v, o = (place(torch.randn(1, 2, 128, 64).to(HALF)) for _ in range(4))
-        kernels.forward(q, k, v, -1, 0, 0.1)
-        kernels.backward(torch.ones((), dtype=HALF).expand_as(o), q, k, v, o, torch.zeros(1, 2, 128), -1, 0, 0.1)
+        do = torch.ones((), dtype=HALF).expand_as(o)
+        kernels.forward(FmhaArgs(q, k, v, *CAUSAL))
+        kernels.backward(FmhaBackwardArgs(do, None, q, k, v, o, torch.zeros(1, 2, 128), *CAUSAL))
     assert len(seen) >= 6 * (3 + 5)
     for t in seen:
         rows = t if name == "CUDNN" else t.transpose(1, 2)
@@ -128,7 +133,7 @@ def test_gradients_that_arrive_anywhere_are_copied_before_the_backward():
     saved = (*(torch.randn(1, 2, 128, 64).to(HALF) for _ in range(3)), None, None, None, o, torch.zeros(1, 2, 128))
     args = (*saved[:6], "", -1, -1, 1.0, 0.0)
     for do in (*(place(o) for place in PLACED.values()), o[:, :1].expand_as(o), o.mT.contiguous().mT):
-        given = raw.GRADIENT.raw_args((do, None), saved, args, (True,) * 4)[0]
+        given = CONTRACT.gradient.raw_args((do, None), saved, args, (True,) * 11).do
         assert addressable(given)
         assert torch.equal(given, do)
 
@@ -260,19 +265,19 @@ def test_torchs_kernels_themselves(name, kernels):
     q, k, v = drawn(1, 4, 4, 512, 512, 64, dtype=HALF, device="cuda")
     do = torch.randn_like(q)
     given = [PLACED[name](t) for t in (q, k, v)]
-    o, lse = kernels.forward(*given, -1, 0, 0.125)
+    o, lse = kernels.forward(FmhaArgs(*given, *CAUSAL))
     check(o, q, k, v, causal=True)
     exact_o, leaves = formula(q, k, v, True)
-    made = kernels.backward(PLACED[name](do), *given, PLACED[name](o), lse, -1, 0, 0.125)
+    made = kernels.backward(FmhaBackwardArgs(PLACED[name](do), None, *given, PLACED[name](o), lse, *CAUSAL))
     compare(made, torch.autograd.grad(exact_o, leaves, do.double()))
 
 
 def test_the_reference_hands_such_tensors_on(monkeypatch):
     """Large enough problems go to torch's kernels wherever they lie."""
-    monkeypatch.setattr(reference, "_vendor", lambda *_: vendor.FLASH)
+    monkeypatch.setattr(vendor, "kernels", lambda _: vendor.FLASH)
     seen = []
     monkeypatch.setattr(vendor, "loadable", lambda t: seen.append(t) or t)
     q = misaligned(torch.randn(1, 2, 16, 64).to(HALF))
     with pytest.raises((RuntimeError, NotImplementedError)):  # there is no such kernel on a CPU
-        reference.attention(q, q, q, None, None, None, "", -1, -1, 0.1, 0.0)
+        reference.attention(FmhaArgs(q, q, q, *CAUSAL))
     assert len(seen) == 3

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+
 pytestmark = pytest.mark.interp
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
@@ -97,11 +99,11 @@ def close(made: dict[str, Tensor], p: Problem, names: str) -> None:
 
 
 def run_forward(p: Problem, config) -> dict[str, Tensor]:
-    from tilewright.ops.attention.engines import triton_forward
+    from tilewright.ops.attention.kernels.triton import forward as triton_forward
 
     o, around = poisoned(p.do)
     lse = torch.full(p.q.shape[:3], torch.nan)
-    triton_forward.forward(o, lse, p.q, p.k, p.v, *raw(p), config)
+    triton_forward.forward((o, lse), forward_args(p), config)
     made = {"o": o.clone(), "lse": lse}
     o.fill_(POISON)
     assert (around == POISON).all(), "written beside the output"
@@ -109,7 +111,8 @@ def run_forward(p: Problem, config) -> dict[str, Tensor]:
 
 
 def run_backward(p: Problem, config) -> dict[str, Tensor]:
-    from tilewright.ops.attention.engines import triton_backward, triton_delta
+    from tilewright.ops.attention.kernels.triton import backward as triton_backward
+    from tilewright.ops.attention.kernels.triton import delta as triton_delta
 
     forward = run_forward(p, FORWARD)
     rooms = [poisoned(t) for t in (p.q, p.k, p.v)]
@@ -118,7 +121,8 @@ def run_backward(p: Problem, config) -> dict[str, Tensor]:
     triton_delta.delta(delta, p.do, forward["o"], dlse)
     grads = [room for room, _ in rooms]
     means = None if p.options.get("sinks") is None else torch.full(p.q.shape[:3], torch.nan)
-    triton_backward.backward(*grads, p.do, delta, p.q, p.k, p.v, forward["lse"], *raw(p), config, means=means)
+    args = FmhaBackwardArgs(p.do, dlse, p.q, p.k, p.v, forward["o"], forward["lse"], *raw(p))
+    triton_backward.backward(tuple(grads), args, delta, config, means=means)
     made = dict(zip(("dq", "dk", "dv"), (g.clone() for g in grads), strict=True))
     for room, around in rooms:
         room.fill_(POISON)
@@ -127,6 +131,10 @@ def run_backward(p: Problem, config) -> dict[str, Tensor]:
         made["dsinks"] = torch.full((p.q.shape[1],), torch.nan)
         triton_delta.sink_gradient(made["dsinks"], means, forward["lse"], p.options["sinks"], dlse)
     return made
+
+
+def forward_args(p: Problem) -> FmhaArgs:
+    return FmhaArgs(p.q, p.k, p.v, *raw(p))
 
 
 def raw(p: Problem) -> tuple[Any, ...]:
@@ -142,7 +150,7 @@ FORWARD = (32, 32, 4, 2, False)
 
 @pytest.fixture(autouse=True)
 def _configs(monkeypatch):
-    from tilewright.ops.attention.engines.triton_tiles import Config
+    from tilewright.ops.attention.kernels.triton.tiles import Config
 
     monkeypatch.setitem(globals(), "FORWARD", Config(*FORWARD))
 
@@ -195,7 +203,7 @@ def test_forward(name, fast):
 @pytest.mark.parametrize("fast", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("name", [*CASES, *PROGRAMS])
 def test_backward(name, fast):
-    from tilewright.ops.attention.engines.triton_backward import Config
+    from tilewright.ops.attention.kernels.triton.backward import Config
 
     p = named(name)
     made = run_backward(p, Config(16, 32, 4, 2, 32, 16, 4, 2, fast))

@@ -12,6 +12,7 @@ from tilewright import ops
 from tilewright.dispatch import contract, explain, record
 from tilewright.errors import InputError, RefusedError
 from tilewright.ops.attention import reference, score, vendor
+from tilewright.ops.attention.arguments import FmhaArgs
 from tilewright.ops.attention.fmha.samples import MASKS
 
 HALF = torch.bfloat16
@@ -357,7 +358,8 @@ def test_what_cudnn_and_flash_compute_is_the_reference(with_sinks, left_right):
     """Large problems of the torch backend on a GPU go to them."""
     left, right = left_right
     q, k, v = problem(2, 4, 2, 1024, 1024, 128, dtype=HALF, device="cuda")
-    assert vendor.kernels(q, k, v, "", left, right, True) is (vendor.CUDNN if left < 0 and right <= 0 else vendor.FLASH)
+    args = FmhaArgs(q, k, v, None, None, None, "", left, right, 0.1, 0.0)
+    assert vendor.kernels(args) is (vendor.CUDNN if left < 0 and right <= 0 else vendor.FLASH)
     options = {"mask": masks.window(None if left < 0 else left, None if right < 0 else right), "return_lse": True}
     if with_sinks:
         options["sinks"] = torch.randn(4, device="cuda")

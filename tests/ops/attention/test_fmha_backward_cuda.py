@@ -11,9 +11,10 @@ from tilewright import mask as masks
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
-from tilewright.ops.attention.engines import fmha_backward_cuda as engine
-from tilewright.ops.attention.engines.fmha_backward_cuda import Config
-from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.bucket import CAUSAL, SOFTCAP, FmhaBucket, backward_bucket
+from tilewright.ops.attention.kernels.sm90 import backward as engine
+from tilewright.ops.attention.kernels.sm90.backward import Config
 from tilewright.ops.attention.reference import attention, attention_backward
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,6 +29,9 @@ class Problem(NamedTuple):
     dlse: Tensor | None
     tensors: tuple[Tensor, Tensor, Tensor]
     options: tuple[Any, ...]
+
+    def args(self, o: Tensor, lse: Tensor) -> FmhaBackwardArgs:
+        return FmhaBackwardArgs(self.do, self.dlse, *self.tensors, o, lse, *self.options)
 
 
 def problem(
@@ -77,7 +81,7 @@ def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
     made = [t[:, :, :-3] for t in around]
     sinks = p.options[0]
     dsinks = torch.full((0 if sinks is None else len(sinks),), torch.nan, device=p.do.device)
-    engine.backward(*made, dsinks, p.do, p.dlse, *p.tensors, o, lse, *p.options, config)
+    engine.backward((*made, dsinks), p.args(o, lse), config)
     assert all((t[:, :, -3:] == POISON).all() for t in around), "rows of another head"
     return [*made, dsinks]
 
@@ -86,8 +90,8 @@ def launch(p: Problem, config: Config) -> None:
     run(p, config, torch.empty_like(p.do), torch.empty(p.do.shape[:3]))
 
 
-def bucket_of(d: int, d_v: int | None = None, extras: int = 0, mask: int = raw.CAUSAL) -> tuple[int, ...]:
-    return (8, 1, 512, 512, d, d_v or d, mask, extras, 1)
+def bucket_of(d: int, d_v: int | None = None, extras: int = 0, mask: int = CAUSAL) -> FmhaBucket:
+    return FmhaBucket(8, 1, 512, 512, d, d_v or d, mask, extras, 1)
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -106,9 +110,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.why_not(q, v))
+    assert words in str(engine.why_not_operands(q, v))
     q, _, v = problem().tensors
-    assert (engine.why_not(q, v) is None) == (arch == "sm_90")
+    assert (engine.why_not_operands(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -150,15 +154,16 @@ def test_a_causal_launch(launches):
     ]
     (grid, args, _, options) = launches.main[0]
     assert grid == (132,)
-    dq_acc, flags = args[7:9]
-    assert launches.preprocess[0][1][4].shape == (2 * 32 * 16, 2 * 64), "a tile of 64 queries"
-    assert dq_acc.shape == (2 * 32 * 16, 64, 128)
-    assert flags.shape == (2 * 32 * 16 + 1,), "and the counter"
-    assert args[10:19] == (1000, 1100, 32, 2, 4, -1, 0, 15, True), "15 heads of 9 tiles occupy 132 processors"
+    assert launches.preprocess[0][1].stats.shape == (2 * 32 * 16, 2 * 64), "a tile of 64 queries"
+    assert args.dq_acc.shape == (2 * 32 * 16, 64, 128)
+    assert args.flags.shape == (2 * 32 * 16 + 1,), "and the counter"
+    assert (args.s_q, args.s_k, args.heads, args.batches, args.heads_per_kv) == (1000, 1100, 32, 2, 4)
+    assert (args.left, args.right, args.alternate) == (-1, 0, True)
+    assert args.section_heads == 15, "15 heads of 9 tiles occupy 132 processors"
     assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
     assert launches.preprocess[0][0] == launches.postprocess[0][0] == (2 * 32 * 16,)
     assert launches.intervals == []
-    assert args[-1] == launches.postprocess[0][1][-1] == 0
+    assert args.intervals is launches.postprocess[0][1].intervals is None
 
 
 @pytest.mark.parametrize(
@@ -173,23 +178,24 @@ def test_a_packed_launch(launches, mask):
     assert intervals.shape == (1100 + 16, 2)
     ((_, args, params, _),) = launches.preprocess
     assert params.kPacked
-    assert args[-2] is intervals
+    assert args.intervals is intervals
     ((_, args, params, _),) = launches.main
     assert params.kPacked
-    assert args[-1] is intervals
-    assert args[15:17] == (-1, -1)
-    assert launches.postprocess[0][1][-1] is intervals
+    assert args.intervals is intervals
+    assert (args.left, args.right) == (-1, -1)
+    assert launches.postprocess[0][1].intervals is intervals
 
 
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (100, 0)])
 def test_tiles_of_like_work_come_in_one_direction(launches, left, right):
     launch(problem(left=left, right=right), Config(64, 2, 2, 2))
-    assert launches.main[0][1][18] is False
+    assert launches.main[0][1].alternate is False
 
 
 def test_bounds_beyond_all_keys_do_not_overflow(launches):
     launch(problem(left=2**31 - 1, right=2**31 - 1), Config(64, 2, 2, 2))
-    assert launches.main[0][1][15:17] == (743, 743)
+    args = launches.main[0][1]
+    assert (args.left, args.right) == (743, 743)
 
 
 # ----------------------------------------------------------------------------------------------- what it compiles
@@ -199,13 +205,14 @@ SIZES = ((16, 16), (64, 64), (80, 80), (128, 128), (128, 64), (64, 128))
 
 
 @pytest.mark.parametrize(("d", "d_v"), SIZES)
-@pytest.mark.parametrize("extras", [0, raw.SOFTCAP])
+@pytest.mark.parametrize("extras", [0, SOFTCAP])
 def test_every_config_fits_shared_memory(d, d_v, extras):
     bucket = bucket_of(d, d_v, extras)
     assert engine.candidates(bucket, bf16)[0] == engine.configure(bucket, bf16)
     for config in engine.candidates(bucket, bf16):
         assert config in engine.CONFIGS
-        params = engine._params(d, d_v, bool(extras), True, True, bf16, config)
+        made = problem(9, 9, d, d_v, softcap=float(extras), slopes=True, mask=sequences([9]))
+        params = engine._params(made.args(made.do, torch.empty(made.do.shape[:3])), config)
         assert engine.shared_bytes(params) + 1024 <= SHARED_LIMIT
 
 
@@ -304,11 +311,11 @@ def test_gradients(case):
     p = problem(device="cuda", **COMPUTED[case])
     dtype = p.do.dtype
     wide = [None if t is None else t.double() for t in (p.do, p.dlse, *p.tensors, *p.options[:2])]
-    o, lse = attention(*wide[2:], *p.options[2:])
-    exact = attention_backward(*wide[:5], o, lse, *wide[5:], *p.options[2:])
+    o, lse = attention(FmhaArgs(*wide[2:], *p.options[2:]))
+    exact = attention_backward(FmhaBackwardArgs(*wide[:5], o, lse, *wide[5:], *p.options[2:]))
     given = o.to(dtype), lse.float()
     eps = torch.finfo(dtype).eps
-    bucket = raw.BACKWARD.bucket(p.do, p.dlse, *p.tensors, *given, *p.options)
+    bucket = backward_bucket(p.args(*given))
     for config in engine.candidates(bucket, dtype):
         made = run(p, config, *given)
         for name, found, wanted in zip(("dq", "dk", "dv", "dsinks"), made, exact, strict=True):

@@ -11,9 +11,10 @@ from tilewright import mask as masks
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
-from tilewright.ops.attention.engines import fmha_cuda as engine
-from tilewright.ops.attention.engines.fmha_cuda import Config
-from tilewright.ops.attention.fmha import raw
+from tilewright.ops.attention.arguments import FmhaArgs
+from tilewright.ops.attention.bucket import FmhaBucket, forward_bucket
+from tilewright.ops.attention.kernels.sm90 import forward as engine
+from tilewright.ops.attention.kernels.sm90.forward import Config
 from tilewright.ops.attention.reference import attention
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,6 +27,10 @@ class Problem(NamedTuple):
 
     tensors: tuple[Tensor, Tensor, Tensor]
     options: tuple[Any, ...]
+
+    @property
+    def args(self) -> FmhaArgs:
+        return FmhaArgs(*self.tensors, *self.options)
 
 
 def problem(
@@ -50,12 +55,12 @@ def run(p: Problem, config: Config) -> tuple[Tensor, Tensor]:
     q, _, v = p.tensors
     o = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], device=q.device)
-    engine.forward(o, lse, *p.tensors, *p.options, config)
+    engine.forward((o, lse), p.args, config)
     return o, lse
 
 
 def default(p: Problem) -> Config:
-    return engine.configure(raw.bucket(*p.tensors, *p.options), p.tensors[0].dtype)
+    return engine.configure(forward_bucket(p.args), p.tensors[0].dtype)
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -74,9 +79,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.why_not(q, v))
+    assert words in str(engine.why_not_operands(q, v))
     q, _, v = problem().tensors
-    assert (engine.why_not(q, v) is None) == (arch == "sm_90")
+    assert (engine.why_not_operands(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -109,8 +114,9 @@ def test_a_causal_launch(launches):
     ], "O of a warpgroup leaves where its Q came"
     (grid, args, params, options) = launches.calls[0]
     assert grid == (132,)
-    assert args[5:10] == (0, 0, 0, 0, 0), "no sinks, slopes, program and lists"
-    assert args[10:18] == (1000, 1100, 32, 2, 4, -1, 0, True)
+    assert args[5:10] == (None,) * 5, "no sinks, slopes, program and lists"
+    assert (args.s_q, args.s_k, args.heads, args.batches, args.heads_per_kv) == (1000, 1100, 32, 2, 4)
+    assert (args.left, args.right, args.paired) == (-1, 0, True)
     assert (params.Mask, params.kModify) == ("tilewright::BandOnly", False)
     assert options["block"] == 384
     assert options["shared_bytes"] == 2 * 2 * 2 * 64 * 128 + 2 * 2 * 2 * 128 * 128
@@ -118,7 +124,8 @@ def test_a_causal_launch(launches):
 
 def test_a_side_that_no_distance_reaches_stays_in_int32(launches):
     run(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, left=2**31 - 1, right=2**31 - 1), Config(2, 128, 2, 2))
-    assert launches.calls[0][1][15:17] == (2100, 2100)
+    args = launches.calls[0][1]
+    assert (args.left, args.right) == (2100, 2100)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,7 @@ def test_tiles_come_in_pairs_where_late_queries_see_more(launches, band, heads, 
     run(problem(s_q=512, s_k=512, heads=heads, kv_heads=8, **band), Config(2, 128, 2, 2))
     (grid, args, *_) = launches.calls[0]
     assert grid == (min(132, 2 * heads * 4),)
-    assert args[17] is paired
+    assert args.paired is paired
 
 
 @pytest.mark.parametrize(
@@ -151,10 +158,10 @@ def test_a_program_brings_lists_of_tiles(launches, mask, steps):
     p = problem(mask=mask)
     run(p, Config(2, 128, 2, 2))
     (_, args, params, _) = launches.calls[0]
-    data, counts, indices = args[7:10]
-    assert data is p.options[2]
-    assert counts.shape == (*indices.shape[:3], 2)
-    assert args[18:21] == steps, "from batch to batch and head to head in rows, from row to row in indices"
+    assert args.mask_data is p.args.mask_data
+    assert args.counts.shape == (*args.indices.shape[:3], 2)
+    # From batch to batch and head to head in rows, from row to row in indices
+    assert (args.batch_stride, args.head_stride, args.row_stride) == steps
     assert params.Mask.startswith("tilewright::Mask")
     assert params.Index == "short"
 
@@ -163,8 +170,9 @@ def test_packed_sequences_bring_their_intervals_and_no_lists(launches):
     p = problem(mask=PACKED)
     run(p, Config(2, 128, 2, 2))
     ((_, args, params, _),) = launches.calls
-    assert args[7] is p.options[2]
-    assert (args[8:10], args[18:21]) == ((0, 0), (0, 0, 0))
+    assert args.mask_data is p.args.mask_data
+    assert (args.counts, args.indices) == (None, None)
+    assert (args.batch_stride, args.head_stride, args.row_stride) == (0, 0, 0)
     assert params.Mask == "tilewright::MaskSequences<0>"
 
 
@@ -191,7 +199,7 @@ SIZES = (32, 64, 80, 128, 192, 256)
 def test_every_config_fits_shared_memory():
     for d in SIZES:
         for mask in range(4):
-            bucket = (8, 1, 512, 512, d, d, mask, 0, 1)
+            bucket = FmhaBucket(8, 1, 512, 512, d, d, mask, 0, 1)
             assert engine.candidates(bucket, bf16)[0] == engine.configure(bucket, bf16)
             for config in engine.candidates(bucket, bf16):
                 assert config in engine.CONFIGS
@@ -206,7 +214,9 @@ def compiled(p: Problem, config: Config) -> dict[str, Any]:
 
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
-BANDS = [(d, {}, config) for d in SIZES for config in engine.candidates((8, 1, 512, 512, d, d, 0, 0, 1), bf16)]
+BANDS = [
+    (d, {}, config) for d in SIZES for config in engine.candidates(FmhaBucket(8, 1, 512, 512, d, d, 0, 0, 1), bf16)
+]
 BANDS += [(d, EVERYTHING, None) for d in (128, 192, 256)]
 BANDS += [(64, {"slopes": True}, None), (64, {"softcap": 3.0}, None), (128, {"dtype": fp16, "scale": -1.0}, None)]
 SPILLED_WORDS = 6
@@ -307,8 +317,8 @@ PROGRAMS: dict[str, Any] = {
 def judged(p: Problem, config: Config) -> None:
     """Against float64."""
     wide = [None if t is None else t.double() for t in (*p.tensors, *p.options[:2])]
-    exact = attention(*wide, *p.options[2:])
-    near(lambda o, lse: engine.forward(o, lse, *p.tensors, *p.options, config), exact, p.tensors[2])
+    exact = attention(FmhaArgs(*wide, *p.options[2:]))
+    near(lambda o, lse: engine.forward((o, lse), p.args, config), exact, p.tensors[2])
 
 
 def near(launch: Callable[[Tensor, Tensor], None], wanted: tuple[Tensor, Tensor], v: Tensor) -> None:
@@ -337,7 +347,7 @@ def near(launch: Callable[[Tensor, Tensor], None], wanted: tuple[Tensor, Tensor]
 def test_bands(case):
     on_hopper()
     p = problem(device="cuda", **COMPUTED[case])
-    for config in engine.candidates(raw.bucket(*p.tensors, *p.options), p.tensors[0].dtype):
+    for config in engine.candidates(forward_bucket(p.args), p.tensors[0].dtype):
         judged(p, config)
 
 
@@ -386,5 +396,5 @@ def test_keys_that_are_not_allowed_may_be_nan(d, mask):
     o, lse = run(p, config)
     assert torch.equal(o[:, :, :409], expected[:, :, :409])
     assert torch.equal(lse[:, :, :409], expected_lse[:, :, :409])
-    for other in engine.candidates(raw.bucket(*p.tensors, *p.options), bf16):
+    for other in engine.candidates(forward_bucket(p.args), bf16):
         assert run(p, other)[0][:, :, 409].isnan().all(), "whoever computes the exponential"

@@ -4,6 +4,7 @@ Values pick out groups of keys, so that a result is the weight of its group: pos
 half a step of e4m3.  A lost tile, a scale of another block and a shifted rescale are outside, and no luck is in it.
 """
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -130,7 +131,8 @@ def test_the_reference_rounds_probabilities_of_e4m3_alone():
 def test_long_problems_are_cut_into_rows(monkeypatch):
     tensors = problem(40, 60, 32, blocks="qkv")
     whole = reference(*tensors, causal=True, return_lse=True)
-    monkeypatch.setattr("tilewright.ops.attention.fmha_fp8.plain._BLOCK", 4 * 2 * 60 * 7)
+    module = import_module("tilewright.ops.attention.fmha_fp8.reference")  # the package has a function of that name
+    monkeypatch.setattr(module, "_BLOCK", 4 * 2 * 60 * 7)
     parts = reference(*tensors, causal=True, return_lse=True)
     for a, b in zip(whole, parts, strict=True):
         assert (a.double() - b.double()).abs().nan_to_num(0.0).max() <= 2.0**-6  # sums of another order, one rounding
@@ -148,19 +150,19 @@ def test_a_window_is_a_mask(place):
 
 @pytest.mark.interp
 def test_every_road_of_the_kernel_gives_the_same_bits():
-    """Pointers, descriptors, and values turned beforehand, over the same tiles; room beside the result stays."""
-    from tilewright.ops.attention.fmha_fp8.arguments import raw_arguments
-    from tilewright.ops.attention.fmha_fp8.triton import Config, launch
+    """Pointers, descriptors, and values transposed beforehand, over the same tiles; room beside the result stays."""
+    from tilewright.ops.attention.fmha_fp8.args import Options, raw_arguments
+    from tilewright.ops.attention.kernels.triton.fp8 import Config, launch
 
     tensors = problem(133, 141, 64, blocks="v")
     tensors[2] = tensors[2].new_zeros(2, 2, 141, 32).copy_(torch.randn(2, 2, 141, 32))  # rows of 32 bytes: aligned
-    args = raw_arguments(*tensors, True, None, None, None, None, None, torch.bfloat16)
+    args = raw_arguments(*tensors, Options(True, None, None, None, None, None, torch.bfloat16))
     found = []
     for roads in ((False, False), (True, False), (True, True)):
         around = torch.full((2, 135, 4, 40), -77.0, dtype=torch.bfloat16)
         o = around[:, :133, :, :32].transpose(1, 2)
         lse = torch.full((2, 4, 133), torch.nan)
-        launch((o, lse), *args, config=Config(64, 64, 4, 2, *roads))
+        launch((o, lse), args, Config(64, 64, 4, 2, *roads))
         found.append((o.clone(), lse))
         o.fill_(-77.0)
         assert bool((around == -77.0).all()), "written beside the result"
@@ -171,8 +173,8 @@ def test_every_road_of_the_kernel_gives_the_same_bits():
 
 @pytest.mark.interp
 @pytest.mark.parametrize(("s", "d"), [(1, 32), (16, 16), (128, 64), (150, 80), (257, 128)])
-def test_values_are_turned(s, d):
-    from tilewright.ops.attention.fmha_fp8.triton_turn import transposed
+def test_values_are_transposed(s, d):
+    from tilewright.ops.attention.kernels.triton.transpose import transposed
 
     v = torch.randint(0, 256, (2, s, 3, d), dtype=torch.uint8).transpose(1, 2)
     made = transposed(v.view(E4M3))
@@ -182,9 +184,11 @@ def test_values_are_turned(s, d):
 
 
 def test_tiles_lie_in_one_block_of_scales():
-    from tilewright.ops.attention.fmha_fp8.triton import CONFIGS, candidates
+    from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Bucket
+    from tilewright.ops.attention.kernels.triton.fp8 import CONFIGS, candidates
 
-    found = {c for d in (64, 128, 256) for a in (0, 1) for c in candidates((32, 1, 8192, 8192, d, d, 0, 0, a, 0), E4M3)}
+    buckets = [FmhaFp8Bucket(32, 1, 8192, 8192, d, d, 0, 0, a, 0) for d in (64, 128, 256) for a in (0, 1)]
+    found = {config for bucket in buckets for config in candidates(bucket, E4M3)}
     assert found
     for config in (*CONFIGS, *found):
         assert SCALE_BLOCK % config.block_m == 0

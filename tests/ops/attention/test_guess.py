@@ -8,7 +8,8 @@ from tilewright import mask as masks
 from tilewright import ops
 from tilewright.dispatch import record
 from tilewright.ops.attention import score
-from tilewright.ops.attention.fmha.raw import BACKWARD, CAUSAL, FORWARD, FULL
+from tilewright.ops.attention.bucket import CAUSAL, FULL, FmhaBucket
+from tilewright.ops.attention.fmha import BACKWARD, FORWARD
 
 HALF = torch.bfloat16
 
@@ -56,7 +57,7 @@ def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
 def test_torch_is_the_guess_where_it_was_ahead_of_cuda(direction, sizes, torchs):
     of = {"BH": 32, "group": 1, "S_q": 4096, "S_k": 4096, "D": 128, "D_v": 128, "mask": FULL, "extras": 0, "aligned": 1}
     raw = {"fwd": FORWARD, "bwd": BACKWARD}[direction]
-    bucket = tuple({**of, **sizes}.values())
+    bucket = FmhaBucket(**{**of, **sizes})
     assert raw.torch_first(bucket, HALF, "cuda") is torchs
     assert raw.torch_first(bucket, HALF, "triton"), "which was behind everywhere"
     assert raw.torch_first(bucket, torch.float32, "cuda"), "which takes 16 bits alone"

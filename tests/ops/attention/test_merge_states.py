@@ -11,7 +11,7 @@ from tilewright import mask as masks
 from tilewright import ops
 from tilewright.dispatch import contract, numerics, record
 from tilewright.errors import InputError
-from tilewright.ops.attention.merge_states.peers import PEERS
+from tilewright.ops.attention.peers.merge_states import PEERS
 from tilewright.ops.rows import generator
 
 HALF = torch.bfloat16

@@ -75,7 +75,7 @@ def test_two_stacks_and_one_give_the_same(counts, place):
 
 def test_dense_rows_are_found_without_a_division():
     """Sizes of 1 are constants of the kernel; where dimensions cannot be joined every place must still be right."""
-    from tilewright.ops.attention.merge_states.triton import _numbers
+    from tilewright.ops.attention.kernels.triton.merge_states import _numbers
 
     shape = (3, 2, 4, 5, 16)
     dense, log = (640, 320, 80, 16, 1)[:5], (40, 20, 5, 1)

@@ -12,7 +12,7 @@ from tilewright import ops
 from tilewright.dispatch import contract, explain
 from tilewright.errors import InputError
 from tilewright.ops.attention.fmha.samples import MASKS
-from tilewright.ops.attention.mla.raw import joined
+from tilewright.ops.attention.mla.args import joined
 
 HALF = torch.bfloat16
 on_every_place = pytest.mark.parametrize("place", PLACES)

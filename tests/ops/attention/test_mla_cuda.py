@@ -19,9 +19,10 @@ from torch import Tensor
 
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
-from tilewright.ops.attention.engines import fmha_cuda as engine
-from tilewright.ops.attention.engines.fmha_cuda import Config
-from tilewright.ops.attention.mla import cuda, raw
+from tilewright.ops.attention.kernels.sm90 import forward as engine
+from tilewright.ops.attention.kernels.sm90 import mla as cuda
+from tilewright.ops.attention.kernels.sm90.forward import Config
+from tilewright.ops.attention.mla.args import MlaArgs, MlaBucket, bucket
 from tilewright.ops.attention.reference import attention
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,6 +36,10 @@ class Problem(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     options: tuple[Any, ...]
+
+    @property
+    def args(self) -> MlaArgs:
+        return MlaArgs(*self.tensors, *self.options)
 
 
 def problem(
@@ -59,12 +64,12 @@ def run(p: Problem, config: Config) -> tuple[Tensor, Tensor]:
     q, *_, v = p.tensors
     o = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], device=q.device)
-    cuda.launch((o, lse), *p.tensors, *p.options, config=config)
+    cuda.launch((o, lse), p.args, config)
     return o, lse
 
 
 def candidates(p: Problem) -> tuple[Config, ...]:
-    return cuda.candidates(raw.FORWARD.bucket(*p.tensors, *p.options), bf16)
+    return cuda.candidates(bucket(p.args), bf16)
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -86,9 +91,9 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     p = problem(**change)
-    assert words in str(cuda.why_not(*p.tensors, *p.options))
+    assert words in str(cuda.why_not(p.args))
     p = problem()
-    assert (cuda.why_not(*p.tensors, *p.options) is None) == (arch == "sm_90")
+    assert (cuda.why_not(p.args) is None) == (arch == "sm_90")
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
@@ -96,7 +101,7 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
 def test_what_it_can_do(monkeypatch, widths, views):
     monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", "sm_90", 132, 0, 0))
     p = problem(7, 9, *widths, views=views)
-    assert cuda.why_not(*p.tensors, *p.options) is None
+    assert cuda.why_not(p.args) is None
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -108,15 +113,16 @@ def test_a_launch(monkeypatch):
     queries, keys = (1, 1, 64, 64), (1, 1, 128, 64)
     assert launches.maps == [
         ((2, 32, 1000, 128), queries, 128),
-        ((2, 32, 1000, 64), queries, 128),
         ((2, 32, 1100, 128), keys, 128),
-        ((2, 1, 1100, 64), keys, 128),
         ((2, 32, 1100, 128), keys, 128),
         ((2, 32, 1000, 128), queries, 128),
+        ((2, 32, 1000, 64), queries, 128),
+        ((2, 1, 1100, 64), keys, 128),
     ]
     (grid, args, params, options) = launches.calls[0]
     assert grid == (132,)
-    assert args[12:20] == (1000, 1100, 32, 2, 1, -1, 0, True)
+    assert (args.s_q, args.s_k, args.heads, args.batches, args.heads_per_kv) == (1000, 1100, 32, 2, 1)
+    assert (args.left, args.right, args.paired) == (-1, 0, True)
     assert (params.kD, params.kDv, params.kModify) == (192, 128, False)
     assert options["shared_bytes"] == 2 * 3 * 64 * 128 + 2 * (3 + 2) * 128 * 128
 
@@ -133,9 +139,9 @@ def test_rotated_columns_begin_with_a_box(monkeypatch, d, d_pe, columns):
 def test_every_config_fits_shared_memory():
     for d, d_pe, d_v in WIDTHS:
         for mask in range(4):
-            bucket = (8, 512, 512, d, d_pe, d_v, mask, 1)
-            assert cuda.candidates(bucket, bf16)[0] == cuda.configure(bucket, bf16)
-            for config in cuda.candidates(bucket, bf16):
+            sizes = MlaBucket(8, 512, 512, d, d_pe, d_v, mask, 1)
+            assert cuda.candidates(sizes, bf16)[0] == cuda.configure(sizes, bf16)
+            for config in cuda.candidates(sizes, bf16):
                 assert config in cuda.CONFIGS
                 assert engine.shared_bytes(engine.columns(d, d_pe), d_v, config) + 1024 <= SHARED_LIMIT
 
@@ -197,9 +203,8 @@ COMPUTED: dict[str, dict[str, Any]] = {
 
 
 def judged(p: Problem, config: Config) -> None:
-    q, q_pe, k, k_pe, v = (t.double() for t in p.tensors)
-    exact = attention(*raw.joined(q, q_pe, k, k_pe), v, None, None, *p.options, 0.0)
-    near(lambda o, lse: cuda.launch((o, lse), *p.tensors, *p.options, config=config), exact, p.tensors[4])
+    exact = attention(MlaArgs(*(t.double() for t in p.tensors), *p.options).joined)
+    near(lambda o, lse: cuda.launch((o, lse), p.args, config), exact, p.tensors[4])
 
 
 @pytest.mark.gpu

@@ -20,6 +20,8 @@ from tests.ops.attention.test_engines_triton import (
 )
 from tests.ops.attention.test_gradients import errors
 
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+
 pytestmark = pytest.mark.interp
 
 
@@ -65,12 +67,14 @@ def named(name) -> Split:
 
 
 def run_forward(p: Split, fast: bool) -> dict[str, torch.Tensor]:
-    from tilewright.ops.attention.engines import triton_forward, triton_tiles
+    from tilewright.ops.attention.kernels.triton import forward as triton_forward
+    from tilewright.ops.attention.kernels.triton import tiles as triton_tiles
 
     config = triton_tiles.Config(32, 32, 4, 2, fast)
     o, around = poisoned(p.whole.do)
     lse = torch.full(p.q.shape[:3], torch.nan)
-    triton_forward.forward(o, lse, p.q, p.k, p.whole.v, *p.rest(), config, pe=(p.q_pe, p.k_pe))
+    args = FmhaArgs(p.q, p.k, p.whole.v, *p.rest())
+    triton_forward.forward((o, lse), args, config, pe=(p.q_pe, p.k_pe))
     made = {"o": o.clone(), "lse": lse}
     o.fill_(POISON)
     assert (around == POISON).all(), "written beside the output"
@@ -91,7 +95,8 @@ def test_forward(name, fast):
 @pytest.mark.parametrize("name", CASES)
 def test_backward(name, fast):
     """dk_pe of the engine is each key head's share, and so a column of what the oracle gives."""
-    from tilewright.ops.attention.engines import triton_backward, triton_delta
+    from tilewright.ops.attention.kernels.triton import backward as triton_backward
+    from tilewright.ops.attention.kernels.triton import delta as triton_delta
 
     p = named(name)
     forward = run_forward(p, fast)
@@ -103,10 +108,9 @@ def test_backward(name, fast):
     dlse = torch.where(forward["lse"].isinf(), 0.0, 0.3)
     triton_delta.delta(delta, p.whole.do, forward["o"], dlse)
     config = triton_backward.Config(16, 32, 4, 2, 32, 16, 4, 2, fast)
-    triton_backward.backward(
-        dq, dk, dv, p.whole.do, delta, p.q, p.k, p.whole.v, forward["lse"], *p.rest(), config,
-        pe=(dq_pe, shares, p.q_pe, p.k_pe),
-    )  # fmt: skip
+    args = FmhaBackwardArgs(p.whole.do, dlse, p.q, p.k, p.whole.v, forward["o"], forward["lse"], *p.rest())
+    pe = triton_backward.Rope(p.q_pe, p.k_pe, dq_pe, shares)
+    triton_backward.backward((dq, dk, dv), args, delta, config, pe=pe)
     joined = {"dq": torch.cat((dq, dq_pe), -1), "dk": torch.cat((dk.float(), shares), -1), "dv": dv.clone()}
     for room, around in rooms:
         room.fill_(POISON)
@@ -119,7 +123,7 @@ def test_backward(name, fast):
 
 @pytest.mark.parametrize("heads", [1, 16, 37])
 def test_shares_are_added_up(heads):
-    from tilewright.ops.attention.engines.triton_head_sum import head_sum
+    from tilewright.ops.attention.kernels.triton.head_sum import head_sum
 
     shares = torch.randn(2, heads, 21, 24)
     out, around = poisoned(torch.empty(2, 1, 21, 24, dtype=torch.bfloat16))

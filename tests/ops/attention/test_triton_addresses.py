@@ -7,6 +7,8 @@ one query, from others that held the base of the shared memory.
 import pytest
 import torch
 
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.bucket import FmhaBucket
 from tilewright.validate.layouts import misaligned
 
 pytestmark = pytest.mark.compile
@@ -26,7 +28,8 @@ def test_no_address_comes_from_another_register(widths, place, length):
     from tests.harness.fake_driver import target
     from tests.harness.uniform_registers import of_binary
 
-    from tilewright.ops.attention.engines import triton_backward, triton_forward
+    from tilewright.ops.attention.kernels.triton import backward as triton_backward
+    from tilewright.ops.attention.kernels.triton import forward as triton_forward
 
     batch, kv_heads, right = (1, 2, 0) if length > 1 else (2, 4, -1)
     d, d_v, d_pe = (WIDTHS | OF_ONE)[widths]
@@ -39,13 +42,14 @@ def test_no_address_comes_from_another_register(widths, place, length):
     pe = (operand(4, d_pe), operand(1, d_pe)) if d_pe else None
     gradients = (operand(4, d_pe), torch.empty(batch, kv_heads, length, d_pe, device="meta")) if d_pe else ()
     o, lse, delta = operand(4, d_v), *(torch.empty(batch, 4, length, device="meta") for _ in range(2))
-    bucket = (4 * batch, 4 // kv_heads, length, length, d, d_v, 1, 0, int(place == "aligned"))
+    bucket = FmhaBucket(4 * batch, 4 // kv_heads, length, length, d, d_v, 1, 0, int(place == "aligned"))
     options = (None, None, None, "", -1, right, 0.1, 0.0)
     forward, backward = (e.configure(bucket, torch.bfloat16) for e in (triton_forward, triton_backward))
     with target("sm_90") as compiled:
-        triton_forward.forward(o, lse, q, k, v, *options, forward, pe)
-        pes = (*gradients, *pe) if pe else None
+        triton_forward.forward((o, lse), FmhaArgs(q, k, v, *options), forward, pe)
+        pes = triton_backward.Rope(*pe, *gradients) if pe else None
         results = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        triton_backward.backward(*results, do, delta, q, k, v, lse, *options, backward, pes)
+        args = FmhaBackwardArgs(do, None, q, k, v, o, lse, *options)
+        triton_backward.backward(results, args, delta, backward, pes)
     assert len(compiled) == 3
     assert {kernel.name: of_binary(kernel.asm["cubin"]) for kernel in compiled} == {k.name: [] for k in compiled}

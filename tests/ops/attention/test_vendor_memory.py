@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilewright.ops.attention import vendor
+from tilewright.ops.attention.arguments import FmhaArgs
 
 HALF = torch.bfloat16
 
@@ -28,7 +29,7 @@ def every_kernel(monkeypatch):
 
 def chosen(s, left=-1, right=0):
     q = tensor(s)
-    return vendor.kernels(q, q, q, "", left, right, True)
+    return vendor.kernels(FmhaArgs(q, q, q, None, None, None, "", left, right, 1.0, 0.0))
 
 
 def test_many_signatures_leave_a_bounded_number_of_graphs():
@@ -51,5 +52,5 @@ def test_another_mask_or_dtype_is_another_signature():
     assert len(vendor._given) == 2
     q = tensor(512)
     q.dtype = torch.float16
-    vendor.kernels(q, q, q, "", -1, 0, True)
+    vendor.kernels(FmhaArgs(q, q, q, None, None, None, "", -1, 0, 1.0, 0.0))
     assert len(vendor._given) == 3

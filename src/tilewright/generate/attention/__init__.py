@@ -118,7 +118,7 @@ def _register(name: str) -> str:
 
 def _function(name: str) -> Callable[..., Any]:
     if name == "split_kv":
-        from tilewright.generate.attention.triton import split_kv
+        from tilewright.generate.attention.split_kv import split_kv
 
         return split_kv
     from tilewright.generate.attention import dense

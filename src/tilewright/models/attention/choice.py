@@ -28,7 +28,7 @@ from tilewright.models.attention import interface, measured
 from tilewright.models.report import Row
 from tilewright.models.stand_in import serving_device
 from tilewright.models.wide import dominant_dtype
-from tilewright.ops.attention.fmha.raw import SINKS, SOFTCAP
+from tilewright.ops.attention.bucket import SINKS, SOFTCAP
 
 _IGNORED_BY_SDPA = {"softcap": ("logit soft-capping", SOFTCAP), "s_aux": ("attention sinks", SINKS)}
 """Arguments that transformers' sdpa path accepts and ignores: meaning, and flag of `ops.fmha`."""

@@ -12,8 +12,9 @@ from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
 from tilewright.hardware import device_info
 from tilewright.mask import Mask
-from tilewright.ops.attention.arguments import raw_arguments
-from tilewright.ops.attention.fmha.raw import BACKWARD, BAND, CAUSAL, FORWARD, FULL, PROGRAM
+from tilewright.ops.attention.arguments import FmhaBackwardArgs, raw_arguments
+from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, PROGRAM, FmhaBucket
+from tilewright.ops.attention.fmha import BACKWARD, FORWARD
 from tilewright.ops.attention.layout import by_token
 from tilewright.ops.attention.score import split
 
@@ -40,8 +41,10 @@ def prefers_ours(
         verdict = FORWARD.plan(raw, preference, numerics).backend != "torch"
         if verdict and grad:
             o, lse = FORWARD.allocate(raw, q.device)
-            back = BACKWARD.plan((o, None, *raw[:3], o, lse, *raw[3:]), preference, numerics)
-            verdict = back.backend != "torch"
+            back = FmhaBackwardArgs(
+                o, None, raw.q, raw.k, raw.v, o, lse, raw.sinks, raw.slopes, *raw.mask, raw.scale, raw.softcap
+            )
+            verdict = BACKWARD.plan(back, preference, numerics).backend != "torch"
         _verdicts[key] = verdict
     return verdict
 
@@ -49,7 +52,7 @@ def prefers_ours(
 def won(config: Any, dtype: torch.dtype, device: torch.device, extras: int) -> int:
     """Number of forward sizes, with the heads that `config` describes, that a kernel of ours won in the tables.
 
-    extras: SOFTCAP | SINKS of `fmha.raw`, what the model passes besides its mask.
+    extras: SOFTCAP | SINKS of `ops/attention/bucket.py`, what the model passes besides its mask.
     """
     shape = heads_of(config)
     if shape is None:
@@ -74,4 +77,4 @@ def heads_of(config: Any) -> tuple[int, int, int] | None:
 
 def _buckets(group: int, d: int, d_v: int, extras: int) -> Iterator[str]:
     for heads, length, mask in itertools.product(_HEADS, _LENGTHS, (FULL, CAUSAL, BAND, PROGRAM)):
-        yield FORWARD.bucket_text((heads, group, length, length, d, d_v, mask, extras, 1))
+        yield FORWARD.bucket_text(FmhaBucket(heads, group, length, length, d, d_v, mask, extras, 1))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilewright.dispatch.bucket import hint
 from tilewright.mask import evaluate
+from tilewright.ops.attention.arguments import MaskArgs
 
 
 def row_blocks(q: Tensor, s_k: int, most: int) -> Iterator[tuple[int, int]]:
@@ -23,19 +24,11 @@ def row_blocks(q: Tensor, s_k: int, most: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + height, s_q)
 
 
-def allowed(
-    positions: Tensor,
-    keys: Tensor,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    batch: int,
-    heads: int,
-) -> Tensor | None:
+def allowed(positions: Tensor, keys: Tensor, mask: MaskArgs, batch: int, heads: int) -> Tensor | None:
     """bool, broadcastable to (B, H, positions, keys), by the program or else the band; None: everything is allowed."""
-    if mask_data is not None:
-        return evaluate(program, mask_data, positions, keys, batch, heads)
+    left, right = mask.left, mask.right
+    if mask.mask_data is not None:
+        return evaluate(mask.program, mask.mask_data, positions, keys, batch, heads)
     if left < 0 and right < 0:
         return None
     distance = positions[:, None] - keys

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import InputError
+from tilewright.ops.attention.arguments import FmhaArgs
 from tilewright.ops.attention.layout import LAYOUTS
 from tilewright.ops.rows import FLOATS
 
@@ -61,26 +62,14 @@ def check_dropout(op: str, dropout: Any) -> None:
         raise InputError(f"{op}: dropout is {dropout!r}; needs a number from 0 to below 1.")
 
 
-def check_raw(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-) -> None:
+def check_raw(op: str, args: FmhaArgs) -> None:
     """Raises InputError for raw arguments that cannot run."""
+    q, k, v, mask = args.q, args.k, args.v, args.mask
     check_shapes(op, q, k, v)
-    check_scale(op, scale)
+    check_scale(op, args.scale)
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         raise InputError(f"{op}: q, k or v has another last stride than 1. Call .contiguous().")
-    for name, t in (("sinks", sinks), ("slopes", slopes)):
+    for name, t in (("sinks", args.sinks), ("slopes", args.slopes)):
         if t is None:
             continue
         dtypes = (torch.float64, torch.float32) if q.dtype == torch.float64 else (torch.float32,)
@@ -89,11 +78,14 @@ def check_raw(
                 f"{op}: {name} is {tuple(t.shape)} {t.dtype} on {t.device}; needs ({q.shape[1]},), one float32 a head, "
                 f"on {q.device}."
             )
-    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+    if args.slopes is not None and args.slopes.requires_grad and torch.is_grad_enabled():
         raise InputError(f"{op}: the slopes of alibi require a gradient, and have none. Detach them.")
-    if min(left, right) < -1 or softcap < 0 or (program and (mask_data is None or max(left, right) >= 0)):
+    band = mask.left, mask.right
+    if min(band) < -1 or args.softcap < 0 or (mask.program and (mask.mask_data is None or max(band) >= 0)):
         raise InputError(
-            f"{op}: left {left}, right {right}, softcap {softcap}, program {program!r} do not go together."
+            f"{op}: left {mask.left}, right {mask.right}, softcap {args.softcap}, program {mask.program!r} do not go "
+            "together."
         )
-    if mask_data is not None and (mask_data.dtype != torch.int32 or mask_data.device != q.device):
-        raise InputError(f"{op}: the mask is {mask_data.dtype} on {mask_data.device}; needs int32 on {q.device}.")
+    data = mask.mask_data
+    if data is not None and (data.dtype != torch.int32 or data.device != q.device):
+        raise InputError(f"{op}: the mask is {data.dtype} on {data.device}; needs int32 on {q.device}.")

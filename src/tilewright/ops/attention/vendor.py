@@ -14,6 +14,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 
 from tilewright.dispatch.bucket import hint
 from tilewright.log import log_once
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.layout import loadable
 
 _aten = torch.ops.aten
@@ -22,19 +23,23 @@ _SMALL = 1 << 18
 
 
 class Kernels(NamedTuple):
-    """forward(q, k, v, left, right, scale): (o, lse) of a band.
+    """forward: (o, lse) of a band.
 
-    backward(do, q, k, v, o, lse, left, right, scale): (dq, dk, dv); also where sinks joined o and lse, because
-    p = exp(s - lse) is all it needs.  It adds to dq in any order, so `numerics("deterministic")` does not call it.
+    backward: (dq, dk, dv); also where sinks joined o and lse, because p = exp(s - lse) is all it needs.  It adds to dq
+    in any order, so `numerics("deterministic")` does not call it.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[FmhaArgs], tuple[Tensor, Tensor]]
+    backward: Callable[[FmhaBackwardArgs], tuple[Tensor, Tensor, Tensor]]
 
 
-def kernels(q: Tensor, k: Tensor, v: Tensor, program: str, left: int, right: int, plain: bool) -> Kernels | None:
-    """cuDNN's, else FLASH's, else None.  plain: the scores are scale * q k^T and nothing else."""
-    if q.device.type != "cuda" or not plain or program or q.dtype not in (torch.bfloat16, torch.float16):
+def kernels(args: FmhaArgs) -> Kernels | None:
+    """cuDNN's, else FLASH's, else None.  They have scores of scale * q k^T and nothing else; sinks only join the
+    denominator.
+    """
+    q, k, v, left, right = args.q, args.k, args.v, args.left, args.right
+    plain = args.slopes is None and args.softcap == 0.0 and not args.program
+    if q.device.type != "cuda" or not plain or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     batch, heads, s_q, s_k = (hint(n) for n in (*q.shape[:3], k.shape[2]))
     # With fewer keys than queries a causal row may see no key, for which FLASH returns lse = +inf
@@ -74,40 +79,38 @@ def _remembers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     return True
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = map(loadable, (q, k, v))
-    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, right == 0, scale=scale)
+def _cudnn(args: FmhaArgs) -> tuple[Tensor, Tensor]:
+    q, k, v = map(loadable, (args.q, args.k, args.v))
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, args.right == 0, scale=args.scale)
     return o, lse.squeeze(-1)
 
 
-def _cudnn_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    do, q, k, v, o = map(loadable, (do, q, k, v, o))
+def _cudnn_backward(args: FmhaBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+    do, q, k, v, o = map(loadable, (args.do, args.q, args.k, args.v, args.o))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of the unused dropout
     sizes = (q.shape[2], k.shape[2])
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse[..., None], seed, seed, None, None, None, *sizes, 0.0, right == 0, scale=scale
-    )
+        do, q, k, v, o, args.lse[..., None], seed, seed, None, None, None, *sizes, 0.0, args.right == 0,
+        scale=args.scale,
+    )  # fmt: skip
     return dq, dk, dv
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
-    rows = [loadable(t).transpose(1, 2) for t in (q, k, v)]
+def _flash(args: FmhaArgs) -> tuple[Tensor, Tensor]:
+    rows = [loadable(t).transpose(1, 2) for t in (args.q, args.k, args.v)]
     o, lse, *_ = _aten._flash_attention_forward(
-        *rows, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), False, scale=scale, **_window(left, right)
-    )
+        *rows, None, None, args.q.shape[2], args.k.shape[2], 0.0, _causal(args.left, args.right), False,
+        scale=args.scale, **_window(args.left, args.right),
+    )  # fmt: skip
     return o.transpose(1, 2), lse
 
 
-def _flash_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, left: int, right: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = [loadable(t).transpose(1, 2) for t in (do, q, k, v, o)]
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+def _flash_backward(args: FmhaBackwardArgs) -> tuple[Tensor, Tensor, Tensor]:
+    rows = [loadable(t).transpose(1, 2) for t in (args.do, args.q, args.k, args.v, args.o)]
+    seed = torch.zeros(2, dtype=torch.uint64, device=args.q.device)
     dq, dk, dv = _aten._flash_attention_backward(
-        *rows, lse, None, None, q.shape[2], k.shape[2], 0.0, _causal(left, right), seed, seed.new_empty(0), scale=scale,
-        **_window(left, right),
+        *rows, args.lse, None, None, args.q.shape[2], args.k.shape[2], 0.0, _causal(args.left, args.right), seed,
+        seed.new_empty(0), scale=args.scale, **_window(args.left, args.right),
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

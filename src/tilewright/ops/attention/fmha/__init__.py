@@ -1,4 +1,4 @@
-"""Attention for prefill and training: any mask, forward and backward: the contract."""
+"""Attention for prefill and training: any mask, forward and backward."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tilewright.ops.attention import checks, torch_only
 from tilewright.ops.attention.arguments import merged, raw_arguments
 from tilewright.ops.attention.fmha import samples
 from tilewright.ops.attention.fmha.cost import cost
-from tilewright.ops.attention.fmha.raw import FORWARD, GRADIENT
+from tilewright.ops.attention.fmha.raw_ops import raw_ops
 from tilewright.ops.attention.fmha.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.attention.score import split
@@ -99,7 +99,7 @@ def reference(
     elif scores.rest or (merged_mask is not None and merged_mask.only_flex):
         o, lse = torch_only.plain(q, k, v, merged_mask, scale, scores)
     else:
-        o, lse = attention(*raw_arguments(q, k, v, merged_mask, scale, scores))
+        o, lse = attention(raw_arguments(q, k, v, merged_mask, scale, scores))
     if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
@@ -133,10 +133,11 @@ def _torch_only(
     return torch_only.modified(q, k, v, merged_mask, scale, scores)
 
 
-def check(*args: Any) -> None:
-    """Raises InputError for what the docstring of `fmha` excludes."""
-    checks.check_raw("fmha", *args)
-
+FORWARD, BACKWARD, GRADIENT = raw_ops(
+    "fmha",
+    kernels=("sm90.forward", "triton.forward", "cutile.forward"),
+    backward_kernels=("sm90.backward", "triton.backward", "cutile.backward"),
+)
 
 CONTRACT = register(
     Contract(
@@ -145,7 +146,7 @@ CONTRACT = register(
         summary="attention with masks, score modifiers and grouped heads",
         reference=reference,
         forward=FORWARD,
-        check=check,
+        check=lambda args: checks.check_raw("fmha", args),
         inputs=samples.inputs,
         cost=cost,
         gradient=GRADIENT,

@@ -1,20 +1,21 @@
-"""Attention over scaled float8, forward: the contract."""
+"""Attention over scaled float8, forward."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import Contract, call, dispatch, register
+from tilewright.dispatch import Contract, RawOp, call, dispatch, register
+from tilewright.dispatch.raw import OutputSpec
 from tilewright.mask import Mask
 from tilewright.ops.attention.checks import check_layout
 from tilewright.ops.attention.fmha_fp8 import samples
-from tilewright.ops.attention.fmha_fp8.arguments import raw_arguments
+from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args, FmhaFp8Bucket, Options, bucket, raw_arguments
 from tilewright.ops.attention.fmha_fp8.checks import check, check_dimensions
 from tilewright.ops.attention.fmha_fp8.cost import cost
-from tilewright.ops.attention.fmha_fp8.plain import attention
-from tilewright.ops.attention.fmha_fp8.raw import FORWARD
+from tilewright.ops.attention.fmha_fp8.reference import attention
 from tilewright.ops.attention.fmha_fp8.workloads import CPU_WORKLOADS, WORKLOADS
+from tilewright.ops.attention.layout import spec_like
 from tilewright.ops.quant.numbers import E4M3
 
 
@@ -67,8 +68,8 @@ def fmha_fp8(
     bshd = layout == "BSHD"
     if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    options = (causal, window, mask, scale, softcap, sinks, out_dtype)
-    o, lse = call(CONTRACT, raw_arguments(q, k, v, q_scale, k_scale, v_scale, *options), backend)
+    options = Options(causal, window, mask, scale, softcap, sinks, out_dtype)
+    o, lse = call(CONTRACT, raw_arguments(q, k, v, q_scale, k_scale, v_scale, options), backend)
     if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
@@ -96,12 +97,32 @@ def reference(
     bshd = layout == "BSHD"
     if bshd:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    options = (causal, window, mask, scale, softcap, sinks, out_dtype)
-    o, lse = attention(*raw_arguments(q, k, v, q_scale, k_scale, v_scale, *options))
+    options = Options(causal, window, mask, scale, softcap, sinks, out_dtype)
+    o, lse = attention(raw_arguments(q, k, v, q_scale, k_scale, v_scale, options))
     if bshd:
         o = o.transpose(1, 2)
     return (o, lse) if return_lse else o
 
+
+def _outputs(args: FmhaFp8Args) -> tuple[OutputSpec, ...]:
+    """o has the memory order of q; lse is (B, H, S_q) contiguous."""
+    shape, _, strides = spec_like(args.q, args.v.shape[3])
+    return (shape, args.out_dtype, strides), (tuple(args.q.shape[:3]), torch.float32)
+
+
+FORWARD = RawOp(
+    "fmha_fp8",
+    "fwd",
+    FmhaFp8Args,
+    package="tilewright.ops.attention",
+    kernels=("triton.fp8",),
+    outputs=_outputs,
+    reference=attention,
+    bucket=bucket,
+    bucket_names=FmhaFp8Bucket._fields,
+    count=2,
+    dtypes=(E4M3,),
+)
 
 CONTRACT = register(
     Contract(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.ops.attention import checks
+from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
 from tilewright.ops.attention.fmha_fp8.rounding import SCALE_BLOCK
 from tilewright.ops.quant.numbers import E4M3
 
@@ -37,24 +38,11 @@ def check_dimensions(**tensors: Any) -> None:
             )
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    sinks: Tensor | None,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    out_dtype: torch.dtype,
-) -> None:
+def check(args: FmhaFp8Args) -> None:
     """Raises InputError for raw arguments that cannot run."""
-    check_dimensions(q=q, k=k, v=v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    q, k, v, sinks, mask = args.q, args.k, args.v, args.sinks, args.mask
+    scales = {"q_scale": args.q_scale, "k_scale": args.k_scale, "v_scale": args.v_scale}
+    check_dimensions(q=q, k=k, v=v, **scales)
     (b, h, _, d), (b_k, h_k, s_k, d_k), (b_v, h_v, s_v, d_v) = q.shape, k.shape, v.shape
     shapes = f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as (B, H, S, D)"
     if not b == b_k == b_v or (h_k, s_k) != (h_v, s_v) or h_k == 0 or h % h_k or d != d_k or d == 0 or d_v == 0:
@@ -62,22 +50,14 @@ def check(
             f"fmha_fp8: {shapes}; all must agree in B, k and v in H and S, q and k in D; D is at least 1, and H of q a "
             "multiple of that of k and v."
         )
-    for name, t, operand in (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v)):
+    for (name, t), operand in zip(scales.items(), (q, k, v), strict=True):
         heads, blocks = tuple(operand.shape[:2]), -(-operand.shape[2] // SCALE_BLOCK)
         if tuple(t.shape) not in ((*heads, 1), (*heads, blocks)):
             raise InputError(
                 f"fmha_fp8: {name} is {tuple(t.shape)}; needs {heads}, one for each head, or {(*heads, blocks)}, "
                 f"one for each {SCALE_BLOCK} tokens of a head."
             )
-    tensors = {
-        "k": k,
-        "v": v,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "sinks": sinks,
-        "mask": mask_data,
-    }
+    tensors = {"k": k, "v": v, **scales, "sinks": sinks, "mask": mask.mask_data}
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != q.device:
             raise InputError(f"fmha_fp8: q is on {q.device}, {name} on {tensor.device}. Move them to one device.")
@@ -85,17 +65,19 @@ def check(
         raise InputError("fmha_fp8: q, k or v has another last stride than 1. Call .contiguous().")
     if sinks is not None and (tuple(sinks.shape) != (h,) or sinks.dtype != torch.float32):
         raise InputError(f"fmha_fp8: sinks is {tuple(sinks.shape)} {sinks.dtype}; needs ({h},), one float32 a head.")
-    checks.check_scale("fmha_fp8", scale)
-    if min(left, right) < -1 or softcap < 0 or bool(program) != (mask_data is not None):
+    checks.check_scale("fmha_fp8", args.scale)
+    band, data = (mask.left, mask.right), mask.mask_data
+    if min(band) < -1 or args.softcap < 0 or bool(mask.program) != (data is not None):
         raise InputError(
-            f"fmha_fp8: left {left}, right {right}, softcap {softcap}, program {program!r} do not go together."
+            f"fmha_fp8: left {mask.left}, right {mask.right}, softcap {args.softcap}, program {mask.program!r} do not "
+            "go together."
         )
-    if mask_data is not None and (mask_data.dtype != torch.int32 or max(left, right) >= 0):
+    if data is not None and (data.dtype != torch.int32 or max(band) >= 0):
         raise InputError(
-            f"fmha_fp8: the mask is {mask_data.dtype}, left {left}, right {right}; needs int32 and no band."
+            f"fmha_fp8: the mask is {data.dtype}, left {mask.left}, right {mask.right}; needs int32 and no band."
         )
-    if out_dtype not in _RESULTS:
-        raise InputError(f"fmha_fp8: out_dtype is {out_dtype}; needs one of bfloat16, float16, float32.")
+    if args.out_dtype not in _RESULTS:
+        raise InputError(f"fmha_fp8: out_dtype is {args.out_dtype}; needs one of bfloat16, float16, float32.")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *tensors.values())):
         raise InputError(
             "fmha_fp8: a gradient is wanted of an attention over float8, which has none. Use torch.no_grad(), or fmha."

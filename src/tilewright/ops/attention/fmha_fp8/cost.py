@@ -5,7 +5,7 @@ import torch
 from tilewright.dispatch import Cost, Sample
 from tilewright.ops import rows
 from tilewright.ops.attention.fmha.cost import pairs
-from tilewright.ops.attention.fmha_fp8.arguments import merged
+from tilewright.ops.attention.fmha_fp8.args import merged
 
 
 def cost(sample: Sample, direction: str) -> Cost:

@@ -71,7 +71,7 @@ EDGE_CASES = (
     _case("full: tiles and a bit", B=1, H=2, S=133, D=64),
     _case("causal: the diagonal and beside it", B=1, H=2, S=133, D=64, causal=True),
     _case("batch: grouped heads, by token in memory", B=4, H=6, H_kv=3, causal=True, layout="token"),
-    _case("turned: several tiles of queries read one head's values", B=1, H=4, H_kv=1, S=150, D=64, causal=True),
+    _case("transposed: several tiles of queries read one head's values", B=1, H=4, H_kv=1, S=150, D=64, causal=True),
     _case("bshd: the caller's order is by token", causal=True, layout="BSHD", blocks="qkv"),
     _case("blocks: a scale for each 128 tokens", B=1, H=2, S=300, causal=True, blocks="qkv"),
     _case("blocks_k: of keys alone", B=1, H=2, S=140, blocks="k"),

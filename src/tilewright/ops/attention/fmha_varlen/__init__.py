@@ -1,4 +1,4 @@
-"""Attention over sequences of any lengths, packed end to end: the contract."""
+"""Attention over sequences of any lengths, packed end to end."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from torch import Tensor
 from tilewright.dispatch import Contract, call, dispatch, register
 from tilewright.mask import Mask, sequences
 from tilewright.ops.attention import torch_only
-from tilewright.ops.attention.arguments import raw_arguments
+from tilewright.ops.attention.arguments import FmhaArgs, MaskArgs, raw_arguments
 from tilewright.ops.attention.checks import check_raw, check_scale, check_shapes
+from tilewright.ops.attention.fmha.raw_ops import raw_ops
 from tilewright.ops.attention.fmha_varlen import samples
+from tilewright.ops.attention.fmha_varlen.checks import OP, check_distances, check_tokens
 from tilewright.ops.attention.fmha_varlen.cost import cost
-from tilewright.ops.attention.fmha_varlen.oracle import band, one_by_one
-from tilewright.ops.attention.fmha_varlen.raw import FORWARD, GRADIENT
-from tilewright.ops.attention.fmha_varlen.tokens import OP, Operands, by_head, check_distances, check_tokens
+from tilewright.ops.attention.fmha_varlen.reference import Operands, band, by_head, one_by_one
 from tilewright.ops.attention.fmha_varlen.workloads import CPU_WORKLOADS, WORKLOADS
 from tilewright.ops.attention.score import Scores, split
 
@@ -73,11 +73,12 @@ def fmha_varlen(
     return (o, lse[0]) if return_lse else o
 
 
-def _arguments(heads: Operands, mask: Mask, scale: float | None, scores: Scores) -> tuple[Any, ...]:
+def _arguments(heads: Operands, mask: Mask, scale: float | None, scores: Scores) -> FmhaArgs:
     """Those of `fmha`'s raw op.  The program is made where the tensors are, which may be nowhere (meta, fake)."""
     plain = raw_arguments(*heads, None, scale, scores)
-    text, data = mask.program(heads[0].device)
-    return (*plain[:5], data, text, *plain[7:])
+    program, data = mask.program(heads[0].device)
+    packed = MaskArgs(data, program, -1, -1)
+    return FmhaArgs(plain.q, plain.k, plain.v, plain.sinks, plain.slopes, *packed, plain.scale, plain.softcap)
 
 
 def _torch_only(
@@ -113,10 +114,9 @@ def reference(
     return (o, lse) if return_lse else o
 
 
-def check(*args: Any) -> None:
-    """Raises InputError for what the docstring of `fmha_varlen` excludes and `check_tokens` cannot see."""
-    check_raw(OP, *args)
-
+FORWARD, BACKWARD, GRADIENT = raw_ops(
+    OP, kernels=("sm90.forward", "triton.forward"), backward_kernels=("sm90.backward", "triton.backward")
+)
 
 CONTRACT = register(
     Contract(
@@ -125,7 +125,7 @@ CONTRACT = register(
         summary="attention over packed sequences of any lengths",
         reference=reference,
         forward=FORWARD,
-        check=check,
+        check=lambda args: check_raw(OP, args),
         inputs=samples.inputs,
         cost=cost,
         gradient=GRADIENT,

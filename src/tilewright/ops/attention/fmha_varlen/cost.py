@@ -7,7 +7,7 @@ from tilewright.dispatch import Cost, Sample
 from tilewright.mask import Mask
 from tilewright.ops import rows
 from tilewright.ops.attention.fmha.cost import pairs
-from tilewright.ops.attention.fmha_varlen.oracle import band, spans
+from tilewright.ops.attention.fmha_varlen.reference import band, spans
 
 
 def cost(sample: Sample, direction: str) -> Cost:

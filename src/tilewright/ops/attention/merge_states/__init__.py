@@ -1,4 +1,4 @@
-"""Attention over disjoint sets of keys, joined into attention over all of them.  The contract."""
+"""Attention over disjoint sets of keys, joined into attention over all of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import Contract, Cost, Sample, call, dispatch, register
+from tilewright.dispatch import Contract, Cost, Gradient, RawOp, Sample, call, dispatch, register
+from tilewright.dispatch.raw import OutputSpec
 from tilewright.ops import rows
-from tilewright.ops.attention.merge_states import raw, samples
-from tilewright.ops.attention.merge_states.arguments import raw_arguments, results
+from tilewright.ops.attention.layout import readable, spec_like
+from tilewright.ops.attention.merge_states import samples
+from tilewright.ops.attention.merge_states.args import (
+    MergeStatesArgs,
+    MergeStatesBackwardArgs,
+    MergeStatesBucket,
+    bucket,
+    raw_arguments,
+    results,
+)
+from tilewright.ops.attention.merge_states.checks import check
+from tilewright.ops.attention.merge_states.reference import merge, merge_backward
 from tilewright.ops.attention.merge_states.workloads import CPU_WORKLOADS, WORKLOADS
 
 
@@ -49,7 +60,7 @@ def reference(
     o: Tensor | Sequence[Tensor], lse: Tensor | Sequence[Tensor], *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch; on float64 the result is float64, whatever `out_dtype` says."""
-    return results(*raw.merge(*raw_arguments(o, lse, out_dtype)), lse)
+    return results(*merge(raw_arguments(o, lse, out_dtype)), lse)
 
 
 def cost(sample: Sample, direction: str) -> Cost:
@@ -65,10 +76,59 @@ def cost(sample: Sample, direction: str) -> Cost:
     return Cost(3 * elements, states + merged, states)
 
 
-def check(*args: Any) -> None:
-    """Raises InputError for what the docstring of `merge_states` excludes."""
-    raw.check(*args)
+def _outputs(args: MergeStatesArgs) -> tuple[OutputSpec, ...]:
+    """o' has the memory order of the first state, by head or by token."""
+    shape, _, strides = spec_like(args.o[0], args.o.shape[4])
+    return (shape, args.out_dtype, strides), (tuple(args.lse.shape[1:]), args.lse.dtype)
 
+
+def _gradients(args: MergeStatesBackwardArgs) -> tuple[OutputSpec, ...]:
+    """Each dense, state after state; those of a second stack have no element where there is none."""
+    return (*_stack_specs(args.o, args.lse, args), *_stack_specs(args.other, args.other_lse, args))
+
+
+def _stack_specs(o: Tensor | None, lse: Tensor | None, args: MergeStatesBackwardArgs) -> tuple[OutputSpec, OutputSpec]:
+    if o is None or lse is None:
+        return ((0,), args.o.dtype), ((0,), args.lse.dtype)
+    shape, dtype, strides = spec_like(o[0], o.shape[4])
+    states, elements = o.shape[0], o.shape[1] * o.shape[2] * o.shape[3] * o.shape[4]
+    return ((states, *shape), dtype, (elements, *strides)), (tuple(lse.shape), lse.dtype)
+
+
+def _raw_args(
+    grads: tuple[Any, ...], saved: tuple[Any, ...], args: MergeStatesArgs, needs: Any
+) -> MergeStatesBackwardArgs:
+    o, lse, other, other_lse = saved
+    do, dlse = grads
+    do = torch.zeros(o.shape[1:], dtype=args.out_dtype, device=o.device) if do is None else readable(do)
+    dlse = None if dlse is None else dlse.contiguous()
+    return MergeStatesBackwardArgs(do, dlse, o, lse, other, other_lse, args.out_dtype)
+
+
+FORWARD = RawOp(
+    "merge_states",
+    "fwd",
+    MergeStatesArgs,
+    package="tilewright.ops.attention",
+    kernels=("triton.merge_states",),
+    outputs=_outputs,
+    reference=merge,
+    bucket=bucket,
+    bucket_names=MergeStatesBucket._fields,
+    count=2,
+)
+BACKWARD = RawOp(
+    "merge_states",
+    "bwd",
+    MergeStatesBackwardArgs,
+    package="tilewright.ops.attention",
+    kernels=("triton.merge_states",),
+    outputs=_gradients,
+    reference=merge_backward,
+    bucket=lambda args: bucket(args.forward),
+    bucket_names=MergeStatesBucket._fields,
+    count=4,
+)
 
 CONTRACT = register(
     Contract(
@@ -76,11 +136,17 @@ CONTRACT = register(
         family="attention",
         summary="attention over disjoint sets of keys, joined",
         reference=reference,
-        forward=raw.FORWARD,
+        forward=FORWARD,
         check=check,
         inputs=samples.inputs,
         cost=cost,
-        gradient=raw.GRADIENT,
+        gradient=Gradient(
+            BACKWARD,
+            inputs=("o", "lse", "other", "other_lse"),
+            # Only the states; the backward recomputes the weights
+            save=lambda args, outputs: (args.o, args.lse, args.other, args.other_lse),
+            raw_args=_raw_args,
+        ),
         workloads=WORKLOADS,
         cpu_workloads=CPU_WORKLOADS,
         edge_cases=samples.EDGE_CASES,

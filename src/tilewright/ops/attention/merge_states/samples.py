@@ -51,7 +51,7 @@ EDGE_CASES = (
     _case("two: a few rows"),
     _case("rows: tiles of many rows and a bit", S=350, D=32),
     _case("one: nothing to add", N=1),
-    _case("many: more states than are read at one time, one of them with nearly all the weight", N=11, spread=40.0),
+    _case("many: more states than are read at once, one of them with nearly all the weight", N=11, spread=40.0),
     _case("blind: states that saw no key, and rows that no state saw", blind=3, N=3),
     _case("token: by token in memory", form="token"),
     _case("tokens: without a batch, as of packed sequences", form="tokens"),

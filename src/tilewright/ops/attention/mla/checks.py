@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.ops.attention import checks
+from tilewright.ops.attention.mla.args import MlaArgs
 
 NAMES = ("q", "q_pe", "k", "k_pe", "v")
 
@@ -24,21 +25,11 @@ def check_dimensions(*tensors: Any) -> None:
             )
 
 
-def check(
-    q: Tensor,
-    q_pe: Tensor,
-    k: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    mask_data: Tensor | None,
-    program: str,
-    left: int,
-    right: int,
-    scale: float,
-) -> None:
+def check(args: MlaArgs) -> None:
     """Raises InputError for raw arguments that cannot run."""
+    q, q_pe, k, k_pe, v = args.q, args.q_pe, args.k, args.k_pe, args.v
     check_dimensions(q, q_pe, k, k_pe, v)
-    checks.check_raw("mla", q, k, v, None, None, mask_data, program, left, right, scale, 0.0)
+    checks.check_raw("mla", args.without_rope)
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(NAMES, (q, q_pe, k, k_pe, v), strict=True))
     if q.shape[1] != k.shape[1]:
         raise InputError(f"mla: {shapes} as (B, H, S, D); q, k and v must have one number of heads.")

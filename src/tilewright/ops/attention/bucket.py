@@ -1,0 +1,92 @@
+"""Buckets of `fmha`, which the other ops of this family extend: what a choice of kernel may depend on."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.mask.packed import PACKED_PROGRAM
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs
+from tilewright.ops.attention.layout import addressable
+
+FULL, CAUSAL, BAND, PROGRAM, PACKED = range(5)
+"""`mask` in a bucket.  FULL, CAUSAL and BAND are bands; CAUSAL is bottom right: the last query sees the last key.
+PACKED is a program of packed sequences and nothing else, which only backwards tell apart; PROGRAM is any other.
+"""
+
+SOFTCAP, SLOPES, SINKS = 1, 2, 4
+"""Bits of `extras` in a bucket."""
+
+
+class FmhaBucket(NamedTuple):
+    """The tuning key, in both directions."""
+
+    BH: int  # batch times query heads, rounded up to a power of two, as S_q and S_k
+    group: int  # query heads of a key head
+    S_q: int
+    S_k: int
+    D: int
+    D_v: int
+    mask: int
+    extras: int
+    aligned: int  # 1 if TMA and vector loads can address every tensor
+
+
+def forward_bucket(args: FmhaArgs) -> FmhaBucket:
+    """The bucket of a forward."""
+    return _bucket(args, mask_kind(args.mask), (args.q, args.k, args.v))
+
+
+def backward_bucket(args: FmhaBackwardArgs) -> FmhaBucket:
+    """The bucket of a backward."""
+    mask = PACKED if args.program == PACKED_PROGRAM else mask_kind(args.mask)
+    return _bucket(args.forward, mask, (args.q, args.k, args.v, args.do, args.o))
+
+
+def _bucket(args: FmhaArgs, mask: int, tensors: tuple[Tensor, ...]) -> FmhaBucket:
+    """tensors: those that a kernel reads by rows."""
+    q, k, v = args.q, args.k, args.v
+    heads, s_k = hint(q.shape[1]), hint(k.shape[2])
+    bits = {SOFTCAP: bool(args.softcap), SLOPES: args.slopes is not None, SINKS: args.sinks is not None}
+    return FmhaBucket(
+        BH=row_bucket(hint(q.shape[0]) * heads),
+        group=heads // max(hint(k.shape[1]), 1),
+        S_q=row_bucket(q.shape[2]),
+        S_k=row_bucket(s_k) if s_k else 0,
+        D=hint(q.shape[3]),
+        D_v=hint(v.shape[3]),
+        mask=mask,
+        extras=sum(bit for bit, present in bits.items() if present),
+        aligned=int(all(map(addressable, tensors))),
+    )
+
+
+def mask_kind(mask: MaskArgs) -> int:
+    """FULL, CAUSAL, BAND or PROGRAM."""
+    if mask.program:
+        return PROGRAM
+    if mask.left < 0 and mask.right < 0:
+        return FULL
+    return CAUSAL if mask.left < 0 and mask.right == 0 else BAND
+
+
+def why_not_addressable(bucket: FmhaBucket) -> str | None:
+    """Why a kernel that loads by TMA cannot take calls of this bucket, or None if it can."""
+    if not bucket.S_k:
+        return "has no keys to read"
+    if not bucket.aligned:
+        return "needs addresses and strides of q, k and v, and of do and o, that are multiples of 16 bytes"
+    return None
+
+
+def why_not_band(bucket: FmhaBucket) -> str | None:
+    """Why a kernel that knows only bands cannot take calls of this bucket, or None if it can."""
+    program = bucket.mask in (PROGRAM, PACKED)
+    return "has causal masks and windows; others are programs, which triton evaluates" if program else None
+
+
+def why_not_interval(bucket: FmhaBucket) -> str | None:
+    """Why a kernel of bands and packed sequences cannot take calls of this bucket, or None if it can."""
+    if bucket.mask != PROGRAM:
+        return None
+    return "has causal masks, windows and packed sequences; others are programs, which triton evaluates"

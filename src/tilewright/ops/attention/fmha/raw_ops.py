@@ -1,0 +1,79 @@
+"""The raw ops of `fmha`, forward and backward, and what the forward saves for the backward.
+
+`fmha_varlen` has the same ones under its own name: tokens of many sequences in one row want other tiles than one
+sequence of that length, so they have their own rows in tables.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import Gradient, RawOp
+from tilewright.dispatch.raw import OutputSpec
+from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.bucket import FmhaBucket, backward_bucket, forward_bucket
+from tilewright.ops.attention.fmha.torch_first import torch_first, torch_first_backward
+from tilewright.ops.attention.layout import dense, spec_like
+from tilewright.ops.attention.reference import attention, attention_backward
+from tilewright.ops.rows import accumulate_dtype
+
+
+def _outputs(args: FmhaArgs) -> tuple[OutputSpec, ...]:
+    """o has the memory order of q; lse is (B, H, S_q) contiguous."""
+    q = args.q
+    return spec_like(q, args.v.shape[3]), (tuple(q.shape[:3]), accumulate_dtype(q.dtype))
+
+
+def _gradients(args: FmhaBackwardArgs) -> tuple[OutputSpec, ...]:
+    """Each gradient has the memory order of its operand; without sinks dsinks is empty."""
+    sinks = args.sinks
+    dsinks_spec = ((0,), args.lse.dtype) if sinks is None else (tuple(sinks.shape), sinks.dtype)
+    return (*(spec_like(t, t.shape[3]) for t in (args.q, args.k, args.v)), dsinks_spec)
+
+
+def _save(args: FmhaArgs, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """All six tensors of the forward, then both results."""
+    return (args.q, args.k, args.v, args.sinks, args.slopes, args.mask_data, *outputs)
+
+
+def _raw_args(grads: tuple[Any, ...], saved: tuple[Any, ...], args: FmhaArgs, needs: Any) -> FmhaBackwardArgs:
+    q, k, v, sinks, slopes, mask_data, o, lse = saved
+    do, dlse = grads
+    # Kernels take do in the operands' dtype with dense rows
+    do = torch.zeros_like(o) if do is None else dense(do.to(o.dtype))
+    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+    mask = args.mask._replace(mask_data=mask_data)
+    return FmhaBackwardArgs(do, dlse, q, k, v, o, lse, sinks, slopes, *mask, args.scale, args.softcap)
+
+
+def raw_ops(op: str, kernels: tuple[str, ...], backward_kernels: tuple[str, ...]) -> tuple[RawOp, RawOp, Gradient]:
+    """Forward, backward and gradient of `op`: of q, k, v and sinks."""
+    forward = RawOp(
+        op,
+        "fwd",
+        FmhaArgs,
+        package="tilewright.ops.attention",
+        kernels=kernels,
+        outputs=_outputs,
+        reference=attention,
+        bucket=forward_bucket,
+        bucket_names=FmhaBucket._fields,
+        count=2,
+        torch_first=torch_first,
+    )
+    backward = RawOp(
+        op,
+        "bwd",
+        FmhaBackwardArgs,
+        package="tilewright.ops.attention",
+        kernels=backward_kernels,
+        outputs=_gradients,
+        reference=attention_backward,
+        bucket=backward_bucket,
+        bucket_names=FmhaBucket._fields,
+        count=4,
+        torch_first=torch_first_backward,
+    )
+    gradient = Gradient(backward, inputs=("q", "k", "v", "sinks"), save=_save, raw_args=_raw_args, recomputes=False)
+    return forward, backward, gradient

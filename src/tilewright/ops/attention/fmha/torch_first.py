@@ -1,0 +1,39 @@
+"""Whether torch is the better guess for `fmha`, cuDNN or FLASH, while no table has the sizes."""
+
+import torch
+
+from tilewright.ops.attention.bucket import CAUSAL, FULL, SLOPES, SOFTCAP, FmhaBucket
+
+
+def _in_one_kernel(bucket: FmhaBucket) -> bool:
+    """True if torch has a fused kernel for it, cuDNN or FLASH.  Without one it holds all scores in memory, and is 36 to
+    1470 times slower on an H200 (softcap, documents).
+    """
+    return bucket.mask in (FULL, CAUSAL) and not bucket.extras & (SOFTCAP | SLOPES)
+
+
+def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
+    """Whether torch comes first while no table has the sizes.  On an H200 CUDA C++ was faster than cuDNN in 109 of 113
+    sizes of 257 queries and more, on and off the bench's grid, and in all 104 that it gets here: all but causal ones of
+    D = 64 and up to 1024 queries.
+    """
+    short = 1024 if bucket.D <= 64 and bucket.mask == CAUSAL else 256
+    vendor_faster = first != "cuda" or bucket.S_q <= short
+    return dtype.itemsize == 4 or (_in_one_kernel(bucket) and vendor_faster)
+
+
+_KEYS = 128  # of a key tile
+_FULL_GPU = 256
+"""Tiles of keys of all heads, in a bucket: up to twice too many, and an H200 has 132 multiprocessors."""
+
+
+def torch_first_backward(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
+    """Whether torch comes first while no table has the sizes.  On an H200 CUDA C++ was faster than cuDNN where the mask
+    is causal or D up to 96, no heads are grouped, and key tiles fill the GPU (33 of 34 sizes, the other 0.97 times as
+    fast); and 1.8 times as fast where a causal mask has more keys than queries, which torch gives to FLASH (two sizes).
+    """
+    tiles = bucket.BH // bucket.group * (bucket.S_k // _KEYS)
+    cuda_faster = bucket.group == 1 and tiles >= _FULL_GPU and (bucket.mask == CAUSAL or bucket.D <= 96)
+    longer = bucket.mask == CAUSAL and bucket.S_k > bucket.S_q
+    vendor_faster = first != "cuda" or bucket.S_q <= (256 if longer else 512) or not (cuda_faster or longer)
+    return dtype.itemsize == 4 or (_in_one_kernel(bucket) and vendor_faster)
