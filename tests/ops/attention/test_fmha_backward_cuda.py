@@ -13,7 +13,7 @@ from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.bucket import CAUSAL, SOFTCAP, FmhaBucket, backward_bucket
-from tilewright.ops.attention.kernels.sm90 import backward as engine
+from tilewright.ops.attention.kernels.sm90 import backward
 from tilewright.ops.attention.kernels.sm90.backward import Config
 from tilewright.ops.attention.reference import attention, attention_backward
 
@@ -81,7 +81,7 @@ def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
     made = [t[:, :, :-3] for t in around]
     sinks = p.options[0]
     dsinks = torch.full((0 if sinks is None else len(sinks),), torch.nan, device=p.do.device)
-    engine.backward((*made, dsinks), p.args(o, lse), config)
+    backward.backward((*made, dsinks), p.args(o, lse), config)
     assert all((t[:, :, -3:] == POISON).all() for t in around), "rows of another head"
     return [*made, dsinks]
 
@@ -108,11 +108,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
-    monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
+    monkeypatch.setattr(backward, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.why_not_operands(q, v))
+    assert words in str(backward.why_not_operands(q, v))
     q, _, v = problem().tensors
-    assert (engine.why_not_operands(q, v) is None) == (arch == "sm_90")
+    assert (backward.why_not_operands(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -123,8 +123,8 @@ class Launches:
 
     def __init__(self, monkeypatch):
         self.maps, self.preprocess, self.main, self.postprocess, self.intervals = [], [], [], [], []
-        monkeypatch.setattr(engine, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box)))
-        monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
+        monkeypatch.setattr(backward, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box)))
+        monkeypatch.setattr(backward, "usable_sms", lambda _: 132)
         kernels = {
             "PREPROCESS": self.preprocess,
             "KERNEL": self.main,
@@ -132,7 +132,7 @@ class Launches:
             "INTERVALS": self.intervals,
         }
         for name, calls in kernels.items():
-            monkeypatch.setattr(engine, name, lambda *args, calls=calls, **options: calls.append((*args, options)))
+            monkeypatch.setattr(backward, name, lambda *args, calls=calls, **options: calls.append((*args, options)))
 
 
 @pytest.fixture
@@ -208,19 +208,19 @@ SIZES = ((16, 16), (64, 64), (80, 80), (128, 128), (128, 64), (64, 128))
 @pytest.mark.parametrize("extras", [0, SOFTCAP])
 def test_every_config_fits_shared_memory(d, d_v, extras):
     bucket = bucket_of(d, d_v, extras)
-    assert engine.candidates(bucket, bf16)[0] == engine.configure(bucket, bf16)
-    for config in engine.candidates(bucket, bf16):
-        assert config in engine.CONFIGS
+    assert backward.candidates(bucket, bf16)[0] == backward.configure(bucket, bf16)
+    for config in backward.candidates(bucket, bf16):
+        assert config in backward.CONFIGS
         made = problem(9, 9, d, d_v, softcap=float(extras), slopes=True, mask=sequences([9]))
-        params = engine._params(made.args(made.do, torch.empty(made.do.shape[:3])), config)
-        assert engine.shared_bytes(params) + 1024 <= SHARED_LIMIT
+        params = backward._params(made.args(made.do, torch.empty(made.do.shape[:3])), config)
+        assert backward.shared_bytes(params) + 1024 <= SHARED_LIMIT
 
 
 INSTANCES = [
     (d, d_v, change, config)
     for d, d_v in SIZES
     for change in ({}, {"slopes": True}, {"dtype": fp16, **EVERYTHING}, {"mask": sequences([100])})
-    for config in engine.candidates(bucket_of(d, d_v, int("softcap" in change)), bf16)
+    for config in backward.candidates(bucket_of(d, d_v, int("softcap" in change)), bf16)
 ]
 
 
@@ -228,7 +228,7 @@ INSTANCES = [
 @pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
 @pytest.mark.parametrize(("d", "d_v", "change", "config"), INSTANCES)
 def test_instances_use_the_matrix_units_and_spill_little(monkeypatch, d, d_v, change, config):
-    monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
+    monkeypatch.setattr(backward, "usable_sms", lambda _: 132)
     with collect("sm_90") as collector:
         launch(problem(d=d, d_v=d_v, right=0, **change), config)
     *small, main, queries = (job.compile().info for job in collector.jobs)
@@ -316,7 +316,7 @@ def test_gradients(case):
     given = o.to(dtype), lse.float()
     eps = torch.finfo(dtype).eps
     bucket = backward_bucket(p.args(*given))
-    for config in engine.candidates(bucket, dtype):
+    for config in backward.candidates(bucket, dtype):
         made = run(p, config, *given)
         for name, found, wanted in zip(("dq", "dk", "dv", "dsinks"), made, exact, strict=True):
             error = (found.double() - wanted).abs()

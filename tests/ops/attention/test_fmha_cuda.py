@@ -13,7 +13,7 @@ from tilewright.jit.collect import collect
 from tilewright.jit.compilers import nvrtc
 from tilewright.ops.attention.arguments import FmhaArgs
 from tilewright.ops.attention.bucket import FmhaBucket, forward_bucket
-from tilewright.ops.attention.kernels.sm90 import forward as engine
+from tilewright.ops.attention.kernels.sm90 import forward
 from tilewright.ops.attention.kernels.sm90.forward import Config
 from tilewright.ops.attention.reference import attention
 
@@ -55,12 +55,12 @@ def run(p: Problem, config: Config) -> tuple[Tensor, Tensor]:
     q, _, v = p.tensors
     o = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], device=q.device)
-    engine.forward((o, lse), p.args, config)
+    forward.forward((o, lse), p.args, config)
     return o, lse
 
 
 def default(p: Problem) -> Config:
-    return engine.configure(forward_bucket(p.args), p.tensors[0].dtype)
+    return forward.configure(forward_bucket(p.args), p.tensors[0].dtype)
 
 
 # ----------------------------------------------------------------------------------------------- what it refuses
@@ -77,11 +77,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
-    monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
+    monkeypatch.setattr(forward, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     q, _, v = problem(**change).tensors
-    assert words in str(engine.why_not_operands(q, v))
+    assert words in str(forward.why_not_operands(q, v))
     q, _, v = problem().tensors
-    assert (engine.why_not_operands(q, v) is None) == (arch == "sm_90")
+    assert (forward.why_not_operands(q, v) is None) == (arch == "sm_90")
 
 
 # ----------------------------------------------------------------------------------------------- what it launches
@@ -93,10 +93,10 @@ class Launches:
     def __init__(self, monkeypatch, kernel="KERNEL"):
         self.maps, self.calls = [], []
         monkeypatch.setattr(
-            engine, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box, swizzle))
+            forward, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box, swizzle))
         )
-        monkeypatch.setattr(engine, "usable_sms", lambda _: 132)
-        monkeypatch.setattr(engine, kernel, lambda *args, **options: self.calls.append((*args, options)))
+        monkeypatch.setattr(forward, "usable_sms", lambda _: 132)
+        monkeypatch.setattr(forward, kernel, lambda *args, **options: self.calls.append((*args, options)))
 
 
 @pytest.fixture
@@ -200,10 +200,10 @@ def test_every_config_fits_shared_memory():
     for d in SIZES:
         for mask in range(4):
             bucket = FmhaBucket(8, 1, 512, 512, d, d, mask, 0, 1)
-            assert engine.candidates(bucket, bf16)[0] == engine.configure(bucket, bf16)
-            for config in engine.candidates(bucket, bf16):
-                assert config in engine.CONFIGS
-                assert engine.shared_bytes(d, d, config) + 1024 <= SHARED_LIMIT
+            assert forward.candidates(bucket, bf16)[0] == forward.configure(bucket, bf16)
+            for config in forward.candidates(bucket, bf16):
+                assert config in forward.CONFIGS
+                assert forward.shared_bytes(d, d, config) + 1024 <= SHARED_LIMIT
 
 
 def compiled(p: Problem, config: Config) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def compiled(p: Problem, config: Config) -> dict[str, Any]:
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
 BANDS = [
-    (d, {}, config) for d in SIZES for config in engine.candidates(FmhaBucket(8, 1, 512, 512, d, d, 0, 0, 1), bf16)
+    (d, {}, config) for d in SIZES for config in forward.candidates(FmhaBucket(8, 1, 512, 512, d, d, 0, 0, 1), bf16)
 ]
 BANDS += [(d, EVERYTHING, None) for d in (128, 192, 256)]
 BANDS += [(64, {"slopes": True}, None), (64, {"softcap": 3.0}, None), (128, {"dtype": fp16, "scale": -1.0}, None)]
@@ -318,7 +318,7 @@ def judged(p: Problem, config: Config) -> None:
     """Against float64."""
     wide = [None if t is None else t.double() for t in (*p.tensors, *p.options[:2])]
     exact = attention(FmhaArgs(*wide, *p.options[2:]))
-    near(lambda o, lse: engine.forward((o, lse), p.args, config), exact, p.tensors[2])
+    near(lambda o, lse: forward.forward((o, lse), p.args, config), exact, p.tensors[2])
 
 
 def near(launch: Callable[[Tensor, Tensor], None], wanted: tuple[Tensor, Tensor], v: Tensor) -> None:
@@ -347,7 +347,7 @@ def near(launch: Callable[[Tensor, Tensor], None], wanted: tuple[Tensor, Tensor]
 def test_bands(case):
     on_hopper()
     p = problem(device="cuda", **COMPUTED[case])
-    for config in engine.candidates(forward_bucket(p.args), p.tensors[0].dtype):
+    for config in forward.candidates(forward_bucket(p.args), p.tensors[0].dtype):
         judged(p, config)
 
 
@@ -396,5 +396,5 @@ def test_keys_that_are_not_allowed_may_be_nan(d, mask):
     o, lse = run(p, config)
     assert torch.equal(o[:, :, :409], expected[:, :, :409])
     assert torch.equal(lse[:, :, :409], expected_lse[:, :, :409])
-    for other in engine.candidates(forward_bucket(p.args), bf16):
+    for other in forward.candidates(forward_bucket(p.args), bf16):
         assert run(p, other)[0][:, :, 409].isnan().all(), "whoever computes the exponential"

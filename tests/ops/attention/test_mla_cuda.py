@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
-from tilewright.ops.attention.kernels.sm90 import forward as engine
+from tilewright.ops.attention.kernels.sm90 import forward
 from tilewright.ops.attention.kernels.sm90 import mla as cuda
 from tilewright.ops.attention.kernels.sm90.forward import Config
 from tilewright.ops.attention.mla.args import MlaArgs, MlaBucket, bucket
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_is_said(monkeypatch, case):
     words, arch, change = REFUSED[case]
-    monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
+    monkeypatch.setattr(forward, "device_info", lambda _: DeviceInfo("a GPU", arch, 132, 0, 0))
     p = problem(**change)
     assert words in str(cuda.why_not(p.args))
     p = problem()
@@ -99,7 +99,7 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("views", [False, True])
 def test_what_it_can_do(monkeypatch, widths, views):
-    monkeypatch.setattr(engine, "device_info", lambda _: DeviceInfo("a GPU", "sm_90", 132, 0, 0))
+    monkeypatch.setattr(forward, "device_info", lambda _: DeviceInfo("a GPU", "sm_90", 132, 0, 0))
     p = problem(7, 9, *widths, views=views)
     assert cuda.why_not(p.args) is None
 
@@ -143,7 +143,7 @@ def test_every_config_fits_shared_memory():
             assert cuda.candidates(sizes, bf16)[0] == cuda.configure(sizes, bf16)
             for config in cuda.candidates(sizes, bf16):
                 assert config in cuda.CONFIGS
-                assert engine.shared_bytes(engine.columns(d, d_pe), d_v, config) + 1024 <= SHARED_LIMIT
+                assert forward.shared_bytes(forward.columns(d, d_pe), d_v, config) + 1024 <= SHARED_LIMIT
 
 
 # ----------------------------------------------------------------------------------------------- what it compiles
@@ -163,7 +163,7 @@ def test_bands_use_the_matrix_units_and_spill_nothing(widths):
     p = problem(333, 410, *widths, right=0)
     for config in candidates(p):
         info = compiled(p, config)
-        steps = -(-engine.columns(*widths[:2]) // 16)
+        steps = -(-forward.columns(*widths[:2]) // 16)
         assert info["instructions"]["HGMMA"] == 2 * steps + 2 * config.block_n // 16
         assert info["spill_stores"] == 0
         assert info["warnings"] == [], "the assembler serialised wgmma, or ignored setmaxnreg"

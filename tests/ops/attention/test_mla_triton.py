@@ -1,4 +1,4 @@
-"""The Triton engines with a second pair of score operands, against float64 over joined tensors; both loads.
+"""The Triton kernels with a second pair of score operands, against float64 over joined tensors; both loads.
 
 Outputs lie inside larger, poisoned tensors: an element left out and one written beside both fail.
 """
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.ops.attention.test_engines_triton import (
+from tests.ops.attention.test_fmha_triton import (
     POISON,
     PROGRAMS,
     Problem,
@@ -94,7 +94,7 @@ def test_forward(name, fast):
 @pointers_and_descriptors
 @pytest.mark.parametrize("name", CASES)
 def test_backward(name, fast):
-    """dk_pe of the engine is each key head's share, and so a column of what the oracle gives."""
+    """dk_pe of the kernel is each key head's share, and so a column of what the oracle gives."""
     from tilewright.ops.attention.kernels.triton import backward as triton_backward
     from tilewright.ops.attention.kernels.triton import delta as triton_delta
 
