@@ -77,7 +77,7 @@ def _problem(bucket: MatmulBucket | BmmBucket) -> Problem:
         out_bytes=bucket.out_bits // 8,
         gated=bucket.epilogue == GATED,
         mn_major_b=bucket.layout in _MN_MAJOR_B,
-        batch=getattr(bucket, "B", 1),
+        batch=getattr(bucket, "B", 1),  # which `matmul` does not have
         sms=sm_count(),
     )
 
