@@ -11,9 +11,9 @@ from tilewright.bench import calibrate as module
 from tilewright.bench import other_load
 from tilewright.bench.bandwidth import bracket, floor_calls, floor_us
 from tilewright.bench.calibrate import calibrate
-from tilewright.bench.other_load import OtherLoad
 from tilewright.bench.statistics import Samples
 from tilewright.hardware import ceilings
+from tilewright.hardware.other_load import OtherLoad
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ def test_a_variable_that_names_no_backend_is_named(tilewright, monkeypatch):
 
 def test_a_misspelt_variable_is_said_once_a_process_tree(monkeypatch, caplog):
     log.forget_logged()
-    monkeypatch.delenv(log._SAID, raising=False)
+    monkeypatch.delenv(log._LOGGED, raising=False)
     monkeypatch.setenv("TILEWRIGHT_BACKENDS", "triton")
     log.configure()
-    log._said.clear()  # as a child process begins
+    log._logged.clear()  # as a child process begins
     log.configure()
     (record,) = caplog.records
     assert "TILEWRIGHT_BACKENDS is no variable of tilewright and is ignored" in record.message

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 
 from tilewright.bench.bandwidth import stream_calls
 from tilewright.bench.graph import interleave_graphs
-from tilewright.bench.other_load import OtherLoad
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
 from tilewright.hardware import device_info
 from tilewright.hardware.ceilings import MIXES, Ceilings, Curve, driver_version, dtype_name, save
+from tilewright.hardware.other_load import OtherLoad
 
 Call = Callable[[], object]
 Progress = Callable[[str], None]

@@ -82,5 +82,5 @@ def _compiled_logits() -> Callable[[StaticDecoder], Tensor]:
     """`_logits`, compiled at its first call. Dynamo keys compiled code on the code object, and without guards it would
     run one decoder's code for another: each decoder gets a code object for itself.
     """
-    own = FunctionType(_logits.__code__.replace(), globals(), _logits.__name__)
-    return torch.compile(own, fullgraph=True, dynamic=False, options=_OPTIONS)
+    function = FunctionType(_logits.__code__.replace(), globals(), _logits.__name__)
+    return torch.compile(function, fullgraph=True, dynamic=False, options=_OPTIONS)

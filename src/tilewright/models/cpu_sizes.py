@@ -31,7 +31,7 @@ def every_size_on_ops() -> Iterator[None]:
 
 
 def stays_with_torch(op: str, x: Tensor, backend: str | None) -> bool:
-    """Does a call of `op` on x run as the module defines it?  Only where nobody asks for a backend."""
+    """Does a call of `op` on x run as the module defines it?  Only where no backend is requested."""
     if _every_size[0] or x.device.type != "cpu" or resolve(backend)[0] != "auto":
         return False
     return torch.compiler.is_compiling() or x.numel() < _LEAST[op]

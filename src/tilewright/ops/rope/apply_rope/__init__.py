@@ -140,8 +140,8 @@ def _empty_gradients(
     grads: tuple[Any, ...], saved: tuple[Any, ...], args: ApplyRopeArgs, needs: ApplyRopeArgs
 ) -> dict[str, Tensor]:
     """Gradients of a q or k that has no heads itself."""
-    given = zip(("q", "k"), grads, (needs.q, needs.k), strict=True)
-    return {name: torch.empty_like(g) for name, g, need in given if g is not None and need and not g.shape[1]}
+    tensors = zip(("q", "k"), grads, (needs.q, needs.k), strict=True)
+    return {name: torch.empty_like(g) for name, g, need in tensors if g is not None and need and not g.shape[1]}
 
 
 def cost(sample: Sample, direction: str) -> Cost:
