@@ -11,9 +11,9 @@ ROOMS = sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and any(p
 # A variable is a noun of the field: no preposition, no bare participle.
 # fmt: off
 NOT_NAMES = {
-    "again", "apart", "asked", "at", "behind", "beside", "by", "done", "found", "given", "here", "kept", "known", "made",
-    "mine", "nothing", "of", "own", "said", "seen", "taken", "there", "told", "turned", "upon", "wanted", "whole", "wide",
-    "wish", "within",
+    "again", "apart", "asked", "at", "behind", "beside", "by", "done", "found", "given", "here", "kept", "known",
+    "made", "mine", "nothing", "of", "own", "said", "seen", "taken", "there", "told", "turned", "upon", "wanted",
+    "whole", "wide", "wish", "within",
 }
 # fmt: on
 PUBLIC = {("hardware/toolchain.py", "found"), ("mask/tables.py", "by")}  # names that users' programs hold
