@@ -2,7 +2,7 @@
 
 import pytest
 from tests.harness import ledger
-from tests.jit.cuda_parts import INSTANCES, instance_name
+from tests.jit.cuda_parts import INSTANCES, SPILLED, instance_name
 
 from tilewright.jit.compilers import nvrtc
 
@@ -11,8 +11,6 @@ pytestmark = [
     pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install()),
 ]
 
-# Bytes that the warps which only copy, and have 24 registers, keep in local memory
-SPILLED = {"sm90_fmha_backward": 64}
 TARGETS = [
     pytest.param(arch, kernel, params, needs, id=f"{instance_name(kernel)}-{instance_name(params)}-{arch}")
     for kernel, params, needs in INSTANCES
