@@ -8,11 +8,10 @@ import torch
 
 from tilewright import settings
 from tilewright.bench import calibrate as module
-from tilewright.bench import other_load
 from tilewright.bench.bandwidth import bracket, floor_calls, floor_us
 from tilewright.bench.calibrate import calibrate
 from tilewright.bench.statistics import Samples
-from tilewright.hardware import ceilings
+from tilewright.hardware import ceilings, other_load
 from tilewright.hardware.other_load import OtherLoad
 
 
