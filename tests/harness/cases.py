@@ -87,6 +87,8 @@ def _call_that_selects(name: str, direction: str, config: Any, implementation: I
     workloads = {w.name: w for w in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)}
     for dtype in contract.dtypes:
         for declared in declared_calls(contract, op, dtype):
+            if implementation.configure(op.bucket(*declared.args), dtype) == config:
+                return declared
             params = workloads[declared.purpose].params
             bucket = op.bucket(*declared.args)
             for places in combinations(range(len(bucket)), 2):
