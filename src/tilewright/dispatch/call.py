@@ -63,7 +63,7 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
     entry = None if signature is None else signature[0]
     if entry is None:
         return _first(contract, signature, args, requested, numerics, out)
-    if signature[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, which no key holds
+    if signature[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, and no key holds data
         args = as_declared(raw, args)
         with torch.no_grad():
             contract.check(*args)
