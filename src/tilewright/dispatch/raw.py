@@ -200,6 +200,7 @@ class RawOp:
     def _run(self, *args: Any, **outs: Tensor) -> Any:
         """The kernel that torch's dispatcher calls, of the op and of its overload `.out`."""
         *values, backend, numerics = args
+        values = [_with_memory(a) for a in values]
         written = tuple(outs.values()) or None
         if written is not None:
             self.require_writable(values, written)
@@ -297,6 +298,15 @@ class RawOp:
         if outs:
             return None
         return results[0] if self.count == 1 else results
+
+
+def _with_memory(a: Any) -> Any:
+    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory, which
+    had the strides of a dense one when the caller chose and checked.
+    """
+    if isinstance(a, Tensor) and a.layout is torch.strided and a.dim() and not any(a.stride()):
+        return a.clone(memory_format=torch.contiguous_format)
+    return a
 
 
 def _strided(spec: OutputSpec) -> Strided:
