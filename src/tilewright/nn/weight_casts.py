@@ -45,7 +45,8 @@ class WeightCasts:
 
     def of(self, name: str, weights: Sequence[Tensor], cast: Callable[..., Cast], *, trained: bool = False) -> Cast:
         """The cached result of `cast(*weights)`, or a new one.  trained: the weights require gradients."""
-        storages = tuple([StorageWeakRef(w.untyped_storage()) for w in weights])
+        memory = [w.untyped_storage() for w in weights]
+        storages = tuple([StorageWeakRef(storage) for storage in memory])
         if self._written_by_graphs:
             self._writes += 1
 
@@ -56,7 +57,7 @@ class WeightCasts:
 
         place = (storages, *[(w.storage_offset(), w.shape, w.dtype) for w in weights])
         state = (self._writes, *[-1 if w.is_inference() else w._version for w in weights])
-        return self._cache.get(name, weights[0].device, make, place=place, state=state)
+        return self._cache.get(name, weights[0].device, make, place=place, state=state, needs=memory)
 
     def last(self, name: str) -> Cast | None:
         """The latest result of `of` for any weights: for traced code, which cannot read versions."""
