@@ -245,13 +245,13 @@ def test_other_ops_take_it(name, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
 @pytest.mark.parametrize("name", PLACED)
 def test_what_torch_does_apart_takes_it(name):
     """Dropout is torch's scaled_dot_product_attention, other modifiers are FlexAttention."""
     q, k, v = drawn(1, 4, 4, 256, 256, 64, dtype=HALF, device="cuda")
     do = torch.randn_like(q)
     for options in ({"dropout": 1e-6}, {"score_mod": score.relative_bias(torch.zeros(4, 9, device="cuda"))}):
-        # Dynamo asks for `.grad`, and warns of views that were written to
         leaves = [PLACED[name](t).detach().requires_grad_() for t in (q, k, v)]
         made = ops.fmha(*leaves, **options)
         o, exact = formula(q, k, v, False)

@@ -41,8 +41,13 @@ PLACES = [
 
 def run(function, *args, place, **options):
     """The public function on the place's backend; a reason in words is a skip, and nothing else is."""
+    return unless_refused(function, *args, place=place, backend=place.backend, **options)
+
+
+def unless_refused(function, *args, place, **options):
+    """The same for a backward, which runs on the backend of its forward."""
     try:
-        return function(*args, backend=place.backend, **options)
+        return function(*args, **options)
     except RefusedError as error:
         if place.device == "cpu":
             raise

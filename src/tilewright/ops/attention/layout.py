@@ -40,8 +40,10 @@ def readable(x: Tensor) -> Tensor:
 
 def addressable(x: Tensor) -> bool:
     """True if every row of x (B, H, S, D) is contiguous and begins at a multiple of 16 bytes, as TMA and vector loads
-    need.  Strides of dimensions of one element do not matter.
+    need.  Strides of dimensions of one element do not matter, and none of a tensor without elements.
     """
+    if any(hint(n) == 0 for n in x.shape):
+        return True
     steps = [hint(step) for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if hint(n) > 1]
     return hint(x.stride(-1)) == 1 and 1 not in steps and copyable(x)
 

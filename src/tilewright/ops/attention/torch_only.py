@@ -117,7 +117,8 @@ def dropped(
         q, k, v = map(loadable, (q, k, v))
     wants_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     repeatable = wants_grad and current_numerics() == "deterministic"  # other kernels add to dq in varying order
-    with sdpa_kernel([SDPBackend.MATH]) if repeatable else nullcontext():
+    empty = not q.numel()  # of which torch 2.11 returns None
+    with sdpa_kernel([SDPBackend.MATH]) if repeatable or empty else nullcontext():
         o = F.scaled_dot_product_attention(
             q, k, v, allowed, dropout, is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
