@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 # On a GPU machine: the system's python, from the checkout, nothing installed.
-SYSTEM_PYTHON := PYTHONPATH=src $(PYTHON)
+SYSTEM_PYTHON := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
 .PHONY: help demo quick test lint check-python test-default test-versions versions test-interp test-compile test-compile-all test-gpu bench-gpu docs clean
 
