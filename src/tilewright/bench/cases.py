@@ -20,12 +20,13 @@ _SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure."""
+    """One row to measure.   peers: names of peers that take part besides those that have all rows or this one."""
 
     contract: Contract
     workload: Workload
     dtype: torch.dtype
     direction: Direction
+    peers: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str, str]:

@@ -74,7 +74,7 @@ def contestants(case: Case, selection: Choice, device: torch.device, against: Se
     function = case.contract.function
     names = selection.names if selection.chosen in selection.names else (*selection.names, selection.chosen)
     ours = [Contestant(name, True, partial(_our_call, function, name, case.workload.into)) for name in names]
-    peers = available_peers(case.contract, device, against, case=case.workload.name)
+    peers = available_peers(case.contract, device, against, case=case.workload.name, invited=case.peers)
     return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
 
 

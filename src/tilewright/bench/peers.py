@@ -91,11 +91,20 @@ def declared_peers(contract: Contract, device: torch.device) -> list[Peer]:
 
 
 def available_peers(
-    contract: Contract, device: torch.device, against: Sequence[str] | None = None, *, case: str
+    contract: Contract,
+    device: torch.device,
+    against: Sequence[str] | None = None,
+    *,
+    case: str,
+    invited: Sequence[str] = (),
 ) -> list[Peer]:
-    """Peers that can run on this machine and take part in workload `case`; with `against`, only those named."""
+    """Peers that can run on this machine and take part in workload `case`; with `against`, only those named.
+
+    invited: names of peers that take part although they are limited to other workloads.
+    """
     selected = (peer for peer in declared_peers(contract, device) if against is None or peer.name in against)
-    return [peer for peer in selected if case in getattr(peer, "cases", (case,)) and peer.available()]
+    present = (peer for peer in selected if peer.name in invited or case in getattr(peer, "cases", (case,)))
+    return [peer for peer in present if peer.available()]
 
 
 def check_names(contracts: Iterable[Contract], device: torch.device, against: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ def run(
     against: Sequence[str] | None = None,
     *,
     rows: Sequence[str] | None = None,
+    cases: Sequence[Case] | None = None,
     direction: str | None = None,
     without: Collection[tuple[str, ...]] = (),
     budget: float | None = None,
@@ -44,6 +45,7 @@ def run(
     """Measure every implementation of ours and every available peer on the cases of `suite`.
 
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
+    cases: measured instead of those that `suite` declares; then `suite` only names the results.
     direction: "fwd" or "bwd" alone. against: names of the peers to run; None runs all. without: keys of cases to leave
     out. budget: seconds after which no case is begun; what was left, then or by an interruption, stands in
     `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row. keep: gets the results
@@ -52,11 +54,9 @@ def run(
     """
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
-    chosen = [
-        item
-        for item in select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=target)
-        if item.key not in without and direction in (None, item.direction)
-    ]
+    if cases is None:
+        cases = select(suite, ops=ops, dtype=dtype, case=case, rows=rows, device=target)
+    chosen = [item for item in cases if item.key not in without and direction in (None, item.direction)]
     if against is not None:
         check_names({item.contract.name: item.contract for item in chosen}.values(), target, against)
     with _side_stream(target), _repeatable_backward():

@@ -1,9 +1,9 @@
 """Fake tensors on a GPU that this machine does not have.
 
-Indexing, `copy_` and `contiguous` make the device of a tensor current, which without that device is an error, though
-nothing would be computed.  So they are replaced: the operators that indexing consists of make no device current, and a
-copy into a fake tensor changes nothing.  `scaled_dot_product_attention` queries the device to choose a kernel; only the
-shape and strides of its result are needed, which are those of FLASH and cuDNN.
+Indexing, `~`, `copy_` and `contiguous` make the device of a tensor current, which without that device is an error,
+though nothing would be computed.  So they are replaced: the operators that indexing consists of make no device current,
+and a copy into a fake tensor changes nothing.  `scaled_dot_product_attention` queries the device to choose a kernel;
+only the shape and strides of its result are needed, which are those of FLASH and cuDNN.
 """
 
 from typing import Any
@@ -76,5 +76,6 @@ _REPLACED: dict[Any, Any] = {
     Tensor.__setitem__: lambda x, index, value: None,
     Tensor.copy_: lambda x, *source, **how: x,
     Tensor.contiguous: _contiguous,
+    Tensor.__invert__: _aten.bitwise_not,
     F.scaled_dot_product_attention: _attention,
 }

@@ -73,10 +73,11 @@ def trace_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]
     dtype: "bf16", "fp16" or "fp32" instead of what the workloads declare.  Raises UsageError for an unknown suite.
     """
     for case in select(suite, dtype=dtype, device=torch.device(device)):
-        yield _trace_case(case)
+        yield trace_case(case)
 
 
-def _trace_case(case: Case) -> RawCall:
+def trace_case(case: Case) -> RawCall:
+    """The raw call of one case."""
     contract, gradient = case.contract, case.contract.gradient
     with FakeTensorMode(), torch.no_grad():
         sample = contract.inputs(case.workload.params, case.dtype, torch.device("cpu"), 0)

@@ -1,0 +1,160 @@
+"""Times `auto` beside every peer on sizes that nobody chose: drawn from a seed, for all ops.
+
+    python benchmarks/any_size.py --seed 7 --count 200 --json any_size.json [--budget 30m] [--resume]
+    python benchmarks/any_size.py --seed 7 --count 200 --list       the problems alone
+    python benchmarks/any_size.py --seed 7 --count 200 --plans      what `auto` takes on an H200, without a GPU
+
+The same seed and count give the same list on any machine and Python.  The first problems of a longer list are those of
+a shorter one, and `--ops` takes the problems of these ops from the same list.  A problem is a case of the bench: cold
+L2, interleaved, checked before and after; `seed` stands in `params` of its row.
+
+The mix, in `any_size_recipes.py`, `any_size_attention.py` and `any_size_parts.py`:
+  ops         all, in cycles of 67: matmul and fmha six times, scaled_matmul four, grouped, varlen and weight_only three
+  models      40 public configurations, equally often, on 1, 2, 4 or 8 GPUs: half of all draws on one
+              (`any_size_models.json`, with sources)
+  rows        1 to 64 of decoding in 35 of 100, odd ones (primes, 1500, 2000, 5000) in 30, powers of two from 128 in 35
+  attention   prefill in 60 of 100, decoding in 20, a chunk behind a prefix in 12, an image over a text in 8; causal,
+              full, and the windows, soft caps, sinks and documents of the models; heads in groups as they have them
+  products    layers of the models: forward nt, gradients nn and tn (also added to float32), epilogues, float8
+  dtypes      bf16 in six of ten, fp16 and fp32 in two each, where the op has them; attention has fp32 in one of ten
+  directions  a backward in four of ten problems that training has, of ops whose bench has a backward
+A problem fits when inputs and outputs are at most 2 GiB and its flops take about 8 ms; others are drawn again.  With
+`--device cpu` the models are a sixteenth as wide, and the limits small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from any_size_draw import CPU, GPU, problems
+from any_size_plans import plans
+from any_size_recipes import RECIPES
+
+from tilewright.bench.machine import describe
+from tilewright.bench.schema import Results, Row, appended, check_same_machine, load
+from tilewright.bench.suite import run
+from tilewright.cli.options import device, names, seconds
+from tilewright.cli.output import check_writable, write
+from tilewright.errors import TilewrightError, UsageError
+
+SUITE = "any_size"
+BEHIND = (0.97, 0.90)
+WORST = 10
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Lines on the best peer's time over that of `auto`: all rows, the worst, every op."""
+    compared = [row for row in rows if row.ratio_auto is not None]
+    lines = ["", f"{'op':<26}{'rows':>6}{'mean':>8}" + "".join(f"{f'<{limit}':>8}" for limit in BEHIND)]
+    by_op: dict[str, list[float]] = defaultdict(list)
+    for row in compared:
+        by_op[row.op].append(row.ratio_auto or 0.0)
+    lines += [_line(op, ratios) for op, ratios in sorted(by_op.items())]
+    lines.append(_line("all", [ratio for ratios in by_op.values() for ratio in ratios]))
+    worst = sorted(compared, key=lambda row: row.ratio_auto or 0.0)[:WORST]
+    lines += ["", f"worst {len(worst)}: best peer / auto", *map(_named, worst)]
+    if len(compared) < len(rows):
+        lines += ["", f"{len(rows) - len(compared)} rows without a peer"]
+    return lines
+
+
+def _line(name: str, ratios: Sequence[float]) -> str:
+    if not ratios:
+        return f"{name:<26}{0:>6}"
+    shares = "".join(f"{sum(ratio < limit for ratio in ratios) / len(ratios):>8.0%}" for limit in BEHIND)
+    return f"{name:<26}{len(ratios):>6}{math.exp(sum(map(math.log, ratios)) / len(ratios)):>8.3f}{shares}"
+
+
+def _named(row: Row) -> str:
+    peer = min(row.peers, key=lambda name: row.peers[name])
+    return (
+        f"  {row.ratio_auto:.3f}  {row.op} {row.case} {row.dtype} {row.direction}: {row.chosen} "
+        f"{row.impls[row.chosen]:.2f} us, {peer} {row.peers[peer]:.2f} us"
+    )
+
+
+def _earlier(options: argparse.Namespace) -> Results | None:
+    """Rows of an earlier run in the file of --json, if --resume names any."""
+    if not options.resume:
+        return None
+    if options.json is None:
+        raise UsageError("--resume adds to the file of --json; give both.")
+    if not options.json.exists():
+        return None
+    results = load(options.json)
+    check_same_machine(results, describe(options.device).to_dict(), options.json)
+    return results
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200, help="number of problems")
+    parser.add_argument("--ops", help="only these, separated by commas")
+    parser.add_argument("--against", help="peers, separated by commas; default: all")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu; decides the list, so the default is fixed")
+    parser.add_argument("--budget", help="begin no case after this time: 90s, 5m, 1h")
+    parser.add_argument("--json", type=Path, help="write bench JSON here, after every case")
+    parser.add_argument("--resume", action="store_true", help="only problems that --json has no row of")
+    parser.add_argument("--list", action="store_true", help="print the problems and run nothing")
+    parser.add_argument("--plans", action="store_true", help="print what `auto` takes on an H200 and run nothing")
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    ops = names(options.ops) or []
+    if unknown := sorted(set(ops) - set(RECIPES)):
+        raise UsageError(f"no op named {', '.join(unknown)}. Ops: {', '.join(RECIPES)}.")
+    drawn = problems(options.seed, options.count, RECIPES, limits=CPU if options.device == "cpu" else GPU, ops=ops)
+    if options.list:
+        print(*drawn, sep="\n")
+        return 0
+    if options.plans:
+        print(*plans(drawn), sep="\n")
+        return 0
+    check_writable(options.json)
+    place, against = device(options.device), names(options.against)
+    cases = [problem.case() for problem in drawn]
+    earlier = _earlier(options)
+
+    def keep(results: Results) -> None:
+        if options.json is not None:
+            write(options.json, (results if earlier is None else appended(earlier, results)).to_json() + "\n")
+
+    results = run(
+        SUITE,
+        cases=cases,
+        against=against,
+        without={row.key for row in earlier.rows} if earlier is not None else (),
+        budget=None if options.budget is None else seconds(options.budget),
+        device=place,
+        progress=lambda line: print(line, flush=True),
+        keep=keep,
+    )
+    keep(results)
+    drawn_keys = {case.key for case in cases}
+    rows = results.rows if earlier is None else appended(earlier, results).rows
+    print(*summary([row for row in rows if row.key in drawn_keys]), sep="\n")
+    if results.unbegun:
+        print(f"{results.unbegun} problems not measured: --resume measures them")
+    for note in results.failures:
+        print(f"FAILED {note.op} {note.case} {note.dtype} {note.direction} {note.name}: {note.reason}")
+    return 0 if results.ok else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw, measure, print; the exit code is 1 if a row failed, 2 for wrong options."""
+    try:
+        return _run(_options(arguments))
+    except TilewrightError as error:
+        print(f"any_size: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

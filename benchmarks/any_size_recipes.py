@@ -1,0 +1,351 @@
+"""How the problems of each op are drawn from a model: layers, rows, lengths, dtypes, options.
+
+Every recipe gets a `Draw` and a `Model` and returns `Sizes`, or None where the model has no such part.  What the sizes
+mean is said by `inputs` of the op's contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from any_size_attention import fmha, fmha_fp8, fmha_varlen, merge_states, mla
+from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
+from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
+
+
+def _product(m: int, n: int, k: int, batch: int = 1) -> dict[str, Any]:
+    return {"flops": 2.0 * batch * m * n * k, "elements": batch * (m * k + n * k + m * n)}
+
+
+def matmul(draw: Draw, model: Model) -> Sizes:
+    """Forward nt, also with an epilogue; the gradient of x, nn; that of w, tn, also added to a float32 one; float8."""
+    part, n, k = layer(draw, model)
+    m, kind = tokens(draw), draw.below(100)
+    dtype = FP8 if kind < 8 else floating(draw)
+    if kind < 8:
+        return Sizes(part, {"M": m, "N": n, "K": k, "out_dtype": BF16}, FP8, **_product(m, n, k))
+    if kind < 22 and m >= TRAINING_ROWS:
+        return Sizes(f"{part}_dgrad", {"M": m, "N": k, "K": n, "layout": "nn"}, dtype, **_product(m, n, k))
+    if kind < 36 and m >= TRAINING_ROWS:
+        params: dict[str, Any] = {"M": n, "N": k, "K": m, "layout": "tn"}
+        adds = draw.chance(0.5)
+        if adds:
+            params |= {"c": True, "out_dtype": FP32}
+        return Sizes(f"{part}_wgrad", params, dtype, into="c" if adds else None, **_product(m, n, k))
+    options: dict[str, Any] = {}
+    if part in ("qkv", "up", "down") and model.qkv_bias:
+        options["bias"] = True
+    if part == "up":
+        options["activation"] = "gelu"
+    if part == "gate_up" and draw.chance(0.3):
+        options["activation"] = "swiglu"
+    if part == "lm_head" and dtype != FP32 and draw.chance(0.3):
+        options["out_dtype"] = FP32
+    return Sizes(part, {"M": m, "N": n, "K": k, **options}, dtype, **_product(m, n, k))
+
+
+def bmm(draw: Draw, model: Model) -> Sizes:
+    """Absorbed latent attention, scores and values of attention, experts with equally many rows."""
+    heads, d, m = part_of(draw, model.heads), model.head_dim, tokens(draw)
+    kinds: list[tuple[str, int, int, int, int, str]] = [
+        ("scores", heads, m, m, d, "nt"),
+        ("values", heads, m, d, m, "nn"),
+    ]
+    if model.kv_lora:
+        kinds += [("absorb", heads, m, model.kv_lora, d, "nn"), ("latent_values", heads, m, d, model.kv_lora, "nt")]
+    if (found := expert(draw, model)) is not None:
+        part, groups, n, k = found
+        kinds += [(part, min(groups, 16), m, n, k, "nt")] * 2
+    part, batch, rows, n, k, layout = draw.pick(kinds)
+    params = {"B": batch, "M": rows, "N": n, "K": k, "layout": layout}
+    return Sizes(part, params, floating(draw), **_product(rows, n, k, batch))
+
+
+def splitk_reduce(draw: Draw, model: Model) -> Sizes:
+    """Partial sums of a product of few rows; they are float32."""
+    part, n, _ = layer(draw, model)
+    parts, m = draw.pick((2, 3, 4, 6, 8, 16)), decoded(draw)
+    return Sizes(part, {"S": parts, "M": m, "N": n}, half(draw), elements=2 * (parts + 1) * m * n)
+
+
+def scaled_matmul(draw: Draw, model: Model) -> Sizes:
+    """Activations times weights, 1x128 by 128x128; weight gradients, 1x128 of both, in float32; rows; tensors."""
+    part, n, k = layer(draw, model)
+    m, kind = tokens(draw), draw.below(100)
+    sizes: dict[str, Any] = {"M": m, "N": n, "K": k, "binary": True}
+    if kind < 15 and m >= TRAINING_ROWS:
+        sizes |= {"M": n, "N": k, "K": m, "scaling": "token_token", "out_dtype": FP32}
+        return Sizes(f"{part}_wgrad", sizes, FP8, **_product(m, n, k))
+    if kind < 30:
+        sizes["scaling"] = draw.pick(("row", "tensor"))
+    if part == "gate_up" and draw.chance(0.3):
+        sizes["activation"] = "swiglu"
+    return Sizes(part, sizes, FP8, **_product(m, n, k))
+
+
+def scaled_matmul_fp8(draw: Draw, model: Model) -> Sizes:
+    """A layer whose result the next layer reads in float8."""
+    part, n, k = layer(draw, model)
+    m = tokens(draw)
+    sizes: dict[str, Any] = {"M": m, "N": n, "K": k, "binary": True}
+    if part == "gate_up":
+        sizes["activation"] = "swiglu"
+    return Sizes(part, sizes, FP8, **_product(m, n, k))
+
+
+def weight_only_matmul(draw: Draw, model: Model) -> Sizes:
+    """Few rows in four of five: what such weights are for."""
+    part, n, k = layer(draw, model)
+    m = decoded(draw) if draw.chance(0.8) else tokens(draw)
+    return Sizes(part, {"M": m, "N": n, "K": k, "bits": draw.pick((8, 4))}, half(draw), **_product(m, n, k))
+
+
+def quantize_weight(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, to 8 or 4 bits."""
+    part, n, k = layer(draw, model)
+    options = draw.pick(({}, {"bits": 4}))
+    return Sizes(part, {"N": n, "K": k, **options}, floating(draw), elements=4 * n * k)
+
+
+def dequantize_weight(draw: Draw, model: Model) -> Sizes:
+    """A layer's weight, from 8 or 4 bits."""
+    part, n, k = layer(draw, model)
+    return Sizes(part, {"N": n, "K": k}, draw.pick((torch.int8, torch.uint8)), elements=2 * n * k)
+
+
+def _expert_rows(draw: Draw, model: Model) -> int:
+    """Rows that an expert gets on average."""
+    return max(tokens(draw) * model.top_k // model.experts, 1)
+
+
+def grouped_matmul(draw: Draw, model: Model) -> Sizes | None:
+    """Rows of tokens by expert: forward, the gradient of x, float8."""
+    if (found := expert(draw, model)) is None:
+        return None
+    part, groups, n, k = found
+    m, kind = _expert_rows(draw, model), draw.below(100)
+    sizes: dict[str, Any] = {"G": groups, "M": m, "N": n, "K": k, "split": draw.pick(("random", "random", "even"))}
+    work = {"flops": 2.0 * groups * m * n * k, "elements": groups * (m * k + n * k + m * n)}
+    if kind < 35:
+        return Sizes(part, {**sizes, "scaling": 2}, FP8, **work)
+    if kind < 50 and groups * m >= TRAINING_ROWS:
+        return Sizes(f"{part}_dgrad", {**sizes, "N": k, "K": n, "layout": "nn"}, half(draw), **work)
+    if part == "experts_gate_up" and draw.chance(0.3):
+        return Sizes(part, {**sizes, "activation": "swiglu"}, half(draw), **work)
+    return Sizes(part, sizes, floating(draw), trained=groups * m >= TRAINING_ROWS, **work)
+
+
+def masked_matmul(draw: Draw, model: Model) -> Sizes | None:
+    """A matrix of rows for every expert: decoding with graphs."""
+    if (found := expert(draw, model)) is None:
+        return None
+    part, groups, n, k = found
+    m = draw.pick((1, 2, 4, 8, 16, 20, 37, 64, 128, 333, 1024))
+    sizes: dict[str, Any] = {"G": groups, "M": m, "N": n, "K": k}
+    work = {"flops": 2.0 * groups * m * n * k, "elements": groups * (m * k + n * k + m * n)}
+    return (
+        Sizes(part, {**sizes, "scaling": 2}, FP8, **work)
+        if draw.chance(0.5)
+        else Sizes(part, sizes, half(draw), **work)
+    )
+
+
+def k_grouped_matmul(draw: Draw, model: Model) -> Sizes | None:
+    """Weight gradients of experts."""
+    if (found := expert(draw, model)) is None:
+        return None
+    part, groups, n, k = found
+    rows = _expert_rows(draw, model)
+    work = {"flops": 2.0 * groups * rows * n * k, "elements": groups * (rows * (n + k) + 2 * n * k)}
+    sizes: dict[str, Any] = {"G": groups, "M": n, "N": k, "K": rows, "split": draw.pick(("random", "even"))}
+    if draw.chance(0.35):
+        sizes |= {"K": -(-rows // 128) * 128, "scaling": 3, "layout": "nt"}
+        work["flops"] = 2.0 * groups * sizes["K"] * n * k
+        return Sizes(f"{part}_wgrad", sizes, FP8, **work)
+    return Sizes(f"{part}_wgrad", {**sizes, "out_dtype": draw.pick((BF16, None))}, half(draw), **work)
+
+
+def group_gemm(draw: Draw, model: Model) -> Sizes:
+    """Several layers of a model at once."""
+    m = tokens(draw)
+    shapes = [layer(draw, model)[1:] for _ in range(draw.between(2, 8))]
+    work = {
+        "flops": sum(2.0 * m * n * k for n, k in shapes),
+        "elements": sum(m * k + n * k + m * n for n, k in shapes),
+    }
+    sizes = tuple((m, n, k) for n, k in shapes)
+    return Sizes(f"{len(sizes)}_layers", {"sizes": sizes, "layout": "nt"}, half(draw), **work)
+
+
+def groups_of_rows(draw: Draw, model: Model) -> Sizes | None:
+    """The group of each row, after tokens were sorted by expert."""
+    if not model.experts:
+        return None
+    m = _expert_rows(draw, model)
+    return Sizes("experts", {"G": model.experts, "M": m}, torch.int32, elements=model.experts * (m + 2))
+
+
+def normed(draw: Draw, model: Model) -> tuple[str, int, int]:
+    """(part, M, N) of what is normalised: tokens, heads of queries, or a latent."""
+    m, kind = tokens(draw), draw.below(10)
+    if kind < 2:
+        return "heads", m * part_of(draw, model.heads), model.head_dim
+    if kind < 4 and model.kv_lora:
+        return "latent", m, draw.pick((model.kv_lora, model.q_lora or model.kv_lora))
+    return "hidden", m, model.hidden
+
+
+def norm(arrays: int) -> Recipe:
+    """Recipe of a norm with so many arrays of the rows' size."""
+
+    def recipe(draw: Draw, model: Model) -> Sizes:
+        part, m, n = normed(draw, model)
+        options = {"offset": 1.0} if model.gelu else {}
+        return Sizes(part, {"M": m, "N": n, **options}, floating(draw), arrays * m * n, trained=m >= TRAINING_ROWS)
+
+    return recipe
+
+
+def layer_norm(draw: Draw, model: Model) -> Sizes:
+    """Rows with weight and bias."""
+    m, n = tokens(draw), model.hidden
+    return Sizes("hidden", {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
+
+
+def norm_fp8(draw: Draw, model: Model) -> Sizes:
+    """A norm whose result the next layer reads in float8."""
+    m, n = tokens(draw), model.hidden
+    options = draw.pick(({}, {}, {"ue8m0": True}))
+    return Sizes("hidden", {"M": m, "N": n, **options}, floating(draw), 3 * m * n)
+
+
+def inner(draw: Draw, model: Model) -> tuple[str, int]:
+    """(part, N) of an MLP, or of an expert."""
+    if model.experts and draw.chance(0.5):
+        return "expert", model.expert_intermediate
+    return "mlp", part_of(draw, model.intermediate)
+
+
+def activation(draw: Draw, model: Model) -> Sizes:
+    """Gate and up of an MLP."""
+    (part, n), m = inner(draw, model), tokens(draw)
+    return Sizes(part, {"M": m, "N": n}, floating(draw), 3 * m * n, trained=m >= TRAINING_ROWS)
+
+
+def activation_fp8(draw: Draw, model: Model) -> Sizes:
+    """The same with a float8 result."""
+    (part, n), m = inner(draw, model), tokens(draw)
+    options = draw.pick(({}, {}, {"ue8m0": True}))
+    return Sizes(part, {"M": m, "N": n, **options}, floating(draw), 3 * m * n)
+
+
+def softmax(draw: Draw, model: Model) -> Sizes:
+    """Logits of a vocabulary, or of the experts."""
+    part, n = ("router", model.experts) if model.experts and draw.chance(0.3) else ("vocabulary", model.vocab)
+    m = tokens(draw)
+    n = part_of(draw, n) if part == "vocabulary" else n
+    return Sizes(part, {"M": m, "N": n}, floating(draw), 2 * m * n, trained=m >= TRAINING_ROWS)
+
+
+def apply_rope(draw: Draw, model: Model) -> Sizes:
+    """Queries and keys of a batch, of decoding, or of packed sequences with positions."""
+    heads = part_of(draw, model.heads)
+    sizes: dict[str, Any] = {"H": heads, "H_kv": max(model.kv_heads * heads // model.heads, 1), "D": model.head_dim}
+    if model.rotary:
+        sizes["R"] = model.rotary
+    if model.name.startswith("glm4_"):
+        sizes["interleaved"] = True
+    kind = draw.below(10)
+    if kind < 3:
+        batch, length = decoded(draw), 1
+    else:
+        length = draw.pick(ODD + POWERS)
+        batch = draw.pick((1, 1, 2, 4, 8))
+    if kind == 9:
+        sizes |= {"T": length, "positions": length + 8}
+        batch = 1
+    else:
+        sizes |= {"B": batch, "S": length}
+    elements = 2 * batch * length * (heads + sizes["H_kv"]) * model.head_dim
+    return Sizes("heads", sizes, floating(draw), elements, trained=length >= TRAINING_ROWS)
+
+
+def token_cast(draw: Draw, model: Model) -> Sizes:
+    """Activations before a layer, or between the layers of an MLP."""
+    m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
+    options = draw.pick(({}, {}, {"ue8m0": True}))
+    return Sizes("activations", {"M": m, "N": n, **options}, floating(draw), 2 * m * n)
+
+
+def tensor_cast(draw: Draw, model: Model) -> Sizes:
+    """The same with one scale."""
+    m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
+    return Sizes("activations", {"M": m, "N": n}, floating(draw), 2 * m * n)
+
+
+def channel_cast(draw: Draw, model: Model) -> Sizes:
+    """The operands of weight gradients, along the tokens."""
+    m, n = tokens(draw), draw.pick((model.hidden, part_of(draw, model.intermediate)))
+    options = draw.pick(({"transpose": True}, {"transpose": True}, {}))
+    return Sizes("activations", {"M": m, "N": n, **options}, floating(draw), 2 * m * n)
+
+
+def block_cast(draw: Draw, model: Model) -> Sizes:
+    """Weights of a layer, or of the experts."""
+    part, n, k = layer(draw, model)
+    options = draw.pick(({}, {}, {"transpose": True}, {"ue8m0": True}))
+    if (found := expert(draw, model)) is not None and draw.chance(0.5):
+        part, groups, n, k = found
+        return Sizes(part, {"B": groups, "M": n, "N": k, **options}, floating(draw), 2 * groups * n * k)
+    return Sizes(part, {"M": n, "N": k, **options}, floating(draw), 2 * n * k)
+
+
+def dequantize(draw: Draw, model: Model) -> Sizes:
+    """Activations and weights back to a wider dtype."""
+    layout = draw.pick(("token", "block", "channel", "row", "tensor", "packed"))
+    part, n, k = layer(draw, model)
+    m = n if layout == "block" else tokens(draw)
+    return Sizes(f"{part}_{layout}", {"M": m, "N": k, "layout": layout}, floating(draw), 3 * m * k)
+
+
+RECIPES: Mapping[str, tuple[int, Recipe]] = {
+    "add_rms_norm": (2, norm(4)),
+    "add_rms_norm_fp8": (1, norm_fp8),
+    "apply_rope": (2, apply_rope),
+    "bmm": (2, bmm),
+    "dequantize": (1, dequantize),
+    "dequantize_weight": (1, dequantize_weight),
+    "fmha": (6, fmha),
+    "fmha_fp8": (2, fmha_fp8),
+    "fmha_varlen": (3, fmha_varlen),
+    "geglu": (1, activation),
+    "gelu_and_mul": (1, activation),
+    "group_gemm": (1, group_gemm),
+    "grouped_matmul": (3, grouped_matmul),
+    "groups_of_rows": (1, groups_of_rows),
+    "k_grouped_matmul": (1, k_grouped_matmul),
+    "layer_norm": (1, layer_norm),
+    "masked_matmul": (2, masked_matmul),
+    "matmul": (6, matmul),
+    "merge_states": (1, merge_states),
+    "mla": (2, mla),
+    "per_block_cast_to_fp8": (1, block_cast),
+    "per_channel_cast_to_fp8": (1, channel_cast),
+    "per_tensor_cast_to_fp8": (1, tensor_cast),
+    "per_token_cast_to_fp8": (2, token_cast),
+    "quantize_weight": (1, quantize_weight),
+    "rms_norm": (2, norm(2)),
+    "rms_norm_fp8": (1, norm_fp8),
+    "scaled_matmul": (4, scaled_matmul),
+    "scaled_matmul_fp8": (1, scaled_matmul_fp8),
+    "silu_and_mul": (1, activation),
+    "silu_and_mul_fp8": (1, activation_fp8),
+    "softmax": (2, softmax),
+    "splitk_reduce": (1, splitk_reduce),
+    "swiglu": (1, activation),
+    "swiglu_fp8": (1, activation_fp8),
+    "weight_only_matmul": (3, weight_only_matmul),
+}
+"""By op: how often it is drawn in a cycle of all, and its recipe."""
