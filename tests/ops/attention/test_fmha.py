@@ -301,7 +301,7 @@ def test_the_reference_in_blocks_is_the_reference(mask, monkeypatch):
 
 
 def test_explain_names_what_a_choice_depends_on():
-    q, k, v = problem(2, 4, 2, 70, 90, 64, 32, dtype=HALF, device="cpu")
+    q, k, v = problem(2, 4, 2, 90, 90, 64, 32, dtype=HALF, device="cpu")
     said = explain("fmha", q, k, v, causal=True)
     assert said.bucket == "BH=8,group=2,S_q=128,S_k=128,D=64,D_v=32,mask=1,extras=0,aligned=1"
     for options, mask, extras in (

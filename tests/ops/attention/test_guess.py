@@ -8,7 +8,7 @@ from tilewright import mask as masks
 from tilewright import ops
 from tilewright.dispatch import record
 from tilewright.ops.attention import score
-from tilewright.ops.attention.bucket import CAUSAL, FULL, FmhaBucket
+from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, FmhaBucket
 from tilewright.ops.attention.fmha import BACKWARD, FORWARD
 
 HALF = torch.bfloat16
@@ -28,7 +28,7 @@ HALF = torch.bfloat16
     ids=["full", "sinks", "window", "program", "softcap", "alibi", "float32"],
 )
 def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
-    q, k, v = problem(1, 4, 2, 128, 128, 64, dtype=dtype, device="cpu")
+    q, k, v = problem(1, 4, 2, 512, 512, 64, dtype=dtype, device="cpu")
     with record() as recording:
         ops.fmha(q, k, v, **options)
     raw, args, *_ = recording.calls[0]
@@ -61,3 +61,37 @@ def test_torch_is_the_guess_where_it_was_ahead_of_cuda(direction, sizes, torchs)
     assert raw.torch_first(bucket, HALF, "cuda") is torchs
     assert raw.torch_first(bucket, HALF, "triton"), "which was behind everywhere"
     assert raw.torch_first(bucket, torch.float32, "cuda"), "which takes 16 bits alone"
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "torchs"),
+    [
+        ({"BH": 8, "S_q": 64, "S_k": 64}, HALF, False),
+        ({"BH": 4, "S_q": 256, "S_k": 256}, HALF, False),
+        ({"BH": 8, "S_q": 256, "S_k": 256}, HALF, True),
+        ({"BH": 32, "S_q": 1, "S_k": 1024}, HALF, False),
+        ({"BH": 32, "S_q": 1, "S_k": 2048}, HALF, True),
+        ({"BH": 64, "D": 100}, HALF, False),
+        ({"BH": 64, "D_v": 512}, HALF, False),
+        ({"BH": 8, "S_q": 128, "S_k": 128}, torch.float32, False),
+        ({"BH": 8, "S_q": 128, "S_k": 256}, torch.float32, True),
+        ({"BH": 64, "S_q": 128, "S_k": 128}, torch.float32, True),
+    ],
+)
+def test_a_kernel_of_ours_is_the_guess_where_torch_would_compute_in_steps(sizes, dtype, torchs, direction):
+    of = {"BH": 32, "group": 1, "S_q": 256, "S_k": 256, "D": 128, "D_v": 128, "mask": FULL, "extras": 0, "aligned": 1}
+    bucket = FmhaBucket(**{**of, **sizes})
+    assert {"fwd": FORWARD, "bwd": BACKWARD}[direction].torch_first(bucket, dtype, "triton") is torchs
+
+
+def test_a_causal_mask_that_no_kernel_of_torch_has_is_a_band():
+    def mask(s_q, s_k, d_v=64):
+        q, k, v = problem(1, 2, 2, s_q, s_k, 64, d_v, dtype=HALF, device="cpu")
+        with record() as recording:
+            ops.fmha(q, k, v, causal=True)
+        raw, args, *_ = recording.calls[0]
+        return FmhaBucket(*raw.bucket_of(args, "default")).mask
+
+    assert mask(20, 20) == mask(20, 30) == mask(20, 20, 32) == CAUSAL
+    assert mask(30, 20) == mask(20, 30, 32) == BAND

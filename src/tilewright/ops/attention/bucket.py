@@ -11,11 +11,17 @@ from tilewright.ops.attention.layout import addressable
 
 FULL, CAUSAL, BAND, PROGRAM, PACKED = range(5)
 """`mask` in a bucket.  FULL, CAUSAL and BAND are bands; CAUSAL is bottom right: the last query sees the last key.
+A causal mask that no kernel of torch has is a BAND, which our kernels treat alike: of fewer keys than queries, where
+some see nothing; and of another number of keys where heads of values have another width, which is cuDNN's alone.
 PACKED is a program of packed sequences and nothing else, which only backwards tell apart; PROGRAM is any other.
 """
 
 SOFTCAP, SLOPES, SINKS = 1, 2, 4
 """Bits of `extras` in a bucket."""
+
+
+_FEW_SCORES, _FEW_KEYS, _LAUNCH_BOUND_KEYS = 1 << 18, 1024, 128
+_WIDEST = 256  # heads of FLASH and cuDNN
 
 
 class FmhaBucket(NamedTuple):
@@ -34,12 +40,14 @@ class FmhaBucket(NamedTuple):
 
 def forward_bucket(args: FmhaArgs) -> FmhaBucket:
     """The bucket of a forward."""
-    return _bucket(args, mask_kind(args.mask), (args.q, args.k, args.v))
+    mask = causal_kind(mask_kind(args.mask), args.q, args.k, args.q.shape[3], args.v.shape[3])
+    return _bucket(args, mask, (args.q, args.k, args.v))
 
 
 def backward_bucket(args: FmhaBackwardArgs) -> FmhaBucket:
     """The bucket of a backward."""
-    mask = PACKED if args.program == PACKED_PROGRAM else mask_kind(args.mask)
+    kind = causal_kind(mask_kind(args.mask), args.q, args.k, args.q.shape[3], args.v.shape[3])
+    mask = PACKED if args.program == PACKED_PROGRAM else kind
     return _bucket(args.forward, mask, (args.q, args.k, args.v, args.do, args.o))
 
 
@@ -68,6 +76,33 @@ def mask_kind(mask: MaskArgs) -> int:
     if mask.left < 0 and mask.right < 0:
         return FULL
     return CAUSAL if mask.left < 0 and mask.right == 0 else BAND
+
+
+def causal_kind(kind: int, q: Tensor, k: Tensor, d: int, d_v: int) -> int:
+    """`kind`, or BAND for a causal mask that no kernel of torch has.   d, d_v: widths of heads of keys and values."""
+    queries, keys = hint(q.shape[2]), hint(k.shape[2])
+    lacking = queries > keys or (queries != keys and hint(d) != hint(d_v))
+    return BAND if kind == CAUSAL and lacking else kind
+
+
+def few_scores(batch_heads: int, s_q: int, s_k: int) -> bool:
+    """Whether the reference computes so many scores in steps of torch, not in a kernel of cuDNN or FLASH: its backward
+    repeats bit for bit, and it rounds where kernels do.  It depends on the numbers of a bucket alone, so that `auto`
+    gives such a problem to a kernel of ours.  Of more keys that one program reads, FLASH divides them among programs.
+    """
+    keys = row_bucket(s_k)
+    return keys <= _FEW_KEYS and row_bucket(batch_heads) * row_bucket(s_q) * keys <= _FEW_SCORES
+
+
+def launch_bound(batch_heads: int, s_q: int, s_k: int) -> bool:
+    """Whether the launches of the reference's steps, some twenty, take longer than a kernel without tensor cores."""
+    return s_k <= _LAUNCH_BOUND_KEYS and few_scores(batch_heads, s_q, s_k)
+
+
+def in_one_kernel(mask: int, batch_heads: int, s_q: int, s_k: int, d: int, d_v: int) -> bool:
+    """Whether cuDNN or FLASH has a kernel for it: what `vendor.kernels` tells of a call, from the sizes of a bucket."""
+    widths = all(width % 8 == 0 and width <= _WIDEST for width in (d, d_v))
+    return mask in (FULL, CAUSAL) and widths and not few_scores(batch_heads, s_q, s_k)
 
 
 def why_not_addressable(bucket: FmhaBucket) -> str | None:

@@ -15,11 +15,10 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from tilewright.dispatch.bucket import hint
 from tilewright.log import log_once
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.bucket import few_scores
 from tilewright.ops.attention.layout import loadable
 
 _aten = torch.ops.aten
-_SMALL = 1 << 18
-"""Below so many scores the plain reference runs: its backward repeats bit for bit, and it rounds where kernels do."""
 
 
 class Kernels(NamedTuple):
@@ -42,11 +41,14 @@ def kernels(args: FmhaArgs) -> Kernels | None:
     if q.device.type != "cuda" or not plain or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     batch, heads, s_q, s_k = (hint(n) for n in (*q.shape[:3], k.shape[2]))
+    full = left < 0 and right < 0
+    if few_scores(batch * heads, s_q, s_k) or not batch * heads * s_q:
+        return None
     # With fewer keys than queries a causal row may see no key, for which FLASH returns lse = +inf
-    if batch * heads * s_q * s_k < _SMALL or q.shape[2] > k.shape[2]:
+    if not full and q.shape[2] > k.shape[2]:
         return None
     # cuDNN's causal mask is top left, ours bottom right: they agree if S_q = S_k
-    full, causal = left < 0 and right < 0, _causal(left, right) and q.shape[2] == k.shape[2]
+    causal = _causal(left, right) and q.shape[2] == k.shape[2]
     if (full or causal) and can_use_cudnn_attention(_params(q, k, v, causal)) and _remembers(q, k, v, causal):
         return CUDNN
     if q.shape[3] % 8 == 0 and can_use_flash_attention(_params(q, k, v, False)):

@@ -2,14 +2,20 @@
 
 import torch
 
-from tilewright.ops.attention.bucket import CAUSAL, FULL, SLOPES, SOFTCAP, FmhaBucket
+from tilewright.ops.attention.bucket import CAUSAL, SLOPES, SOFTCAP, FmhaBucket, in_one_kernel, launch_bound
 
 
 def _in_one_kernel(bucket: FmhaBucket) -> bool:
     """True if torch has a fused kernel for it, cuDNN or FLASH.  Without one it holds all scores in memory, and is 36 to
     1470 times slower on an H200 (softcap, documents).
     """
-    return bucket.mask in (FULL, CAUSAL) and not bucket.extras & (SOFTCAP | SLOPES)
+    sizes = bucket.BH, bucket.S_q, bucket.S_k, bucket.D, bucket.D_v
+    return in_one_kernel(bucket.mask, *sizes) and not bucket.extras & (SOFTCAP | SLOPES)
+
+
+def _steps_of_float32(bucket: FmhaBucket) -> bool:
+    """True if torch comes first for float32, whose products are cuBLAS's there and FMAs in Triton; not measured."""
+    return not launch_bound(bucket.BH, bucket.S_q, bucket.S_k)
 
 
 def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
@@ -19,7 +25,7 @@ def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
     """
     short = 1024 if bucket.D <= 64 and bucket.mask == CAUSAL else 256
     vendor_faster = first != "cuda" or bucket.S_q <= short
-    return dtype.itemsize == 4 or (_in_one_kernel(bucket) and vendor_faster)
+    return _steps_of_float32(bucket) if dtype.itemsize == 4 else _in_one_kernel(bucket) and vendor_faster
 
 
 _KEYS = 128  # of a key tile
@@ -36,4 +42,4 @@ def torch_first_backward(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> 
     cuda_faster = bucket.group == 1 and tiles >= _FULL_GPU and (bucket.mask == CAUSAL or bucket.D <= 96)
     longer = bucket.mask == CAUSAL and bucket.S_k > bucket.S_q
     vendor_faster = first != "cuda" or bucket.S_q <= (256 if longer else 512) or not (cuda_faster or longer)
-    return dtype.itemsize == 4 or (_in_one_kernel(bucket) and vendor_faster)
+    return _steps_of_float32(bucket) if dtype.itemsize == 4 else _in_one_kernel(bucket) and vendor_faster

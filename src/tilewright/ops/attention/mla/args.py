@@ -9,7 +9,7 @@ from tilewright.dispatch.bucket import hint
 from tilewright.errors import InputError
 from tilewright.ops.attention import arguments
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs
-from tilewright.ops.attention.bucket import FmhaBucket, forward_bucket
+from tilewright.ops.attention.bucket import FmhaBucket, causal_kind, forward_bucket
 from tilewright.ops.attention.layout import addressable, by_token, readable
 from tilewright.ops.attention.score import Scores
 
@@ -129,16 +129,16 @@ def backward_bucket(args: MlaBackwardArgs) -> MlaBucket:
 
 
 def _bucket(args: MlaArgs, *further: Tensor) -> MlaBucket:
-    plain = forward_bucket(args.without_rope)
+    plain, d_pe = forward_bucket(args.without_rope), hint(args.q_pe.shape[3])
     tensors = (args.q, args.q_pe, args.k, args.k_pe, args.v, *further)
     return MlaBucket(
         BH=plain.BH,
         S_q=plain.S_q,
         S_k=plain.S_k,
         D=plain.D,
-        D_pe=hint(args.q_pe.shape[3]),
+        D_pe=d_pe,
         D_v=plain.D_v,
-        mask=plain.mask,
+        mask=causal_kind(plain.mask, args.q, args.k, plain.D + d_pe, plain.D_v),
         aligned=int(all(map(addressable, tensors))),
     )
 
