@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import RawOp, implementations, register_impl, table, unregister_impl
+from tilewright.dispatch import RawOp, implementations, register_impl, unregister_impl
 from tilewright.dispatch.arguments import Size, schema_of
-from tilewright.dispatch.configs import from_row, to_row
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row, to_row
 from tilewright.errors import InputError, RefusedError, TableError
 
 KERNEL = """

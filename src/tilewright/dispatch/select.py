@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tilewright.dispatch import table
 from tilewright.dispatch.backends import BACKENDS, importable, missing
 from tilewright.dispatch.bucket import INVARIANT_ROWS
-from tilewright.dispatch.configs import from_row
 from tilewright.dispatch.registry import Implementation, implementations
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row
 from tilewright.errors import KernelMissingError, RefusedError, TableError
 from tilewright.hardware import device_info
 from tilewright.log import log_once, logger

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilewright.dispatch import implementations
-from tilewright.dispatch.configs import to_row
 from tilewright.dispatch.select import able, known, refusal
+from tilewright.dispatch.tables.configs import to_row
 from tilewright.tuning.problem import Problem, fake_call
 
 Search = Literal["exhaustive", "random"]
