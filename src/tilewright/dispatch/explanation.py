@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright import catalogue
 from tilewright.dispatch.contract import contract
+from tilewright.dispatch.options import options
 from tilewright.dispatch.recording import record
 from tilewright.dispatch.registry import implementations
-from tilewright.dispatch.select import known, refusal
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     plan = recording.plans[0]
     backends = implementations(raw.op, raw.direction, raw.package)
     verdicts = tuple(
-        Verdict(name, name == plan.backend, refusal(raw, backends, name, raw_args, numerics))
-        for name in known(backends)
+        Verdict(name, name == plan.backend, option.why_not)
+        for name, option in options(raw, backends, raw_args, numerics).items()
     )
     return Explanation(
         op, raw.direction, plan.bucket, plan.dtype, str(raw_args[0].device), numerics, plan.backend, plan.why,
