@@ -37,8 +37,8 @@ def runnable(
     raw: "RawOp", backends: Mapping[str, Implementation], args: Sequence[Any], numerics: str
 ) -> dict[str, Implementation | None]:
     """Those of `options` that can run the call, in the same order, with what runs it; None for torch's reference."""
-    found = options(raw, backends, args, numerics)
-    return {name: option.implementation for name, option in found.items() if option.why_not is None}
+    items = options(raw, backends, args, numerics).items()
+    return {name: option.implementation for name, option in items if option.why_not is None}
 
 
 def _option(raw: "RawOp", implementation: Implementation, args: Sequence[Any], numerics: str) -> Option:

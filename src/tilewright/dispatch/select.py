@@ -52,17 +52,17 @@ def choose(
     if raw.compose is not None:
         return _composed(raw, bucket, dtype, backend, numerics)
     without = without or {}
-    found = options(raw, implementations(raw.op, raw.direction, raw.package, device.type), args, numerics)
-    found |= {name: Option(None, reason) for name, reason in without.items()}
-    why_not = {name: option.why_not for name, option in found.items()}
+    per_backend = options(raw, implementations(raw.op, raw.direction, raw.package, device.type), args, numerics)
+    per_backend |= {name: Option(None, reason) for name, reason in without.items()}
+    why_not = {name: option.why_not for name, option in per_backend.items()}
     usable = [name for name, reason in why_not.items() if reason is None]
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
     row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
-    tuned, misfits = _tuned(row, found, bucket, dtype) if row is not None else ({}, {})
+    tuned, misfits = _tuned(row, per_backend, bucket, dtype) if row is not None else ({}, {})
 
     def plan(name: str, why: str, row: table.Row | None = None) -> Plan:
-        implementation = found[name].implementation
+        implementation = per_backend[name].implementation
         config = tuned.get(name)
         if config is None and implementation is not None and implementation.configure is not None:
             config = implementation.configure(bucket, dtype)
@@ -74,7 +74,7 @@ def choose(
         return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend, kernel)
 
     requested = backend.rstrip("!")
-    if raw.direction == "bwd" and requested not in found:
+    if raw.direction == "bwd" and requested not in per_backend:
         requested = "auto"  # a backend without a backward kernel was requested for its forward
     if requested != "auto":
         reason = why_not.get(requested, missing(requested, device.type) or "is not a registered backend of this op")
@@ -137,13 +137,13 @@ def _composed(raw: "RawOp", bucket: tuple[int, ...], dtype: Any, backend: str, n
 
 
 def _tuned(
-    row: table.Row, found: Mapping[str, Option], bucket: tuple[int, ...], dtype: Any
+    row: table.Row, per_backend: Mapping[str, Option], bucket: tuple[int, ...], dtype: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What a row says of backends that can run: (measured configs, reasons why one does not fit)."""
     configs: dict[str, Any] = {}
     misfits: dict[str, str] = {}
     for choice in row.choices:
-        implementation = found[choice.backend].implementation if choice.backend in found else None
+        implementation = per_backend[choice.backend].implementation if choice.backend in per_backend else None
         if choice.config is not None and implementation is not None:
             try:
                 configs[choice.backend] = from_row(implementation, choice.config, bucket, dtype)
