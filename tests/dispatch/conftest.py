@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import RawOp, preference, register_impl, replay, table, unregister_impl
+from tilewright.dispatch import RawOp, preference, register_impl, replay, unregister_impl
+from tilewright.dispatch.tables import table
 from tilewright.jit import tape
 from tilewright.log import forget_logged
 

@@ -133,7 +133,7 @@ def test_the_real_tree_has_the_edges_that_selection_rests_on():
     assert not [file for file in kernel.files if file.startswith(("tests/ops/attention", "tests/models"))]
     header = next(file for file in graph.uses if file.startswith(f"{OPS}/gemm/") and file.endswith(".cuh"))
     assert "matmul" in select([header], graph).ops
-    assert "tests/dispatch/test_table.py" in select(["src/tilewright/dispatch/table.py"], graph).files
+    assert "tests/dispatch/tables/test_table.py" in select(["src/tilewright/dispatch/tables/table.py"], graph).files
     alone = {file for file in graph.uses if file.startswith(f"{OPS}/") and not graph.users({file})} - {
         quick_tests.INDEX
     }

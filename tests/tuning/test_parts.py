@@ -9,7 +9,7 @@ import torch
 
 from tilewright.bench.statistics import Samples, paired_ratio
 from tilewright.dispatch import contracts, implementations
-from tilewright.dispatch.configs import from_row, to_row
+from tilewright.dispatch.tables.configs import from_row, to_row
 from tilewright.tuning.decide import decide
 from tilewright.tuning.problem import Problem, bucket_of, fake_call, shrink_rows
 from tilewright.tuning.search import Effort, Race, Track

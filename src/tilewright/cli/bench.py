@@ -86,7 +86,7 @@ def bench_suite(
     from tilewright.bench.tables import write_table as store
     from tilewright.cli.case import sizes
     from tilewright.dispatch import contracts
-    from tilewright.dispatch.table import read
+    from tilewright.dispatch.tables.table import read
 
     if suite is None:
         raise UsageError(f"bench needs a SUITE: {', '.join(suites())} (or --report).")

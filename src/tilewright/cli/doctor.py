@@ -58,8 +58,8 @@ def examine() -> dict[str, Any]:
     """The report as plain data."""
     import torch
 
-    from tilewright.dispatch import table
     from tilewright.dispatch.backends import BACKENDS, missing
+    from tilewright.dispatch.tables import table
     from tilewright.hardware import ceilings, device_info, toolchain
     from tilewright.settings import describe
 

@@ -4,7 +4,7 @@ Registered with `Library.define/impl` plus a fake; autograd stands outside (`dis
 guards. Outputs are allocated here, as `outputs` declares: what the fake promises is what every implementation gets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -209,8 +209,17 @@ class RawOp:
             return None
         return results[0] if self.count == 1 else results
 
-    def launch(self, args: Sequence[Any], plan: Plan, outs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        """Carry out `plan`, into `outs` where given, which are writable; returns the outputs."""
+    def launch(
+        self,
+        args: Sequence[Any],
+        plan: Plan,
+        outs: tuple[Tensor, ...] | None = None,
+        without: Mapping[str, str] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Carry out `plan`, into `outs` where given, which are writable; returns the outputs.
+
+        without: backends that have no kernel for this call, and why.
+        """
         if outs is not None and not any(out.numel() for out in outs):
             return outs
         if plan.launch is None or args[0].numel() == 0:
@@ -220,7 +229,8 @@ class RawOp:
             try:
                 plan.launch(results, *args, config=plan.config)
             except KernelMissingError as error:
-                return self.launch(args, self._plan_without(args, plan, error), outs)
+                without = {**(without or {}), plan.backend: str(error)}
+                return self.launch(args, self._plan_without(args, plan, without), outs, without)
         return results
 
     def _compute(self, args: Sequence[Any], numerics: str, outs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -236,9 +246,8 @@ class RawOp:
             out.copy_(value)
         return outs
 
-    def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
-        """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
-        without = {plan.backend: str(error)}
+    def _plan_without(self, args: Sequence[Any], plan: Plan, without: Mapping[str, str]) -> Plan:
+        """Another plan, from now on: kernels of `without` are in no cache and cannot be compiled here."""
         key = self._plan_key(args, plan.requested, plan.numerics)
         return self._keep_plan(key, args, lambda: choose(self, args, plan.requested, plan.numerics, without))
 

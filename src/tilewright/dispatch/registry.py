@@ -22,6 +22,7 @@ __all__ = [
     "GENERATION",
     "Implementation",
     "implementations",
+    "joint_reason",
     "list_kernels",
     "register_impl",
     "register_kernel",
@@ -75,9 +76,9 @@ class Implementation:
             return self
         return next(kernel for kernel in self.kernels if kernel.config_type is type(config))
 
-    def without(self, kernels: "Sequence[Implementation]") -> "Implementation":
-        """The same backend without some of its kernels; at least one must be left."""
-        return _merged([kernel for kernel in self.kernels if kernel not in kernels]) if kernels else self
+    def only(self, kernels: "Sequence[Implementation]") -> "Implementation":
+        """The same backend with these of its kernels alone, at least one, in its order of preference."""
+        return self if len(kernels) == len(self.kernels or (self,)) else _merged(kernels)
 
 
 _implementations: dict[tuple[str, str], dict[str, list[Implementation]]] = {}
@@ -185,8 +186,7 @@ def _merged(kernels: Sequence[Implementation]) -> Implementation:
         return tuple(c for kernel in kernels if kernel.candidates for c in kernel.candidates(bucket, dtype))
 
     def supports(*args: Any) -> str | None:
-        reasons = [kernel.supports(*args) if kernel.supports else None for kernel in kernels]
-        return None if None in reasons else reasons[-1]
+        return joint_reason(kernels, [kernel.supports(*args) if kernel.supports else None for kernel in kernels])
 
     return replace(
         first, launch=launch, configure=configure, candidates=candidates, supports=supports, config_type=None,
@@ -194,6 +194,21 @@ def _merged(kernels: Sequence[Implementation]) -> Implementation:
         batch_invariant=any(kernel.batch_invariant for kernel in kernels),
         configs=tuple(config for kernel in kernels for config in kernel.configs), kernel="", kernels=tuple(kernels),
     )  # fmt: skip
+
+
+def joint_reason(kernels: Sequence[Implementation], reasons: Sequence[str | None]) -> str | None:
+    """Why none of `kernels` can run, given the reason of each; None where one has none.
+
+    Each reason is told once, after the names of its kernels; without names where all kernels have the same.
+    """
+    names: dict[str, list[str]] = {}
+    for kernel, reason in zip(kernels, reasons, strict=True):
+        if reason is None:
+            return None
+        names.setdefault(reason, []).append(kernel.kernel)
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
 
 
 def register_impl(

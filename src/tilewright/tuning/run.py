@@ -13,9 +13,10 @@ from filelock import FileLock, Timeout
 from tilewright.bench import machine
 from tilewright.bench.cases import Case, known_contracts, select, suites
 from tilewright.bench.tables import header, slug, users_table
-from tilewright.dispatch import table, table_update
 from tilewright.dispatch.backends import check_name, missing
 from tilewright.dispatch.contract import Direction
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import arch
 from tilewright.settings import current
@@ -149,7 +150,7 @@ class _Run:
                 return
             tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
             if tuned.changed or before is None:
-                table_update.update(self.report.table, header(self._machine), [tuned.row])
+                update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
     def _row(self, key: tuple[str, ...]) -> table.Row | None:

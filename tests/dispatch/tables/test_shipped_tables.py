@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilewright.ops
-from tilewright.dispatch import contract, implementations, table
-from tilewright.dispatch.configs import from_row, to_row
+from tilewright.dispatch import contract, implementations
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row, to_row
 
 FILES = sorted(table.folders()[0].glob("*/*.json"))
 ROWS = [(path.stem, row) for path in FILES for row in table.read(path)[1]]

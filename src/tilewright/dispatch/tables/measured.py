@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.dispatch import table
 from tilewright.dispatch.raw import RawOp
 from tilewright.dispatch.select import Plan
+from tilewright.dispatch.tables import table
 from tilewright.hardware import device_info
 
 _LARGEST = 20  # log2 of the largest bucket of rows that is looked for
