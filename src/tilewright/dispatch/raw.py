@@ -310,8 +310,8 @@ class RawOp:
 
 
 def _with_memory(a: Any) -> Any:
-    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory, which
-    had the strides of a dense one when the caller chose and checked.
+    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory,
+    which had the strides of a dense one when the call was checked.
     """
     if isinstance(a, Tensor) and a.layout is torch.strided and a.dim() and not any(a.stride()):
         return a.clone(memory_format=torch.contiguous_format)
