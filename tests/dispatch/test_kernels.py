@@ -85,7 +85,7 @@ def run(m: int, n: int = 4, backend: str = "auto", mode: str = "default") -> Sim
 
 def test_a_module_is_imported_when_its_backend_is_considered():
     assert "house_of_kernels.kernels.cpu.few" not in sys.modules
-    assert list(implementations("test_house", "fwd", "house_of_kernels")) == ["cpu"]
+    assert list(implementations("test_house", "fwd")) == ["cpu"]
     assert "house_of_kernels.kernels.cpu.few" in sys.modules
 
 
@@ -150,7 +150,7 @@ def test_schemas():
 
 
 def test_a_row_names_the_kernel():
-    backend = implementations("test_house", "fwd", "house_of_kernels")["cpu"]
+    backend = implementations("test_house", "fwd")["cpu"]
     few, many = backend.kernels
     for kernel in (few, many):
         (config,) = kernel.configs
@@ -181,7 +181,7 @@ def test_a_measured_row_chooses_the_kernel(monkeypatch):
 
 
 def test_the_space_holds_every_kernel_that_serves():
-    backend = implementations("test_house", "fwd", "house_of_kernels")["cpu"]
+    backend = implementations("test_house", "fwd")["cpu"]
     modules = [type(config).__module__ for config in backend.space(Bucket(4, 4), None)]
     assert [module.rpartition(".")[2] for module in modules] == ["few", "few", "many", "many"]
     assert len(backend.space(Bucket(64, 4), None)) == 2

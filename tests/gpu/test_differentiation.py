@@ -78,7 +78,7 @@ def backends_of(name, args):
     from tilewright.dispatch.select import refusal
 
     raw = contract(name).forward
-    found = implementations(raw.op, raw.direction, raw.package)
+    found = implementations(raw.op, raw.direction)
     return [b for b in KERNELS if b in found and refusal(raw, found, b, args, "default") is None]
 
 

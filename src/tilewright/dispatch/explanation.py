@@ -67,7 +67,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         function(*fake[: len(args)], **dict(zip(kwargs, fake[len(args) :], strict=True)))
     raw, raw_args, _, numerics = recording.calls[0]
     plan = recording.plans[0]
-    backends = implementations(raw.op, raw.direction, raw.package)
+    backends = implementations(raw.op, raw.direction)
     verdicts = tuple(
         Verdict(name, name == plan.backend, refusal(raw, backends, name, raw_args, numerics))
         for name in known(backends)

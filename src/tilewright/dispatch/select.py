@@ -50,7 +50,7 @@ def choose(
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
     if raw.compose is not None:
         return _composed(raw, bucket, dtype, backend, numerics)
-    backends = implementations(raw.op, raw.direction, raw.package, device.type)
+    backends = implementations(raw.op, raw.direction, device.type)
     refused = {name: refusal(raw, backends, name, args, numerics) for name in known(backends)} | dict(without or {})
     backends = {name: each if refused[name] else able(each, args, numerics) for name, each in backends.items()}
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")

@@ -75,7 +75,7 @@ def space(problem: Problem, search: Search, backend: str | None = None) -> Space
         raw, args = call
         plan = raw.plan(args, "auto", "default")
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
-        impls = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
+        impls = implementations(raw.op, raw.direction, raw.device_of(args).type)
         runnable = [name for name in known(impls) if refusal(raw, impls, name, args, "default") is None]
         impls = {name: able(impls[name], args, "default") for name in runnable if name in impls}
     present = Trial(plan.backend, plan.config, default=True, kernel=plan.kernel)
