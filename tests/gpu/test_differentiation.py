@@ -78,7 +78,7 @@ def backends_of(name, args):
     from tilewright.dispatch.options import runnable
 
     raw = contract(name).forward
-    found = implementations(raw.op, raw.direction, raw.package)
+    found = implementations(raw.op, raw.direction)
     able = runnable(raw, found, args, "default")
     return [b for b in KERNELS if b in able]
 

@@ -55,7 +55,7 @@ def test_cutile(name, workload):
 @pytest.mark.parametrize(("name", "params"), PRODUCTS, ids=name_of)
 def test_products(name, params, backend):
     op = contract(name).forward
-    if backend not in implementations(op.op, op.direction, op.package) or missing(backend, "cuda") is not None:
+    if backend not in implementations(op.op, op.direction) or missing(backend, "cuda") is not None:
         pytest.skip(f"{name} has no {backend} here")
     require(name, Workload("single", params), backend)
 

@@ -23,9 +23,9 @@ TREE = {
     f"{OPS}/norm/kernels/triton/rows.py": "from tilewright.ops.norm import add_rms_norm, rms_norm\nrms_norm.FORWARD",
     f"{OPS}/norm/kernels/cpu/rows.py": "from tilewright.ops.norm.add_rms_norm import FORWARD",
     f"{OPS}/norm/peers/add_rms_norm.py": "",
-    f"{OPS}/gemm/matmul/__init__.py": "def matmul(): ...",
-    f"{OPS}/gemm/matmul/cuda.py": "FILE = 'matmul.cuh'",
-    f"{OPS}/gemm/matmul/matmul.cuh": "#include <tilewright/tiles.cuh>",
+    f"{OPS}/gemm/matmul/__init__.py": "KERNELS = ('sm90.matmul',)\ndef matmul(): ...",
+    f"{OPS}/gemm/kernels/sm90/matmul.py": "FILE = 'matmul.cuh'",
+    f"{OPS}/gemm/kernels/sm90/matmul.cuh": "#include <tilewright/tiles.cuh>",
     "src/tilewright/jit/include/tilewright/tiles.cuh": "",
     "src/tilewright/dispatch/__init__.py": (
         "from tilewright.dispatch.way import call\nfrom tilewright.dispatch.table import read"
@@ -74,7 +74,7 @@ def graph(tmp_path: Path) -> Graph:
         (f"{OPS}/norm/kernels/cpu/rows.py", set(), {"add_rms_norm"}),
         (f"{OPS}/norm/peers/add_rms_norm.py", set(), {"add_rms_norm"}),
         # device code, through includes
-        (f"{OPS}/gemm/matmul/matmul.cuh", {"ops/gemm/test_matmul"}, {"matmul"}),
+        (f"{OPS}/gemm/kernels/sm90/matmul.cuh", {"ops/gemm/test_matmul"}, {"matmul"}),
         ("src/tilewright/jit/include/tilewright/tiles.cuh", {"ops/gemm/test_matmul"}, {*CONTRACTS}),
         # measurements of an op
         ("src/tilewright/tables/gpu/matmul.json", {"ops/gemm/test_matmul"}, {"matmul"}),

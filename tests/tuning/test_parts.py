@@ -33,7 +33,7 @@ def every_space():
 
     for contract in contracts().values():
         for raw in contract.raw_ops:
-            found, seen = implementations(raw.op, raw.direction, raw.package), set()
+            found, seen = implementations(raw.op, raw.direction), set()
             for workload in contract.workloads:
                 if raw.direction in workload.directions:
                     made = problem(contract.name, raw.direction, workload.name)

@@ -143,7 +143,7 @@ def reference_outputs(
 
 
 def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
-    impls = implementations(raw.op, raw.direction, raw.package)
+    impls = implementations(raw.op, raw.direction)
     names = tuple(runnable(raw, impls, raw_args, "default"))
     return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
 

@@ -51,7 +51,7 @@ def list_ops(json_file: JsonOption = None) -> None:
 def _backends(raw: "RawOp") -> list[str]:
     from tilewright.dispatch import implementations
 
-    return sorted({*implementations(raw.op, raw.direction, raw.package), "torch"})
+    return sorted({*implementations(raw.op, raw.direction), "torch"})
 
 
 def explain_op(

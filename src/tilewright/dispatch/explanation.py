@@ -67,7 +67,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         function(*fake_args, **fake_kwargs)
     raw, raw_args, _, numerics = recording.calls[0]
     plan = recording.plans[0]
-    backends = implementations(raw.op, raw.direction, raw.package)
+    backends = implementations(raw.op, raw.direction)
     verdicts = tuple(
         Verdict(name, name == plan.backend, option.why_not)
         for name, option in options(raw, backends, raw_args, numerics).items()

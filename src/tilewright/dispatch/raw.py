@@ -48,7 +48,7 @@ class RawOp:
     outputs       (args) -> one `OutputSpec` an output
     reference     (args) -> Tensor or tuple: the same thing in plain torch
     bucket        (args) -> NamedTuple of ints: the sizes a choice may depend on; `bucket_names` are its fields
-    batch_fields  fields of the bucket that `numerics("batch_invariant")` ignores
+    batch_fields  fields of the bucket that `numerics("batch_invariant")` ignores; the first, by default
     dtypes        of the first tensor, that implementations take; the reference takes others too
     out           also register the overload `.out`, which writes into given tensors
     refuses_out   (out, args) -> None, or what an `out` of the right shape and dtype lacks; by default it must be
@@ -63,7 +63,7 @@ class RawOp:
 
     op: str
     direction: str
-    args: str | type[tuple[Any, ...]]
+    args: type[tuple[Any, ...]]
     _: KW_ONLY
     package: str
     outputs: Callable[..., tuple[OutputSpec, ...]]
@@ -71,7 +71,7 @@ class RawOp:
     bucket: Callable[..., tuple[int, ...]]
     bucket_names: tuple[str, ...]
     kernels: Sequence[str] = ()
-    batch_fields: Sequence[int | str] = (0,)
+    batch_fields: Sequence[str] | None = None
     count: int = 1
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     out: bool = False
@@ -85,13 +85,13 @@ class RawOp:
         """Register the op with torch; the functions take arguments one by one from here on, as torch passes them."""
         op, direction, args, count = self.op, self.direction, self.args, self.count
         self.key = op if direction == "fwd" else f"{op}_{direction}"
-        schema = self.schema = args if isinstance(args, str) else schema_of(args)
-        self.fields = tuple(declared.split()[-1] for declared in schema.split(", "))
-        self.pack: Callable[[Sequence[Any]], Any] = tuple if isinstance(args, str) else args._make  # type: ignore[attr-defined]
-        if not isinstance(args, str):
-            for name, leading in _TAKE_ARGUMENTS.items():
-                setattr(self, name, self._packed(getattr(self, name), leading))
-        self.batch_positions = tuple(self.bucket_names.index(f) if isinstance(f, str) else f for f in self.batch_fields)
+        schema = self.schema = schema_of(args)
+        self.fields: tuple[str, ...] = args._fields  # type: ignore[attr-defined]
+        self.pack: Callable[[Sequence[Any]], Any] = args._make  # type: ignore[attr-defined]
+        for name, leading in _TAKE_ARGUMENTS.items():
+            setattr(self, name, self._packed(getattr(self, name), leading))
+        batch = self.bucket_names[:1] if self.batch_fields is None else self.batch_fields
+        self.batch_positions = tuple(self.bucket_names.index(field) for field in batch)
         if self.kernels:
             list_kernels(op, [f"{self.package}.kernels.{kernel}" for kernel in self.kernels])
         self.tensor_count = schema.count("Tensor")
@@ -130,9 +130,9 @@ class RawOp:
             LIBRARY.impl(name, function, key)
         LIBRARY.impl(name, _Guard(name), "Autograd")
 
-    def positions(self, names: Sequence[str | int]) -> tuple[int, ...]:
+    def positions(self, names: Sequence[str]) -> tuple[int, ...]:
         """Where these arguments stand."""
-        return tuple(self.fields.index(name) if isinstance(name, str) else name for name in names)
+        return tuple(self.fields.index(name) for name in names)
 
     # What a call looks like to selection.
 
@@ -163,8 +163,6 @@ class RawOp:
 
     def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
         """Decide, and remember for which generation: another thread may register something meanwhile."""
-        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
-            implementations(self.op, self.direction, self.package, args[0].device.type)
         generation, plan = GENERATION[0], decide()
         self._plans.put(key, (generation, plan))
         return plan
@@ -182,7 +180,7 @@ class RawOp:
         """Can anything but the reference run on such a device?"""
         key = device_type, GENERATION[0]
         if key not in self._has_kernels:
-            backends = implementations(self.op, self.direction, self.package, device_type)
+            backends = implementations(self.op, self.direction, device_type)
             self._has_kernels[key] = any(missing(name, device_type) is None for name in backends)
         return self._has_kernels[key]
 

@@ -8,10 +8,10 @@ package and takes the place of a backend's own kernels.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from threading import Lock, RLock, local
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
-from tilewright.dispatch.backends import BACKENDS, backend_of, importable, missing, module_exists
+from tilewright.dispatch.backends import backend_of, importable, missing
 from tilewright.errors import InputError
 from tilewright.generation import GENERATION
 
@@ -87,8 +87,7 @@ _kernels: dict[tuple[str, str], dict[str, Implementation]] = {}
 """Kernels by op and direction, then by name, in the order in which their modules were imported."""
 _listed: dict[str, dict[str, list[str]]] = {}
 """Modules of each op's kernels, by backend, in the contract's order of preference."""
-_files = RLock()  # a file registers its first implementation before its last line has run
-_reading = local()  # `.depth`: this thread imports a backend's file
+_importing = RLock()  # one thread at a time imports kernels; the others list them when it is done
 _merging = Lock()  # nothing is imported under it: modules register from any thread's import
 
 
@@ -226,8 +225,7 @@ def register_impl(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`.
 
-    It takes the place of an implementation of that name until `unregister_impl`; the one that a backend's file brings
-    never takes the place of another.
+    It takes the place of an implementation of that name until `unregister_impl`.
     """
     if direction not in ("fwd", "bwd"):
         raise InputError(f"register_impl({op!r}): direction {direction!r}; allowed are 'fwd' and 'bwd'.")
@@ -238,8 +236,7 @@ def register_impl(
             op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs,
             candidates,
         )  # fmt: skip
-        stack = _implementations.setdefault((op, direction), {}).setdefault(backend, [])
-        stack.insert(0 if getattr(_reading, "depth", 0) else len(stack), implementation)
+        _implementations.setdefault((op, direction), {}).setdefault(backend, []).append(implementation)
         return launch
 
     return register
@@ -261,35 +258,14 @@ def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
         del stacks[backend]
 
 
-def implementations(op: str, direction: str, package: str, device_type: str | None = None) -> dict[str, Implementation]:
+def implementations(op: str, direction: str, device_type: str | None = None) -> dict[str, Implementation]:
     """Every implementation of a raw op, by backend: those registered, and those in the modules its contract lists.
 
-    With `device_type` the files of backends that cannot run on such a device stay unread.
+    With `device_type` the modules of backends that cannot run on such a device are not imported.
     """
-    with _files:
-        for backend, modules in _listed.get(op, {}).items():
-            if _worth_reading(backend, device_type):
+    with _importing:
+        for backend, modules in listed_kernels(op).items():
+            if importable(backend) if device_type is None else missing(backend, device_type) is None:
                 for module in modules:
                     import_module(module)
-        for backend in () if op in _listed else BACKENDS:
-            module = f"{package}.{backend}"
-            if (
-                backend not in _implementations.get((op, direction), {})
-                and _worth_reading(backend, device_type)
-                and module_exists(module)
-            ):
-                _read(module)
         return {backend: stack[-1] for backend, stack in _implementations.get((op, direction), {}).items()}
-
-
-def _read(module: str) -> None:
-    """Import a backend's file, and those that it imports: what they register lies beneath what is there already."""
-    _reading.depth = getattr(_reading, "depth", 0) + 1
-    try:
-        import_module(module)
-    finally:
-        _reading.depth -= 1
-
-
-def _worth_reading(backend: str, device_type: str | None) -> bool:
-    return importable(backend) if device_type is None else missing(backend, device_type) is None

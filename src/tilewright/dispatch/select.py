@@ -52,7 +52,7 @@ def choose(
     if raw.compose is not None:
         return _composed(raw, bucket, dtype, backend, numerics)
     without = without or {}
-    per_backend = options(raw, implementations(raw.op, raw.direction, raw.package, device.type), args, numerics)
+    per_backend = options(raw, implementations(raw.op, raw.direction, device.type), args, numerics)
     per_backend |= {name: Option(None, reason) for name, reason in without.items()}
     why_not = {name: option.why_not for name, option in per_backend.items()}
     usable = [name for name, reason in why_not.items() if reason is None]

@@ -64,7 +64,7 @@ def modules_of(subject: Contract, device_type: str) -> tuple[str, ...]:
     """The modules whose import registers an op and its implementations."""
     names = ["tilewright.ops", subject.function.__module__]
     for raw in subject.raw_ops:
-        impls = implementations(raw.op, raw.direction, raw.package, device_type)
+        impls = implementations(raw.op, raw.direction, device_type)
         names += [implementation.launch.__module__ for implementation in impls.values()]
     return tuple(dict.fromkeys(names))
 

@@ -75,7 +75,7 @@ def space(problem: Problem, search: Search, backend: str | None = None) -> Space
         raw, args = call
         plan = raw.plan(args, "auto", "default")
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
-        impls = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
+        impls = implementations(raw.op, raw.direction, raw.device_of(args).type)
         able = runnable(raw, impls, args, "default")
     present = Trial(plan.backend, plan.config, default=True, kernel=plan.kernel)
     first, rest = [present], list[Trial]()

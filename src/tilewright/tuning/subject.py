@@ -51,7 +51,7 @@ class Subject:
 
     def implementation(self, backend: str) -> Implementation:
         """The registered implementation of a backend."""
-        return implementations(self.raw.op, self.raw.direction, self.raw.package, self.device.type)[backend]
+        return implementations(self.raw.op, self.raw.direction, self.device.type)[backend]
 
     # Correctness.
 
@@ -82,7 +82,7 @@ class Subject:
         """True if the public function can run the small problem on `backend`, forward and backward."""
         for problem in (replace(self._small_problem, direction="fwd"), self._small_problem):
             with fake_call(problem) as (raw, args):
-                impls = implementations(raw.op, raw.direction, raw.package, self.device.type)
+                impls = implementations(raw.op, raw.direction, self.device.type)
                 if backend not in runnable(raw, impls, args, "default"):
                     return False
         return True

@@ -71,6 +71,6 @@ def _plans(call: RawCall, device: str, backends: Sequence[str]) -> list[Plan]:
         args = call.on(device)
         if not backends:
             return [call.op.plan(args, "auto", "default")]
-        impls = implementations(call.op.op, call.op.direction, call.op.package, device)
+        impls = implementations(call.op.op, call.op.direction, device)
         able = runnable(call.op, impls, args, "default")
         return [call.op.plan(args, f"{name}!", "default") for name in backends if name in able]

@@ -34,7 +34,7 @@ def test_a_row_can_be_followed(name, row):
     dtype = getattr(torch, row.dtype)
     for choice in row.choices:
         if choice.backend != "torch":
-            implementation = implementations(raw.op, raw.direction, raw.package)[choice.backend]
+            implementation = implementations(raw.op, raw.direction)[choice.backend]
             assert hasattr(tilewright.ops, row.op)
             if choice.config is not None:
                 config = from_row(implementation, choice.config, bucket, dtype)

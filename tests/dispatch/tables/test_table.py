@@ -142,7 +142,7 @@ def test_the_variable_may_name_a_folder_of_files(double, spacious, folder, monke
         ({"block": "8"}, "block is '8', a str; it has to be int"),
         ({"block": True}, "block is True, a bool; it has to be int"),
         ({"block": 8, "packed": 1}, "packed is 1, a int; it has to be bool"),
-        ({"block": 12}, r"is outside the search space, 3 configurations for \(4, 8\)"),
+        ({"block": 12}, r"is outside the search space, 3 configurations for Bucket\(M=4, N=8\)"),
     ],
 )
 def test_a_config_that_is_not_ours_is_refused_and_the_default_runs(double, spacious, folder, caplog, config, reason):
