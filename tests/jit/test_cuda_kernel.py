@@ -13,7 +13,7 @@ from tilewright import settings
 from tilewright.errors import BackendError, InputError
 from tilewright.jit import cuda_launch, selftest, tape
 from tilewright.jit.collect import collect
-from tilewright.jit.compilers import CompileError, nvrtc
+from tilewright.jit.compilers import CompileError, nvrtc, nvrtc_program
 from tilewright.jit.compilers.kernel_args import I32, I64, Map, Pointer, parameter_names
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.selftest import Copy, CopyArgs, tma_copy
@@ -116,6 +116,25 @@ def test_what_a_parameter_cannot_be(params, said):
 
 
 # -------------------------------------------------------------------------------------------------------------- compile
+
+
+@needs_nvrtc
+def test_a_process_of_its_own_compiles_the_same(kernels):
+    texts = "__global__ void right(float* x) { x[0] = 1; }", "__global__ void wrong() { missing(); }"
+    right, wrong = (nvrtc_program.Request(text, "kernel.cu", ["-arch=sm_90a"]) for text in texts)
+    here = nvrtc_program.compiled(right)
+    assert here.cubin
+    assert nvrtc_program.in_fresh_process(right) == here
+    assert nvrtc_program.in_fresh_process(wrong) == nvrtc_program.compiled(wrong)
+    assert "missing" in nvrtc_program.compiled(wrong).log
+
+
+@needs_nvrtc
+def test_a_process_that_ends_is_an_error_that_says_so(kernels, monkeypatch):
+    monkeypatch.setattr(nvrtc.compiler, "fresh_process", True)
+    monkeypatch.setattr(nvrtc_program.sys, "executable", "/bin/false")
+    with pytest.raises(CompileError, match="ended with code 1"):
+        tma_copy.compile(COPY, "sm_90a")
 
 
 @needs_nvrtc

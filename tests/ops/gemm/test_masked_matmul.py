@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ops.gemm.bounds import Place
+from tests.ops.gemm.bounds import Place, run
 from tests.ops.gemm.grouped_problems import FP8, HALF, int32, masked, on_every_place
 
 from tilewright.errors import InputError
