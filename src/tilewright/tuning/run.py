@@ -2,17 +2,15 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from tilewright.bench import machine
 from tilewright.bench.cases import Case, known_contracts, select, suites
-from tilewright.bench.tables import header, slug, users_table
+from tilewright.bench.tables import header, users_table
 from tilewright.dispatch import table, table_update
 from tilewright.dispatch.backends import check_name, missing
 from tilewright.dispatch.contract import Direction
@@ -21,6 +19,7 @@ from tilewright.hardware import arch
 from tilewright.settings import current
 from tilewright.tuning.compiling import Compilers
 from tilewright.tuning.decide import decide
+from tilewright.tuning.exclusive import exclusive
 from tilewright.tuning.problem import Problem, bucket_of, modules_of
 from tilewright.tuning.report import Report, Untuned
 from tilewright.tuning.search import Effort, Track
@@ -129,7 +128,7 @@ class _Run:
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._row(key)
         say("waiting for another tuner", 0, 1)
-        with _exclusive(f"{self._machine['device']} {subject.name}") as waited:
+        with exclusive(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
                 search_space = space(problem, self._search, self._backend)
@@ -181,24 +180,3 @@ def _problem(case: Case, device: torch.device, seed: int) -> Problem:
     return Problem(
         case.contract.name, case.direction, workload.params, case.dtype, str(device), seed, modules, inference
     )
-
-
-@contextmanager
-def _exclusive(name: str) -> Iterator[bool]:
-    """Hold the lock called `name` on all machines with this cache folder; yields True if we had to wait for it."""
-    locks = current().cache_dir / "locks"
-    try:
-        locks.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
-    lock = FileLock(locks / f"tune-{slug(name)}.lock")
-    try:
-        lock.acquire(timeout=0)
-        waited = False
-    except Timeout:
-        lock.acquire()
-        waited = True
-    try:
-        yield waited
-    finally:
-        lock.release()
