@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewright
 from tilewright.bench import timing
-from tilewright.dispatch import table
+from tilewright.dispatch import measured, table
 from tilewright.errors import BackendError, InputError
 from tilewright.hardware import graph_capture
 from tilewright.tuning.own_kernels import launch as module
@@ -219,13 +219,11 @@ def test_a_capture_takes_the_default_or_what_is_stored(monkeypatch, caplog):
 
 
 def test_a_capture_is_recognised(monkeypatch):
-    from tilewright.tuning.own_kernels import arguments
-
-    monkeypatch.setattr(arguments, "current_capture", lambda device: graph_capture.Capture(1, 2))
-    reason = arguments.why_not_measured((torch.ones(2),), torch.device("cuda", 0))
-    assert reason == "a CUDA graph is being captured"
-    monkeypatch.setattr(arguments, "current_capture", lambda device: None)
-    assert arguments.why_not_measured((torch.ones(2),), torch.device("cuda", 0)) is None
+    tensors, device = (torch.ones(2), None), torch.device("cuda", 0)
+    monkeypatch.setattr(measured, "current_capture", lambda device: graph_capture.Capture(1, 2))
+    assert measured.why_not_measured(tensors, device) == "a CUDA graph is being captured"
+    monkeypatch.setattr(measured, "current_capture", lambda device: None)
+    assert measured.why_not_measured(tensors, device) is None
 
 
 def test_fake_tensors_transforms_and_recordings_measure_nothing():

@@ -5,14 +5,14 @@ guards. Outputs are allocated here, as `outputs` declares: what the fake promise
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from tilewright.dispatch import replay
+from tilewright.dispatch import measured, replay
 from tilewright.dispatch.arguments import converters, schema_of
 from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bounded import Bounded
@@ -158,16 +158,25 @@ class RawOp:
         key = self._plan_key(args, backend, numerics)
         generation, plan = self._plans.get(key, (-1, None))
         if plan is None or generation != GENERATION[0]:
-            return self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
+            return self._first_plan(key, args, lambda: choose(self, args, backend, numerics))
         return plan
 
-    def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
-        """Decide, and remember for which generation: another thread may register something meanwhile."""
-        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
-            implementations(self.op, self.direction, self.package, args[0].device.type)
-        generation, plan = GENERATION[0], decide()
+    def _first_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
+        """Decide; where the settings say so, measure before.  A plan that is still to be measured is not kept."""
+        device, (generation, plan) = self.device_of(args), self._decided(args, decide)
+        if measured.is_due(self, plan, device):
+            if measured.why_not_measured(args[: self.tensor_count], device) is not None:
+                return replace(plan, provisional=True)
+            measured.measure(self, plan, self.bucket_of(args, plan.numerics), self.dtype_of(args), device)
+            generation, plan = self._decided(args, decide)
         self._plans.put(key, (generation, plan))
         return plan
+
+    def _decided(self, args: Sequence[Any], decide: Callable[[], Plan]) -> tuple[int, Plan]:
+        """A decision, and for which generation: another thread may register something meanwhile."""
+        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
+            implementations(self.op, self.direction, self.package, args[0].device.type)
+        return GENERATION[0], decide()
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
         return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
@@ -240,7 +249,9 @@ class RawOp:
         """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
         without = {plan.backend: str(error)}
         key = self._plan_key(args, plan.requested, plan.numerics)
-        return self._keep_plan(key, args, lambda: choose(self, args, plan.requested, plan.numerics, without))
+        decision = self._decided(args, lambda: choose(self, args, plan.requested, plan.numerics, without))
+        self._plans.put(key, decision)
+        return decision[1]
 
     def require_writable(self, args: Sequence[Any], outs: Sequence[Tensor]) -> None:
         """Raise InputError for outputs in whose strides no implementation writes."""
@@ -301,8 +312,8 @@ class RawOp:
 
 
 def _with_memory(a: Any) -> Any:
-    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory, which
-    had the strides of a dense one when the caller chose and checked.
+    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory,
+    which had the strides of a dense one when the caller chose and checked.
     """
     if isinstance(a, Tensor) and a.layout is torch.strided and a.dim() and not any(a.stride()):
         return a.clone(memory_format=torch.contiguous_format)

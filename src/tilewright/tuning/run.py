@@ -22,7 +22,7 @@ from tilewright.tuning.decide import decide
 from tilewright.tuning.exclusive import exclusive
 from tilewright.tuning.problem import Problem, bucket_of, modules_of
 from tilewright.tuning.report import Report, Untuned
-from tilewright.tuning.search import Effort, Track
+from tilewright.tuning.search import PREPARE_S, Effort, Track
 from tilewright.tuning.space import Search, space
 from tilewright.tuning.watched import Watched, WorkerFailed
 
@@ -69,7 +69,7 @@ def tune(
     if backend is not None and (reason := missing(check_name(backend), target.type)):
         raise BackendError(f"tune: backend {backend} {reason}.")
     cases = _cases(suite, case, dtype, direction, target)
-    run = _Run(target, search, backend, min_gain, path, seconds, seed)
+    run = Run(target, search, backend, min_gain, path, seconds, seed)
     end = time.monotonic() + (FOREVER if budget is None else budget)
     try:
         for i, each in enumerate(cases):
@@ -88,7 +88,7 @@ def tune(
     return run.report
 
 
-class _Run:
+class Run:
     """State that the cases of one run share: workers, the table, the report."""
 
     def __init__(
@@ -100,6 +100,7 @@ class _Run:
         path: Path | None,
         seconds: float,
         seed: int | None,
+        prepare: float = PREPARE_S,
     ) -> None:
         self._device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
         self._machine = machine.describe(device).to_dict()
@@ -109,7 +110,7 @@ class _Run:
         seed = secrets.randbelow(2**31) if seed is None else seed
         self.report = Report(self._machine["device"], seed, target)
         gpu = device.type == "cuda"
-        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds)
+        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds, prepare=prepare)
         self._compilers, self._bench = Compilers(current().max_jobs, arch(device), seconds), Watched()
 
     def close(self) -> None:
@@ -123,7 +124,7 @@ class _Run:
 
     def tune(self, case: Case, deadline: float, say: Callable[[str, int, int], None]) -> None:
         """Tune one case, under a lock that machines with this cache folder share."""
-        subject, problem = case.contract, _problem(case, self._device, self.report.seed)
+        subject, problem = case.contract, problem_of(case, self._device, self.report.seed)
         search_space = space(problem, self._search, self._backend)
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._row(key)
@@ -169,12 +170,13 @@ def _cases(
     for each in select(family, ops=ops, dtype=dtype, case=case, device=device):
         if direction in (None, each.direction):
             unique.setdefault(
-                (each.contract.name, each.direction, each.dtype, bucket_of(_problem(each, device, 0))), each
+                (each.contract.name, each.direction, each.dtype, bucket_of(problem_of(each, device, 0))), each
             )
     return list(unique.values())
 
 
-def _problem(case: Case, device: torch.device, seed: int) -> Problem:
+def problem_of(case: Case, device: torch.device, seed: int) -> Problem:
+    """The problem of a case, as a worker rebuilds it."""
     workload, modules = case.workload, modules_of(case.contract, device.type)
     inference = "bwd" not in workload.directions
     return Problem(

@@ -31,11 +31,14 @@ Timed = Callable[[Sequence[Trial], int], dict[Trial, Samples]]
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds of the first look and of the last, and the limit in seconds for any step of one candidate."""
+    """Rounds of the first look and of the last, and limits in seconds: for any step of one candidate, and for making
+    the inputs and the oracle.
+    """
 
     look: int
     rounds: int
     seconds: float
+    prepare: float = PREPARE_S
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Track:
         """Send a request to the worker that has the device; a new worker is first sent the problem."""
         if not self._bench.alive or self._prepared != self._bench.generation:
             try:
-                self._bench.ask("prepare", self._problem, timeout=PREPARE_S)
+                self._bench.ask("prepare", self._problem, timeout=self._effort.prepare)
             except WorkerFailed as error:
                 raise BackendError(f"{self._problem.op}: its inputs cannot be made: {error}") from None
             self._prepared = self._bench.generation

@@ -5,14 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilewright.dispatch.recording import recordings
-from tilewright.dispatch.replay import span, transforms
-from tilewright.hardware.graph_capture import current_capture
-from tilewright.jit.collect import collecting
+from tilewright.dispatch.replay import span
 from tilewright.validate.bits import memory
 
 _GRANULE = 512  # bytes to which torch's allocator aligns: a copy keeps a tensor's alignment
@@ -52,18 +47,6 @@ def dtypes_text(of_call: Sequence[Kind]) -> str:
     """The dtypes of a call as a row of a table writes them: "x=bfloat16,out=float32", each once."""
     fields = sorted({f"{name}={str(dtype).removeprefix('torch.')}" for name, dtype, _ in of_call})
     return ",".join(fields)
-
-
-def why_not_measured(values: Any, device: torch.device) -> str | None:
-    """Why nothing may be measured in this call, in words; None where it may."""
-    tensors = tensors_in(values)
-    if any(type(t) not in (Tensor, Parameter) or is_fake(t) or t.is_meta for t in tensors):
-        return "its tensors are not plain ones"
-    if torch._C._len_torch_dispatch_stack() or transforms() is not None or collecting() is not None or recordings():
-        return "it is traced, transformed or recorded"
-    if device.type == "cuda" and current_capture(device) is not None:
-        return "a CUDA graph is being captured"
-    return None
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ import torch
 from tilewright.bench import machine
 from tilewright.bench.tables import header, users_table
 from tilewright.dispatch import table, table_update
+from tilewright.dispatch.measured import why_not_measured
 from tilewright.dispatch.preference import current_numerics
 from tilewright.errors import BackendError, InputError, TableError
 from tilewright.generation import GENERATION
@@ -26,7 +27,7 @@ from tilewright.hardware import device_info
 from tilewright.log import log_once, logger
 from tilewright.tuning.decide import digits
 from tilewright.tuning.exclusive import exclusive
-from tilewright.tuning.own_kernels.arguments import Kind, device_of, dtypes_text, kinds, why_not_measured
+from tilewright.tuning.own_kernels.arguments import Kind, device_of, dtypes_text, kinds, tensors_in
 from tilewright.tuning.own_kernels.space import Config, Constraint, Sizes, Space, declare, equal, sizes_of, text
 from tilewright.tuning.own_kernels.trials import USER, Launches, Outcome, describe, failures, race
 
@@ -168,7 +169,7 @@ class TunedLaunch(Generic[R]):
         problem = self._problem(sizes, of_call)
         choice = self._stored(problem)
         if choice is None and len(problem.configs) > 1 and current_numerics() == "default":
-            obstacle = why_not_measured((args, kwargs), problem.device)
+            obstacle = why_not_measured(tensors_in((args, kwargs)), problem.device)
             if obstacle is not None:  # a later call may be free of it: nothing is remembered
                 log_once(
                     ("tune-default", self.name, problem.bucket, problem.dtype),
