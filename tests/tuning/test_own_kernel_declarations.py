@@ -6,6 +6,7 @@ from tests.tuning.own_kernel import SPACE, Double
 
 import tilewright
 from tilewright.errors import InputError
+from tilewright.tuning.own_kernels.agreement import difference
 from tilewright.tuning.own_kernels.arguments import copied
 
 
@@ -70,3 +71,28 @@ def test_copies_keep_strides_alignment_and_shared_memory():
     second.zero_()
     assert first.eq(0).sum() == 10
     assert b.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.float16, 2**-9), (torch.bfloat16, 2**-6)]
+)
+def test_the_stated_tolerance_is_the_one_that_holds(dtype, limit):
+    """A row of ones: |first| + rms is 2, so twice the tolerance is allowed."""
+    first = torch.ones(4, 8, dtype=torch.float64)
+    for factor, right in ((1.6, True), (2.6, False)):
+        ours = first.clone()
+        ours[2, 3] += factor * limit
+        exact = first.to(dtype), ours.to(dtype)
+        step = float((exact[1] - exact[0]).abs().max()) / limit
+        assert (step < 2) is right, "the rounded difference is on the same side"
+        fault = difference([exact[0]], [exact[1]], None)
+        assert (fault is None) is right, fault
+
+
+def test_results_of_other_kinds_are_no_matter_of_tolerance():
+    ones, nan = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    assert difference([nan], [nan.clone()], None) is None
+    assert "NaN or infinite elsewhere" in difference([ones], [nan], 10.0)
+    assert "differs in 1 of 3" in difference([torch.arange(3)], [torch.tensor([0, 1, 3])], 10.0)
+    assert "is (3,) torch.float64, not (3,) torch.float32" in difference([ones], [ones.double()], None)
+    assert difference([ones], [], None) == "wrong: 0 results, not 1"
