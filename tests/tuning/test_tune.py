@@ -17,7 +17,7 @@ from tilewright.dispatch.tables import table
 from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import device_info
-from tilewright.tuning import run, tune
+from tilewright.tuning import exclusive, run, tune
 from tilewright.tuning.compiling import compile_candidate
 from tilewright.tuning.worker import Worker
 
@@ -172,7 +172,7 @@ def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, at_home, cache
             header = {field: old[field] for field in ("gpu", "arch", "sm_count", "versions", "date")}
             update(cache_folder / "tables" / slug(name), header, [tuned.row])
 
-    monkeypatch.setattr(run, "FileLock", Seen)
+    monkeypatch.setattr(exclusive, "FileLock", Seen)
     thread = threading.Thread(target=other_process, daemon=True)
     thread.start()
     busy.wait()

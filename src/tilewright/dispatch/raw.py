@@ -5,7 +5,7 @@ guards. Outputs are allocated here, as `outputs` declares: what the fake promise
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tilewright.dispatch.preference import numerics as in_force
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations, list_kernels
 from tilewright.dispatch.select import Plan, choose, invariant
+from tilewright.dispatch.tables import measured
 from tilewright.errors import InputError, KernelMissingError
 
 Strided = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
@@ -158,14 +159,24 @@ class RawOp:
         key = self._plan_key(args, backend, numerics)
         generation, plan = self._plans.get(key, (-1, None))
         if plan is None or generation != GENERATION[0]:
-            return self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
+            return self._first_plan(key, args, lambda: choose(self, args, backend, numerics))
         return plan
 
-    def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
-        """Decide, and remember for which generation: another thread may register something meanwhile."""
-        generation, plan = GENERATION[0], decide()
+    def _first_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
+        """Decide; where the settings say so, measure before.  A plan that is still to be measured is not kept."""
+        device, (generation, plan) = self.device_of(args), self._decided(decide)
+        if measured.is_due(self, plan, device):
+            if measured.why_not_measured(args[: self.tensor_count], device) is not None:
+                return replace(plan, provisional=True)
+            measured.measure(self, plan, self.bucket_of(args, plan.numerics), self.dtype_of(args), device)
+            generation, plan = self._decided(decide)
         self._plans.put(key, (generation, plan))
         return plan
+
+    def _decided(self, decide: Callable[[], Plan]) -> tuple[int, Plan]:
+        """A decision, and for which generation: another thread may register something meanwhile."""
+        generation = GENERATION[0]
+        return generation, decide()
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
         return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
@@ -247,7 +258,9 @@ class RawOp:
     def _plan_without(self, args: Sequence[Any], plan: Plan, without: Mapping[str, str]) -> Plan:
         """Another plan, from now on: kernels of `without` are in no cache and cannot be compiled here."""
         key = self._plan_key(args, plan.requested, plan.numerics)
-        return self._keep_plan(key, args, lambda: choose(self, args, plan.requested, plan.numerics, without))
+        decision = self._decided(lambda: choose(self, args, plan.requested, plan.numerics, without))
+        self._plans.put(key, decision)
+        return decision[1]
 
     def require_writable(self, args: Sequence[Any], outs: Sequence[Tensor]) -> None:
         """Raise InputError for outputs in whose strides no implementation writes."""

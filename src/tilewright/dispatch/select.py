@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Plan:
     row: table.Row | None
     requested: str  # the `backend` that was asked for
     kernel: str = ""  # which of the backend's kernels; "" for torch, and for what `register_impl` registered
+    provisional: bool = field(default=False, compare=False)  # a later call is to be measured: no call is replayed by it
 
 
 def choose(
