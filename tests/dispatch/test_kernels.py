@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewright.dispatch import Implementation, RawOp, implementations, register_impl, unregister_impl
 from tilewright.dispatch.arguments import Size, schema_of
+from tilewright.dispatch.backends import backend_of
 from tilewright.dispatch.options import options, runnable
 from tilewright.dispatch.registry import joint_reason
 from tilewright.dispatch.tables import table
@@ -95,6 +96,23 @@ def test_a_module_is_imported_when_its_backend_is_considered():
     assert "house_of_kernels.kernels.cpu.few" not in sys.modules
     assert list(implementations("test_house", "fwd")) == ["cpu"]
     assert "house_of_kernels.kernels.cpu.few" in sys.modules
+
+
+@pytest.mark.parametrize("name", ["triton", "cutile", "cpu"])
+def test_a_folder_bears_its_backends_name(name):
+    assert backend_of(f"{name}.softmax") == name
+
+
+@pytest.mark.parametrize("name", ["sm80", "sm90", "sm100", "sm120"])
+def test_a_folder_of_an_nvidia_architecture_is_the_cuda_backend(name):
+    assert backend_of(f"{name}.dense") == "cuda"
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm90a", "cuda", "torch", "tritn"])
+def test_no_other_folder_holds_kernels(name):
+    """It would be a backend of that name, of which nothing says what it needs."""
+    with pytest.raises(InputError, match=rf"no kernels lie in {name}/\. Allowed: sm<number>/, triton/, cutile/, cpu/"):
+        backend_of(f"{name}.dense")
 
 
 def test_the_first_kernel_that_serves_the_bucket_runs():

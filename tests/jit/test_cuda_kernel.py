@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.jit.cuda_parts import COPY
+from tests.jit.cuda_parts import COPY, INSTANCES, instance_name, op_kernels
 
 from tilewright import settings
 from tilewright.errors import BackendError, InputError
@@ -373,12 +373,12 @@ def test_zeros_of_both_signs_are_one_source():
     assert tma_copy.source(anything(kX=-0.0)) == tma_copy.source(anything(kX=0.0))
 
 
-def test_every_kernel_of_ours_names_its_parameters():
-    from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
-    from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-    from tilewright.ops.gemm.kernels.sm90 import dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel
+@pytest.mark.parametrize("kernel", op_kernels(), ids=instance_name)
+def test_every_kernel_of_an_op_names_its_parameters(kernel):
+    assert len(parameter_names(kernel.file, kernel.entry)) == len(kernel.signature)
 
-    gemms = (dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel)
-    for module in (fmha_backward_cuda, fmha_cuda, *gemms):
-        for kernel in (each for each in vars(module).values() if isinstance(each, CudaKernel)):
-            assert len(parameter_names(kernel.file, kernel.entry)) == len(kernel.signature), kernel.entry
+
+@pytest.mark.parametrize("kernel", op_kernels(), ids=instance_name)
+def test_every_kernel_of_an_op_is_compiled_by_the_tests(kernel):
+    """Without a GPU `tests/compile` knows of no CUDA kernel but those in INSTANCES."""
+    assert any(kernel is compiled for compiled, *_ in INSTANCES), f"add {kernel.entry} to tests/jit/cuda_parts.py"
