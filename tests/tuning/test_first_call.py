@@ -12,7 +12,7 @@ import tilewright
 from tilewright import settings
 from tilewright.dispatch import contract, replay
 from tilewright.dispatch.contract import _functions
-from tilewright.dispatch.tables import measured, table, update
+from tilewright.dispatch.tables import measured, table
 from tilewright.errors import TableError
 from tilewright.hardware import device_info
 from tilewright.tuning import first_call, run
@@ -221,7 +221,7 @@ def test_an_unwritable_table_does_not_end_the_call(op, monkeypatch, caplog):
     def fails(*args):
         raise TableError("read-only")
 
-    monkeypatch.setattr(update, "update", fails)
+    monkeypatch.setattr(run, "update", fails)
     x = torch.randn(33, 70)
     assert torch.equal(op.double(x), 2 * x)
     assert "was not measured: read-only" in caplog.text
