@@ -23,7 +23,7 @@ from tilewright.dispatch.contract import Direction
 from tilewright.hardware.ceilings import dtype_name
 
 FP8, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
-ATTEMPTS = 2000
+ATTEMPTS = 20_000
 TRAINING_ROWS = 64
 TRAINED = 0.4
 """Share of backwards among the problems that training has."""

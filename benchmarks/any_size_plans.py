@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright.bench.cases import Case
 from tilewright.dispatch import Plan, implementations
-from tilewright.dispatch.select import known, refusal
+from tilewright.dispatch.options import runnable
 from tilewright.ops.attention import vendor
 from tilewright.warmup.absent import AbsentDevice
 from tilewright.warmup.needed import RawCall, trace_case
@@ -69,9 +69,8 @@ def planned_call(call: RawCall) -> Planned:
         plan = raw.plan(args, "auto", "default")
         if plan.launch is not None:
             return Planned(plan)
-        backends = implementations(raw.op, raw.direction, raw.package, "cuda")
-        names = [name for name in known(backends) if name != "torch"]
-        others = tuple(name for name in names if refusal(raw, backends, name, args, "default") is None)
+        backends = implementations(raw.op, raw.direction, "cuda")
+        others = tuple(name for name in runnable(raw, backends, args, "default") if name != "torch")
         counted, on_host = Kernels(), False
         try:
             with _vendor_of_h200(), AbsentDevice(), counted:

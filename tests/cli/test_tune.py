@@ -6,8 +6,8 @@ import pytest
 
 from tilewright.cli.options import seconds
 from tilewright.cli.tune import _share
-from tilewright.dispatch import table
 from tilewright.dispatch.contract import _contracts
+from tilewright.dispatch.tables import table
 from tilewright.errors import UsageError
 
 

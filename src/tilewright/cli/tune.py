@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Search(StrEnum):
-    """In which order candidates are tried."""
+    """Order in which candidates are tried."""
 
     exhaustive = "exhaustive"
     random = "random"
@@ -36,10 +36,11 @@ class Search(StrEnum):
 def tune_ops(
     suite: Annotated[str, typer.Argument(metavar="SUITE|OP", help="norm, activation, ..., all, or one op.")],
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="For all of it: 90s, 5m, 1h; default: no end.")
+        str | None, typer.Option("--budget", metavar="TIME", help="Time for all cases: 90s, 5m, 1h; default: no limit.")
     ] = None,
     min_gain: Annotated[
-        str, typer.Option("--min-gain", metavar="SHARE", help="What a new choice has to gain to replace one.")
+        str,
+        typer.Option("--min-gain", metavar="SHARE", help="Gain that a new choice needs to replace the present one."),
     ] = "3%",
     case: Annotated[
         str | None, typer.Option("--case", metavar="SIZES", help="Only cases with these sizes: M=8192,N=4096.")
@@ -51,19 +52,21 @@ def tune_ops(
         Search, typer.Option("--search", help="The declared order, or a random one for a short budget.")
     ] = Search.exhaustive,
     device_name: DeviceOption = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of the random inputs; default: fresh.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Seed of the random inputs; default: a fresh one.")
+    ] = None,
     table: Annotated[
         Path | None,
         typer.Option(
-            "--table", metavar="FILE", help="The table to write, or a folder, one file an op; default: yours."
+            "--table", metavar="FILE", help="Table to write, or a folder with a file per op; default: your own tables."
         ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Compile, check and time every candidate of each case, and write what is faster into the tuning table.
+    """Compile, check and time every candidate of each case, and write those that are faster into the tuning table.
 
-    Candidates run in processes of their own: one that is wrong, hangs or crashes is recorded and skipped.  The exit
-    code is 1 if a case has no right candidate.
+    Candidates run in separate processes: one that is wrong, hangs or crashes is recorded and skipped.  The exit code is
+    1 if a case has no correct candidate.
     """
     check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     place = device(device_name)
@@ -105,7 +108,7 @@ def _share(text: str) -> float:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[int, int, Case, str, int, int], None]]":
-    """A bar on a terminal; elsewhere one line a case."""
+    """Show progress: a bar on a terminal, elsewhere one line for each case."""
     if not sys.stderr.isatty():
         lines = set()
 

@@ -2,28 +2,28 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from tilewright.bench import machine
 from tilewright.bench.cases import Case, known_contracts, select, suites
-from tilewright.bench.tables import header, slug, users_table
-from tilewright.dispatch import table, table_update
+from tilewright.bench.tables import header, users_table
 from tilewright.dispatch.backends import check_name, missing
 from tilewright.dispatch.contract import Direction
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import arch
 from tilewright.settings import current
 from tilewright.tuning.compiling import Compilers
 from tilewright.tuning.decide import decide
+from tilewright.tuning.exclusive import exclusive
 from tilewright.tuning.problem import Problem, bucket_of, modules_of
 from tilewright.tuning.report import Report, Untuned
-from tilewright.tuning.search import Effort, Track
+from tilewright.tuning.search import PREPARE_S, Effort, Track
 from tilewright.tuning.space import Search, space
 from tilewright.tuning.watched import Watched, WorkerFailed
 
@@ -70,7 +70,7 @@ def tune(
     if backend is not None and (reason := missing(check_name(backend), target.type)):
         raise BackendError(f"tune: backend {backend} {reason}.")
     cases = _cases(suite, case, dtype, direction, target)
-    run = _Run(target, search, backend, min_gain, path, seconds, seed)
+    run = Run(target, search, backend, min_gain, path, seconds, seed)
     end = time.monotonic() + (FOREVER if budget is None else budget)
     try:
         for i, each in enumerate(cases):
@@ -89,7 +89,7 @@ def tune(
     return run.report
 
 
-class _Run:
+class Run:
     """State that the cases of one run share: workers, the table, the report."""
 
     def __init__(
@@ -101,6 +101,7 @@ class _Run:
         path: Path | None,
         seconds: float,
         seed: int | None,
+        prepare: float = PREPARE_S,
     ) -> None:
         self._device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
         self._machine = machine.describe(device).to_dict()
@@ -110,7 +111,7 @@ class _Run:
         seed = secrets.randbelow(2**31) if seed is None else seed
         self.report = Report(self._machine["device"], seed, target)
         gpu = device.type == "cuda"
-        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds)
+        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds, prepare=prepare)
         self._compilers, self._bench = Compilers(current().max_jobs, arch(device), seconds), Watched()
 
     def close(self) -> None:
@@ -124,12 +125,12 @@ class _Run:
 
     def tune(self, case: Case, deadline: float, say: Callable[[str, int, int], None]) -> None:
         """Tune one case, under a lock that machines with this cache folder share."""
-        subject, problem = case.contract, _problem(case, self._device, self.report.seed)
+        subject, problem = case.contract, problem_of(case, self._device, self.report.seed)
         search_space = space(problem, self._search, self._backend)
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._row(key)
         say("waiting for another tuner", 0, 1)
-        with _exclusive(f"{self._machine['device']} {subject.name}") as waited:
+        with exclusive(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
                 search_space = space(problem, self._search, self._backend)
@@ -149,7 +150,7 @@ class _Run:
                 return
             tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
             if tuned.changed or before is None:
-                table_update.update(self.report.table, header(self._machine), [tuned.row])
+                update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
     def _row(self, key: tuple[str, ...]) -> table.Row | None:
@@ -170,35 +171,15 @@ def _cases(
     for each in select(family, ops=ops, dtype=dtype, case=case, device=device):
         if direction in (None, each.direction):
             unique.setdefault(
-                (each.contract.name, each.direction, each.dtype, bucket_of(_problem(each, device, 0))), each
+                (each.contract.name, each.direction, each.dtype, bucket_of(problem_of(each, device, 0))), each
             )
     return list(unique.values())
 
 
-def _problem(case: Case, device: torch.device, seed: int) -> Problem:
+def problem_of(case: Case, device: torch.device, seed: int) -> Problem:
+    """The problem of a case, as a worker rebuilds it."""
     workload, modules = case.workload, modules_of(case.contract, device.type)
     inference = "bwd" not in workload.directions
     return Problem(
         case.contract.name, case.direction, workload.params, case.dtype, str(device), seed, modules, inference
     )
-
-
-@contextmanager
-def _exclusive(name: str) -> Iterator[bool]:
-    """Hold the lock called `name` on all machines with this cache folder; yields True if we had to wait for it."""
-    locks = current().cache_dir / "locks"
-    try:
-        locks.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
-    lock = FileLock(locks / f"tune-{slug(name)}.lock")
-    try:
-        lock.acquire(timeout=0)
-        waited = False
-    except Timeout:
-        lock.acquire()
-        waited = True
-    try:
-        yield waited
-    finally:
-        lock.release()

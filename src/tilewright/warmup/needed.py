@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from tilewright.bench.cases import Case, select
 from tilewright.dispatch import RawOp, contracts, implementations, record
@@ -45,7 +46,7 @@ _STEPS = 16
 
 
 class RawCall(NamedTuple):
-    """A call of one raw op; its tensors have sizes, strides and dtypes, and no data."""
+    """A call of one raw op; its tensors, also those of a list, have sizes, strides and dtypes, and no data."""
 
     op: RawOp
     args: tuple[Any, ...]
@@ -53,8 +54,9 @@ class RawCall(NamedTuple):
     @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for calls that run the same kernels."""
-        described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in self.args)
-        return (self.op.key, *described)
+        leaves, structure = tree_flatten(self.args)
+        described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in leaves)
+        return (self.op.key, str(structure), *described)
 
     def on(self, device: str) -> tuple[Any, ...]:
         """The arguments as tensors on `device`: fake ones on a device that need not exist, or "meta"."""
@@ -64,7 +66,8 @@ class RawCall(NamedTuple):
                 return value
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
-        return tuple(map(placed, self.args))
+        placed_args: tuple[Any, ...] = tree_map(placed, self.args)
+        return placed_args
 
 
 def trace_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]:
@@ -120,7 +123,7 @@ def trace_model(
     """
     for contract in contracts().values():  # import kernel files first: the small tensors they create must not be fake
         for raw in contract.raw_ops:
-            implementations(raw.op, raw.direction, raw.package)
+            implementations(raw.op, raw.direction)
     model = _build(name, dtype)
     device = torch.device("cpu" if arch == "cpu" else "cuda:0")
     try:
