@@ -8,7 +8,7 @@ from tilewright import mask as masks
 from tilewright import ops
 from tilewright.dispatch import record
 from tilewright.ops.attention import score
-from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, FmhaBucket
+from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, SINKS, FmhaBucket
 from tilewright.ops.attention.fmha import BACKWARD, FORWARD
 
 HALF = torch.bfloat16
@@ -19,13 +19,14 @@ HALF = torch.bfloat16
     [
         ({}, HALF, True),
         ({"causal": True, "sinks": torch.zeros(4)}, HALF, True),
+        ({"causal": True}, torch.float32, True),
         ({"mask": masks.window(30)}, HALF, False),
         ({"mask": masks.causal() | masks.prefix(9)}, HALF, False),
         ({"causal": True, "softcap": 3.0}, HALF, False),
         ({"causal": True, "score_mod": score.alibi(torch.ones(4))}, HALF, False),
-        ({"mask": masks.causal() | masks.prefix(9)}, torch.float32, True),
+        ({"mask": masks.causal() | masks.prefix(9)}, torch.float32, False),
     ],
-    ids=["full", "sinks", "window", "program", "softcap", "alibi", "float32"],
+    ids=["full", "sinks", "float32", "window", "program", "softcap", "alibi", "float32_program"],
 )
 def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
     q, k, v = problem(1, 4, 2, 512, 512, 64, dtype=dtype, device="cpu")
@@ -64,6 +65,16 @@ def test_torch_is_the_guess_where_it_was_ahead_of_cuda(direction, sizes, torchs)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("sinks", [0, SINKS])
+def test_torch_is_not_the_guess_where_joining_sinks_takes_longer_than_attention(direction, sinks):
+    raw = {"fwd": FORWARD, "bwd": BACKWARD}[direction]
+    bucket = FmhaBucket(128, 8, 256, 256, 64, 64, CAUSAL, sinks, 1)
+    assert raw.torch_first(bucket, HALF, "cuda") is (not sinks)
+    assert raw.torch_first(bucket._replace(S_q=1, S_k=16384), HALF, "cuda"), "which FLASH divides"
+    assert raw.torch_first(bucket, HALF, "triton")
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize(
     ("sizes", "dtype", "torchs"),
     [
@@ -75,7 +86,9 @@ def test_torch_is_the_guess_where_it_was_ahead_of_cuda(direction, sizes, torchs)
         ({"BH": 64, "D": 100}, HALF, False),
         ({"BH": 64, "D_v": 512}, HALF, False),
         ({"BH": 8, "S_q": 128, "S_k": 128}, torch.float32, False),
-        ({"BH": 8, "S_q": 128, "S_k": 256}, torch.float32, True),
+        ({"BH": 8, "S_q": 128, "S_k": 256}, torch.float32, False),
+        ({"BH": 8, "S_q": 64, "S_k": 512}, torch.float32, True),
+        ({"BH": 8, "S_q": 64, "S_k": 512, "D": 64, "D_v": 64}, torch.float32, False),
         ({"BH": 64, "S_q": 128, "S_k": 128}, torch.float32, True),
     ],
 )

@@ -20,7 +20,8 @@ SOFTCAP, SLOPES, SINKS = 1, 2, 4
 """Bits of `extras` in a bucket."""
 
 
-_FEW_SCORES, _FEW_KEYS, _LAUNCH_BOUND_KEYS = 1 << 18, 1024, 128
+_FEW_SCORES, _FEW_KEYS = 1 << 18, 1024
+_LAUNCH_BOUND = 1 << 15  # elements of the keys of a head, which one program reads
 _WIDEST = 256  # heads of FLASH and cuDNN
 
 
@@ -94,9 +95,14 @@ def few_scores(batch_heads: int, s_q: int, s_k: int) -> bool:
     return keys <= _FEW_KEYS and row_bucket(batch_heads) * row_bucket(s_q) * keys <= _FEW_SCORES
 
 
-def launch_bound(batch_heads: int, s_q: int, s_k: int) -> bool:
-    """Whether the launches of the reference's steps, some twenty, take longer than a kernel without tensor cores."""
-    return s_k <= _LAUNCH_BOUND_KEYS and few_scores(batch_heads, s_q, s_k)
+def steps_of_float32(mask: int, batch_heads: int, s_q: int, s_k: int, width: int) -> bool:
+    """Whether torch comes first for float32: its products are cuBLAS's, those of Triton FMAs.   width: of a key.
+
+    Not where launches take longer, seventeen forward and more backward, than a program of Triton needs for all its
+    keys; nor where a program hides keys, which torch multiplies and our kernels skip.  Estimates, not measured.
+    """
+    launch_bound = few_scores(batch_heads, s_q, s_k) and row_bucket(s_k) * width <= _LAUNCH_BOUND
+    return mask not in (PROGRAM, PACKED) and not launch_bound
 
 
 def in_one_kernel(mask: int, batch_heads: int, s_q: int, s_k: int, d: int, d_v: int) -> bool:

@@ -2,7 +2,15 @@
 
 import torch
 
-from tilewright.ops.attention.bucket import CAUSAL, SLOPES, SOFTCAP, FmhaBucket, in_one_kernel, launch_bound
+from tilewright.ops.attention.bucket import (
+    CAUSAL,
+    SINKS,
+    SLOPES,
+    SOFTCAP,
+    FmhaBucket,
+    in_one_kernel,
+    steps_of_float32,
+)
 
 
 def _in_one_kernel(bucket: FmhaBucket) -> bool:
@@ -14,8 +22,17 @@ def _in_one_kernel(bucket: FmhaBucket) -> bool:
 
 
 def _steps_of_float32(bucket: FmhaBucket) -> bool:
-    """True if torch comes first for float32, whose products are cuBLAS's there and FMAs in Triton; not measured."""
-    return not launch_bound(bucket.BH, bucket.S_q, bucket.S_k)
+    return steps_of_float32(bucket.mask, bucket.BH, bucket.S_q, bucket.S_k, max(bucket.D, bucket.D_v))
+
+
+_JOINED_KEYS = 4096
+
+
+def _joins_sinks(bucket: FmhaBucket) -> bool:
+    """True if torch joins sinks in some ten further kernels, whose launches take longer than a program of ours needs
+    for all keys.  An estimate; of more keys FLASH divides those of a decoding step.
+    """
+    return bool(bucket.extras & SINKS) and bucket.S_k <= _JOINED_KEYS
 
 
 def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
@@ -24,7 +41,7 @@ def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
     D = 64 and up to 1024 queries.
     """
     short = 1024 if bucket.D <= 64 and bucket.mask == CAUSAL else 256
-    vendor_faster = first != "cuda" or bucket.S_q <= short
+    vendor_faster = first != "cuda" or (bucket.S_q <= short and not _joins_sinks(bucket))
     return _steps_of_float32(bucket) if dtype.itemsize == 4 else _in_one_kernel(bucket) and vendor_faster
 
 
@@ -41,5 +58,7 @@ def torch_first_backward(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> 
     tiles = bucket.BH // bucket.group * (bucket.S_k // _KEYS)
     cuda_faster = bucket.group == 1 and tiles >= _FULL_GPU and (bucket.mask == CAUSAL or bucket.D <= 96)
     longer = bucket.mask == CAUSAL and bucket.S_k > bucket.S_q
-    vendor_faster = first != "cuda" or bucket.S_q <= (256 if longer else 512) or not (cuda_faster or longer)
+    short = bucket.S_q <= (256 if longer else 512)
+    joins = short and _joins_sinks(bucket)
+    vendor_faster = first != "cuda" or (not joins and (short or not (cuda_faster or longer)))
     return _steps_of_float32(bucket) if dtype.itemsize == 4 else _in_one_kernel(bucket) and vendor_faster

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
 from tilewright.dispatch.raw import OutputSpec
 from tilewright.mask import Mask
-from tilewright.ops.attention.bucket import in_one_kernel, launch_bound
+from tilewright.ops.attention.bucket import in_one_kernel, steps_of_float32
 from tilewright.ops.attention.checks import check_layout
 from tilewright.ops.attention.layout import dense, spec_like
 from tilewright.ops.attention.mla import checks
@@ -129,10 +129,10 @@ def _torch_first(bucket: MlaBucket, dtype: torch.dtype, first: str) -> bool:
     """Whether torch comes first while no table has the sizes: where it has a fused kernel over joined tensors, but not
     before CUDA C++, which took 0.80 to 0.89 of cuDNN's time over tensors joined beforehand in ten rows on an H200.
     """
-    sizes = bucket.BH, bucket.S_q, bucket.S_k
+    sizes, width = (bucket.BH, bucket.S_q, bucket.S_k), bucket.D + bucket.D_pe
     if dtype.itemsize == 4:
-        return not launch_bound(*sizes)
-    return first != "cuda" and in_one_kernel(bucket.mask, *sizes, bucket.D + bucket.D_pe, bucket.D_v)
+        return steps_of_float32(bucket.mask, *sizes, width)
+    return first != "cuda" and in_one_kernel(bucket.mask, *sizes, width, bucket.D_v)
 
 
 FORWARD = RawOp(
