@@ -1,8 +1,11 @@
 """Times `auto` beside every peer on sizes that nobody chose: drawn from a seed, for all ops.
 
-    python benchmarks/any_size.py --seed 7 --count 200 --json any_size.json [--budget 30m] [--resume]
+    python benchmarks/any_size.py --seed 7 --count 200 --json any_size.json [--budget SECONDS] [--resume]
     python benchmarks/any_size.py --seed 7 --count 200 --list       the problems alone
     python benchmarks/any_size.py --seed 7 --count 200 --plans      what `auto` takes on an H200, without a GPU
+
+A budget holds for everything but the imports: a problem that it cuts off has no row.  Rows are written as they come, so
+a run that is killed keeps them, and --resume measures the rest.
 
 The same seed and count give the same list on any machine and Python.  The first problems of a longer list are those of
 a shorter one, and `--ops` takes the problems of these ops from the same list.  A problem is a case of the bench: cold
@@ -26,9 +29,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from any_size_draw import CPU, GPU, problems
@@ -91,6 +96,18 @@ def _earlier(options: argparse.Namespace) -> Results | None:
     return results
 
 
+@contextmanager
+def _cut_off(budget: float | None) -> Iterator[None]:
+    """Interrupt the block after so many seconds, as Ctrl-C does, which a suite ends on with the rows that it has."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, budget or 0.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -98,7 +115,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", help="only these, separated by commas")
     parser.add_argument("--against", help="peers, separated by commas; default: all")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu; decides the list, so the default is fixed")
-    parser.add_argument("--budget", help="begin no case after this time: 90s, 5m, 1h")
+    parser.add_argument("--budget", help="end after this time: 90s, 5m, 1h")
     parser.add_argument("--json", type=Path, help="write bench JSON here, after every case")
     parser.add_argument("--resume", action="store_true", help="only problems that --json has no row of")
     parser.add_argument("--list", action="store_true", help="print the problems and run nothing")
@@ -126,16 +143,18 @@ def _run(options: argparse.Namespace) -> int:
         if options.json is not None:
             write(options.json, (results if earlier is None else appended(earlier, results)).to_json() + "\n")
 
-    results = run(
-        SUITE,
-        cases=cases,
-        against=against,
-        without={row.key for row in earlier.rows} if earlier is not None else (),
-        budget=None if options.budget is None else seconds(options.budget),
-        device=place,
-        progress=lambda line: print(line, flush=True),
-        keep=keep,
-    )
+    budget = None if options.budget is None else seconds(options.budget)
+    with _cut_off(budget):
+        results = run(
+            SUITE,
+            cases=cases,
+            against=against,
+            without={row.key for row in earlier.rows} if earlier is not None else (),
+            budget=budget,
+            device=place,
+            progress=lambda line: print(line, flush=True),
+            keep=keep,
+        )
     keep(results)
     drawn_keys = {case.key for case in cases}
     rows = results.rows if earlier is None else appended(earlier, results).rows
@@ -154,6 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TilewrightError as error:
         print(f"any_size: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("any_size: interrupted before the first problem", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,34 @@ def test_a_resumed_run_needs_the_file(programs, capsys):
     assert "give both" in capsys.readouterr().err
     assert programs["any_size"].main(["--ops", "matmull", "--list"]) == 2
     assert "no op named matmull" in capsys.readouterr().err
+
+
+def test_a_budget_cuts_off_what_runs_and_nothing_later(programs):
+    cut_off = programs["any_size"]._cut_off
+    with pytest.raises(KeyboardInterrupt), cut_off(0.05):
+        time.sleep(10.0)
+    with cut_off(0.05):
+        pass
+    time.sleep(0.1)
+    with cut_off(None):
+        time.sleep(0.1)
+
+
+def test_an_interrupted_run_writes_the_rows_that_it_has(programs, tmp_path, monkeypatch, capsys):
+    """The second of two problems takes longer than the budget."""
+    measured = programs["any_size"].run.__globals__["measure"]
+
+    def slow(shared: Any, case: Any) -> Any:
+        if case.workload.name.startswith("s4_002"):
+            time.sleep(60.0)
+        return measured(shared, case)
+
+    monkeypatch.setitem(programs["any_size"].run.__globals__, "measure", slow)
+    result = tmp_path / "any_size.json"
+    options = "--seed 4 --device cpu --against eager --ops splitk_reduce --count 2 --budget 20".split()
+    assert programs["any_size"].main([*options, "--json", str(result)]) == 0
+    assert [row.case.split("_")[1] for row in load(result).rows] == ["001"]
+    assert "1 problems not measured" in capsys.readouterr().out
 
 
 def test_a_tiny_run(tmp_path):

@@ -47,10 +47,10 @@ def run(
     suite: an op family ("norm", "activation", "rope", ...) or "all". ops, dtype, case, rows: see `cases.select`.
     cases: measured instead of those that `suite` declares; then `suite` only names the results.
     direction: "fwd" or "bwd" alone. against: names of the peers to run; None runs all. without: keys of cases to leave
-    out. budget: seconds after which no case is begun; what was left, then or by an interruption, stands in
-    `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row. keep: gets the results
-    after every case, for a run that may be killed. Raises UsageError for names that do not exist. A case that fails is
-    recorded in `Results.failures`, and the run goes on.
+    out. budget: seconds after which no case is begun, those of the ceilings among them; what was left, then or by an
+    interruption, stands in `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row.
+    keep: gets the results after every case, for a run that may be killed. Raises UsageError for names that do not
+    exist. A case that fails is recorded in `Results.failures`, and the run goes on.
     """
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
@@ -59,6 +59,7 @@ def run(
     chosen = [item for item in cases if item.key not in without and direction in (None, item.direction)]
     if against is not None:
         check_names({item.contract.name: item.contract for item in chosen}.values(), target, against)
+    began = time.monotonic()
     with _side_stream(target), _repeatable_backward():
         before = machine.clocks(target)
         ceilings = headline(target)
@@ -70,7 +71,6 @@ def run(
             + ", ".join(f"{k} {v:g}" for k, v in ceilings.items())
         )
         say(HEADER)
-        began = time.monotonic()
         begun = 0
         try:
             for item in chosen:
