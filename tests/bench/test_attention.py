@@ -1,5 +1,7 @@
 """The suite "attention": every declared row can be made, is counted as its mask says, and has competitors."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -94,9 +96,22 @@ def test_a_backward_costs_two_and_a_half_forwards() -> None:
     assert there.flops == 4 * 32 * 2 * 64 * 65 // 2
 
 
+def test_efficient_competes_in_float32_without_grouped_heads() -> None:
+    (peer,) = (peer for peer in declared_peers(FMHA, GPU) if peer.name == "efficient")
+
+    def competes(dtype: torch.dtype, **params: Any) -> bool:
+        return peer.make(FMHA.inputs({"B": 1, "H": 2, "S": 30, "D": 16, **params}, dtype, CPU, 0)) is not None
+
+    assert competes(torch.float32)
+    assert competes(torch.float32, causal=True)
+    assert not competes(torch.bfloat16)
+    assert not competes(torch.float32, H_kv=1)
+    assert not competes(torch.float32, window=9)
+
+
 def test_who_competes() -> None:
     assert {peer.name for peer in declared_peers(FMHA, GPU)} == {
-        "cudnn", "flash", "math", "dense_mask", "dense_mask_cudnn", "flex", "fa4",
+        "cudnn", "flash", "efficient", "math", "dense_mask", "dense_mask_cudnn", "flex", "fa4",
     }  # fmt: skip
     assert {peer.name for peer in declared_peers(FMHA, CPU)} == {"eager", "compile"}
 

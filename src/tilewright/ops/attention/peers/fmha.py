@@ -1,5 +1,5 @@
-"""Other attentions: cuDNN, FLASH, plain torch and dense masks by scaled_dot_product_attention, FlexAttention,
-FlashAttention 4.
+"""Other attentions: cuDNN, FLASH, EFFICIENT for float32, plain torch and dense masks by scaled_dot_product_attention,
+FlexAttention, FlashAttention 4.
 """
 
 from collections.abc import Callable
@@ -91,6 +91,15 @@ class Unfused(Fused):
     """With all scores in memory, which short sequences alone allow."""
 
     cases = UNFUSED
+
+
+class OfFloat32(Fused):
+    """Torch's only fused kernel of float32, behind cuDNN and FLASH for other dtypes.  It has no grouped heads."""
+
+    def make(self, sample: Sample) -> Call | None:
+        """The call; None for other dtypes and grouped heads."""
+        q, k, _ = sample.args
+        return super().make(sample) if q.dtype == torch.float32 and q.shape[1] == k.shape[1] else None
 
 
 @dataclass(frozen=True)
@@ -225,6 +234,7 @@ class FlashAttention4:
 PEERS = (
     Fused("cudnn", SDPBackend.CUDNN_ATTENTION),
     Fused("flash", SDPBackend.FLASH_ATTENTION),
+    OfFloat32("efficient", SDPBackend.EFFICIENT_ATTENTION),
     Unfused("math", SDPBackend.MATH),
     DenseMask("dense_mask_cudnn", SDPBackend.CUDNN_ATTENTION),
     DenseMask("dense_mask", SDPBackend.EFFICIENT_ATTENTION, repeats=True),
