@@ -32,8 +32,8 @@ ALLOWED: dict[str, Callable[[Any, Case], bool]] = {
         case.contract.name in ATTENTION and case.dtype == SINGLE and _many_or_long(_sizes(found))
     ),
     # The product is one kernel of cuBLAS; activation, gate and addend are a few more.
-    "float32 product with an epilogue": lambda found, case: (
-        case.contract.name in ("matmul", "bmm") and case.dtype == SINGLE and "epilogue=0" not in found.plan.bucket
+    "large float32 product with an epilogue": lambda found, case: (
+        case.contract.name in ("matmul", "bmm") and case.dtype == SINGLE and _epilogue_of_large(_sizes(found))
     ),
     # One kernel of cuDNN or FLASH, and steps over its result.
     "sinks join the result of many keys": lambda found, case: (
@@ -53,10 +53,15 @@ def _sizes(found: Any) -> dict[str, int]:
     return {name: int(value) for name, value in (part.split("=") for part in found.plan.bucket.split(","))}
 
 
+def _epilogue_of_large(sizes: dict[str, int]) -> bool:
+    large = sizes["K"] > 64 or sizes.get("B", 1) * sizes["M"] * sizes["N"] > 1 << 19
+    return bool(sizes["epilogue"]) and large
+
+
 def _many_or_long(sizes: dict[str, int]) -> bool:
     """Not of a program of masks, which hides keys."""
-    long = sizes["S_k"] * (max(sizes["D"], sizes["D_v"]) + sizes.get("D_pe", 0)) > 1 << 15
-    return sizes["mask"] < PROGRAM and (long or sizes["BH"] * sizes["S_q"] * sizes["S_k"] > 1 << 18)
+    elements = sizes["S_k"] * (max(sizes["D"], sizes["D_v"]) + sizes.get("D_pe", 0))
+    return sizes["mask"] < PROGRAM and (elements > 1 << 15 or sizes["BH"] * sizes["S_q"] * elements > 1 << 26)
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,13 @@ HALF = torch.bfloat16
     [
         ({}, HALF, True),
         ({"causal": True, "sinks": torch.zeros(4)}, HALF, True),
-        ({"causal": True}, torch.float32, True),
         ({"mask": masks.window(30)}, HALF, False),
         ({"mask": masks.causal() | masks.prefix(9)}, HALF, False),
         ({"causal": True, "softcap": 3.0}, HALF, False),
         ({"causal": True, "score_mod": score.alibi(torch.ones(4))}, HALF, False),
         ({"mask": masks.causal() | masks.prefix(9)}, torch.float32, False),
     ],
-    ids=["full", "sinks", "float32", "window", "program", "softcap", "alibi", "float32_program"],
+    ids=["full", "sinks", "window", "program", "softcap", "alibi", "float32_program"],
 )
 def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
     q, k, v = problem(1, 4, 2, 512, 512, 64, dtype=dtype, device="cpu")
@@ -90,6 +89,7 @@ def test_torch_is_not_the_guess_where_joining_sinks_takes_longer_than_attention(
         ({"BH": 8, "S_q": 64, "S_k": 512}, torch.float32, True),
         ({"BH": 8, "S_q": 64, "S_k": 512, "D": 64, "D_v": 64}, torch.float32, False),
         ({"BH": 64, "S_q": 128, "S_k": 128}, torch.float32, True),
+        ({"BH": 32, "S_q": 128, "S_k": 128}, torch.float32, False),
     ],
 )
 def test_a_kernel_of_ours_is_the_guess_where_torch_would_compute_in_steps(sizes, dtype, torchs, direction):

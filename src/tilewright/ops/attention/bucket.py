@@ -21,7 +21,7 @@ SOFTCAP, SLOPES, SINKS = 1, 2, 4
 
 
 _FEW_SCORES, _FEW_KEYS = 1 << 18, 1024
-_LAUNCH_BOUND = 1 << 15  # elements of the keys of a head, which one program reads
+_FEW_ELEMENTS, _FEW_PRODUCTS = 1 << 15, 1 << 26
 _WIDEST = 256  # heads of FLASH and cuDNN
 
 
@@ -98,10 +98,13 @@ def few_scores(batch_heads: int, s_q: int, s_k: int) -> bool:
 def steps_of_float32(mask: int, batch_heads: int, s_q: int, s_k: int, width: int) -> bool:
     """Whether torch comes first for float32: its products are cuBLAS's, those of Triton FMAs.   width: of a key.
 
-    Not where launches take longer, seventeen forward and more backward, than a program of Triton needs for all its
-    keys; nor where a program hides keys, which torch multiplies and our kernels skip.  Estimates, not measured.
+    Not where launches take longer, seventeen forward and more backward, than Triton needs for the keys of a head, which
+    one program reads, and for all products; nor where a program hides keys, which torch multiplies and our kernels
+    skip.  These are estimates, not measured.
     """
-    launch_bound = few_scores(batch_heads, s_q, s_k) and row_bucket(s_k) * width <= _LAUNCH_BOUND
+    keys = row_bucket(s_k)
+    products = row_bucket(batch_heads) * row_bucket(s_q) * keys * width
+    launch_bound = keys * width <= _FEW_ELEMENTS and products <= _FEW_PRODUCTS
     return mask not in (PROGRAM, PACKED) and not launch_bound
 
 

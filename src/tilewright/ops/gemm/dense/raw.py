@@ -74,9 +74,19 @@ def _direct(out: Tensor, args: MatmulArgs) -> bool:
     return copyable(out) or not matmul_bucket(args).aligned
 
 
+_FEW_RESULTS, _SHALLOW = 1 << 19, 64  # a tile of 64 x 64 for each multiprocessor of an H200; K
+
+
 def _torch_first(bucket: Any, dtype: torch.dtype, first: str) -> bool:
-    """Prefers the vendor's library for unmeasured problems of many rows whose epilogue it fuses."""
-    return dtype == torch.float32 or (dtype != FP8 and bucket.M > 64 and bucket.epilogue == PLAIN)
+    """Prefers the vendor's library for unmeasured problems of many rows whose epilogue it fuses.
+
+    Float32 is the library's with any epilogue, though that is more kernels, unless their launches take longer than a
+    tile of Triton; an estimate.
+    """
+    if dtype == torch.float32:
+        results = getattr(bucket, "B", 1) * bucket.M * bucket.N
+        return bucket.epilogue == PLAIN or bucket.K > _SHALLOW or results > _FEW_RESULTS
+    return dtype != FP8 and bucket.M > 64 and bucket.epilogue == PLAIN
 
 
 def gradient_of(forward: RawOp) -> Gradient:
