@@ -64,9 +64,9 @@ def warm_up(
         raise UsageError("warmup needs one of --suite NAME (e.g. norm, or all) and --model CONFIG.")
     check_writable(out, json_file)
     from tilewright.jit import bundle
-    from tilewright.warmup import Wanted, warm
+    from tilewright.warmup import Request, warm
 
-    request = Wanted(
+    request = Request(
         suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens), new_tokens, fp8
     )
     began = time.monotonic()
@@ -90,14 +90,14 @@ def _progress() -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tilewright.warmup import Found, Kernel
+    from tilewright.warmup import Kernel, PlanSummary
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("planning", total=None)
 
         def show(event: "Event") -> None:
-            if isinstance(event, Found):
+            if isinstance(event, PlanSummary):
                 bar.update(task, description=event.arch, total=event.kernels, completed=0)
                 return
             name = event.name if isinstance(event, Kernel) else event.what

@@ -25,7 +25,7 @@ from tilewright.dispatch.bucket import row_bucket
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
 from tilewright.dispatch.tables.measured import by_rows, measured_us
-from tilewright.models.stand_in import Left, Match, Proposal, obstacle, probing, run_both, serving_device
+from tilewright.models.stand_in import Match, NotReplaceable, Proposal, obstacle, probing, run_both, serving_device
 
 _K, _N = 16, 24  # sizes of the probe
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -139,10 +139,10 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if not buckets:
         return None
     if reason := obstacle(module):
-        raise Left("linear", reason)
+        raise NotReplaceable("linear", reason)
     verdict = _reproduces(weight.dtype, weight.device, module.bias is not None)
     if verdict is None:
-        raise Left("linear", "is not x @ weight.T + bias")
+        raise NotReplaceable("linear", "is not x @ weight.T + bias")
     rows = ", ".join(map(str, sorted(buckets)))
     return Proposal(
         "linear", LinearRecipe(backend), ("matmul",), f"ops.matmul, measured faster at M={rows} ({verdict})"

@@ -36,7 +36,7 @@ class Proposal:
     text: str
 
 
-class Left(Exception):
+class NotReplaceable(Exception):
     """A module looks replaceable but is left as it is; the text is the reason."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
@@ -91,13 +91,16 @@ def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return forward(*args, **kwargs)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise Left(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
+        raise NotReplaceable(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
 
 
 def run_both(
     kind: Kind, theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Match | None:
-    """Run both on the same arguments and compare; None where our op refuses them.  Raises Left where `theirs` fails."""
+    """Run both on the same arguments and compare; None where our op refuses them.
+
+    Raises NotReplaceable where `theirs` fails.
+    """
     expected = call(kind, theirs, *args, **kwargs)
     try:
         got = ours(*args, **kwargs)

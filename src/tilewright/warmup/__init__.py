@@ -1,6 +1,6 @@
 """Compile everything a suite or a model will need, before it is needed and on a machine that need not have a GPU.
 
-    outcome = warm(Wanted(model="path/to/model"), ["sm_90"])
+    outcome = warm(Request(model="path/to/model"), ["sm_90"])
     bundle.export(Path("kernels.zip"), outcome.entries())
 
 Three steps: the raw calls (`needed`), the kernels that their launch code would launch on each architecture
@@ -18,17 +18,17 @@ from tilewright.jit import cache
 from tilewright.jit.cache import Entry
 from tilewright.settings import current
 from tilewright.warmup.planning import Failure
-from tilewright.warmup.processes import Event, Found, Kernel, events
-from tilewright.warmup.wanted import Wanted
+from tilewright.warmup.processes import Event, Kernel, PlanSummary, events
+from tilewright.warmup.request import Request
 
-__all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architectures", "warm"]
+__all__ = ["Event", "Failure", "Kernel", "Outcome", "PlanSummary", "Request", "architectures", "warm"]
 
 
 @dataclass
 class Outcome:
     """The results of a warm-up: planned machines, compiled kernels, failures."""
 
-    machines: list[Found] = field(default_factory=list)
+    machines: list[PlanSummary] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def warm(
-    request: Wanted,
+    request: Request,
     archs: Sequence[str] = (),
     *,
     jobs: int | None = None,
@@ -54,7 +54,7 @@ def warm(
     this_arch = this_machine()
     for arch in architectures(archs or [this_arch]):
         for event in events(request, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
-            if isinstance(event, Found):
+            if isinstance(event, PlanSummary):
                 outcome.machines.append(event)
             elif isinstance(event, Kernel):
                 outcome.kernels.append(event)
@@ -72,7 +72,7 @@ def warm(
     return outcome
 
 
-def _absent(plans: Sequence[Found]) -> dict[str, str]:
+def _absent(plans: Sequence[PlanSummary]) -> dict[str, str]:
     """Backends whose kernels this machine cannot compile, and what each lacks."""
     devices = {"cpu" if machine.arch == "cpu" else "cuda" for machine in plans}
     reasons = {name: missing(name, device) for device in devices for name in on_device(device)}

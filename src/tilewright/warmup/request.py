@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """A suite or a model, and the backends, dtype and sizes to prepare.
 
     suite     an op family or "all"
