@@ -64,14 +64,14 @@ def warm_up(
         raise UsageError("warmup needs one of --suite NAME (e.g. norm, or all) and --model CONFIG.")
     check_writable(out, json_file)
     from tilewright.jit import bundle
-    from tilewright.warmup import Request, warm
+    from tilewright.warmup import Scope, warm
 
-    request = Request(
+    scope = Scope(
         suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens), new_tokens, fp8
     )
     began = time.monotonic()
     with _progress() as show:
-        outcome = warm(request, names(arch) or (), jobs=jobs, progress=show)
+        outcome = warm(scope, names(arch) or (), jobs=jobs, progress=show)
     for failure in outcome.failures:
         say(f"FAILED {failure.what} for {failure.arch}: {failure.reason}")
     written = None

@@ -1,6 +1,6 @@
 """Compile everything a suite or a model will need, before it is needed and on a machine that need not have a GPU.
 
-    outcome = warm(Request(model="path/to/model"), ["sm_90"])
+    outcome = warm(Scope(model="path/to/model"), ["sm_90"])
     bundle.export(Path("kernels.zip"), outcome.entries())
 
 Three steps: the raw calls (`needed`), the kernels that their launch code would launch on each architecture
@@ -19,9 +19,9 @@ from tilewright.jit.cache import Entry
 from tilewright.settings import current
 from tilewright.warmup.planning import Failure
 from tilewright.warmup.processes import Event, Kernel, PlanSummary, events
-from tilewright.warmup.request import Request
+from tilewright.warmup.scope import Scope
 
-__all__ = ["Event", "Failure", "Kernel", "Outcome", "PlanSummary", "Request", "architectures", "warm"]
+__all__ = ["Event", "Failure", "Kernel", "Outcome", "PlanSummary", "Scope", "architectures", "warm"]
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Outcome:
 
 
 def warm(
-    request: Request,
+    scope: Scope,
     archs: Sequence[str] = (),
     *,
     jobs: int | None = None,
     progress: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
-    """Compile into the kernel cache what `request` needs on each of `archs` (none: on this machine).
+    """Compile into the kernel cache what `scope` needs on each of `archs` (none: on this machine).
 
     jobs: compilations at once; None is `TILEWRIGHT_MAX_JOBS`, by default what memory and cores allow.
     What cannot be compiled is in the outcome's failures.  Raises UsageError for an unknown suite, model or machine.
@@ -53,7 +53,7 @@ def warm(
     outcome = Outcome()
     this_arch = this_machine()
     for arch in architectures(archs or [this_arch]):
-        for event in events(request, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
+        for event in events(scope, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
             if isinstance(event, PlanSummary):
                 outcome.machines.append(event)
             elif isinstance(event, Kernel):

@@ -17,7 +17,7 @@ from tilewright.errors import BackendError, TilewrightError
 from tilewright.jit.collect import Job
 from tilewright.jit.compilers import nvrtc
 from tilewright.warmup.planning import Failure, Planned, plan
-from tilewright.warmup.request import Request
+from tilewright.warmup.scope import Scope
 
 
 class Kernel(NamedTuple):
@@ -43,13 +43,13 @@ class PlanSummary(NamedTuple):
 Event = PlanSummary | Kernel | Failure
 
 
-def events(request: Request, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
+def events(scope: Scope, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
     """Everything that happens while `arch` is prepared, as it happens: `PlanSummary`, then kernels and failures.
 
     hide_gpus: plan for the architecture as such, whatever GPU is here.  Raises what planning raises.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(request, arch, at_once, sender))
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(scope, arch, at_once, sender))
     with _environment(arch, hide_gpus):
         process.start()
     sender.close()
@@ -93,14 +93,14 @@ def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(request: Request, arch: str, at_once: int, sender: Connection) -> None:
+def _work(scope: Scope, arch: str, at_once: int, sender: Connection) -> None:
     """Plan and compile; runs in the planning process."""
     import torch
 
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     try:
-        calls, others = request.needs(arch)
-        planned = plan(calls, arch, request.backends, others)
+        calls, others = scope.needs(arch)
+        planned = plan(calls, arch, scope.backends, others)
         sender.send(PlanSummary(arch, len(planned.jobs), planned.calls, planned.by_torch))
         for failure in planned.failures:
             sender.send(failure)

@@ -1,4 +1,4 @@
-"""The request of a warm-up."""
+"""What a warm-up prepares."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class Scope:
     """A suite or a model, and the backends, dtype and sizes to prepare.
 
     suite     an op family or "all"
