@@ -11,6 +11,7 @@ from tilewright.dispatch.contract import contract
 from tilewright.dispatch.recording import record
 from tilewright.dispatch.registry import implementations
 from tilewright.dispatch.select import known, refusal
+from tilewright.dispatch.tables.staleness import changes, in_words
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would happen in one call.  `str()` is for people, `to_dict()` for programs."""
+    """What would happen in one call.  `str()` is for people, `to_dict()` for programs.
+
+    stale: how the versions have changed since the row behind the choice was measured; "" where they have not.
+    """
 
     op: str
     direction: str
@@ -37,6 +41,7 @@ class Explanation:
     config: str
     verdicts: tuple[Verdict, ...]
     kernel: str = ""
+    stale: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -46,6 +51,8 @@ class Explanation:
         lines = [f"{self.op} ({self.direction})  {self.bucket} {self.dtype} on {self.device}, numerics {self.numerics}"]
         chosen = f"{self.backend} ({self.kernel})" if self.kernel else self.backend
         lines.append(f"  -> {chosen}: {self.why}" + (f", {self.config}" if self.config != "None" else ""))
+        if self.stale:
+            lines.append(f"     the row is stale, measured with {self.stale}: `tilewright tune` measures it again")
         for v in self.verdicts:
             if not v.chosen:
                 lines.append(f"     {v.backend}: " + (v.refused or "could run"))
@@ -72,7 +79,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         Verdict(name, name == plan.backend, refusal(raw, backends, name, raw_args, numerics))
         for name in known(backends)
     )
+    device = raw_args[0].device
+    stale = "" if plan.row is None else in_words(changes(plan.row, device.type))
     return Explanation(
-        op, raw.direction, plan.bucket, plan.dtype, str(raw_args[0].device), numerics, plan.backend, plan.why,
-        str(plan.config), verdicts, plan.kernel,
+        op, raw.direction, plan.bucket, plan.dtype, str(device), numerics, plan.backend, plan.why,
+        str(plan.config), verdicts, plan.kernel, stale,
     )  # fmt: skip
