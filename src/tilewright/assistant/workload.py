@@ -7,7 +7,6 @@ greedy decoding).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError
+from tilewright.models.language import is_language_model, takes
 
 Goal = Literal["latency", "throughput"]
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
@@ -125,19 +125,6 @@ def workload(
     return Workload(examples, tuple(rows), bool(tokens), goal, new_tokens if generates else 0, device)
 
 
-def is_language_model(model: nn.Module) -> bool:
-    """A causal language model in Hugging Face's sense: it can generate and says how large its vocabulary is."""
-    can = getattr(model, "can_generate", None)
-    return (
-        callable(getattr(model, "generate", None))
-        and callable(can)
-        and bool(can())
-        and hasattr(getattr(model, "config", None), "vocab_size")
-        and not getattr(model.config, "is_encoder_decoder", False)
-        and takes(model, "input_ids")
-    )
-
-
 def greedy(model: nn.Module, input_ids: Tensor, new_tokens: int, attention_mask: Tensor | None = None) -> Tensor:
     """Exactly `new_tokens` greedy tokens (end-of-text is not a reason to stop), through the model's own `generate`."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -160,11 +147,6 @@ def device_of(model: nn.Module) -> torch.device:
     if len(devices) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(map(str, devices)))}; it has to lie on one device.")
     return next(iter(devices), torch.device("cpu"))
-
-
-def takes(model: nn.Module, name: str) -> bool:
-    """Whether `model.forward` names this argument."""
-    return name in inspect.signature(model.forward).parameters
 
 
 def _example(item: Any, device: torch.device, keyword: str | None) -> Example:
