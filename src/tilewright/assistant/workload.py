@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError
-from tilewright.models.language import is_language_model, takes
+from tilewright.warmup.requests import is_language_model, takes
 
 Goal = Literal["latency", "throughput"]
 GOALS: tuple[Goal, ...] = ("latency", "throughput")

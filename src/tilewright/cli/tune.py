@@ -146,8 +146,8 @@ def _tune_ops(suite: str, place: str, case: str | None, options: dict[str, Any])
 
 def _tune_model(name: str, place: str, options: dict[str, Any]) -> "Report":
     from tilewright.assistant import inputs, load
-    from tilewright.models.language import is_language_model
     from tilewright.tuning import tune_model
+    from tilewright.warmup.requests import is_language_model
 
     with redirect_stdout(sys.stderr):  # what a factory or a model prints must not mix with the JSON
         loaded = load.load(name, device=place)

@@ -17,10 +17,9 @@ from tilewright.dispatch.recording import Recording
 from tilewright.dispatch.tables.staleness import changes
 from tilewright.errors import InputError, PatchError
 from tilewright.log import logger
-from tilewright.models.language import is_language_model, takes
 from tilewright.models.patching import plan_patch
 from tilewright.models.specialise import patched_modules
-from tilewright.models.unmeasured import unmeasured_sizes
+from tilewright.models.stand_in import unmeasured_sizes
 from tilewright.tuning.pace import foreseen_us
 from tilewright.tuning.problem import Problem, modules_of
 from tilewright.tuning.recorded import RecordedCall, cost_of, recorded_call
@@ -28,7 +27,7 @@ from tilewright.tuning.report import Report, Untuned
 from tilewright.tuning.run import Job, Progress, Run, refuse_here
 from tilewright.tuning.space import Search
 from tilewright.warmup.calls import RawCall
-from tilewright.warmup.requests import STEPS, prompts_of, run_requests
+from tilewright.warmup.requests import STEPS, is_language_model, prompts_of, run_requests, takes
 
 TOKENS, NEW_TOKENS, BATCH = (1024, 1000), 128, 1
 """What is run by default: two prompts, because kernels treat lengths that are a multiple of 16 differently."""

@@ -1,10 +1,11 @@
 """Run a language model as a request does: a prefill, and decoding steps with a growing cache."""
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 STEPS = 16
 """Decoding steps with a growing cache: within 16 its length is a multiple of 16 once, which kernels specialise on."""
@@ -29,3 +30,21 @@ def run_requests(model: Any, prompts: Iterable[Tensor], new_tokens: int, **optio
 def prompts_of(batch: int, tokens: Iterable[int], device: torch.device) -> Iterator[Tensor]:
     """Token ids (batch, S) for each S in `tokens`; which tokens they are makes no difference to sizes."""
     return (torch.ones(batch, length, dtype=torch.long, device=device) for length in tokens)
+
+
+def is_language_model(model: nn.Module) -> bool:
+    """A causal language model in Hugging Face's sense: it can generate and says how large its vocabulary is."""
+    can = getattr(model, "can_generate", None)
+    return (
+        callable(getattr(model, "generate", None))
+        and callable(can)
+        and bool(can())
+        and hasattr(getattr(model, "config", None), "vocab_size")
+        and not getattr(model.config, "is_encoder_decoder", False)
+        and takes(model, "input_ids")
+    )
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether `model.forward` names this argument."""
+    return name in inspect.signature(model.forward).parameters
