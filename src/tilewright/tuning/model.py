@@ -25,7 +25,7 @@ from tilewright.tuning.problem import Problem, modules_of
 from tilewright.tuning.recorded import RecordedCall, cost_of, recorded_call
 from tilewright.tuning.report import Report, Untuned
 from tilewright.tuning.run import Job, Progress, Run, refuse_here
-from tilewright.tuning.space import Search
+from tilewright.tuning.space import Search, space
 from tilewright.warmup.calls import RawCall
 from tilewright.warmup.requests import STEPS, is_language_model, prompts_of, run_requests, takes
 
@@ -45,6 +45,7 @@ class Size:
 
     raw: RawOp
     plan: Plan
+    device_type: str
     calls: float = 0.0
     largest: RecordedCall | None = None
     smallest: RecordedCall | None = None
@@ -54,6 +55,11 @@ class Size:
     def key(self) -> tuple[str, ...]:
         """(op, direction, bucket, dtype, numerics), as a table row has it."""
         return self.raw.op, "fwd", self.plan.bucket, self.plan.dtype, "default"
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the tables in force have a row of today's versions."""
+        return self.plan.row is not None and not changes(self.plan.row, self.device_type)
 
     def add(self, form: RecordedCall) -> None:
         """Note one more form of call."""
@@ -78,7 +84,7 @@ class Sizes(Recording):
         signature = RawCall(raw, args).signature
         size = self._seen.get(signature)
         if size is None:
-            new = Size(raw, raw.plan(args, "auto", "default"))
+            new = Size(raw, raw.plan(args, "auto", "default"), args[0].device.type)
             size = self._seen[signature] = self.sizes.setdefault(new.key, new)
             try:
                 size.add(recorded_call(contract(raw.op), args))
@@ -115,20 +121,39 @@ def tune_model(
     and attention count although nothing was measured yet.  Sizes with a fresh row in the table are left out, so a run
     that its budget ended goes on in the next one.  All else as in `tune`.
     """
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     refuse_here(device, backend)
     sizes = sizes_of(model, inputs, tokens=tokens, new_tokens=new_tokens, batch=batch, fp8=fp8)
+    return tune_sizes(
+        sizes, device, backend=backend, search=search, budget=budget, min_gain=min_gain, path=path, seconds=seconds,
+        seed=seed, progress=progress,
+    )  # fmt: skip
+
+
+def tune_sizes(
+    sizes: Sequence[Size],
+    device: torch.device,
+    *,
+    backend: str | None = None,
+    search: Search = "exhaustive",
+    budget: float | None = None,
+    min_gain: float = 0.03,
+    path: Path | None = None,
+    seconds: float = 60.0,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Tune those of `sizes` that have no fresh row in the table, those with the most time first; see `tune_model`."""
     run = Run(device, search, backend, min_gain, path, seconds, seed)
     due = [size for size in sizes if not run.is_fresh(size.key)]
     run.report.fresh = len(sizes) - len(due)
     jobs = []
     for size in due:
-        if size.largest is None:
-            run.report.untuned.append(
-                Untuned(size.raw.op, size.plan.bucket, size.plan.dtype, "fwd", f"{size.refused}", False)
-            )
-        else:
+        if size.refused is None:
             jobs.append(_job(size, device, run.report.seed))
+        else:
+            key = size.raw.op, size.plan.bucket, size.plan.dtype, "fwd"
+            run.report.untuned.append(Untuned(*key, size.refused, failed=False))
     return run.all(sorted(jobs, key=lambda job: -job.weight), budget, progress)
 
 
@@ -145,12 +170,23 @@ def sizes_of(
 
     Arguments as in `tune_model`.
     """
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = device_of(model)
     notes = Sizes()
     with unmeasured_sizes(), _patched(model, device, fp8), torch.no_grad(), record(notes):
         for weight in _calls(model, inputs, device, tokens, new_tokens, batch):
             notes.weight = weight
     return list(notes.sizes.values())
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU where there is none."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def choices(size: Size, device: torch.device) -> int:
+    """Number of kernels and configurations of ours that could run this size."""
+    trials = space(_problem(size, device, 0), "exhaustive").trials
+    return sum(trial.backend != "torch" for trial in trials)
 
 
 def _calls(
@@ -159,7 +195,7 @@ def _calls(
     """Run the model; yields before each call how many such calls there are."""
     examples = tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, inputs)
     examples = examples if isinstance(inputs, list) else [examples]
-    if is_language_model(model):
+    if is_language_model(model) and not any(isinstance(e, Mapping) and "input_ids" not in e for e in examples):
         prompts = [_token_ids(example) for example in examples if example is not None]
         prompts = prompts or list(prompts_of(batch, _fitting(model, tokens, new_tokens), device))
         last = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
@@ -194,12 +230,10 @@ def _fitting(model: Any, tokens: Sequence[int], new_tokens: int) -> list[int]:
 
 @contextmanager
 def _patched(model: nn.Module, device: torch.device, fp8: bool) -> Iterator[None]:
-    """The model with our ops inside, whether or not they were measured; one that is patched stays as it is."""
-    if next(patched_modules(model), None) is not None:
-        yield
-        return
+    """The model with our ops inside, whether or not they were measured; of a patched one, its other linear layers."""
+    already = next(patched_modules(model), None) is not None
     try:
-        applied = plan_patch(model, device, fp8)
+        applied = plan_patch(model, device, fp8, ["linear"] if already else None)
     except PatchError as error:
         logger.info("%s", error)  # it may call ops itself
         yield
@@ -213,14 +247,18 @@ def _patched(model: nn.Module, device: torch.device, fp8: bool) -> Iterator[None
 
 def _job(size: Size, device: torch.device, seed: int) -> Job:
     """The problem of a size; its weight is the time of all its calls, measured or foreseen."""
-    assert size.largest is not None
-    subject, dtype = contract(size.raw.op), getattr(torch, size.plan.dtype)
-    case = Case(subject, Workload(size.plan.bucket, {}, (dtype,), ("fwd",)), dtype, "fwd")
-    problem = Problem(
-        subject.name, "fwd", {}, dtype, str(device), seed, modules_of(subject, device.type), True, size.largest,
-        size.smallest,
-    )  # fmt: skip
+    dtype = getattr(torch, size.plan.dtype)
+    case = Case(contract(size.raw.op), Workload(size.plan.bucket, {}, (dtype,), ("fwd",)), dtype, "fwd")
     us = measured_us(size.plan)
-    if us is None or (size.plan.row is not None and changes(size.plan.row, device.type)):
+    if us is None or not size.is_measured:
+        assert size.largest is not None
         us = foreseen_us(cost_of(size.raw, size.largest), dtype, device)
-    return Job(case, problem, size.calls * us)
+    return Job(case, _problem(size, device, seed), size.calls * us)
+
+
+def _problem(size: Size, device: torch.device, seed: int) -> Problem:
+    subject, dtype = contract(size.raw.op), getattr(torch, size.plan.dtype)
+    modules = modules_of(subject, device.type)
+    return Problem(
+        subject.name, "fwd", {}, dtype, str(device), seed, modules, True, recorded=size.largest, checked=size.smallest
+    )
