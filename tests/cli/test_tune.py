@@ -7,7 +7,7 @@ import pytest
 
 from tilewright.cli.options import seconds
 from tilewright.cli.tune import _share
-from tilewright.dispatch import table
+from tilewright.dispatch import register_impl, table, unregister_impl
 from tilewright.dispatch.contract import _contracts
 from tilewright.errors import UsageError
 
@@ -37,6 +37,48 @@ def test_an_op_is_tuned_into_the_table_that_is_named(tilewright, place, fake_op)
     found = json.loads((place / "tune.json").read_text())
     assert found["kind"] == "tune"
     assert found["tuned"][0]["after"]["config"] == row.config == {"kind": "right", "passes": 1}
+
+
+@pytest.fixture
+def quick_op(fake_op):
+    """The fake op with right candidates alone."""
+    register_impl(fake_op.NAME, **fake_op.options(fake_op.FAST))(fake_op.launch)
+    yield fake_op
+    unregister_impl(fake_op.NAME, backend="cpu")
+
+
+def test_a_model_is_tuned_at_its_own_sizes_and_not_again(tilewright, place, quick_op):
+    (place / "own.py").write_text(
+        "import torch\nfrom tests.tuning.fake_op import double\n"
+        "class Own(torch.nn.Module):\n    def forward(self, x):\n        return double(x)\n"
+        "def make():\n    print('making it')\n    return Own(), torch.randn(16, 32)\n"
+    )
+    words = ("tune", "own.py:make", "--device", "cpu", "--backend", "cpu", "--table", "mine.json", "--json", "-")
+    done = tilewright(*words)
+    assert done.exit_code == 0, done.stderr
+    (tuned,) = json.loads(done.stdout)["tuned"]
+    assert (tuned["op"], tuned["bucket"], tuned["after"]["config"]) == (
+        quick_op.NAME, "M=16,N=32", {"kind": "right", "passes": 1},
+    )  # fmt: skip
+    assert re.search(rf"\[1/1\] {quick_op.NAME} M=16,N=32 float32 fwd \(\d+ s\)", done.stderr)
+    assert "making it" in done.stderr
+    again = json.loads(tilewright(*words).stdout)
+    assert (again["tuned"], again["fresh"]) == ([], 1)
+
+
+def test_a_language_model_is_taken_as_optimize_takes_it(tilewright, factory, monkeypatch):
+    prompts = []
+
+    def run_requests(model, ids, new_tokens, **options):
+        prompts.append(([tuple(each.shape) for each in ids], new_tokens))
+        return iter(())
+
+    monkeypatch.setattr("tilewright.tuning.model.run_requests", run_requests)
+    for options in ("", "--tokens 16,10 --batch 2 --new-tokens 4"):
+        done = tilewright("tune", factory, "--device", "cpu", *options.split())
+        assert done.exit_code == 0, done.stderr
+        assert "0 tuned, 0 changed" in done.stdout
+    assert prompts == [([(1, 8)], 128), ([(2, 16), (2, 10)], 4)], "the inputs of the factory, unless lengths are given"
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2 h", 7200)])

@@ -11,7 +11,6 @@ from tilewright.dispatch.contract import contract
 from tilewright.dispatch.recording import record
 from tilewright.dispatch.registry import implementations
 from tilewright.dispatch.select import known, refusal
-from tilewright.dispatch.tables.staleness import changes, in_words
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     It is the call as it would be made here: where a tensor requires a gradient and autograd is on, one with a gradient.
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
     """
+    from tilewright.dispatch.tables.staleness import changes, in_words  # it reads versions of compilers
+
     catalogue.load(op)
     function = contract(op).function
     values = (*args, *kwargs.values())

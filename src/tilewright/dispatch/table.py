@@ -113,8 +113,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     shipped = path.is_relative_to(folders()[0])
     for i, row in enumerate(data.get("rows", [])):
         _check(f"{path}: row {i}", row, _FIELDS, _OPTIONAL)
-        own = {"date": data["date"], "versions": data["versions"], **row}
-        fields = {**own, "gpu": data["gpu"], "source": path.name, "shipped": shipped}
+        dated = {"date": data["date"], "versions": data["versions"], **row}
+        fields = {**dated, "gpu": data["gpu"], "source": path.name, "shipped": shipped}
         if row.get("runner_up") is not None:
             _check(f"{path}: runner_up of row {i}", row["runner_up"], _RUNNER_UP, {})
             fields["runner_up"] = Other(**row["runner_up"])

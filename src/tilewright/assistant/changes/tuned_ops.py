@@ -6,6 +6,8 @@ also replaces the linear layers that win by the new rows, on top of what `op_rep
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from tilewright.models.specialise import patched_modules
 from tilewright.tuning.model import Size, choices, sizes_of, tune_sizes
 
 SHARE = 0.3
-"""Of the budget, for tuning."""
+"""The part of a budget that tuning may take."""
 
 
 class TunedOps:
@@ -86,12 +88,11 @@ class TunedOps:
         return InForce(model, work, self.table)
 
     def _tune(self, model: nn.Module, work: Workload) -> Path:
-        due = [
-            size for size in _sizes(model, work, work.new_tokens) if _has_choice(size, work) and not size.is_measured
-        ]
-        folder = tempfile.TemporaryDirectory(prefix="tilewright-tuned-")
-        _folders.append(folder)
-        path = Path(folder.name) / "tuned_ops.json"
+        tunable = [size for size in _sizes(model, work, work.new_tokens) if _has_choice(size, work)]
+        due = [size for size in tunable if not size.is_measured]
+        folder = Path(tempfile.mkdtemp(prefix="tilewright-tuned-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the table may be in force until then
+        path = folder / "tuned_ops.json"
         report = tune_sizes(due, work.device, budget=self._seconds, path=path)
         if not report.tuned:
             reason = next((case.reason for case in report.untuned), "no size is left")
