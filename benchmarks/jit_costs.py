@@ -27,6 +27,7 @@ from tilewright.bench import machine
 from tilewright.bench.commit import commit
 from tilewright.jit import cache, driver, selftest, tape
 from tilewright.jit.compilers import get_compiler
+from tilewright.jit.compilers.kernel_args import I32, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.selftest import Tile
 from tilewright.jit.tensor_map import tensor_map
@@ -63,6 +64,13 @@ class Value(NamedTuple):
     """Parameters of the kernel that does nothing."""
 
     kValue: int
+
+
+class NothingArgs(NamedTuple):
+    """Arguments of the kernel that does nothing."""
+
+    p: Pointer
+    n: I32
 
 
 def compile_rows(rounds: int) -> dict[str, float]:
@@ -179,7 +187,7 @@ def _nothing() -> CudaKernel:
     header = Path(settings.current().cache_dir, "nothing.cuh")
     header.parent.mkdir(parents=True, exist_ok=True)
     header.write_text(NOTHING)
-    return CudaKernel(header, "nothing", "Pi", archs=("sm_80", "sm_90", "sm_100", "sm_120"))
+    return CudaKernel(header, "nothing", NothingArgs, archs=("sm_80", "sm_90", "sm_100", "sm_120"))
 
 
 def _host_us(calls: dict[str, Callable[[], object]]) -> dict[str, float]:

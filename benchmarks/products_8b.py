@@ -34,8 +34,9 @@ from tilewright.assistant.workload import workload
 from tilewright.bench import machine
 from tilewright.bench.commit import commit
 from tilewright.bench.timing import interleave
-from tilewright.dispatch import contract, table
-from tilewright.dispatch.measured import by_rows
+from tilewright.dispatch import contract
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.measured import by_rows
 from tilewright.errors import BackendError, PatchError
 from tilewright.hardware import device_info
 from tilewright.models import gated_products, linears

@@ -5,7 +5,6 @@ python scripts/op_pages.py [--check]
 """
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from pathlib import Path
 import tilewright.ops  # noqa: F401  (binds the contracts)
 from tilewright.bench import schema
 from tilewright.bench.report.cells import mean, ratio
-from tilewright.dispatch import Contract, contracts
-from tilewright.dispatch.backends import BACKENDS
+from tilewright.dispatch import Contract, contracts, implementations
+from tilewright.dispatch.backends import BACKENDS, importable
 from tilewright.dispatch.registry import listed_kernels
 
 ROOT = Path(__file__).parent.parent
@@ -44,22 +43,25 @@ def page(contract: Contract) -> str:
 
 
 def _support(contract: Contract) -> Iterator[str]:
-    source = Path(inspect.getfile(sys.modules[contract.forward.package])).parent
-    composed = contract.gradient is not None and contract.gradient.op.compose is not None
-    listed = listed_kernels(contract.name)
     yield "| backend | forward | backward |\n|---|---|---|"
-    for backend in BACKENDS:
-        files = [ROOT / "src" / f"{module.replace('.', '/')}.py" for module in listed.get(backend, ())]
-        if not listed and (file := source / f"{backend}.py").exists():
-            files = [file]
-        if files:
-            text = "".join(file.read_text() for file in files)
-            backward = "yes" if re.search(r'direction="bwd"|register_kernel\(\s*(\w+\.)?\w*BACKWARD', text) else "no"
-            if composed:
-                backward = "composed of forwards"
-            links = ", ".join(f"[{file.parent.name}/{file.name}](../../{file.relative_to(ROOT)})" for file in files)
-            yield f"| {backend} | {links} | {backward} |"
+    listed = listed_kernels(contract.name)
+    for backend in (backend for backend in BACKENDS if backend in listed):
+        files = [ROOT / "src" / f"{module.replace('.', '/')}.py" for module in listed[backend]]
+        links = ", ".join(f"[{file.parent.name}/{file.name}](../../{file.relative_to(ROOT)})" for file in files)
+        yield f"| {backend} | {links} | {_backward(contract, backend)} |"
     yield "| torch | reference | autograd of the reference |"
+
+
+def _backward(contract: Contract, backend: str) -> str:
+    """Say whether `backend` has a kernel for the contract's gradient; its modules are imported to see."""
+    if contract.gradient is None:
+        return "no"
+    raw = contract.gradient.op
+    if raw.compose is not None:
+        return "composed of forwards"
+    if not importable(backend):
+        sys.exit(f"{contract.name}: the page says what {backend} registers, and its libraries are not installed here")
+    return "yes" if backend in implementations(raw.op, raw.direction) else "no"
 
 
 def _promises(contract: Contract) -> Iterator[str]:

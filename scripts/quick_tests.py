@@ -88,7 +88,7 @@ class Graph:
         return None
 
     def _of_module(self, module: str, device: list[str]) -> Iterator[str]:
-        tree, file = self._trees[module], self.modules[module]
+        tree = self._trees[module]
         family = ".".join(module.split(".")[:3])  # tilewright.ops.gemm
         aliases: dict[str, str] = {}
         for node in _imports(tree):
@@ -115,9 +115,6 @@ class Graph:
                 yield from filter(None, [self.modules.get(f"{family}.kernels.{part.value}")])  # of an op's list
         for op in (op for op, declared in self.ops.items() if declared == module):  # the bench finds it by name
             yield from filter(None, [self.modules.get(f"{family}.peers.{op}")])
-        if module in self.ops.values() and file.endswith("__init__.py"):  # dispatch finds the files of backends by name
-            folder = file.removesuffix("__init__.py")
-            yield from (each for each in self.modules.values() if each.rpartition("/")[0] == folder.rstrip("/"))
 
 
 def select(changed: Iterable[str], graph: Graph) -> Selection:

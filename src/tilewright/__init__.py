@@ -26,12 +26,14 @@ if TYPE_CHECKING:
         use_backend,
     )
     from tilewright.models import patch
+    from tilewright.tuning.own_kernels import tune
 
 _HOME = {
     "analyze": "tilewright.assistant",
     "optimize": "tilewright.assistant",
     "calibrate": "tilewright.bench.calibrate",
     "patch": "tilewright.models",
+    "tune": "tilewright.tuning.own_kernels",
     **dict.fromkeys(
         (
             "explain",
@@ -76,6 +78,7 @@ __all__ = [
     "register_impl",
     "set_backend",
     "settings",
+    "tune",
     "use_backend",
 ]
 

@@ -40,12 +40,12 @@ def log_once(key: object, message: str, level: int = logging.WARNING) -> None:
         logger.log(level, message)
 
 
-def log_once_a_tree(key: str, message: str, level: int = logging.WARNING) -> None:
+def log_once_a_tree(key: str, message: str) -> None:
     """Log once in this process and all processes that it starts later: they inherit the key in their environment."""
     keys = os.environ.get(_LOGGED, "").split("|")
     if key not in keys:
         os.environ[_LOGGED] = "|".join([*filter(None, keys), key])
-        log_once(key, message, level)
+        log_once(key, message)
 
 
 def forget_logged() -> None:

@@ -17,6 +17,7 @@ from tilewright.generation import GENERATION
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _COMPILERS = ("nvrtc", "nvcc")
+_AUTOTUNE = ("off", "first_call")
 _BYTES_PER_COMPILER = 2 << 30  # nvcc and ptxas need less, also for a large kernel
 
 
@@ -42,6 +43,12 @@ def _compiler(text: str) -> str:
     if text.lower() in _COMPILERS:
         return text.lower()
     raise ValueError(f"{text!r} is not a CUDA C++ compiler; allowed: {', '.join(_COMPILERS)}")
+
+
+def _autotune(text: str) -> str:
+    if text.lower() in _AUTOTUNE:
+        return text.lower()
+    raise ValueError(f"{text!r} is not a time to tune; allowed: {', '.join(_AUTOTUNE)}")
 
 
 def _count(text: str) -> int:
@@ -95,6 +102,18 @@ class Settings:
     )
     tuning_table: Path | None = _variable(
         "a tuning table (JSON) that outranks the shipped and the user's own", "TILEWRIGHT_TUNING_TABLE", parse=_path
+    )
+    autotune: str = _variable(
+        "when ops are measured at sizes that no tuning table has: off, or first_call",
+        "TILEWRIGHT_AUTOTUNE",
+        parse=_autotune,
+        default="off",
+    )
+    autotune_seconds: int = _variable(
+        "budget of TILEWRIGHT_AUTOTUNE=first_call for one size, in seconds",
+        "TILEWRIGHT_AUTOTUNE_SECONDS",
+        parse=_count,
+        default=30,
     )
     arch: str | None = _variable(
         "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH", parse=_architecture

@@ -19,8 +19,9 @@ from tilewright.assistant.observation.observe import Observation, observe
 from tilewright.assistant.timing.decide import Noise
 from tilewright.assistant.timing.measure import Comparison, Metric
 from tilewright.assistant.workload import workload
-from tilewright.dispatch import register_impl, table, table_update, unregister_impl
-from tilewright.dispatch.tables import extra, staleness
+from tilewright.dispatch import register_impl, unregister_impl
+from tilewright.dispatch.tables import extra, staleness, table
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import InputError, PatchError
 from tilewright.hardware import device_info
 from tilewright.models.specialise import Patched
@@ -69,7 +70,7 @@ def tuner(monkeypatch):
             for size in sizes
         ]
         budgets.append(budget)
-        table_update.update(path, header, rows)
+        update(path, header, rows)
         return Report("cpu", 0, path, tuned=rows)
 
     monkeypatch.setattr("tilewright.assistant.changes.tuned_ops.tune_sizes", tune_sizes)

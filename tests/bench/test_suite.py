@@ -23,8 +23,9 @@ from tilewright.bench.statistics import Samples
 from tilewright.bench.suite import run
 from tilewright.bench.tables import write_table
 from tilewright.bench.timing import interleave
-from tilewright.dispatch import Cost, Sample, contract, register_impl, table
+from tilewright.dispatch import Cost, Sample, contract, register_impl
 from tilewright.dispatch.backends import missing as missing_backend
+from tilewright.dispatch.tables import table
 from tilewright.errors import InputError, KernelMissingError, UsageError
 
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from tilewright import settings
 from tilewright.assistant.timing.threads import restored_threads
 from tilewright.cli import app
-from tilewright.dispatch import register_impl, table
+from tilewright.dispatch import register_impl
+from tilewright.dispatch.tables import table
 from tilewright.hardware import ceilings, device_info
 
 

@@ -9,7 +9,7 @@ import torch
 from tilewright.bench import calibrate as calibration
 from tilewright.bench.cases import suites
 from tilewright.bench.schema import load
-from tilewright.dispatch import table
+from tilewright.dispatch.tables import table
 
 TINY = ("norm", "rms_norm", "--case", "M=8,N=64", "--dtype", "fp32", "--against", "eager", "--device", "cpu")
 

@@ -6,7 +6,7 @@ import platform
 import torch
 
 import tilewright as package
-from tilewright.dispatch import table_update
+from tilewright.dispatch.tables.update import update
 from tilewright.hardware import device_info
 from tilewright.settings import describe
 
@@ -39,7 +39,7 @@ def test_stale_rows_of_the_users_tables_are_counted_with_advice(tilewright, plac
         row = {"op": "rms_norm", "direction": "fwd", "bucket": "M=4,N=8", "dtype": "float32", "numerics": "default"}
         row |= {"backend": "torch", "config": None, "us": 1.0, "noise": 0.0, "torch_us": None}
         header = {"gpu": cpu.name, "arch": "cpu", "sm_count": cpu.sm_count, "versions": versions, "date": "2026-11-20"}
-        table_update.update(place.parent / "cache" / "tables" / "mine", header, [row])
+        update(place.parent / "cache" / "tables" / "mine", header, [row])
         return tilewright("doctor", "--json", "machine.json").stdout
 
     assert "! 1 of 1 rows of" in (said := measured({"torch": "1.0"}))

@@ -7,8 +7,9 @@ import pytest
 
 from tilewright.cli.options import seconds
 from tilewright.cli.tune import _share
-from tilewright.dispatch import register_impl, table, unregister_impl
+from tilewright.dispatch import register_impl, unregister_impl
 from tilewright.dispatch.contract import _contracts
+from tilewright.dispatch.tables import table
 from tilewright.errors import UsageError
 
 

@@ -24,7 +24,8 @@ from tests.harness import ledger
 from tests.harness.cases import RawCall, call_that_selects, declared_calls, triton_implementations
 
 import tilewright
-from tilewright.dispatch import contracts, table
+from tilewright.dispatch import contracts
+from tilewright.dispatch.tables import table
 from tilewright.validate.layouts import misaligned
 
 pytestmark = pytest.mark.compile

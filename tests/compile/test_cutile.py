@@ -67,7 +67,7 @@ IMPLEMENTATIONS = {
     op.key: (contract, op, implementation)
     for contract in contracts().values()
     for op in contract.raw_ops
-    if (implementation := implementations(op.op, op.direction, op.package).get("cutile")) is not None
+    if (implementation := implementations(op.op, op.direction).get("cutile")) is not None
 }
 
 

@@ -2,24 +2,37 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from tilewright import settings
-from tilewright.dispatch import RawOp, preference, register_impl, replay, table, unregister_impl
+from tilewright.dispatch import RawOp, preference, register_impl, replay, unregister_impl
+from tilewright.dispatch.tables import table
 from tilewright.jit import tape
 from tilewright.log import forget_logged
+
+
+class Args(NamedTuple):
+    x: Tensor  # (M, N)
+
+
+class Bucket(NamedTuple):
+    M: int
+    N: int
+
 
 DOUBLE = RawOp(
     "test_double",
     "fwd",
-    "Tensor x",
+    Args,
     package="tilewright_tests_no_such_package",
-    outputs=lambda x: ((x.shape, x.dtype),),
-    reference=lambda x: 2 * x,
-    bucket=lambda x: (x.shape[0], x.shape[1]),
-    bucket_names=("M", "N"),
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=lambda args: 2 * args.x,
+    bucket=lambda args: Bucket(*args.x.shape),
+    bucket_names=Bucket._fields,
     out=True,
 )
 

@@ -1,5 +1,7 @@
 """The way of one call: raw op, guard, out=, gradients, torch.compile, recording, explanation."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tests.harness.registry import own_registry
@@ -138,6 +140,18 @@ def test_explain_says_what_is_chosen_and_why_the_rest_is_not():
         explain("rms_norm", X, W, backend="triton")
     with pytest.raises(InputError, match="weight"):
         explain("rms_norm", X, W[:3])
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_explain_takes_tensors_inside_sequences(sequence, fake):
+    """merge_states makes four raw arguments of them, group_gemm passes a list on to its raw op."""
+    with FakeTensorMode() if fake else nullcontext():
+        o, lse = (sequence(torch.randn(*shape) for _ in range(2)) for shape in ((2, 4, 8), (2, 4)))
+        a, b = sequence((torch.ones(4, 8), torch.ones(3, 6))), sequence((torch.ones(8, 5), torch.ones(6, 7)))
+    assert explain("merge_states", o, lse).bucket == "M=8,D=8,N=2"
+    assert explain("merge_states", o, lse=lse).bucket == "M=8,D=8,N=2"
+    assert explain("group_gemm", a, list_b=b).bucket.startswith("M=4,N=7,K=8,G=2,")
 
 
 def test_unknown_op_names_the_known_ones():

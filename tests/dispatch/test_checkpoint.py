@@ -23,7 +23,7 @@ def places():
         if subject.gradient is None:
             continue
         raw = subject.forward
-        known = {"torch", *implementations(raw.op, "fwd", raw.package)}
+        known = {"torch", *implementations(raw.op, "fwd")}
         for device, backends in (("cpu", ("torch", "cpu")), ("interpreter", ("triton",)), ("cuda", sorted(known))):
             for backend in known.intersection(backends) - ({"cpu"} if device == "cuda" else set()):
                 yield pytest.param(name, device, backend, marks=MARKS.get(device, ()), id=f"{name}-{device}-{backend}")

@@ -44,6 +44,23 @@ def test_out_is_written_by_the_next_one(tries):
     assert len(tries) == 1
 
 
+def test_several_backends_may_lack_their_kernels(tries):
+    """Each plan leaves out all that were tried; the second once brought the first back, until the stack was full."""
+
+    @register_impl("swiglu", backend="unbundled_too")
+    def launch(outs, gate, up, *, config):
+        tries.append("too")
+        raise KernelMissingError("no kernel in the cache, and no compiler")
+
+    gate, up = torch.randn(3, 7), torch.randn(3, 7)
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(ops.swiglu(gate, up), ops.swiglu(gate, up, backend="torch"))
+    finally:
+        unregister_impl("swiglu", backend="unbundled_too")
+    assert tries == [gate.shape, "too"]
+
+
 def test_a_strict_wish_is_an_error(tries):
     raw = contract("swiglu").forward
     with pytest.raises(BackendError, match="no kernel in the cache"):

@@ -1,6 +1,7 @@
 """Several kernels are one backend: listed by module name, imported when considered, each with its own config."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
@@ -8,9 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import RawOp, implementations, register_impl, table, unregister_impl
+from tilewright.dispatch import Implementation, RawOp, implementations, register_impl, unregister_impl
 from tilewright.dispatch.arguments import Size, schema_of
-from tilewright.dispatch.configs import from_row, to_row
+from tilewright.dispatch.backends import backend_of
+from tilewright.dispatch.options import options, runnable
+from tilewright.dispatch.registry import joint_reason
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row, to_row
 from tilewright.errors import InputError, RefusedError, TableError
 
 KERNEL = """
@@ -83,10 +88,31 @@ def run(m: int, n: int = 4, backend: str = "auto", mode: str = "default") -> Sim
     return SimpleNamespace(plan=plan, ran=[name for name, _ in LAUNCHED])
 
 
+def the_backend() -> Implementation:
+    return implementations("test_house", "fwd")["cpu"]
+
+
 def test_a_module_is_imported_when_its_backend_is_considered():
     assert "house_of_kernels.kernels.cpu.few" not in sys.modules
-    assert list(implementations("test_house", "fwd", "house_of_kernels")) == ["cpu"]
+    assert list(implementations("test_house", "fwd")) == ["cpu"]
     assert "house_of_kernels.kernels.cpu.few" in sys.modules
+
+
+@pytest.mark.parametrize("name", ["triton", "cutile", "cpu"])
+def test_a_folder_bears_its_backends_name(name):
+    assert backend_of(f"{name}.softmax") == name
+
+
+@pytest.mark.parametrize("name", ["sm80", "sm90", "sm100", "sm120"])
+def test_a_folder_of_an_nvidia_architecture_is_the_cuda_backend(name):
+    assert backend_of(f"{name}.dense") == "cuda"
+
+
+@pytest.mark.parametrize("name", ["sm_90", "sm90a", "cuda", "torch", "tritn"])
+def test_no_other_folder_holds_kernels(name):
+    """It would be a backend of that name, of which nothing says what it needs."""
+    with pytest.raises(InputError, match=rf"no kernels lie in {name}/\. Allowed: sm<number>/, triton/, cutile/, cpu/"):
+        backend_of(f"{name}.dense")
 
 
 def test_the_first_kernel_that_serves_the_bucket_runs():
@@ -98,8 +124,58 @@ def test_a_kernel_that_refuses_the_call_leaves_it_to_the_next():
     assert run(4, 200).ran == ["few"]  # which `many` refuses
     refused = run(16, 200)
     assert (refused.ran, refused.plan.backend) == ([], "torch")
-    with pytest.raises(RefusedError, match="takes N < 100"):
+
+
+def test_where_no_kernel_can_run_each_says_why():
+    both = r"^test_house\[cpu\] cpu\.few: takes up to 8 rows; cpu\.many: takes N < 100 \(M=16,N=200, float32\)\. Sup"
+    with pytest.raises(RefusedError, match=both):
         run(16, 200, "cpu!")
+    args = torch.ones(16, 200), None, 3.0
+    assert the_backend().supports(*args) == "cpu.few: takes up to 8 rows; cpu.many: takes N < 100"
+    with pytest.raises(RefusedError, match=r"\[cpu\] cpu\.few: is not batch invariant; cpu\.many: takes N < 100 \(M="):
+        run(4, 200, "cpu!", "batch_invariant")
+
+
+def test_a_reason_that_kernels_share_is_told_once():
+    few, many = the_backend().kernels
+    last = replace(many, kernel="cpu.last")
+    assert joint_reason((few, many, last), ("a", "b", "a")) == "cpu.few, cpu.last: a; cpu.many: b"
+    assert joint_reason((few, many), ("a", "a")) == "a", "no kernel needs a name"
+    assert joint_reason((few, many), ("a", None)) is None
+
+
+def test_a_backend_is_an_option_with_the_kernels_that_can_run():
+    asked = []
+
+    def counting(kernel):
+        return replace(kernel, supports=lambda *args: asked.append(kernel.kernel) or kernel.supports(*args))
+
+    backend = the_backend()
+    backend = replace(backend, kernels=tuple(map(counting, backend.kernels)))
+
+    def option(m, n, numerics="default"):
+        asked.clear()
+        found = options(FORWARD, {"cpu": backend}, (torch.ones(m, n), None, 3.0), numerics)
+        assert found["torch"] == (None, None), "the reference always can"
+        return found["cpu"]
+
+    assert option(4, 4) == (backend, None)
+    assert asked == ["cpu.few", "cpu.many"], "each is asked once"
+    assert option(16, 4).implementation.kernel == "cpu.many"
+    assert option(4, 200).implementation.kernel == "cpu.few"
+    assert option(4, 4, "batch_invariant").implementation.kernel == "cpu.many"
+    assert option(16, 200) == (None, "cpu.few: takes up to 8 rows; cpu.many: takes N < 100")
+
+
+def test_options_stand_in_static_order():
+    backend = the_backend()
+    backends = {name: replace(backend, backend=name) for name in ("cpu", "zebra", "cuda", "adder")}
+    for args in ((torch.ones(4, 4), None, 3.0), (torch.ones(16, 200), None, 3.0)):
+        assert list(options(FORWARD, backends, args, "default")) == ["zebra", "adder", "cuda", "cpu", "torch"]
+    assert list(runnable(FORWARD, backends, args, "default")) == ["torch"]
+    assert list(runnable(FORWARD, backends, (torch.ones(4, 4), None, 3.0), "default")) == [
+        "zebra", "adder", "cpu", "torch",
+    ]  # fmt: skip
 
 
 def test_promises_are_those_of_each_kernel():
@@ -150,7 +226,7 @@ def test_schemas():
 
 
 def test_a_row_names_the_kernel():
-    backend = implementations("test_house", "fwd", "house_of_kernels")["cpu"]
+    backend = the_backend()
     few, many = backend.kernels
     for kernel in (few, many):
         (config,) = kernel.configs
@@ -181,7 +257,7 @@ def test_a_measured_row_chooses_the_kernel(monkeypatch):
 
 
 def test_the_space_holds_every_kernel_that_serves():
-    backend = implementations("test_house", "fwd", "house_of_kernels")["cpu"]
+    backend = the_backend()
     modules = [type(config).__module__ for config in backend.space(Bucket(4, 4), None)]
     assert [module.rpartition(".")[2] for module in modules] == ["few", "few", "many", "many"]
     assert len(backend.space(Bucket(64, 4), None)) == 2

@@ -16,7 +16,7 @@ HOME = f"{RAW.package}.kernels.cpu.rms_norm"
 
 def found():
     """What runs for backend "cpu" of rms_norm."""
-    return implementations(RAW.op, RAW.direction, RAW.package).get("cpu")
+    return implementations(RAW.op, RAW.direction).get("cpu")
 
 
 def silent(outs, *args, config):
@@ -24,7 +24,7 @@ def silent(outs, *args, config):
     outs[0].zero_()
 
 
-def test_what_a_file_provides_is_there_again():
+def test_what_a_module_provides_is_there_again():
     own = found()
     assert own.kernel == "cpu.rms_norm"
     register_impl("rms_norm", backend="cpu")(silent)
@@ -45,13 +45,13 @@ def test_registrations_are_taken_out_one_by_one():
     assert found() is own
 
 
-def test_a_file_that_is_read_later_lies_beneath(monkeypatch):
-    """Selection reads a backend's file for another direction or op while somebody else has its place."""
+def test_a_module_that_is_imported_later_lies_beneath(monkeypatch):
+    """Selection imports a kernel's module for another direction or op while somebody else has its place."""
     with own_registry():
         unregister_impl("rms_norm", backend="cpu")
         register_impl("rms_norm", backend="cpu")(silent)
         monkeypatch.delitem(sys.modules, HOME)
-        implementations(RAW.op, "bwd", RAW.package)  # no backward is registered, so the file is read
+        implementations(RAW.op, "bwd")  # imports what the contract lists, of either direction
         assert found().launch is silent
         unregister_impl("rms_norm", backend="cpu")
         assert found().kernel == "cpu.rms_norm"

@@ -43,7 +43,7 @@ def on_cpu():
 
     def register(name):
         subject = contract(name)
-        found = implementations(name, "fwd", subject.forward.package)["triton"]
+        found = implementations(name, "fwd")["triton"]
         register_impl(name, backend="cpu", configure=found.configure, supports=found.supports)(found.launch)
         registered.append(subject)
         return subject

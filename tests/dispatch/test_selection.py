@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import get_current_backend, numerics, set_backend, table, use_backend
+from tilewright.dispatch import get_current_backend, numerics, set_backend, use_backend
 from tilewright.dispatch.preference import resolve
+from tilewright.dispatch.tables import table
 from tilewright.errors import BackendError, InputError, TableError
 from tilewright.hardware import device_info
 

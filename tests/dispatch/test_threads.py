@@ -1,4 +1,4 @@
-"""Threads that decide at once: nothing of before a registration is kept, nothing half read is run, each is heard."""
+"""Threads that decide at once: no plan of before a registration is kept, nothing half imported runs, each is heard."""
 
 import importlib
 import sys
@@ -35,49 +35,50 @@ def test_a_plan_that_was_decided_before_a_registration_is_not_kept_after_it(doub
         unregister_impl("test_double", backend="peer")
 
 
-def test_a_plan_is_decided_once_although_deciding_reads_files(double, fast_backend, tmp_path, monkeypatch):
-    package = backend_file(tmp_path, monkeypatch, "once", "")
-    monkeypatch.setattr(double, "package", package)
+def test_a_plan_is_decided_once_although_deciding_imports_kernels(double, tmp_path, monkeypatch):
+    module = kernel_module(tmp_path, monkeypatch, "once", "LAST = 7\n")
+    assert module not in sys.modules
     decided = []
     monkeypatch.setattr(double, "torch_first", lambda *args: decided.append(args) or False)
     for _ in range(3):
-        double.plan((X,), "auto", "default")
+        assert double.plan((X,), "auto", "default").kernel == "cpu.double"
     assert len(decided) == 1
 
 
-def test_a_file_that_is_still_read_is_waited_for(tmp_path, monkeypatch):
-    """Its first implementation is registered before its last line has run."""
+def test_a_module_that_is_still_imported_is_waited_for(double, tmp_path, monkeypatch):
+    """Its kernel is registered before its last line has run."""
     reading = threading.Event()
     monkeypatch.setattr(sys, "tilewright_test_reading", reading, raising=False)
-    package = backend_file(
-        tmp_path,
-        monkeypatch,
-        "slow",
-        "import sys, time\nsys.tilewright_test_reading.set()\ntime.sleep(0.5)\nLAST = 7\n",
-    )
+    slow = "import sys, time\nsys.tilewright_test_reading.set()\ntime.sleep(0.5)\nLAST = 7\n"
+    kernel_module(tmp_path, monkeypatch, "slow", slow)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(implementations, "test_half_read", "fwd", package, "cpu")
+        first = pool.submit(implementations, "test_double", "fwd", "cpu")
         assert reading.wait(timeout=60)
-        found = implementations("test_half_read", "fwd", package, "cpu")
-        assert found["cpu"].launch() == 7
+        out = torch.empty(1)
+        implementations("test_double", "fwd", "cpu")["cpu"].launch((out,), X, config=None)
+        assert out.item() == 7
         first.result(timeout=60)
 
 
-def backend_file(folder, monkeypatch, name, after):
-    """A package of this name with a file `cpu.py`; `after` is what stands behind the registration."""
-    package = f"tilewright_tests_{name}"
-    (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text("")
-    (folder / package / "cpu.py").write_text(
-        "from tilewright.dispatch import register_impl\n"
-        "@register_impl('test_half_read', backend='cpu')\n"
-        "def launch():\n"
-        "    return LAST\n" + after
+def kernel_module(folder, monkeypatch, name, after):
+    """A module that `test_double` lists as its kernel for a CPU; `after` is what stands behind the registration."""
+    module = f"tilewright_tests_{name}.kernels.cpu.double"
+    file = folder.joinpath(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "from tests.dispatch.conftest import DOUBLE\n"
+        "from tilewright.dispatch import register_kernel\n"
+        "@register_kernel(DOUBLE)\n"
+        "def launch(outs, args, config):\n"
+        "    outs[0].fill_(LAST)\n" + after
     )
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
+    monkeypatch.setitem(registry._listed, "test_double", {})
+    for found in (registry._kernels, registry._implementations):
+        monkeypatch.setitem(found, ("test_double", "fwd"), {})
+    registry.list_kernels("test_double", [module])
     importlib.invalidate_caches()
-    return package
+    return module
 
 
 def test_a_recording_inside_another_leaves_the_outer_one_listening(double):

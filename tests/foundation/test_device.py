@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.hardware import DeviceInfo, arch, device, device_info, fp8_dtype
+from tilewright.hardware import DeviceInfo, arch, device, device_info
 
 
 def test_the_cpu():
@@ -63,11 +63,6 @@ def test_a_device_that_does_not_exist_is_refused_by_torch():
 def test_it_does_not_change_under_a_reader():
     with pytest.raises(FrozenInstanceError):
         device_info("cpu").name = "another"
-
-
-def test_fp8_is_fnuz_on_cdna3_and_ocp_elsewhere():
-    assert fp8_dtype("gfx942") == torch.float8_e4m3fnuz
-    assert {fp8_dtype(name) for name in ("gfx950", "sm_90", "sm_100")} == {torch.float8_e4m3fn}
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ def test_defaults():
     found = Settings.from_env({})
     assert (found.backend, found.log, found.tuning_table, found.arch) == (None, None, None, None)
     assert found.disable_fallback is False
+    assert (found.autotune, found.autotune_seconds) == ("off", 30)
     assert found.cache_dir.name == "tilewright"
     assert found.jit_compiler == "nvrtc"
     assert found.max_jobs >= 1
@@ -42,6 +43,9 @@ def test_defaults():
         ("TILEWRIGHT_JIT_DUMP_PTX", "1", "jit_dump_ptx", True),
         ("TILEWRIGHT_MAX_JOBS", "3", "max_jobs", 3),
         ("TILEWRIGHT_CACHE_LIMIT_MB", "64", "cache_limit_mb", 64),
+        ("TILEWRIGHT_AUTOTUNE", "First_Call", "autotune", "first_call"),
+        ("TILEWRIGHT_AUTOTUNE", "off", "autotune", "off"),
+        ("TILEWRIGHT_AUTOTUNE_SECONDS", "5", "autotune_seconds", 5),
     ],
 )
 def test_a_variable_becomes_a_typed_value(variable, text, field, value):
@@ -60,6 +64,9 @@ def test_a_variable_becomes_a_typed_value(variable, text, field, value):
         ("TILEWRIGHT_MAX_JOBS", "0", "a whole number from 1"),
         ("TILEWRIGHT_MAX_JOBS", "-2", "a whole number from 1"),
         ("TILEWRIGHT_CACHE_LIMIT_MB", "1.5", "a whole number from 1"),
+        ("TILEWRIGHT_AUTOTUNE", "firstcall", "off, first_call"),
+        ("TILEWRIGHT_AUTOTUNE", "1", "off, first_call"),
+        ("TILEWRIGHT_AUTOTUNE_SECONDS", "0", "a whole number from 1"),
     ],
 )
 def test_a_malformed_value_is_refused_by_name_with_what_is_allowed(variable, text, allowed):

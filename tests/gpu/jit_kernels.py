@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewright.jit.compilers.kernel_args import F32, F64, I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -24,6 +25,28 @@ class Product(NamedTuple):
     Element: torch.dtype
 
 
-scale = CudaKernel(KERNELS / "scale.cuh", "scale", "PPfd?iq", archs=("sm_80", "sm_90", "sm_100", "sm_120"))
-share_tile = CudaKernel(KERNELS / "share_tile.cuh", "share_tile", "TTi", archs=HOPPER)
-product_mn = CudaKernel(KERNELS / "product_mn.cuh", "product_mn", "TTP", archs=HOPPER)
+class ScaleArgs(NamedTuple):
+    x: Pointer
+    y: Pointer
+    factor: F32
+    shift: F64
+    add: bool
+    n: I32
+    offset: I64
+
+
+class ShareArgs(NamedTuple):
+    source: Map
+    sum: Map
+    distance: I32
+
+
+class ProductArgs(NamedTuple):
+    map_a: Map
+    map_b: Map
+    d: Pointer
+
+
+scale = CudaKernel(KERNELS / "scale.cuh", "scale", ScaleArgs, archs=("sm_80", "sm_90", "sm_100", "sm_120"))
+share_tile = CudaKernel(KERNELS / "share_tile.cuh", "share_tile", ShareArgs, archs=HOPPER)
+product_mn = CudaKernel(KERNELS / "product_mn.cuh", "product_mn", ProductArgs, archs=HOPPER)

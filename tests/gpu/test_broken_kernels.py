@@ -1,14 +1,15 @@
 """Broken Triton kernels are caught on a GPU, each by the mode that is there for it, and a correct one is not."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.gpu.jit_kernels import Scale, scale
+from tests.gpu.jit_kernels import Scale, ScaleArgs, scale
 
 from tilewright import ops
 from tilewright.dispatch import Workload, contract, register_impl, unregister_impl
+from tilewright.jit.compilers.kernel_args import Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.driver import load
 from tilewright.validate import check
@@ -96,11 +97,16 @@ def test_the_same_kernels_without_a_fault_pass(dtype):
 SCALE = Scale(128, torch.float32)
 
 
+class OnlyX(NamedTuple):
+    x: Pointer
+
+
 def not_compiled(x, folder):
     (folder / "scale.cuh").write_text(
-        "namespace tilewright { template <class Config> __global__ void scale(float*) { no }; }"
+        "namespace tilewright { template <class Config> __global__ void scale(float* x) { no }; }"
     )
-    CudaKernel(folder / "scale.cuh", "scale", "P", archs=("sm_80", "sm_90", "sm_100"))((1,), (x,), SCALE, block=128)
+    broken = CudaKernel(folder / "scale.cuh", "scale", OnlyX, archs=("sm_80", "sm_90", "sm_100"))
+    broken((1,), OnlyX(x), SCALE, block=128)
 
 
 def not_loaded(x, folder):
@@ -108,7 +114,7 @@ def not_loaded(x, folder):
 
 
 def not_launched(x, folder):
-    scale((1,), (x, x, 2.0, 1.0, True, 1, 0), SCALE, block=128, shared_bytes=300_000)
+    scale((1,), ScaleArgs(x, x, 2.0, 1.0, True, 1, 0), SCALE, block=128, shared_bytes=300_000)
 
 
 @pytest.mark.parametrize(

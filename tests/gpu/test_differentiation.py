@@ -75,11 +75,12 @@ def exactly(name, args, positions):
 def backends_of(name, args):
     """Kernels that take this call; their refusals are planning's, which other tests look at."""
     from tilewright.dispatch import implementations
-    from tilewright.dispatch.select import refusal
+    from tilewright.dispatch.options import runnable
 
     raw = contract(name).forward
-    found = implementations(raw.op, raw.direction, raw.package)
-    return [b for b in KERNELS if b in found and refusal(raw, found, b, args, "default") is None]
+    found = implementations(raw.op, raw.direction)
+    able = runnable(raw, found, args, "default")
+    return [b for b in KERNELS if b in able]
 
 
 def penalty(function, inputs, seed):

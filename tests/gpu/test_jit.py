@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.gpu.jit_kernels import Product, Scale, Side, product_mn, scale, share_tile
+from tests.gpu.jit_kernels import Product, ProductArgs, Scale, ScaleArgs, ShareArgs, Side, product_mn, scale, share_tile
 
 from tilewright.errors import BackendError
 from tilewright.jit import selftest, tape
-from tilewright.jit.selftest import Copy, Tile, whole_numbers
+from tilewright.jit.selftest import Copy, CopyArgs, Tile, whole_numbers
 from tilewright.jit.tensor_map import tensor_map
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,8 @@ def hopper():
 
 
 def scaled(x, y, factor=2.0, shift=1.0, add=True, offset=0):
-    scale((-(-x.numel() // 128),), (x, y, factor, shift, add, x.numel(), offset), Scale(128, x.dtype), block=128)
+    args = ScaleArgs(x, y, factor, shift, add, x.numel(), offset)
+    scale((-(-x.numel() // 128),), args, Scale(128, x.dtype), block=128)
     return y
 
 
@@ -81,7 +82,7 @@ def test_a_tape_replays_tensor_maps(hopper):
     y = torch.empty_like(x)
     maps = tensor_map(x, (64, 64)), tensor_map(y, (64, 64))
     with tape.listen() as listening:
-        selftest.tma_copy((1,), (*maps, 64, 64), params, block=32, shared_bytes=16384)
+        selftest.tma_copy((1,), CopyArgs(*maps, 64, 64), params, block=32, shared_bytes=16384)
     recorded = listening.finish([x, y])
     for i in range(3):
         other, out = x + i, torch.empty_like(x)
@@ -93,7 +94,7 @@ def test_blocks_of_a_cluster_share_a_tile(hopper):
     x = torch.randn(32, 128, device=hopper)
     total = torch.ones(64, 128, device=hopper)
     maps = tensor_map(x, (32, 32)), tensor_map(total, (32, 32))
-    share_tile((8,), (*maps, 32), Side(32), block=32, cluster=(2, 1, 1))
+    share_tile((8,), ShareArgs(*maps, 32), Side(32), block=32, cluster=(2, 1, 1))
     assert torch.equal(total, 1 + torch.cat([x, x]))
 
 
@@ -102,7 +103,7 @@ def test_operands_that_run_along_m_and_n(hopper, dtype):
     a, b = whole_numbers((64, 64), dtype, hopper), whole_numbers((64, 128), dtype, hopper)
     d = torch.full((64, 128), 77.0, device=hopper)
     maps = tensor_map(a, (64, 64), swizzle=128), tensor_map(b, (64, 64), swizzle=128)
-    product_mn((1,), (*maps, d), Product(dtype), block=128, shared_bytes=3 * 64 * 128)
+    product_mn((1,), ProductArgs(*maps, d), Product(dtype), block=128, shared_bytes=3 * 64 * 128)
     assert torch.equal(d, a.float().T @ b.float())
 
 
@@ -133,7 +134,7 @@ def test_too_much_shared_memory_is_said(hopper):
     x = whole_numbers((64, 64), torch.bfloat16, hopper)
     maps = tensor_map(x, (64, 64)), tensor_map(x, (64, 64))
     with pytest.raises(BackendError, match="shared"):
-        selftest.tma_copy((1,), (*maps, 64, 64), Copy(64, 64, 3, x.dtype), block=32, shared_bytes=300_000)
+        selftest.tma_copy((1,), CopyArgs(*maps, 64, 64), Copy(64, 64, 3, x.dtype), block=32, shared_bytes=300_000)
 
 
 def test_a_grid_of_no_blocks_launches_nothing():

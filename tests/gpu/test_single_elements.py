@@ -19,8 +19,8 @@ CUTILE = [
     (name, w)
     for name in ("rms_norm", "add_rms_norm", "silu_and_mul", "swiglu", "softmax", "apply_rope")
     for w in contract(name).edge_cases
-    if w.name.partition(":")[0] in ROWS
-]
+    if w.name.partition(":")[0] in ROWS and (name, w.params.get("N")) != ("silu_and_mul", 1)
+]  # silu_and_mul reads two columns for one
 PRODUCTS = [
     ("matmul", {"M": 1, "N": 256, "K": 512}),
     ("matmul", {"M": 1, "N": 256, "K": 512, "layout": "tn"}),
@@ -55,7 +55,7 @@ def test_cutile(name, workload):
 @pytest.mark.parametrize(("name", "params"), PRODUCTS, ids=name_of)
 def test_products(name, params, backend):
     op = contract(name).forward
-    if backend not in implementations(op.op, op.direction, op.package) or missing(backend, "cuda") is not None:
+    if backend not in implementations(op.op, op.direction) or missing(backend, "cuda") is not None:
         pytest.skip(f"{name} has no {backend} here")
     require(name, Workload("single", params), backend)
 

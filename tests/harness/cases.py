@@ -32,7 +32,7 @@ def triton_implementations() -> Iterator[tuple[Contract, RawOp, Implementation]]
     """Every forward and backward with a Triton implementation."""
     for contract in contracts().values():
         for op in contract.raw_ops:
-            implementation = implementations(op.op, op.direction, op.package).get("triton")
+            implementation = implementations(op.op, op.direction).get("triton")
             if implementation is not None:
                 yield contract, op, implementation
 

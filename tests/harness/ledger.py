@@ -67,7 +67,12 @@ def check(
         (DRAFTS / f"{backend}-{key}-{arch}.json").write_text(json.dumps(draft))
         return
     file = FOLDER / backend / f"{family}.json"
-    ledger = json.loads(file.read_text())
+    empty: dict[str, Any] = {
+        "compiler": compiler,
+        "columns": list(COLUMNS),
+        "kernels": {},
+    }  # of the first kernel of a family
+    ledger = json.loads(file.read_text()) if file.exists() else empty
     if ledger["compiler"] != compiler:
         return
     known = ledger["kernels"].get(f"{key} {arch}")

@@ -10,10 +10,10 @@ from tilewright.dispatch import contracts, implementations, registry
 @contextmanager
 def own_registry() -> Iterator[None]:
     """Registrations inside the block end with it; those from before are there again."""
-    # A file beside an op registers itself once: one that the block imported, and replaced, would be lost
+    # A kernel's module registers itself once: one that the block imported, and replaced, would be lost
     for contract in contracts().values():
         for raw in contract.raw_ops:
-            implementations(raw.op, raw.direction, raw.package)
+            implementations(raw.op, raw.direction)
     before = {
         key: {backend: list(stack) for backend, stack in found.items()}
         for key, found in registry._implementations.items()

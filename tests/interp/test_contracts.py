@@ -60,4 +60,4 @@ def test_edge_case(name, case, dtype, seed):
 def test_forward_and_backward_have_a_triton_implementation(name):
     """backend="triton" is strict in the forward; a missing backward would be the reference, silently."""
     for op in contracts()[name].raw_ops:
-        assert "triton" in implementations(op.op, op.direction, op.package)
+        assert "triton" in implementations(op.op, op.direction)

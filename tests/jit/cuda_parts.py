@@ -1,6 +1,7 @@
 """CUDA C++ that several test files compile."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from tests.gpu.jit_kernels import Product, Scale, Side, product_mn, scale, share_tile
 
+import tilewright
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers.cuda_build import find_tool
+from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
@@ -222,6 +225,15 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
         {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1},
     ),
 ]
+
+
+def op_kernels() -> list[CudaKernel]:
+    """Every CUDA kernel of an op: those that files in folders `kernels/sm<number>` declare."""
+    source = Path(tilewright.__file__).parent
+    files = sorted(source.glob("ops/*/kernels/sm*/*.py"))
+    modules = [import_module(".".join(("tilewright", *f.relative_to(source).with_suffix("").parts))) for f in files]
+    found = {id(value): value for each in modules for value in vars(each).values() if isinstance(value, CudaKernel)}
+    return list(found.values())
 
 
 def instance_name(value: object) -> str | None:

@@ -7,15 +7,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.jit.cuda_parts import COPY
+from tests.jit.cuda_parts import COPY, INSTANCES, instance_name, op_kernels
 
 from tilewright import settings
 from tilewright.errors import BackendError, InputError
 from tilewright.jit import cuda_launch, selftest, tape
 from tilewright.jit.collect import collect
-from tilewright.jit.compilers import CompileError, nvrtc
+from tilewright.jit.compilers import CompileError, nvrtc, nvrtc_program
+from tilewright.jit.compilers.kernel_args import I32, I64, Map, Pointer, parameter_names
 from tilewright.jit.cuda_launch import CudaKernel
-from tilewright.jit.selftest import Copy, tma_copy
+from tilewright.jit.selftest import Copy, CopyArgs, tma_copy
 from tilewright.jit.tensor_map import TensorMap, tensor_map
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.compiler.version() is None, reason="NVRTC is not installed")
@@ -30,6 +31,27 @@ class Everything(NamedTuple):
     Policy: str
 
 
+class One(NamedTuple):
+    p: Pointer
+
+
+class Twice(NamedTuple):
+    """Arguments of the kernel of the guide."""
+
+    x: Pointer
+    y: Pointer
+    columns: I32
+
+
+class Wide(NamedTuple):
+    """The names of tma_copy's parameters, and a size that is not its own."""
+
+    source: Map
+    target: Map
+    rows: I32
+    columns: I64
+
+
 EVERYTHING = Everything(64, 2**40, True, 0.1, torch.bfloat16, "Pair<float, int>")
 
 
@@ -42,8 +64,10 @@ def anything(**fields):
 # --------------------------------------------------------------------------------------------------------------- source
 
 
-def test_the_source_is_what_a_person_would_write():
-    kernel = CudaKernel(Path("folder/my_kernel.cuh"), "my_kernel", "P", archs=("sm_90a",))
+def test_the_source_is_what_a_person_would_write(tmp_path):
+    file = tmp_path / "my_kernel.cuh"
+    file.write_text("template <typename Config> __global__ void my_kernel(int* p) {}")
+    kernel = CudaKernel(file, "my_kernel", One, archs=("sm_90a",))
     assert kernel.source(EVERYTHING) == (
         '#include "my_kernel.cuh"\n'
         "\n"
@@ -95,6 +119,25 @@ def test_what_a_parameter_cannot_be(params, said):
 
 
 @needs_nvrtc
+def test_a_process_of_its_own_compiles_the_same(kernels):
+    texts = "__global__ void right(float* x) { x[0] = 1; }", "__global__ void wrong() { missing(); }"
+    right, wrong = (nvrtc_program.Request(text, "kernel.cu", ["-arch=sm_90a"]) for text in texts)
+    here = nvrtc_program.compiled(right)
+    assert here.cubin
+    assert nvrtc_program.in_fresh_process(right) == here
+    assert nvrtc_program.in_fresh_process(wrong) == nvrtc_program.compiled(wrong)
+    assert "missing" in nvrtc_program.compiled(wrong).log
+
+
+@needs_nvrtc
+def test_a_process_that_ends_is_an_error_that_says_so(kernels, monkeypatch):
+    monkeypatch.setattr(nvrtc.compiler, "fresh_process", True)
+    monkeypatch.setattr(nvrtc_program.sys, "executable", "/bin/false")
+    with pytest.raises(CompileError, match="ended with code 1"):
+        tma_copy.compile(COPY, "sm_90a")
+
+
+@needs_nvrtc
 def test_compiled_once_and_found_again(kernels, monkeypatch):
     first = tma_copy.compile(COPY, "sm_90a")
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", lambda *_: pytest.fail("compiled again"))
@@ -131,7 +174,7 @@ def test_the_kernel_of_the_guide_compiles(kernels, tmp_path):
     guide = Path(__file__).parents[2] / "docs" / "cuda-kernels.md"
     (code,) = re.findall(r"```cpp\n(.*?)```", guide.read_text(), re.DOTALL)
     (tmp_path / "my_op.cuh").write_text(code)
-    kernel = CudaKernel(tmp_path / "my_op.cuh", "twice", "PPi", archs=("sm_80", "sm_90"))
+    kernel = CudaKernel(tmp_path / "my_op.cuh", "twice", Twice, archs=("sm_80", "sm_90"))
     params = anything(kThreads=128, Element=torch.bfloat16)
     kernel._check_signature(kernel.compile(params, "sm_86").info["parameters"])
     with pytest.raises(CompileError, match="whole warps"):
@@ -158,7 +201,7 @@ def test_the_kernel_of_the_guide_compiles(kernels, tmp_path):
     ],
 )
 def test_which_machine_runs_which_code(archs, machine, chosen):
-    kernel = CudaKernel(Path("k.cuh"), "k", "P", archs=archs)
+    kernel = CudaKernel(Path("k.cuh"), "k", One, archs=archs)
     if chosen:
         assert kernel._arch(machine) == chosen
         return
@@ -199,14 +242,14 @@ def driver(kernels, monkeypatch):
 
 
 def fresh():
-    return CudaKernel(tma_copy.file, "tma_copy", "TTii", archs=("sm_90a",))
+    return CudaKernel(tma_copy.file, "tma_copy", CopyArgs, archs=("sm_90a",))
 
 
 @needs_nvrtc
 def test_a_plan_is_made_once(driver):
     kernel, pointer = fresh(), HERE
     for n in (1, 2, 3):
-        kernel((n,), (pointer, pointer, 5, 6), COPY, block=32, shared_bytes=64)
+        kernel((n,), CopyArgs(pointer, pointer, 5, 6), COPY, block=32, shared_bytes=64)
     assert len(driver.loaded) == 1
     shape = {"block": (32, 1, 1), "shared_bytes": 64, "cluster": None, "dependent": False}
     assert driver.prepared == [("TTii", shape)]
@@ -216,8 +259,8 @@ def test_a_plan_is_made_once(driver):
 @needs_nvrtc
 def test_another_shape_of_launch_loads_nothing_again(driver):
     kernel, pointer = fresh(), HERE
-    kernel((1, 2, 3), (pointer, pointer, 5, 6), COPY, block=32)
-    kernel((1, 2), (pointer, pointer, 5, 6), COPY, block=64, cluster=(2, 1, 1))
+    kernel((1, 2, 3), CopyArgs(pointer, pointer, 5, 6), COPY, block=32)
+    kernel((1, 2), CopyArgs(pointer, pointer, 5, 6), COPY, block=64, cluster=(2, 1, 1))
     assert (len(driver.loaded), len(driver.prepared)) == (1, 2)
     assert [call[:3] for call in driver.launched] == [(1, 2, 3), (1, 2, 1)]
 
@@ -238,16 +281,16 @@ def test_each_device_loads_its_own(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(cuda_launch, "_current_device", lambda: current[0])
     for pointer in (here, there, here, there):
-        kernel((1,), (pointer, pointer, 5, 6), COPY, block=32)
+        kernel((1,), CopyArgs(pointer, pointer, 5, 6), COPY, block=32)
     assert [device for device, _ in driver.loaded] == [0, 1]
     assert [call[3] for call in driver.launched] == [1000, 1001, 1000, 1001]
 
 
 @needs_nvrtc
 def test_a_signature_that_lies_is_caught_before_the_launch(driver):
-    kernel = CudaKernel(tma_copy.file, "tma_copy", "TTiq", archs=("sm_90a",))
+    kernel = CudaKernel(tma_copy.file, "tma_copy", Wide, archs=("sm_90a",))
     with pytest.raises(BackendError, match=r"'TTiq' says parameters of \[128, 128, 4, 8\] bytes, .*\[128, 128, 4, 4\]"):
-        kernel((1,), (HERE, HERE, 5, 6), COPY, block=32)
+        kernel((1,), Wide(HERE, HERE, 5, 6), COPY, block=32)
     assert driver.launched == []
 
 
@@ -257,7 +300,7 @@ def test_a_launch_with_tensor_maps_is_taped(driver, monkeypatch):
     x, kernel = torch.zeros(64), fresh()
     here = TensorMap("map", 0, x.data_ptr(), ("form",))
     with tape.listen() as listening:
-        kernel((1,), (here, here, 5, 6), COPY, block=32)
+        kernel((1,), CopyArgs(here, here, 5, 6), COPY, block=32)
     assert driver.launched[-1][5] == "map"
     monkeypatch.setattr(tape, "_current_stream", lambda index: 7)
     listening.finish([x]).replay(0, [4096])
@@ -270,14 +313,14 @@ def test_configurations_are_printed_on_request(driver, monkeypatch, caplog):
     settings.reload()
     kernel = fresh()
     for _ in range(2):
-        kernel((1,), (HERE, HERE, 5, 6), COPY, block=32, shared_bytes=64)
+        kernel((1,), CopyArgs(HERE, HERE, 5, 6), COPY, block=32, shared_bytes=64)
     said = "tma_copy on cuda:0: kRows=64, kColumns=64, kStages=4, Element=torch.bfloat16; block 32, shared 64 bytes"
     assert caplog.text.count(said) == 1
 
 
 def test_a_tensor_of_the_cpu_is_refused():
     with pytest.raises(BackendError, match="first argument is a CUDA tensor or a tensor map; got cpu"):
-        fresh()((1,), (torch.zeros(4), 4), COPY, block=32)
+        fresh()((1,), CopyArgs(torch.zeros(4), HERE, 4, 4), COPY, block=32)
 
 
 @needs_nvrtc
@@ -286,8 +329,8 @@ def test_collecting_compiles_and_launches_nothing(driver):
     with collect("sm_90a") as collector:
         for _ in range(2):
             maps = tensor_map(x, (64, 64)), tensor_map(x, (64, 64))
-            kernel((1,), (*maps, 64, 64), COPY, block=32)
-        kernel((1,), (*maps, 64, 64), Copy(32, 64, 2, torch.float32), block=32)
+            kernel((1,), CopyArgs(*maps, 64, 64), COPY, block=32)
+        kernel((1,), CopyArgs(*maps, 64, 64), Copy(32, 64, 2, torch.float32), block=32)
     assert [job.name for job in collector.jobs] == ["tma_copy", "tma_copy"]
     assert [job.compile().info["stack_bytes"] for job in collector.jobs] == [0, 0]
     assert (driver.loaded, driver.launched) == ([], [])
@@ -319,9 +362,9 @@ def test_the_selftest_reports_errors_of_the_library_and_raises_others(monkeypatc
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32 + 5])
 def test_an_integer_of_more_than_32_bits_is_refused_before_the_launch(driver, value):
     with pytest.raises(BackendError, match=rf"tma_copy: parameter columns is {value}; .* to 2147483647"):
-        fresh()((1,), (HERE, HERE, 5, value), COPY, block=32)
+        fresh()((1,), CopyArgs(HERE, HERE, 5, value), COPY, block=32)
     assert driver.launched == []
-    fresh()((1,), (HERE, HERE, 2**31 - 1, -(2**31)), COPY, block=32)
+    fresh()((1,), CopyArgs(HERE, HERE, 2**31 - 1, -(2**31)), COPY, block=32)
     assert len(driver.launched) == 1
 
 
@@ -330,12 +373,12 @@ def test_zeros_of_both_signs_are_one_source():
     assert tma_copy.source(anything(kX=-0.0)) == tma_copy.source(anything(kX=0.0))
 
 
-def test_every_kernel_of_ours_names_its_parameters():
-    from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
-    from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-    from tilewright.ops.gemm.kernels.sm90 import dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel
+@pytest.mark.parametrize("kernel", op_kernels(), ids=instance_name)
+def test_every_kernel_of_an_op_names_its_parameters(kernel):
+    assert len(parameter_names(kernel.file, kernel.entry)) == len(kernel.signature)
 
-    gemms = (dense_kernel, few_rows, few_rows_grouped, few_rows_scaled, fp8_kernel)
-    for module in (fmha_backward_cuda, fmha_cuda, *gemms):
-        for kernel in (each for each in vars(module).values() if isinstance(each, CudaKernel)):
-            assert len(cuda_launch.parameter_names(kernel.file, kernel.entry)) == len(kernel.signature), kernel.entry
+
+@pytest.mark.parametrize("kernel", op_kernels(), ids=instance_name)
+def test_every_kernel_of_an_op_is_compiled_by_the_tests(kernel):
+    """Without a GPU `tests/compile` knows of no CUDA kernel but those in INSTANCES."""
+    assert any(kernel is compiled for compiled, *_ in INSTANCES), f"add {kernel.entry} to tests/jit/cuda_parts.py"

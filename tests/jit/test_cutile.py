@@ -294,7 +294,8 @@ from tilewright.dispatch import contract, implementations
 from tilewright.jit import cache
 from tilewright.jit.collect import collect
 from tilewright.ops.rows import RowsBucket
-implementation = implementations("rms_norm", "fwd", contract("rms_norm").forward.package)["cutile"]
+op = contract("rms_norm").forward
+implementation = implementations(op.op, op.direction)["cutile"]
 x = torch.empty(8, 4096, dtype=torch.bfloat16, device="meta")
 with collect("sm_90") as collector:
     config = implementation.configure(RowsBucket(8, 4096), x.dtype)

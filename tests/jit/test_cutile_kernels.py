@@ -16,7 +16,7 @@ IMPLEMENTATIONS = [
     (op.op, op.direction)
     for c in contracts().values()
     for op in c.raw_ops
-    if "cutile" in implementations(op.op, op.direction, op.package)
+    if "cutile" in implementations(op.op, op.direction)
 ]
 CASES = [
     (name, direction, w)
@@ -49,7 +49,7 @@ def raw_call(name, direction, workload, dtype):
 
 def agree(op, args, config):
     """Launch into poisoned outputs and compare each with the reference's."""
-    implementation = implementations(op.op, op.direction, op.package)["cutile"]
+    implementation = implementations(op.op, op.direction)["cutile"]
     expected = op.reference(*args)
     outs = op.allocate(args, "cpu")
     for out in outs:
@@ -74,7 +74,7 @@ def name_of(value):
 @pytest.mark.parametrize(("name", "direction", "workload"), CASES, ids=name_of)
 def test_edge_case(name, direction, workload, dtype):
     op, args = raw_call(name, direction, workload, dtype)
-    implementation = implementations(op.op, op.direction, op.package)["cutile"]
+    implementation = implementations(op.op, op.direction)["cutile"]
     if implementation.supports is not None and (refused := implementation.supports(*args)):
         # every case runs in one dtype at least, but for masks of attention that are programs
         assert dtype == torch.float32 or "programs" in refused, refused
@@ -108,7 +108,7 @@ def test_a_position_outside_the_table_shows_as_nan():
     table = torch.ones(5, 8)
     positions = torch.tensor([[0, 5, -1, 4]])
     outs = op.allocate((q, k, table, table, positions, False, 0), "cpu")
-    implementation = implementations("apply_rope", "fwd", op.package)["cutile"]
+    implementation = implementations("apply_rope", "fwd")["cutile"]
     with emulated():
         implementation.launch(
             outs, q, k, table, table, positions, False, 0, config=configure(RopeBucket(4, 2, 1, 8, 8), q.dtype)

@@ -54,7 +54,7 @@ def core(monkeypatch):
 
 def prepared(device=0):
     kernel = SimpleNamespace(device=device)
-    return driver.Launch(driver.Loaded(kernel, "kernel", 32, 0, 0, device), "if", block=(128, 1, 1))
+    return driver.Launch(driver.Loaded(kernel, "kernel", 0, device), "if", block=(128, 1, 1))
 
 
 def in_a_new_thread(function, *args):

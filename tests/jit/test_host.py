@@ -11,11 +11,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tilewright.errors import BackendError
+from tilewright.errors import BackendError, InputError
 from tilewright.jit import cache
 from tilewright.jit.collect import collect
 from tilewright.jit.compilers import CompileError, get_compiler
 from tilewright.jit.compilers.host import architecture
+from tilewright.jit.compilers.kernel_args import I64, Pointer
 from tilewright.jit.host_launch import HostKernel
 
 pytestmark = pytest.mark.skipif(get_compiler("host").version() is None, reason=get_compiler("host").install())
@@ -46,11 +47,22 @@ class Params(NamedTuple):
     kExp: bool = False
 
 
+class Args(NamedTuple):
+    y: Pointer
+    x: Pointer
+    n: I64
+
+
+class Short(NamedTuple):
+    y: Pointer
+    x: Pointer
+
+
 @pytest.fixture
 def kernel(kernels: Path, tmp_path: Path) -> HostKernel:
     file = tmp_path / "convert.cpp"
     file.write_text(CONVERT)
-    return HostKernel(file, "convert", "PPq")
+    return HostKernel(file, "convert", Args)
 
 
 def convert(kernel: HostKernel, x: torch.Tensor, dtype: torch.dtype, arch: str, exp: bool = False) -> torch.Tensor:
@@ -99,7 +111,7 @@ def test_exp_is_accurate_down_to_the_subnormal_numbers(kernel: HostKernel, arch:
 def test_the_source_names_its_parameters_and_is_kept_beside_the_binary(kernel: HostKernel, kernels: Path):
     x = torch.arange(5.0)
     y = torch.empty(5, dtype=torch.bfloat16)
-    kernel((y, x, 5), Params(torch.float32, torch.bfloat16))
+    kernel(Args(y, x, 5), Params(torch.float32, torch.bfloat16))
     assert y.tolist() == [0, 1, 2, 3, 4]
     (folder,) = kernels.glob("convert-*")
     text = (folder / "kernel.cpp").read_text()
@@ -112,9 +124,9 @@ def test_compiled_once_with_one_line_and_found_again(kernel: HostKernel, caplog:
     x, y = torch.ones(3), torch.empty(3)
     params = Params(torch.float32, torch.float32)
     for _ in range(3):
-        kernel((y, x, 3), params)
+        kernel(Args(y, x, 3), params)
     cache.forget()
-    HostKernel(kernel.file, "convert", "PPq")((y, x, 3), params)  # from disk
+    HostKernel(kernel.file, "convert", Args)(Args(y, x, 3), params)  # from disk
     lines = [r.message for r in caplog.records if "compiling" in r.message]
     assert len(lines) == 1
     assert lines[0].startswith("compiling convert<X=float, Y=float, kExp=false> with g++ ")
@@ -124,17 +136,17 @@ def test_without_a_compiler_what_is_cached_runs_and_the_rest_says_what_to_instal
     kernel: HostKernel, monkeypatch: pytest.MonkeyPatch
 ):
     x, y = torch.ones(3), torch.zeros(3)
-    kernel((y, x, 3), Params(torch.float32, torch.float32))
+    kernel(Args(y, x, 3), Params(torch.float32, torch.float32))
     cache.forget()
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setenv("PATH", "/nowhere")
     assert get_compiler("host").version() is None
-    again = HostKernel(kernel.file, "convert", "PPq")
+    again = HostKernel(kernel.file, "convert", Args)
     y.zero_()
-    again((y, x, 3), Params(torch.float32, torch.float32))
+    again(Args(y, x, 3), Params(torch.float32, torch.float32))
     assert y.tolist() == [1, 1, 1]
     with pytest.raises(BackendError, match=r"g\+\+"):
-        again((y, x, 3), Params(torch.float32, torch.float64))
+        again(Args(y, x, 3), Params(torch.float32, torch.float64))
 
 
 @pytest.mark.parametrize(("said", "version"), [
@@ -156,21 +168,21 @@ def test_without_a_path_the_compiler_finds_its_linker_too(kernel: HostKernel, mo
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("PATH")
     y = torch.empty(3)
-    kernel((y, torch.ones(3), 3), Params(torch.float32, torch.float32))
+    kernel(Args(y, torch.ones(3), 3), Params(torch.float32, torch.float32))
     assert torch.equal(y, torch.ones(3))
 
 
 def test_a_mistake_in_the_source_is_shown(kernel: HostKernel):
     kernel.file.write_text(CONVERT.replace("Config::kExp", "Config::kMissing"))
     with pytest.raises(CompileError, match=r"cannot compile convert for .*\n.*kMissing") as raised:
-        kernel((torch.ones(1), torch.ones(1), 1), Params(torch.float32, torch.float32))
+        kernel(Args(torch.ones(1), torch.ones(1), 1), Params(torch.float32, torch.float32))
     assert "kernel.cpp" in raised.value.log
 
 
-def test_a_wrong_number_of_arguments_does_not_compile(kernel: HostKernel):
-    short = HostKernel(kernel.file, "convert", "PP")
-    with pytest.raises(CompileError, match="too few arguments"):
-        short((torch.ones(1), torch.ones(1)), Params(torch.float32, torch.float32))
+def test_a_wrong_number_of_arguments_is_refused_before_it_is_compiled(kernel: HostKernel):
+    short = HostKernel(kernel.file, "convert", Short)
+    with pytest.raises(InputError, match=r"has the parameters y, x, n, threads; its arguments are y, x, threads"):
+        short(Short(torch.ones(1), torch.ones(1)), Params(torch.float32, torch.float32))
 
 
 def test_a_binary_that_is_not_on_disk_is_loaded_all_the_same(kernel: HostKernel, kernels: Path):
@@ -185,8 +197,8 @@ def test_a_binary_that_is_not_on_disk_is_loaded_all_the_same(kernel: HostKernel,
 def test_collecting_leaves_a_job_and_launches_nothing(kernel: HostKernel):
     x, y = torch.ones(3), torch.zeros(3)
     with collect("cpu") as collector:
-        kernel((y, x, 3), Params(torch.float32, torch.float32))
-        kernel((y, x, 3), Params(torch.float32, torch.float32))
+        kernel(Args(y, x, 3), Params(torch.float32, torch.float32))
+        kernel(Args(y, x, 3), Params(torch.float32, torch.float32))
     assert y.tolist() == [0, 0, 0]
     (job,) = collector.jobs
     assert job.name == "convert"

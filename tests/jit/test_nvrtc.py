@@ -12,7 +12,7 @@ from tests.jit.cuda_parts import COPY, INSTANCES, PROBE, SPILLED, disassembler, 
 
 from tilewright import settings
 from tilewright.errors import BackendError
-from tilewright.jit.compilers import CompileError, Source, cuda_build, get_compiler, nvrtc
+from tilewright.jit.compilers import CompileError, Source, cuda_build, get_compiler, nvrtc, nvrtc_program
 from tilewright.jit.compilers.cubin import facts
 from tilewright.jit.cuda_launch import FLAGS, INCLUDE
 from tilewright.jit.selftest import Tile, tma_copy, wgmma_tile
@@ -66,8 +66,9 @@ def test_wgmma_knows_every_size(element):
         f"__global__ void __launch_bounds__(128) every(float* out, u64 a, u64 b) {{\n{calls}\n}}\n"
     )
     options = ["-arch=compute_90a", *FLAGS, f"-I{INCLUDE}"]  # PTX only: ptxas would take seconds
-    with nvrtc._Program(Source(text, "every", "compute_90a"), options) as program:
-        ptx = program.get("PTX").decode()
+    program = nvrtc_program.compiled(nvrtc_program.Request(text, "every.cu", options))
+    ptx = program.ptx.decode()
+    assert not program.error, program.log
     found = [int(n) for n in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k", ptx)]
     assert found == list(WGMMA_SIZES)
 

@@ -51,10 +51,8 @@ def asked(monkeypatch):
 
 def make(shape=(128, 64), strides=None, dtype=torch.bfloat16, box=(64, 64), **changed):
     strides = strides or torch.empty(shape, device="meta").stride()
-    options = {"pointer": ADDRESS, "device": GPU, "swizzle": 0, "promotion": 256} | changed
-    return module._make(
-        options["pointer"], shape, strides, dtype, options["device"], box, options["swizzle"], options["promotion"]
-    )
+    options = {"pointer": ADDRESS, "device": GPU, "swizzle": 0} | changed
+    return module._make(options["pointer"], shape, strides, dtype, options["device"], box, options["swizzle"])
 
 
 def test_a_matrix_with_padded_rows(asked):
@@ -129,7 +127,6 @@ def test_strides_are_told_in_bytes(asked, shape, strides, pitches):
         ({"box": (64, 128), "swizzle": 128}, "256 bytes, wider than the swizzle of 128; .* at most 64"),
         ({"box": (64, 32), "swizzle": 32}, "64 bytes, wider than the swizzle of 32; .* at most 16"),
         ({"swizzle": 256}, "swizzle 256 is one of"),
-        ({"promotion": 512}, "promotion 512 one of"),
         ({"box": (13, 16)}, r"box \(13, 16\), swizzle 0: the driver does not like 13"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
@@ -166,7 +163,7 @@ def test_a_tensor_is_described_by_its_own_metadata(monkeypatch):
     x = torch.zeros(10, 64, dtype=torch.bfloat16)[2:, :32]
     monkeypatch.setattr(module, "_make", lambda *args: args)
     found = tensor_map(x, (8, 32), swizzle=64)
-    assert found == (x.data_ptr(), (8, 32), (64, 1), torch.bfloat16, torch.device("cpu"), (8, 32), 64, 256)
+    assert found == (x.data_ptr(), (8, 32), (64, 1), torch.bfloat16, torch.device("cpu"), (8, 32), 64)
 
 
 def test_while_collecting_there_is_no_memory():

@@ -13,6 +13,7 @@ from tests.jit.cache_parts import BINARY, Builds, key
 from tilewright.errors import InputError, KernelMissingError
 from tilewright.jit import bundle, cache, host_launch, trust
 from tilewright.jit.compilers import get_compiler
+from tilewright.jit.compilers.kernel_args import Pointer
 from tilewright.jit.host_launch import HostKernel
 
 SOURCE = "namespace tilewright {{ template <class C> void answer(float* y, int threads) {{ *y = {value}.f; }} }}\n"
@@ -20,6 +21,10 @@ SOURCE = "namespace tilewright {{ template <class C> void answer(float* y, int t
 
 class Plain(NamedTuple):
     kX: int = 0
+
+
+class Args(NamedTuple):
+    y: Pointer
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +120,7 @@ def test_the_library_that_was_verified_is_the_one_that_is_opened(kernels, tmp_pa
     for value in (1, 2):
         file = tmp_path / f"answer{value}.cpp"
         file.write_text(SOURCE.format(value=value))
-        made[value] = HostKernel(file, "answer", "P"), HostKernel(file, "answer", "P").compile(Plain())
+        made[value] = HostKernel(file, "answer", Args), HostKernel(file, "answer", Args).compile(Plain())
     kernel, artifact = made[1]
     artifact.path.write_bytes(made[2][1].binary)
     y = torch.zeros(1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import contract, register_impl, table, unregister_impl
+from tilewright.dispatch import contract, register_impl, unregister_impl
+from tilewright.dispatch.tables import table
 from tilewright.hardware import device_info
 
 

@@ -11,7 +11,8 @@ from tests.models.zoo import build, build_on_sdpa, tokens
 from torch import Tensor, nn
 
 from tilewright import settings
-from tilewright.dispatch import backends, contract, register_impl, table, unregister_impl
+from tilewright.dispatch import backends, contract, register_impl, unregister_impl
+from tilewright.dispatch.tables import table
 from tilewright.errors import VerificationError
 from tilewright.models import attention, patch
 from tilewright.ops.attention.bucket import BAND, CAUSAL, SOFTCAP

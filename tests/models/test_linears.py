@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tilewright import use_backend
 from tilewright.dispatch import contract, numerics
-from tilewright.dispatch.measured import by_rows, measured_us
+from tilewright.dispatch.tables.measured import by_rows, measured_us
 from tilewright.errors import PatchError, VerificationError
 from tilewright.models import linears, patch
 from tilewright.models.specialise import Patched

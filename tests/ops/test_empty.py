@@ -50,7 +50,7 @@ FUSED = {"rms_norm_fp8": "mv", "add_rms_norm_fp8": "mmv", "swiglu_fp8": "mm", "s
 def of(name, backend, device):
     """The op on one backend; skips where it has none."""
     op = contracts()[name].forward
-    if backend not in (None, "torch") and backend not in implementations(op.op, op.direction, op.package):
+    if backend not in (None, "torch") and backend not in implementations(op.op, op.direction):
         pytest.skip(f"{name} has no {backend}")
     if backend not in (None, "torch") and device == "cuda" and missing(backend, device) is not None:
         pytest.skip(f"no {backend} here")

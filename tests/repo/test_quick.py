@@ -23,9 +23,9 @@ TREE = {
     f"{OPS}/norm/kernels/triton/rows.py": "from tilewright.ops.norm import add_rms_norm, rms_norm\nrms_norm.FORWARD",
     f"{OPS}/norm/kernels/cpu/rows.py": "from tilewright.ops.norm.add_rms_norm import FORWARD",
     f"{OPS}/norm/peers/add_rms_norm.py": "",
-    f"{OPS}/gemm/matmul/__init__.py": "def matmul(): ...",
-    f"{OPS}/gemm/matmul/cuda.py": "FILE = 'matmul.cuh'",
-    f"{OPS}/gemm/matmul/matmul.cuh": "#include <tilewright/tiles.cuh>",
+    f"{OPS}/gemm/matmul/__init__.py": "KERNELS = ('sm90.matmul',)\ndef matmul(): ...",
+    f"{OPS}/gemm/kernels/sm90/matmul.py": "FILE = 'matmul.cuh'",
+    f"{OPS}/gemm/kernels/sm90/matmul.cuh": "#include <tilewright/tiles.cuh>",
     "src/tilewright/jit/include/tilewright/tiles.cuh": "",
     "src/tilewright/dispatch/__init__.py": (
         "from tilewright.dispatch.way import call\nfrom tilewright.dispatch.table import read"
@@ -74,7 +74,7 @@ def graph(tmp_path: Path) -> Graph:
         (f"{OPS}/norm/kernels/cpu/rows.py", set(), {"add_rms_norm"}),
         (f"{OPS}/norm/peers/add_rms_norm.py", set(), {"add_rms_norm"}),
         # device code, through includes
-        (f"{OPS}/gemm/matmul/matmul.cuh", {"ops/gemm/test_matmul"}, {"matmul"}),
+        (f"{OPS}/gemm/kernels/sm90/matmul.cuh", {"ops/gemm/test_matmul"}, {"matmul"}),
         ("src/tilewright/jit/include/tilewright/tiles.cuh", {"ops/gemm/test_matmul"}, {*CONTRACTS}),
         # measurements of an op
         ("src/tilewright/tables/gpu/matmul.json", {"ops/gemm/test_matmul"}, {"matmul"}),
@@ -133,7 +133,7 @@ def test_the_real_tree_has_the_edges_that_selection_rests_on():
     assert not [file for file in kernel.files if file.startswith(("tests/ops/attention", "tests/models"))]
     header = next(file for file in graph.uses if file.startswith(f"{OPS}/gemm/") and file.endswith(".cuh"))
     assert "matmul" in select([header], graph).ops
-    assert "tests/dispatch/test_table.py" in select(["src/tilewright/dispatch/table.py"], graph).files
+    assert "tests/dispatch/tables/test_table.py" in select(["src/tilewright/dispatch/tables/table.py"], graph).files
     alone = {file for file in graph.uses if file.startswith(f"{OPS}/") and not graph.users({file})} - {
         quick_tests.INDEX
     }

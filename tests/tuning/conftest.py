@@ -8,8 +8,8 @@ import pytest
 from tests.harness.simulated_time import BENCH, simulate_time
 
 from tilewright import settings
-from tilewright.dispatch import table
 from tilewright.dispatch.contract import _contracts
+from tilewright.dispatch.tables import table
 from tilewright.log import forget_logged
 from tilewright.tuning import run
 from tilewright.tuning.compiling import compile_candidate

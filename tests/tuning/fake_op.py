@@ -56,26 +56,39 @@ def reference(x: Tensor) -> Tensor:
     return 2 * x
 
 
+class Args(NamedTuple):
+    x: Tensor  # (M, N)
+
+
+class BackwardArgs(NamedTuple):
+    dy: Tensor  # (M, N)
+
+
+class Bucket(NamedTuple):
+    M: int
+    N: int
+
+
 FORWARD = RawOp(
     NAME,
     "fwd",
-    "Tensor x",
+    Args,
     package="tests.tuning.no_such_package",
-    outputs=lambda x: ((x.shape, x.dtype),),
-    reference=reference,
-    bucket=lambda x: (x.shape[0], x.shape[1]),
-    bucket_names=("M", "N"),
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=lambda args: reference(args.x),
+    bucket=lambda args: Bucket(*args.x.shape),
+    bucket_names=Bucket._fields,
     out=True,
 )
 BACKWARD = RawOp(
     NAME,
     "bwd",
-    "Tensor dy",
+    BackwardArgs,
     package="tests.tuning.no_such_package",
-    outputs=lambda dy: ((dy.shape, dy.dtype),),
-    reference=reference,
-    bucket=lambda dy: (dy.shape[0], dy.shape[1]),
-    bucket_names=("M", "N"),
+    outputs=lambda args: ((args.dy.shape, args.dy.dtype),),
+    reference=lambda args: reference(args.dy),
+    bucket=lambda args: Bucket(*args.dy.shape),
+    bucket_names=Bucket._fields,
 )
 
 
@@ -92,7 +105,7 @@ CONTRACT = register(
         summary="2x",
         reference=reference,
         forward=FORWARD,
-        check=lambda x: None,
+        check=lambda args: None,
         inputs=_inputs,
         cost=lambda sample, direction: Cost(0, sample.args[0].nbytes, sample.args[0].nbytes),
         workloads=(Workload("only", {"M": 64, "N": 4096}, (torch.float32,)),),
@@ -100,7 +113,7 @@ CONTRACT = register(
         edge_cases=(),
         bad_inputs=(),
         gradient=Gradient(
-            BACKWARD, inputs=(0,), save=lambda args, outputs: (), raw_args=lambda grads, saved, args, needs: grads
+            BACKWARD, inputs=("x",), save=lambda args, outputs: (), raw_args=lambda grads, saved, args, needs: grads
         ),
     )
 )

@@ -9,7 +9,8 @@ from tests.models.fake_table import planted_backend
 from torch import nn
 
 from tilewright.bench.tables import users_table
-from tilewright.dispatch import contracts, explain, record, register_impl, table, unregister_impl
+from tilewright.dispatch import contracts, explain, record, register_impl, unregister_impl
+from tilewright.dispatch.tables import table
 from tilewright.errors import InputError
 from tilewright.hardware import device_info
 from tilewright.models.cpu_sizes import every_size_on_ops

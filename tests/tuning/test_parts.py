@@ -9,7 +9,7 @@ import torch
 
 from tilewright.bench.statistics import Samples, paired_ratio
 from tilewright.dispatch import contracts, implementations
-from tilewright.dispatch.configs import from_row, to_row
+from tilewright.dispatch.tables.configs import from_row, to_row
 from tilewright.tuning.decide import decide
 from tilewright.tuning.problem import Problem, bucket_of, fake_call, shrink_rows
 from tilewright.tuning.search import Effort, Race, Track
@@ -33,7 +33,7 @@ def every_space():
 
     for contract in contracts().values():
         for raw in contract.raw_ops:
-            found, seen = implementations(raw.op, raw.direction, raw.package), set()
+            found, seen = implementations(raw.op, raw.direction), set()
             for workload in contract.workloads:
                 if raw.direction in workload.directions:
                     made = problem(contract.name, raw.direction, workload.name)

@@ -12,10 +12,12 @@ from filelock import FileLock, Timeout
 from tests.harness.simulated_time import READING_NS
 
 from tilewright.bench.tables import slug
-from tilewright.dispatch import explain, table, table_update
+from tilewright.dispatch import explain
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import device_info
-from tilewright.tuning import run, tune
+from tilewright.tuning import exclusive, tune
 
 X = torch.randn(64, 4096)
 
@@ -130,9 +132,9 @@ def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, at_home, cache
             refused.wait()
             old, _ = table.read(next((cache_folder / "kept").glob("*/*.json")))
             header = {field: old[field] for field in ("gpu", "arch", "sm_count", "versions", "date")}
-            table_update.update(cache_folder / "tables" / slug(name), header, [tuned.row])
+            update(cache_folder / "tables" / slug(name), header, [tuned.row])
 
-    monkeypatch.setattr(run, "FileLock", Seen)
+    monkeypatch.setattr(exclusive, "FileLock", Seen)
     thread = threading.Thread(target=other_process, daemon=True)
     thread.start()
     busy.wait()

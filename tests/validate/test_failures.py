@@ -13,6 +13,7 @@ from tilewright import settings
 from tilewright.dispatch import Sample, Workload, contract
 from tilewright.errors import BackendError, KernelMissingError, RefusedError
 from tilewright.jit.compilers import get_compiler
+from tilewright.jit.compilers.kernel_args import Pointer
 from tilewright.jit.host_launch import HostKernel
 from tilewright.validate import MODES, check
 from tilewright.validate.case import Case, NotApplicable
@@ -33,6 +34,10 @@ class Params(NamedTuple):
     T: torch.dtype
 
 
+class Args(NamedTuple):
+    y: Pointer
+
+
 def report(launch, direction="fwd", modes="quick", sample=SMALL, dtype=None):
     with planted(Fault(launch.__name__, launch, direction, "eager", quiet=False, fools_allclose=False)):
         return check(OP, sample, modes=modes, backend=BACKEND, device="cpu", dtype=dtype)
@@ -49,7 +54,7 @@ def kernel(tmp_path, monkeypatch):
     def make(text):
         file = Path(tmp_path / "entry.cpp")
         file.write_text(text)
-        return HostKernel(file, "entry", "P")
+        return HostKernel(file, "entry", Args)
 
     yield make
     monkeypatch.undo()
@@ -64,7 +69,7 @@ def test_a_kernel_that_is_not_compiled_or_loaded_has_failed(kernel, text, words,
     broken = kernel(text)
 
     def launch(outs, *args, config):
-        broken((outs[0],), Params(torch.float32))
+        broken(Args(outs[0]), Params(torch.float32))
 
     made = report(launch, direction)
     assert not made.passed

@@ -120,6 +120,23 @@ def test_only_the_backends_that_were_named():
         plan(calls, "sm_90", ("abacus",))
 
 
+def test_tensors_in_a_list_are_on_the_device_that_is_planned_for():
+    (call,) = [call for call in trace_suite("grouped", None, "cuda") if call.op.key == "group_gemm"]
+    assert {t.device.type for t in call.on("meta")[2]} == {"meta"}
+    planned = plan([call], "sm_90", ("cuda",))
+    assert (planned.failures, planned.calls) == ([], 1)
+    assert {job.name for job in planned.jobs} == {"few_rows_gemm", "sm90_gemm"}
+
+
+def test_signatures_see_the_strides_of_tensors_in_a_list():
+    (call,) = [call for call in trace_suite("grouped", None, "cuda") if call.op.key == "group_gemm"]
+    square, others = torch.empty(4, 4, device="meta"), call.args[3:]
+    rows, columns = ([*call.args[2][1:], last] for last in (square, square.mT))
+    calls = [call._replace(args=(*call.args[:2], more, *others)) for more in (rows, columns)]
+    assert calls[0].signature != calls[1].signature
+    assert len({each.signature for each in (*calls, *calls)}) == 2
+
+
 def test_launch_code_that_fails_is_reported_and_the_rest_goes_on():
     @register_impl("rms_norm", backend="faulty")
     def launch(outs, *args, config):

@@ -3,8 +3,8 @@
     opt = optimize(model, input_ids, prompts=texts, tokenizer=tokenizer)
     opt.report.save("report.html")
 
-`analyze` is the same without changes. `load` opens a model folder or a Python factory, `terminal` prints, `html`
-renders.
+`analyze` observes and proposes, and changes nothing. The module `load` opens a model folder or calls a Python factory;
+`view.terminal` prints a report, and `view.html` renders it as a page.
 """
 
 from tilewright.assistant.loop import Optimization, analyze, optimize

@@ -1,4 +1,4 @@
-"""What a report holds: everything that was seen, tried, measured and decided. These dataclasses are its JSON schema."""
+"""What a report holds: what was observed, tried, measured and decided. These dataclasses are its JSON schema."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Decision = Literal["kept", "rejected", "not judged", "not applicable", "not trie
 
 @dataclass
 class ChangeRecord:
-    """One change: what it promised, what it did, what became of it and why.
+    """One change: its predicted and its measured gain, the decision, and the reason.
 
-    reason: one or two sentences. preparation_s: its first calls, with compilation or graph capture. seconds: all time
-    spent on it.
+    why, source, risk: as the change states them. detail: what it replaced in this model. reason: one or two sentences.
+    preparation_s: seconds of its first calls, including compilation or graph capture. seconds: all time spent on it.
     """
 
     name: str
@@ -52,8 +52,9 @@ class ChangeRecord:
 class Document:
     """One run of `optimize` (or of `analyze`, which has no control, totals or accuracy).
 
-    control: two unchanged copies against each other: what this machine calls a difference of nothing.
-    totals: the unchanged model against the final one, timed together after all decisions. seconds: by stage.
+    control: two unchanged copies timed against each other, which shows the noise of this machine.
+    totals: the unchanged model against the final one, timed together after all decisions.
+    seconds: wall time of each stage.
     """
 
     kind: Kind
@@ -86,16 +87,16 @@ class Document:
         if self.totals is None and not (self.decided("rejected") or self.decided("not judged")):
             return f"No change was tried on {self.model['class']}: {self._why_untried()}"
         if self.totals is None:
-            unclear, left = len(self.decided("not judged")), len(self.decided("not tried"))
-            tried = len(self.decided("rejected")) + unclear
-            if unclear:
+            unjudged, untried = len(self.decided("not judged")), len(self.decided("not tried"))
+            tried = len(self.decided("rejected")) + unjudged
+            if unjudged:
                 return (
                     f"{tried} changes were tried on {self.model['class']} and none was kept; the machine was too noisy "
-                    f"to judge {unclear} of them. It is unchanged."
+                    f"to judge {unjudged} of them. It is unchanged."
                 )
-            if left:
+            if untried:
                 return (
-                    f"{tried} of {tried + left} changes were tried on {self.model['class']} and none was kept; "
+                    f"{tried} of {tried + untried} changes were tried on {self.model['class']} and none was kept; "
                     "the time budget ended before the others. It is unchanged."
                 )
             return f"Nothing made {self.model['class']} faster beyond the noise of this machine. It is unchanged."
@@ -124,8 +125,8 @@ class Document:
         )
 
     def _why_untried(self) -> str:
-        left = len(self.decided("not tried"))
-        return f"the time budget ended before {left} of them; raise it." if left else "none applies."
+        untried = len(self.decided("not tried"))
+        return f"the time budget ended before {untried} of them; raise it." if untried else "none applies."
 
     def to_json(self) -> str:
         """This report as JSON text. A number that is not finite becomes null."""
@@ -137,7 +138,7 @@ def _errors(accuracy: Accuracy) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity; and no measurement here has more than six digits."""
+    """Make `value` fit for JSON: a float that is not finite becomes None, others keep six digits, as measured."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

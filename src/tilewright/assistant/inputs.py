@@ -1,4 +1,4 @@
-"""Inputs for a model that came without any: what its class asks for, made of texts of our own or of random numbers."""
+"""Inputs for a model for which the user gave none: built-in texts or random numbers, as its forward requires."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Made:
-    """prompts or inputs for `optimize`, and one sentence that says where they come from."""
+    """Prompts or inputs for `optimize`, and one sentence that says where they come from."""
 
     note: str
     prompts: list[str] | list[Tensor] | None = None
@@ -53,42 +53,43 @@ class Made:
 
 
 def make(model: nn.Module, tokenizer: Any = None) -> Made:
-    """Inputs by what the forward of `model`, a transformers model, names.
+    """Make inputs for a transformers model; the argument names of its forward say which kind it needs.
 
-    A language model gets prompts, other text models a batch (4, 64), image models pixels of their configuration's size,
-    models of sound a second at 16 kHz. Raises UsageError, which says what to pass, for anything else.
+    A language model gets prompts, another text model token ids (4, 64), an image model pixels of the size in its
+    configuration, an audio model one second at 16 kHz or one spectrogram. For any other model, raises UsageError, which
+    says what to pass.
     """
-    takes = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
     if is_language_model(model):
         if tokenizer is not None:
             return Made(f"No prompts were given: {len(TEXTS)} texts of tilewright's own were used.", list(TEXTS))
         rows = list(_random_tokens(config))
         return Made(f"No prompts were given and there is no tokenizer: {ROWS} rows of random tokens were used.", rows)
-    encodes = not getattr(config, "is_encoder_decoder", False)
-    if "input_ids" in takes and "pixel_values" not in takes and hasattr(config, "vocab_size"):
+    has_decoder = getattr(config, "is_encoder_decoder", False)
+    if "input_ids" in parameters and "pixel_values" not in parameters and hasattr(config, "vocab_size"):
         inputs, note = _text(config, tokenizer)
-        if not encodes:
+        if has_decoder:
             start = getattr(config, "decoder_start_token_id", None) or 0
             inputs["decoder_input_ids"] = torch.full((ROWS, 1), start)
         return Made(note, inputs=inputs)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
-    if "pixel_values" in takes and "input_ids" not in takes and size is not None:
+    if "pixel_values" in parameters and "input_ids" not in parameters and size is not None:
         height, width = size if isinstance(size, tuple | list) else (size, size)
         return Made(
             "No inputs were given: random pixels were used.",
             inputs={"pixel_values": _random(1, channels, height, width)},
         )
-    if "input_values" in takes and encodes:
+    if "input_values" in parameters and not has_decoder:
         return Made("No inputs were given: one second of noise was used.", inputs={"input_values": _random(1, SAMPLES)})
-    if {"input_features", "decoder_input_ids"} <= takes.keys() and hasattr(config, "num_mel_bins"):
+    if {"input_features", "decoder_input_ids"} <= parameters.keys() and hasattr(config, "num_mel_bins"):
         frames = 2 * config.max_source_positions
         start = torch.full((1, 1), getattr(config, "decoder_start_token_id", None) or 0)
         inputs = {"input_features": _random(1, config.num_mel_bins, frames), "decoder_input_ids": start}
         return Made("No inputs were given: random spectrograms were used.", inputs=inputs)
     raise UsageError(
         f"{type(model).__name__} came without inputs, and none can be made for it: its forward takes "
-        f"{', '.join(list(takes)[:4])}. Give MODEL as FILE.py:FACTORY, a function that returns (module, inputs)."
+        f"{', '.join(list(parameters)[:4])}. Give MODEL as FILE.py:FACTORY, a function that returns (module, inputs)."
     )
 
 
@@ -107,7 +108,7 @@ def _text(config: Any, tokenizer: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def _random_tokens(config: Any) -> tuple[Tensor, ...]:
-    """ROWS tensors (1, S), within the model's vocabulary and positions."""
+    """ROWS tensors (1, S) of token ids, within the model's vocabulary and positions."""
     length = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     generator = torch.Generator().manual_seed(0)
     return tuple(

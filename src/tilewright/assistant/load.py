@@ -1,4 +1,4 @@
-"""Open what a user of the command line names: a model folder or a Python file with a factory, and a file of prompts."""
+"""Open what the command line names: a model folder or a Python file with a factory, and a file of prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilewright.errors import UsageError
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode on its device, its tokenizer if it has one, and the inputs a factory gave."""
+    """A model in evaluation mode on its device, its tokenizer if it has one, and the example inputs of a factory."""
 
     model: nn.Module
     tokenizer: Any = None
@@ -28,16 +28,17 @@ class Loaded:
 
 
 def load(name: str, *, device: str | torch.device | None = None) -> Loaded:
-    """`name` is a local Hugging Face folder (config.json, weights, tokenizer) or `file.py:factory`.
+    """Open `name`: a local Hugging Face folder (config.json, weights, tokenizer) or `file.py:factory`.
 
     A folder is opened as the class its configuration names (BertModel stays BertModel), in the dtype of its weights;
     nothing is downloaded and no code in it is run. A factory takes no arguments and returns (module, example inputs).
-    device: where the model goes; None is the GPU if there is one. Raises UsageError.
+    device: where the model goes; None takes the GPU if there is one. Raises UsageError for anything else, and where
+    opening fails.
     """
-    where = _device(device)
+    target = _device(device)
     path, colon, factory = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return _from_factory(Path(path), factory, where)
+        return _from_factory(Path(path), factory, target)
     folder = Path(name)
     if not folder.exists():
         raise UsageError(f"MODEL {name!r} does not exist. Give a local model folder, or file.py:factory.")
@@ -45,11 +46,14 @@ def load(name: str, *, device: str | torch.device | None = None) -> Loaded:
         raise UsageError(
             f"MODEL {name!r} is no Hugging Face model folder: it has no config.json. Give one, or file.py:factory."
         )
-    return _from_folder(folder, where)
+    return _from_folder(folder, target)
 
 
 def load_prompts(path: str | Path) -> list[str]:
-    """Prompts from .jsonl objects with "text", or from plain text separated by empty lines. Raises UsageError."""
+    """Read prompts: the "text" of each line of a .jsonl file, or parts of plain text between empty lines.
+
+    Raises UsageError for a file that cannot be read or has no prompt.
+    """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -92,16 +96,18 @@ def _from_folder(folder: Path, device: torch.device) -> Loaded:
 
 
 def _class_of(config: Any) -> Any:
-    """The class in `config.architectures`; without one, a causal language model where that type has one."""
+    """The class in `config.architectures`; where none is named, AutoModelForCausalLM if it has that type of model,
+    else AutoModel.
+    """
     import transformers
 
     for name in config.architectures or ():
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, nn.Module):
             return cls
-    named = ", ".join(config.architectures or ())
-    if named:
-        raise ValueError(f"its configuration names {named}, which this transformers does not know.")
+    class_names = ", ".join(config.architectures or ())
+    if class_names:
+        raise ValueError(f"its configuration names {class_names}, which this transformers does not know.")
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
 
@@ -132,9 +138,9 @@ def _module(path: Path, label: str) -> Any:
     return module
 
 
-def _call(what: Callable[[], Any], label: str) -> Any:
+def _call(function: Callable[[], Any], label: str) -> Any:
     try:
-        return what()
+        return function()
     except Exception as error:
         raise UsageError(f"MODEL {label!r} failed: {first_line(error)}") from error
 

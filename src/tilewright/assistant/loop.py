@@ -2,11 +2,12 @@
 
     opt = optimize(model, input_ids)
     print(opt.report.headline)
-    opt.model.generate(...)                  # the same object that was given, with what was kept
-    opt.undo()                               # and as it was again
+    opt.model.generate(...)                  # `model` itself, with the changes that were kept
+    opt.undo()                               # `model` as it was before
 
-Changes are tried on a copy. Only what was kept is applied to the model itself, and the copy, stripped of everything, is
-the baseline of the final timing. Where a copy does not fit the device, changes are put on and taken off in place.
+Changes are tried on a copy. Only those that are kept are applied to the model itself, and the copy, from which all are
+taken off, is the baseline of the final timing. If the device has no room for a copy, changes are put on the model
+itself and taken off again between blocks of timed rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BUDGET_S = 100.0
 
 
 class Optimization:
-    """What `optimize` returns. `model` is the model that was given; it carries the changes in `accepted`."""
+    """Result of `optimize`. `model` is the object that was passed in; the changes in `accepted` are in force on it."""
 
     def __init__(self, model: nn.Module, report: Report, stack: Stack) -> None:
         self.model = model
@@ -49,7 +50,7 @@ class Optimization:
 
     @property
     def accepted(self) -> list[ChangeRecord]:
-        """Changes in force, in order."""
+        """Changes that were kept, in the order in which they were applied."""
         return self.report.decided("kept")
 
     @property
@@ -64,13 +65,13 @@ class Optimization:
         return next(tables, None)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate`; decodes with a static cache if that was kept."""
+        """Call `model.generate`, which decodes with a static KV cache if that change was kept."""
         generate: Any = self.model.generate
         return generate(*args, **kwargs)
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
-        """The unchanged model inside, the changed one again afterwards."""
+        """Take all changes off for the duration of the block, and put them on again afterwards."""
         count = len(self._stack)
         self._stack.at(0)
         try:
@@ -79,7 +80,7 @@ class Optimization:
             self._stack.at(count)
 
     def undo(self) -> None:
-        """Take every change off the model: same parameters, bit for bit, same state_dict."""
+        """Take every change off: the parameters are those of before, bit for bit, and so is the state_dict."""
         self._stack.at(0)
 
 
@@ -107,11 +108,12 @@ def optimize(
     once.
     prompts: strings (with `tokenizer`) or token ids: accuracy and perplexity are judged on them, else on `inputs`.
     allow: names of changes to try; None tries all. changes: Change objects to try instead of the catalogue.
-    accept_dtype: a format whose accuracy is good enough: errors are held against the unchanged model cast to it.
-    budget_s: wall time to aim at, 100 s by default, divided among the changes as they come. A compilation is not
-    begun with too little left, and not cut short.
-    ceilings: as `tilewright calibrate` measured them; None loads them, or measures a quick set first.
-    progress: called with one line at each step.
+    accept_dtype: a dtype whose rounding you accept: errors are compared with those of the unchanged model cast to it.
+    budget_s: seconds of wall time to aim at, 100 by default, divided among the changes that are still to be tried. A
+    compilation is not begun when too little time is left, and is never interrupted.
+    seed: of the positions in the prompts at which accuracy is judged.
+    ceilings: the result of `tilewright calibrate`; None loads the stored one, or measures a quick set first.
+    progress: called with one line of text at each step.
 
     A module that is no language model is timed on its forward call alone. Raises InputError for inputs it cannot use.
     On any error, an interrupt included, the model is restored.
@@ -176,7 +178,9 @@ def analyze(
     ceilings: Ceilings | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """`optimize` without changes: what was observed, how far from this machine's ceilings, and what is worth trying."""
+    """Observe `model` and change nothing: where its time goes, how far that is from this machine's ceilings, and which
+    changes are worth trying. The arguments are those of `optimize`.
+    """
     say = Steps(progress)
     journal = _Journal()
     with journal.stage("observe"):
@@ -233,7 +237,7 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
 
 
 def _doubts(roofs: list[Roof], observation: Observation) -> list[str]:
-    """What speaks against the ceilings: a phase that is faster than its floor."""
+    """A sentence for each phase that is faster than its floor: there the ceilings must be too low."""
     doubts = []
     for phase in observation.phases:
         floor = sum(roof.floor_us for roof in roofs if roof.phase == phase.name)
@@ -246,7 +250,7 @@ def _doubts(roofs: list[Roof], observation: Observation) -> list[str]:
 
 
 class _Journal:
-    """Seconds by stage, and the clocks at the start."""
+    """Seconds of each stage, and the device's clock rates at the start."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,13 +1,14 @@
 """Predict what a change will gain, before it is tried.
 
 A change states a bound: the microseconds of a request that it could save if the machine reached its calibrated
-ceilings and no host time were left. What changes saved of their bounds in committed measurements, a share with its
-spread (`shares`), turns the bound into an expected gain and a range. The low end lies below 1: a change may lose.
-Gains speak of a whole request (prefill, all decoding steps and the loop around them), the quantity that is timed.
+ceilings and no host time were left. Committed measurements say which share of such a bound the change really saved, and
+with which spread (`shares`). Bound times share is the expected gain, with a range. The low end of the range may lie
+below 1: a change can make a model slower. A gain is always that of a whole request (prefill, all decoding steps and the
+loop around them), because that is what is timed.
 
-The floor of a module is the time its matrix products and attention take at the measured rates, or, for one that has
-neither, the time to move its inputs, parameters and outputs once. What a phase takes beyond its floors is host time:
-launches on a GPU, calls of operations from Python on a CPU.
+The floor of a module is the time its matrix products and attention take at the measured rates, or, for a module that
+has neither, the time to move its inputs, parameters and outputs once. A phase is one call of the model, a prefill or a
+decoding step; the time it takes beyond its floors is host time: launches on a GPU, calls of ops from Python on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tilewright.assistant.shares import Share, share_of
 from tilewright.hardware.ceilings import Ceilings, dtype_bytes
 
 Saving = Callable[[Phase], float]
-_SHORTEST = 0.02  # of a request: no prediction leaves less
+_SHORTEST = 0.02  # of a request's time, which remains in any prediction
 
 # Kept changes that leave no host time in a decoding step.
 _HOSTLESS = {"cuda": ("static_decode",), "cpu": ("compiled_decode",)}
@@ -31,9 +32,10 @@ _HOSTLESS = {"cuda": ("static_decode",), "cpu": ("compiled_decode",)}
 
 @dataclass(frozen=True)
 class Prediction:
-    """Speed-up of a request, old time / new time: a range, what is expected, and the arithmetic in words.
+    """Speed-up of a request, old time / new time.
 
-    bound_us: what could be saved of a request of now_us.
+    low, high: the range. because: the arithmetic in words. expected: the most likely value.
+    bound_us: microseconds that could be saved at most. now_us: microseconds of the request before the change.
     """
 
     low: float
@@ -46,7 +48,7 @@ class Prediction:
 
 @dataclass
 class Roof:
-    """One class of modules in one phase, against its floor. Times in us per call of the phase."""
+    """All modules of one class in one phase, next to their floor. Times, flops and bytes are per call of the phase."""
 
     phase: str
     module_class: str
@@ -58,9 +60,9 @@ class Roof:
 
 
 def predict(scene: Scene, name: str, saving: Saving, because: str, *, around_us: float = 0.0) -> Prediction:
-    """Turn what a change could save per phase call, in us, into the gain of a request.
+    """Turn what a change could save into the gain of a request.
 
-    around_us: what it could save outside of the phases.
+    saving: (phase) -> microseconds of one call of that phase. around_us: those of a request outside of its phases.
     """
     bound = around_us + sum(phase.calls * min(saving(phase), phase.wall_us) for phase in phases_now(scene))
     return gain_of(bound, scene.now_us, share_of(name, scene.work.device.type), because)
@@ -69,15 +71,15 @@ def predict(scene: Scene, name: str, saving: Saving, because: str, *, around_us:
 def gain_of(bound_us: float, now_us: float, share: Share, because: str = "") -> Prediction:
     """The gain of saving a `share` of `bound_us` in a request of `now_us`."""
 
-    def gain(part: float, besides: float) -> float:
-        return 1 / max(_SHORTEST, 1 - part * bound_us / now_us + besides)
+    def gain(part: float, margin: float) -> float:
+        return 1 / max(_SHORTEST, 1 - part * bound_us / now_us + margin)
 
-    ends = [gain(part, besides) for part in (share.low, share.high) for besides in (share.margin, -share.margin)]
+    ends = [gain(part, margin) for part in (share.low, share.high) for margin in (share.margin, -share.margin)]
     return Prediction(min(ends), max(ends), because, gain(share.middle, 0.0), bound_us, now_us)
 
 
 def roofline(observation: Observation, ceilings: Ceilings) -> list[Roof]:
-    """Every module class of every phase: time spent in its own ops, and the floor of those ops."""
+    """Every module class of every phase: the time of its own ops, without those of its children, and their floor."""
     roofs: dict[tuple[str, str], Roof] = {}
     for phase in observation.phases:
         times = {module.path: module for module in phase.modules}
@@ -94,7 +96,9 @@ def roofline(observation: Observation, ceilings: Ceilings) -> list[Roof]:
 
 
 def floor_us(cost: ModuleCost, ceilings: Ceilings, *, leaf: bool) -> float:
-    """Least time of a module's own ops. A container's element-wise ops may fuse into its children: 0."""
+    """Least time of a module's own ops. Element-wise ops of a module with children count 0: they may fuse with those of
+    the children.
+    """
     compute = sum(matmul_us(ceilings, p.m, p.n, p.k, p.batch, p.dtype) for p in cost.matmuls)
     for a in cost.attentions:
         if a.dtype in ceilings.attention:
@@ -107,7 +111,7 @@ def floor_us(cost: ModuleCost, ceilings: Ceilings, *, leaf: bool) -> float:
 
 
 def matmul_us(ceilings: Ceilings, m: int, n: int, k: int, batch: int, dtype: str) -> float:
-    """`batch` products (M, K) @ (K, N) at the measured rate; 0 (no floor) for a dtype whose rate was not measured.
+    """Time of `batch` products (M, K) @ (K, N) at the measured rate; 0 (no floor) for a dtype that was not measured.
 
     A product smaller than any measured one takes its share of the smallest one's time, or the time to move its operands
     if that is longer.
@@ -140,12 +144,12 @@ def summary(ceilings: Ceilings) -> dict[str, float]:
 
 
 def ideal_bytes(cost: ModuleCost) -> int:
-    """Inputs, parameters and outputs, once."""
+    """Bytes of inputs, parameters and outputs, each moved once."""
     return cost.bytes_ideal_read + cost.bytes_ideal_written
 
 
 def phases_now(scene: Scene) -> list[Phase]:
-    """The observed phases; a decoding step without its host time where a kept change has taken that away."""
+    """The observed phases; a decoding step without its host time if a kept change has removed that already."""
     device = scene.work.device.type
     if not any(name in scene.in_force for name in _HOSTLESS.get(device, ())):
         return scene.observation.phases
@@ -159,33 +163,34 @@ def _without_host(scene: Scene, phase: Phase) -> Phase:
 
 
 def per_op_us(scene: Scene, phase: Phase) -> float:
-    """What one op costs because it is an op.
+    """Overhead of one op, whatever it computes.
 
-    On a GPU the host time per launch where the device waits for the host; on a CPU the time of a phase beyond its
-    floors, in the phase where that is least.
+    On a GPU: the idle time of the device, which waits for the host, divided by the launches. On a CPU: the time of a
+    phase beyond its floors, divided by its ops, in the phase where that is least.
     """
     if scene.work.device.type == "cpu":
-        host = min((host_us(scene, one) / one.kernels for one in scene.observation.phases if one.kernels), default=0.0)
-        return min(host, host_us(scene, phase) / phase.kernels) if phase.kernels else 0.0
+        phases = scene.observation.phases
+        least = min((host_us(scene, each) / each.kernels for each in phases if each.kernels), default=0.0)
+        return min(least, host_us(scene, phase) / phase.kernels) if phase.kernels else 0.0
     if phase.idle_share is None or not phase.kernels:
         return 0.0
     return phase.idle_share * phase.wall_us / phase.kernels
 
 
 def host_us(scene: Scene, phase: Phase) -> float:
-    """Time of one call of a phase beyond the floors of its products and attention."""
+    """Time of one call of a phase beyond the floors of its matrix products and attention."""
     floor = sum(floor_us(cost, scene.ceilings, leaf=False) for cost in phase.costs)
     return max(0.0, phase.wall_us - floor)
 
 
 def self_us(phase: Phase, costs: Iterable[ModuleCost]) -> float:
-    """Unprofiled time spent in the own ops of these modules."""
+    """Time of these modules' own ops in an unprofiled call; a profile, which is slower, says how it is divided."""
     times = {module.path: module.self_us for module in phase.modules}
     return phase.stretch * sum(times.get(cost.path, 0.0) for cost in costs)
 
 
 def leaves(phase: Phase) -> list[ModuleCost]:
-    """Modules without children that ran."""
+    """Modules without children, of those that ran ops."""
     parents = _parents(phase.costs)
     return [cost for cost in phase.costs if cost.path not in parents and cost.ops]
 

@@ -1,4 +1,4 @@
-"""A change that applies to a model, why, and what it may bring."""
+"""Proposals: the changes that apply to a model, each with the reason and the predicted gain."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class Proposal:
 
 
 def propose(scene: Scene, candidates: Sequence[Change]) -> tuple[list[ChangeRecord], list[Proposal]]:
-    """Records of what does not apply, and proposals of what does, by stage and then by predicted gain."""
-    refused, proposals = [], []
+    """Return records of the changes that do not apply, and proposals of those that do: by stage, and within a stage the
+    largest predicted gain first.
+    """
+    inapplicable, proposals = [], []
     for change in candidates:
         try:
             verdict = change.applies(scene)
             predicted = change.predict(scene) if verdict.ok else None
-        except Exception as error:  # noqa: BLE001  one rule that stumbles over an unforeseen model must not end the run
+        except Exception as error:  # noqa: BLE001  a rule that fails on an unforeseen model must not end the run
             logger.warning("change %s could not look at the model", change.name, exc_info=True)
             verdict, predicted = Verdict(False, f"looking at the model failed: {first_line(error)}"), None
         if predicted is None:
-            refused.append(ChangeRecord.of(change, "not applicable", verdict.reason))
+            inapplicable.append(ChangeRecord.of(change, "not applicable", verdict.reason))
         else:
             proposals.append(Proposal(change, verdict.reason, predicted))
-    return refused, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))
+    return inapplicable, sorted(proposals, key=lambda item: (item.change.stage, -item.predicted.high))

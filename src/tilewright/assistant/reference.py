@@ -1,4 +1,4 @@
-"""What accuracy is judged on: which prompts and positions, and the outputs of one model there."""
+"""What accuracy is judged on: a sample of prompts and positions, and the outputs of a model at these."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DECODED_PROMPTS = 4  # prompts whose greedy continuation is checked, at most
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Outputs of one model on the workload's prompts (examples, for a module that is no language model).
+    """Outputs of one model on the workload's prompts (on its examples, for a module that is no language model).
 
-    logits: (N, V) at the chosen positions. nll: (T,) float64, negative log-likelihood of each next token; None without
+    logits: (N, V) at the sampled positions. nll: (T,) float64, negative log-likelihood of each next token; None without
     prompts.
-    agreed: of `generated` greedily decoded tokens, how many the model's own full forward would have chosen; None where
-    it does not generate.
+    generated: number of greedily decoded tokens; 0 for a model that does not generate. agreed: how many of them a
+    forward pass of the same model over the whole text ranks first.
     """
 
     logits: Tensor
@@ -34,9 +34,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Sample:
-    """Which prompts are evaluated and at which positions (int64, by prompt); drawn once, the same for all.
+    """Prompts to evaluate, and the positions in each (int64); drawn once, so that all models are judged on the same.
 
-    decoded: of how many prompts the greedy continuation is checked.
+    decoded: number of prompts whose greedy continuation is checked.
     """
 
     prompts: tuple[Tensor, ...]
@@ -61,7 +61,7 @@ def draw(
 
 
 def evaluate(model: nn.Module, work: Workload, sample: Sample | None, *, decode: bool) -> Evaluation:
-    """Run `model` over the sample, or over the examples where it is None. decode: also check greedy decoding."""
+    """Run `model` on the sample, or on the workload's examples if it is None. decode: also check greedy decoding."""
     with torch.no_grad():
         if sample is None:
             outputs = [logits_of(example.run(model)).detach() for example in work.examples]
@@ -91,9 +91,10 @@ def perplexity(nll: Tensor) -> float:
 
 
 def _decoding_agreement(model: nn.Module, work: Workload, prompts: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Count the tokens that `generate` chose, and those that the model's forward over the whole text ranks first.
+    """Count the tokens that `generate` chose, and how many of them a forward pass over the whole text ranks first.
 
-    The forward pass has its own check against the reference; this one ties decoding, which may run other code, to it.
+    The logits of the forward pass are compared with the reference. Decoding may run other code, such as a static KV
+    cache; this count shows whether it agrees with the forward pass.
     """
     generated = agreed = 0
     for ids in prompts:

@@ -1,6 +1,6 @@
-"""The report: one JSON document with a schema version, or a page.
+"""The report: one JSON document with a schema version, or an HTML page.
 
-`Report.from_json(report.to_json()) == report`; a document of another version is refused, not guessed at.
+`Report.from_json(report.to_json()) == report`. A document of another schema version is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Report(Document):
         return typing.cast(Report, _build(Report, data))
 
     def save(self, path: str | Path) -> Path:
-        """Write the report: a page for .html, JSON for .json."""
+        """Write the report: a page to a .html file, JSON to a .json file. Raises InputError for other names."""
         target = Path(path)
         if target.suffix not in (".html", ".json"):
             raise InputError(f"{target.name}: a report is saved as .html or .json.")
@@ -47,7 +47,7 @@ class Report(Document):
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """`value` as parsed from JSON, as the annotated type `kind`."""
+    """Convert `value`, parsed from JSON, to the annotated type `kind`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         variants = [argument for argument in arguments if argument is not type(None)]

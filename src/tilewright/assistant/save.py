@@ -1,4 +1,4 @@
-"""Keep what `optimize` found: put it on another copy of the model, or write a folder that does."""
+"""Reuse the changes that `optimize` kept: put them on another copy of the model, or write a folder that does so."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ KEPT = {kept!r}
 def load(device=None):
     """The model in evaluation mode with the changes that were kept; device: the GPU if there is one."""
     here = Path(__file__).resolve().parent
-    found = open_model({source}, device=device)
-{weights}    apply_changes(found.model, KEPT, found.inputs{table})
-    return found.model
+    opened = open_model({source}, device=device)
+{weights}    apply_changes(opened.model, KEPT, opened.inputs{table})
+    return opened.model
 '''
 
 
@@ -55,11 +55,12 @@ def apply_changes(
     tokenizer: Any = None,
     table: str | Path | None = None,
 ) -> Stack:
-    """Put the changes in `names` on `model`, in this order, without measuring: what `optimize` kept on a copy of it.
+    """Put the changes in `names` on `model`, in this order and without measuring: those that `optimize` kept before.
 
-    inputs, prompts, tokenizer as in `optimize`; None makes inputs for a transformers model. table: that of `tuned_ops`,
-    tuned_ops.json in the folder that `save` wrote. Returns the changes in force; `.at(0)` takes them off. Raises
-    InputError for an unknown name, and whatever a change raises that does not apply; the model is then as before.
+    inputs, prompts, tokenizer: as in `optimize`; without inputs and prompts they are made, for a transformers model.
+    table: that of `tuned_ops`, tuned_ops.json in the folder that `save` wrote.  Returns the stack of changes; `.at(0)`
+    takes them off. Raises InputError for an unknown name, and whatever a change that does not apply raises; then the
+    model is as before.
     """
     by_name = {change.name: change for change in chosen(names)}
     if TunedOps.name in by_name:
@@ -80,11 +81,11 @@ def apply_changes(
 
 
 def save(optimization: Optimization, folder: str | Path, *, source: str = "", tokenizer: Any = None) -> list[str]:
-    """Write the weights and `optimized.py`, whose `load()` applies what was kept, and the table of `tuned_ops` if that
-    was kept. Returns the names of the files.
+    """Write the weights and `optimized.py`, whose `load()` applies the kept changes; and the table of `tuned_ops` if
+    that was kept. Returns the names of the files.
 
-    The changes are taken off the model for that, and put on again. source: "FILE.py:FACTORY" of a model that
-    transformers cannot save; its weights go into weights.pt.
+    While the weights are written, the changes are off the model. source: "FILE.py:FACTORY" of a model that transformers
+    cannot save; its weights go into weights.pt.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -111,7 +112,7 @@ def save(optimization: Optimization, folder: str | Path, *, source: str = "", to
         source="str(here)" if saves_itself else repr(f"{Path(path).resolve()}:{factory}"),
         weights=""
         if saves_itself
-        else '    found.model.load_state_dict(torch.load(here / "weights.pt", weights_only=True))\n',
+        else '    opened.model.load_state_dict(torch.load(here / "weights.pt", weights_only=True))\n',
     )
     (target / "optimized.py").write_text(text, encoding="utf-8")
     return sorted(file.name for file in target.iterdir())

@@ -1,4 +1,4 @@
-"""What changes look at: the model, the workload, what was observed, and what this machine can do."""
+"""What a change is judged from before it is tried: model, workload, observation, and this machine's ceilings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilewright.hardware.ceilings import Ceilings
 
 @dataclass(frozen=True)
 class Scene:
-    """What a change may look at before it is tried.
+    """All that a change may read to say whether it applies, and what it would gain.
 
-    in_force: names of the changes kept by then. request_us: a request with them; None takes the observed one.
+    in_force: names of the changes kept so far. request_us: time of a request with them; None means as observed.
     """
 
     model: nn.Module
@@ -27,5 +27,5 @@ class Scene:
 
     @property
     def now_us(self) -> float:
-        """A request as it is now."""
+        """Microseconds of a request with the changes kept so far."""
         return self.observation.request_us if self.request_us is None else self.request_us

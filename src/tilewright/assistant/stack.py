@@ -1,4 +1,4 @@
-"""Changes in force on one model, put on and taken off in order."""
+"""The changes in force on one model: the last one put on is the first one taken off."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tilewright.assistant.workload import Workload
 
 @runtime_checkable
 class Refreshable(Protocol):
-    """An applied change that recorded the model's modules (captured graphs) and has to start again when they change."""
+    """An applied change that recorded the model (captured graphs, compiled steps).
+
+    When other changes come or go, it forgets what it recorded; the next call records again.
+    """
 
     def refresh(self) -> None: ...
 
 
 class Stack:
-    """`changes` is the plan, the first `len(self)` of them are in force."""
+    """`changes` is the plan; the first `len(self)` of them are in force."""
 
     def __init__(self, model: nn.Module, work: Workload) -> None:
         self.model = model
@@ -30,7 +33,7 @@ class Stack:
         return len(self._applied)
 
     def push(self, change: Change) -> Applied:
-        """Apply one more. If it fails to apply, the model is as before."""
+        """Apply one more change. If it cannot be applied, the model is as before."""
         applied = change.apply(self.model, self._work)
         del self.changes[len(self._applied) :]
         self.changes.append(change)
@@ -39,7 +42,7 @@ class Stack:
         return applied
 
     def pop(self) -> Change:
-        """Undo the last one and forget it."""
+        """Undo the last change and take it out of the plan."""
         self._applied.pop().undo()
         change = self.changes.pop()
         self._refresh()

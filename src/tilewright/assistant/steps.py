@@ -1,4 +1,4 @@
-"""Progress in words: which step of how many."""
+"""Lines of progress, each with its step and the number of steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Steps:
         self._total = self._step + more
 
     def next(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._step += 1
 
     def __call__(self, line: str) -> None:
-        """Tell one line of the current step."""
+        """Report one line of the current step."""
         if self._progress is not None:
             count = f"step {self._step}" if self._total is None else f"step {self._step} of {self._total}"
             self._progress(f"{count}, {line}")

@@ -1,4 +1,4 @@
-"""One change at a time: apply it to a copy, run it, verify, time, decide (`decide`); keep it or undo it."""
+"""Trials, one change at a time: apply it to a copy, run, verify and time it, decide (`decide`); keep or undo it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tilewright.log import logger
 from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wide_dtype
 
 _EVALUATION_SHARE = 0.01  # of the budget, for the logits of one model; the same again for its decoding
-_NOISY_ROUNDS = 16  # of a control that is taken again, and of each comparison where it was
+_NOISY_ROUNDS = 16  # of a control that is repeated because of noise, and of each comparison after it
 _CONTROL_SHARE = 0.05  # of the budget, for the control
 _TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
 _LONGEST_TIMING_S = 20.0
 
 
 class Trials:
-    """The model, its copy, and the yardsticks every change is held against."""
+    """The model, its copy, and what every change is compared with: reference, unchanged model, control."""
 
     def __init__(
         self,
@@ -70,11 +70,13 @@ class Trials:
 
     @property
     def in_place(self) -> bool:
-        """Whether there was no room for a copy."""
+        """Whether changes are tried on the model itself, because there was no room for a copy."""
         return self.trial is self.main
 
     def take_control(self) -> None:
-        """Time two unchanged models against each other; where that is noisy once more, longer and with one thread."""
+        """Time two unchanged models against each other. If that is noisy, do it again for longer, and on a CPU with one
+        thread.
+        """
         self._say("timing two unchanged models against each other")
         self._warm_up(self.trial.model)
         self.control = self._compare_unchanged(self._fewest)
@@ -89,13 +91,13 @@ class Trials:
 
     @property
     def noise(self) -> Noise:
-        """What the control says of this machine."""
+        """The noise of this machine, by the control."""
         return Noise.of(self.control)
 
     def in_order(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Those that fit the budget, in the order given, then the rest, the largest predicted gain first.
+        """Put the proposals for which there is time first, in their own order; then the rest, the largest gain first.
 
-        The time goes to the largest predicted gains first.
+        Time is set aside for the largest predicted gain first, then for the next one, until there is too little.
         """
         left = self._left() - self._trial_s()  # the final measurement takes as long as a trial
         affordable = set()
@@ -109,14 +111,14 @@ class Trials:
         return first + sorted(rest, key=lambda item: -item.predicted.high)
 
     def predict_now(self, item: Proposal) -> Prediction:
-        """The prediction on top of what was kept so far; as it was where nothing was."""
+        """Predict again with the changes kept so far in force; the first prediction if none was kept."""
         if self._request_us is None:
             return item.predicted
         names = tuple(change.name for change in self.trial.changes[: len(self.trial)])
         return item.change.predict(replace(self._scene, in_force=names, request_us=self._request_us))
 
     def attempt(self, change: Change, predicted: Prediction, *, planned: Sequence[Change]) -> ChangeRecord:
-        """Try one change; keep it or undo it. planned: what comes after it and shares the time that is left."""
+        """Try one change; keep it or undo it. planned: the changes after it, which share the time that is left."""
         record = ChangeRecord.of(change, "rejected", "", predicted)
         began = time.perf_counter()
         left = self._deadline - began
@@ -147,10 +149,10 @@ class Trials:
         return record
 
     def finish(self) -> tuple[Comparison | None, Accuracy | None]:
-        """The unchanged model against the final one, timed and verified again. Nothing to do if nothing was kept.
+        """Time the unchanged model against the final one, and verify the final one again; (None, None) if nothing was
+        kept.
 
-        Raises VerificationError, with every change undone, if the model itself does not reproduce what was verified on
-        the copy.
+        If the model itself fails the checks that its copy passed, every change is undone and VerificationError raised.
         """
         if not len(self.main):
             return None, None
@@ -172,7 +174,7 @@ class Trials:
         return totals, accuracy
 
     def _run(self, change: Change, record: ChangeRecord, seconds: float) -> None:
-        """Fill `record` in; leaves the change applied on the trial model, unless it could not be applied."""
+        """Try `change` and fill in `record`. The change stays on the trial model, unless it could not be applied."""
         self._say(f"{change.name}: applying")
         record.detail = self.trial.push(change).detail
         self._say(f"{change.name}: first calls")
@@ -202,7 +204,7 @@ class Trials:
         return decide(record.measured.decisive, self.noise, clock=record.measured.clock)
 
     def _offer(self, target: torch.dtype, accuracy: Accuracy, measured: str) -> str:
-        """A cast that would pay: its gain, its cost by what the model is for, and how to accept it."""
+        """Say what a cast that failed the gate would gain, what it does to the outputs, and how to accept it."""
         if self._work.prompts or accuracy.positions == 0:
             cost = f"top-1 agreement {accuracy.top1:.2%}"
         else:
@@ -237,12 +239,14 @@ class Trials:
         return max(0.0, self._deadline - time.perf_counter())
 
     def _trial_s(self) -> float:
-        """Least seconds of one trial without a compilation: first calls, verification, the fewest rounds."""
+        """Least seconds of one trial without compilation: first calls, verification, the fewest rounds of timing."""
         round_s = 0.0 if self.control is None else self.control.seconds / self.control.rounds
         return self._evaluation_s + (self._fewest + 2) * round_s
 
     def _preparation_s(self, change: Change) -> float:
-        """Seconds that a change's first calls take here: known for an idle machine, longer on a busy one."""
+        """Seconds that a change's first calls take: its own estimate, which is for an idle machine, and more on a busy
+        one.
+        """
         busy = 0.0 if self.control is None else self.control.busy
         return change.preparation_s / (1 - min(busy, 0.9))
 
@@ -250,7 +254,7 @@ class Trials:
         """Seconds for one comparison: an equal part for each planned change and the final measurement."""
         left = self._left()
         reserved = sum(self._preparation_s(change) for change in planned)
-        free = left - reserved if reserved < left else left  # what cannot be kept free would be kept for nothing
+        free = left - reserved if reserved < left else left  # too little for every preparation: reserve nothing
         return min(_LONGEST_TIMING_S, _TIMING_SHARE * free / (len(planned) + 1))
 
     def _draw(self, model: nn.Module, seed: int) -> Sample | None:
@@ -281,7 +285,7 @@ class Trials:
         return reference
 
     def _evaluate_own(self, model: nn.Module, accept_dtype: torch.dtype | None) -> Evaluation:
-        """The unchanged model's outputs, or those in the accepted format; perplexity is always the former's."""
+        """The unchanged model's outputs, or those of it in the accepted dtype; perplexity is always the model's own."""
         began = time.perf_counter()
         unpatched = evaluate(model, self._work, self._sample, decode=True)
         self._evaluation_s = time.perf_counter() - began
@@ -326,7 +330,7 @@ def _room(device: torch.device) -> float:
 
 
 def _release(device: torch.device) -> None:
-    """Give a dead copy's memory back now: models hold reference cycles, which would keep it for a while."""
+    """Free the memory of a deleted copy now: models have reference cycles, which keep it until the next collection."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

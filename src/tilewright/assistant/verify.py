@@ -1,16 +1,17 @@
-"""Verify: the accuracy gate that every change has to pass, whatever it gained.
+"""The accuracy gate, which every change has to pass, whatever it gained.
 
-Errors are compared, not outputs. Let e(m) = ||logits(m) - logits(ref)|| / ||logits(ref)|| over the sampled positions,
-ref the wide copy of the unpatched model. A changed model passes when all of these hold:
+What is compared is errors against a reference, not outputs with each other. The reference, ref, is a copy of the
+unpatched model in a wider dtype; e(m) = ||logits(m) - logits(ref)|| / ||logits(ref)|| over the sampled positions. A
+changed model passes when all of these hold:
 
 1. every logit is finite, and e(changed) <= max(1.1 e(unpatched), 16 * 2**-24).
    The floor matters for a float32 model: its own error is a few unit roundoffs (2**-24), and any other order of its
    sums moves that by as much.
 2. top-1: the share of positions where its first choice is the reference's is not below the Wilson 95 % interval of the
    unpatched model's share.
-3. decoding: of the tokens that `generate` chose, the share that its own full forward ranks first has not fallen: the
-   95 % interval of the difference of the two shares reaches 0. Both are samples here: the models go on from different
-   tokens.
+3. decoding: of the tokens that `generate` chose, the share that the same model's forward over the whole text ranks
+   first has not fallen: the 95 % interval of the change of that share reaches 0. Both shares are samples, because the
+   two models continue from different tokens.
 4. perplexity on held-out prompts has not risen by more than 0.1 %, beyond the 95 % interval of the paired difference.
 """
 
@@ -59,12 +60,12 @@ class Accuracy:
 
     @property
     def passed(self) -> bool:
-        """Whether the gate is open."""
+        """Whether no rule is broken."""
         return not self.failures
 
 
 def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> Accuracy:
-    """Apply the four rules."""
+    """Apply the four rules to the changed model."""
     own_error = relative_error([unpatched.logits], [reference.logits])
     error = relative_error([changed.logits], [reference.logits])
     limit = max(OWN_ERROR_FACTOR * own_error, ERROR_FLOOR)
@@ -93,8 +94,8 @@ def judge(changed: Evaluation, unpatched: Evaluation, reference: Evaluation) -> 
 
 
 def meaning(changed: Evaluation, reference: Evaluation) -> tuple[float, float]:
-    """What rounding does to embeddings and to classes: the least cosine of a row (N, V) to the reference's, and the
-    share of rows whose largest entry is the reference's.
+    """Return what rounding does to embeddings, the least cosine of a row (N, V) with the reference's, and to classes,
+    the share of rows whose largest entry is where the reference has it.
     """
     ours, exact = changed.logits.double(), reference.logits.double()
     cosine = F.cosine_similarity(ours, exact.to(ours.device), dim=-1)

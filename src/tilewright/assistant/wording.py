@@ -1,4 +1,4 @@
-"""Messages of foreign code, short enough for a report and without anybody's folders in them."""
+"""Error messages of other code, short enough for a report and without the user's folders."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def first_line(error: BaseException) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Each absolute path as its last part: a report is read on other machines."""
+    """Shorten each absolute path to its last part: a report is read on other machines."""
     return _FOLDERS.sub("", text)

@@ -1,6 +1,6 @@
-"""What is run: the example inputs, the prompts, and the calls that observing, verifying and timing share.
+"""The workload: example inputs, prompts, and the calls that observation, verification and timing share.
 
-Every stage runs the same three calls, so that what is predicted, what is checked and what is timed are one thing:
+Every stage makes the same three calls, so that what is predicted is also what is verified and timed:
 `forward` (the example as given), `prefill` (the example, logits of the last token only) and `request` (prefill and
 greedy decoding).
 """
@@ -29,7 +29,7 @@ class Example:
     kwargs: dict[str, Any]
 
     def run(self, model: nn.Module, **extra: Any) -> Any:
-        """model(*args, **kwargs)."""
+        """Call model(*args, **kwargs, **extra)."""
         return model(*self.args, **self.kwargs, **extra)
 
 
@@ -39,7 +39,7 @@ class Workload:
 
     examples: the forward calls to optimise for; the first one is observed and timed.
     prompts: token ids, each (1, S) int64 on the model's device; empty for a module that is no language model.
-    held_out: whether `prompts` are text of the user's (then perplexity is meaningful) or only the examples again.
+    held_out: whether `prompts` are the user's own texts, for which perplexity means something, or only the examples.
     new_tokens: greedy tokens of one request; 0 for a module that cannot generate.
     """
 
@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def batch(self) -> int:
-        """Rows of the example; 1 where the example does not say."""
+        """Rows of the example's token ids; 1 for a module that does not generate."""
         return int(self.input_ids.shape[0]) if self.generates else 1
 
     @property
@@ -66,16 +66,16 @@ class Workload:
         return self.examples[0].kwargs["input_ids"]
 
     def forward(self, model: nn.Module) -> Any:
-        """The example as given."""
+        """Run the example as given."""
         return self.examples[0].run(model)
 
     def prefill(self, model: nn.Module) -> Any:
-        """The example with the logits of the last token only, as generation asks for them."""
+        """Run the example for the logits of the last token only, as `generate` does."""
         extra = {"logits_to_keep": 1} if self.generates and takes(model, "logits_to_keep") else {}
         return self.examples[0].run(model, **extra)
 
     def request(self, model: nn.Module, new_tokens: int | None = None) -> Tensor:
-        """Prefill and `new_tokens` greedy tokens; (B, S + new_tokens)."""
+        """Run prefill and `new_tokens` greedy decoding steps; returns token ids (B, S + new_tokens)."""
         return greedy(
             model, self.input_ids, new_tokens or self.new_tokens, self.examples[0].kwargs.get("attention_mask")
         )
@@ -105,9 +105,9 @@ def workload(
             "the model is in training mode, where outputs differ from call to call. Call model.eval() first."
         )
     device = device_of(model)
-    speaks = is_language_model(model)
+    is_language = is_language_model(model)
     tokens = _tokens(prompts, tokenizer, device, _longest(model, new_tokens)) if prompts is not None else ()
-    if tokens and not speaks:
+    if tokens and not is_language:
         raise InputError(
             f"prompts were given, but {type(model).__name__} is no causal language model (it has no usable generate())."
         )
@@ -119,14 +119,14 @@ def workload(
         items = inputs if isinstance(inputs, list) else [inputs]
         if not items:
             raise InputError("inputs is an empty list: give at least one example.")
-        examples = tuple(_example(item, device, keyword="input_ids" if speaks else None) for item in items)
-    generates = speaks and "input_ids" in examples[0].kwargs
+        examples = tuple(_example(item, device, keyword="input_ids" if is_language else None) for item in items)
+    generates = is_language and "input_ids" in examples[0].kwargs
     rows = tokens or tuple(row[None] for item in examples for row in item.kwargs["input_ids"]) if generates else ()
     return Workload(examples, tuple(rows), bool(tokens), goal, new_tokens if generates else 0, device)
 
 
 def greedy(model: nn.Module, input_ids: Tensor, new_tokens: int, attention_mask: Tensor | None = None) -> Tensor:
-    """Exactly `new_tokens` greedy tokens (end-of-text is not a reason to stop), through the model's own `generate`."""
+    """Decode exactly `new_tokens` greedy tokens with the model's own `generate`; end-of-text does not stop it."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     pad = getattr(model.generation_config, "pad_token_id", None)
     generate: Any = model.generate

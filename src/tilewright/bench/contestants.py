@@ -16,7 +16,7 @@ from tilewright.bench.cases import Case
 from tilewright.bench.peers import Call, available_peers, bound
 from tilewright.dispatch import Contract, Plan, RawOp, Sample, implementations, record
 from tilewright.dispatch.contract import Direction
-from tilewright.dispatch.select import known, refusal
+from tilewright.dispatch.options import runnable
 from tilewright.errors import InputError
 
 
@@ -143,8 +143,8 @@ def reference_outputs(
 
 
 def _choice(raw: RawOp, raw_args: tuple[Any, ...], chosen: str) -> Choice:
-    impls = implementations(raw.op, raw.direction, raw.package)
-    names = tuple(name for name in known(impls) if refusal(raw, impls, name, raw_args, "default") is None)
+    impls = implementations(raw.op, raw.direction)
+    names = tuple(runnable(raw, impls, raw_args, "default"))
     return Choice(names, chosen, {name: raw.plan(raw_args, f"{name}!", "default") for name in names}, raw, raw_args)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 
@@ -20,9 +21,15 @@ from tilewright.hardware import device_info
 
 MIN_LAUNCHES = 20
 
+ErrorMode = Literal["global", "thread_local"]
 
-def capture(call: Call, *, launches: int, device: torch.device | str) -> Callable[[], None]:
+
+def capture(
+    call: Call, *, launches: int, device: torch.device | str, error_mode: ErrorMode = "global"
+) -> Callable[[], None]:
     """Capture `launches` calls in one CUDA graph and return its replay.
+
+    error_mode: "thread_local" leaves other threads of the process free to allocate and synchronise meanwhile.
 
     Captures on the current stream if that is a side stream, else on a new one. A backward pass runs on the stream
     of its forward: prepare it on the current side stream, or the capture misses it and fails.
@@ -38,7 +45,7 @@ def capture(call: Call, *, launches: int, device: torch.device | str) -> Callabl
             call()
     torch.cuda.synchronize(target)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=error_mode):
         for _ in range(launches):
             call()
     torch.cuda.synchronize(target)

@@ -20,7 +20,6 @@ import torch
 
 from tilewright.dispatch import Contract, Sample
 from tilewright.dispatch.backends import module_exists
-from tilewright.dispatch.registry import listed_kernels
 from tilewright.errors import UsageError
 
 Call = Callable[[], object]
@@ -116,6 +115,5 @@ def _replaced(contract: Contract) -> Mapping[str, Sequence[str]]:
 
 
 def _module(contract: Contract) -> Any:
-    package = contract.forward.package
-    name = f"{package}.peers.{contract.name}" if listed_kernels(contract.name) else f"{package}.peers"
+    name = f"{contract.forward.package}.peers.{contract.name}"
     return import_module(name) if module_exists(name) else None

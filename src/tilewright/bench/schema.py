@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tilewright.dispatch import columns
+from tilewright.dispatch.tables import columns
 from tilewright.errors import InputError
 
 SCHEMA = 5

@@ -50,9 +50,9 @@ class Samples:
         """Median microseconds per call."""
         return float(np.median(self.us))
 
-    def interval(self, confidence: float = 0.95) -> Interval:
+    def interval(self) -> Interval:
         """Percentile bootstrap interval of the median, in microseconds."""
-        return _bootstrap_median(np.asarray(self.us, dtype=np.float64), confidence)
+        return _bootstrap_median(np.asarray(self.us, dtype=np.float64))
 
     @property
     def spread(self) -> float:
@@ -64,7 +64,7 @@ class Samples:
         return (interval.high - interval.low) / (2 * self.median)
 
 
-def paired_ratio(a: Samples, b: Samples, confidence: float = 0.95) -> Ratio:
+def paired_ratio(a: Samples, b: Samples) -> Ratio:
     """Median over rounds of a / b: above 1 means that `b` is the faster one.
 
     Both must come from the same interleaved run.
@@ -75,7 +75,7 @@ def paired_ratio(a: Samples, b: Samples, confidence: float = 0.95) -> Ratio:
             "only samples of one interleaved run are paired, round by round"
         )
     ratios = np.asarray(a.us, dtype=np.float64) / np.asarray(b.us, dtype=np.float64)
-    interval = _bootstrap_median(ratios, confidence)
+    interval = _bootstrap_median(ratios)
     return Ratio(float(np.median(ratios)), interval.low, interval.high)
 
 
@@ -87,11 +87,10 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _bootstrap_median(values: np.ndarray, confidence: float) -> Interval:
+def _bootstrap_median(values: np.ndarray) -> Interval:
     if values.size == 0:
         raise InputError("no samples: nothing was timed")
     picks = np.random.default_rng(_SEED).integers(0, values.size, size=(_RESAMPLES, values.size))
     medians = np.median(values[picks], axis=1)
-    tail = 100 * (1 - confidence) / 2
-    low, high = np.percentile(medians, [tail, 100 - tail])
+    low, high = np.percentile(medians, [2.5, 97.5])
     return Interval(float(low), float(high))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.bench.schema import Results
-from tilewright.dispatch import table, table_update
+from tilewright.dispatch.tables import table
 from tilewright.dispatch.tables.staleness import versions
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import InputError
 from tilewright.settings import current
 
@@ -19,7 +20,7 @@ def write_table(results: Results, path: Path | None = None) -> Path:
     """Merge the fastest implementation of every case into the table at `path`, by default the user's of this device.
 
     Where two cases share a bucket, the one measured first is kept.  For rows that this run did not measure
-    see `table_update.update`.  Raises InputError for results without choices (loaded from JSON) or with failures.
+    see `dispatch.tables.update`.  Raises InputError for results without choices (loaded from JSON) or with failures.
     Returns the path.
     """
     if not results.ok:
@@ -34,7 +35,7 @@ def write_table(results: Results, path: Path | None = None) -> Path:
         row = {**asdict(item), "numerics": "default"}
         measured.setdefault(tuple(row[name] for name in table.KEY), row)
     machine = results.machine
-    return table_update.update(path or users_table(machine["device"]), header(machine), measured.values())
+    return update(path or users_table(machine["device"]), header(machine), measured.values())
 
 
 def header(machine: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""`tilewright <verb>`: thin commands over the library.  Each prints for people, and writes JSON with `--json FILE`
-(`-`: JSON alone on stdout, progress on stderr).
+"""`tilewright <verb>`: thin commands over the library.  Each prints text, and writes JSON with `--json FILE` (with `-`
+JSON alone on stdout, progress on stderr).
 
-Exit codes: 0; 1 for a check, bench or verification that failed; 2 for wrong input, with one line on stderr and nothing
-written.  Any other exception is a bug of ours and keeps its traceback.
+Exit codes: 0 for success; 1 for a check, bench or verification that failed; 2 for wrong input, with one line on stderr
+and nothing written; 130 for an interrupt.  Any other exception is a bug of ours and keeps its traceback.
 """
 
 import logging
@@ -16,7 +16,7 @@ from tilewright import __version__
 from tilewright.cli import bench, cache, doctor, model, op, tune, warmup
 from tilewright.errors import TilewrightError, VerificationError
 
-# What the parser raises.  Newer versions of typer carry a click of their own, so the class is found by descent.
+# What the parser raises.  Newer versions of typer have their own copy of click: take the base class, not an import
 _ParserError: type[Any] = typer.BadParameter.__mro__[2]
 
 
@@ -70,7 +70,8 @@ app.add_typer(cache.app, name="cache", epilog="Example: tilewright cache export 
 
 @app.callback(invoke_without_command=True)
 def start(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Say which, and exit.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version, and exit.")] = False,
 ) -> None:
     """Verified GPU operators behind one dispatch, and an assistant that makes PyTorch models fast and proves it."""
     if version:

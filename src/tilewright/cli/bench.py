@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Timing(StrEnum):
-    """How calls follow each other."""
+    """How timed calls follow each other: at once, or with a pause before each."""
 
     sustained = "sustained"
     paused = "paused"
@@ -40,15 +40,20 @@ def bench_suite(
     ] = None,
     direction: DirectionOption = None,
     against: Annotated[
-        str | None, typer.Option("--against", metavar="NAMES", help="Peers, separated by commas; default: all.")
+        str | None,
+        typer.Option("--against", metavar="NAMES", help="Only these peers, separated by commas; default: all."),
     ] = None,
-    timing: Annotated[Timing, typer.Option("--timing", help="Back to back, or with idle gaps.")] = Timing.sustained,
+    timing: Annotated[
+        Timing, typer.Option("--timing", help="Calls back to back, or each after an idle gap.")
+    ] = Timing.sustained,
     device_name: DeviceOption = None,
-    write_table: Annotated[bool, typer.Option("--write-table", help="Store the fastest choice of each case.")] = False,
+    write_table: Annotated[
+        bool, typer.Option("--write-table", help="Store the fastest choice of each case in a tuning table.")
+    ] = False,
     table: Annotated[
         Path | None,
         typer.Option(
-            "--table", metavar="FILE", help="The table to write, or a folder, one file an op; default: yours."
+            "--table", metavar="FILE", help="Table to write, or a folder with a file per op; default: your own tables."
         ),
     ] = None,
     report: Annotated[
@@ -61,10 +66,10 @@ def bench_suite(
         Path, typer.Option("--output", metavar="DIR", help="Folder of the pages that --report writes.")
     ] = Path("docs/performance"),
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="Begin no case after this time: 90s, 5m, 1h.")
+        str | None, typer.Option("--budget", metavar="TIME", help="Begin no further case after this time: 90s, 5m, 1h.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Measure only the cases that the --json FILE has no row of; keep its rows.")
+        bool, typer.Option("--resume", help="Keep the rows of the --json FILE, and measure only cases that it lacks.")
     ] = False,
     append: Annotated[
         bool, typer.Option("--append", help="Keep the rows of the --json FILE that this run does not measure.")
@@ -86,7 +91,7 @@ def bench_suite(
     from tilewright.bench.tables import write_table as store
     from tilewright.cli.case import sizes
     from tilewright.dispatch import contracts
-    from tilewright.dispatch.table import read
+    from tilewright.dispatch.tables.table import read
 
     if suite is None:
         raise UsageError(f"bench needs a SUITE: {', '.join(suites())} (or --report).")
@@ -132,7 +137,10 @@ def bench_suite(
 
 
 def _earlier(json_file: str | None, place: str) -> "Results | None":
-    """What lies in the file that is added to; None where there is none yet.  Refused before anything is timed."""
+    """Results in the file that --append or --resume add to; None if there is no file yet.
+
+    Raises UsageError before anything is timed.
+    """
     if json_file in (None, "-"):
         raise UsageError("--append and --resume add to the file of --json; give both.")
     from tilewright.bench.machine import describe
@@ -163,7 +171,7 @@ def calibrate_device(
 ) -> None:
     """Measure what this machine can do: bandwidth, matrix rate, attention, launch cost.
 
-    The result is stored in the cache folder; predictions rest on it.
+    The result is stored in the cache folder.  Predictions and floors of the assistant are computed from it.
     """
     place = device(device_name)
     from tilewright.bench.calibrate import calibrate

@@ -19,13 +19,13 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _KINDS = ("cuda", "cutile", "triton", "host")
 
 KindOption = Annotated[
-    str | None, typer.Option("--kind", metavar="KIND", help=f"Only this language: {', '.join(_KINDS)}.")
+    str | None, typer.Option("--kind", metavar="KIND", help=f"Only kernels in this language: {', '.join(_KINDS)}.")
 ]
 ArchOption = Annotated[
-    str | None, typer.Option("--arch", metavar="NAME,...", help="Only these architectures, e.g. sm_90a.")
+    str | None, typer.Option("--arch", metavar="NAME,...", help="Only kernels for these architectures, e.g. sm_90a.")
 ]
 AgeOption = Annotated[
-    str | None, typer.Option("--older-than", metavar="AGE", help="Only entries unused for so long: 45m, 12h, 30d.")
+    str | None, typer.Option("--older-than", metavar="AGE", help="Only kernels not used for this long: 45m, 12h, 30d.")
 ]
 BundleArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A bundle: one zip file.")]
 
@@ -34,7 +34,7 @@ app = typer.Typer(invoke_without_command=True)
 
 @app.callback()
 def start(context: typer.Context) -> None:
-    """Look after compiled kernels: list, info, clear, export, import."""
+    """Manage compiled kernels: list, info, clear, export, import."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -56,7 +56,7 @@ def list_entries(kind: KindOption = None, arch: ArchOption = None, json_file: Js
 
 @_command("info", "--json -")
 def show_info(json_file: JsonOption = None) -> None:
-    """Say where the cache is, how full, and of what."""
+    """Say where the cache is, how full it is, and what is in it."""
     check_writable(json_file)
     from tilewright.jit import cache
 
@@ -80,7 +80,7 @@ def show_info(json_file: JsonOption = None) -> None:
 
 @_command("clear", "--older-than 30d")
 def clear(kind: KindOption = None, older_than: AgeOption = None, json_file: JsonOption = None) -> None:
-    """Remove compiled kernels.  What another process compiles at the moment stays."""
+    """Remove compiled kernels.  Those that another process is compiling now stay."""
     check_writable(json_file)
     kind, age = _known(kind), _seconds(older_than)
     from tilewright.jit import cache
@@ -108,7 +108,7 @@ def export_bundle(
 
 @_command("import", "kernels.zip")
 def import_bundle(file: BundleArgument, json_file: JsonOption = None) -> None:
-    """Take the kernels of a bundle into the cache.  It holds machine code: trust its source."""
+    """Copy the kernels of a bundle into the cache.  They are machine code: import only what you trust."""
     check_writable(json_file)
     from tilewright.jit import bundle, cache
 

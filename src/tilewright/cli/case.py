@@ -1,4 +1,4 @@
-"""`--case`: a declared workload by its name, or sizes of the user's own."""
+"""`--case`: a declared workload or edge case by its name, or sizes that the user chooses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,10 @@ def workload(contract: "Contract", text: str) -> "Workload":
 
 
 def sizes(text: str, contracts: "Sequence[Contract]") -> dict[str, Any]:
-    """{"M": 8, "N": 4096} from "M=8,N=4096".  Raises UsageError for what one of the ops has not, or cannot have."""
+    """{"M": 8, "N": 4096} from "M=8,N=4096".
+
+    Raises UsageError for a name that one of the ops does not have, and for a value that it cannot take.
+    """
     sizes_given = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
@@ -42,7 +45,7 @@ def sizes(text: str, contracts: "Sequence[Contract]") -> dict[str, Any]:
             values[name] = _read(name, value, examples[name])
         try:
             shapes(contract, replace(contract.workloads[0], params={**contract.workloads[0].params, **values}))
-        except Exception as error:  # declared sizes are known to work, so it is what was given that does not
+        except Exception as error:  # declared sizes are known to work, so the user's do not
             raise UsageError(f"--case {text}: {contract.name} has no such inputs: {error}") from error
     return values
 

@@ -33,7 +33,7 @@ def show_machine(
 ) -> None:
     """Say what this machine has, which backends can run here, and which settings are in force.
 
-    Compilers and driver libraries come with what is wrong with them and what to install.
+    Where a compiler or driver library does not work, the output says what is wrong and what to install.
     The exit code is 1 if a proof kernel of --selftest fails.
     """
     check_writable(json_file)
@@ -46,7 +46,7 @@ def show_machine(
 
 
 def prove(devices: list[str]) -> list[dict[str, Any]]:
-    """Compile and run the proof kernels; one row a device and proof."""
+    """Compile and run the proof kernels; one row for each device and kernel."""
     if not devices:
         raise UsageError("--selftest needs an NVIDIA GPU, and torch sees none here.")
     from tilewright.jit import selftest
@@ -55,11 +55,11 @@ def prove(devices: list[str]) -> list[dict[str, Any]]:
 
 
 def examine() -> dict[str, Any]:
-    """The report as plain data."""
+    """What `doctor` prints, as plain data."""
     import torch
 
-    from tilewright.dispatch import table
     from tilewright.dispatch.backends import BACKENDS, missing
+    from tilewright.dispatch.tables import table
     from tilewright.dispatch.tables.staleness import users_tables
     from tilewright.hardware import ceilings, device_info, toolchain
     from tilewright.settings import describe

@@ -30,16 +30,19 @@ ModelArgument = Annotated[
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        "--prompts", metavar="FILE", help='Texts to judge on: .jsonl of {"text": ...}, or text, blank lines between.'
+        "--prompts",
+        metavar="FILE",
+        help='Texts to judge accuracy on: .jsonl of {"text": ...}, or text with blank lines between.',
     ),
 ]
-GoalOption = Annotated[Goal, typer.Option("--goal", help="One request, or a batch of them.")]
+GoalOption = Annotated[Goal, typer.Option("--goal", help="Speed of one request, or of a batch of them.")]
 HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Also write one self-contained page to FILE.")
+    Path | None, typer.Option("--html", metavar="FILE", help="Also write the report to FILE, one self-contained page.")
 ]
 TokensOption = Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens generated in each timed request.")]
 AllowOption = Annotated[
-    str | None, typer.Option("--allow", metavar="NAMES", help="Changes, separated by commas; default: all.")
+    str | None,
+    typer.Option("--allow", metavar="NAMES", help="Only try these changes, separated by commas; default: all."),
 ]
 
 
@@ -63,14 +66,19 @@ def optimize_model(
     goal: GoalOption = Goal.latency,
     new_tokens: TokensOption = 32,
     allow: AllowOption = None,
-    budget: Annotated[float | None, typer.Option("--budget", min=1, help="Seconds to aim at.")] = None,
-    accept_dtype: Annotated[
-        Dtype | None, typer.Option("--accept-dtype", help="Accept this type's rounding, so that a cast may be kept.")
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=1, help="Wall time to aim at, in seconds; default: 100.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled inputs.")] = 0,
+    accept_dtype: Annotated[
+        Dtype | None,
+        typer.Option("--accept-dtype", help="Accept the rounding of this dtype, so that a cast to it may be kept."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sample that accuracy is judged on.")] = 0,
     save: Annotated[
         Path | None,
-        typer.Option("--save", metavar="DIR", help="Write the weights and optimized.py, which applies what was kept."),
+        typer.Option(
+            "--save", metavar="DIR", help="Write the weights, and optimized.py, which applies the kept changes."
+        ),
     ] = None,
     device_name: DeviceOption = None,
     html: HtmlOption = None,

@@ -51,7 +51,7 @@ def list_ops(json_file: JsonOption = None) -> None:
 def _backends(raw: "RawOp") -> list[str]:
     from tilewright.dispatch import implementations
 
-    return sorted({*implementations(raw.op, raw.direction, raw.package), "torch"})
+    return sorted({*implementations(raw.op, raw.direction), "torch"})
 
 
 def explain_op(
@@ -95,7 +95,9 @@ def check_op(
     dtype: DtypeOption = None,
     device_name: DeviceOption = None,
     backend: BackendOption = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of the random inputs; default: fresh.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Seed of the random inputs; default: a fresh one.")
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Check an op against its float64 oracle in every execution mode; by default on every edge case.

@@ -24,7 +24,7 @@ class Dtype(StrEnum):
 
 
 class Direction(StrEnum):
-    """Which half of an op."""
+    """Forward or backward of an op."""
 
     fwd = "fwd"
     bwd = "bwd"
@@ -34,10 +34,11 @@ JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; - prints it alone.")
 ]
 OpArgument = Annotated[str, typer.Argument(metavar="OP", help="An op's name; see `tilewright ops`.")]
-DirectionOption = Annotated[Direction | None, typer.Option("--direction", help="Default: both.")]
+DirectionOption = Annotated[Direction | None, typer.Option("--direction", help="Forward or backward; default: both.")]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Element type; default: what the case declares.")]
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", metavar="NAME", help="Exactly this one: cuda, cutile, triton, cpu or torch.")
+    str | None,
+    typer.Option("--backend", metavar="NAME", help="Exactly this backend: cuda, cutile, triton, cpu or torch."),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", metavar="NAME", help="cuda, cuda:1, cpu; default: the GPU if there is one.")
@@ -45,7 +46,10 @@ DeviceOption = Annotated[
 
 
 def device(name: str | None, *, planned: bool = False) -> str:
-    """`name` if this machine has it, by default its GPU or else its CPU.  planned: a GPU need not be there."""
+    """Return `name` if this machine has that device; None means its GPU, or its CPU if there is none.
+
+    planned: the call is only planned, so a GPU need not be here.  Raises UsageError for any other name.
+    """
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -92,7 +96,7 @@ def seconds(budget: str) -> float:
 
 
 def need(extra: str, *modules: str) -> None:
-    """Raise UsageError now, not after the work, where an optional library is missing."""
+    """Raise UsageError if an optional library is missing: now, rather than after the work."""
     absent = [name for name in modules if find_spec(name) is None]
     if absent:
         raise UsageError(f"this needs {', '.join(absent)}: pip install 'tilewright[{extra}]'.")

@@ -1,4 +1,4 @@
-"""Where results go.  Paths are examined before the work; a run of many cases writes after each."""
+"""Output of commands.  Paths are checked before the work begins; a run of many cases writes after each of them."""
 
 import json
 import os
@@ -26,7 +26,10 @@ def check_writable(*files: str | Path | None) -> None:
 
 
 def write(file: str | Path, text: str) -> None:
-    """Write a result, with the folders above it.  A file that was there is replaced by a whole one, where it can be."""
+    """Write a result, and create the folders above it.
+
+    An existing file is replaced at once, if its folder is writable, so no reader sees half a result.
+    """
     path = Path(file).resolve()
     replaces = path.is_file() and os.access(path.parent, os.W_OK)
     draft = path.with_name(f".{path.name}.{os.getpid()}") if replaces else path
@@ -41,7 +44,7 @@ def write(file: str | Path, text: str) -> None:
 
 
 def write_json(text: str, json_file: str | None) -> None:
-    """JSON to where `--json` says, if it says anything."""
+    """Write JSON to the file of `--json`, to stdout for `-`, and nowhere without it."""
     if json_file == "-":
         print(text.rstrip("\n"))
     elif json_file is not None:
@@ -49,9 +52,9 @@ def write_json(text: str, json_file: str | None) -> None:
 
 
 def emit(data: Any, text: str, json_file: str | None) -> None:
-    """Print `text`, and write `data` as JSON where asked; with `-` only the JSON is printed.
+    """Print `text`, and write `data` as JSON if `--json` asks for it; with `-` only the JSON is printed.
 
-    JSON knows no NaN and no infinity: they become null.
+    NaN and infinity, which JSON does not have, become null.
     """
     finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
     write_json(json.dumps(finite, indent=1), json_file)
@@ -60,11 +63,11 @@ def emit(data: Any, text: str, json_file: str | None) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row; columns are as wide as their longest text, and two spaces apart."""
+    """Format rows as lines; columns are as wide as their longest text, and two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def say(line: str) -> None:
-    """A progress line, on stderr so that JSON on stdout stays clean."""
+    """Print a progress line to stderr, so that stdout holds nothing but JSON."""
     print(line, file=sys.stderr, flush=True)

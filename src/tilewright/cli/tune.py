@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Search(StrEnum):
-    """In which order candidates are tried."""
+    """Order in which candidates are tried."""
 
     exhaustive = "exhaustive"
     random = "random"
@@ -48,10 +48,11 @@ def tune_ops(
         ),
     ],
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="For all of it: 90s, 5m, 1h; default: no end.")
+        str | None, typer.Option("--budget", metavar="TIME", help="Time for all cases: 90s, 5m, 1h; default: no limit.")
     ] = None,
     min_gain: Annotated[
-        str, typer.Option("--min-gain", metavar="SHARE", help="What a new choice has to gain to replace one.")
+        str,
+        typer.Option("--min-gain", metavar="SHARE", help="Gain that a new choice needs to replace the present one."),
     ] = "3%",
     case: Annotated[
         str | None, typer.Option("--case", metavar="SIZES", help="Only cases with these sizes: M=8192,N=4096.")
@@ -74,21 +75,23 @@ def tune_ops(
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="A model's linear layers in float8, as patch(fp8=True).")] = False,
     device_name: DeviceOption = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of the random inputs; default: fresh.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Seed of the random inputs; default: a fresh one.")
+    ] = None,
     table: Annotated[
         Path | None,
         typer.Option(
-            "--table", metavar="FILE", help="The table to write, or a folder, one file an op; default: yours."
+            "--table", metavar="FILE", help="Table to write, or a folder with a file per op; default: your own tables."
         ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Compile, check and time every candidate of each case, and write what is faster into the tuning table.
+    """Compile, check and time every candidate of each case, and write those that are faster into the tuning table.
 
-    The cases of a model are the sizes that it runs, those with the most time first; a size whose row is of this machine
-    and of today's versions is left out, so a second run goes on where the budget ended the first.  Candidates run in
-    processes of their own: one that is wrong, hangs or crashes is recorded and skipped.  The exit code is 1 if a case
-    has no right candidate.
+    The cases of a model are the sizes that it runs, those with the most time first; a size that was measured on this
+    machine with the present versions is left out, so a second run goes on where the first one ended.  Candidates run in
+    separate processes: one that is wrong, hangs or crashes is recorded and skipped.  The exit code is 1 if a case has
+    no correct candidate.
     """
     check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     place = device(device_name)
@@ -169,7 +172,7 @@ def _share(text: str) -> float:
 
 @contextmanager
 def _progress() -> "Iterator[Progress]":
-    """A bar on a terminal; elsewhere one line a case, with the time since the first."""
+    """Show progress: a bar on a terminal, elsewhere one line for each case, with the time since the first."""
     if not sys.stderr.isatty():
         lines = set()
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`tilewright warmup`: compile everything a suite or a model needs, now, here, and without a GPU."""
+"""`tilewright warmup`: compile everything that a suite or a model needs, ahead of time and without a GPU."""
 
 import time
 from collections.abc import Iterator
@@ -18,31 +18,35 @@ if TYPE_CHECKING:
 
 def warm_up(
     suite: Annotated[
-        str | None, typer.Option("--suite", metavar="NAME", help="Every workload of an op family, or of all.")
+        str | None, typer.Option("--suite", metavar="NAME", help="Kernels for every workload of an op family, or all.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="CONFIG", help="A model folder, its config.json, or e.g. tiny-llama."),
+        typer.Option("--model", metavar="CONFIG", help="Kernels for a model: folder, config.json, or e.g. tiny-llama."),
     ] = None,
     arch: Annotated[
         str | None,
-        typer.Option("--arch", metavar="NAMES", help="sm_90a,sm_100,cpu,...; default: this machine's."),
+        typer.Option("--arch", metavar="NAMES", help="Architectures: sm_90a,sm_100,cpu,...; default: this machine's."),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option("--backend", metavar="NAMES", help="All of these; default: those the dispatcher chooses."),
+        typer.Option(
+            "--backend", metavar="NAMES", help="Kernels of all these backends; default: those that dispatch chooses."
+        ),
     ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="Element type; default: the suite's, or the model's own.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in a model's calls.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Batch size of the model's calls.")] = 1,
     tokens: Annotated[
-        str, typer.Option("--tokens", metavar="LENGTHS", help="Lengths of a model's prefills.")
+        str, typer.Option("--tokens", metavar="LENGTHS", help="Prompt lengths of the model's prefills.")
     ] = "1024,1000",
     new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=1, help="Tokens that a model decodes after a prefill, at most.")
+        int, typer.Option("--new-tokens", min=1, help="Most tokens that the model decodes after a prefill.")
     ] = 128,
-    fp8: Annotated[bool, typer.Option("--fp8", help="A model's linear layers in float8, as patch(fp8=True).")] = False,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="The model's linear layers run in float8, as with patch(fp8=True).")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="BUNDLE", help="Write the kernels to this bundle as well.")
     ] = None,
@@ -82,7 +86,7 @@ def warm_up(
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on stderr; yields what takes the events."""
+    """Show a bar on stderr; yields the function that takes warm-up events."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
-from tilewright.errors import BackendError
+from tilewright.errors import BackendError, InputError
 from tilewright.log import log_once
 
 BACKENDS = ("cuda", "triton", "cutile", "cpu", "torch")
@@ -34,15 +35,21 @@ _NEEDS = {
     "torch": _Needs(None, ()),
 }
 
-
-_TARGETS = {"sm90": "cuda"}
-"""Backends of folders of kernels that are named after what they are compiled for; the others bear a backend's name."""
+_FOLDERS = ("triton", "cutile", "cpu")
 
 
 def backend_of(kernel: str) -> str:
-    """The backend of a kernel, by the folder it lies in: "cuda" of "sm90.dense", "triton" of "triton.dense"."""
+    """The backend of a kernel, by the folder it lies in: "cuda" of "sm90.dense", "triton" of "triton.dense".
+
+    CUDA C++ lies in folders named after an architecture, other kernels in one named after their backend.  Raises
+    InputError for a folder of another name.
+    """
     target = kernel.partition(".")[0]
-    return _TARGETS.get(target, target)
+    if re.fullmatch(r"sm\d+", target):
+        return "cuda"
+    if target not in _FOLDERS:
+        raise InputError(f"{kernel}: no kernels lie in {target}/. Allowed: sm<number>/, {'/, '.join(_FOLDERS)}/.")
+    return target
 
 
 def interpreting() -> bool:

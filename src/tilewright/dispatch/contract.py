@@ -156,10 +156,7 @@ def bind(contract: Contract) -> Contract:
 
     def checked(*args: Any) -> None:
         refuse_layout(contract.name, **dict(zip(forward.fields, args, strict=True)))
-        if forward.pack is tuple:
-            check(*args)
-        else:
-            check(forward.pack(args))
+        check(forward.pack(args))
 
     if gradient is not None:
         gradient = _packed(gradient, forward)

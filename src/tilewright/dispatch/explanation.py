@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright import catalogue
 from tilewright.dispatch.contract import contract
+from tilewright.dispatch.options import options
 from tilewright.dispatch.recording import record
 from tilewright.dispatch.registry import implementations
-from tilewright.dispatch.select import known, refusal
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class Explanation:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Every implementation of `op` for this call, chosen or refused, in words.  Tensors may be real or fake.
+    """Every implementation of `op` for this call, chosen or refused, in words.  Tensors may be real or fake, also
+    those inside lists and tuples.
 
     It is the call as it would be made here: where a tensor requires a gradient and autograd is on, one with a gradient.
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
@@ -68,17 +70,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     catalogue.load(op)
     function = contract(op).function
-    values = (*args, *kwargs.values())
-    mode = next((a.fake_mode for a in values if hasattr(a, "fake_mode")), None) or FakeTensorMode()
-    fake = [mode.from_tensor(a) if type(a) in (torch.Tensor, torch.nn.Parameter) else a for a in values]
+    fake_args, fake_kwargs, mode = _fake(args, kwargs)
     with mode, record() as recording:
-        function(*fake[: len(args)], **dict(zip(kwargs, fake[len(args) :], strict=True)))
+        function(*fake_args, **fake_kwargs)
     raw, raw_args, _, numerics = recording.calls[0]
     plan = recording.plans[0]
-    backends = implementations(raw.op, raw.direction, raw.package)
+    backends = implementations(raw.op, raw.direction)
     verdicts = tuple(
-        Verdict(name, name == plan.backend, refusal(raw, backends, name, raw_args, numerics))
-        for name in known(backends)
+        Verdict(name, name == plan.backend, option.why_not)
+        for name, option in options(raw, backends, raw_args, numerics).items()
     )
     device = raw_args[0].device
     stale = "" if plan.row is None else in_words(changes(plan.row, device.type))
@@ -86,3 +86,14 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         op, raw.direction, plan.bucket, plan.dtype, str(device), numerics, plan.backend, plan.why,
         str(plan.config), verdicts, plan.kernel, stale,
     )  # fmt: skip
+
+
+def _fake(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], FakeTensorMode]:
+    """The arguments with fake tensors in place of real ones, and their mode: that of a fake one among them, or new."""
+    modes = (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if hasattr(leaf, "fake_mode"))
+    mode = next(modes, None) or FakeTensorMode()
+
+    def fake(leaf: Any) -> Any:
+        return mode.from_tensor(leaf) if type(leaf) in (torch.Tensor, torch.nn.Parameter) else leaf
+
+    return *tree_map(fake, (args, kwargs)), mode

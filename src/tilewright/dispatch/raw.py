@@ -4,8 +4,8 @@ Registered with `Library.define/impl` plus a fake; autograd stands outside (`dis
 guards. Outputs are allocated here, as `outputs` declares: what the fake promises is what every implementation gets.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tilewright.dispatch.preference import numerics as in_force
 from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION, implementations, list_kernels
 from tilewright.dispatch.select import Plan, choose, invariant
+from tilewright.dispatch.tables import measured
 from tilewright.errors import InputError, KernelMissingError
 
 Strided = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
@@ -48,7 +49,7 @@ class RawOp:
     outputs       (args) -> one `OutputSpec` an output
     reference     (args) -> Tensor or tuple: the same thing in plain torch
     bucket        (args) -> NamedTuple of ints: the sizes a choice may depend on; `bucket_names` are its fields
-    batch_fields  fields of the bucket that `numerics("batch_invariant")` ignores
+    batch_fields  fields of the bucket that `numerics("batch_invariant")` ignores; the first, by default
     dtypes        of the first tensor, that implementations take; the reference takes others too
     out           also register the overload `.out`, which writes into given tensors
     refuses_out   (out, args) -> None, or what an `out` of the right shape and dtype lacks; by default it must be
@@ -63,7 +64,7 @@ class RawOp:
 
     op: str
     direction: str
-    args: str | type[tuple[Any, ...]]
+    args: type[tuple[Any, ...]]
     _: KW_ONLY
     package: str
     outputs: Callable[..., tuple[OutputSpec, ...]]
@@ -71,7 +72,7 @@ class RawOp:
     bucket: Callable[..., tuple[int, ...]]
     bucket_names: tuple[str, ...]
     kernels: Sequence[str] = ()
-    batch_fields: Sequence[int | str] = (0,)
+    batch_fields: Sequence[str] | None = None
     count: int = 1
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     out: bool = False
@@ -85,13 +86,13 @@ class RawOp:
         """Register the op with torch; the functions take arguments one by one from here on, as torch passes them."""
         op, direction, args, count = self.op, self.direction, self.args, self.count
         self.key = op if direction == "fwd" else f"{op}_{direction}"
-        schema = self.schema = args if isinstance(args, str) else schema_of(args)
-        self.fields = tuple(declared.split()[-1] for declared in schema.split(", "))
-        self.pack: Callable[[Sequence[Any]], Any] = tuple if isinstance(args, str) else args._make  # type: ignore[attr-defined]
-        if not isinstance(args, str):
-            for name, leading in _TAKE_ARGUMENTS.items():
-                setattr(self, name, self._packed(getattr(self, name), leading))
-        self.batch_positions = tuple(self.bucket_names.index(f) if isinstance(f, str) else f for f in self.batch_fields)
+        schema = self.schema = schema_of(args)
+        self.fields: tuple[str, ...] = args._fields  # type: ignore[attr-defined]
+        self.pack: Callable[[Sequence[Any]], Any] = args._make  # type: ignore[attr-defined]
+        for name, leading in _TAKE_ARGUMENTS.items():
+            setattr(self, name, self._packed(getattr(self, name), leading))
+        batch = self.bucket_names[:1] if self.batch_fields is None else self.batch_fields
+        self.batch_positions = tuple(self.bucket_names.index(field) for field in batch)
         if self.kernels:
             list_kernels(op, [f"{self.package}.kernels.{kernel}" for kernel in self.kernels])
         self.tensor_count = schema.count("Tensor")
@@ -130,9 +131,9 @@ class RawOp:
             LIBRARY.impl(name, function, key)
         LIBRARY.impl(name, _Guard(name), "Autograd")
 
-    def positions(self, names: Sequence[str | int]) -> tuple[int, ...]:
+    def positions(self, names: Sequence[str]) -> tuple[int, ...]:
         """Where these arguments stand."""
-        return tuple(self.fields.index(name) if isinstance(name, str) else name for name in names)
+        return tuple(self.fields.index(name) for name in names)
 
     # What a call looks like to selection.
 
@@ -158,16 +159,24 @@ class RawOp:
         key = self._plan_key(args, backend, numerics)
         generation, plan = self._plans.get(key, (-1, None))
         if plan is None or generation != GENERATION[0]:
-            return self._keep_plan(key, args, lambda: choose(self, args, backend, numerics))
+            return self._first_plan(key, args, lambda: choose(self, args, backend, numerics))
         return plan
 
-    def _keep_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
-        """Decide, and remember for which generation: another thread may register something meanwhile."""
-        if self.compose is None:  # a file that is read registers what it holds, which is not meanwhile
-            implementations(self.op, self.direction, self.package, args[0].device.type)
-        generation, plan = GENERATION[0], decide()
+    def _first_plan(self, key: tuple[Any, ...], args: Sequence[Any], decide: Callable[[], Plan]) -> Plan:
+        """Decide; where the settings say so, measure before.  A plan that is still to be measured is not kept."""
+        device, (generation, plan) = self.device_of(args), self._decided(decide)
+        if measured.is_due(self, plan, device):
+            if measured.why_not_measured(args[: self.tensor_count], device) is not None:
+                return replace(plan, provisional=True)
+            measured.measure(self, plan, self.bucket_of(args, plan.numerics), self.dtype_of(args), device)
+            generation, plan = self._decided(decide)
         self._plans.put(key, (generation, plan))
         return plan
+
+    def _decided(self, decide: Callable[[], Plan]) -> tuple[int, Plan]:
+        """A decision, and for which generation: another thread may register something meanwhile."""
+        generation = GENERATION[0]
+        return generation, decide()
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
         return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
@@ -182,7 +191,7 @@ class RawOp:
         """Can anything but the reference run on such a device?"""
         key = device_type, GENERATION[0]
         if key not in self._has_kernels:
-            backends = implementations(self.op, self.direction, self.package, device_type)
+            backends = implementations(self.op, self.direction, device_type)
             self._has_kernels[key] = any(missing(name, device_type) is None for name in backends)
         return self._has_kernels[key]
 
@@ -209,8 +218,17 @@ class RawOp:
             return None
         return results[0] if self.count == 1 else results
 
-    def launch(self, args: Sequence[Any], plan: Plan, outs: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        """Carry out `plan`, into `outs` where given, which are writable; returns the outputs."""
+    def launch(
+        self,
+        args: Sequence[Any],
+        plan: Plan,
+        outs: tuple[Tensor, ...] | None = None,
+        without: Mapping[str, str] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Carry out `plan`, into `outs` where given, which are writable; returns the outputs.
+
+        without: backends that have no kernel for this call, and why.
+        """
         if outs is not None and not any(out.numel() for out in outs):
             return outs
         if plan.launch is None or args[0].numel() == 0:
@@ -220,7 +238,8 @@ class RawOp:
             try:
                 plan.launch(results, *args, config=plan.config)
             except KernelMissingError as error:
-                return self.launch(args, self._plan_without(args, plan, error), outs)
+                without = {**(without or {}), plan.backend: str(error)}
+                return self.launch(args, self._plan_without(args, plan, without), outs, without)
         return results
 
     def _compute(self, args: Sequence[Any], numerics: str, outs: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -236,11 +255,12 @@ class RawOp:
             out.copy_(value)
         return outs
 
-    def _plan_without(self, args: Sequence[Any], plan: Plan, error: KernelMissingError) -> Plan:
-        """Another plan, from now on: this one's kernel is in no cache and cannot be compiled here."""
-        without = {plan.backend: str(error)}
+    def _plan_without(self, args: Sequence[Any], plan: Plan, without: Mapping[str, str]) -> Plan:
+        """Another plan, from now on: kernels of `without` are in no cache and cannot be compiled here."""
         key = self._plan_key(args, plan.requested, plan.numerics)
-        return self._keep_plan(key, args, lambda: choose(self, args, plan.requested, plan.numerics, without))
+        decision = self._decided(lambda: choose(self, args, plan.requested, plan.numerics, without))
+        self._plans.put(key, decision)
+        return decision[1]
 
     def require_writable(self, args: Sequence[Any], outs: Sequence[Tensor]) -> None:
         """Raise InputError for outputs in whose strides no implementation writes."""
@@ -301,8 +321,8 @@ class RawOp:
 
 
 def _with_memory(a: Any) -> Any:
-    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory, which
-    had the strides of a dense one when the caller chose and checked.
+    """`a`, or its dense copy if every stride is 0: torch's dispatcher makes such a tensor of zeros without memory,
+    which had the strides of a dense one when the call was checked.
     """
     if isinstance(a, Tensor) and a.layout is torch.strided and a.dim() and not any(a.stride()):
         return a.clone(memory_format=torch.contiguous_format)

@@ -8,10 +8,10 @@ package and takes the place of a backend's own kernels.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from threading import Lock, RLock, local
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
-from tilewright.dispatch.backends import BACKENDS, backend_of, importable, missing, module_exists
+from tilewright.dispatch.backends import backend_of, importable, missing
 from tilewright.errors import InputError
 from tilewright.generation import GENERATION
 
@@ -22,6 +22,7 @@ __all__ = [
     "GENERATION",
     "Implementation",
     "implementations",
+    "joint_reason",
     "list_kernels",
     "register_impl",
     "register_kernel",
@@ -75,9 +76,9 @@ class Implementation:
             return self
         return next(kernel for kernel in self.kernels if kernel.config_type is type(config))
 
-    def without(self, kernels: "Sequence[Implementation]") -> "Implementation":
-        """The same backend without some of its kernels; at least one must be left."""
-        return _merged([kernel for kernel in self.kernels if kernel not in kernels]) if kernels else self
+    def only(self, kernels: "Sequence[Implementation]") -> "Implementation":
+        """The same backend with these of its kernels alone, at least one, in its order of preference."""
+        return self if len(kernels) == len(self.kernels or (self,)) else _merged(kernels)
 
 
 _implementations: dict[tuple[str, str], dict[str, list[Implementation]]] = {}
@@ -86,8 +87,7 @@ _kernels: dict[tuple[str, str], dict[str, Implementation]] = {}
 """Kernels by op and direction, then by name, in the order in which their modules were imported."""
 _listed: dict[str, dict[str, list[str]]] = {}
 """Modules of each op's kernels, by backend, in the contract's order of preference."""
-_files = RLock()  # a file registers its first implementation before its last line has run
-_reading = local()  # `.depth`: this thread imports a backend's file
+_importing = RLock()  # one thread at a time imports kernels; the others list them when it is done
 _merging = Lock()  # nothing is imported under it: modules register from any thread's import
 
 
@@ -185,8 +185,7 @@ def _merged(kernels: Sequence[Implementation]) -> Implementation:
         return tuple(c for kernel in kernels if kernel.candidates for c in kernel.candidates(bucket, dtype))
 
     def supports(*args: Any) -> str | None:
-        reasons = [kernel.supports(*args) if kernel.supports else None for kernel in kernels]
-        return None if None in reasons else reasons[-1]
+        return joint_reason(kernels, [kernel.supports(*args) if kernel.supports else None for kernel in kernels])
 
     return replace(
         first, launch=launch, configure=configure, candidates=candidates, supports=supports, config_type=None,
@@ -194,6 +193,21 @@ def _merged(kernels: Sequence[Implementation]) -> Implementation:
         batch_invariant=any(kernel.batch_invariant for kernel in kernels),
         configs=tuple(config for kernel in kernels for config in kernel.configs), kernel="", kernels=tuple(kernels),
     )  # fmt: skip
+
+
+def joint_reason(kernels: Sequence[Implementation], reasons: Sequence[str | None]) -> str | None:
+    """Why none of `kernels` can run, given the reason of each; None where one has none.
+
+    Each reason is told once, after the names of its kernels; without names where all kernels have the same.
+    """
+    names: dict[str, list[str]] = {}
+    for kernel, reason in zip(kernels, reasons, strict=True):
+        if reason is None:
+            return None
+        names.setdefault(reason, []).append(kernel.kernel)
+    if len(names) == 1:
+        return next(iter(names))
+    return "; ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
 
 
 def register_impl(
@@ -211,8 +225,7 @@ def register_impl(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated `launch` as `backend` of `op` in `direction` ("fwd" or "bwd").  See `Implementation`.
 
-    It takes the place of an implementation of that name until `unregister_impl`; the one that a backend's file brings
-    never takes the place of another.
+    It takes the place of an implementation of that name until `unregister_impl`.
     """
     if direction not in ("fwd", "bwd"):
         raise InputError(f"register_impl({op!r}): direction {direction!r}; allowed are 'fwd' and 'bwd'.")
@@ -223,8 +236,7 @@ def register_impl(
             op, direction, backend, launch, configure, config_type, supports, deterministic, batch_invariant, configs,
             candidates,
         )  # fmt: skip
-        stack = _implementations.setdefault((op, direction), {}).setdefault(backend, [])
-        stack.insert(0 if getattr(_reading, "depth", 0) else len(stack), implementation)
+        _implementations.setdefault((op, direction), {}).setdefault(backend, []).append(implementation)
         return launch
 
     return register
@@ -246,35 +258,14 @@ def unregister_impl(op: str, *, backend: str, direction: str = "fwd") -> None:
         del stacks[backend]
 
 
-def implementations(op: str, direction: str, package: str, device_type: str | None = None) -> dict[str, Implementation]:
+def implementations(op: str, direction: str, device_type: str | None = None) -> dict[str, Implementation]:
     """Every implementation of a raw op, by backend: those registered, and those in the modules its contract lists.
 
-    With `device_type` the files of backends that cannot run on such a device stay unread.
+    With `device_type` the modules of backends that cannot run on such a device are not imported.
     """
-    with _files:
-        for backend, modules in _listed.get(op, {}).items():
-            if _worth_reading(backend, device_type):
+    with _importing:
+        for backend, modules in listed_kernels(op).items():
+            if importable(backend) if device_type is None else missing(backend, device_type) is None:
                 for module in modules:
                     import_module(module)
-        for backend in () if op in _listed else BACKENDS:
-            module = f"{package}.{backend}"
-            if (
-                backend not in _implementations.get((op, direction), {})
-                and _worth_reading(backend, device_type)
-                and module_exists(module)
-            ):
-                _read(module)
         return {backend: stack[-1] for backend, stack in _implementations.get((op, direction), {}).items()}
-
-
-def _read(module: str) -> None:
-    """Import a backend's file, and those that it imports: what they register lies beneath what is there already."""
-    _reading.depth = getattr(_reading, "depth", 0) + 1
-    try:
-        import_module(module)
-    finally:
-        _reading.depth -= 1
-
-
-def _worth_reading(backend: str, device_type: str | None) -> bool:
-    return importable(backend) if device_type is None else missing(backend, device_type) is None

@@ -184,8 +184,9 @@ def record(
 
 
 def keep(raw: "RawOp", signature: Signature, entry: Entry) -> None:
-    """Remember `entry` for calls with this signature."""
-    raw.entries.put(signature[1], entry)
+    """Remember `entry` for calls with this signature, unless the next of them is to be planned anew."""
+    if not entry.plan.provisional:
+        raw.entries.put(signature[1], entry)
 
 
 def span(t: Tensor) -> int:

@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tilewright.dispatch import table
-from tilewright.dispatch.backends import BACKENDS, importable, missing
+from tilewright.dispatch.backends import missing
 from tilewright.dispatch.bucket import INVARIANT_ROWS
-from tilewright.dispatch.configs import from_row
-from tilewright.dispatch.registry import Implementation, implementations
+from tilewright.dispatch.options import Option, options
+from tilewright.dispatch.registry import implementations
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row
 from tilewright.errors import KernelMissingError, RefusedError, TableError
 from tilewright.hardware import device_info
 from tilewright.log import log_once, logger
@@ -38,6 +39,7 @@ class Plan:
     row: table.Row | None
     requested: str  # the `backend` that was asked for
     kernel: str = ""  # which of the backend's kernels; "" for torch, and for what `register_impl` registered
+    provisional: bool = field(default=False, compare=False)  # a later call is to be measured: no call is replayed by it
 
 
 def choose(
@@ -50,16 +52,18 @@ def choose(
     bucket, dtype, device = raw.bucket_of(args, numerics), raw.dtype_of(args), raw.device_of(args)
     if raw.compose is not None:
         return _composed(raw, bucket, dtype, backend, numerics)
-    backends = implementations(raw.op, raw.direction, raw.package, device.type)
-    refused = {name: refusal(raw, backends, name, args, numerics) for name in known(backends)} | dict(without or {})
-    backends = {name: each if refused[name] else able(each, args, numerics) for name, each in backends.items()}
+    without = without or {}
+    per_backend = options(raw, implementations(raw.op, raw.direction, device.type), args, numerics)
+    per_backend |= {name: Option(None, reason) for name, reason in without.items()}
+    why_not = {name: option.why_not for name, option in per_backend.items()}
+    usable = [name for name, reason in why_not.items() if reason is None]
     text, dtype_name = raw.bucket_text(bucket), str(dtype).removeprefix("torch.")
 
     row = table.lookup(raw.op, raw.direction, text, dtype_name, numerics, device_info(device))
-    tuned, misfits = _tuned(row, backends, bucket, dtype) if row is not None else ({}, {})
+    tuned, misfits = _tuned(row, per_backend, bucket, dtype) if row is not None else ({}, {})
 
     def plan(name: str, why: str, row: table.Row | None = None) -> Plan:
-        implementation = backends.get(name)
+        implementation = per_backend[name].implementation
         config = tuned.get(name)
         if config is None and implementation is not None and implementation.configure is not None:
             config = implementation.configure(bucket, dtype)
@@ -71,26 +75,25 @@ def choose(
         return Plan(raw.op, raw.direction, name, text, dtype_name, numerics, config, launch, why, row, backend, kernel)
 
     requested = backend.rstrip("!")
-    if raw.direction == "bwd" and requested not in (*backends, "torch"):
+    if raw.direction == "bwd" and requested not in per_backend:
         requested = "auto"  # a backend without a backward kernel was requested for its forward
     if requested != "auto":
-        reason = refused.get(requested, missing(requested, device.type) or "is not a registered backend of this op")
+        reason = why_not.get(requested, missing(requested, device.type) or "is not a registered backend of this op")
         if reason is None:
             return plan(requested, "asked for in the call" if backend.endswith("!") else "preferred here")
-        usable = [name for name, no in refused.items() if no is None]
         message = (
             f"{raw.key}[{requested}] {reason} ({text}, {dtype_name}). Supported here: {', '.join(usable)}. "
             f'Try backend="{usable[0]}".'
         )
         if backend.endswith("!") or current().disable_fallback:
-            raise (KernelMissingError if requested in (without or {}) else RefusedError)(message)
+            raise (KernelMissingError if requested in without else RefusedError)(message)
         log_once(("fallback", raw.key, requested, reason), f"falling back: {message}")
 
     why = "unmeasured here"
     if row is not None:
         problem = f"{raw.key} {text} {dtype_name}"
         for choice in row.choices:
-            reason = refused.get(choice.backend, "is not registered")
+            reason = why_not.get(choice.backend, "is not registered")
             if reason is None and choice.backend not in misfits:
                 source = f"{choice.backend} {choice.config or ''} by {row.source} ({choice.us} us)"
                 log_once(("row", problem, numerics), f"{problem}: {source}", logging.INFO)
@@ -98,10 +101,9 @@ def choose(
             why = f"the measured choice is refused: {misfits.get(choice.backend) or f'{choice.backend} {reason}'}"
             level = logging.WARNING if reason is None else logging.INFO
             log_once(("row-refused", problem, choice.backend), f"{problem}: {why}", level)
-    first = next(name for name in known(backends) if refused[name] is None)
-    if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, first):
+    if numerics == "default" and raw.torch_first is not None and raw.torch_first(bucket, dtype, usable[0]):
         return plan("torch", f"{why}; torch's kernel is the better guess for these sizes")
-    return plan(first, f"{why}; first of the static order that can run")
+    return plan(usable[0], f"{why}; first of the static order that can run")
 
 
 def _write(raw: "RawOp", launch: Callable[..., None], outs: tuple[Any, ...], *args: Any, config: Any) -> None:
@@ -136,15 +138,16 @@ def _composed(raw: "RawOp", bucket: tuple[int, ...], dtype: Any, backend: str, n
 
 
 def _tuned(
-    row: table.Row, backends: dict[str, Implementation], bucket: tuple[int, ...], dtype: Any
+    row: table.Row, per_backend: Mapping[str, Option], bucket: tuple[int, ...], dtype: Any
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a row says of backends: (measured configs, reasons why one does not fit)."""
+    """What a row says of backends that can run: (measured configs, reasons why one does not fit)."""
     configs: dict[str, Any] = {}
     misfits: dict[str, str] = {}
     for choice in row.choices:
-        if choice.config is not None and choice.backend in backends:
+        implementation = per_backend[choice.backend].implementation if choice.backend in per_backend else None
+        if choice.config is not None and implementation is not None:
             try:
-                configs[choice.backend] = from_row(backends[choice.backend], choice.config, bucket, dtype)
+                configs[choice.backend] = from_row(implementation, choice.config, bucket, dtype)
             except TableError as error:
                 misfits[choice.backend] = f"{row.source}: {error}"
     return configs, misfits
@@ -157,44 +160,6 @@ def _cited(row: table.Row, choice: table.Row | table.Other) -> str:
     if choice is row:
         return f"measured fastest: {row.us:g} us {where}{runner_up}"
     return f"measured next to {row.backend}, which cannot run here: {choice.us:g} us {where}"
-
-
-def known(backends: dict[str, Implementation]) -> list[str]:
-    """Backends of an op in static order: registered ones, those of other packages first, torch last."""
-    return [name for name in (*(set(backends) - set(BACKENDS)), *BACKENDS) if name in backends or name == "torch"]
-
-
-def refusal(
-    raw: "RawOp", backends: dict[str, Implementation], name: str, args: Sequence[Any], numerics: str
-) -> str | None:
-    """Why backend `name` cannot run this call, in words; None when it can."""
-    if name == "torch":
-        return None
-    reason = missing(name, raw.device_of(args).type)
-    if reason is None and name not in backends:
-        reason = "has no implementation of this op" if importable(name) else "is not installed"
-    if reason is not None:
-        return reason
-    dtype = raw.dtype_of(args)
-    if dtype not in raw.dtypes:
-        allowed = ", ".join(str(d) for d in raw.dtypes)
-        return f"takes {allowed}, got {dtype}"
-    kernels = backends[name].kernels or (backends[name],)
-    reasons = [_why_not(kernel, args, numerics) for kernel in kernels]
-    return None if None in reasons else reasons[-1]
-
-
-def able(implementation: Implementation, args: Sequence[Any], numerics: str) -> Implementation:
-    """`implementation`, which can run this call, without those of its kernels that cannot."""
-    return implementation.without([k for k in implementation.kernels if _why_not(k, args, numerics) is not None])
-
-
-def _why_not(kernel: Implementation, args: Sequence[Any], numerics: str) -> str | None:
-    if numerics == "deterministic" and not kernel.deterministic:
-        return "is not bitwise repeatable"
-    if numerics == "batch_invariant" and not kernel.batch_invariant:
-        return "is not batch invariant"
-    return kernel.supports(*args) if kernel.supports else None
 
 
 def invariant(bucket: tuple[int, ...], batch_fields: Sequence[int]) -> tuple[int, ...]:

@@ -93,8 +93,3 @@ def _last_level_cache() -> int:
         text = path.read_text().strip()
         sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]] if text[-1].isalpha() else int(text))
     return max(sizes, default=32 << 20)
-
-
-def fp8_dtype(architecture: str) -> torch.dtype:
-    """The e4m3 dtype of the matrix units of `architecture`: fnuz on gfx942, OCP elsewhere."""
-    return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn

@@ -37,7 +37,7 @@ from tilewright.jit.artifact import Artifact, BuildKey
 from tilewright.jit.collect import collecting, machine
 from tilewright.jit.compilers import INCLUDE, Source, get_compiler
 from tilewright.jit.compilers.config_struct import config_struct
-from tilewright.jit.compilers.kernel_args import BYTES, check_names, codes, parameter_names
+from tilewright.jit.compilers.kernel_args import BYTES, check_names, codes
 from tilewright.jit.driver import Launch, Loaded, load
 from tilewright.jit.headers import header_hash
 from tilewright.jit.tape import Step, taping
@@ -74,14 +74,14 @@ class CudaKernel:
         self,
         file: Path,
         entry: str,
-        args: str | type[tuple[Any, ...]],
+        args: type[tuple[Any, ...]],
         *,
         archs: tuple[str, ...],
         flags: tuple[str, ...] = (),
         dependent: bool = False,
     ) -> None:
         self.file, self.entry, self.args, self.archs = file, entry, args, archs
-        self.signature = signature = args if isinstance(args, str) else codes(args)
+        self.signature = signature = codes(args)
         self._dependent = dependent
         self._int32 = [i for i, letter in enumerate(signature) if letter == "i"]
         self._flags = (*FLAGS, *flags)
@@ -123,8 +123,7 @@ class CudaKernel:
 
     def source(self, params: Any) -> str:
         """The source that is compiled for `params`."""
-        if not isinstance(self.args, str):
-            check_names(self.args, self.file, self.entry)
+        check_names(self.args, self.file, self.entry)
         return (
             f'#include "{self.file.name}"\n\n'
             f"{config_struct(params, _TYPES)}\n"
@@ -181,8 +180,7 @@ class CudaKernel:
         return launch
 
     def _too_wide(self, position: int, value: int) -> BackendError:
-        names = parameter_names(self.file, self.entry)
-        name = names[position] if len(names) == len(self.signature) else f"number {position}"
+        name = self.args._fields[position]  # type: ignore[attr-defined]
         return BackendError(
             f"{self.entry}: parameter {name} is {value}; the kernel takes it as int32, from {-_INT32} to {_INT32 - 1}. "
             'Split the problem, or try backend="triton".'

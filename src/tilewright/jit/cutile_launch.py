@@ -39,12 +39,10 @@ class Hints(NamedTuple):
 
     num_worker_warps  4 or 8 (tileiras 13.3 and later): math warps, without TMA producers
     occupancy         target blocks per SM, 1 to 32; bounds the registers
-    num_ctas          blocks per cluster, a power of two up to 16
     """
 
     num_worker_warps: int | None = None
     occupancy: int | None = None
-    num_ctas: int | None = None
     opt_level: int = 3
 
 

@@ -16,7 +16,6 @@ import torch
 
 from tilewright.errors import BackendError
 
-LETTERS = "PiqfdT?"
 _INSTALL = "launching needs cuda-core: pip install tilewright[cuda]"
 _DEFAULT_SHARED_LIMIT = 48 << 10
 _LARGEST_PORTABLE_CLUSTER = 8
@@ -32,12 +31,10 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel on one device.  kernel: cuda-core's.  shared_bytes: static.  local_bytes: spills and stack, a thread."""
+    """A kernel on one device.  kernel: cuda-core's.  shared_bytes: static."""
 
     kernel: Any
     name: str
-    registers: int
-    local_bytes: int
     shared_bytes: int
     device: int
 
@@ -61,11 +58,10 @@ def load(binary: bytes, device: int, symbol: str) -> Loaded:
         core.Device(device).set_current()  # the primary context, torch's too
         try:
             kernel = core.ObjectCode.from_cubin(binary).get_kernel(symbol)
-            facts = kernel.attributes[device]
-            resources = facts.num_regs, facts.local_size_bytes, facts.shared_size_bytes
+            shared_bytes = kernel.attributes[device].shared_size_bytes
         except Exception as error:
             raise _translated(error, f"loading {symbol} on cuda:{device}") from error
-    return Loaded(kernel, symbol, *resources, device)
+    return Loaded(kernel, symbol, shared_bytes, device)
 
 
 class Launch:
@@ -89,9 +85,6 @@ class Launch:
         cluster: tuple[int, int, int] | None = None,
         dependent: bool = False,
     ) -> None:
-        unknown = sorted(set(signature) - set(LETTERS))
-        if unknown:
-            raise BackendError(f"{loaded.name}: parameter kinds {unknown}; allowed are {', '.join(LETTERS)}.")
         core = _core()
         self.loaded, self.signature = loaded, signature
         self._launch, self._launch_config, self._kernel = core.launch, core.LaunchConfig, loaded.kernel

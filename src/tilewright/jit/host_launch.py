@@ -1,7 +1,7 @@
 """Compile C++ kernels for the CPU on first use, and call them with a host path of a few microseconds.
 
-    _kernel = HostKernel(Path(__file__).with_name("rms_norm.cpp"), "rms_norm", "PPPPPqqqqff")
-    _kernel((y, total, x, ...), Params(T=torch.bfloat16, W=torch.float32, kAdd=False))
+    _kernel = HostKernel(Path(__file__).with_name("rms_norm.cpp"), "rms_norm", Args)
+    _kernel(Args(y, total, x, ...), Params(T=torch.bfloat16, W=torch.float32, kAdd=False))
 
 The file holds a function template.  The compiled source, which is stored next to the binary, is the file's text and
 below it the requested instance, with the fields of `Params` by name in a `struct Config`.
@@ -54,9 +54,9 @@ class HostKernel:
     fields, as for `CudaKernel`.  flags: additional compiler flags.
     """
 
-    def __init__(self, file: Path, entry: str, args: str | type[tuple[Any, ...]], flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, file: Path, entry: str, args: type[tuple[Any, ...]], flags: tuple[str, ...] = ()) -> None:
         self.file, self.entry, self.args, self.flags = file, entry, args, (*FLAGS, *flags)
-        self.signature = args if isinstance(args, str) else codes(args)
+        self.signature = codes(args)
         self._functions: dict[Any, Callable[..., None]] = {}
 
     def __call__(self, args: tuple[Any, ...], params: NamedTuple) -> None:
@@ -75,8 +75,7 @@ class HostKernel:
 
     def source(self, params: NamedTuple) -> str:
         """The source that is compiled for `params`."""
-        if not isinstance(self.args, str):
-            check_names(self.args, self.file, self.entry, ("threads",))
+        check_names(self.args, self.file, self.entry, ("threads",))
         arguments = [f"{_C_TYPES[letter][0]} a{i}" for i, letter in enumerate(self.signature)]
         call = ", ".join([*(f"a{i}" for i in range(len(arguments))), "threads"])
         half = "#include <tilewright/host/half.h>\n" if torch.float16 in params else ""

@@ -40,7 +40,6 @@ _DTYPES = {
     torch.bfloat16: "BFLOAT16",
 }
 _SWIZZLES = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
-_PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 
 
 class TensorMap(NamedTuple):
@@ -117,11 +116,11 @@ def plain_strides(t: Tensor) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
-def tensor_map(tensor: Tensor, box: tuple[int, ...], *, swizzle: int = 0, promotion: int = 256) -> TensorMap | None:
+def tensor_map(tensor: Tensor, box: tuple[int, ...], *, swizzle: int = 0) -> TensorMap | None:
     """The map of `tensor` (1 to 5 dimensions, the last one contiguous) for copies of `box`.
 
     box: elements along each dimension of `tensor`, in its order, at most 256 each.  swizzle: 0, 32, 64 or 128 bytes, at
-    least as wide as the box's last dimension.  promotion: 0, 64, 128 or 256 bytes that a miss fetches into the L2.
+    least as wide as the box's last dimension.  A miss fetches 256 bytes into the L2.
     Boxes that reach over an edge read zeros and write nothing there.  Raises InputError.
     A map holds the tensor's address, not the tensor.  Under `collect` there is no memory, and the result is None.
     """
@@ -135,7 +134,6 @@ def tensor_map(tensor: Tensor, box: tuple[int, ...], *, swizzle: int = 0, promot
         tensor.device,
         box,
         swizzle,
-        promotion,
     )
 
 
@@ -148,11 +146,10 @@ def _make(
     device: torch.device,
     box: tuple[int, ...],
     swizzle: int,
-    promotion: int,
 ) -> TensorMap:
     what = f"tensor map of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
     pitches = _pitches(what, shape, strides, dtype)
-    _check(what, pointer, shape, dtype, device, box, swizzle, promotion)
+    _check(what, pointer, shape, dtype, device, box, swizzle)
     try:
         from cuda.core.utils import StridedMemoryView
     except ImportError as error:
@@ -170,11 +167,11 @@ def _make(
                 box,
                 data_type=TensorMapDataType[_DTYPES[dtype]],
                 swizzle=TensorMapSwizzle[_SWIZZLES[swizzle]],
-                l2_promotion=TensorMapL2Promotion[_PROMOTIONS[promotion]],
+                l2_promotion=TensorMapL2Promotion.L2_256B,
             )
         except ValueError as error:
             raise InputError(f"{what}, strides {strides}, box {box}, swizzle {swizzle}: {error}") from None
-    return TensorMap(descriptor, device.index, pointer, (shape, strides, dtype, device, box, swizzle, promotion))
+    return TensorMap(descriptor, device.index, pointer, (shape, strides, dtype, device, box, swizzle))
 
 
 def _pitches(what: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> list[int]:
@@ -205,17 +202,14 @@ def _check(
     device: torch.device,
     box: tuple[int, ...],
     swizzle: int,
-    promotion: int,
 ) -> None:
     if device.type != "cuda":
         raise InputError(f"{what}: is on {device}; the TMA reads GPU memory.")
     if dtype not in _DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
         raise InputError(f"{what}: the TMA has no such type; allowed: {allowed}.")
-    if swizzle not in _SWIZZLES or promotion not in _PROMOTIONS:
-        raise InputError(
-            f"{what}: swizzle {swizzle} is one of {[*_SWIZZLES]}, promotion {promotion} one of {[*_PROMOTIONS]}."
-        )
+    if swizzle not in _SWIZZLES:
+        raise InputError(f"{what}: swizzle {swizzle} is one of {[*_SWIZZLES]}.")
     if pointer % 16:
         raise InputError(f"{what}: begins at address {pointer:#x}; it must be a multiple of 16. Copy the tensor.")
     if not all(0 < size <= 2**32 for size in shape):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewright.dispatch import contract
 from tilewright.dispatch.bucket import row_bucket
-from tilewright.dispatch.measured import by_rows
+from tilewright.dispatch.tables.measured import by_rows
 from tilewright.models.linears import forward_op, product_us, sizes
 
 

@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tilewright import ops
 from tilewright.dispatch import RawOp, contract
 from tilewright.dispatch.bucket import row_bucket
-from tilewright.dispatch.measured import by_rows, measured_us
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
+from tilewright.dispatch.tables.measured import by_rows, measured_us
 from tilewright.models.stand_in import (
     Left,
     Match,

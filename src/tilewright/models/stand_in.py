@@ -182,12 +182,12 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 @contextmanager
-def probing(device: torch.device, seed: int = 0) -> Iterator[None]:
+def probing(device: torch.device) -> Iterator[None]:
     """Disable gradients, autocast and warnings inside the block, and fix the seed; random states are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would reach devices that were not forked
         for forked in devices:
-            torch.cuda.default_generators[forked.index].manual_seed(seed)
+            torch.cuda.default_generators[forked.index].manual_seed(0)
         with warnings.catch_warnings(action="ignore"):  # torch warns of mixed dtypes, which only the probe has
             yield

@@ -32,9 +32,6 @@ def rows_bucket(x: Tensor) -> RowsBucket:
     return RowsBucket(row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n)))
 
 
-ROW_BUCKET = RowsBucket._fields
-
-
 def no_float64(*args: object) -> str | None:
     """Why an implementation that computes in float32 cannot run: an argument is float64.  Else None."""
     has_float64 = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)

@@ -65,7 +65,7 @@ def compile_candidate(problem: Problem, backend: str, config: Any, default: bool
     gpu = torch.device(problem.device).type == "cuda"
     with fake_call(problem, meta=gpu) as call:
         raw, args = call
-        implementation = implementations(raw.op, raw.direction, raw.package).get(backend)
+        implementation = implementations(raw.op, raw.direction).get(backend)
         if implementation is None:  # torch
             return None
         with collect(arch(problem.device)) as collector:

@@ -32,9 +32,9 @@ def decide(case: Case, space: Space, race: Race, torchs: Samples | None, min_gai
         "numerics": "default",
         "backend": after.backend,
         "config": after.row,
-        "us": _digits(race.samples[after].median, 5),
-        "noise": _digits(race.samples[after].spread, 3),
-        "torch_us": None if torchs is None else _digits(torchs.median, 5),
+        "us": digits(race.samples[after].median, 5),
+        "noise": digits(race.samples[after].spread, 3),
+        "torch_us": None if torchs is None else digits(torchs.median, 5),
         "runner_up": _runner_up(after, race.samples),
     }
     key = (case.contract.name, case.workload.name, case.direction, space.bucket, space.dtype)
@@ -47,9 +47,9 @@ def _runner_up(winner: Trial, samples: dict[Trial, Samples]) -> dict[str, Any] |
     if not others:
         return None
     best = min(others, key=lambda trial: samples[trial].median)
-    return {"backend": best.backend, "config": best.row, "us": _digits(samples[best].median, 5)}
+    return {"backend": best.backend, "config": best.row, "us": digits(samples[best].median, 5)}
 
 
-def _digits(value: float, count: int) -> float:
+def digits(value: float, count: int) -> float:
     """Round to significant digits: more are noise."""
     return float(f"{value:.{count}g}")

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from tilewright.bench.cases import Case
 from tilewright.dispatch import Plan, RawOp, Workload, contract, record
-from tilewright.dispatch.measured import measured_us
 from tilewright.dispatch.recording import Recording
+from tilewright.dispatch.tables.measured import measured_us
 from tilewright.dispatch.tables.staleness import changes
 from tilewright.errors import InputError, PatchError
 from tilewright.log import logger

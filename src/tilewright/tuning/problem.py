@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.dispatch import Contract, RawOp, Sample, contract, implementations, record
 from tilewright.dispatch.contract import Direction
@@ -70,16 +70,18 @@ def modules_of(subject: Contract, device_type: str) -> tuple[str, ...]:
     """The modules whose import registers an op and its implementations."""
     names = ["tilewright.ops", subject.function.__module__]
     for raw in subject.raw_ops:
-        impls = implementations(raw.op, raw.direction, raw.package, device_type)
+        impls = implementations(raw.op, raw.direction, device_type)
         names += [implementation.launch.__module__ for implementation in impls.values()]
     return tuple(dict.fromkeys(names))
 
 
 def raw_call(problem: Problem, sample: Sample) -> Call:
     """The raw op with the arguments that the public function passes; only torch runs.  Cotangents are random."""
+    device = next(a for a in tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(a, Tensor)).device.type
     with torch.no_grad(), record() as notes:
         problem.contract.function(*sample.args, **sample.kwargs, backend="torch")
-        raw, args, _, _ = notes.calls[0]
+        # A recording hears of all threads: in a user's process others may make calls, but not on meta tensors
+        raw, args, _, _ = next(each for each in notes.calls if each[1][0].device.type == device)
         if problem.direction == "fwd":
             return Call(raw, args)
         result = raw.plain(*args)

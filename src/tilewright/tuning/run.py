@@ -2,29 +2,29 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 
 from tilewright.bench import machine
 from tilewright.bench.cases import Case, known_contracts, select, suites
-from tilewright.bench.tables import header, slug, users_table
-from tilewright.dispatch import table, table_update
+from tilewright.bench.tables import header, users_table
 from tilewright.dispatch.backends import check_name, missing
 from tilewright.dispatch.contract import Direction
+from tilewright.dispatch.tables import table
 from tilewright.dispatch.tables.staleness import changes
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import arch
 from tilewright.settings import current
 from tilewright.tuning.compiling import Compilers
 from tilewright.tuning.decide import decide
+from tilewright.tuning.exclusive import exclusive
 from tilewright.tuning.problem import Problem, bucket_of, modules_of
 from tilewright.tuning.report import Report, Untuned
-from tilewright.tuning.search import Effort, Track
+from tilewright.tuning.search import PREPARE_S, Effort, Track
 from tilewright.tuning.space import Search, space
 from tilewright.tuning.watched import Watched, WorkerFailed
 
@@ -100,6 +100,7 @@ class Run:
         path: Path | None,
         seconds: float,
         seed: int | None,
+        prepare: float = PREPARE_S,
     ) -> None:
         self._device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
         self._machine = machine.describe(device).to_dict()
@@ -109,7 +110,7 @@ class Run:
         seed = secrets.randbelow(2**31) if seed is None else seed
         self.report = Report(self._machine["device"], seed, target)
         gpu = device.type == "cuda"
-        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds)
+        self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds, prepare=prepare)
         self._compilers, self._bench = Compilers(current().max_jobs, arch(device), seconds), Watched()
 
     def all(self, jobs: Sequence[Job], budget: float | None, progress: Progress | None) -> Report:
@@ -129,9 +130,13 @@ class Run:
                 part = job.weight / sum(later.weight for later in jobs[i:])
                 self.tune(job.case, job.problem, now + (end - now) * part, say)
         finally:
-            self._compilers.close()
-            self._bench.close()
+            self.close()
         return self.report
+
+    def close(self) -> None:
+        """End the workers."""
+        self._compilers.close()
+        self._bench.close()
 
     def leave(self, case: Case, reason: str, *, failed: bool = False) -> None:
         """Record a case that was not tuned."""
@@ -149,7 +154,7 @@ class Run:
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._row(key)
         say("waiting for another tuner", 0, 1)
-        with _exclusive(f"{self._machine['device']} {subject.name}") as waited:
+        with exclusive(f"{self._machine['device']} {subject.name}") as waited:
             if waited:
                 table.forget()
                 search_space = space(problem, self._search, self._backend)
@@ -169,7 +174,7 @@ class Run:
                 return
             tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
             if tuned.changed or before is None or changes(before, self._device.type):
-                table_update.update(self.report.table, header(self._machine), [tuned.row])
+                update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
     def _row(self, key: tuple[str, ...]) -> table.Row | None:
@@ -196,30 +201,9 @@ def _cases(
 
 
 def problem_of(case: Case, device: torch.device, seed: int) -> Problem:
-    """The problem of a case with declared sizes."""
+    """The problem of a case with declared sizes, as a worker rebuilds it."""
     workload, modules = case.workload, modules_of(case.contract, device.type)
     inference = "bwd" not in workload.directions
     return Problem(
         case.contract.name, case.direction, workload.params, case.dtype, str(device), seed, modules, inference
     )
-
-
-@contextmanager
-def _exclusive(name: str) -> Iterator[bool]:
-    """Hold the lock called `name` on all machines with this cache folder; yields True if we had to wait for it."""
-    locks = current().cache_dir / "locks"
-    try:
-        locks.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
-    lock = FileLock(locks / f"tune-{slug(name)}.lock")
-    try:
-        lock.acquire(timeout=0)
-        waited = False
-    except Timeout:
-        lock.acquire()
-        waited = True
-    try:
-        yield waited
-    finally:
-        lock.release()

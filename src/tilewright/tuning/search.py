@@ -25,15 +25,20 @@ NO_TIME = "not tried: the budget was used up"
 
 Progress = Callable[[str, int, int], None]
 """(current step, count, total)."""
+Timed = Callable[[Sequence[Trial], int], dict[Trial, Samples]]
+"""(trials, rounds) -> interleaved samples of those that could be timed; the others have a reason from then on."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds of the first look and of the last, and the limit in seconds for any step of one candidate."""
+    """Rounds of the first look and of the last, and limits in seconds: for any step of one candidate, and for making
+    the inputs and the oracle.
+    """
 
     look: int
     rounds: int
     seconds: float
+    prepare: float = PREPARE_S
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,12 @@ class Track:
             space.present.reason = "torch's backward is autograd's: no row can ask for it"
         progress("timing", 0, 2)
         correct = self._in_race(trials)
-        self._look(correct, self._effort.look, space.present)
+        look(correct, space.present, self._effort.look, self._timed)
         progress("timing", 1, 2)
-        finalists = _finalists(self._in_race(correct), space.present)
-        samples = self._timed(finalists, self._effort.rounds)
+        chosen = finalists(self._in_race(correct), space.present)
+        samples = self._timed(chosen, self._effort.rounds)
         progress("timing", 2, 2)
-        best = min(self._in_race(finalists), key=lambda trial: samples[trial].median)
+        best = min(self._in_race(chosen), key=lambda trial: samples[trial].median)
         ratio = paired_ratio(samples[space.present], samples[best]) if space.present in samples else None
         return Race(best, ratio, samples)
 
@@ -118,22 +123,6 @@ class Track:
                 return self._check(trial)
             return str(error)
         return reason
-
-    def _look(self, trials: Sequence[Trial], rounds: int, present: Trial) -> None:
-        """Time each roughly; the present choice in every group makes groups comparable."""
-        others = [trial for trial in trials if trial is not present]
-        reference: float | None = None
-        for group in _batches(others, GROUP, GROUP):
-            shared = [present, *group] if present.reason is None else group
-            samples = self._timed(shared, rounds)
-            base = samples[present].median if present in samples else None
-            reference = reference or base
-            scale = reference / base if reference and base else 1.0
-            for trial, timed in samples.items():
-                trial.us = timed.median * scale
-        if not others:
-            for trial, timed in self._timed(list(trials), rounds).items():
-                trial.us = timed.median
 
     def _timed(self, trials: Sequence[Trial], rounds: int) -> dict[Trial, Samples]:
         """Interleaved samples; a trial that cannot be timed gets its reason and has none."""
@@ -183,7 +172,7 @@ class Track:
         """Send a request to the worker that has the device; a new worker is first sent the problem."""
         if not self._bench.alive or self._prepared != self._bench.generation:
             try:
-                self._bench.ask("prepare", self._problem, timeout=PREPARE_S)
+                self._bench.ask("prepare", self._problem, timeout=self._effort.prepare)
             except WorkerFailed as error:
                 raise BackendError(f"{self._problem.op}: its inputs cannot be made: {error}") from None
             self._prepared = self._bench.generation
@@ -198,7 +187,24 @@ def _batches(trials: Sequence[Trial], first: int, size: int) -> Iterator[list[Tr
         yield list(trials[start : start + size])
 
 
-def _finalists(trials: Sequence[Trial], present: Trial) -> list[Trial]:
+def look(trials: Sequence[Trial], present: Trial, rounds: int, timed: Timed) -> None:
+    """Time each roughly; the present choice in every group makes groups comparable."""
+    others = [trial for trial in trials if trial is not present]
+    reference: float | None = None
+    for group in _batches(others, GROUP, GROUP):
+        shared = [present, *group] if present.reason is None else group
+        samples = timed(shared, rounds)
+        base = samples[present].median if present in samples else None
+        reference = reference or base
+        scale = reference / base if reference and base else 1.0
+        for trial, times in samples.items():
+            trial.us = times.median * scale
+    if not others:
+        for trial, times in timed(list(trials), rounds).items():
+            trial.us = times.median
+
+
+def finalists(trials: Sequence[Trial], present: Trial) -> list[Trial]:
     """The present choice, the best of each backend, and those near the best of all."""
     ranked = sorted(trials, key=lambda trial: trial.us or 0.0)
     contenders = [trial for trial in ranked if (trial.us or 0.0) <= NEAR * (ranked[0].us or 0.0)]

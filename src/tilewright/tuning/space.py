@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tilewright.dispatch import implementations
-from tilewright.dispatch.configs import to_row
-from tilewright.dispatch.select import able, known, refusal
+from tilewright.dispatch.options import runnable
+from tilewright.dispatch.tables.configs import to_row
 from tilewright.tuning.problem import Problem, fake_call
 
 Search = Literal["exhaustive", "random"]
@@ -75,17 +75,16 @@ def space(problem: Problem, search: Search, backend: str | None = None) -> Space
         raw, args = call
         plan = raw.plan(args, "auto", "default")
         bucket, dtype = raw.bucket_of(args, "default"), raw.dtype_of(args)
-        impls = implementations(raw.op, raw.direction, raw.package, raw.device_of(args).type)
-        runnable = [name for name in known(impls) if refusal(raw, impls, name, args, "default") is None]
-        impls = {name: able(impls[name], args, "default") for name in runnable if name in impls}
+        impls = implementations(raw.op, raw.direction, raw.device_of(args).type)
+        able = runnable(raw, impls, args, "default")
     present = Trial(plan.backend, plan.config, default=True, kernel=plan.kernel)
     first, rest = [present], list[Trial]()
-    for name in runnable:
+    for name, implementation in able.items():
         if (backend is not None and name != backend) or (name == "torch" and problem.direction == "bwd"):
             continue
-        configs = impls[name].space(bucket, dtype) if name in impls else (None,)
+        configs = (None,) if implementation is None else implementation.space(bucket, dtype)
         for i, config in enumerate(configs):
-            kernel = impls[name].kernel_of(config).kernel if name in impls else ""
+            kernel = "" if implementation is None else implementation.kernel_of(config).kernel
             if (name, kernel, config) != (present.backend, present.kernel, present.config):
                 (rest if i else first).append(Trial(name, config, default=not i, kernel=kernel))
     if search == "random":

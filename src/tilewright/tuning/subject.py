@@ -20,7 +20,7 @@ from tilewright.bench.peers import bound
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
 from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl, unregister_impl
-from tilewright.dispatch.select import refusal
+from tilewright.dispatch.options import runnable
 from tilewright.tuning.pace import launches
 from tilewright.tuning.problem import Problem, fake_call, raw_call, shrink_rows
 from tilewright.validate.bits import memory, replicas
@@ -53,7 +53,7 @@ class Subject:
 
     def implementation(self, backend: str) -> Implementation:
         """The registered implementation of a backend."""
-        return implementations(self.raw.op, self.raw.direction, self.raw.package, self.device.type)[backend]
+        return implementations(self.raw.op, self.raw.direction, self.device.type)[backend]
 
     # Correctness.
 
@@ -89,8 +89,8 @@ class Subject:
         """True if the public function can run the small problem on `backend`, forward and backward."""
         for problem in (replace(self._small_problem, direction="fwd"), self._small_problem):
             with fake_call(problem) as (raw, args):
-                impls = implementations(raw.op, raw.direction, raw.package, self.device.type)
-                if refusal(raw, impls, backend, args, "default") is not None:
+                impls = implementations(raw.op, raw.direction, self.device.type)
+                if backend not in runnable(raw, impls, args, "default"):
                     return False
         return True
 

@@ -118,7 +118,7 @@ class Watched:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tilewright.tuning.worker", str(worker_end.fileno())],
             pass_fds=[worker_end.fileno()],
-            env={**os.environ, "PYTHONPATH": path, **self._environment},
+            env={**os.environ, "PYTHONPATH": path, "TILEWRIGHT_AUTOTUNE": "off", **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,

@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
 
 from tilewright.dispatch import RawOp
 
 
 class RawCall(NamedTuple):
-    """A call of one raw op; its tensors have sizes, strides and dtypes, and no data."""
+    """A call of one raw op; its tensors, also those of a list, have sizes, strides and dtypes, and no data."""
 
     op: RawOp
     args: tuple[Any, ...]
@@ -17,8 +18,9 @@ class RawCall(NamedTuple):
     @property
     def signature(self) -> tuple[Any, ...]:
         """Equal for calls that run the same kernels."""
-        described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in self.args)
-        return (self.op.key, *described)
+        leaves, structure = tree_flatten(self.args)
+        described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in leaves)
+        return (self.op.key, str(structure), *described)
 
     def on(self, device: str) -> tuple[Any, ...]:
         """The arguments as tensors on `device`: fake ones on a device that need not exist, or "meta"."""
@@ -28,4 +30,5 @@ class RawCall(NamedTuple):
                 return value
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
-        return tuple(map(placed, self.args))
+        placed_args: tuple[Any, ...] = tree_map(placed, self.args)
+        return placed_args

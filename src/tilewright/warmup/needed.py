@@ -94,7 +94,7 @@ def trace_model(
     """
     for contract in contracts().values():  # import kernel files first: the small tensors they create must not be fake
         for raw in contract.raw_ops:
-            implementations(raw.op, raw.direction, raw.package)
+            implementations(raw.op, raw.direction)
     model = _build(name, dtype)
     device = torch.device("cpu" if arch == "cpu" else "cuda:0")
     try:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.dispatch import Plan, implementations
 from tilewright.dispatch.backends import check_name
-from tilewright.dispatch.select import refusal
+from tilewright.dispatch.options import runnable
 from tilewright.jit.collect import Job, collect
 from tilewright.warmup.calls import RawCall
 
@@ -71,6 +71,6 @@ def _plans(call: RawCall, device: str, backends: Sequence[str]) -> list[Plan]:
         args = call.on(device)
         if not backends:
             return [call.op.plan(args, "auto", "default")]
-        impls = implementations(call.op.op, call.op.direction, call.op.package, device)
-        runnable = [name for name in backends if refusal(call.op, impls, name, args, "default") is None]
-        return [call.op.plan(args, f"{name}!", "default") for name in runnable]
+        impls = implementations(call.op.op, call.op.direction, device)
+        able = runnable(call.op, impls, args, "default")
+        return [call.op.plan(args, f"{name}!", "default") for name in backends if name in able]

@@ -2,7 +2,7 @@
 
 The planning process is spawned, because device properties are cached once they are read.  The compiling ones are
 forked from it: they inherit jobs and loaded libraries, give all memory back when they end, and if a compiler crashes,
-only its own kernel fails.
+only its own kernel fails.  NVRTC runs in a new process below each of them.
 """
 
 import multiprocessing
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tilewright.errors import BackendError, TilewrightError
 from tilewright.jit.collect import Job
+from tilewright.jit.compilers import nvrtc
 from tilewright.warmup.planning import Failure, Planned, plan
 from tilewright.warmup.wanted import Wanted
 
@@ -138,6 +139,7 @@ def _compile_all(planned: Planned, at_once: int) -> Iterator[Kernel | Failure]:
 def _compile(arch: str, job: Job, sender: Connection) -> None:
     """Compile one kernel into the cache and send the result; runs in a child."""
     began = time.monotonic()
+    nvrtc.compiler.fresh_process = True  # beside a CUDA build of torch, NVRTC 13.0 crashed in forked processes
     try:
         artifact = job.compile()
     except Exception as error:  # noqa: BLE001 - compilers raise whatever they like, and it is the result

@@ -33,12 +33,12 @@ def prompts_of(batch: int, tokens: Iterable[int], device: torch.device) -> Itera
 
 
 def is_language_model(model: nn.Module) -> bool:
-    """A causal language model in Hugging Face's sense: it can generate and says how large its vocabulary is."""
-    can = getattr(model, "can_generate", None)
+    """Whether `model` is a causal language model of transformers: it can generate, and its config has a vocabulary."""
+    can_generate = getattr(model, "can_generate", None)
     return (
         callable(getattr(model, "generate", None))
-        and callable(can)
-        and bool(can())
+        and callable(can_generate)
+        and bool(can_generate())
         and hasattr(getattr(model, "config", None), "vocab_size")
         and not getattr(model.config, "is_encoder_decoder", False)
         and takes(model, "input_ids")

@@ -227,7 +227,7 @@ def test_the_sinks_gradient_has_no_rounding_of_o():
     dlse = torch.full(p.q.shape[:3], 0.3)
     args = (p.do, dlse, p.q, p.k, p.v, forward["o"], forward["lse"], *raw(p))
     outs = op.allocate(args, "cpu")
-    triton = implementations(op.op, op.direction, op.package)["triton"]
+    triton = implementations(op.op, op.direction)["triton"]
     triton.launch(outs, *args, config=triton.configure(op.bucket_of(args, "default"), torch.bfloat16))
     terms = torch.exp(p.options["sinks"][:, None] - forward["lse"]).double().sum((0, 2))
     assert ((outs[3].double() - exact(p)["dsinks"]).abs() <= 2**-16 * terms * 96**0.5).all()

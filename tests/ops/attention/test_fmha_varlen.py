@@ -289,7 +289,7 @@ def test_kernels_compile(direction, arch):
     subject = contract("fmha_varlen")
     (op,) = [op for op in subject.raw_ops if op.direction == direction]
     call = raw_call(subject, op, "packed", WORKLOADS[0].params, HALF)
-    found = implementations(op.op, direction, op.package)["triton"]
+    found = implementations(op.op, direction)["triton"]
     with target(arch) as compiled:
         found.launch(call.outputs(), *call.args, config=found.configure(op.bucket_of(call.args, "default"), HALF))
     names = {kernel.name for kernel in compiled}

@@ -51,7 +51,8 @@ def test_fmha(sizes, name, with_sinks, place):
     assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
     sees_nothing(o, lse, 0.5 if with_sinks else -torch.inf)
     wanted = [q, k, v] if sinks is None else [q, k, v, sinks]
-    made = unless_refused(torch.autograd.grad, (o, lse), wanted, (torch.ones_like(o), torch.ones_like(lse)), place=place)
+    cotangents = torch.ones_like(o), torch.ones_like(lse)
+    made = unless_refused(torch.autograd.grad, (o, lse), wanted, cotangents, place=place)
     for gradient, of in zip(made, wanted, strict=True):
         assert gradient.shape == of.shape
         if of is not sinks:

@@ -146,7 +146,7 @@ def test_a_cluster_needs_two_tiles_to_share():
 
 
 def test_few_rows_go_to_their_own_kernel():
-    backend = implementations("matmul", "fwd", "")["cuda"]
+    backend = implementations("matmul", "fwd")["cuda"]
     assert [kernel.kernel for kernel in backend.kernels] == ["sm90.few_rows", "sm90.dense"]
     few = backend.configure(bucket(16, 4096, 7168), BF16)
     assert type(few) is few_rows.Config and few in few_rows.CONFIGS

@@ -146,7 +146,7 @@ def check_legal(config, out_bits, gated, scaling):
 
 
 def test_few_rows_go_to_their_own_kernel():
-    backend = implementations("scaled_matmul", "fwd", "")["cuda"]
+    backend = implementations("scaled_matmul", "fwd")["cuda"]
     assert [kernel.kernel for kernel in backend.kernels] == ["sm90.few_rows_scaled", "sm90.fp8"]
     few, many = (backend.configure(bucket(m, 4096, 7168), FP8) for m in (16, 128))
     assert type(few) is few_rows_scaled.Config and few in few_rows_scaled.CONFIGS

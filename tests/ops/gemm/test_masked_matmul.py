@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ops.gemm.bounds import Place
+from tests.ops.gemm.bounds import Place, run
 from tests.ops.gemm.grouped_problems import FP8, HALF, int32, masked, on_every_place
 
 from tilewright.errors import InputError
@@ -43,7 +43,7 @@ def test_sizes_that_lie(place):
     device = place.device
     a, b = torch.randn(3, 4, 16, device=device).to(HALF), torch.randn(3, 16, 24, device=device).to(HALF)
     out = torch.full((3, 4, 24), -7.0, dtype=HALF, device=device)
-    masked_matmul(a, b, int32((99, -5, 4), device), out=out, backend=place.backend)
+    run(masked_matmul, a, b, int32((99, -5, 4), device), place=place, out=out)
     assert (out[1] == -7).all()
     torch.testing.assert_close(out[::2], torch.bmm(a, b)[::2], rtol=2**-7, atol=2**-6)
 

@@ -24,13 +24,13 @@ NT, NN, TN = range(3)
 @pytest.fixture(params=["grouped_matmul", "masked_matmul"])
 def rows(request):
     """The backend of groups of rows."""
-    return implementations(request.param, "fwd", "")["cuda"]
+    return implementations(request.param, "fwd")["cuda"]
 
 
 @pytest.fixture
 def depth():
     """The backend of groups along K."""
-    return implementations("k_grouped_matmul", "fwd", "")["cuda"]
+    return implementations("k_grouped_matmul", "fwd")["cuda"]
 
 
 def rows_bucket(rows, n, k, groups, scaling=UNSCALED, layout=NT):

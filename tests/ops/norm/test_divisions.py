@@ -23,7 +23,7 @@ def test_no_approximate_division(name, direction):
 
     subject = contract(name)
     (op,) = [op for op in subject.raw_ops if op.direction == direction]
-    implementation = implementations(op.op, op.direction, op.package)["triton"]
+    implementation = implementations(op.op, op.direction)["triton"]
     telling = ("odd_n", "long_row", subject.workloads[0].name)
     texts = []
     for dtype in (subject.dtypes[0], subject.dtypes[-1]):

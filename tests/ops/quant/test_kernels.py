@@ -23,7 +23,7 @@ OPS = (*CASTS, "dequantize")
 
 def kernels_of(name):
     op = contract(name).forward
-    return implementations(name, "fwd", op.package)["triton"]
+    return implementations(op.op, op.direction)["triton"]
 
 
 def module_of(name):

@@ -71,7 +71,7 @@ def test_every_access_is_wide_and_every_rounding_is_there(name, direction):
 
     op = CONTRACT.raw_ops[direction == "bwd"]
     call = raw_call(CONTRACT, op, name, WORKLOADS[name].params, torch.bfloat16)
-    implementation = implementations(op.op, op.direction, op.package)["triton"]
+    implementation = implementations(op.op, op.direction)["triton"]
     config = implementation.configure(op.bucket_of(call.args, "default"), torch.bfloat16)
     with target("sm_90") as compiled:
         implementation.launch(call.outputs(), *call.args, config=config)

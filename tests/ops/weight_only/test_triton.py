@@ -17,7 +17,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 
 def triton_of(name):
     op = contract(name).forward
-    return implementations(op.op, "fwd", op.package)["triton"]
+    return implementations(op.op, "fwd")["triton"]
 
 
 def operands(m, n, k, bits, dtype=bf16, device="cpu"):

@@ -20,8 +20,7 @@ from tilewright.assistant.changes.protocol import Risk, Scene, Verdict
 from tilewright.assistant.observation.observe import Phase
 from tilewright.assistant.predict import Prediction, floor_us, leaves, predict, self_us
 from tilewright.assistant.workload import Workload
-from tilewright.dispatch import table
-from tilewright.dispatch.tables import extra
+from tilewright.dispatch.tables import extra, table
 from tilewright.errors import PatchError
 from tilewright.log import logger
 from tilewright.models import Patch

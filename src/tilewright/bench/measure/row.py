@@ -15,7 +15,7 @@ from tilewright.bench.contestants import Choice
 from tilewright.bench.schema import Choice as TableChoice
 from tilewright.bench.schema import Row
 from tilewright.bench.statistics import Samples, paired_ratio
-from tilewright.dispatch.configs import to_row
+from tilewright.dispatch.tables.configs import to_row
 from tilewright.hardware.ceilings import dtype_name
 
 

@@ -1,4 +1,4 @@
-"""The performance pages: committed result files as tables and plots, one page a family."""
+"""The performance pages: committed result files as tables and plots, a page for each family of ops."""
 
 from tilewright.bench.report.page import pages, report
 

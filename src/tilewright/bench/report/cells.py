@@ -1,4 +1,4 @@
-"""How rows and numbers are written in the pages' tables."""
+"""Text of one table cell: rows, times, ratios and shares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.bench.statistics import geometric_mean
 
 
 def title(row: Row) -> str:
-    """What identifies a row, in words."""
+    """Name a row by op, case, dtype and direction."""
     return f"{row.op} {row.case} {row.dtype} {row.direction}"
 
 

@@ -1,7 +1,7 @@
-"""The page of one family: what lost, then for each machine means, plots and rows, and who was left out.
+"""The page of one family: the rows that a peer wins, then for each machine means, plots, tables, and what was left out.
 
-A page is kept below `MAX_BYTES` by a rule: every row that a peer wins stays; of the others those leave the tables that
-win most.  Means are always those of all rows.
+A page has at most `MAX_BYTES`.  Where the tables are too long, every row that a peer wins stays, and of the others
+those that we win by most are left out.  Means are always those of all rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tilewright.errors import InputError
 
 MAX_BYTES = 100_000  # of a page
 PLOTS = "../plots"  # as a page sees it
-_MOST_LINES = 60  # of a plot: more would be a poster
+_MOST_LINES = 60  # of a plot; more would be too tall to read
 Key = tuple[Path, tuple[str, str, str, str]]
 
 
 def page(name: str, files: Mapping[Path, Results], limit: int = MAX_BYTES) -> str:
-    """The text, of at most `limit` bytes.  Raises InputError where the rows that a peer wins do not fit."""
+    """The page's text, of at most `limit` bytes.  Raises InputError if the rows that a peer wins are longer."""
     rows = {(path, row.key): row for path, results in files.items() for row in results.rows}
     losses = {key for key, row in rows.items() if lost(row)}
     won = sorted(rows.keys() - losses, key=lambda key: (rows[key].ratio_auto or float("inf"), key))
@@ -46,14 +46,14 @@ def page(name: str, files: Mapping[Path, Results], limit: int = MAX_BYTES) -> st
 
 
 def draw(files: Mapping[Path, Results], folder: Path) -> None:
-    """Write the plots that the page names into `folder`."""
+    """Write the plots that the page links to into `folder`."""
     for path, results in files.items():
         heading, (others, products) = f"{path.parent.name}: {results.suite}, best peer / ours", _split(results.rows)
         for file in _plots(path, results):
             if file == _by_m(path):
                 dots = [Dot(int(row.params["M"]), row.ratio_own, row.ratio_auto) for row in products]
                 scatter_plot(heading, dots, folder / file)
-            else:  # a line a row, or of many rows one an op and direction
+            else:  # one line per row; if they are many, one per op and direction
                 label = title if len(others) <= _MOST_LINES else lambda row: f"{row.op} {row.direction}"
                 ratio_plot(heading, [Bar(label(row), row.ratio_own, row.ratio_auto) for row in others], folder / file)
 
@@ -85,7 +85,7 @@ def _text(name: str, files: Mapping[Path, Results], shown: Collection[Key]) -> s
 
 
 def _split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """(other rows, matrix products)."""
+    """Split into (other rows, matrix products)."""
     both: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
         both[is_product(row)].append(row)
@@ -93,7 +93,7 @@ def _split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _plots(path: Path, results: Results) -> list[str]:
-    """File names of the plots of one result file.  A CPU's few rows are read faster than a plot."""
+    """File names of the plots of one result file; none for a CPU, which has few rows."""
     if results.machine["arch"] == "cpu":
         return []
     others, products = _split(results.rows)
@@ -102,7 +102,7 @@ def _plots(path: Path, results: Results) -> list[str]:
 
 
 def _by_m(path: Path) -> str:
-    """The plot of products: ratios over M, because a hundred bars would be a poster."""
+    """File name of the plot of matrix products: ratios over M, because they are too many for one line each."""
     return f"{path.parent.name}-{path.stem}-by-m.png"
 
 

@@ -1,6 +1,6 @@
-"""Render committed result files as one page a family and an index of them.
+"""Render committed result files: a page for each family of ops, and an index.
 
-Pages are a function of the files alone: rendering twice gives the same bytes, so a diff shows what a new run changed.
+The pages depend on the files alone: rendering twice gives the same bytes, so a diff shows what a new run changed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ best kernel of ours, bold the choice of `auto`.
 
 
 def report(results_dir: Path, folder: Path) -> Path:
-    """Write an index and one page a family into `folder`, and their plots into `plots/` next to it.
+    """Write an index and a page for each family into `folder`, and their plots into `plots/` next to it.
 
-    Returns the path of the index.  Results lie in one folder a machine.  Other JSON files are passed over.  Raises
-    InputError when there is no result, when one has another schema version, and when a page would be too long.
+    results_dir: has a folder for each machine; JSON files that are no results are ignored.  Returns the path of the
+    index.  Raises InputError if there is no result, if one has another schema version, or if a page would be too long.
     """
     families = _families(results_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def _load(folder: Path) -> dict[Path, Results]:
 
 
 def _newest_rows(files: Mapping[Path, Results]) -> dict[Path, Results]:
-    """The same files without the rows that a later run of another file measured again on the same machine."""
+    """Drop each row that another file measured again on the same machine at a later date."""
     newest: dict[tuple[Path, object], tuple[str, Path]] = {}
     for path, results in files.items():
         for row in results.rows:

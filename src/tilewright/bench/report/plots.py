@@ -1,4 +1,4 @@
-"""The plots of the performance page, ratios around 1, as small PNG files: one bar a row, or one dot a row over M."""
+"""The plots of the performance pages, as small PNG files: ratios around 1, as one line per row or as dots over M."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Ratios of one row: best peer / best of ours, best peer / chosen."""
+    """Ratios of one row: best peer / our best kernel, and best peer / what `auto` picks."""
 
     label: str
     ratio_own: float | None
@@ -20,7 +20,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """Ratios of a matrix product of `m` rows."""
+    """The same ratios of a matrix product with `m` rows."""
 
     m: int
     ratio_own: float | None
@@ -28,7 +28,7 @@ class Dot:
 
 
 def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
-    """Write a PNG: ratios over M, one column for each M; our best kernel left in it, the pick of `auto` right."""
+    """Write a PNG: ratios over M, a column for each M, with our best kernel on its left and `auto` on its right."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -54,7 +54,7 @@ def scatter_plot(title: str, dots: Sequence[Dot], path: Path) -> None:
 
 
 def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
-    """Write a PNG: one line a label on a log axis; a dot is the pick of `auto`, a ring our best kernel if another."""
+    """Write a PNG, a line for each label: a dot is the ratio of `auto`, a ring our best kernel's if it differs."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -94,7 +94,7 @@ def ratio_plot(title: str, bars: Sequence[Bar], path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Save with sixteen colours, at half the size of an SVG."""
+    """Save as a PNG of sixteen colours, half the size of an SVG."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _ticks(ratios: Sequence[float]) -> list[float]:
-    """Round ratios that span the data, 1 among them."""
+    """Round numbers that span the ratios, among them 1."""
     ticks = [0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0]
     low, high = min(*ratios, 0.95), max(*ratios, 1.05)
     inside = [tick for tick in ticks if low * 0.9 <= tick <= high * 1.1]

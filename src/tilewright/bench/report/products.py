@@ -1,8 +1,8 @@
-"""Matrix products on the page: a table for each M, one column a contestant, and means of the classes that behave alike.
+"""Matrix products on the page: a table for each M with a column for each contestant, and means of classes of rows.
 
-A row is a product if its sizes are M, N and K, of one matrix, a batch (B) or groups (G, of M rows each). Small M is
-bound by memory traffic, where it matters whether the weights fit the L2; large M is bound by the matrix rate. Each
-operand width and scaling has its own means.
+A row is a product if it has the sizes M, N and K: of one matrix, of a batch (B), or of groups (G, of M rows each).
+Small M is bound by memory traffic, where it matters whether the weights fit the L2; large M is bound by the matrix
+rate. Each operand width and scaling has its own means.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def is_product(row: Row) -> bool:
 
 
 def class_means(rows: Sequence[Row]) -> str:
-    """Geometric means of each class, and its lowest ratio; "of the floor" is floor / our best kernel, "TFLOP/s" the
-    fastest row of ours and of any peer.
+    """Table of the geometric mean and the lowest ratio of each class. "Of the floor" is floor / our best kernel,
+    "TFLOP/s" the rate of our fastest row and of the fastest peer's.
     """
     lines = [
         "| geometric means | rows | own | lowest | own, paused | auto | lowest | of the floor | lowest | TFLOP/s |",
@@ -52,7 +52,7 @@ def class_means(rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """A table for each M with several rows, and one for all others."""
+    """A table for each M with several rows, and one for the rows of all other M."""
     parts = []
     for op in dict.fromkeys(row.op for row in rows):
         op_rows = [row for row in rows if row.op == op]
@@ -130,7 +130,7 @@ def _time(row: Row, name: str) -> str:
 
 
 def _best(row: Row) -> float:
-    """Our best kernel's time; torch's where there is none."""
+    """Time of our best kernel; if there is none, of what was chosen, torch."""
     return min((us for name, us in row.impls.items() if name != "torch"), default=row.impls[row.chosen])
 
 
@@ -145,7 +145,7 @@ def _tflops(row: Row, us: float) -> float:
 
 
 def _kind(row: Row) -> str:
-    """The op, with its operands unless they are bf16 or fp16, and with its scaling if it has several."""
+    """The op, with its operands unless they are bf16 or fp16, and with the kind of its scales if it has any."""
     bits, scaling = row.params.get("bits"), row.params.get("scaling")
     operands = f"int{bits}" if bits else row.dtype if row.dtype not in ("bfloat16", "float16") else None
     return " ".join(word for word in (row.op, operands, scaling) if isinstance(word, str))

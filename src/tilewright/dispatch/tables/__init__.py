@@ -1,1 +1,1 @@
-"""Measured tables: which of them are in force, and which rows are stale."""
+"""Measured tables: their files, rows and configurations, the rows that are stale, and what they say of an op's sizes."""

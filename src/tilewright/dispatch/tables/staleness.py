@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tilewright.dispatch import table
+from tilewright.dispatch.tables import table
 from tilewright.errors import TableError
 from tilewright.hardware import device_info
 from tilewright.hardware.ceilings import driver_version

@@ -12,12 +12,10 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from tilewright.errors import CompileError
 from tilewright.jit.cache import Built
-from tilewright.jit.compilers import Source
+from tilewright.jit.compilers import Source, nvrtc_program
 from tilewright.jit.compilers.cuda_build import REPORT, finish, show_command
 
 _WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -25,9 +23,13 @@ _PTX_VERSION = b"Cuda compilation tools, release "
 
 
 class Nvrtc:
-    """The compiler object: see `Compiler`."""
+    """The compiler object: see `Compiler`.
+
+    fresh_process: run NVRTC in a process of its own; for a forked process, in which it may crash.
+    """
 
     name = "nvrtc"
+    fresh_process = False
 
     def version(self) -> str | None:
         """The version of the library that would compile: "13.0.88"."""
@@ -47,54 +49,15 @@ class Nvrtc:
         ]
         show_command(f"nvrtc {' '.join(options)} {source.name}.cu")
         start = time.perf_counter()
-        with _Program(source, options) as program:
-            return finish("nvrtc", source, program.get("CUBIN"), program.get("PTX"), program.log, _since(start))
-
-
-class _Program:
-    """One nvrtcProgram, compiled on entry and destroyed on exit."""
-
-    def __init__(self, source: Source, options: list[str]) -> None:
-        self._nvrtc, self._source = _bindings(), source
-        self._options = [option.encode() for option in options]
-        self.log = ""
-
-    def __enter__(self) -> "_Program":
-        nvrtc, name = self._nvrtc, f"{self._source.name}.cu"
-        status, self._handle = nvrtc.nvrtcCreateProgram(self._source.text.encode(), name.encode(), 0, [], [])
-        self._check(status)
-        (status,) = nvrtc.nvrtcCompileProgram(self._handle, len(self._options), self._options)
-        self.log = self.get("ProgramLog").rstrip(b"\0").decode(errors="replace")
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            self.__exit__()
-            raise CompileError("nvrtc", self._source, self.log or status.name)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._nvrtc.nvrtcDestroyProgram(self._handle)
-
-    def get(self, what: str) -> bytes:
-        """A result of the compilation: CUBIN, PTX or ProgramLog."""
-        status, size = getattr(self._nvrtc, f"nvrtcGet{what}Size")(self._handle)
-        self._check(status)
-        text = bytes(size)
-        self._check(getattr(self._nvrtc, f"nvrtcGet{what}")(self._handle, text)[0])
-        return text
-
-    def _check(self, status: Any) -> None:
-        if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError("nvrtc", self._source, status.name)
+        request = nvrtc_program.Request(source.text, f"{source.name}.cu", options)
+        program = nvrtc_program.in_fresh_process(request) if self.fresh_process else nvrtc_program.compiled(request)
+        if program.error:
+            raise CompileError("nvrtc", source, program.log or program.error)
+        return finish("nvrtc", source, program.cubin, program.ptx, program.log, _since(start))
 
 
 def _since(start: float) -> float:
     return time.perf_counter() - start
-
-
-@cache
-def _bindings() -> ModuleType:
-    from cuda.bindings import nvrtc
-
-    return nvrtc
 
 
 @cache
@@ -138,9 +101,9 @@ def _wheel_version(library: Path | None) -> str | None:
 
 def _version_from_output() -> str:
     """The version in the header of its PTX: the API does not return the last number."""
-    with _Program(Source("", "version", "compute_90"), ["-arch=compute_90"]) as program:
-        line = next(line for line in program.get("PTX").splitlines() if _PTX_VERSION in line)
-        return line.split(b", V")[-1].decode()
+    program = nvrtc_program.compiled(nvrtc_program.Request("", "version.cu", ["-arch=compute_90"]))
+    line = next(line for line in program.ptx.splitlines() if _PTX_VERSION in line)
+    return line.split(b", V")[-1].decode()
 
 
 compiler = Nvrtc()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch import table
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
+from tilewright.dispatch.tables import table
 from tilewright.hardware import device_info
 from tilewright.mask import Mask
 from tilewright.ops.attention.arguments import FmhaBackwardArgs, raw_arguments

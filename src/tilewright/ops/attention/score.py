@@ -71,9 +71,6 @@ class Sinks:
     values: Tensor
 
 
-Modifier = Softcap | Alibi | RelativeBias | Sinks | ScoreMod
-
-
 def softcap(limit: float) -> Softcap:
     """s = limit * tanh(s / limit).  Raises InputError unless limit is positive and finite.
 

@@ -21,7 +21,7 @@ from tilewright.errors import InputError, RefusedError
 from tilewright.log import log_once
 from tilewright.mask import Mask
 from tilewright.ops.attention.layout import loadable
-from tilewright.ops.attention.score import Alibi, Scores, Softcap, combined
+from tilewright.ops.attention.score import Alibi, RelativeBias, Scores, Softcap, combined
 from tilewright.ops.rows import accumulate_dtype
 
 _VERSIONS = 1024
@@ -59,6 +59,8 @@ def modified(
         block_mask=None if mask is None else mask.to_block_mask(batch, heads, s_q, s_k, q.device),
         scale=scale,
         enable_gqa=heads != k.shape[1],
+        # torch 2.11's tiles of three stages hold the table's values too, which is more than an H200's shared memory
+        kernel_options={"num_stages": 2} if any(isinstance(step, RelativeBias) for step in steps) else None,
         return_aux=AuxRequest(lse=True),
     )  # fmt: skip
     return joined(o, aux.lse, scores.sinks)

@@ -52,8 +52,8 @@ def layer_norm(
 def reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """Plain torch."""
     if level_is_open() and x.dtype.itemsize == 2:  # torch 2.11 gives such tangents on a GPU in float32
-        wide = [None if t is None else t.float() for t in (weight, bias)]
-        return F.layer_norm(x.float(), (x.shape[-1],), *wide, eps).to(x.dtype)
+        w_fp32, b_fp32 = (None if t is None else t.float() for t in (weight, bias))
+        return F.layer_norm(x.float(), (x.shape[-1],), w_fp32, b_fp32, eps).to(x.dtype)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from tilewright.dispatch import columns, table
+from tilewright.dispatch.tables import columns, table
 from tilewright.errors import TableError
 from tilewright.log import logger
 from tilewright.settings import current

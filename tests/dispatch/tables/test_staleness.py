@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import explain, table, table_update
-from tilewright.dispatch.tables import extra, staleness
+from tilewright.dispatch import explain
+from tilewright.dispatch.tables import extra, staleness, table
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import TableError
 from tilewright.hardware import device_info
 from tilewright.version import __version__
@@ -53,7 +54,7 @@ def row(n: int = 8, us: float = 1.5) -> dict[str, Any]:
     ],
 )
 def test_a_stale_row_is_used_and_explain_says_so(folder, versions, text):
-    table_update.update(folder / "mine", header(**versions), [row()])
+    update(folder / "mine", header(**versions), [row()])
     found = explain("rms_norm", X, WEIGHT)
     assert (found.backend, found.stale) == ("torch", text)
     assert "measured fastest: 1.5 us" in found.why
@@ -63,7 +64,7 @@ def test_a_stale_row_is_used_and_explain_says_so(folder, versions, text):
 def test_a_shipped_row_is_not_called_stale(folder, monkeypatch, tmp_path):
     shipped = tmp_path / "package"
     monkeypatch.setattr(table, "folders", lambda: [shipped, folder])
-    table_update.update(shipped / "mine", header(torch="1.0"), [row()])
+    update(shipped / "mine", header(torch="1.0"), [row()])
     found = explain("rms_norm", X, WEIGHT)
     assert "measured fastest: 1.5 us" in found.why
     assert found.stale == ""
@@ -71,8 +72,8 @@ def test_a_shipped_row_is_not_called_stale(folder, monkeypatch, tmp_path):
 
 
 def test_a_row_measured_again_is_fresh_and_its_neighbour_is_not(folder):
-    table_update.update(folder / "mine", header(torch="1.0"), [row(), row(16)])
-    table_update.update(folder / "mine", header(**NOW), [row(us=1.0)])
+    update(folder / "mine", header(torch="1.0"), [row(), row(16)])
+    update(folder / "mine", header(**NOW), [row(us=1.0)])
     (state,) = staleness.users_tables(["cpu"])
     assert (state.rows, state.stale, state.changes) == (2, 1, {"torch": ("1.0", torch.__version__)})
     assert explain("rms_norm", X, WEIGHT).stale == ""
@@ -85,8 +86,8 @@ def test_what_is_no_table_is_not_counted(folder, caplog):
 
 
 def test_a_table_that_is_held_outranks_the_users_own_until_it_is_released(folder, tmp_path):
-    table_update.update(folder / "mine", header(**NOW), [row()])
-    table_update.update(tmp_path / "model.json", header(**NOW), [row(us=1.0)])
+    update(folder / "mine", header(**NOW), [row()])
+    update(tmp_path / "model.json", header(**NOW), [row(us=1.0)])
 
     def us() -> float:
         return table.lookup("rms_norm", "fwd", "M=4,N=8", "float32", "default", CPU).us

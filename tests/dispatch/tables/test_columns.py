@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tilewright.dispatch import columns
+from tilewright.dispatch.tables import columns
 
 NAMES = ("op", "config", "second", "date")
 OPTIONAL = ("second", "date")

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tilewright import settings
-from tilewright.dispatch import columns, explain, register_impl, table, table_update, unregister_impl
+from tilewright.dispatch import explain, register_impl, unregister_impl
+from tilewright.dispatch.tables import columns, table
+from tilewright.dispatch.tables.update import update
 from tilewright.errors import TableError
 from tilewright.hardware import device_info
 
@@ -140,7 +142,7 @@ def test_the_variable_may_name_a_folder_of_files(double, spacious, folder, monke
         ({"block": "8"}, "block is '8', a str; it has to be int"),
         ({"block": True}, "block is True, a bool; it has to be int"),
         ({"block": 8, "packed": 1}, "packed is 1, a int; it has to be bool"),
-        ({"block": 12}, r"is outside the search space, 3 configurations for \(4, 8\)"),
+        ({"block": 12}, r"is outside the search space, 3 configurations for Bucket\(M=4, N=8\)"),
     ],
 )
 def test_a_config_that_is_not_ours_is_refused_and_the_default_runs(double, spacious, folder, caplog, config, reason):
@@ -191,15 +193,15 @@ def test_a_table_with_an_object_a_row_is_read_and_written_anew(folder, tmp_path)
     path.write_text(json.dumps({"schema": 1, **HEADER, "rows": [row(), row(bucket="M=8,N=8", runner_up=None)]}))
     before = table.read(path)[1]
     assert [each.bucket for each in before] == ["M=4,N=8", "M=8,N=8"]
-    table_update.update(path, HEADER, [])
+    update(path, HEADER, [])
     assert json.loads(path.read_text())["schema"] == table.SCHEMA
     assert table.read(path)[1] == before
 
 
 def test_rows_are_merged_and_remember_their_day(folder, tmp_path):
     path = tmp_path / "mine.json"
-    table_update.update(path, HEADER, [row(), row(bucket="M=8,N=8")])
-    table_update.update(path, {**HEADER, "date": "2026-11-21"}, [row(us=1.0)])
+    update(path, HEADER, [row(), row(bucket="M=8,N=8")])
+    update(path, {**HEADER, "date": "2026-11-21"}, [row(us=1.0)])
     header, rows = table.read(path)
     assert header["date"] == "2026-11-21"
     assert [(r.bucket, r.us, r.date) for r in rows] == [("M=4,N=8", 1.0, "2026-11-21"), ("M=8,N=8", 1.5, "2026-11-20")]
@@ -212,8 +214,8 @@ def test_rows_are_merged_and_remember_their_day(folder, tmp_path):
 )
 def test_rows_of_another_gpu_do_not_stay(folder, tmp_path, header, kept):
     path = tmp_path / "mine.json"
-    table_update.update(path, HEADER, [row()])
-    table_update.update(path, {**HEADER, **header}, [row(bucket="M=8,N=8")])
+    update(path, HEADER, [row()])
+    update(path, {**HEADER, **header}, [row(bucket="M=8,N=8")])
     assert len(table.read(path)[1]) == kept
 
 
@@ -221,7 +223,7 @@ def test_a_file_that_is_no_table_is_not_overwritten(folder, tmp_path):
     path = tmp_path / "notes.json"
     path.write_text("my notes")
     with pytest.raises(TableError, match="not JSON"):
-        table_update.update(path, HEADER, [row()])
+        update(path, HEADER, [row()])
     assert path.read_text() == "my notes"
 
 
@@ -229,7 +231,7 @@ def test_writers_lose_nothing_of_each_other(folder, tmp_path):
     path = tmp_path / "mine.json"
 
     def add(m: int) -> None:
-        table_update.update(path, HEADER, [row(bucket=f"M={m},N=8")])
+        update(path, HEADER, [row(bucket=f"M={m},N=8")])
 
     threads = [threading.Thread(target=add, args=(m,)) for m in range(12)]
     for thread in threads:
@@ -241,7 +243,7 @@ def test_writers_lose_nothing_of_each_other(folder, tmp_path):
 
 def test_a_running_process_follows_what_is_written(double, spacious, folder):
     double(X, "auto", "default")
-    table_update.update(folder / "t.json", HEADER, [row()])
+    update(folder / "t.json", HEADER, [row()])
     double(X, "auto", "default")
     assert spacious == [Config(4), Config(8)]
 
@@ -258,11 +260,11 @@ def test_another_folder_in_the_environment_brings_other_tables(fast_backend, fol
 def test_a_folder_gets_one_file_an_op(folder, tmp_path, name):
     (tmp_path / "made").mkdir()
     path = tmp_path / name
-    table_update.update(path, HEADER, [row(), row(op="other"), row(bucket="M=8,N=8")])
+    update(path, HEADER, [row(), row(op="other"), row(bucket="M=8,N=8")])
     assert sorted(file.name for file in path.iterdir()) == ["other.json", "test_double.json"]
     assert [r.bucket for r in table.read(path / "test_double.json")[1]] == ["M=4,N=8", "M=8,N=8"]
     before = (path / "other.json").read_bytes()
-    table_update.update(path, {**HEADER, "versions": {"torch": "2"}}, [row(us=1.0)])
+    update(path, {**HEADER, "versions": {"torch": "2"}}, [row(us=1.0)])
     rows = table.read(path / "test_double.json")[1]
     assert [(r.us, r.versions) for r in rows] == [(1.0, {"torch": "2"}), (1.5, {"torch": "1"})]
     assert (path / "other.json").read_bytes() == before

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tilewright.ops
-from tilewright.dispatch import contract, implementations, table
-from tilewright.dispatch.configs import from_row, to_row
+from tilewright.dispatch import contract, implementations
+from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row, to_row
 
 FILES = sorted(table.folders()[0].glob("*/*.json"))
 ROWS = [(path.stem, row) for path in FILES for row in table.read(path)[1]]
@@ -33,7 +34,7 @@ def test_a_row_can_be_followed(name, row):
     dtype = getattr(torch, row.dtype)
     for choice in row.choices:
         if choice.backend != "torch":
-            implementation = implementations(raw.op, raw.direction, raw.package)[choice.backend]
+            implementation = implementations(raw.op, raw.direction)[choice.backend]
             assert hasattr(tilewright.ops, row.op)
             if choice.config is not None:
                 config = from_row(implementation, choice.config, bucket, dtype)

@@ -18,9 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tilewright.dispatch import columns
 from tilewright.dispatch.registry import GENERATION
-from tilewright.dispatch.tables import extra
+from tilewright.dispatch.tables import columns, extra
 from tilewright.errors import TableError
 from tilewright.hardware import DeviceInfo
 from tilewright.log import log_once
@@ -142,7 +141,7 @@ def _check(what: str, fields: Any, needed: Mapping[str, Any], optional: Mapping[
 
 def folders() -> list[Path]:
     """Where tables are looked for, least important first."""
-    return [Path(__file__).parent.parent / "tables", current().cache_dir / "tables"]
+    return [Path(__file__).parents[2] / "tables", current().cache_dir / "tables"]
 
 
 def is_folder(path: Path) -> bool:
