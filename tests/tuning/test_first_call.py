@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from tests.tuning.test_tune import CompilersHere, Here
+from tests.tuning.conftest import CompilersHere, Here
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewright

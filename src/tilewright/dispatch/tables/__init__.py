@@ -1,1 +1,1 @@
-"""Measured tables: their files, rows and configurations, the rows that are stale, and what they say of an op's sizes."""
+"""Measured tables: their files, rows and configurations, which rows are stale, and what they say of an op's sizes."""
