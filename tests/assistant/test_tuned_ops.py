@@ -98,6 +98,14 @@ def test_on_a_cpu_there_is_nothing_to_tune(monkeypatch, tmp_path):
     assert identity(model) == before
 
 
+def test_finding_that_costs_one_prefill_and_one_step(monkeypatch):
+    model, calls = tiny_llama(), []
+    at = scene(model)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert not TunedOps().applies(at).ok
+    assert len(calls) <= 2
+
+
 def test_sizes_with_a_choice_and_no_measurement_are_proposed(products):
     model = tiny_llama()
     before, outputs = identity(model), logits(model)

@@ -237,6 +237,7 @@ def test_a_model_without_our_ops_has_nothing_to_tune(at_home, cache_folder):
     report = tune_model(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
     assert report.ok
     assert (report.tuned, report.untuned, report.fresh) == ([], [], 0)
+    assert str(report).startswith("nothing to tune: at these sizes no op is called that has kernels of ours for ")
     assert not users_table(device_info("cpu").name).exists()
 
 

@@ -105,15 +105,21 @@ def tune_ops(
     }
     of_op = {"--case": case, "--dtype": dtype, "--direction": direction}
     of_model = {"--tokens": tokens, "--new-tokens": new_tokens, "--batch": batch, "--fp8": fp8 or None}
-    if _names_model(subject):
-        _refuse(of_op, f"is for a suite or an op, and {subject} is a model")
-        request = {"tokens": None if tokens is None else lengths(tokens), "new_tokens": new_tokens, "batch": batch}
-        options = {**common, "fp8": fp8, **{name: value for name, value in request.items() if value is not None}}
-        report = _tune_model(subject, place, options)
-    else:
-        _refuse(of_model, f"is for a model, and {subject} is no path to one")
-        half = None if direction is None else direction.value
-        report = _tune_ops(subject, place, case, {"dtype": dtype and dtype.value, "direction": half, **common})
+    is_model = _names_model(subject)
+    try:
+        if is_model:
+            _refuse(of_op, f"is for a suite or an op, and {subject} is a model")
+            request = {"tokens": None if tokens is None else lengths(tokens), "new_tokens": new_tokens, "batch": batch}
+            options = {**common, "fp8": fp8, **{name: value for name, value in request.items() if value is not None}}
+            report = _tune_model(subject, place, options)
+        else:
+            _refuse(of_model, f"is for a model, and {subject} is no path to one")
+            half = None if direction is None else direction.value
+            report = _tune_ops(subject, place, case, {"dtype": dtype and dtype.value, "direction": half, **common})
+    except KeyboardInterrupt:
+        rest = "; the same command goes on with the rest" if is_model else ""
+        say(f"interrupted: the table keeps what was measured{rest}.")
+        raise typer.Exit(130) from None
     emit(report.to_dict(), str(report), json_file)
     if not report.ok:
         raise typer.Exit(1)
@@ -123,11 +129,15 @@ def _names_model(subject: str) -> bool:
     """True for what looks like a path.  A folder that has the name of an op or a suite is written ./norm."""
     if subject.rpartition(":")[0].endswith(".py") or os.sep in subject:
         return True
-    if not Path(subject).is_dir():
-        return False
     from tilewright.bench.cases import known_contracts, suites
 
-    return subject not in known_contracts() and subject not in suites()
+    if subject in known_contracts() or subject in suites():
+        return False
+    if Path(subject).is_dir():
+        return True
+    raise UsageError(
+        f"{subject!r} is no op (`tilewright ops` lists them), no suite ({', '.join(suites())}) and no model folder."
+    )
 
 
 def _refuse(options: Mapping[str, object], reason: str) -> None:
@@ -154,6 +164,7 @@ def _tune_model(name: str, place: str, options: dict[str, Any]) -> "Report":
 
     with redirect_stdout(sys.stderr):  # what a factory or a model prints must not mix with the JSON
         loaded = load.load(name, device=place)
+        say(f"running {name} to record its sizes")
         example = None if {"tokens", "batch"} & options.keys() else loaded.inputs
         if not is_language_model(loaded.model):
             example = inputs.make(loaded.model, loaded.tokenizer).inputs if loaded.inputs is None else loaded.inputs

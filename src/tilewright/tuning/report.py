@@ -94,6 +94,8 @@ class Report:
             mark = "" if each.changed else f"  ({each.note})"
             lines.append(f"{name:<52} {before:>10} {each.after.us or 0.0:>10.2f} {gain:>7}  {each.after}{mark}")
         lines += [f"not tuned: {u.op} {u.case} {u.dtype} {u.direction}: {u.reason}" for u in self.untuned]
+        if not (self.tuned or self.untuned or self.fresh):
+            return f"nothing to tune: at these sizes no op is called that has kernels of ours for {self.device}"
         changed = sum(each.changed for each in self.tuned)
         fresh = f", {self.fresh} left out: their rows are fresh" if self.fresh else ""
         lines.append(f"{len(self.tuned)} tuned, {changed} changed{fresh}; table {self.table}")
