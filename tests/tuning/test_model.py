@@ -34,13 +34,14 @@ def tiny_llama(device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes:
 
 @pytest.fixture
 def doubling(fake_op):
-    """A module that calls the fake op at three sizes: (64, 64) once, (1, 4096) twenty times, (8, 8) once."""
+    """A module that calls the fake op at three sizes: (8, 8) once, (64, 64) once, then (1, 4096) twenty times."""
 
     class Doubling(nn.Module):
         def forward(self, x):
+            total = fake_op.double(x[:8, :8]).sum() + fake_op.double(x).sum()
             for _ in range(20):
                 fake_op.double(x.reshape(1, -1))
-            return fake_op.double(x).sum() + fake_op.double(x[:8, :8]).sum()
+            return total
 
     return Doubling()
 
@@ -231,6 +232,7 @@ def test_rows_of_another_gpu_are_not_fresh(fake_op, doubling, two_right, at_home
     file = table.file_of(report.table, fake_op.NAME)
     file.write_text(json.dumps({**json.loads(file.read_text()), "gpu": "another"}))
     assert len(tune_model(doubling, X).tuned) == 3
+    assert tune_model(doubling, X).fresh == 3, "the same choices, and rows of this machine now"
 
 
 def test_a_model_without_our_ops_has_nothing_to_tune(at_home, cache_folder):

@@ -173,7 +173,7 @@ class Run:
                 self.leave(case, str(error), failed=True)
                 return
             tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
-            if tuned.changed or before is None or changes(before, self._device.type):
+            if tuned.changed or not self.is_fresh(key):
                 update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
