@@ -1,36 +1,62 @@
-"""Host time of one eager call, launch and output allocation included, beside what aten itself takes on the same
-machine.
+"""Host time of eager calls, launch and output allocation included, beside torch's own in one process.
 
     python benchmarks/host_overhead.py --json FILE
 
-Times the enqueueing of calls on 4x4096 bf16, where the GPU is faster than the host, so the queue never fills: best of
-many short batches, interleaved, in microseconds.  `call`: nothing needs a gradient, under inference_mode.
-`call_with_grad`: an input does.
+Each number is the median over rounds of the mean microseconds to enqueue one call of a batch, implementations
+interleaved.  The device is idle when a batch begins, and a batch is shorter than the launch queue, so the device never
+holds the host up.
 
-`given_to_torch`: the same for sizes that no table has, which `auto` leaves to torch, beside torch's own call; and
-`backward`, of a training step, again and again for one forward.  `backends` says what `auto` took.
+  kernels           ops whose kernel is ours, under inference_mode: what a replayed call costs
+  kernels_with_grad the same calls where an input requires a gradient
+  not_replayed      calls that may not be replayed: two inputs at one address, a tensor subclass
+  given_to_torch    sizes that `auto` leaves to torch, beside torch's own call: without gradient, with, and the backward
+                    of a training step repeated for one forward.  `backends` says what `auto` took.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from tilewright import ops
+from tilewright import mask, ops
 from tilewright.bench import machine
 from tilewright.bench.commit import commit
 from tilewright.dispatch import record
 
 BATCH, ROUNDS = 200, 60
+Calls = dict[str, Callable[[], object]]
 
 
-def host_us(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+class Subclass(Tensor):
+    """A tensor whose ops torch may redefine."""
+
+
+def main() -> None:
+    """Measure, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    result = {
+        "kind": "host_overhead",
+        "machine": machine.describe("cuda").to_dict(),
+        "commit": commit(),
+        **own_kernels(),
+        "given_to_torch": given_to_torch(),
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def host_us(calls: Calls) -> dict[str, float]:
     """Median over rounds of the mean time to enqueue one call of a batch."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -46,80 +72,95 @@ def host_us(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: round(statistics.median(values), 2) for name, values in samples.items()}
 
 
+def randn(*shape: int) -> Tensor:
+    """A bf16 tensor on the GPU."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def own_kernels() -> dict[str, dict[str, float]]:
+    """Rows of 4096, a product of 16 rows, attention of 8 heads over 256 tokens of 128."""
+    x, residual, y, packed, weight = randn(4, 4096), randn(4, 4096), randn(4, 4096), randn(4, 8192), randn(4096)
+    a, b = randn(16, 4096), randn(4096, 4096)
+    q, k, v = randn(1, 8, 256, 128), randn(1, 8, 256, 128), randn(1, 8, 256, 128)
+    composed = mask.causal() & mask.window(128, 0) | mask.prefix(16)
+    subclass = x.as_subclass(Subclass)
+    calls: Calls = {
+        "tilewright rms_norm": lambda: ops.rms_norm(x, weight),
+        "tilewright add_rms_norm": lambda: ops.add_rms_norm(x, residual, weight),
+        "tilewright swiglu": lambda: ops.swiglu(x, y),
+        "tilewright silu_and_mul": lambda: ops.silu_and_mul(packed),
+        "tilewright matmul": lambda: ops.matmul(a, b, backend="cuda"),
+        "tilewright fmha": lambda: ops.fmha(q, k, v, causal=True, backend="cuda"),
+        "tilewright fmha, composed mask": lambda: ops.fmha(q, k, v, mask=composed, backend="cuda"),
+        "torch add": lambda: x + y,
+        "torch empty_like": lambda: torch.empty_like(x),
+        "torch rms_norm": lambda: F.rms_norm(x, (4096,), weight, 1e-6),
+        "torch matmul": lambda: a @ b,
+        "torch attention": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    not_replayed: Calls = {
+        "tilewright swiglu(x, x)": lambda: ops.swiglu(x, x),
+        "tilewright fmha(q, q, q)": lambda: ops.fmha(q, q, q, causal=True, backend="cuda"),
+        "tilewright rms_norm of a subclass": lambda: ops.rms_norm(subclass, weight),
+        "torch add of a subclass": lambda: subclass + y,
+    }
+    result = {}
+    with torch.inference_mode():
+        result["kernels"] = host_us(calls)
+        result["not_replayed"] = host_us(not_replayed)
+    for t in (x, weight, a, b, q, k, v):
+        t.requires_grad_()
+    names = ("tilewright rms_norm", "tilewright swiglu", "tilewright matmul", "tilewright fmha")
+    peers = ("torch add", "torch rms_norm", "torch matmul", "torch attention")
+    result["kernels_with_grad"] = host_us({name: calls[name] for name in (*names, *peers)})
+    return result
+
+
 def given_to_torch() -> dict[str, dict[str, Any]]:
     """matmul (128, 320) @ (320, 320) and causal attention of 16 heads, 128 tokens of 80, bf16."""
-    a, b = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((128, 320), (320, 320)))
-    q, k, v = (torch.randn(1, 16, 128, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    calls: dict[str, Callable[[], Any]] = {
+    a, b = randn(128, 320), randn(320, 320)
+    q, k, v = randn(1, 16, 128, 80), randn(1, 16, 128, 80), randn(1, 16, 128, 80)
+    calls: Calls = {
         "tilewright matmul": lambda: ops.matmul(a, b),
         "torch matmul": lambda: a @ b,
         "tilewright fmha": lambda: ops.fmha(q, k, v, causal=True),
         "torch attention": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    inputs = {name: (a, b) if "matmul" in name else (q, k, v) for name in calls}
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     with torch.inference_mode():
-        found["call"] = host_us(calls)
+        result["call"] = host_us(calls)
     for t in (a, b, q, k, v):
         t.requires_grad_()
-    found["call_with_grad"] = host_us(calls)
-
-    def backward(name: str) -> Callable[[], object]:
-        made = calls[name]()
-        gradient = torch.ones_like(made)
-        return lambda: torch.autograd.grad(made, inputs[name], gradient, retain_graph=True)
-
+    result["call_with_grad"] = host_us(calls)
     with record() as recording:
-        backwards = {name: backward(name) for name in calls}
+        backwards = {
+            name: backward_call(call, (a, b) if "matmul" in name else (q, k, v)) for name, call in calls.items()
+        }
         for call in backwards.values():
             call()
-    found["backward"] = host_us(backwards)
-    found["backends"] = {f"{plan.op}_{plan.direction}": plan.backend for plan in recording.plans}
-    return found
+    result["backward"] = host_us(backwards)
+    result["backends"] = {f"{plan.op}_{plan.direction}": plan.backend for plan in recording.plans}
+    return result
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+def backward_call(call: Callable[[], Any], inputs: Sequence[Tensor]) -> Callable[[], object]:
+    """A call that differentiates one forward, kept for the next."""
+    output = call()
+    gradient = torch.ones_like(output)
+    return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
-    x, residual, y = (torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
-    packed = torch.randn(4, 8192, device="cuda", dtype=torch.bfloat16)
-    calls: dict[str, Callable[[], object]] = {
-        "tilewright rms_norm": lambda: ops.rms_norm(x, weight),
-        "tilewright add_rms_norm": lambda: ops.add_rms_norm(x, residual, weight),
-        "tilewright swiglu": lambda: ops.swiglu(x, y),
-        "tilewright silu_and_mul": lambda: ops.silu_and_mul(packed),
-        "aten add": lambda: x + y,
-        "aten rms_norm": lambda: F.rms_norm(x, (4096,), weight, 1e-6),
-        "aten empty_like": lambda: torch.empty_like(x),
-    }
-    with torch.inference_mode():
-        plain = host_us(calls)
-    x.requires_grad_()
-    weight.requires_grad_()
-    with_grad = host_us(
-        {name: calls[name] for name in ("tilewright rms_norm", "tilewright swiglu", "aten add", "aten rms_norm")}
-    )
-    torchs = given_to_torch()
-    found = {
-        "kind": "host_overhead",
-        "machine": machine.describe("cuda").to_dict(),
-        "commit": commit(),
-        "call": plain,
-        "call_with_grad": with_grad,
-        "given_to_torch": torchs,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    for name, us in plain.items():
-        print(f"{name:26}{us:8.2f} us" + (f"{with_grad[name]:10.2f} us with grad" if name in with_grad else ""))
+
+def show(result: dict[str, Any]) -> None:
+    """Print the times, in microseconds."""
+    for column in ("kernels", "kernels_with_grad", "not_replayed"):
+        print(column)
+        for name, us in result[column].items():
+            print(f"  {name:36}{us:8.2f}")
+    torchs = result["given_to_torch"]
     print(f"given to torch: {torchs['backends']}")
     for name in torchs["call"]:
-        times = [torchs[column][name] for column in ("call", "call_with_grad", "backward")]
-        print(f"{name:26}{times[0]:8.2f} us{times[1]:10.2f} us with grad{times[2]:10.2f} us backward")
+        without, with_grad, backward = (torchs[column][name] for column in ("call", "call_with_grad", "backward"))
+        print(f"  {name:36}{without:8.2f}{with_grad:10.2f} with grad{backward:10.2f} backward")
 
 
 if __name__ == "__main__":

@@ -139,11 +139,19 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             asm volatile("" : "+r"(stage.desc_a), "+r"(stage.desc_b));  // keeps ptxas from sinking them to their first use
             return stage;
         };
-        // __syncwarp orders the other lanes' reads of scales before lane 0's arrival, and so before the copies that the
-        // producer issues after it has seen all arrivals.  racecheck reports a hazard for cp_async_zfill() here; it is none.
+        // __syncwarp orders the other lanes' reads before lane 0's arrival, and so before the copies that the producer issues
+        // after it has seen all arrivals.
         const auto release = [&](u32 stage) {
             __syncwarp();
             if (lane_index() == 0) empty[stage].arrive();
+        };
+
+        // Lane 0, which will arrive at the barrier, reads for its warp what cp_async_zfill() wrote.  racecheck orders that
+        // kind of copy after an arrival only for reads of the arriving thread itself, not for those before __syncwarp.
+        const auto read_by_arriving_lane = [](const float* smem) {
+            float value = 0;
+            if (lane_index() == 0) value = *smem;
+            return __shfl_sync(~0u, value, 0);
         };
 
         u8* const d_buffers = buffers + warpgroup * Shape::kBuffers * kBoxBytes;
@@ -200,7 +208,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                         }
 #pragma unroll
                         for (u32 i = 0; i < (Scales::kByBlock ? Scales::kBlocks : 0); ++i) {
-                            scale_b_blocks[i] = smem_scale_b[i];
+                            scale_b_blocks[i] = read_by_arriving_lane(smem_scale_b + i);
                         }
                         if constexpr (Shape::kEarlyFactors) combine_scales<true>(factors, scale_a_frag[0], smem_scale_b);
                     }
