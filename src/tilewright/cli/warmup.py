@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.cli.options import Dtype, JsonOption, names
+from tilewright.cli.options import Dtype, JsonOption, lengths, names
 from tilewright.cli.output import check_writable, emit, say
 from tilewright.errors import UsageError
 
@@ -67,7 +67,7 @@ def warm_up(
     from tilewright.warmup import Scope, warm
 
     scope = Scope(
-        suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens), new_tokens, fp8
+        suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, lengths(tokens), new_tokens, fp8
     )
     began = time.monotonic()
     with _progress() as show:
@@ -104,13 +104,6 @@ def _progress() -> Iterator[Any]:
             bar.update(task, description=f"{event.arch} {name.strip('_')}", advance=1)
 
         yield show
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    parts = names(text) or []
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--tokens {text}: write lengths as 1024,1000.")
-    return tuple(map(int, parts))
 
 
 def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, Any]:

@@ -85,6 +85,27 @@ def serving_device(device: torch.device) -> torch.device:
     return _planned.get() or device
 
 
+_unmeasured: ContextVar[bool] = ContextVar("tilewright_unmeasured_sizes", default=False)
+
+
+@contextmanager
+def unmeasured_sizes() -> Iterator[None]:
+    """Inside the block, patches replace linear layers and attention without a measurement, and their calls run so.
+
+    The tuner looks for what is worth measuring: a model that was never tuned would show it none of its products.
+    """
+    token = _unmeasured.set(True)
+    try:
+        yield
+    finally:
+        _unmeasured.reset(token)
+
+
+def takes_unmeasured() -> bool:
+    """True inside `unmeasured_sizes`."""
+    return _unmeasured.get()
+
+
 def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the model's code on probe inputs; an exception becomes the reason for leaving the module."""
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright.jit.collect import Job
-    from tilewright.warmup.needed import RawCall
+    from tilewright.warmup.calls import RawCall
 
 
 @dataclass(frozen=True)
