@@ -340,6 +340,12 @@ def test_a_table_keeps_rows_of_the_same_machine_only(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "versions": {"torch": "other"}}))
     write_table(results, path)
+    assert {row.bucket: row.versions["torch"] for row in table.read(path)[1]} == {
+        "M=16,N=64": torch.__version__,
+        "M=32,N=64": "other",
+    }
+    path.write_text(json.dumps({**data, "gpu": "another"}))
+    write_table(results, path)
     assert len(table.read(path)[1]) == 1
 
 

@@ -6,6 +6,8 @@ import platform
 import torch
 
 import tilewright as package
+from tilewright.dispatch.tables.update import update
+from tilewright.hardware import device_info
 from tilewright.settings import describe
 
 
@@ -29,6 +31,23 @@ def test_settings_in_force_are_shown(tilewright, monkeypatch):
 
 def test_it_says_whether_the_machine_was_calibrated(tilewright, calibrated):
     assert json.loads(tilewright("doctor", "--json", "-").stdout)["devices"]["cpu"]["calibrated"] is True
+
+
+def test_stale_rows_of_the_users_tables_are_counted_with_advice(tilewright, place):
+    def measured(versions):
+        cpu = device_info("cpu")
+        row = {"op": "rms_norm", "direction": "fwd", "bucket": "M=4,N=8", "dtype": "float32", "numerics": "default"}
+        row |= {"backend": "torch", "config": None, "us": 1.0, "noise": 0.0, "torch_us": None}
+        header = {"gpu": cpu.name, "arch": "cpu", "sm_count": cpu.sm_count, "versions": versions, "date": "2026-11-20"}
+        update(place.parent / "cache" / "tables" / "mine", header, [row])
+        return tilewright("doctor", "--json", "machine.json").stdout
+
+    assert "! 1 of 1 rows of" in (said := measured({"torch": "1.0"}))
+    assert f"torch 1.0 (now {torch.__version__})" in said
+    assert "-> run tilewright tune" in said
+    (state,) = json.loads((place / "machine.json").read_text())["users_tables"]
+    assert (state["rows"], state["stale"]) == (1, 1)
+    assert "rows of" not in measured({"torch": torch.__version__})
 
 
 def test_parts_of_the_toolchain_come_with_advice(tilewright, monkeypatch, place):

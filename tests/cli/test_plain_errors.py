@@ -47,7 +47,7 @@ def test_bench_takes_an_op(tilewright):
 
 def test_a_warm_up_that_prepares_nothing_says_what_is_missing(tilewright, monkeypatch):
     monkeypatch.setattr(backends, "module_exists", lambda name: False)
-    monkeypatch.setattr(warmup, "events", lambda wanted, arch, *_, **__: iter([warmup.Found(arch, 0, 21, 21)]))
+    monkeypatch.setattr(warmup, "events", lambda wanted, arch, *_, **__: iter([warmup.PlanSummary(arch, 0, 21, 21)]))
     line = one_line(tilewright("warmup", "--suite", "rope", "--arch", "sm_80"))
     assert "torch computes every call" in line
     assert "pip install triton" in line
@@ -55,5 +55,5 @@ def test_a_warm_up_that_prepares_nothing_says_what_is_missing(tilewright, monkey
 
 def test_a_warm_up_whose_calls_all_go_to_torch_passes(tilewright, monkeypatch):
     monkeypatch.setattr(warmup, "missing", lambda backend, device: None)
-    monkeypatch.setattr(warmup, "events", lambda wanted, arch, *_, **__: iter([warmup.Found(arch, 0, 21, 21)]))
+    monkeypatch.setattr(warmup, "events", lambda wanted, arch, *_, **__: iter([warmup.PlanSummary(arch, 0, 21, 21)]))
     assert tilewright("warmup", "--suite", "rope", "--arch", "sm_80").exit_code == 0

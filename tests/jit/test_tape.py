@@ -68,7 +68,7 @@ def test_a_spoiled_or_empty_tape_is_none():
     taping = Taping()
     assert taping.finish((A,)) is None
     taping.add(Step(print, (1, 1, 1), None, (), (A,)))
-    taping.spoil()
+    taping.invalidate()
     assert taping.finish((A,)) is None
 
 

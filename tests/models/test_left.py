@@ -9,7 +9,7 @@ from tests.models.zoo import build
 from torch import Tensor, nn
 
 from tilewright.models import decoder_layers, mlps, norms, patch, rotary
-from tilewright.models.stand_in import Left
+from tilewright.models.stand_in import NotReplaceable
 
 
 class Norm(nn.Module):
@@ -87,7 +87,7 @@ class NormWithDropout(Norm):
     ],
 )
 def test_norm_is_left(make: Callable[[], nn.Module], reason: str) -> None:
-    with pytest.raises(Left, match=reason):
+    with pytest.raises(NotReplaceable, match=reason):
         norms.find(make(), None)
 
 
@@ -121,7 +121,7 @@ def test_weights_of_one_do_not_hide_the_formula() -> None:
 def test_forward_overridden_on_the_instance_is_left() -> None:
     module = Norm()
     module.forward = module.forward  # type: ignore[method-assign]
-    with pytest.raises(Left, match="overridden on the instance"):
+    with pytest.raises(NotReplaceable, match="overridden on the instance"):
         norms.find(module, None)
 
 
@@ -132,7 +132,7 @@ def test_class_that_registers_its_subclasses_is_left() -> None:
         def __init_subclass__(cls) -> None:
             registry.append(cls)
 
-    with pytest.raises(Left, match="acts on being subclassed"):
+    with pytest.raises(NotReplaceable, match="acts on being subclassed"):
         norms.find(RegisteringNorm(), None)
     assert not registry
 
@@ -187,7 +187,7 @@ class Packed(nn.Module):
 
 @pytest.mark.parametrize("make", [Relu, Scaled, Clamped, DropsInside, Packed])
 def test_mlp_is_left(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(Left, match="is not down"):
+    with pytest.raises(NotReplaceable, match="is not down"):
         mlps.find(make(), None)
 
 
@@ -233,7 +233,9 @@ class Attention(nn.Module):
 
 
 def test_wrong_rotation_is_left() -> None:
-    with pytest.raises(Left, match=r"apply_rotary_with_the_wrong_sign\(q, k, cos, sin\) is none of the rotations"):
+    with pytest.raises(
+        NotReplaceable, match=r"apply_rotary_with_the_wrong_sign\(q, k, cos, sin\) is none of the rotations"
+    ):
         rotary.find(Attention(), frozenset(), None)
 
 

@@ -18,6 +18,7 @@ PUBLIC = {
     ("assistant/loop.py", "optimize"),
     ("bench/suite.py", "run"),
     ("generate/static.py", "generate"),
+    ("tuning/model.py", "tune_model"),
     ("tuning/run.py", "tune"),
 }
 OPS = [name for name in contracts() if not name.startswith("test_")]

@@ -11,6 +11,9 @@ from tilewright import settings
 from tilewright.dispatch.contract import _contracts
 from tilewright.dispatch.tables import table
 from tilewright.log import forget_logged
+from tilewright.tuning import run
+from tilewright.tuning.compiling import compile_candidate
+from tilewright.tuning.worker import Worker
 
 
 @pytest.fixture
@@ -43,3 +46,39 @@ def fake_op(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mod
     _contracts[fake_op.NAME] = fake_op.CONTRACT
     yield fake_op
     del _contracts[fake_op.NAME]
+
+
+class Here:
+    """A worker in this process: the bench, whose candidates are right."""
+
+    alive, generation = True, 1
+
+    def __init__(self):
+        self._worker = Worker()
+
+    def ask(self, request, *arguments, timeout):
+        return getattr(self._worker, request)(*arguments)
+
+    def close(self):
+        """There is no process to end."""
+
+
+class CompilersHere(Here):
+    """Those that compile."""
+
+    jobs = 1
+
+    def __init__(self, jobs, architecture, seconds):
+        super().__init__()
+
+    def compile(self, problem, trials, done):
+        for trial in trials:
+            trial.reason = compile_candidate(problem, *trial.choice, trial.default)
+            done()
+
+
+@pytest.fixture
+def at_home(monkeypatch):
+    """No processes, which take seconds to start: for what is decided from a worker's answers."""
+    monkeypatch.setattr(run, "Watched", Here)
+    monkeypatch.setattr(run, "Compilers", CompilersHere)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from tests.tuning.test_tune import CompilersHere, Here
+from tests.tuning.conftest import CompilersHere, Here
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewright
@@ -40,9 +40,9 @@ def tuned(monkeypatch):
     sizes = []
     tune = run.Run.tune
 
-    def counted(self, case, deadline, say):
+    def counted(self, case, problem, deadline, say):
         sizes.append((case.direction, dict(case.workload.params)))
-        return tune(self, case, deadline, say)
+        return tune(self, case, problem, deadline, say)
 
     monkeypatch.setattr(run.Run, "tune", counted)
     return sizes

@@ -17,9 +17,7 @@ from tilewright.dispatch.tables import table
 from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import device_info
-from tilewright.tuning import exclusive, run, tune
-from tilewright.tuning.compiling import compile_candidate
-from tilewright.tuning.worker import Worker
+from tilewright.tuning import exclusive, tune
 
 X = torch.randn(64, 4096)
 
@@ -32,42 +30,6 @@ def quick(fake_op):
         return tune(fake_op.NAME, direction="bwd", device="cpu", **options)
 
     return run
-
-
-class Here:
-    """A worker in this process: the bench, whose candidates are right."""
-
-    alive, generation = True, 1
-
-    def __init__(self):
-        self._worker = Worker()
-
-    def ask(self, request, *arguments, timeout):
-        return getattr(self._worker, request)(*arguments)
-
-    def close(self):
-        """There is no process to end."""
-
-
-class CompilersHere(Here):
-    """Those that compile."""
-
-    jobs = 1
-
-    def __init__(self, jobs, architecture, seconds):
-        super().__init__()
-
-    def compile(self, problem, trials, done):
-        for trial in trials:
-            trial.reason = compile_candidate(problem, *trial.choice, trial.default)
-            done()
-
-
-@pytest.fixture
-def at_home(monkeypatch):
-    """No processes, which take seconds to start: for what is decided from a worker's answers."""
-    monkeypatch.setattr(run, "Watched", Here)
-    monkeypatch.setattr(run, "Compilers", CompilersHere)
 
 
 @pytest.fixture

@@ -116,6 +116,8 @@ class Document:
         if not names:
             return ""
         inputs = "" if self.workload["new_tokens"] else ", inputs"
+        if "tuned_ops" in names:
+            inputs += ', table="tuned_ops.json"'  # as `save` writes it
         return (
             "from tilewright.assistant import apply_changes\n"
             f"model = ...  # your {self.model['class']} in evaluation mode, as you load it\n"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewright.assistant.workload import is_language_model
 from tilewright.errors import UsageError
+from tilewright.warmup.requests import is_language_model
 
 TOKENS, ROWS, SAMPLES = 64, 4, 16_000
 

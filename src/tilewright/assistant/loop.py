@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilewright.assistant.changes import Change, Scene, chosen
+from tilewright.assistant.changes import Budgeted, Change, Scene, TunedOps, chosen
 from tilewright.assistant.observation.condense import condense
 from tilewright.assistant.observation.observe import Observation, observe
 from tilewright.assistant.predict import Roof, roofline, summary
@@ -56,6 +57,12 @@ class Optimization:
     def rejected(self) -> list[ChangeRecord]:
         """Changes that were tried and undone."""
         return self.report.decided("rejected")
+
+    @property
+    def table(self) -> Path | None:
+        """The tuning table of `tuned_ops`, in a folder that goes with the process; None where that was not kept."""
+        tables = (change.table for change in self._stack.changes if isinstance(change, TunedOps))
+        return next(tables, None)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call `model.generate`, which decodes with a static KV cache if that change was kept."""
@@ -128,7 +135,8 @@ def optimize(
             )
             threads = choose_threads(model, work, budget_s=budget)
             scene = _scene(model, work, ceilings, journal, say)
-        records, proposals = propose(scene, chosen(allow) if changes is None else changes)
+        candidates = chosen(allow) if changes is None else changes
+        records, proposals = propose(scene, [c.within(budget) if isinstance(c, Budgeted) else c for c in candidates])
         stack = Stack(model, work)
         say.plan(len(proposals) + 2)
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tilewright.assistant.changes.cast import InDtype
-from tilewright.assistant.changes.protocol import Change, Scene
+from tilewright.assistant.changes.protocol import Change, ProcessWide, Scene
 from tilewright.assistant.document import ChangeRecord
 from tilewright.assistant.observation.observe import wall_us, weight_bytes
 from tilewright.assistant.predict import Prediction
@@ -195,7 +195,7 @@ class Trials:
         """Time the trial model against the one without its last change: the decision, and what was measured."""
         self._say(f"{change.name}: timing against the model without it")
         count = len(self.trial)
-        if self.in_place:
+        if self.in_place or isinstance(change, ProcessWide):
             before, after = (Side(self.trial.model, partial(self.trial.at, n)) for n in (count - 1, count))
         else:
             before, after = Side(self.main.model), Side(self.trial.model)

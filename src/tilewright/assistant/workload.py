@@ -7,7 +7,6 @@ greedy decoding).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.errors import InputError
+from tilewright.warmup.requests import is_language_model, takes
 
 Goal = Literal["latency", "throughput"]
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
@@ -125,19 +125,6 @@ def workload(
     return Workload(examples, tuple(rows), bool(tokens), goal, new_tokens if generates else 0, device)
 
 
-def is_language_model(model: nn.Module) -> bool:
-    """Whether `model` is a causal language model of transformers: it can generate, and its config has a vocabulary."""
-    can_generate = getattr(model, "can_generate", None)
-    return (
-        callable(getattr(model, "generate", None))
-        and callable(can_generate)
-        and bool(can_generate())
-        and hasattr(getattr(model, "config", None), "vocab_size")
-        and not getattr(model.config, "is_encoder_decoder", False)
-        and takes(model, "input_ids")
-    )
-
-
 def greedy(model: nn.Module, input_ids: Tensor, new_tokens: int, attention_mask: Tensor | None = None) -> Tensor:
     """Decode exactly `new_tokens` greedy tokens with the model's own `generate`; end-of-text does not stop it."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -160,11 +147,6 @@ def device_of(model: nn.Module) -> torch.device:
     if len(devices) > 1:
         raise InputError(f"the model lies on {', '.join(sorted(map(str, devices)))}; it has to lie on one device.")
     return next(iter(devices), torch.device("cpu"))
-
-
-def takes(model: nn.Module, name: str) -> bool:
-    """Whether `model.forward` names this argument."""
-    return name in inspect.signature(model.forward).parameters
 
 
 def _example(item: Any, device: torch.device, keyword: str | None) -> Example:

@@ -10,9 +10,9 @@ from typing import Any
 
 from tilewright.bench.schema import Results
 from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.staleness import versions
 from tilewright.dispatch.tables.update import update
 from tilewright.errors import InputError
-from tilewright.jit.compilers import get_compiler
 from tilewright.settings import current
 
 
@@ -40,16 +40,11 @@ def write_table(results: Results, path: Path | None = None) -> Path:
 
 def header(machine: Mapping[str, Any]) -> dict[str, Any]:
     """The head of a table measured on `machine`, a dict of `bench.machine.Machine`."""
-    compilers = ("host",) if machine["arch"] == "cpu" else ("nvrtc", "tileiras")
-    compiler_versions = {name: get_compiler(name).version() for name in compilers}
     return {
         "gpu": machine["device"],
         "arch": machine["arch"],
         "sm_count": machine["sm_count"],
-        "versions": {
-            **{name: machine[name] for name in ("torch", "triton", "driver")},
-            **{name: version for name, version in compiler_versions.items() if version is not None},
-        },
+        "versions": dict(versions("cpu" if machine["arch"] == "cpu" else "cuda")),
         "date": machine["date"][:10],
     }
 

@@ -59,7 +59,7 @@ for _name, _command, _example in (
     ("explain", op.explain_op, "rms_norm --case M=8,N=4096 --device cuda"),
     ("check", op.check_op, "rms_norm --case odd_n --backend triton"),
     ("bench", bench.bench_suite, "norm rms_norm --case M=8192,N=4096"),
-    ("tune", tune.tune_ops, "softmax --budget 5m"),
+    ("tune", tune.tune_ops, "path/to/model --budget 10m"),
     ("analyze", model.analyze_model, "path/to/model --prompts prompts.txt"),
     ("optimize", model.optimize_model, "model.py:factory --html report.html"),
 ):

@@ -60,6 +60,7 @@ def examine() -> dict[str, Any]:
 
     from tilewright.dispatch.backends import BACKENDS, missing
     from tilewright.dispatch.tables import table
+    from tilewright.dispatch.tables.staleness import users_tables
     from tilewright.hardware import ceilings, device_info, toolchain
     from tilewright.settings import describe
 
@@ -80,6 +81,7 @@ def examine() -> dict[str, Any]:
         "toolchain": [asdict(finding) for finding in toolchain.examine()],
         "devices": devices,
         "tables": [str(path) for path in table.tables()],
+        "users_tables": [{**asdict(state), "path": str(state.path)} for state in users_tables(devices)],
         "settings": [{**row, "value": None if row["value"] is None else str(row["value"])} for row in describe()],
     }
 
@@ -92,6 +94,8 @@ def _version(package: str) -> str | None:
 
 
 def _text(machine: dict[str, Any]) -> str:
+    from tilewright.dispatch.tables.staleness import in_words
+
     lines = [
         f"tilewright {machine['tilewright']}, python {machine['python']}, CUDA of torch: {machine['cuda'] or 'none'}"
     ]
@@ -107,6 +111,11 @@ def _text(machine: dict[str, Any]) -> str:
         lines += [f"  {backend:18} {state}" for backend, state in d["backends"].items()]
         lines.append(f"  {'ceilings':18} {'measured' if d['calibrated'] else 'not measured: run tilewright calibrate'}")
     lines.append("tuning tables: " + (", ".join(machine["tables"]) or "none"))
+    for state in machine["users_tables"]:
+        if state["stale"]:
+            lines.append(f"  ! {state['stale']} of {state['rows']} rows of {state['path']} are stale, measured with")
+            lines.append(f"    {in_words(state['changes'])}")
+            lines.append("    -> run tilewright tune with your model, or with the op, to measure them again")
     lines += [f"  {row['names'][0]:28} {row['value'] or '-':24} {row['doc']}" for row in machine["settings"]]
     for proof in machine.get("selftest", []):
         lines.append(f"{proof['device']} {proof['name']}: {proof['error'] or 'exact'} ({proof['seconds']:.2f} s)")

@@ -79,6 +79,14 @@ def names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
+def lengths(text: str) -> tuple[int, ...]:
+    """(1024, 1000) from "1024,1000"."""
+    parts = names(text) or []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--tokens {text}: write lengths as 1024,1000.")
+    return tuple(map(int, parts))
+
+
 def seconds(budget: str) -> float:
     """90.0 from "90", "90s" or "1.5m"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", budget.strip())

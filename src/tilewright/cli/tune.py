@@ -1,12 +1,14 @@
 """`tilewright tune`: find the fastest backend and configuration of ops on this machine, and remember them."""
 
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +19,7 @@ from tilewright.cli.options import (
     DtypeOption,
     JsonOption,
     device,
+    lengths,
     seconds,
 )
 from tilewright.cli.output import check_writable, emit, say
@@ -24,6 +27,9 @@ from tilewright.errors import UsageError
 
 if TYPE_CHECKING:
     from tilewright.bench.cases import Case
+    from tilewright.tuning import Report
+
+    Progress = Callable[[int, int, Case, str, int, int], None]
 
 
 class Search(StrEnum):
@@ -34,7 +40,13 @@ class Search(StrEnum):
 
 
 def tune_ops(
-    suite: Annotated[str, typer.Argument(metavar="SUITE|OP", help="norm, activation, ..., all, or one op.")],
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="SUITE|OP|MODEL",
+            help="norm, activation, ..., all; one op; or a model as optimize takes it: a folder, FILE.py:FACTORY.",
+        ),
+    ],
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="TIME", help="Time for all cases: 90s, 5m, 1h; default: no limit.")
     ] = None,
@@ -51,6 +63,17 @@ def tune_ops(
     search: Annotated[
         Search, typer.Option("--search", help="The declared order, or a random one for a short budget.")
     ] = Search.exhaustive,
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", metavar="LENGTHS", help="Lengths of a model's prefills; default: 1024,1000."),
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option("--new-tokens", min=0, help="Tokens a model decodes after each; default: 128.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Sequences in a model's calls; default: 1.")
+    ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="A model's linear layers in float8, as patch(fp8=True).")] = False,
     device_name: DeviceOption = None,
     seed: Annotated[
         int | None, typer.Option("--seed", min=0, help="Seed of the random inputs; default: a fresh one.")
@@ -65,12 +88,65 @@ def tune_ops(
 ) -> None:
     """Compile, check and time every candidate of each case, and write those that are faster into the tuning table.
 
-    Candidates run in separate processes: one that is wrong, hangs or crashes is recorded and skipped.  The exit code is
-    1 if a case has no correct candidate.
+    The cases of a model are the sizes that it runs, those with the most time first; a size that was measured on this
+    machine with the present versions is left out, so a second run goes on where the first one ended.  Candidates run in
+    separate processes: one that is wrong, hangs or crashes is recorded and skipped.  The exit code is 1 if a case has
+    no correct candidate.
     """
     check_writable(json_file, table if table is None or not table.is_dir() else table / "op.json")
     place = device(device_name)
-    budget_s, gain = None if budget is None else seconds(budget), _share(min_gain)
+    common = {
+        "backend": backend,
+        "search": search.value,
+        "budget": None if budget is None else seconds(budget),
+        "min_gain": _share(min_gain),
+        "path": table,
+        "seed": seed,
+    }
+    of_op = {"--case": case, "--dtype": dtype, "--direction": direction}
+    of_model = {"--tokens": tokens, "--new-tokens": new_tokens, "--batch": batch, "--fp8": fp8 or None}
+    is_model = _names_model(subject)
+    try:
+        if is_model:
+            _refuse(of_op, f"is for a suite or an op, and {subject} is a model")
+            request = {"tokens": None if tokens is None else lengths(tokens), "new_tokens": new_tokens, "batch": batch}
+            options = {**common, "fp8": fp8, **{name: value for name, value in request.items() if value is not None}}
+            report = _tune_model(subject, place, options)
+        else:
+            _refuse(of_model, f"is for a model, and {subject} is no path to one")
+            half = None if direction is None else direction.value
+            report = _tune_ops(subject, place, case, {"dtype": dtype and dtype.value, "direction": half, **common})
+    except KeyboardInterrupt:
+        rest = "; the same command goes on with the rest" if is_model else ""
+        say(f"interrupted: the table keeps what was measured{rest}.")
+        raise typer.Exit(130) from None
+    emit(report.to_dict(), str(report), json_file)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _names_model(subject: str) -> bool:
+    """True for what looks like a path.  A folder that has the name of an op or a suite is written ./norm."""
+    if subject.rpartition(":")[0].endswith(".py") or os.sep in subject:
+        return True
+    from tilewright.bench.cases import known_contracts, suites
+
+    if subject in known_contracts() or subject in suites():
+        return False
+    if Path(subject).is_dir():
+        return True
+    raise UsageError(
+        f"{subject!r} is no op (`tilewright ops` lists them), no suite ({', '.join(suites())}) and no model folder."
+    )
+
+
+def _refuse(options: Mapping[str, object], reason: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name} {reason}.")
+
+
+def _tune_ops(suite: str, place: str, case: str | None, options: dict[str, Any]) -> "Report":
     import tilewright.ops  # noqa: F401  (binds the contracts)
     from tilewright.cli.case import sizes
     from tilewright.dispatch import contracts
@@ -78,23 +154,22 @@ def tune_ops(
 
     selected = [c for c in contracts().values() if suite in ("all", c.family, c.name)]
     with _progress() as progress:
-        report = tune(
-            suite,
-            case=sizes(case, selected) if case else None,
-            dtype=dtype and dtype.value,
-            direction=None if direction is None else direction.value,
-            backend=backend,
-            device=place,
-            search=search.value,
-            budget=budget_s,
-            min_gain=gain,
-            path=table,
-            seed=seed,
-            progress=progress,
-        )
-    emit(report.to_dict(), str(report), json_file)
-    if not report.ok:
-        raise typer.Exit(1)
+        return tune(suite, case=sizes(case, selected) if case else None, device=place, progress=progress, **options)
+
+
+def _tune_model(name: str, place: str, options: dict[str, Any]) -> "Report":
+    from tilewright.assistant import inputs, load
+    from tilewright.tuning import tune_model
+    from tilewright.warmup.requests import is_language_model
+
+    with redirect_stdout(sys.stderr):  # what a factory or a model prints must not mix with the JSON
+        loaded = load.load(name, device=place)
+        say(f"running {name} to record its sizes")
+        example = None if {"tokens", "batch"} & options.keys() else loaded.inputs
+        if not is_language_model(loaded.model):
+            example = inputs.make(loaded.model, loaded.tokenizer).inputs if loaded.inputs is None else loaded.inputs
+        with _progress() as progress:
+            return tune_model(loaded.model, example, progress=progress, **options)
 
 
 def _share(text: str) -> float:
@@ -107,15 +182,16 @@ def _share(text: str) -> float:
 
 
 @contextmanager
-def _progress() -> "Iterator[Callable[[int, int, Case, str, int, int], None]]":
-    """Show progress: a bar on a terminal, elsewhere one line for each case."""
+def _progress() -> "Iterator[Progress]":
+    """Show progress: a bar on a terminal, elsewhere one line for each case, with the time since the first."""
     if not sys.stderr.isatty():
         lines = set()
+        began = time.monotonic()
 
         def line(number: int, cases: int, case: "Case", what: str, finished: int, total: int) -> None:
             if number not in lines:
                 lines.add(number)
-                say(f"[{number + 1}/{cases}] {' '.join(case.key)}")
+                say(f"[{number + 1}/{cases}] {' '.join(case.key)} ({time.monotonic() - began:.0f} s)")
 
         yield line
         return

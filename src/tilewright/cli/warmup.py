@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewright.cli.options import Dtype, JsonOption, names
+from tilewright.cli.options import Dtype, JsonOption, lengths, names
 from tilewright.cli.output import check_writable, emit, say
 from tilewright.errors import UsageError
 
@@ -64,14 +64,14 @@ def warm_up(
         raise UsageError("warmup needs one of --suite NAME (e.g. norm, or all) and --model CONFIG.")
     check_writable(out, json_file)
     from tilewright.jit import bundle
-    from tilewright.warmup import Wanted, warm
+    from tilewright.warmup import Scope, warm
 
-    request = Wanted(
-        suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, _lengths(tokens), new_tokens, fp8
+    scope = Scope(
+        suite, model, tuple(names(backend) or ()), dtype and dtype.value, batch, lengths(tokens), new_tokens, fp8
     )
     began = time.monotonic()
     with _progress() as show:
-        outcome = warm(request, names(arch) or (), jobs=jobs, progress=show)
+        outcome = warm(scope, names(arch) or (), jobs=jobs, progress=show)
     for failure in outcome.failures:
         say(f"FAILED {failure.what} for {failure.arch}: {failure.reason}")
     written = None
@@ -90,27 +90,20 @@ def _progress() -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tilewright.warmup import Found, Kernel
+    from tilewright.warmup import Kernel, PlanSummary
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("planning", total=None)
 
         def show(event: "Event") -> None:
-            if isinstance(event, Found):
+            if isinstance(event, PlanSummary):
                 bar.update(task, description=event.arch, total=event.kernels, completed=0)
                 return
             name = event.name if isinstance(event, Kernel) else event.what
             bar.update(task, description=f"{event.arch} {name.strip('_')}", advance=1)
 
         yield show
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    parts = names(text) or []
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--tokens {text}: write lengths as 1024,1000.")
-    return tuple(map(int, parts))
 
 
 def _data(outcome: "Outcome", seconds: float, bundle: str | None) -> dict[str, Any]:

@@ -25,7 +25,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would happen in one call.  `str()` is for people, `to_dict()` for programs."""
+    """What would happen in one call.  `str()` is for people, `to_dict()` for programs.
+
+    stale: how the versions have changed since the row behind the choice was measured; "" where they have not.
+    """
 
     op: str
     direction: str
@@ -38,6 +41,7 @@ class Explanation:
     config: str
     verdicts: tuple[Verdict, ...]
     kernel: str = ""
+    stale: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -47,6 +51,8 @@ class Explanation:
         lines = [f"{self.op} ({self.direction})  {self.bucket} {self.dtype} on {self.device}, numerics {self.numerics}"]
         chosen = f"{self.backend} ({self.kernel})" if self.kernel else self.backend
         lines.append(f"  -> {chosen}: {self.why}" + (f", {self.config}" if self.config != "None" else ""))
+        if self.stale:
+            lines.append(f"     the row is stale, measured with {self.stale}: `tilewright tune` measures it again")
         for v in self.verdicts:
             if not v.chosen:
                 lines.append(f"     {v.backend}: " + (v.refused or "could run"))
@@ -60,6 +66,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     It is the call as it would be made here: where a tensor requires a gradient and autograd is on, one with a gradient.
     Raises what the call itself would raise for bad input, and BackendError for a strict backend that cannot run.
     """
+    from tilewright.dispatch.tables.staleness import changes, in_words  # it reads versions of compilers
+
     catalogue.load(op)
     function = contract(op).function
     fake_args, fake_kwargs, mode = _fake(args, kwargs)
@@ -72,9 +80,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         Verdict(name, name == plan.backend, option.why_not)
         for name, option in options(raw, backends, raw_args, numerics).items()
     )
+    device = raw_args[0].device
+    stale = "" if plan.row is None else in_words(changes(plan.row, device.type))
     return Explanation(
-        op, raw.direction, plan.bucket, plan.dtype, str(raw_args[0].device), numerics, plan.backend, plan.why,
-        str(plan.config), verdicts, plan.kernel,
+        op, raw.direction, plan.bucket, plan.dtype, str(device), numerics, plan.backend, plan.why,
+        str(plan.config), verdicts, plan.kernel, stale,
     )  # fmt: skip
 
 

@@ -30,12 +30,14 @@ class Recording:
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
+def record(recording: Recording | None = None) -> Iterator[Recording]:
     """List every (op, bucket, plan) the process selects during the block, backwards included.
 
-    Works under FakeTensorMode, where nothing is launched.
+    Works under FakeTensorMode, where nothing is launched.   recording: one of the caller's own, whose `add` hears of
+    each; the tensors of all calls stay alive in one of ours.
     """
-    recording = Recording()
+    if recording is None:
+        recording = Recording()
     _active.append(recording)
     try:
         yield recording

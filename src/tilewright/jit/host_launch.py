@@ -66,7 +66,7 @@ class HostKernel:
             return
         tape = taping()
         if tape is not None:
-            tape.spoil()
+            tape.invalidate()
         function = self._functions.get(params)
         if function is None:
             function = self._functions[params] = self._load(self.compile(params))

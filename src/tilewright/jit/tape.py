@@ -90,7 +90,7 @@ class Taping:
         """Record scratch memory of the call."""
         self._scratch.append(tensor)
 
-    def spoil(self) -> None:
+    def invalidate(self) -> None:
         """Invalidate the tape: the call did something that a replay cannot do."""
         self._replayable = False
 
@@ -140,7 +140,7 @@ class _Watch(TorchDispatchMode):
         memory_only = func.is_view or func.name().split("::")[1].startswith(("empty", "new_empty", "detach"))
         computes = func._schema.is_mutable or not isinstance(result, (torch.dtype, bool, int, float))
         if computes and not memory_only:
-            self._tape.spoil()
+            self._tape.invalidate()
         return result
 
 

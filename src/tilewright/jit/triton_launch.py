@@ -104,7 +104,7 @@ class TritonKernel:
         tape = taping()
         if not self._direct or index is None or _hooked():
             if tape is not None:
-                tape.spoil()
+                tape.invalidate()
             if index is not None and torch.version.hip is None and not triton_compile.SUPPORTED:
                 log_once("triton's launcher", _LAUNCHED_BY_TRITON, logging.INFO)
             self.fn[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, **self._options)

@@ -23,7 +23,7 @@ from tilewright import ops
 from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.norms import RmsNormRecipe
 from tilewright.models.specialise import Recipe, rename_argument
-from tilewright.models.stand_in import Left, Proposal, call, match, obstacle, placement, probing, stand_in
+from tilewright.models.stand_in import NotReplaceable, Proposal, call, match, obstacle, placement, probing, stand_in
 
 _WIDTH = 16
 _PLAIN = (type(None), bool, int, float, str)  # defaults that a recipe, which is hashed and pickled, may carry
@@ -82,7 +82,10 @@ class AddNormRecipe:
 
 
 def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | None) -> Proposal | None:
-    """Propose a layer of two blocks with norms; None for other modules.  Raises Left if it cannot be fused."""
+    """Propose a layer of two blocks with norms; None for other modules.
+
+    Raises NotReplaceable if it cannot be fused.
+    """
     norms = {
         n: r
         for n, m in module._modules.items()
@@ -94,23 +97,23 @@ def find(module: nn.Module, recipes: Mapping[nn.Module, Recipe], backend: str | 
     if len(norms) < 2 or len(blocks) != 2:
         return None
     if len(norms) != 2:
-        raise Left(
+        raise NotReplaceable(
             "add_norm", f"has {len(norms)} norms around two blocks, where one add and one norm meet only with two"
         )
     if reason := obstacle(module):
-        raise Left("add_norm", reason)
+        raise NotReplaceable("add_norm", reason)
     if dropout := next((n for n, m in module._modules.items() if isinstance(m, nn.Dropout) and m.p > 0), None):
-        raise Left("add_norm", f"{dropout} drops part of the residual stream")
+        raise NotReplaceable("add_norm", f"{dropout} drops part of the residual stream")
     for norm1, norm2 in itertools.permutations(norms):
         for attention, mlp in itertools.permutations(blocks):
             if recipe := _recipe(module, norm1, attention, norm2, mlp, norms[norm2]):
                 norm = module._modules[norm2]
                 assert norm is not None
                 if norm._forward_hooks or norm._forward_pre_hooks:
-                    raise Left("add_norm", f"{norm2} has hooks, which a fused call would skip")
+                    raise NotReplaceable("add_norm", f"{norm2} has hooks, which a fused call would skip")
                 final = dataclasses.replace(recipe, backend=backend)
                 return Proposal("add_norm", final, ("add_rms_norm",), f"{final} (bitwise)")
-    raise Left("add_norm", "does not compute h = x + attention(norm(x)), then h + mlp(norm(h))")
+    raise NotReplaceable("add_norm", "does not compute h = x + attention(norm(x)), then h + mlp(norm(h))")
 
 
 class _Attention(nn.Module):
@@ -168,7 +171,7 @@ def _recipe(
             x = torch.randn(2, 3, _WIDTH, device=device, dtype=dtype)
             try:
                 expected = call("add_norm", type(module).forward, layer, x, *args, **kwargs)
-            except Left:
+            except NotReplaceable:
                 return None  # the roles are wrong: the MLP's stub was called as attention
             received, keyword = stub.received, stub.keyword
             recipe = AddNormRecipe(

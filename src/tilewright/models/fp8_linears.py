@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tilewright.dispatch.derivatives import level_is_open
 from tilewright.models.mlps import GatedMlpRecipe
 from tilewright.models.specialise import Recipe, origin, rename_argument, specialise
-from tilewright.models.stand_in import Left, Proposal, obstacle
+from tilewright.models.stand_in import NotReplaceable, Proposal, obstacle
 from tilewright.nn.fp8_linear import fp8_linear, result_dtype
 from tilewright.nn.weight_casts import Cast, WeightCasts
 from tilewright.ops.gemm.scaled_matmul import scaled_matmul
@@ -131,7 +131,10 @@ def heads(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) -> Proposal | None:
-    """Propose an nn.Linear of plain floats; None for other modules.  Raises Left for a layer that stays as it is."""
+    """Propose an nn.Linear of plain floats; None for other modules.
+
+    Raises NotReplaceable for a layer that stays as it is.
+    """
     if getattr(type(module), "forward", None) is not nn.Linear.forward:
         return None
     assert isinstance(module, nn.Linear)
@@ -139,14 +142,14 @@ def find(module: nn.Module, heads: frozenset[nn.Module], backend: str | None) ->
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.dtype not in _FLOATS:
         return None
     if module in heads:
-        raise Left("fp8", "the head of a model stays as it is")
+        raise NotReplaceable("fp8", "the head of a model stays as it is")
     n, k = weight.shape
     if min(n, k) < SMALLEST:
-        raise Left("fp8", f"{k} inputs and {n} outputs; below {SMALLEST} a layer stays as it is")
+        raise NotReplaceable("fp8", f"{k} inputs and {n} outputs; below {SMALLEST} a layer stays as it is")
     if n % _UNIT or k % _UNIT:
-        raise Left("fp8", f"{k} inputs and {n} outputs are not multiples of {_UNIT}, as float8 products need")
+        raise NotReplaceable("fp8", f"{k} inputs and {n} outputs are not multiples of {_UNIT}, as float8 products need")
     if reason := obstacle(module):
-        raise Left("fp8", reason)
+        raise NotReplaceable("fp8", reason)
     recipe = Fp8LinearRecipe(backend)
     return Proposal("fp8", recipe, ("scaled_matmul",), str(recipe))
 

@@ -25,7 +25,16 @@ from tilewright.dispatch.bucket import row_bucket
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
 from tilewright.dispatch.tables.measured import by_rows, measured_us
-from tilewright.models.stand_in import Left, Match, Proposal, obstacle, probing, run_both, serving_device
+from tilewright.models.stand_in import (
+    Match,
+    NotReplaceable,
+    Proposal,
+    obstacle,
+    probing,
+    run_both,
+    serving_device,
+    takes_unmeasured,
+)
 
 _K, _N = 16, 24  # sizes of the probe
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,6 +92,8 @@ def is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None,
     size = x.numel()
     if size == 0:
         return False
+    if takes_unmeasured():
+        return True
     key = (faster, GENERATION[0], (size // x.shape[-1] - 1).bit_length(), weight.shape, x.dtype, x.device)
     verdict = _verdicts.get(key)
     if verdict is None:
@@ -136,14 +147,14 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
         return None
     n, k = weight.shape
     buckets = won(n, k, weight.dtype, serving_device(weight.device))
-    if not buckets:
+    if not buckets and not takes_unmeasured():
         return None
     if reason := obstacle(module):
-        raise Left("linear", reason)
+        raise NotReplaceable("linear", reason)
     verdict = _reproduces(weight.dtype, weight.device, module.bias is not None)
     if verdict is None:
-        raise Left("linear", "is not x @ weight.T + bias")
-    rows = ", ".join(map(str, sorted(buckets)))
+        raise NotReplaceable("linear", "is not x @ weight.T + bias")
+    rows = ", ".join(map(str, sorted(buckets))) or "no number of rows yet"
     return Proposal(
         "linear", LinearRecipe(backend), ("matmul",), f"ops.matmul, measured faster at M={rows} ({verdict})"
     )

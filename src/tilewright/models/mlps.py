@@ -19,8 +19,8 @@ from tilewright import ops
 from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.specialise import rename_argument
 from tilewright.models.stand_in import (
-    Left,
     Match,
+    NotReplaceable,
     Proposal,
     obstacle,
     only_argument,
@@ -114,7 +114,10 @@ MlpRecipe = GatedMlpRecipe | PackedMlpRecipe
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """Propose a gated MLP; None if the module's children have other shapes.  Raises Left if only the shapes fit."""
+    """Propose a gated MLP; None if the module's children have other shapes.
+
+    Raises NotReplaceable if only the shapes fit.
+    """
     linears = {name: shape for name, m in module._modules.items() if (shape := _linear_shape(m))}
     others = [m for name, m in module._modules.items() if m is not None and name not in linears]
     argument = only_argument(module)
@@ -124,9 +127,9 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
     if argument is None:
         if "mlp" not in type(module).__name__.lower():
             return None  # attention with merged projections has linears of such shapes too
-        raise Left("mlp", "its forward takes more than one input")
+        raise NotReplaceable("mlp", "its forward takes more than one input")
     if reason := obstacle(module):
-        raise Left("mlp", reason)
+        raise NotReplaceable("mlp", reason)
 
     best: tuple[MlpRecipe, Match] | None = None
     for recipe in candidates:
@@ -136,7 +139,7 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
         if verdict == "bitwise":
             break
     if best is None:
-        raise Left(
+        raise NotReplaceable(
             "mlp", "is not down(act(gate(x)) * up(x)) with SiLU or GELU, gate first where packed, and no dropout"
         )
     recipe, verdict = best

@@ -19,8 +19,8 @@ from tilewright import ops
 from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.specialise import rename_argument
 from tilewright.models.stand_in import (
-    Left,
     Match,
+    NotReplaceable,
     Proposal,
     obstacle,
     only_argument,
@@ -107,14 +107,17 @@ class LayerNormRecipe:
 
 
 def find(module: nn.Module, backend: str | None) -> Proposal | None:
-    """Propose a norm; None if the module does not look like one.  Raises Left if it does and cannot be replaced."""
+    """Propose a norm; None if the module does not look like one.
+
+    Raises NotReplaceable if it does and cannot be replaced.
+    """
     named = "norm" in type(module).__name__.lower()
     eps_names = [name for name in vars(module) if "eps" in name]
     if module._modules or not (eps_names or named):
         return None
     try:
         return _find(module, eps_names, backend)
-    except Left:
+    except NotReplaceable:
         if named:
             raise
         return None  # an eps alone does not make it a norm
@@ -123,18 +126,18 @@ def find(module: nn.Module, backend: str | None) -> Proposal | None:
 def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Proposal:
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if not parameters:
-        raise Left("norm", "has no weight")
+        raise NotReplaceable("norm", "has no weight")
     if odd := next((p.dtype for p in parameters.values() if p.dtype not in _WEIGHTS), None):
-        raise Left("norm", f"its weight is {odd}")
+        raise NotReplaceable("norm", f"its weight is {odd}")
     if any(p.dim() != 1 for p in parameters.values()):
-        raise Left("norm", "its weight has more than one dimension")
+        raise NotReplaceable("norm", "its weight has more than one dimension")
     if (argument := only_argument(module)) is None:
-        raise Left("norm", "its forward takes more than one input (a gate or a condition)")
+        raise NotReplaceable("norm", "its forward takes more than one input (a gate or a condition)")
     if reason := obstacle(module):
-        raise Left("norm", reason)
+        raise NotReplaceable("norm", reason)
     eps = next((name for name in eps_names if isinstance(vars(module)[name], float)), None)
     if eps is None:
-        raise Left("norm", "has no eps that is a number")
+        raise NotReplaceable("norm", "has no eps that is a number")
 
     best: tuple[RmsNormRecipe | LayerNormRecipe, Match] | None = None
     for recipe in _candidates(parameters, eps, argument):
@@ -144,7 +147,9 @@ def _find(module: nn.Module, eps_names: list[str], backend: str | None) -> Propo
         if verdict == "bitwise":
             break
     if best is None:
-        raise Left("norm", "computes none of the known formulas (RMSNorm, RMSNorm with 1 + weight, LayerNorm)")
+        raise NotReplaceable(
+            "norm", "computes none of the known formulas (RMSNorm, RMSNorm with 1 + weight, LayerNorm)"
+        )
     recipe, verdict = best
     op = "layer_norm" if isinstance(recipe, LayerNormRecipe) else "rms_norm"
     return Proposal("norm", dataclasses.replace(recipe, backend=backend), (op,), f"{recipe} ({verdict})")

@@ -82,14 +82,15 @@ def patch(
     return patched
 
 
-def plan_patch(model: nn.Module, device: torch.device, fp8: bool = False) -> "Patch":
+def plan_patch(model: nn.Module, device: torch.device, fp8: bool = False, ops: Iterable[str] | None = None) -> "Patch":
     """Plan the patch of a model that will run on `device`, which this machine need not have; `apply` puts it in place.
 
-    Modules are probed on the device that holds them; the choices use measurements of `device`.  Raises PatchError if
-    nothing can be replaced.
+    Modules are probed on the device that holds them; the choices use measurements of `device`.  ops as in `patch`; with
+    ["linear"] the model may be patched: what that patch left is considered again.  Raises PatchError if nothing can be
+    replaced.
     """
     with planned_for(device):
-        result = Patch(model, "inference", _allowed(None), None, fp8)
+        result = Patch(model, "inference", _allowed(ops), None, fp8)
     if not result.report().counts():
         raise PatchError(f"nothing in {type(model).__name__} can be replaced:\n{result.report()}")
     return result

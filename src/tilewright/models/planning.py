@@ -17,10 +17,10 @@ from tilewright.dispatch import contract
 from tilewright.models import decoder_layers, fp8_linears, linears, mlps, norms, rotary, rotary_tables
 from tilewright.models.experts import holds_experts
 from tilewright.models.report import Row
-from tilewright.models.stand_in import Left, Proposal
+from tilewright.models.stand_in import NotReplaceable, Proposal
 
 Mode = Literal["inference", "train"]
-Proposals = dict[nn.Module, list[Proposal | Left]]
+Proposals = dict[nn.Module, list[Proposal | NotReplaceable]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _propose(model: nn.Module, heads: frozenset[nn.Module] | None, backend: str 
     for path, module in model.named_modules():
         answers = _ask(partial(norms.find, backend=backend), module)
         answers += _ask(partial(mlps.find, backend=backend), module)
-        fp8: list[Proposal | Left] = []
+        fp8: list[Proposal | NotReplaceable] = []
         if heads is not None:
             fp8 = _ask(partial(fp8_linears.find, heads=heads, backend=backend), module)
         answers += fp8
@@ -96,7 +96,7 @@ def _choose(
             rows.append(row("fp8", "replaced", "within its MLP's float8 products"))
             continue
         for answer in proposals[module]:
-            if isinstance(answer, Left):
+            if isinstance(answer, NotReplaceable):
                 rows.append(row(answer.kind, "left", str(answer)))
             elif why_not := _why_not(answer, mode, allowed):
                 rows.append(row(answer.kind, "left", why_not))
@@ -124,14 +124,14 @@ def _why_not(proposal: Proposal, mode: Mode, allowed: frozenset[str]) -> str | N
     return None
 
 
-def _ask(find: Callable[[nn.Module], Proposal | None], module: nn.Module) -> list[Proposal | Left]:
+def _ask(find: Callable[[nn.Module], Proposal | None], module: nn.Module) -> list[Proposal | NotReplaceable]:
     """The finder's answer as a list: empty where the module is of another kind."""
     try:
         proposal = find(module)
-    except Left as left:
+    except NotReplaceable as left:
         return [left]
     return [] if proposal is None else [proposal]
 
 
-def _proposal(answers: list[Proposal | Left], kind: str) -> Proposal | None:
+def _proposal(answers: list[Proposal | NotReplaceable], kind: str) -> Proposal | None:
     return next((answer for answer in answers if isinstance(answer, Proposal) and answer.kind == kind), None)

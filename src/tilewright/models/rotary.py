@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tilewright import ops
 from tilewright.models.cpu_sizes import stays_with_torch
 from tilewright.models.rotary_tables import Layout, Tables, example
-from tilewright.models.stand_in import Left, Match, Proposal, obstacle, placement, probing, run_both, weakest
+from tilewright.models.stand_in import Match, NotReplaceable, Proposal, obstacle, placement, probing, run_both, weakest
 
 # Pairs of elements (i, i + R/2):
 #   half          the table repeats its first half (Llama)
@@ -67,7 +67,9 @@ class RotaryRecipe:
 
 
 def find(module: nn.Module, tables: Tables, backend: str | None) -> Proposal | None:
-    """Propose the rotary functions that forward calls; None if it calls none.  Raises Left for one we cannot reproduce.
+    """Propose the rotary functions that forward calls; None if it calls none.
+
+    Raises NotReplaceable for one we cannot reproduce.
 
     tables: what the model's rotary module makes; empty where it has none, then Llama's form is assumed.
     """
@@ -77,9 +79,9 @@ def find(module: nn.Module, tables: Tables, backend: str | None) -> Proposal | N
     if not list(module.parameters()):
         return None
     if forward is not inspect.unwrap(forward):
-        raise Left("rotary", "its forward is wrapped by a decorator")
+        raise NotReplaceable("rotary", "its forward is wrapped by a decorator")
     if reason := obstacle(module):
-        raise Left("rotary", reason)
+        raise NotReplaceable("rotary", reason)
     device, dtype = placement(module)
     tables = tables or frozenset({("halves", dtype)})
     functions: list[tuple[str, Style, tuple[str, ...]]] = []
@@ -149,7 +151,7 @@ def _style(
     try:
         parameters = tuple(inspect.signature(function).parameters)
     except ValueError as error:
-        raise Left("rotary", f"{function!r} has no readable signature") from error
+        raise NotReplaceable("rotary", f"{function!r} has no readable signature") from error
     layouts = {layout for layout, _ in tables}
     leading = 3 if layouts == {"complex"} else 4
     rest = parameters[leading:]
@@ -162,7 +164,7 @@ def _style(
             if verdict := weakest(verdicts):
                 return rest, style, verdict
     name = getattr(function, "__name__", repr(function))
-    raise Left("rotary", f"{name}({', '.join(parameters)}) is none of the rotations of ops.apply_rope")
+    raise NotReplaceable("rotary", f"{name}({', '.join(parameters)}) is none of the rotations of ops.apply_rope")
 
 
 def _match(
@@ -189,7 +191,7 @@ def _match(
             table = example(layout, (batch, 5, rotated // 2), device, table_dtype)
             try:
                 verdicts.append(run_both("rotary", theirs, ours, q, k, *table, **option))
-            except Left:
+            except NotReplaceable:
                 if rotated == _WIDTH:
                     raise  # a function may refuse partial rotation only
     return weakest(verdicts)

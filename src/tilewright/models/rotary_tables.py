@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.stand_in import Left, call, placement, probing, stand_in
+from tilewright.models.stand_in import NotReplaceable, call, placement, probing, stand_in
 
 # halves    (.., R), column i + R/2 repeats column i (Llama and most others)
 # pairs     (.., R), column 2i + 1 repeats column 2i (Cohere)
@@ -69,7 +69,7 @@ def _layouts(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Layout, to
             positions = torch.tensor([[1, 2, 3, 7]], device=device)
             try:
                 table = call("rotary", type(module).forward, stand_in(module), x, positions, *extra)
-            except Left:
+            except NotReplaceable:
                 continue
         if layout := _layout(table):
             yield layout, (table[0] if isinstance(table, tuple) else table).dtype

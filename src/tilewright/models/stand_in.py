@@ -36,7 +36,7 @@ class Proposal:
     text: str
 
 
-class Left(Exception):
+class NotReplaceable(Exception):
     """A module looks replaceable but is left as it is; the text is the reason."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
@@ -85,19 +85,43 @@ def serving_device(device: torch.device) -> torch.device:
     return _planned.get() or device
 
 
+_unmeasured: ContextVar[bool] = ContextVar("tilewright_unmeasured_sizes", default=False)
+
+
+@contextmanager
+def unmeasured_sizes() -> Iterator[None]:
+    """Inside the block, patches replace linear layers and attention without a measurement, and their calls run so.
+
+    The tuner looks for what is worth measuring: a model that was never tuned would show it none of its products.
+    """
+    token = _unmeasured.set(True)
+    try:
+        yield
+    finally:
+        _unmeasured.reset(token)
+
+
+def takes_unmeasured() -> bool:
+    """True inside `unmeasured_sizes`."""
+    return _unmeasured.get()
+
+
 def call(kind: Kind, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the model's code on probe inputs; an exception becomes the reason for leaving the module."""
     try:
         return forward(*args, **kwargs)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
-        raise Left(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
+        raise NotReplaceable(kind, f"raised {type(error).__name__} on the probe input: {first_line}") from error
 
 
 def run_both(
     kind: Kind, theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Match | None:
-    """Run both on the same arguments and compare; None where our op refuses them.  Raises Left where `theirs` fails."""
+    """Run both on the same arguments and compare; None where our op refuses them.
+
+    Raises NotReplaceable where `theirs` fails.
+    """
     expected = call(kind, theirs, *args, **kwargs)
     try:
         got = ours(*args, **kwargs)

@@ -18,7 +18,7 @@ from tilewright.hardware import device_info
 from tilewright.hardware.graph_capture import outside_captures
 from tilewright.log import log_once
 from tilewright.settings import current
-from tilewright.tuning.run import Run
+from tilewright.tuning.run import Run, problem_of
 from tilewright.tuning.sizes import workload_of
 
 MIN_GAIN = 0.03
@@ -79,7 +79,7 @@ def _tune(raw: RawOp, plan: Plan, bucket: tuple[int, ...], dtype: torch.dtype, d
     try:
         run = Run(device, "random", None, MIN_GAIN, None, step, None, prepare=budget)
         try:
-            run.tune(case, began + budget, lambda step, count, total: None)
+            run.tune(case, problem_of(case, device, run.report.seed), began + budget, lambda step, count, total: None)
         finally:
             run.close()
     except TilewrightError as error:

@@ -15,8 +15,14 @@ def launches(cost: Cost, dtype: torch.dtype, device: torch.device, *, inference:
     total = cost.bytes_read + cost.bytes_written
     foreseen = 0.0
     if device.type == "cuda" and inference:  # elsewhere the rule reads the bytes alone
-        foreseen = max(total / _bytes_per_us(device), cost.flops / _flops_per_us(dtype, device))
+        foreseen = foreseen_us(cost, dtype, device)
     return graph_launches(total, foreseen, device, inference=inference)
+
+
+def foreseen_us(cost: Cost, dtype: torch.dtype, device: torch.device) -> float:
+    """The time of the bytes or of the flops alone, whichever is longer, at rates measured here."""
+    compute = cost.flops / _flops_per_us(dtype, device) if cost.flops else 0.0
+    return max((cost.bytes_read + cost.bytes_written) / _bytes_per_us(device), compute)
 
 
 @cache

@@ -1,7 +1,7 @@
 """A problem to tune: one raw op on one workload, as plain data from which a worker rebuilds the rest."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.dispatch import Contract, RawOp, Sample, contract, implementations, record
 from tilewright.dispatch.contract import Direction
+from tilewright.tuning.recorded import RecordedCall, on_raw_arguments
 
 SMALL = 37  # rows of the small problem of the check: odd, so that the last block of every tiling is masked
 
@@ -24,6 +25,8 @@ class Problem:
     params, dtype  those of the workload
     modules        imported in the worker, so that the op and its backends are registered
     inference      the workload has no backward
+    recorded       the call in place of the workload's sizes: `params` are empty then
+    checked        a smaller call of the same bucket, on which candidates are checked first; `recorded` where None
     """
 
     op: str
@@ -34,13 +37,16 @@ class Problem:
     seed: int
     modules: tuple[str, ...]
     inference: bool = False
+    recorded: RecordedCall | None = None
+    checked: RecordedCall | None = None
 
     @property
     def contract(self) -> Contract:
-        """The op's contract."""
+        """The op's contract; that of a recorded call takes the raw op's arguments."""
         for module in self.modules:
             import_module(module)
-        return contract(self.op)
+        subject = contract(self.op)
+        return subject if self.recorded is None else on_raw_arguments(subject, self.recorded)
 
     @property
     def raw(self) -> RawOp:
@@ -91,6 +97,10 @@ def raw_call(problem: Problem, sample: Sample) -> Call:
 @contextmanager
 def fake_call(problem: Problem, *, meta: bool = False) -> Iterator[Call]:
     """Yield the call on fake tensors of the device, which this machine need not have, or on meta tensors."""
+    if problem.recorded is not None:  # its form says all, also where each tensor begins
+        with nullcontext() if meta else FakeTensorMode():
+            yield Call(problem.raw, problem.recorded.on("meta" if meta else problem.device))
+        return
     with FakeTensorMode():
         sample = problem.contract.inputs(problem.params, problem.dtype, torch.device("cpu"), problem.seed)
     # The reference is traced on meta tensors: slicing a fake GPU tensor needs a GPU
@@ -121,6 +131,8 @@ def bucket_of(problem: Problem, numerics: str = "default") -> tuple[int, ...]:
 
 def shrink_rows(problem: Problem) -> Problem:
     """The same problem with fewer rows, for costly checks: shrinks sizes that the batch-invariant bucket leaves out."""
+    if problem.recorded is not None:
+        return replace(problem, recorded=problem.checked or problem.recorded)
     fixed = bucket_of(problem, "batch_invariant")
     for name, size in problem.params.items():
         if type(size) is int and size > SMALL:

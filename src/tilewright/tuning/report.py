@@ -56,13 +56,17 @@ class Untuned:
 
 @dataclass
 class Report:
-    """A run.   seed: reproduces the inputs and, in a random search, the order."""
+    """A run.   seed: reproduces the inputs and, in a random search, the order.
+
+    fresh: number of cases left out because their rows are of this machine and of the versions that run now.
+    """
 
     device: str
     seed: int
     table: Path
     tuned: list[Tuned] = field(default_factory=list)
     untuned: list[Untuned] = field(default_factory=list)
+    fresh: int = 0
 
     @property
     def ok(self) -> bool:
@@ -76,6 +80,7 @@ class Report:
             "device": self.device,
             "seed": self.seed,
             "table": str(self.table),
+            "fresh": self.fresh,
             "tuned": [each.to_dict() for each in self.tuned],
             "untuned": [vars(each) for each in self.untuned],
         }
@@ -89,8 +94,11 @@ class Report:
             mark = "" if each.changed else f"  ({each.note})"
             lines.append(f"{name:<52} {before:>10} {each.after.us or 0.0:>10.2f} {gain:>7}  {each.after}{mark}")
         lines += [f"not tuned: {u.op} {u.case} {u.dtype} {u.direction}: {u.reason}" for u in self.untuned]
+        if not (self.tuned or self.untuned or self.fresh):
+            return f"nothing to tune: at these sizes no op is called that has kernels of ours for {self.device}"
         changed = sum(each.changed for each in self.tuned)
-        lines.append(f"{len(self.tuned)} tuned, {changed} changed; table {self.table}")
+        fresh = f", {self.fresh} left out: their rows are fresh" if self.fresh else ""
+        lines.append(f"{len(self.tuned)} tuned, {changed} changed{fresh}; table {self.table}")
         return "\n".join([*lines, *self.losers()])
 
     def losers(self) -> list[str]:

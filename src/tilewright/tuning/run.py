@@ -2,9 +2,9 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from tilewright.bench.tables import header, users_table
 from tilewright.dispatch.backends import check_name, missing
 from tilewright.dispatch.contract import Direction
 from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.staleness import changes
 from tilewright.dispatch.tables.update import update
 from tilewright.errors import BackendError, InputError, UsageError
 from tilewright.hardware import arch
@@ -64,29 +65,27 @@ def tune(
     same name waits.  Raises InputError inside a CUDA graph capture, UsageError for unknown names, BackendError for a
     backend that cannot run on the device.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise InputError("tune: a CUDA graph is being captured. Tune before, or after.")
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if backend is not None and (reason := missing(check_name(backend), target.type)):
-        raise BackendError(f"tune: backend {backend} {reason}.")
+    refuse_here(target, backend)
     cases = _cases(suite, case, dtype, direction, target)
     run = Run(target, search, backend, min_gain, path, seconds, seed)
-    end = time.monotonic() + (FOREVER if budget is None else budget)
-    try:
-        for i, each in enumerate(cases):
-            now = time.monotonic()
-            if i and now >= end:
-                run.leave(each, "the budget was used up")
-                continue
+    return run.all([Job(each, problem_of(each, target, run.report.seed)) for each in cases], budget, progress)
 
-            def say(what: str, count: int, total: int, number: int = i, running: Case = each) -> None:
-                if progress is not None:
-                    progress(number, len(cases), running, what, count, total)
 
-            run.tune(each, now + (end - now) / (len(cases) - i), say)
-    finally:
-        run.close()
-    return run.report
+def refuse_here(device: torch.device, backend: str | None) -> None:
+    """Raise InputError inside a CUDA graph capture, BackendError for a backend that cannot run on the device."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise InputError("tune: a CUDA graph is being captured. Tune before, or after.")
+    if backend is not None and (reason := missing(check_name(backend), device.type)):
+        raise BackendError(f"tune: backend {backend} {reason}.")
+
+
+class Job(NamedTuple):
+    """A case, its problem, and its part of the budget beside those of the others."""
+
+    case: Case
+    problem: Problem
+    weight: float = 1.0
 
 
 class Run:
@@ -114,6 +113,26 @@ class Run:
         self._effort = Effort(look=7 if gpu else 5, rounds=25 if gpu else 15, seconds=seconds, prepare=prepare)
         self._compilers, self._bench = Compilers(current().max_jobs, arch(device), seconds), Watched()
 
+    def all(self, jobs: Sequence[Job], budget: float | None, progress: Progress | None) -> Report:
+        """Tune every job within `budget` seconds, each with its part of what is left; the workers end."""
+        end = time.monotonic() + (FOREVER if budget is None else budget)
+        try:
+            for i, job in enumerate(jobs):
+                now = time.monotonic()
+                if i and now >= end:
+                    self.leave(job.case, "the budget was used up")
+                    continue
+
+                def say(what: str, count: int, total: int, number: int = i, running: Case = job.case) -> None:
+                    if progress is not None:
+                        progress(number, len(jobs), running, what, count, total)
+
+                part = job.weight / sum(later.weight for later in jobs[i:])
+                self.tune(job.case, job.problem, now + (end - now) * part, say)
+        finally:
+            self.close()
+        return self.report
+
     def close(self) -> None:
         """End the workers."""
         self._compilers.close()
@@ -123,9 +142,14 @@ class Run:
         """Record a case that was not tuned."""
         self.report.untuned.append(Untuned(*case.key, reason, failed))
 
-    def tune(self, case: Case, deadline: float, say: Callable[[str, int, int], None]) -> None:
+    def is_fresh(self, key: tuple[str, ...]) -> bool:
+        """True if the table has a row with this key, of this machine and of the versions that run now."""
+        row = self._row(key)
+        return row is not None and row.gpu == self._machine["device"] and not changes(row, self._device.type)
+
+    def tune(self, case: Case, problem: Problem, deadline: float, say: Callable[[str, int, int], None]) -> None:
         """Tune one case, under a lock that machines with this cache folder share."""
-        subject, problem = case.contract, problem_of(case, self._device, self.report.seed)
+        subject = case.contract
         search_space = space(problem, self._search, self._backend)
         key = (subject.name, case.direction, search_space.bucket, search_space.dtype, "default")
         before = self._row(key)
@@ -149,7 +173,7 @@ class Run:
                 self.leave(case, str(error), failed=True)
                 return
             tuned = decide(case, search_space, race, torchs, self._min_gain, time.monotonic() - began)
-            if tuned.changed or before is None:
+            if tuned.changed or not self.is_fresh(key):
                 update(self.report.table, header(self._machine), [tuned.row])
             self.report.tuned.append(tuned)
 
@@ -177,7 +201,7 @@ def _cases(
 
 
 def problem_of(case: Case, device: torch.device, seed: int) -> Problem:
-    """The problem of a case, as a worker rebuilds it."""
+    """The problem of a case with declared sizes, as a worker rebuilds it."""
     workload, modules = case.workload, modules_of(case.contract, device.type)
     inference = "bwd" not in workload.directions
     return Problem(

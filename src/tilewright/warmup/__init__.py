@@ -1,6 +1,6 @@
 """Compile everything a suite or a model will need, before it is needed and on a machine that need not have a GPU.
 
-    outcome = warm(Wanted(model="path/to/model"), ["sm_90"])
+    outcome = warm(Scope(model="path/to/model"), ["sm_90"])
     bundle.export(Path("kernels.zip"), outcome.entries())
 
 Three steps: the raw calls (`needed`), the kernels that their launch code would launch on each architecture
@@ -18,17 +18,17 @@ from tilewright.jit import cache
 from tilewright.jit.cache import Entry
 from tilewright.settings import current
 from tilewright.warmup.planning import Failure
-from tilewright.warmup.processes import Event, Found, Kernel, events
-from tilewright.warmup.wanted import Wanted
+from tilewright.warmup.processes import Event, Kernel, PlanSummary, events
+from tilewright.warmup.scope import Scope
 
-__all__ = ["Event", "Failure", "Found", "Kernel", "Outcome", "Wanted", "architectures", "warm"]
+__all__ = ["Event", "Failure", "Kernel", "Outcome", "PlanSummary", "Scope", "architectures", "warm"]
 
 
 @dataclass
 class Outcome:
     """The results of a warm-up: planned machines, compiled kernels, failures."""
 
-    machines: list[Found] = field(default_factory=list)
+    machines: list[PlanSummary] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -39,13 +39,13 @@ class Outcome:
 
 
 def warm(
-    request: Wanted,
+    scope: Scope,
     archs: Sequence[str] = (),
     *,
     jobs: int | None = None,
     progress: Callable[[Event], None] = lambda event: None,
 ) -> Outcome:
-    """Compile into the kernel cache what `request` needs on each of `archs` (none: on this machine).
+    """Compile into the kernel cache what `scope` needs on each of `archs` (none: on this machine).
 
     jobs: compilations at once; None is `TILEWRIGHT_MAX_JOBS`, by default what memory and cores allow.
     What cannot be compiled is in the outcome's failures.  Raises UsageError for an unknown suite, model or machine.
@@ -53,8 +53,8 @@ def warm(
     outcome = Outcome()
     this_arch = this_machine()
     for arch in architectures(archs or [this_arch]):
-        for event in events(request, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
-            if isinstance(event, Found):
+        for event in events(scope, arch, jobs or current().max_jobs, hide_gpus=arch != this_arch):
+            if isinstance(event, PlanSummary):
                 outcome.machines.append(event)
             elif isinstance(event, Kernel):
                 outcome.kernels.append(event)
@@ -72,7 +72,7 @@ def warm(
     return outcome
 
 
-def _absent(plans: Sequence[Found]) -> dict[str, str]:
+def _absent(plans: Sequence[PlanSummary]) -> dict[str, str]:
     """Backends whose kernels this machine cannot compile, and what each lacks."""
     devices = {"cpu" if machine.arch == "cpu" else "cuda" for machine in plans}
     reasons = {name: missing(name, device) for device in devices for name in on_device(device)}

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tilewright.bench.cases import Case, select
-from tilewright.dispatch import RawOp, contracts, implementations, record
+from tilewright.dispatch import contracts, implementations, record
 from tilewright.errors import InputError, PatchError, UsageError
 from tilewright.generate.planning import run_planned
 from tilewright.jit.collect import Job, collect
@@ -26,6 +25,8 @@ from tilewright.log import logger
 from tilewright.models import transformers_names
 from tilewright.models.patching import plan_patch
 from tilewright.warmup.absent import AbsentDevice
+from tilewright.warmup.calls import RawCall
+from tilewright.warmup.requests import prompts_of, run_requests
 
 _TINY = {
     "hidden_size": 64,
@@ -39,35 +40,6 @@ _TINY = {
 }
 BUILT_IN = {f"tiny-{family}": (family, _TINY) for family in ("llama", "qwen3", "gemma2", "mistral")}
 """Small models that need no file: name -> (transformers' model type, configuration)."""
-
-
-_STEPS = 16
-"""Decoding steps with a growing cache: within 16 its length is a multiple of 16 once, which kernels specialise on."""
-
-
-class RawCall(NamedTuple):
-    """A call of one raw op; its tensors, also those of a list, have sizes, strides and dtypes, and no data."""
-
-    op: RawOp
-    args: tuple[Any, ...]
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for calls that run the same kernels."""
-        leaves, structure = tree_flatten(self.args)
-        described = ((tuple(a.shape), a.stride(), a.dtype) if isinstance(a, Tensor) else repr(a) for a in leaves)
-        return (self.op.key, str(structure), *described)
-
-    def on(self, device: str) -> tuple[Any, ...]:
-        """The arguments as tensors on `device`: fake ones on a device that need not exist, or "meta"."""
-
-        def placed(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-
-        placed_args: tuple[Any, ...] = tree_map(placed, self.args)
-        return placed_args
 
 
 def trace_suite(suite: str, dtype: str | None, device: str) -> Iterator[RawCall]:
@@ -139,11 +111,8 @@ def trace_model(
     ):
         _move(model, device)
         patched.apply()
-        for length in tokens:
-            prefill = model(input_ids=torch.ones(batch, length, dtype=torch.long, device=device), use_cache=True)
-            step = torch.ones(batch, 1, dtype=torch.long, device=device)
-            for _ in range(min(new_tokens, _STEPS)):
-                model(input_ids=step, past_key_values=prefill.past_key_values, use_cache=True)
+        for _ in run_requests(model, prompts_of(batch, tokens, device), new_tokens):
+            pass
         for length in tokens:
             try:
                 run_planned(model, batch, length, new_tokens)

@@ -11,7 +11,7 @@ from tilewright.dispatch import Plan, implementations
 from tilewright.dispatch.backends import check_name
 from tilewright.dispatch.options import runnable
 from tilewright.jit.collect import Job, collect
-from tilewright.warmup.needed import RawCall
+from tilewright.warmup.calls import RawCall
 
 
 @dataclass(frozen=True)

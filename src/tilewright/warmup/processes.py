@@ -17,7 +17,7 @@ from tilewright.errors import BackendError, TilewrightError
 from tilewright.jit.collect import Job
 from tilewright.jit.compilers import nvrtc
 from tilewright.warmup.planning import Failure, Planned, plan
-from tilewright.warmup.wanted import Wanted
+from tilewright.warmup.scope import Scope
 
 
 class Kernel(NamedTuple):
@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     info: dict[str, Any]
 
 
-class Found(NamedTuple):
+class PlanSummary(NamedTuple):
     """The planning of one machine is done: counts of kernels and distinct calls; torch computes `by_torch` of these."""
 
     arch: str
@@ -40,16 +40,16 @@ class Found(NamedTuple):
     by_torch: int
 
 
-Event = Found | Kernel | Failure
+Event = PlanSummary | Kernel | Failure
 
 
-def events(request: Wanted, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
-    """Everything that happens while `arch` is prepared, as it happens: `Found`, then kernels and failures.
+def events(scope: Scope, arch: str, at_once: int, hide_gpus: bool) -> Iterator[Event]:
+    """Everything that happens while `arch` is prepared, as it happens: `PlanSummary`, then kernels and failures.
 
     hide_gpus: plan for the architecture as such, whatever GPU is here.  Raises what planning raises.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_work, args=(request, arch, at_once, sender))
+    process = multiprocessing.get_context("spawn").Process(target=_work, args=(scope, arch, at_once, sender))
     with _environment(arch, hide_gpus):
         process.start()
     sender.close()
@@ -93,15 +93,15 @@ def _environment(arch: str, hide_gpus: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(request: Wanted, arch: str, at_once: int, sender: Connection) -> None:
+def _work(scope: Scope, arch: str, at_once: int, sender: Connection) -> None:
     """Plan and compile; runs in the planning process."""
     import torch
 
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
     try:
-        calls, others = request.needs(arch)
-        planned = plan(calls, arch, request.backends, others)
-        sender.send(Found(arch, len(planned.jobs), planned.calls, planned.by_torch))
+        calls, others = scope.needs(arch)
+        planned = plan(calls, arch, scope.backends, others)
+        sender.send(PlanSummary(arch, len(planned.jobs), planned.calls, planned.by_torch))
         for failure in planned.failures:
             sender.send(failure)
         for event in _compile_all(planned, at_once):

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilewright.dispatch import contract, record
-from tilewright.warmup.needed import RawCall
+from tilewright.warmup.calls import RawCall
 from tilewright.warmup.planning import plan
 
 COLUMNS_AND_DEPTHS = {

@@ -7,12 +7,23 @@ from tilewright.assistant.changes.compiled_decode import CompiledDecode
 from tilewright.assistant.changes.gated_gate_up import GATED_GATE_UP
 from tilewright.assistant.changes.merged_linear import MERGED_GATE_UP, MERGED_QKV
 from tilewright.assistant.changes.op_replacement import OpReplacement
-from tilewright.assistant.changes.protocol import Applied, Change, Scene, Verdict
+from tilewright.assistant.changes.protocol import Applied, Budgeted, Change, ProcessWide, Scene, Verdict
 from tilewright.assistant.changes.regional_compile import RegionalCompile
 from tilewright.assistant.changes.static_decode import StaticDecode
+from tilewright.assistant.changes.tuned_ops import TunedOps
 from tilewright.errors import InputError
 
-__all__ = ["Applied", "Change", "Scene", "Verdict", "catalogue", "chosen"]
+__all__ = [
+    "Applied",
+    "Budgeted",
+    "Change",
+    "ProcessWide",
+    "Scene",
+    "TunedOps",
+    "Verdict",
+    "catalogue",
+    "chosen",
+]
 
 
 def catalogue() -> tuple[Change, ...]:
@@ -24,6 +35,7 @@ def catalogue() -> tuple[Change, ...]:
         OpReplacement(),
         MERGED_QKV,
         MERGED_GATE_UP,
+        TunedOps(),
         GATED_GATE_UP,
         CompiledDecode(),
         RegionalCompile(),

@@ -33,7 +33,7 @@ from tilewright.models import gated_products, mlps
 from tilewright.models.linears import is_ours
 from tilewright.models.mlps import GatedMlpRecipe
 from tilewright.models.specialise import Recipe, origin, rename_argument, specialise
-from tilewright.models.stand_in import Left, obstacle
+from tilewright.models.stand_in import NotReplaceable, obstacle
 
 
 class Gated(NamedTuple):
@@ -179,7 +179,7 @@ def _gated(model: nn.Module) -> Iterator[Gated]:
         if recipe is None and not obstacle(module):
             try:
                 proposal = mlps.find(module, None)
-            except Left:
+            except NotReplaceable:
                 continue
             recipe = None if proposal is None else proposal.recipe
         if isinstance(recipe, GatedMlpRecipe) and recipe.activation == "silu":

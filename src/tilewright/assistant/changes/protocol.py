@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from tilewright.assistant.predict import Prediction
 from tilewright.assistant.scene import Scene
 from tilewright.assistant.workload import Workload
 
-__all__ = ["Applied", "Change", "Risk", "Scene", "Verdict"]
+__all__ = ["Applied", "Budgeted", "Change", "ProcessWide", "Risk", "Scene", "Verdict"]
 
 # exact: the same operations in the same order; rounding: the same mathematics in another order; precision: another
 # number format.
@@ -72,3 +72,18 @@ class Change(Protocol):
 
     def apply(self, model: nn.Module, work: Workload) -> Applied:
         """Change `model` in place. Raises PatchError when it turns out that it cannot."""
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """A change whose preparation takes a share of the budget, whatever that is."""
+
+    def within(self, budget_s: float) -> Change:
+        """The same change for a run of `budget_s` seconds."""
+
+
+@runtime_checkable
+class ProcessWide(Protocol):
+    """A change that other models of the process would notice: it is timed in turns, on one model."""
+
+    process_wide: Literal[True]

@@ -1,1 +1,1 @@
-"""Measured tables: their files, rows and configurations, and what they say of the sizes of an op."""
+"""Measured tables: their files, rows and configurations, which rows are stale, and what they say of an op's sizes."""

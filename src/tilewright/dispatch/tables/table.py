@@ -2,24 +2,24 @@
 
 A table is JSON: `{"schema": 2, "gpu", "arch", "sm_count", "versions", "date", "common", "columns", "rows"}`, as
 `columns` describes; in schema 1 a row is an object.  A row is op, direction, bucket, dtype, numerics, backend, config,
-us, noise, torch_us; where known runner_up, the best of the other backends, `{"backend", "config", "us"}`; date where it
-is not the table's.
-Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`; later ones win.  In the
-two folders a table is a file, or a folder with one file an op, `nvidia-h200/rms_norm.json`: a look-up reads that of its
-op alone.  A file that must not be used is left out with one log line, which says why; only the variable's own file
-raises.
+us, noise, torch_us; where known runner_up, the best of the other backends, `{"backend", "config", "us"}`; date and
+versions where they are not the table's.
+Tables are read from the package, then the user's cache folder, then `TILEWRIGHT_TUNING_TABLE`, then those that
+`tables.extra` holds in force; later ones win.  In the two folders a table is a file, or a folder with one file an op,
+`nvidia-h200/rms_norm.json`: a look-up reads that of its op alone.  A file that must not be used is left out with one
+log line, which says why; only the variable's own file raises.
 """
 
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tilewright.dispatch.registry import GENERATION
-from tilewright.dispatch.tables import columns
+from tilewright.dispatch.tables import columns, extra
 from tilewright.errors import TableError
 from tilewright.hardware import DeviceInfo
 from tilewright.log import log_once
@@ -38,7 +38,7 @@ _FIELDS: dict[str, Any] = {
     "noise": _NUMBER,
     "torch_us": (*_NUMBER, type(None)),
 }
-_OPTIONAL: dict[str, Any] = {"runner_up": (dict, type(None)), "date": str}
+_OPTIONAL: dict[str, Any] = {"runner_up": (dict, type(None)), "date": str, "versions": dict}
 COLUMNS = (*_FIELDS, *_OPTIONAL)
 _RUNNER_UP = {name: _FIELDS[name] for name in ("backend", "config", "us")}
 
@@ -54,7 +54,11 @@ class Other:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured choice.  Times are microseconds of device time; `noise` is a fraction of `us`."""
+    """One measured choice.  Times are microseconds of device time; `noise` is a fraction of `us`.
+
+    versions  those of the driver, torch, compilers and this library at that time
+    shipped   it comes with the package
+    """
 
     op: str
     direction: str
@@ -70,6 +74,8 @@ class Row:
     date: str
     source: str
     runner_up: Other | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    shipped: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -103,9 +109,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     if in_columns:
         data["rows"] = _from_columns(path, data)
     rows = []
+    shipped = path.is_relative_to(folders()[0])
     for i, row in enumerate(data.get("rows", [])):
         _check(f"{path}: row {i}", row, _FIELDS, _OPTIONAL)
-        fields = {"date": data["date"], **row, "gpu": data["gpu"], "source": path.name}
+        dated = {"date": data["date"], "versions": data["versions"], **row}
+        fields = {**dated, "gpu": data["gpu"], "source": path.name, "shipped": shipped}
         if row.get("runner_up") is not None:
             _check(f"{path}: runner_up of row {i}", row["runner_up"], _RUNNER_UP, {})
             fields["runner_up"] = Other(**row["runner_up"])
@@ -183,18 +191,22 @@ def _tables_of(op: str) -> list[tuple[Path, dict[str, Any], list[Row]]]:
             contents = _readable(file) if file.exists() else None
         if contents is not None:
             files.append((path, *contents))
-    extra = current().tuning_table
-    if extra is not None:
-        if not extra.exists():
-            raise TableError(f"TILEWRIGHT_TUNING_TABLE={extra}: no such file or folder.")
-        file = file_of(extra, op)
+    named = current().tuning_table
+    if named is not None:
+        if not named.exists():
+            raise TableError(f"TILEWRIGHT_TUNING_TABLE={named}: no such file or folder.")
+        file = file_of(named, op)
         if file.exists():
-            files.append((extra, *read(file)))
+            files.append((named, *read(file)))
+    for each in extra.in_force():
+        file = file_of(each, op)
+        if file.exists() and (contents := _readable(file)) is not None:
+            files.append((each, *contents))
     return [(path, header, [row for row in rows if row.op == op]) for path, header, rows in files]
 
 
 @cache
-def _rows_for(op: str, device: DeviceInfo, settings: Settings) -> dict[tuple[str, ...], Row]:
+def _rows_for(op: str, device: DeviceInfo, settings: Settings, held: tuple[Path, ...]) -> dict[tuple[str, ...], Row]:
     """Rows of `op` in all tables measured on this architecture; the GPU nearest in SM count wins among equals."""
     usable = []
     for rank, (path, header, rows) in enumerate(_tables_of(op)):
@@ -219,7 +231,7 @@ def _rows_for(op: str, device: DeviceInfo, settings: Settings) -> dict[tuple[str
 
 def lookup(op: str, direction: str, bucket: str, dtype: str, numerics: str, device: DeviceInfo) -> Row | None:
     """The row that was measured for exactly this key on this architecture, or None."""
-    return _rows_for(op, device, current()).get((op, direction, bucket, dtype, numerics))
+    return _rows_for(op, device, current(), extra.in_force()).get((op, direction, bucket, dtype, numerics))
 
 
 def forget() -> None:

@@ -24,7 +24,8 @@ def update(path: Path, header: Mapping[str, Any], rows: Iterable[Mapping[str, An
     A table that is a folder (`table.is_folder`) has one file an op.
 
     header: "gpu", "arch", "sm_count", "versions" and "date" of the measurement.
-    Rows that are there already stay if the file is of the same GPU and no library in both headers' versions differs.
+    Rows that are there already stay if the file is of the same GPU, each with the day and the versions it was measured
+    with (`tables.staleness`).
     Raises TableError for a file that is no table: it is not overwritten.
     """
     files: dict[Path, list[Mapping[str, Any]]] = {}
@@ -50,20 +51,20 @@ def _kept(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     old, _ = table.read(path)
-    shared = old["versions"].keys() & header["versions"].keys()
-    was, now = ({"gpu": each["gpu"], **{name: each["versions"][name] for name in shared}} for each in (old, header))
-    if was != now:
-        logger.warning("%s: its %d rows are of %s, not of %s, and are dropped", path, len(old["rows"]), was, now)
+    if old["gpu"] != header["gpu"]:
+        text = "%s: its %d rows are of %s, not of %s, and are dropped"
+        logger.warning(text, path, len(old["rows"]), old["gpu"], header["gpu"])
         return []
-    # A row keeps the day it was measured on, which is no longer that of the file
-    return [row if old["date"] == header["date"] else {"date": old["date"], **row} for row in old["rows"]]
+    # A row keeps its day and its versions, which are no longer those of the file
+    return [{"date": old["date"], "versions": old["versions"], **row} for row in old["rows"]]
 
 
 def _text(header: Mapping[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The file, with each row's date where it is another than the file's."""
+    """The file, with each row's date and versions where they are others than the file's."""
     for row in rows:
-        if row.get("date") == header["date"]:
-            del row["date"]
+        for name in ("date", "versions"):
+            if row.get(name) == header[name]:
+                del row[name]
     return columns.text(header, rows, table.COLUMNS)
 
 

@@ -26,7 +26,7 @@ from tilewright.dispatch import contract
 from tilewright.errors import BackendError
 from tilewright.models.attention import interface, measured
 from tilewright.models.report import Row
-from tilewright.models.stand_in import serving_device
+from tilewright.models.stand_in import serving_device, takes_unmeasured
 from tilewright.models.wide import dominant_dtype
 from tilewright.ops.attention.bucket import SINKS, SOFTCAP
 
@@ -93,6 +93,8 @@ def _choose_fmha(model: nn.Module, current: str, backend: str | None) -> tuple[t
         device = serving_device(next((p.device for p in model.parameters()), torch.device("cpu")))
         if not layers or _why_not_fmha(model, current, layers):
             return None, ""
+        if takes_unmeasured() and device.type == "cuda":
+            return (interface.register_attention(), f"ops.fmha instead of {current}, to be measured"), ""
         extras = sum(bit for word, (_, bit) in _IGNORED_BY_SDPA.items() if word in _passed(model))
         configs = {id(c): c for layer in layers if (c := getattr(layer, "config", None)) is not None}.values()
         sizes = sum(measured.won(c, dominant_dtype(model), device, extras) for c in configs)

@@ -70,7 +70,7 @@ template <typename Config, typename Shape> struct Fp8Epilogue<Config, Shape, tru
     static_assert(Shape::kColumns == 128, "a pass has the columns of one scale, or half of them (gated)");
     static_assert(!kGated || Shape::kPasses == 2, "gated: two passes have the columns of one scale");
     static_assert(GemmType(Config::kGemmType) == GemmType::Dense, "e4m3 output is for dense products");
-    static_assert(Config::kAddend == 0 && !Config::kInto, "e4m3 output has no C");
+    static_assert(Config::kAddend == 0 && !Config::kAccumulate, "e4m3 output has no C");
 
     Args args;
     u32 buffer = 0;

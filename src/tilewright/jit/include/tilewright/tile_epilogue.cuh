@@ -1,7 +1,7 @@
 // GEMM epilogue: D = act(alpha * acc + bias) + C of one tile, from a warpgroup's accumulators through shared memory to D.
 //
-// Config: kGemmType (tile_scheduler.cuh); kBlockN, kActivation, kBias, kAddend (elements of C per load: 0 no C, 1, 2); kInto (C
-// is D in float32: the TMA adds in global memory, and C is never loaded); Out, Bias, Addend.
+// Config: kGemmType (tile_scheduler.cuh); kBlockN, kActivation, kBias, kAddend (elements of C per load: 0 no C, 1, 2); kAccumulate
+// (C is D in float32: the TMA adds in global memory, and C is never loaded); Out, Bias, Addend.
 #pragma once
 
 #include <tilewright/activation.cuh>
@@ -38,8 +38,8 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
     static constexpr bool kStmatrix = !kGated && sizeof(Out) == 2;  // stage with stmatrix
     static constexpr bool kCutRows = GemmType(Config::kGemmType) == GemmType::GroupedM;  // the group may end within the tile
     static_assert(kRowBytes % kStrip == 0, "a tile's rows are whole strips; gated tiles of 16-bit D have N % 32 == 0");
-    static_assert(!Config::kInto || (Same<Out, float>::value && Config::kAddend == 0), "kInto adds to D in float32");
-    static_assert(!Config::kInto || !kCutRows, "rows of a cut tile are stored, not added");
+    static_assert(!Config::kAccumulate || (Same<Out, float>::value && Config::kAddend == 0), "kAccumulate adds to D in float32");
+    static_assert(!Config::kAccumulate || !kCutRows, "rows of a cut tile are stored, not added");
 
     const TensorMap& map;
     const typename Config::Bias* bias;
@@ -134,7 +134,7 @@ template <typename Config, u32 kBoxesPerStage = 1, u32 kStages = kTileBuffers> s
 #pragma unroll
             for (u32 byte = 0; byte < kSpan && first_byte + byte < kRowBytes; byte += kStrip) {
                 const int x = column_out + (first_byte + byte) / sizeof(Out);
-                if constexpr (Config::kInto) {
+                if constexpr (Config::kAccumulate) {
                     tma_reduce_add(map, staged + byte * 64, x, row, batch);
                 } else {
                     tma_store(map, staged + byte * 64, x, row, batch);

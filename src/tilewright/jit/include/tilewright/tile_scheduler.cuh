@@ -16,7 +16,7 @@
 //     TileScheduler<Config> scheduler(args, table, rank);
 //     for (Tile tile; scheduler.next(tile);) ...
 //
-// Config: kGemmType, kInto, kBlockM, kBlockN, kClusterM, kClusterN; Element.
+// Config: kGemmType, kAccumulate, kBlockM, kBlockN, kClusterM, kClusterN; Element.
 #pragma once
 
 #include <tilewright/raster.cuh>
@@ -94,7 +94,7 @@ template <typename Config> class TileScheduler {
 
     // The next tile of this block; false when there is none.
     __device__ bool next(Tile& tile) {
-        if constexpr (kGemmType == GemmType::GroupedK && Config::kInto) {
+        if constexpr (kGemmType == GemmType::GroupedK && Config::kAccumulate) {
             while (unit_ < units_ && Span::of_group(args_, unit_ / (rows_ * columns_)).empty()) {
                 unit_ += gridDim.x / kCluster;  // skip groups with nothing to add
             }

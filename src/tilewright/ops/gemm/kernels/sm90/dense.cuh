@@ -14,7 +14,7 @@
 // groups of K, each with its own D.
 //
 // Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN; kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
-// kAddend (elements of C a load takes: 0 no C, 1, 2); kInto (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
+// kAddend (elements of C a load takes: 0 no C, 1, 2); kAccumulate (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
 // C).
 #pragma once
 

@@ -58,7 +58,7 @@ class Params(NamedTuple):
     Bias: torch.dtype
     Addend: torch.dtype
     kGemmType: int = 0
-    kInto: bool = False
+    kAccumulate: bool = False
 
 
 class GemmType(IntEnum):
@@ -154,7 +154,7 @@ def gemm(d: Tensor, args: MatmulArgs, config: Config, groups: Groups = NO_GROUPS
         Bias=d.dtype if bias is None else bias.dtype,
         Addend=d.dtype if addend is None else addend.dtype,
         kGemmType=int(groups.gemm_type),
-        kInto=accumulate,
+        kAccumulate=accumulate,
     )
     stores_rows = groups.gemm_type == GemmType.GROUPED_M  # without the TMA, where a group ends
     kernel_args = Args(

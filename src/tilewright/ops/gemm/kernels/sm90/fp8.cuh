@@ -13,7 +13,7 @@
 // K blocks take 1.04 to 1.09 times the cycles of their WGMMAs in tiles of 192x128, 1.11 to 1.15 in 256x128 (H200, long K);
 // 256x128 has fewer tiles to begin and end.
 //
-// Config: kBlockM, kBlockN, kStages; kScaling; kGemmType; kActivation; kBias; kAddend; kInto;
+// Config: kBlockM, kBlockN, kStages; kScaling; kGemmType; kActivation; kBias; kAddend; kAccumulate;
 // Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  See tile_epilogue.cuh for the rest.
 #pragma once
 

@@ -51,7 +51,7 @@ class Params(NamedTuple):
     kActivation: int
     kBias: bool
     kAddend: int
-    kInto: bool
+    kAccumulate: bool
     Element: torch.dtype
     Out: torch.dtype
     Bias: torch.dtype
@@ -160,7 +160,7 @@ def _launch(
         kActivation=ACTIVATIONS.index(activation),
         kBias=bias is not None,
         kAddend=0 if addend is None else 2 if in_pairs(addend) else 1,
-        kInto=accumulate,
+        kAccumulate=accumulate,
         Element=a.dtype,
         Out=d.dtype,
         Bias=torch.float32 if bias is None else bias.dtype,

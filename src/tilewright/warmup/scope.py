@@ -1,4 +1,4 @@
-"""The request of a warm-up."""
+"""What a warm-up prepares."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright.jit.collect import Job
-    from tilewright.warmup.needed import RawCall
+    from tilewright.warmup.calls import RawCall
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Scope:
     """A suite or a model, and the backends, dtype and sizes to prepare.
 
     suite     an op family or "all"
