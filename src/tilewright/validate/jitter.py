@@ -1,9 +1,8 @@
 """Jitter: random errors of one float32 rounding, in inputs and in the terms of every sum of a reference.
 
-A result that is left where terms cancel has the errors of the terms.  Any of these may be rounded in any
-implementation, also those that a reference keeps from its forward for its backward.  Jitter of the inputs alone does
-not show it: in attention over a single key do @ v^T and sum(do * o) are equal for all inputs, and differ by the
-rounding of each.
+Where the terms of a sum cancel, their roundings are what is left.  An implementation may round any of them otherwise
+than torch does.  Jitter of the inputs alone does not show it: in attention to a single key do @ v^T and sum(do * o) are
+equal for all inputs, and differ by the rounding of each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 SUMS = frozenset(
     ("add", "sub", "rsub", "sum", "mean", "cumsum", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "addcmul")
@@ -30,7 +28,7 @@ def jittered(t: Tensor, noise: torch.Generator) -> Tensor:
 
 
 class JitteredTerms(TorchDispatchMode):
-    """Inside the block every sum reads terms in `dtype` that are jittered, each sum others.  Ones in place do not."""
+    """Inside the block every sum reads jittered copies of its terms in `dtype`.  Sums in place (`add_`) do not."""
 
     def __init__(self, dtype: torch.dtype, noise: torch.Generator) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class JitteredTerms(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket.__name__ in SUMS:
-            args = tree_map(self._off, args)
+            args = [self._off(a) for a in args]
         return func(*args, **(kwargs or {}))
 
     def _off(self, v: Any) -> Any:
