@@ -6,6 +6,7 @@ random: a gradient summed with ones hides every error that cancels.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Contract, Sample
+from tilewright.validate.jitter import JitteredTerms, jittered
 from tilewright.validate.rule import Standard, standard
 
 JITTERS = 8
@@ -65,19 +67,20 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
     jitter_dtype = jitter_dtype_of(sample)
 
     def run_reference(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> Any:
-        """(outputs, gradients) of the reference on inputs in `dtype`, jittered by `noise`."""
+        """(outputs, gradients) of the reference on inputs in `dtype`; these and its sums jittered by `noise`."""
         args, kwargs, grads = convert((sample.args, dict(sample.kwargs), tuple(cotangents)), dtype, noise)
-        if positions:
-            return differentiate(contract.reference, Sample(args, kwargs), positions, grads)
-        with torch.no_grad():
-            return as_tuple(contract.reference(*args, **kwargs)), {}
+        with _jittered_terms(dtype, noise):
+            if positions:
+                return differentiate(contract.reference, Sample(args, kwargs), positions, grads)
+            with torch.no_grad():
+                return as_tuple(contract.reference(*args, **kwargs)), {}
 
     exact, native = run_reference(torch.float64), run_reference(None)
-    jittered = [run_reference(jitter_dtype, generator) for _ in range(JITTERS)]
+    noisy = [run_reference(jitter_dtype, generator) for _ in range(JITTERS)]
     names = argument_names(contract)
     outputs = tuple(
         standard(
-            _output_name(i, len(baseline)), exact[0][i], native[0][i], [n[0][i] for n in jittered], contract.tolerance,
+            _output_name(i, len(baseline)), exact[0][i], native[0][i], [n[0][i] for n in noisy], contract.tolerance,
             order=_cut_off(sample, native[0][i]),
         )
         for i in range(len(baseline))
@@ -87,7 +90,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
             f"d{names[i]}",
             _dense(exact[1][i], sample.args[i]).to(torch.float64),
             _dense(native[1][i], sample.args[i]).to(sample.args[i].dtype),
-            [_dense(n[1][i], sample.args[i]) for n in jittered],
+            [_dense(n[1][i], sample.args[i]) for n in noisy],
             contract.gradient_tolerance,
         )
         for i in positions
@@ -118,10 +121,11 @@ def derive_standards(
     generator = torch.Generator().manual_seed(seed)
 
     def run_derivation(dtype: torch.dtype | None, noise: torch.Generator | None = None) -> dict[str, Tensor]:
-        """What `compute` derives from the reference on inputs in `dtype`, jittered by `noise`."""
+        """What `compute` derives from the reference on inputs in `dtype`; these and its sums jittered by `noise`."""
         args, kwargs, cast_extras = convert((sample.args, dict(sample.kwargs), tuple(extras)), dtype, noise)
         try:
-            return compute(contract.reference, Sample(args, kwargs), cast_extras)
+            with _jittered_terms(dtype, noise):
+                return compute(contract.reference, Sample(args, kwargs), cast_extras)
         except RuntimeError as error:
             raise NotImplementedError(str(error).split("\n", 1)[0]) from error
 
@@ -129,11 +133,15 @@ def derive_standards(
     lost = [name for name, t in native.items() if not t.isfinite().all() and exact[name].to(t.dtype).isfinite().all()]
     if lost:
         raise NotImplementedError(f"{', '.join(lost)} is not finite in {native[lost[0]].dtype}, and the oracle's is")
-    jittered = [run_derivation(jitter_dtype_of(sample), generator) for _ in range(JITTERS)]
+    noisy = [run_derivation(jitter_dtype_of(sample), generator) for _ in range(JITTERS)]
     return {
-        name: standard(name, exact[name], native[name], [n[name] for n in jittered], contract.gradient_tolerance)
+        name: standard(name, exact[name], native[name], [n[name] for n in noisy], contract.gradient_tolerance)
         for name in exact
     }
+
+
+def _jittered_terms(dtype: torch.dtype | None, noise: torch.Generator | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None or noise is None else JitteredTerms(dtype, noise)
 
 
 def argument_names(contract: Contract) -> list[str]:
@@ -164,10 +172,7 @@ def convert(values: Any, dtype: torch.dtype | None, noise: torch.Generator | Non
         if dtype is None or not isinstance(v, Tensor) or not v.is_floating_point():
             return v
         v = v.to(dtype)
-        if noise is None:
-            return v
-        jitter = 2 * torch.rand(v.shape, generator=noise, device=noise.device) - 1
-        return v * (1 + torch.finfo(dtype).eps / 2 * jitter.to(v))
+        return v if noise is None else jittered(v, noise)
 
     return tree_map(cast, values)
 

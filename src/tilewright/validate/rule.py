@@ -2,23 +2,35 @@
 
     err(ours) <= factor * err(torch in the same dtype) + floor
 
-Both errors are against a float64 oracle; factor is 2, or 3 for gradients. The floor has three parts, none a guess:
-one rounding to the output dtype; two float32 roundings (what a GPU's exp2, rsqrt and division are specified to); and
-the largest error of the reference itself in float32 on inputs jittered by one float32 rounding. The last measures how
-much cancellation there is in this very problem: a gradient that should be nearly zero has no correct digit in any
-order of summation.
+Both errors are against a float64 oracle.  factor is 2, or 3 for gradients.  The floor has three parts, none a guess:
 
-The rule holds for the full tensor and for every row, column and 64x64 tile of it, each by its own size: a row 1000
-times larger than the others hides no error in them. A part is compared with torch's error in the same part, or with
-torch's largest relative error in any sound part. A part is sound if it is large, or if jitter moves it, relative to its
-size, no more than it moves large parts. Where terms cancel, torch may have no error at all by chance, and a rounding of
-the terms is large against their sum: such a part is compared with the change that jitter makes in it, times the ratio
-of torch's error to jitter's in the full tensor. A part that is not sound and is under half the typical size may also
-lose what a float32 sum of a typical part loses in another order; the smaller the part, the more. Nine tenths of the
-parts are no larger than a typical one. Parts of fewer than 16 elements are not judged alone: the ratio of two single
-rounding errors is random. NaN and infinity must be exactly where the oracle, rounded to the output dtype, has them.
+- one rounding to the output dtype;
+- two float32 roundings: a GPU's exp2, rsqrt and division are specified to these;
+- jitter: the largest error of the reference itself in float32, when its inputs and the terms of its sums are off by up
+  to one float32 rounding (`jitter.py`).  Jitter measures how much cancels in this very problem.
 
-Integers have no rounding: ours must be the reference's.
+The rule holds for the full tensor and for every row, column and 64x64 tile of it.  Each part is judged by its own size:
+a row 1000 times larger than the others hides no error in them.  Parts of fewer than 16 elements are not judged alone:
+the ratio of two single rounding errors is random.
+
+A part is sound if its relative error means something: jitter moves it by less than its size, and it is large, or jitter
+moves it, relative to its size, no more than it moves large parts.
+
+- Every part is allowed torch's error in the same part, and jitter in it times the ratio of torch's error to jitter in
+  the full tensor.
+- A sound part is also allowed torch's largest relative error in any sound part.
+- In a part that is not sound, terms cancel.  What is left is rounding, and by chance torch or the few jittered runs
+  have little of it there.  So jitter counts as no smaller than in the median of these parts, and torch's error as no
+  smaller than jitter.  A part that jitter leaves as it is has no terms: it is masked.
+- A part that is not sound and is under half the typical size may also lose what a float32 sum of a typical part loses
+  in another order; the smaller the part, the more.  Nine tenths of the parts are no larger than a typical one.
+
+A tensor vanishes if jitter moves all of it by more than its size: the gradient of attention to a single key is 0 in
+exact arithmetic.  There torch's error counts as no smaller than jitter, no part is masked, and ULPs are not judged: no
+digit is right.
+
+NaN and infinity must be exactly where the oracle, rounded to the output dtype, has them.  Integers have no rounding:
+ours must be the reference's.
 """
 
 from collections.abc import Callable, Sequence
@@ -169,7 +181,7 @@ def standard(
 
     exact     float64 result of the oracle
     baseline  the reference in the dtype under test, on the same device
-    jittered  the reference in float32 (or wider) on inputs jittered by one rounding of that dtype
+    jittered  the reference in float32 (or wider), its inputs or also the terms of its sums off by a rounding of it
     order     additional relative error of every part: from another order of addition, or from adders that truncate
     ulps      judge ULPs too
     """
@@ -190,23 +202,25 @@ def standard(
     )
     rms = typical(exact)
     torch_over_jitter = _ratio(theirs.frobenius, noise.frobenius)
+    vanishes = noise.frobenius > size.frobenius
     limits = []
     for field in Errors._fields:
-        their, norm, n = getattr(theirs, field), getattr(size, field), getattr(number, field)
+        their, norm, jitter, n = (getattr(e, field) for e in (theirs, size, noise, number))
+        if field == "ulp":
+            limit = factor * their + FLOOR_ULP + order / info.eps + jitter
+            limits.append(torch.where(vanishes, torch.inf, limit))
+            continue
+        floor = relative * norm + info.smallest_normal * info.eps * n.sqrt()
         if field in PARTS:
-            sound = _sound(norm / n.sqrt(), getattr(noise, field) / n.sqrt(), rms)
+            sound = _sound(norm / n.sqrt(), jitter / n.sqrt(), rms)
+            jitter = _at_least_median(jitter / n.sqrt(), ~sound & (vanishes | (jitter > 0))) * n.sqrt()
             their = torch.maximum(their, torch.where(sound, _ratio(their, norm), 0.0).max() * norm)
-            their = torch.maximum(their, torch_over_jitter * getattr(noise, field))
+            their = torch.maximum(their, torch.where(sound, torch_over_jitter, torch_over_jitter.clamp_min(1)) * jitter)
             typical_size = _typical_part(norm / n.sqrt(), rms)
-            cancelled = torch.where(sound, 0.0, SUM_ORDER * (typical_size * n.sqrt() / 2 - norm).clamp_min(0))
-        floor = (
-            FLOOR_ULP + order / info.eps
-            if field == "ulp"
-            else relative * norm + info.smallest_normal * info.eps * n.sqrt()
-        )
-        if field in PARTS:
-            floor = floor + cancelled
-        limit = factor * their + floor + getattr(noise, field)
+            floor = floor + torch.where(sound, 0.0, SUM_ORDER * (typical_size * n.sqrt() / 2 - norm).clamp_min(0))
+        else:
+            their = torch.where(vanishes, torch.maximum(their, jitter), their)
+        limit = factor * their + floor + jitter
         limits.append(torch.where(n < MIN_PART, torch.inf, limit) if field in PARTS else limit)
     return Standard(name, dtype, exact.device, exact, rounded, size, theirs, Errors(*limits), ulps)
 
@@ -217,7 +231,14 @@ def _sound(sizes: Tensor, noise: Tensor, rms: Tensor) -> Tensor:
     typical_noise = _ratio(noise, sizes)[large]
     if not len(typical_noise):
         return large
-    return large | ((sizes > CANCELLED * rms) & (noise <= SOUND * typical_noise.median() * sizes))
+    quiet = (sizes > CANCELLED * rms) & (noise <= SOUND * typical_noise.median() * sizes)
+    return (noise < sizes) & (large | quiet)
+
+
+def _at_least_median(noise: Tensor, among: Tensor) -> Tensor:
+    """`noise`, in the parts `among` all no less than the median of those that jitter moved."""
+    moved = noise[among & (noise > 0)]
+    return torch.where(among, noise.clamp_min(moved.median()), noise) if len(moved) else noise
 
 
 def _typical_part(sizes: Tensor, rms: Tensor) -> Tensor:
