@@ -191,7 +191,7 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (dense.KERNEL, gemm(128, 256)._replace(kGemmType=1), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 4}),
     (
         dense.KERNEL,
-        gemm(128, 128, (2, 1), "mm", out=torch.float32)._replace(kGemmType=2, kInto=True),
+        gemm(128, 128, (2, 1), "mm", out=torch.float32)._replace(kGemmType=2, kAccumulate=True),
         {"HGMMA": 4, "UTMAREDG": 4},
     ),
     # Scales of each kind, results that are added to or requantised, groups

@@ -156,13 +156,13 @@ def test_a_result_in_place_is_added_by_the_copy_engine(launches):
     d = torch.zeros(1, 128, 128)
     args = plain_scaled_args(*given, fp32)
     engine.gemm(d, args._replace(c=d), made(128, 128, 3))
-    assert launches.calls[-1][2].kInto
+    assert launches.calls[-1][2].kAccumulate
     engine.gemm(d, args._replace(c=d.clone()), made(128, 128, 3))
-    assert not launches.calls[-1][2].kInto
+    assert not launches.calls[-1][2].kAccumulate
     assert launches.calls[-1][2].kAddend == 2
     half = torch.zeros(1, 128, 128, dtype=bf16)
     engine.gemm(half, args._replace(c=half, out_dtype=bf16), made(128, 128, 3))
-    assert not launches.calls[-1][2].kInto, "sums in bf16 would be rounded twice"
+    assert not launches.calls[-1][2].kAccumulate, "sums in bf16 would be rounded twice"
 
 
 def test_a_result_in_fp8_leaves_in_strips_of_128_bytes_beside_its_scales(launches):

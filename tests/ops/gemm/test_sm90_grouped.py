@@ -156,25 +156,27 @@ def test_rows_take_the_tile_scheduler_of_groups(batches):
     d = torch.empty(batches, 64, 32, dtype=bf16)
     args = GroupedArgs(a, b, None, None, None, ends_of(1, 2, 3), 64, "", bf16)
     (params,) = kernels(lambda: dense.gemm_rows(d, args, TILE))
-    assert (params.kGemmType, params.kInto) == (GemmType.GROUPED_M, False)
+    assert (params.kGemmType, params.kAccumulate) == (GemmType.GROUPED_M, False)
 
 
 def test_a_float32_c_is_added_by_the_copy_engine_where_it_is_d():
     a, b, ends = torch.empty(128, 64, dtype=bf16).mT, torch.empty(128, 64, dtype=bf16), ends_of(1, 128)
     d, c = torch.empty(2, 64, 64), torch.empty(2, 64, 64)
     (params,) = kernels(lambda: dense.gemm_along_k(d, k_args(a, b, d, ends), TILE))
-    assert (params.kGemmType, params.kInto, params.kAddend) == (GemmType.GROUPED_K, True, 0)
+    assert (params.kGemmType, params.kAccumulate, params.kAddend) == (GemmType.GROUPED_K, True, 0)
     found = kernels(lambda: dense.gemm_along_k(d, k_args(a, b, c, ends), TILE))
-    assert {(p.kInto, p.kAddend > 0) for p in found} == {(True, False), (False, True)}, "a warm-up cannot tell which"
+    assert {(p.kAccumulate, p.kAddend > 0) for p in found} == {(True, False), (False, True)}, (
+        "a warm-up cannot tell which"
+    )
     half = d.bfloat16()
     (params,) = kernels(lambda: dense.gemm_along_k(half, k_args(a, b, half, ends, bf16), TILE))
-    assert (params.kInto, params.kAddend) == (False, 2), "bf16 is rounded once: C in float32 first"
+    assert (params.kAccumulate, params.kAddend) == (False, 2), "bf16 is rounded once: C in float32 first"
 
 
 def test_dense_products_add_the_same_way():
     a, b, d = torch.empty(1, 64, 64, dtype=bf16), torch.empty(1, 64, 64, dtype=bf16), torch.empty(1, 64, 64)
     (params,) = kernels(lambda: dense.gemm(d, plain_args(a, b, fp32)._replace(c=d), TILE))
-    assert (params.kGemmType, params.kInto) == (GemmType.DENSE, True)
+    assert (params.kGemmType, params.kAccumulate) == (GemmType.DENSE, True)
 
 
 @pytest.mark.parametrize("c", [None, 2.0])
@@ -206,14 +208,14 @@ def instance(block_m, block_n, **fields):
             *instance(128, 256, kGemmType=1, kActivation=4, kClusterN=2), {"UTMASTG": 2}, id="rows-swiglu-pairs"
         ),
         pytest.param(
-            *instance(128, 256, kGemmType=2, kMajorA=1, kMajorB=1, kInto=True, Out=fp32),
+            *instance(128, 256, kGemmType=2, kMajorA=1, kMajorB=1, kAccumulate=True, Out=fp32),
             {"UTMAREDG": 8},
             id="along-k-into",
         ),
         pytest.param(
             *instance(128, 256, kGemmType=2, Out=fp32, kAddend=2, Addend=fp32), {"UTMASTG": 8}, id="along-k-nt-c"
         ),
-        pytest.param(*instance(128, 256, kInto=True, Out=fp32), {"UTMAREDG": 8}, id="dense-into"),
+        pytest.param(*instance(128, 256, kAccumulate=True, Out=fp32), {"UTMAREDG": 8}, id="dense-into"),
     ],
 )
 def test_no_kernel_spills(kernel, params, stores):

@@ -50,7 +50,7 @@ static void __syncthreads() {}
 using namespace tilewright;
 template <int kOf, int kM, int kN, bool kAdds> struct Config {
     static constexpr int kGemmType = kOf, kBlockM = 64, kBlockN = 32, kClusterM = kM, kClusterN = kN;
-    static constexpr bool kInto = kAdds;
+    static constexpr bool kAccumulate = kAdds;
     using Element = bfloat16;
 };
 
