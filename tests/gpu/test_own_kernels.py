@@ -81,9 +81,12 @@ def test_a_function_that_cannot_be_captured_is_timed_without_graphs(caplog):
     caplog.set_level("INFO", "tilewright")
     add, x = by_parts(name="synchronous"), torch.randn(1 << 14, device="cuda")
     y = torch.zeros_like(x)
-    assert add(x, y) == 1
+    stream = torch.cuda.current_stream()
+    assert add(x, y) in SPACE["PARTS"], "which is fastest is a matter of wall time"
     assert torch.equal(y, x)
     assert "is timed without CUDA graphs" in caplog.text
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(3, device="cuda").isfinite().all(), "a failed capture leaves torch's generator in capture state"
     graph = torch.cuda.CUDAGraph()  # and captures work afterwards
     with torch.cuda.graph(graph):
         y += x

@@ -18,6 +18,7 @@ from tilewright.bench.statistics import Samples
 from tilewright.bench.timing import Call, Plan, lead_for, run_rounds
 from tilewright.errors import InputError
 from tilewright.hardware import device_info
+from tilewright.hardware.graph_capture import captured
 
 MIN_LAUNCHES = 20
 
@@ -45,7 +46,7 @@ def capture(
             call()
     torch.cuda.synchronize(target)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode=error_mode):
+    with captured(graph, target, stream=stream, error_mode=error_mode):
         for _ in range(launches):
             call()
     torch.cuda.synchronize(target)

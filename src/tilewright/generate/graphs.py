@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from tilewright.errors import BackendError
+from tilewright.hardware.graph_capture import captured
 from tilewright.log import logger
 
 
@@ -40,8 +41,6 @@ class StepGraphs:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._generator)
-        capturing = False
         try:
             with torch.cuda.stream(self._stream):
                 rewind()
@@ -50,12 +49,16 @@ class StepGraphs:
                 with _no_waiting():
                     step()
                 rewind()
-            capturing = True
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with captured(
+                graph,
+                self._device,
+                stream=self._stream,
+                pool=self._pool,
+                error_mode="thread_local",
+                generators=[self._generator],
+            ):
                 step()
         except Exception as error:
-            if capturing:
-                self._recover(current)
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise BackendError(
@@ -63,18 +66,9 @@ class StepGraphs:
                 "Use StaticDecoder(model, graphs=False), or model.generate()."
             ) from error
         finally:
-            torch.cuda.set_stream(current)  # a failed capture leaves its own stream current
             current.wait_stream(self._stream)
         self._graphs[key] = graph
         logger.debug("captured decode step %s", key)
-
-    def _recover(self, current: torch.cuda.Stream) -> None:
-        """Make the device usable again: a failed capture leaves torch's default generator in capture state, and the end
-        of another capture resets it.
-        """
-        torch.cuda.set_stream(current)
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-            torch.zeros(1, device=self._device)
 
     def replay(self, key: Hashable) -> None:
         """Queue one step on the current stream."""
@@ -90,8 +84,8 @@ class StepGraphs:
 def _no_waiting() -> Iterator[None]:
     """Make waiting for the GPU an error inside the block.
 
-    A capture that fails half way leaves torch's default CUDA generator unusable, so a step that waits must be detected
-    before. The switch is global: during one step it also affects other threads.
+    A step that waits is detected before a capture that it would end. The switch is global: during one step it also
+    affects other threads.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ its instances are destroyed and have finished.  A destructor may not call CUDA o
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -91,6 +91,37 @@ def release() -> int:
     for semaphore, _ in destroyed:
         _libc().free(semaphore)
     return len(alive)
+
+
+@contextmanager
+def captured(
+    graph: torch.cuda.CUDAGraph,
+    device: torch.device,
+    *,
+    stream: torch.cuda.Stream | None = None,
+    pool: Any = None,
+    error_mode: str = "global",
+    generators: Sequence[torch.Generator] = (),
+) -> Iterator[None]:
+    """`torch.cuda.graph(graph, ...)`, which leaves the device usable also where the capture fails.
+
+    torch leaves the capture's stream current then, and generators in capture state, so that the next random number
+    raises; the end of another capture resets them.   generators: those that the graph draws from, besides the default.
+    """
+    before = torch.cuda.current_stream(device)
+    for generator in generators:
+        graph.register_generator_state(generator)
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=error_mode):
+            yield
+    except BaseException:
+        torch.cuda.set_stream(before)
+        another = torch.cuda.CUDAGraph()
+        for generator in generators:
+            another.register_generator_state(generator)
+        with torch.cuda.graph(another, stream=stream, capture_error_mode=error_mode):
+            torch.zeros(1, device=device)
+        raise
 
 
 @contextmanager

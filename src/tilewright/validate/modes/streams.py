@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 
+from tilewright.hardware.graph_capture import captured
 from tilewright.validate.case import Case, Findings, NotApplicable, Other, overwrite, tensors
 from tilewright.validate.modes.registry import mode
 
@@ -87,6 +88,6 @@ def _captured(run: Callable[[], T], case: Case) -> tuple[T, Callable[[], None]]:
         run()  # compiles and loads; neither can happen during capture
     torch.cuda.current_stream(case.device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured(graph, case.device):
         result = run()
     return result, graph.replay
