@@ -25,6 +25,7 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.ops.gemm.bmm import FORWARD as BMM
 from tilewright.ops.gemm.dense.args import BmmBucket, MatmulArgs, MatmulBucket, as_batch
 from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90.few_rows_cost import predicted_us
 from tilewright.ops.gemm.kernels.sm90.few_rows_launch import (
     FILE,
     along_n,
@@ -97,17 +98,22 @@ def configure(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> Config | 
     """Returns the config of the least predicted time among `CONFIGS` whose tokens hold the bucket's rows."""
     if not _few(bucket):
         return None
-    work = Work(bucket.M, bucket.N, bucket.K)
+    work = _work(bucket)
     tokens = model.fitting(model.TOKENS, work.rows)
-    return model.ranked((c for c in CONFIGS if c.tokens == tokens), work)[0]
+    return model.ranked((c for c in CONFIGS if c.tokens == tokens), work, predicted_us)[0]
 
 
 def candidates(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Returns the 24 configs of least predicted time."""
     if not _few(bucket):
         return ()
-    work = Work(bucket.M, bucket.N, bucket.K)
-    return tuple(model.ranked(model.space([model.fitting(model.TOKENS, work.rows)], UNSCALED), work)[:24])
+    work = _work(bucket)
+    space = model.space([model.fitting(model.TOKENS, work.rows)], UNSCALED)
+    return tuple(model.ranked(space, work, predicted_us)[:24])
+
+
+def _work(bucket: MatmulBucket | BmmBucket) -> Work:
+    return Work(bucket.M, bucket.N, bucket.K, groups=bucket.B if isinstance(bucket, BmmBucket) else 1)
 
 
 def _few(bucket: MatmulBucket | BmmBucket) -> bool:

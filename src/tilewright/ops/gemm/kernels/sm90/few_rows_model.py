@@ -4,7 +4,7 @@ A stage holds 256 bytes of K of 64 rows of weights and of the tokens, for every 
 stages, which also hold their scales.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from tilewright.ops.gemm.scaled.scaling import Scaling
@@ -124,9 +124,8 @@ class _Costs(NamedTuple):
     meet: float
 
 
-# Fitted to 52 pairs of shape and M, timed on an H200 before grids followed `_CLUSTERS` (M = 1 and 16 also before the L2
-# prefetch, and corrected by its gain).  On these pairs the choice of `configure` is 1.6 % slower than the best with
-# these tiles on average, 12 % at worst.
+# For groups.  Fitted to 52 pairs of shape and M of single products, timed on an H200 before grids followed `_CLUSTERS`
+# (M = 1 and 16 also before the L2 prefetch, and corrected by its gain).
 _WIDE = _Costs(l2=8e6, processor=100e3, idle=0.1, step=0.1, epilogue=1 / 64, meeting=0.02 / 64, meet=0)
 
 # e4m3: near the fit to two to four configs of each of 28 pairs, timed on an H200 in 2026-11, before promotion
@@ -168,17 +167,16 @@ TOKENS = (8, 16, 32, 64)
 GROUP_TOKENS = (8, 16, 32, 48, 64)
 _IN_FLIGHT = 64 << 10  # minimum bytes of weights in flight for a multiprocessor
 
-# split, ctas: those that measured best for some shape, and some between.  The model is 7 % off on average, so with more
-# of them it would choose worse; the tuner tries all.
-_DEFAULTS = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1))
-_DEFAULTS_NARROW = (
-    *_DEFAULTS,
-    (1, 1),
-    (2, 3),
-    (3, 1),
-    (4, 3),
-    (7, 3),
-)  # fewer stages: rounds and meetings count for more
+# split, ctas: those that measured best for some shape, and some between.  The models are 7 % off on average, so they
+# would choose worse among more; the tuner tries all.
+_DEFAULTS = (
+    *((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)),
+    *((4, 1), (4, 2), (4, 3), (6, 1), (6, 2), (8, 1), (8, 2)),
+)
+_DEFAULTS_NARROW = (  # fewer stages: rounds and meetings count for more
+    *((1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1)),
+    *((4, 1), (4, 2), (4, 3), (6, 1), (6, 3), (7, 3), (8, 1)),
+)
 _GROUP_DEFAULTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (8, 1))  # more tiles, hence fewer splits
 
 
@@ -211,9 +209,11 @@ def _all(
     return tuple(config for config in configs if config is not None)
 
 
-def ranked(configs: Iterable[Config], work: Work) -> list[Config]:
+def ranked(
+    configs: Iterable[Config], work: Work, predict: Callable[[Config, Work], float] = predicted_us
+) -> list[Config]:
     """Sorts configs by predicted time, without those whose split exceeds the k blocks."""
-    return sorted((c for c in configs if c.split <= work.steps), key=lambda c: predicted_us(c, work))
+    return sorted((c for c in configs if c.split <= work.steps), key=lambda c: predict(c, work))
 
 
 def fitting(sizes: tuple[int, ...], rows: int) -> int:
