@@ -292,6 +292,9 @@ COMPUTED = {  # rows, columns, depth, layout, batch, config, activation, element
     "one step a block": (8, 128, 1000, "nt", 1, deepest(8, 8, 3), "", bf16, fp32),
     "weights along N, deep ring": (30, 2112, 4096, "nn", 1, deepest(32, 2, 1), "", bf16, bf16),
     "a batch": (7, 192, 640, "nt", 5, deepest(8, 2, 2), "", bf16, bf16),
+    "three blocks share eight parcels": (64, 1000, 2048, "nt", 1, deepest(64, 3, 1), "", bf16, bf16),
+    "five blocks, three a multiprocessor": (1, 2112, 7168, "nt", 1, deepest(8, 5, 3), "", bf16, bf16),
+    "six blocks, two a multiprocessor": (16, 1536, 8960, "nt", 1, deepest(16, 6, 2), "", bf16, bf16),
     "more rows than tokens": (61, 320, 512, "nt", 2, deepest(16, 2, 2), "", bf16, bf16),
 }
 
