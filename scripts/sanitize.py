@@ -20,12 +20,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 LIMIT = 200  # seconds for one case; racecheck follows every access to shared memory
 TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
 CASES = [sys.executable, str(Path(__file__).with_name("sanitize_cases.py"))]
+_running: set[int] = set()
+"""Process groups of the runs in progress."""
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 _WHERE = re.compile(r"^=+ +(.*(?:Error|Warning|Race|Read|Write|at ).*)$", re.MULTILINE)
 _LINES = 12  # of what was found
@@ -49,17 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if wish.list:
         print(*(f"{tool}: {case}" for tool, case in runs), sep="\n")
         return 0
-    found = []
-    with ThreadPoolExecutor(wish.jobs) as pool:
+    found: list[Verdict] = []
+    pool, interrupted = ThreadPoolExecutor(wish.jobs), False
+    try:
         for future in as_completed([pool.submit(run_case, tool, case, wish.limit) for tool, case in runs]):
             verdict = future.result()
             found.append(verdict)
             print(f"{verdict.tool}: {verdict.words}: {verdict.case}: {verdict.seconds:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"interrupted: {len(runs) - len(found)} of {len(runs)} runs have no verdict", flush=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        _kill_running()
     for verdict in sorted(found, key=lambda v: -v.seconds)[:_SLOWEST]:
         print(f"slowest: {verdict.seconds:.0f} s: {verdict.tool}: {verdict.case}")
     asked, clean = Counter(v.tool for v in found), Counter(v.tool for v in found if v.clean)
     print(*(f"{tool}: {clean[tool]} of {asked[tool]} cases clean" for tool in asked), sep="\n")
-    return len(found) - clean.total() or int(not found)
+    return len(found) - clean.total() or int(interrupted or not found)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -103,18 +113,27 @@ def _sanitized(tool: str, case: str, limit: float) -> tuple[bool, str]:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
     ) as process:
+        _running.add(process.pid)
         try:
             out, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the tool, and the case that it started
             process.communicate()
             return False, f"did not end in {limit:g} s"
+        finally:
+            _running.discard(process.pid)
     said = "; ".join(_SUMMARY.findall(out))
     if process.returncode == 0 and said:
         return True, said
     where = "\n".join(_WHERE.findall(out)[:_LINES])
     found = f"{said}\n{where}" if process.returncode == 9 else f"{said}; {(out + errors)[-2000:]}"
     return False, f"exit {process.returncode}, {found}"
+
+
+def _kill_running() -> None:
+    for group in tuple(_running):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

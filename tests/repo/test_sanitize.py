@@ -1,18 +1,23 @@
 """The script around compute-sanitizer: what is clean, what is not, and that one case that hangs costs no other."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TOOL = f"""#!{sys.executable}
-import sys, time
+import os, pathlib, sys, time
 tool, case = sys.argv[sys.argv.index("--tool") + 1], sys.argv[-1]
 if "weight only" in case:
+    started = pathlib.Path(__file__).with_name("started.new")
+    started.write_text(str(os.getpgid(0)))
+    started.rename(started.with_name("started"))
     time.sleep(3600)  # until it is killed
 if "swiglu" in case:
     print("========= Invalid __global__ read of size 2 bytes")
@@ -29,16 +34,22 @@ print("========= RACECHECK SUMMARY: 0 hazards" if tool == "racecheck" else "====
 
 
 @pytest.fixture
-def sanitize(tmp_path):
-    """Runs the script with a stand-in for the tool; returns its exit code and lines."""
+def sanitize_command(tmp_path):
+    """The script, and an environment with a stand-in for the tool."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(TOOL)
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return [sys.executable, str(SCRIPTS / "sanitize.py")], env
+
+
+@pytest.fixture
+def sanitize(sanitize_command):
+    """Runs the script with the stand-in; returns its exit code and lines."""
+    command, env = sanitize_command
 
     def run(*options):
-        command = [sys.executable, str(SCRIPTS / "sanitize.py"), *options]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run([*command, *options], env=env, capture_output=True, text=True, check=False, timeout=300)
         return done.returncode, done.stdout.splitlines()
 
     return run
@@ -65,3 +76,18 @@ def test_shards_together_are_all_runs_and_bad_wishes_are_refused(sanitize):
     assert sorted(parts) == sorted(whole) and len(whole) == len(set(whole)) > 150
     assert sanitize("leakcheck")[0] == 2
     assert sanitize("memcheck", "--cases", "no such case")[0] == 1, "nothing ran"
+
+
+def test_an_interruption_ends_what_runs_and_counts_what_has_ended(tmp_path, sanitize_command):
+    command, env = sanitize_command
+    options = ["memcheck", "--cases", "weight only", "--jobs", "1"]
+    with subprocess.Popen([*command, *options], env=env, stdout=subprocess.PIPE, text=True) as process:
+        started = tmp_path / "started"
+        while not started.exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted: 3 of 3 runs have no verdict" in out
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(started.read_text()), 0)

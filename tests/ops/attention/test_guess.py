@@ -8,8 +8,9 @@ from tilewright import mask as masks
 from tilewright import ops
 from tilewright.dispatch import record
 from tilewright.ops.attention import score
-from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, SINKS, FmhaBucket
+from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, SINKS, SOFTCAP, FmhaBucket
 from tilewright.ops.attention.fmha import BACKWARD, FORWARD
+from tilewright.ops.attention.fmha.torch_first import is_estimated
 
 HALF = torch.bfloat16
 
@@ -108,3 +109,20 @@ def test_a_causal_mask_that_no_kernel_of_torch_has_is_a_band():
 
     assert mask(20, 20) == mask(20, 30) == mask(20, 20, 32) == CAUSAL
     assert mask(30, 20) == mask(20, 30, 32) == BAND
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "estimated"),
+    [
+        ({}, HALF, False),
+        ({}, torch.float32, True),
+        ({"S_q": 32, "S_k": 32, "BH": 8}, HALF, True),
+        ({"S_q": 32, "S_k": 32, "BH": 8, "mask": BAND}, HALF, False),
+        ({"S_q": 32, "S_k": 32, "BH": 8, "extras": SOFTCAP}, HALF, False),
+        ({"S_q": 256, "extras": SINKS}, HALF, True),
+        ({"S_q": 1024, "S_k": 1024, "extras": SINKS}, HALF, False),
+    ],
+)
+def test_estimates_are_told_from_guesses_that_were_measured(sizes, dtype, estimated):
+    of = {"BH": 32, "group": 1, "S_q": 4096, "S_k": 4096, "D": 128, "D_v": 128, "mask": FULL, "extras": 0, "aligned": 1}
+    assert is_estimated(FmhaBucket(**{**of, **sizes}), dtype) is estimated

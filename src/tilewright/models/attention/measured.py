@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.dispatch import Plan
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.registry import GENERATION
 from tilewright.dispatch.tables import table
@@ -15,6 +16,7 @@ from tilewright.mask import Mask
 from tilewright.ops.attention.arguments import FmhaBackwardArgs, raw_arguments
 from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, PROGRAM, FmhaBucket
 from tilewright.ops.attention.fmha import BACKWARD, FORWARD
+from tilewright.ops.attention.fmha.torch_first import is_estimated
 from tilewright.ops.attention.layout import by_token
 from tilewright.ops.attention.score import split
 
@@ -29,7 +31,8 @@ def prefers_ours(
 ) -> bool:
     """True if dispatch picks a kernel of ours for this call of `ops.fmha`, and for its backward if one is needed.
 
-    A preference in force (`use_backend`) counts as if it were measured.  Planned once for each bucket of sizes.
+    It picks by a measured row, or by a guess that rests on measured times; a guess that is an estimate does not count,
+    and a preference in force (`use_backend`) does.  Planned once for each bucket of sizes.
     """
     raw = raw_arguments(q.detach(), k.detach(), v.detach(), mask, None, split("fmha", None, softcap, sinks))
     preference, numerics = resolve(None)
@@ -38,15 +41,21 @@ def prefers_ours(
     key = (GENERATION[0], bucket, by_token(q), q.dtype, q.device, preference, numerics, grad)
     verdict = _verdicts.get(key)
     if verdict is None:
-        verdict = FORWARD.plan(raw, preference, numerics).backend != "torch"
+        verdict = _is_evidence(FORWARD.plan(raw, preference, numerics), bucket, q.dtype)
         if verdict and grad:
             o, lse = FORWARD.allocate(raw, q.device)
             back = FmhaBackwardArgs(
                 o, None, raw.q, raw.k, raw.v, o, lse, raw.sinks, raw.slopes, *raw.mask, raw.scale, raw.softcap
             )
-            verdict = BACKWARD.plan(back, preference, numerics).backend != "torch"
+            plan = BACKWARD.plan(back, preference, numerics)
+            verdict = _is_evidence(plan, BACKWARD.bucket_of(back, numerics), q.dtype)
         _verdicts[key] = verdict
     return verdict
+
+
+def _is_evidence(plan: Plan, bucket: Any, dtype: torch.dtype) -> bool:
+    guessed = plan.row is None and plan.requested == "auto" and plan.numerics == "default"
+    return plan.backend != "torch" and not (guessed and is_estimated(bucket, dtype))
 
 
 def won(config: Any, dtype: torch.dtype, device: torch.device, extras: int) -> int:

@@ -4,10 +4,12 @@ import torch
 
 from tilewright.ops.attention.bucket import (
     CAUSAL,
+    FULL,
     SINKS,
     SLOPES,
     SOFTCAP,
     FmhaBucket,
+    few_scores,
     in_one_kernel,
     steps_of_float32,
 )
@@ -43,6 +45,20 @@ def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
     short = 1024 if bucket.D <= 64 and bucket.mask == CAUSAL else 256
     vendor_faster = first != "cuda" or (bucket.S_q <= short and not _joins_sinks(bucket))
     return _steps_of_float32(bucket) if dtype.itemsize == 4 else _in_one_kernel(bucket) and vendor_faster
+
+
+_SHORT = 512
+"""Queries up to which torch's kernel may be the guess before CUDA C++, in either direction."""
+
+
+def is_estimated(bucket: FmhaBucket, dtype: torch.dtype) -> bool:
+    """Whether the two guesses rest on estimates for this bucket, not on measured times: in float32, and where torch has
+    one kernel for the mask but the reference takes steps, for few scores or sinks of short rows.
+    """
+    sizes = bucket.BH, bucket.S_q, bucket.S_k
+    vendors = bucket.mask in (FULL, CAUSAL) and not bucket.extras & (SOFTCAP | SLOPES)
+    in_steps = few_scores(*sizes) or (bucket.S_q <= _SHORT and _joins_sinks(bucket))
+    return dtype.itemsize == 4 or (vendors and in_steps)
 
 
 _KEYS = 128  # of a key tile
