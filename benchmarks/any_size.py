@@ -1,4 +1,4 @@
-"""Times `auto` beside every peer on sizes that nobody chose: drawn from a seed, for all ops.
+"""Times `auto` beside every peer on sizes off the grid: drawn from a seed, for all ops.
 
     python benchmarks/any_size.py --seed 7 --count 200 --json any_size.json [--budget SECONDS] [--resume]
     python benchmarks/any_size.py --seed 7 --count 200 --list       the problems alone

@@ -6,6 +6,6 @@ import triton.language as tl
 
 @triton.jit
 def nothing(p, n, VALUE: tl.constexpr):
-    """Stores only for negative n, which nobody passes."""
+    """Stores only for negative n, which no caller passes."""
     if n < 0:
         tl.store(p, VALUE)

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Thousands of tests and their modules are no garbage: nobody looks for any among them, now or later."""
+    """Thousands of tests and their modules are no garbage: no collection looks among them, now or later."""
     gc.disable()
     try:
         return (yield)

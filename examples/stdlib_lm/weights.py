@@ -101,7 +101,7 @@ def _archive(texts: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:xz", preset=9 | lzma.PRESET_EXTREME) as archive:
         for name, text in texts.items():
-            member = tarfile.TarInfo(name)  # of nobody and no time
+            member = tarfile.TarInfo(name)  # without an owner and a time
             member.size = len(text)
             archive.addfile(member, io.BytesIO(text))
     return packed.getvalue()
@@ -149,7 +149,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Write a file so that nobody ever sees a part of it."""
+    """Write a file so that no reader ever sees a part of it."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         temporary.write_bytes(data)

@@ -1,4 +1,4 @@
-"""The commit of a row: what git says of our own checkout, or the environment of a copy; nothing where nobody knows."""
+"""The commit of a row: what git says of our own checkout, or the environment of a copy; nothing where neither knows."""
 
 import subprocess
 from dataclasses import replace

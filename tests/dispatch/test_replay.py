@@ -89,7 +89,7 @@ def test_another_signature_is_not_replayed(launches, on_cpu):
 
 
 @pytest.mark.parametrize("closed_by", ["profiler", "recording", "subclass", "transform", "transform before"])
-def test_the_road_is_closed_for_whoever_must_see_the_op(closed_by, launches, on_cpu):
+def test_the_road_is_closed_where_another_party_must_see_the_op(closed_by, launches, on_cpu):
     on_cpu("rms_norm")
     x, w = torch.randn(4, 64), torch.randn(64)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_the_road_is_closed_for_whoever_must_see_the_op(closed_by, launches, on_
     assert launches["replayed"] == 1
 
 
-def test_a_gradient_that_nobody_computes_is_refused_after_a_tape_too(launches, on_cpu):
+def test_a_gradient_that_no_kernel_computes_is_refused_after_a_tape_too(launches, on_cpu):
     on_cpu("apply_rope")
     q, cos, sin = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 8), torch.randn(1, 4, 8)
     for _ in range(2):

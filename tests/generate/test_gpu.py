@@ -1,4 +1,4 @@
-"""On a GPU: captured decoding equals eager decoding and Transformers, waits for nobody, survives streams, changes."""
+"""On a GPU: captured decoding equals eager decoding and Transformers, waits for nothing, survives streams, changes."""
 
 import copy
 

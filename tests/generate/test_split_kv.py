@@ -27,7 +27,7 @@ def problem(case, dtype, device):
     if window is not None:
         lower = lower.clamp(min=position - window + 1)
     bounds = torch.stack((lower, torch.full_like(lower, position)), -1)[:, None, None].to(device)
-    # Slots that nobody may read are poisoned.
+    # Slots that no kernel may read are poisoned.
     for row in range(batch):
         seen = torch.arange(int(lower[row]), position + 1) % capacity
         unseen = torch.ones(capacity, dtype=torch.bool).index_fill_(0, seen, False)

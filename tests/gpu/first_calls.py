@@ -1,7 +1,7 @@
 """`python -m tests.gpu.first_calls BACKEND OP...`: eight new threads make the first calls of kernels together.
 
-For the tests beside it, in a process of its own: nobody has loaded a kernel, made a stream known or used the device in
-these threads before.  Half of the threads use the default stream, the others one of their own.  What each of them got,
+For the tests beside it, in a process of its own: these threads have loaded no kernel, made no stream known and not used
+the device before.  Half of the threads use the default stream, the others one of their own.  What each of them got,
 outputs and gradients, is compared with the reference in the same dtype.  Prints a line a fault; exits with 1 if there
 is one.
 """

@@ -110,7 +110,7 @@ def not_compiled(x, folder):
 
 
 def not_loaded(x, folder):
-    load(scale.compile(SCALE).binary, x.get_device(), "nobody")
+    load(scale.compile(SCALE).binary, x.get_device(), "absent")
 
 
 def not_launched(x, folder):
@@ -118,7 +118,7 @@ def not_launched(x, folder):
 
 
 @pytest.mark.parametrize(
-    ("fail", "words"), [(not_compiled, "cannot compile"), (not_loaded, "loading nobody"), (not_launched, "shared")]
+    ("fail", "words"), [(not_compiled, "cannot compile"), (not_loaded, "loading absent"), (not_launched, "shared")]
 )
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_a_cuda_kernel_that_is_not_compiled_loaded_or_launched_has_failed(fail, words, direction, tmp_path):

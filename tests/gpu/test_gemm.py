@@ -44,7 +44,7 @@ on_every_kernel = pytest.mark.parametrize("place", KERNELS, ids=str)
 
 
 @on_every_kernel
-def test_aligned_halves_are_refused_by_nobody(place):
+def test_aligned_halves_are_refused_by_no_kernel(place):
     """Skips elsewhere stand for refusals; here one is a failure, unless the machine lacks the backend."""
     reason = missing(place.backend, "cuda")
     if reason is not None:

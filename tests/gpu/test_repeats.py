@@ -1,5 +1,5 @@
-"""A thousand calls beside other work on the GPU give the same bits: sums in parts are added in one order, whoever comes
-first.  Every backend of every kind of product, and of attention, both ways.
+"""A thousand calls beside other work on the GPU give the same bits: sums in parts are added in one order, whichever
+comes first.  Every backend of every kind of product, and of attention, both ways.
 
 The allocator hands a call the memory of an earlier one, where the result already lies: a value that comes too late, or
 never, would be found right.  So what was compared is made wrong, bit by bit, before its memory is freed; the next call,
@@ -85,7 +85,7 @@ def results(subject, sample: Sample, backend: str) -> list[torch.Tensor]:
         o = subject.function(*leaves, **sample.kwargs, backend=backend)
         return [o.detach(), *torch.autograd.grad(o, leaves, o.detach())]
     made = list(tree_leaves(subject.function(*sample.args, **sample.kwargs, backend=backend)))
-    if subject.name == "masked_matmul":  # rows behind the mask are nobody's
+    if subject.name == "masked_matmul":  # rows behind the mask have any value
         (o,) = made
         *_, counts = sample.args
         made = [o.masked_fill_((torch.arange(o.shape[1], device=o.device) >= counts[:, None])[..., None], 0)]

@@ -257,7 +257,7 @@ def test_what_a_graph_needs_lives_until_it_is_destroyed(monkeypatch):
     assert gone[2]() is None
 
 
-def test_where_nobody_tells_when_a_graph_ends_it_is_held_for_ever(monkeypatch):
+def test_where_no_driver_tells_when_a_graph_ends_it_is_held_for_ever(monkeypatch):
     monkeypatch.setattr(graph_capture, "_held", [])
     graph_capture.hold(Capture(None, None), torch.ones(2))
     assert graph_capture.release() == 1

@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 
 def bound(member):
-    """A builtin of the language that runs in the interpreter, whoever calls it."""
+    """A builtin of the language that runs in the interpreter, from any caller."""
     function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
 
     def call(*args, _semantic=None, **kwargs):

@@ -1,7 +1,7 @@
 """What compiled kernels cost, written down: registers, spills, shared memory and matrix instructions, per kernel.
 
 `tests/compile/resources/<backend>/<family>.json` is committed, so that a change of a kernel shows what it did to every
-GPU we compile for, and a change nobody intended fails.  `scripts/update_resources.py` writes the files.
+GPU we compile for, and an unintended change fails.  `scripts/update_resources.py` writes the files.
 
 A run with `--compile-all` compiles every form of a kernel, and its costs are compared exactly.  A run without it
 compiles a part of them: no number may exceed the ledger's, and no kernel or matrix instruction may be unknown to it.

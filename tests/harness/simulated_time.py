@@ -56,7 +56,7 @@ class SimulatedTime:
         self.others_ns += int(seconds * 1e9)
 
     def monotonic(self) -> float:
-        """The same seconds: nobody sets this clock."""
+        """The same seconds: this clock is never set."""
         return self.perf_counter()
 
     def sleep(self, seconds: float) -> None:

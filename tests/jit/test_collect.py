@@ -7,7 +7,7 @@ import pytest
 from tilewright.jit.collect import collect, collecting, machine
 
 
-def test_outside_nobody_collects():
+def test_outside_nothing_collects():
     assert collecting() is None
 
 

@@ -1,4 +1,4 @@
-"""Launches through cuda-core from threads that never used the device, and on streams that nobody used before."""
+"""Launches through cuda-core from threads that never used the device, and on streams that no thread used before."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +63,7 @@ def in_a_new_thread(function, *args):
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_new_thread_launches_on_a_stream_that_nobody_used(core, device):
+def test_a_new_thread_launches_on_a_stream_that_no_thread_used(core, device):
     core.Device(device).set_current()
     launch = prepared(device)
     in_a_new_thread(launch, 4, 1, 1, 77, None, 5, 0.5)

@@ -15,7 +15,7 @@ from tilewright.models.attention.masks import attention_mask
 
 
 def allowed(visible: VisibleKeys, batch: int, s_q: int, s_k: int) -> Tensor:
-    """bool (B, 1, S_q, S_k); keys that a mask adds for their positions are seen by nobody."""
+    """bool (B, 1, S_q, S_k); keys that a mask adds for their positions are seen by no query."""
     if visible.mask is None:
         return torch.ones(batch, 1, s_q, s_k, dtype=torch.bool)
     found = visible.mask.dense(batch, 1, s_q, visible.keys)

@@ -69,7 +69,7 @@ def test_time_of_a_plan_is_that_of_what_it_runs(fast_at_4: Planted) -> None:
 
     assert us(1) == 5.0
     assert us(4) == 3.0
-    assert us(8) is None, "cuda cannot run here, so nobody measured what runs instead"
+    assert us(8) is None, "cuda cannot run here, so no row has what runs instead"
     assert us(16) is None
 
 

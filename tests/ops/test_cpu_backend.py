@@ -118,7 +118,7 @@ def test_results_do_not_depend_on_the_number_of_threads(name):
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
-def test_a_position_outside_the_table_is_nan_where_nobody_checked():
+def test_a_position_outside_the_table_is_nan_where_no_check_ran():
     rope = contract("apply_rope").forward
     q, k, table = torch.randn(4, 2, 8), torch.randn(4, 1, 8), torch.randn(3, 8)
     positions = torch.tensor([0, 3, -1, 2])

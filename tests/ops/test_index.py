@@ -1,4 +1,4 @@
-"""`tilewright.ops` is an index: ops are imported on first use, whoever asks for them first and however."""
+"""`tilewright.ops` is an index: ops are imported on first use, from any module and in any way."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Shapes and strides nobody thought of: sizes 0 and 1, odd, prime, one beside a tile; transposed, strided, misaligned.
+"""Shapes and strides that no list has: sizes 0 and 1, odd, prime, one beside a tile; transposed, strided, misaligned.
 
 Hypothesis draws an edge case for its options, then other sizes, a dtype and a layout; the accuracy rule decides.
 On a CPU the torch backend runs, so checks, shapes and the wiring of gradients are tested; on a GPU the kernels.

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "tilewright"
+CHECKOUT = Path(__file__).resolve().parents[2]
+SOURCE = CHECKOUT / "src" / "tilewright"
 ROOMS = sorted(path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py")))
+FOLDERS = ("benchmarks", "examples", "scripts", "tests")  # beside the source: of its rules, that of words
 # A variable is a noun of the field: no preposition, no bare participle.
 # fmt: off
 NOT_NAMES = {
@@ -19,6 +21,7 @@ NOT_NAMES = {
 PUBLIC = {("hardware/toolchain.py", "found"), ("mask/tables.py", "by")}  # names that users' programs hold
 NOT_FIRST = re.compile(r"\s*(Of|As|That|From|Whose)\b")
 NOT_WORDS = re.compile(r"\b(whoever|nobody|himself|herself|as everywhere|at one time)\b", re.IGNORECASE)
+MADE_UP = {"tests/bench/test_appending.py", "tests/bench/test_suite.py"}  # a row and a peer that do not exist
 
 
 def _python(room: str) -> list[Path]:
@@ -49,8 +52,24 @@ def test_variables_are_nouns(room):
     assert names == []
 
 
+def _lines_with_not_words(paths: list[Path]) -> list[str]:
+    """Lines, names in them included: `a_word_of_a_name` is read as four words."""
+    return [
+        f"{path.relative_to(CHECKOUT)}:{number} {line}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if NOT_WORDS.search(line.replace("_", " "))
+    ]
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_words(room):
-    texts = [*_python(room), *sorted((SOURCE / room).rglob("*.cuh"))]
-    lines = [(path, number, line) for path in texts for number, line in enumerate(path.read_text().splitlines(), 1)]
-    assert [f"{path.relative_to(SOURCE)}:{n} {line}" for path, n, line in lines if NOT_WORDS.search(line)] == []
+    assert _lines_with_not_words([*_python(room), *sorted((SOURCE / room).rglob("*.cuh"))]) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_words_beside_the_source(folder):
+    texts = sorted(path for kind in ("*.py", "*.cuh") for path in (CHECKOUT / folder).rglob(kind))
+    passed_over = {CHECKOUT / path for path in MADE_UP} | {Path(__file__).resolve()}
+    assert texts != []
+    assert _lines_with_not_words([path for path in texts if path not in passed_over]) == []

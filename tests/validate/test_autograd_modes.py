@@ -43,7 +43,7 @@ class Detached(torch.autograd.Function):
 
 
 class Greedy(Detached):
-    """Writes the gradient of a weight that nobody asked for."""
+    """Writes the gradient of a weight that was not asked for."""
 
     weight: Tensor
 

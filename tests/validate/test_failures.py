@@ -23,8 +23,8 @@ from tilewright.validate.modes import Mode, streams
 SMALL = Workload("small", {"M": 6, "N": 40})
 NOT_CPP = "namespace tilewright { template <class Config> void entry(float* y, int threads) { this is no C++; } }"
 UNLINKED = """namespace tilewright {
-void nobody_has_it();
-template <class Config> void entry(float* y, int threads) { nobody_has_it(); }
+void no_library_has_it();
+template <class Config> void entry(float* y, int threads) { no_library_has_it(); }
 }"""
 
 

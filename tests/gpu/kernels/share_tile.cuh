@@ -18,7 +18,7 @@ __global__ void share_tile(
         empty.init(2);
         fence_barrier_init();
     }
-    cluster_sync();  // nobody may write a barrier that is not there yet
+    cluster_sync();  // neither block may write a barrier that is not there yet
     if (threadIdx.x == 0) {
         full.arrive_and_expect_tx(kBytes);
         empty.arrive_remote(0);  // both blocks tell block 0 that their tile may be filled

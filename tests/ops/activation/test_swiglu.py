@@ -35,7 +35,7 @@ def test_gradients_are_those_of_the_formula():
     assert torch.autograd.gradcheck(swiglu, (gate.requires_grad_(), up.requires_grad_()))
 
 
-def test_a_gradient_nobody_wants_is_not_returned():
+def test_a_gradient_that_is_not_needed_is_not_returned():
     gate, up = torch.randn(2, 4, 8).unbind()
     swiglu(gate.requires_grad_(), up).sum().backward()
     assert gate.grad is not None

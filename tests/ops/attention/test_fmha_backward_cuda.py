@@ -76,7 +76,7 @@ def documents(cu, also=None):
 
 
 def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients; behind each head of dq, dk and dv, three rows that nobody may write."""
+    """The gradients; behind each head of dq, dk and dv, three rows that no block may write."""
     around = [torch.full((*t.shape[:2], t.shape[2] + 3, t.shape[3]), POISON).to(t) for t in p.tensors]
     made = [t[:, :, :-3] for t in around]
     sinks = p.options[0]
@@ -258,7 +258,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "one key": {"s_q": 70, "s_k": 1, "dlse": True},
     "rows without keys": {"s_q": 500, "s_k": 123, "right": 0},
     "rows of nothing but a sink": {"s_q": 500, "s_k": 123, "right": 0, "sinks": True},
-    "keys that nobody sees": {"s_q": 100, "s_k": 900, "left": 50, "right": 0},
+    "keys that no query sees": {"s_q": 100, "s_k": 900, "left": 50, "right": 0},
     "window": {"s_q": 900, "s_k": 1000, "left": 70, "right": 33},
     "to the left alone": {"s_q": 700, "s_k": 900, "left": 200},
     "to the right alone": {"s_q": 700, "s_k": 500, "right": 64},
@@ -284,7 +284,7 @@ COMPUTED |= {
     "packed, more queries": {"s_q": 423, "s_k": 338, "mask": sequences(RAGGED, SHORTER, causal=True), "sinks": True},
     "packed, tokens behind": {"s_q": 600, "s_k": 999, "mask": sequences(RAGGED, LONGER), "dlse": True},
     "packed, window": {"s_q": 423, "s_k": 713, "mask": sequences(RAGGED, LONGER, window=(40, 10))},
-    "packed, keys that nobody sees": {"s_q": 200, "s_k": 1500, "mask": sequences([70, 99], [900, 600], window=(5, 0))},
+    "packed, keys no query sees": {"s_q": 200, "s_k": 1500, "mask": sequences([70, 99], [900, 600], window=(5, 0))},
     "packed, keys without queries": {"s_q": 200, "s_k": 900, "mask": sequences([70, 0, 130], [100, 500, 300])},
     "packed, nothing": {"s_q": 200, "s_k": 300, "mask": sequences([])},
     "packed, one token each": {"s_q": 300, "s_k": 300, "mask": sequences([1] * 300)},

@@ -96,7 +96,7 @@ def test_those_that_add_to_a_tile_are_those_that_meet_it(p):
     for m in range(p.tiles_q):
         assert list(p.key_tiles(m)) == [n for n in range(p.tiles_k) if m in meets[n]]
     for query, key in p.allowed.nonzero().tolist():
-        assert query // p.m in meets[key // p.n], "a pair that nobody multiplies"
+        assert query // p.m in meets[key // p.n], "a pair that no tile multiplies"
 
 
 @EXAMPLES

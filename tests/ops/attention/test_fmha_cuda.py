@@ -397,4 +397,4 @@ def test_keys_that_are_not_allowed_may_be_nan(d, mask):
     assert torch.equal(o[:, :, :409], expected[:, :, :409])
     assert torch.equal(lse[:, :, :409], expected_lse[:, :, :409])
     for other in forward.candidates(forward_bucket(p.args), bf16):
-        assert run(p, other)[0][:, :, 409].isnan().all(), "whoever computes the exponential"
+        assert run(p, other)[0][:, :, 409].isnan().all(), "whichever unit computes the exponential"

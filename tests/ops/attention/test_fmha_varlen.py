@@ -261,7 +261,7 @@ def test_a_graph_serves_other_lengths_and_nothing_waits(backend):
 
 
 def test_no_step_asks_for_a_number():
-    """On fake tensors, whose numbers nobody knows."""
+    """On fake tensors, whose numbers are unknown."""
     with FakeTensorMode(), torch.no_grad():
         q, k, v, cu, _ = packed(RAGGED, behind=3)
         o, lse = fmha_varlen(q, k, v, cu, causal=True, return_lse=True)

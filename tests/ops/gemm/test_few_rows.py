@@ -104,7 +104,7 @@ def test_more_work_is_predicted_to_take_longer():
     assert predicted_us(config, Work(1, 4096, 8192)) > 1.9 * predicted_us(config, Work(1, 4096, 4096)) - 1
 
 
-def test_clusters_that_run_at_one_time_are_those_the_driver_counted():
+def test_clusters_that_run_together_are_those_the_driver_counted():
     assert model.resident(1, 1, 132) == 132
     assert model.resident(2, 1, 132) == 66
     assert model.resident(4, 1, 132) == 30, "120 of 132 multiprocessors"

@@ -43,7 +43,7 @@ def compare_bits(params, dtype, device, seed):
 @pytest.mark.interp
 @pytest.mark.parametrize("bad", [-1, 8, 2**40])
 def test_a_position_outside_the_table_shows_as_nan(bad):
-    """As on a GPU, where nobody looks at positions first.  Other tokens, and elements not turned, stay right."""
+    """Positions are not looked at first, as on a GPU.  Other tokens, and elements not turned, stay right."""
     from tilewright.ops.rope.apply_rope.args import ApplyRopeArgs, RopeBucket
     from tilewright.ops.rope.kernels.triton.rope import configure, launch
 
