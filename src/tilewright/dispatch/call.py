@@ -127,7 +127,7 @@ def _run(
     raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
     plan = raw.plan(args, requested, numerics)
     if plan.launch is not None:
-        reason = _only_reference(contract, plan.backend, requested, args[0].device.type, wants_grad)
+        reason = _only_reference(contract, plan.backend, requested, raw.device_of(args).type, wants_grad)
         if reason is not None:
             plan = replace(raw.plan(args, "torch", numerics), why=reason, requested=requested)
     if plan.launch is None:
@@ -200,17 +200,17 @@ def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
         raise InputError(f"{name}(out=...) has no forward mode, and an argument has a tangent. Drop out=.")
     if contract.forward.torch_out is None:
         raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
-    ((shape, dtype, *_),) = contract.forward.outputs(*args)
+    ((shape, dtype, *_),), device = contract.forward.outputs(*args), contract.forward.device_of(args)
     dense = contract.forward.refuses_out is None
     if (
         tuple(out.shape) != tuple(shape)
         or out.dtype != dtype
-        or out.device != args[0].device
+        or out.device != device
         or (dense and not out.is_contiguous())
     ):
         raise InputError(
             f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "
-            f"needs {'contiguous ' if dense else ''}{tuple(shape)} {dtype} on {args[0].device}."
+            f"needs {'contiguous ' if dense else ''}{tuple(shape)} {dtype} on {device}."
         )
     if torch.compiler.is_compiling() or out.is_meta or is_fake(out):  # the rest concerns addresses, which are unknown
         return

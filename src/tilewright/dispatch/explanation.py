@@ -80,7 +80,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         Verdict(name, name == plan.backend, option.why_not)
         for name, option in options(raw, backends, raw_args, numerics).items()
     )
-    device = raw_args[0].device
+    device = raw.device_of(raw_args)
     stale = "" if plan.row is None else in_words(changes(plan.row, device.type))
     return Explanation(
         op, raw.direction, plan.bucket, plan.dtype, str(device), numerics, plan.backend, plan.why,

@@ -145,6 +145,10 @@ class RawOp:
         """The device of the call: that of the first tensor."""
         return args[0].device
 
+    def is_empty(self, args: Sequence[Any]) -> bool:
+        """Has the first tensor no elements?  Such a call is the reference's."""
+        return not args[0].numel()
+
     def bucket_of(self, args: Sequence[Any], numerics: str) -> tuple[int, ...]:
         """The bucket of one call; under batch invariance, without its batch."""
         bucket = self.bucket(*args)
@@ -179,6 +183,7 @@ class RawOp:
         return generation, decide()
 
     def _plan_key(self, args: Sequence[Any], backend: str, numerics: str) -> tuple[Any, ...]:
+        # Here, in `launch`, `plain` and `replay` stands `args[0]`, 25 ns cheaper than a method: they run in every call
         return backend, numerics, args[0].dtype, args[0].device, self.bucket(*args)
 
     def note(self, args: Sequence[Any], plan: Plan) -> Plan:
@@ -310,7 +315,7 @@ class RawOp:
     def _fake(self, *args: Any, **outs: Tensor) -> Any:
         """Shapes, dtypes and strides of the outputs, of the op and of its overload `.out`; notes the plan."""
         *values, backend, numerics = args
-        results = tuple(outs.values()) or self.allocate(values, values[0].device)
+        results = tuple(outs.values()) or self.allocate(values, self.device_of(values))
         if recordings():
             plan = self.note(values, self.plan(values, backend, numerics))
             if self.compose is not None and plan.launch is not None:

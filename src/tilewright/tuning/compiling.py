@@ -70,7 +70,7 @@ def compile_candidate(problem: Problem, backend: str, config: Any, default: bool
             return None
         with collect(arch(problem.device)) as collector:
             try:
-                implementation.launch(raw.allocate(args, args[0].device), *args, config=config)
+                implementation.launch(raw.allocate(args, raw.device_of(args)), *args, config=config)
             except Exception as error:  # noqa: BLE001 - a launch that reads data fails on these tensors, and may
                 logger.debug("%s %s: not compiled ahead: %s", backend, config, error)
                 return None

@@ -79,12 +79,13 @@ class Sizes(Recording):
 
     def add(self, raw: RawOp, args: tuple[Any, ...], backend: str, numerics: str, plan: Plan) -> None:
         """Count the call, and keep its form if that is new."""
-        if raw.direction != "fwd" or not args[0].numel() or not raw.has_kernels(args[0].device.type):
+        device = raw.device_of(args)
+        if raw.direction != "fwd" or raw.is_empty(args) or not raw.has_kernels(device.type):
             return
         signature = RawCall(raw, args).signature
         size = self._seen.get(signature)
         if size is None:
-            new = Size(raw, raw.plan(args, "auto", "default"), args[0].device.type)
+            new = Size(raw, raw.plan(args, "auto", "default"), device.type)
             size = self._seen[signature] = self.sizes.setdefault(new.key, new)
             try:
                 size.add(recorded_call(contract(raw.op), args))

@@ -48,7 +48,7 @@ def plan(calls: Iterable[RawCall], arch: str, backends: Sequence[str], others: S
         for job in others:
             collector.add(*job)
         for call in calls:
-            if call.signature in signatures or not call.args[0].numel():
+            if call.signature in signatures or call.op.is_empty(call.args):
                 continue
             signatures.add(call.signature)
             plans = _plans(call, device, backends)
