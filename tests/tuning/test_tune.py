@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 import time
 from typing import Any
@@ -13,11 +14,12 @@ from tests.harness.simulated_time import READING_NS
 
 from tilewright.bench.tables import slug
 from tilewright.dispatch import explain
-from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables import locks, table
 from tilewright.dispatch.tables.update import update
-from tilewright.errors import BackendError, InputError, UsageError
+from tilewright.errors import BackendError, InputError, TableError, UsageError
 from tilewright.hardware import device_info
-from tilewright.tuning import exclusive, tune
+from tilewright.tuning import tune
+from tilewright.tuning.exclusive import exclusive
 
 X = torch.randn(64, 4096)
 
@@ -134,7 +136,7 @@ def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, at_home, cache
             header = {field: old[field] for field in ("gpu", "arch", "sm_count", "versions", "date")}
             update(cache_folder / "tables" / slug(name), header, [tuned.row])
 
-    monkeypatch.setattr(exclusive, "FileLock", Seen)
+    monkeypatch.setattr(locks, "FileLock", Seen)
     thread = threading.Thread(target=other_process, daemon=True)
     thread.start()
     busy.wait()
@@ -144,6 +146,17 @@ def test_one_tunes_and_the_others_wait_and_use_it(fake_op, quick, at_home, cache
     assert report.tuned == []
     assert [each.reason for each in report.untuned] == ["another process has just tuned it"]
     assert fake_op.BACKWARD.plan((X,), "auto", "default").config == fake_op.FAST
+
+
+def test_without_a_folder_for_locks_each_says_what_it_cannot_do(cache_folder, tmp_path):
+    cache_folder.write_text("a file")
+    folder = re.escape(str(cache_folder / "locks"))
+    with pytest.raises(InputError, match=f"^tune: {folder} cannot be made: Not a dir.*Set TILEWRIGHT_CACHE_DIR"):
+        exclusive("an op").__enter__()
+    path = tmp_path / "table.json"
+    with pytest.raises(TableError, match=f"^{re.escape(str(path))} cannot be locked: {folder}: Not a directory"):
+        update(path, {}, [])
+    assert not path.exists()
 
 
 def test_never_inside_a_graph_capture(fake_op, monkeypatch):

@@ -3,22 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from tilewright.bench.tables import slug
+from tilewright.dispatch.tables.locks import cache_lock
 from tilewright.errors import InputError
-from tilewright.settings import current
 
 
 @contextmanager
 def exclusive(name: str) -> Iterator[bool]:
     """Hold the lock called `name` on all machines with this cache folder; yields True if we had to wait for it."""
-    locks = current().cache_dir / "locks"
     try:
-        locks.mkdir(parents=True, exist_ok=True)
+        lock = cache_lock(f"tune-{slug(name)}")
     except OSError as error:
-        raise InputError(f"tune: {locks} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR.") from None
-    lock = FileLock(locks / f"tune-{slug(name)}.lock")
+        text = f"tune: {error.filename} cannot be made: {error.strerror}. Set TILEWRIGHT_CACHE_DIR."
+        raise InputError(text) from None
     try:
         lock.acquire(timeout=0)
         waited = False

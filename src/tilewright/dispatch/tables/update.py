@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from tilewright.dispatch.tables import columns, table
+from tilewright.dispatch.tables.locks import cache_lock
 from tilewright.errors import TableError
 from tilewright.log import logger
-from tilewright.settings import current
 
 
 def update(path: Path, header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -83,10 +81,10 @@ def _replace(path: Path, text: str) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One writer at a time.  The lock lies in the cache folder: a table's own folder may be a checkout."""
-    locks = current().cache_dir / "locks"
+    name = f"table-{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}"
     try:
-        locks.mkdir(parents=True, exist_ok=True)
+        lock = cache_lock(name)
     except OSError as error:
-        raise TableError(f"{path} cannot be locked: {locks}: {error.strerror}.") from None
-    with FileLock(locks / f"table-{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}.lock"):
+        raise TableError(f"{path} cannot be locked: {error.filename}: {error.strerror}.") from None
+    with lock:
         yield
