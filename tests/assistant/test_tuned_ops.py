@@ -60,7 +60,7 @@ def tuner(monkeypatch):
     """In place of the tuner: every size is fastest with a width of 2.  Yields the budgets that it was given."""
     budgets: list[float] = []
 
-    def tune_sizes(sizes, device, *, budget, path):
+    def tune_sizes(sizes, run, budget):
         cpu = device_info("cpu")
         versions = staleness.versions("cpu")
         header = {"gpu": cpu.name, "arch": "cpu", "sm_count": 1, "versions": versions, "date": "2026-11-20"}
@@ -70,8 +70,8 @@ def tuner(monkeypatch):
             for size in sizes
         ]
         budgets.append(budget)
-        update(path, header, rows)
-        return Report("cpu", 0, path, tuned=rows)
+        update(run.report.table, header, rows)
+        return Report("cpu", 0, run.report.table, tuned=rows)
 
     monkeypatch.setattr("tilewright.assistant.changes.tuned_ops.tune_sizes", tune_sizes)
     return budgets
@@ -181,8 +181,8 @@ def test_the_table_is_in_force_and_replaces_linears_until_undo(products, tuner, 
 
 
 def test_a_run_that_tunes_nothing_is_an_error_and_leaves_no_table(products, monkeypatch, tmp_path):
-    def nothing(sizes, device, *, budget, path):
-        return Report("cpu", 0, path)
+    def nothing(sizes, run, budget):
+        return run.report
 
     monkeypatch.setattr("tilewright.assistant.changes.tuned_ops.tune_sizes", nothing)
     model = tiny_llama()

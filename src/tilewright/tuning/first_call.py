@@ -77,7 +77,7 @@ def _tune(raw: RawOp, plan: Plan, bucket: tuple[int, ...], dtype: torch.dtype, d
         return
     step = min(_STEP_S, budget)
     try:
-        run = Run(device, "random", None, MIN_GAIN, None, step, None, prepare=budget)
+        run = Run(device, "random", min_gain=MIN_GAIN, seconds=step, prepare=budget)
         try:
             run.tune(case, problem_of(case, device, run.report.seed), began + budget, lambda step, count, total: None)
         finally:

@@ -125,33 +125,17 @@ def tune_model(
     device = device_of(model)
     refuse_here(device, backend)
     sizes = sizes_of(model, inputs, tokens=tokens, new_tokens=new_tokens, batch=batch, fp8=fp8)
-    return tune_sizes(
-        sizes, device, backend=backend, search=search, budget=budget, min_gain=min_gain, path=path, seconds=seconds,
-        seed=seed, progress=progress,
-    )  # fmt: skip
+    return tune_sizes(sizes, Run(device, search, backend, min_gain, path, seconds, seed), budget, progress)
 
 
-def tune_sizes(
-    sizes: Sequence[Size],
-    device: torch.device,
-    *,
-    backend: str | None = None,
-    search: Search = "exhaustive",
-    budget: float | None = None,
-    min_gain: float = 0.03,
-    path: Path | None = None,
-    seconds: float = 60.0,
-    seed: int | None = None,
-    progress: Progress | None = None,
-) -> Report:
+def tune_sizes(sizes: Sequence[Size], run: Run, budget: float | None, progress: Progress | None = None) -> Report:
     """Tune those of `sizes` that have no fresh row in the table, those with the most time first; see `tune_model`."""
-    run = Run(device, search, backend, min_gain, path, seconds, seed)
     due = [size for size in sizes if not run.is_fresh(size.key)]
     run.report.fresh = len(sizes) - len(due)
     jobs = []
     for size in due:
         if size.refused is None:
-            jobs.append(_job(size, device, run.report.seed))
+            jobs.append(_job(size, run.device, run.report.seed))
         else:
             key = size.raw.op, size.plan.bucket, size.plan.dtype, "fwd"
             run.report.untuned.append(Untuned(*key, size.refused, failed=False))

@@ -89,20 +89,20 @@ class Job(NamedTuple):
 
 
 class Run:
-    """State that the cases of one run share: workers, the table, the report."""
+    """State that the cases of one run share: the device, workers, the table, the report.  Arguments as in `tune`."""
 
     def __init__(
         self,
         device: torch.device,
-        search: Search,
-        backend: str | None,
-        min_gain: float,
-        path: Path | None,
-        seconds: float,
-        seed: int | None,
+        search: Search = "exhaustive",
+        backend: str | None = None,
+        min_gain: float = 0.03,
+        path: Path | None = None,
+        seconds: float = 60.0,
+        seed: int | None = None,
         prepare: float = PREPARE_S,
     ) -> None:
-        self._device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
+        self.device, self._search, self._backend, self._min_gain = device, search, backend, min_gain
         self._machine = machine.describe(device).to_dict()
         target = path or users_table(self._machine["device"])
         if target.is_file():
@@ -145,7 +145,7 @@ class Run:
     def is_fresh(self, key: tuple[str, ...]) -> bool:
         """True if the table has a row with this key, of this machine and of the versions that run now."""
         row = self._row(key)
-        return row is not None and row.gpu == self._machine["device"] and not changes(row, self._device.type)
+        return row is not None and row.gpu == self._machine["device"] and not changes(row, self.device.type)
 
     def tune(self, case: Case, problem: Problem, deadline: float, say: Callable[[str, int, int], None]) -> None:
         """Tune one case, under a lock that machines with this cache folder share."""

@@ -27,6 +27,7 @@ from tilewright.models import Patch
 from tilewright.models.patching import plan_patch
 from tilewright.models.specialise import patched_modules
 from tilewright.tuning.model import Size, choices, sizes_of, tune_sizes
+from tilewright.tuning.run import Run
 
 SHARE = 0.3
 """The part of a budget that tuning may take."""
@@ -92,7 +93,7 @@ class TunedOps:
         folder = Path(tempfile.mkdtemp(prefix="tilewright-tuned-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the table may be in force until then
         path = folder / "tuned_ops.json"
-        report = tune_sizes(due, work.device, budget=self._seconds, path=path)
+        report = tune_sizes(due, Run(work.device, path=path), self._seconds)
         if not report.tuned:
             reason = next((case.reason for case in report.untuned), "no size is left")
             raise PatchError(f"{self.name}: nothing was tuned in {self._seconds:.0f} s: {reason}")
