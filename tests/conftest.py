@@ -4,7 +4,8 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,18 @@ def _seeded(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty cache folder for one test, and with it no table of the user's."""
+    from tilewright import settings
+    from tilewright.dispatch.tables import table
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
+    settings.reload()
+    table.forget()
+    yield
+    monkeypatch.undo()
+    settings.reload()
+    table.forget()

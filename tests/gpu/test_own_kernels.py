@@ -1,28 +1,14 @@
 """`tilewright.tune` on a GPU: device times from CUDA graphs, captures, functions that cannot be captured, streams."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import tilewright
-from tilewright import settings
 from tilewright.dispatch.tables import table
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
 SPACE = {"PARTS": (64, 1, 16)}
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-    settings.reload()
-    table.forget()
-    yield
-    monkeypatch.undo()
-    settings.reload()
-    table.forget()
 
 
 def by_parts(**options):
