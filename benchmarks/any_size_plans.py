@@ -97,12 +97,12 @@ class Kernels(TorchDispatchMode):
 @contextmanager
 def _vendor_of_h200() -> Iterator[None]:
     """Let `vendor` choose as on an H200, which a build of torch without CUDA denies."""
-    given = vendor.can_use_cudnn_attention, vendor.can_use_flash_attention
+    torch_checks = vendor.can_use_cudnn_attention, vendor.can_use_flash_attention
     vendor.can_use_cudnn_attention, vendor.can_use_flash_attention = _cudnn, _flash
     try:
         yield
     finally:
-        vendor.can_use_cudnn_attention, vendor.can_use_flash_attention = given
+        vendor.can_use_cudnn_attention, vendor.can_use_flash_attention = torch_checks
 
 
 def _widths(params: Any) -> list[int]:
@@ -119,24 +119,24 @@ def _flash(params: Any) -> bool:
 
 def plans(drawn: Iterable[Problem]) -> list[str]:
     """Lines: how often each kernel is taken, by op, and problems for which `auto` takes several kernels of torch."""
-    taken: dict[str, Counter[str]] = defaultdict(Counter)
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    kernels_by_op: dict[str, Counter[str]] = defaultdict(Counter)
+    eager_by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
     for problem in drawn:
         case = problem.case()
         answer = planned(case)
-        taken[problem.op][answer.plan.kernel or answer.plan.backend] += 1
+        kernels_by_op[problem.op][answer.plan.kernel or answer.plan.backend] += 1
         if answer.eager:
             kernels = "reads data on the host" if answer.on_host else f"{answer.kernels} kernels"
             bucket = f"{answer.plan.bucket} {answer.plan.dtype} {problem.direction}"
-            found[problem.op, answer.plan.why].append(
+            eager_by_reason[problem.op, answer.plan.why].append(
                 f"    {bucket}: {kernels}, could be {', '.join(answer.others)}  ({problem.name})"
             )
     lines = [
         f"{op:<26}" + ", ".join(f"{name} {n}" for name, n in counts.most_common())
-        for op, counts in sorted(taken.items())
+        for op, counts in sorted(kernels_by_op.items())
     ]
-    total = sum(map(len, found.values()))
+    total = sum(map(len, eager_by_reason.values()))
     lines += ["", f"{total} problems go to several kernels of torch where one of ours could run"]
-    for (op, why), rows in sorted(found.items()):
+    for (op, why), rows in sorted(eager_by_reason.items()):
         lines += [f"{op}: {why} ({len(rows)})", *rows]
     return lines

@@ -100,9 +100,9 @@ def test_on_a_cpu_there_is_nothing_to_tune(monkeypatch, tmp_path):
 
 def test_finding_that_costs_one_prefill_and_one_step(monkeypatch):
     model, calls = tiny_llama(), []
-    at = scene(model)
+    tiny_scene = scene(model)
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert not TunedOps().applies(at).ok
+    assert not TunedOps().applies(tiny_scene).ok
     assert len(calls) <= 2
 
 
@@ -139,9 +139,9 @@ def test_measured_sizes_are_not_proposed_unless_their_rows_are_stale(products, t
 def test_the_prediction_is_the_time_beyond_the_floors_and_may_be_a_loss(products):
     model = tiny_llama()
     work = workload(model, prompts=prompts(), new_tokens=NEW_TOKENS)
-    found = TunedOps().predict(Scene(model, work, observe(model, work), ceilings()))
-    assert found.bound_us > 0
-    assert found.low < 1 < found.high
+    prediction = TunedOps().predict(Scene(model, work, observe(model, work), ceilings()))
+    assert prediction.bound_us > 0
+    assert prediction.low < 1 < prediction.high
 
 
 def test_tuning_gets_its_share_of_any_budget(products, tuner):
@@ -217,42 +217,42 @@ def optimised(monkeypatch, decision: str, sides: list[Any], allow: list[str]):
 
 def test_it_is_timed_in_turns_on_one_model(products, tuner, monkeypatch):
     sides: list[Any] = []
-    found = optimised(monkeypatch, "kept", sides, ["tuned_ops"])
+    optimisation = optimised(monkeypatch, "kept", sides, ["tuned_ops"])
     (before, *without), (after, *with_table) = sides[1]  # after the control
     assert before is after
     assert without == [0, False]
     assert with_table == [1, True]
-    assert [record.name for record in found.accepted] == ["tuned_ops"]
+    assert [record.name for record in optimisation.accepted] == ["tuned_ops"]
     assert tuner == [pytest.approx(3e3)]
-    assert linears(found.model) > 0
+    assert linears(optimisation.model) > 0
     assert len(extra.in_force()) == 1
-    found.undo()
+    optimisation.undo()
     assert extra.in_force() == ()
-    assert linears(found.model) == 0
+    assert linears(optimisation.model) == 0
 
 
 def test_what_is_not_faster_is_not_in_force(products, tuner, monkeypatch):
-    found = optimised(monkeypatch, "rejected", [], ["tuned_ops"])
-    assert [record.name for record in found.rejected] == ["tuned_ops"]
+    optimisation = optimised(monkeypatch, "rejected", [], ["tuned_ops"])
+    assert [record.name for record in optimisation.rejected] == ["tuned_ops"]
     assert extra.in_force() == ()
-    assert linears(found.model) == 0
-    assert found.table is None
+    assert linears(optimisation.model) == 0
+    assert optimisation.table is None
 
 
 def test_on_a_cpu_the_report_says_why_it_was_not_tried(monkeypatch):
-    found = optimised(monkeypatch, "kept", [], ["tuned_ops"])
-    (record,) = found.report.changes
+    optimisation = optimised(monkeypatch, "kept", [], ["tuned_ops"])
+    (record,) = optimisation.report.changes
     assert (record.name, record.decision) == ("tuned_ops", "not applicable")
     assert "nothing to tune" in record.reason
 
 
 def test_the_table_is_saved_and_the_saved_file_puts_it_in_force(products, tuner, monkeypatch, tmp_path):
-    found = optimised(monkeypatch, "kept", [], ["tuned_ops"])
-    assert found.report.code.splitlines()[-1] == "apply_changes(model, ['tuned_ops'], table=\"tuned_ops.json\")"
+    optimisation = optimised(monkeypatch, "kept", [], ["tuned_ops"])
+    assert optimisation.report.code.splitlines()[-1] == "apply_changes(model, ['tuned_ops'], table=\"tuned_ops.json\")"
     folder = tmp_path / "saved"
-    assert {"optimized.py", "tuned_ops.json"} <= set(save(found, folder))
+    assert {"optimized.py", "tuned_ops.json"} <= set(save(optimisation, folder))
     assert len(extra.in_force()) == 1, "on again after saving"
-    found.undo()
+    optimisation.undo()
     spec = importlib.util.spec_from_file_location("optimized", folder / "optimized.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
