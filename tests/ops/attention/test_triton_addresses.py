@@ -1,6 +1,6 @@
 """The attention kernels' matrix instructions address what was written, with and without descriptors.
 
-On Hopper, addresses of the second part of the values were computed from registers that ptxas never set; with one key or
+On Hopper, addresses of the second part of an operand were computed from registers that ptxas never set; with one key or
 one query, from others that held the base of the shared memory.
 """
 
@@ -13,17 +13,19 @@ from tilewright.validate.layouts import misaligned
 
 pytestmark = pytest.mark.compile
 
-WIDTHS = {"d_48": (48, 48, 0), "d_80": (80, 80, 0), "d_160": (160, 160, 0), "d_v_48": (64, 48, 0), "mla": (80, 48, 24)}
-OF_ONE = {"d_96": (96, 96, 0), "mla": (80, 48, 24)}
+WIDTHS = {
+    "d_48": (48, 48, 0), "d_80": (80, 80, 0), "d_96": (96, 96, 0), "d_160": (160, 160, 0), "d_v_48": (64, 48, 0),
+    "mla": (80, 48, 24),
+}  # fmt: skip
+BAND, ALL = 0, -1
+"""How far right of its own position a query sees."""
+LENGTHS = {"one": (1, ALL), "a_tile": (64, BAND), "a_tile_full": (64, ALL), "odd": (123, BAND)}
+"""What Triton specialises: a length of 1, multiples of 16, whether the last tile is cut, whether a bound is checked."""
 
 
-CASES = [
-    *((widths, place, 123) for widths in WIDTHS for place in ("aligned", "misaligned")),
-    *((widths, "aligned", 1) for widths in OF_ONE),
-]
-
-
-@pytest.mark.parametrize(("widths", "place", "length"), CASES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("place", ["aligned", "misaligned"])
+@pytest.mark.parametrize("widths", WIDTHS)
 def test_no_address_comes_from_another_register(widths, place, length):
     from tests.harness.fake_driver import target
     from tests.harness.uniform_registers import of_binary
@@ -31,18 +33,18 @@ def test_no_address_comes_from_another_register(widths, place, length):
     from tilewright.ops.attention.kernels.triton import backward as triton_backward
     from tilewright.ops.attention.kernels.triton import forward as triton_forward
 
-    batch, kv_heads, right = (1, 2, 0) if length > 1 else (2, 4, -1)
-    d, d_v, d_pe = (WIDTHS | OF_ONE)[widths]
+    (rows, right), (d, d_v, d_pe) = LENGTHS[length], WIDTHS[widths]
+    batch, kv_heads = (1, 2) if rows > 1 else (2, 4)
 
     def operand(heads, width):
-        made = torch.empty(batch, heads, length, width, dtype=torch.bfloat16, device="meta")
+        made = torch.empty(batch, heads, rows, width, dtype=torch.bfloat16, device="meta")
         return made if place == "aligned" else misaligned(made)
 
     q, k, v, do = operand(4, d), operand(kv_heads, d), operand(kv_heads, d_v), operand(4, d_v)
     pe = (operand(4, d_pe), operand(1, d_pe)) if d_pe else None
-    gradients = (operand(4, d_pe), torch.empty(batch, kv_heads, length, d_pe, device="meta")) if d_pe else ()
-    o, lse, delta = operand(4, d_v), *(torch.empty(batch, 4, length, device="meta") for _ in range(2))
-    bucket = FmhaBucket(4 * batch, 4 // kv_heads, length, length, d, d_v, 1, 0, int(place == "aligned"))
+    gradients = (operand(4, d_pe), torch.empty(batch, kv_heads, rows, d_pe, device="meta")) if d_pe else ()
+    o, lse, delta = operand(4, d_v), *(torch.empty(batch, 4, rows, device="meta") for _ in range(2))
+    bucket = FmhaBucket(4 * batch, 4 // kv_heads, rows, rows, d, d_v, 1, 0, int(place == "aligned"))
     options = (None, None, None, "", -1, right, 0.1, 0.0)
     forward, backward = (e.configure(bucket, torch.bfloat16) for e in (triton_forward, triton_backward))
     with target("sm_90") as compiled:

@@ -125,16 +125,18 @@ def backward(
     left, right = mask.clamped_band(s_q, s_k)
     q_pe, k_pe, dq_pe, dk_pe = pe or _NO_ROPE
     d_pe = 0 if k_pe is None else k_pe.shape[3]
-    parts = (*tiling.parts(d), *tiling.parts(d_v), d_pe, tiling.part(d_pe))
-    widths = (d, d_v, *parts, left >= 0, right >= 0, mask.program, softcap > 0.0)
+
+    bounded = (left >= 0, right >= 0, mask.program, softcap > 0.0)
     numbers = (left, right, args.scale, softcap)
-    resident = sum(tiling.parts(d) + tiling.parts(d_v)) + tiling.part(d_pe)
     use_descriptors = config.descriptors and tiling.has_descriptors(q)
+    terms, scattered = bool(mask.program) or softcap > 0.0 or args.slopes is not None, not config.descriptors
+    widest = max(d + d_pe, d_v)
 
     # dk and dv
-    terms, scattered = bool(mask.program) or softcap > 0.0 or args.slopes is not None, not config.descriptors
-    tile = tiling.fitted(config.keys, q, resident, d, d_v, (64, 32), "block_m", d_pe, terms, scattered)
     copied = use_descriptors and all(tiling.describable(t) for t in (q, do, q_pe) if t is not None)
+    parts = (*tiling.streamed_parts(d, q, copied), *tiling.streamed_parts(d_v, do, copied))
+    row = sum(parts) + tiling.part(d_pe)
+    tile = tiling.fitted(config.keys, q, row, row, widest, (64, 32), "block_m", terms, scattered)
     table = tiling.table(mask, q, k, tile, "key")
     values: tuple[Any, ...] = (
         dk, dv, do, row_delta, q, k, v, args.lse, args.slopes, mask.mask_data, table.counts, table.indices,
@@ -142,12 +144,15 @@ def backward(
         *tiling.steps(False, dk, dv), *tiling.steps(copied, do, q), *tiling.steps(False, k, v), *table.strides,
         dk_pe, q_pe, k_pe, *tiling.steps(copied, q_pe), *tiling.steps(False, k_pe),
     )  # fmt: skip
-    constants: tuple[Any, ...] = (*widths, copied, tile.block_m, tile.block_n)
+    widths = (d, d_v, *parts, d_pe, tiling.part(d_pe))
+    constants: tuple[Any, ...] = (*widths, *bounded, copied, tile.block_m, tile.block_n)
     tiling.launch(_keys.over(s_q), (batch * k.shape[1] * -(-s_k // tile.block_n),), values, constants, tile)
 
     # dq
-    tile = tiling.fitted(config.queries, q, resident, d, d_v, (64, 64), d_pe=d_pe, terms=terms, scattered=scattered)
     copied = use_descriptors and all(tiling.describable(t) for t in (k, v, k_pe) if t is not None)
+    parts = (*tiling.streamed_parts(d, k, copied), *tiling.streamed_parts(d_v, v, copied))
+    row = sum(parts) + tiling.part(d_pe)
+    tile = tiling.fitted(config.queries, q, row, row, widest, (64, 64), terms=terms, scattered=scattered)
     table = tiling.table(mask, q, k, tile, "query")
     values = (
         dq, means, do, row_delta, q, k, v, args.lse, args.slopes, mask.mask_data, table.counts, table.indices,
@@ -156,7 +161,8 @@ def backward(
         dq_pe, q_pe, k_pe, *tiling.steps(False, dq_pe, q_pe), *tiling.steps(copied, k_pe),
     )  # fmt: skip
     ragged = not mask.program and s_k % tile.block_n != 0
-    constants = (*widths, ragged, copied, tile.block_m, tile.block_n)
+    widths = (d, d_v, *parts, d_pe, tiling.part(d_pe))
+    constants = (*widths, *bounded, ragged, copied, tile.block_m, tile.block_n)
     tiling.launch(_queries.over(s_k), (batch * heads * -(-s_q // tile.block_m),), values, constants, tile)
 
 

@@ -92,11 +92,14 @@ def forward(
     d_pe = 0 if k_pe is None else k_pe.shape[3]
     copied = (k, v) if k_pe is None else (k, v, k_pe)
     descriptors = config.descriptors and all(map(tiling.describable, copied)) and tiling.has_descriptors(k)
-    resident = sum(tiling.parts(d)) + tiling.part(d_pe)
+    parts = tiling.streamed_parts(d, k, descriptors)
+    value_parts = tiling.streamed_parts(d_v, v, descriptors)
+    resident = sum(parts) + tiling.part(d_pe)
     terms = bool(mask.program) or softcap > 0.0 or args.slopes is not None
     tile = tiling.fitted(
-        config.tile, q, resident, d, d_v, (128, 64), d_pe=d_pe, terms=terms, scattered=not config.descriptors
-    )
+        config.tile, q, resident, resident + sum(value_parts), max(d + d_pe, d_v), (128, 64), terms=terms,
+        scattered=not config.descriptors,
+    )  # fmt: skip
     table = tiling.table(mask, q, k, tile, "query")
     values = (
         o, lse, q, k, v, args.sinks, args.slopes, mask.mask_data, table.counts, table.indices,
@@ -105,7 +108,7 @@ def forward(
         q_pe, k_pe, *tiling.steps(False, q_pe), *tiling.steps(descriptors, k_pe),
     )  # fmt: skip
     constants = (
-        d, d_v, *tiling.parts(d), *tiling.value_parts(d_v, v, descriptors), d_pe, tiling.part(d_pe),
+        d, d_v, *parts, *value_parts, d_pe, tiling.part(d_pe),
         left >= 0, right >= 0, mask.program, softcap > 0.0,
         softcap > 0.0 or args.slopes is not None or args.scale <= 0.0,
         not mask.program and s_k % tile.block_n != 0,

@@ -78,13 +78,15 @@ def part(d: int) -> int:
     return max(16, triton.next_power_of_2(d)) if d else 0
 
 
-def value_parts(d_v: int, t: Tensor, descriptors: bool) -> tuple[int, int]:
-    """`parts` of D_v on the GPU of `t`; a single part on Hopper if V does not come through descriptors.
+def streamed_parts(d: int, t: Tensor, descriptors: bool) -> tuple[int, int]:
+    """`parts` of a width whose rows are read in a loop, on the GPU of `t`.  A single part on Hopper, of 16 bits, where
+    no descriptors copy them.
 
     There two dots of different widths read the same shared memory, and ptxas (12.8 to 13.4, every level) computes the
     addresses of the second one from a uniform register that it never writes.
     """
-    return parts(d_v) if descriptors or target_of(t) != "sm_90" else (part(d_v), 0)
+    one = not descriptors and t.element_size() == 2 and target_of(t) == "sm_90"
+    return (part(d), 0) if one else parts(d)
 
 
 def has_descriptors(t: Tensor) -> bool:
@@ -128,19 +130,19 @@ def fitted(
     tile: Tile,
     t: Tensor,
     resident: int,
-    d: int,
-    d_v: int,
+    stage: int,
+    widest: int,
     most: tuple[int, int],
     streamed: str = "block_n",
-    d_pe: int = 0,
     terms: bool = False,
     scattered: bool = False,
 ) -> Tile:
     """`tile`, chosen for an H200, reduced to what the GPU of `t` can run.
 
-    streamed: the side whose operands, of d, d_pe and d_v, come in stages; the other side has `resident` numbers per row
-    in shared memory.  Only sm_90 multiplies from shared memory (wgmma).  Others multiply from registers: tiles of at
-    most `most` rows, resident and streamed, and half of that for heads of more than 128.
+    streamed: the side whose operands come in stages, with `stage` numbers per row; the other side has `resident`
+    numbers per row in shared memory.  Only sm_90 multiplies from shared memory (wgmma).  Others multiply from
+    registers: tiles of at most `most` rows, resident and streamed, and half of that where the `widest` operand of a
+    head has more than 128 numbers.
     terms: scores are softcapped, get a slope or are masked by a program, and AMD's GPUs keep the comparisons of all
     scores in scalar registers.   scattered: rows are unaligned and each element is loaded into a separate register, for
     which four warps have no room.
@@ -149,9 +151,7 @@ def fitted(
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
     other = "block_m" if streamed == "block_n" else "block_n"
     if arch not in ("cpu", "sm_90"):
-        rows = {
-            side: n // (2 if max(d + d_pe, d_v) > 128 else 1) for side, n in zip((other, streamed), most, strict=True)
-        }
+        rows = {side: n // (2 if widest > 128 else 1) for side, n in zip((other, streamed), most, strict=True)}
         if terms and arch.startswith("gfx"):
             rows[streamed] = min(rows[streamed], _AMD_TERMS)
         tile = tile._replace(**{side: min(getattr(tile, side), n) for side, n in rows.items()})
@@ -159,10 +159,9 @@ def fitted(
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
         elif size == 2 and tile.block_m * tile.block_n <= 2048 and not scattered:
             tile = tile._replace(num_warps=4)
-    row = sum(parts(d) + parts(d_v)) + part(d_pe)
     while (
         tile.num_stages > 1
-        and size * (getattr(tile, other) * resident + tile.num_stages * getattr(tile, streamed) * row) > shared
+        and size * (getattr(tile, other) * resident + tile.num_stages * getattr(tile, streamed) * stage) > shared
     ):
         tile = tile._replace(num_stages=tile.num_stages - 1)
     return tile
