@@ -38,6 +38,22 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
         }
     }
 
+    // The same without rows from `limit` on: the TMA takes longer for rows that are outside.  What they have in the stage stays,
+    // so their results are undefined.  Boxes have `box` rows, which divides kPart and is a multiple of eight, unless it is all.
+    __device__ static void load_rows(u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 limit, u32 box, u32 k,
+                                     u32 batch, u32 rank, u32 first = 0) {
+        static_assert(kMajor == Major::K, "rows are those of the box");
+        const u32 begin = kShared == 1 ? 0 : rank * kPart;
+        for (u32 r = begin; r < begin + kPart && row + r < limit; r += box) {
+            copy(stage + r * kSpan, map, full, first, k, row + r, batch);
+        }
+    }
+
+    // The bytes of load_rows() in all blocks that share the operand.
+    __device__ static u32 bytes_of_rows(u32 row, u32 limit, u32 box) {
+        return row < limit ? (min(limit - row, kRows) + box - 1) / box * box * kSpan : 0;
+    }
+
     // Zeroes the elements of K from `first` on, in rows [row, row + rows) of a stage that has landed (in all rows if K is not
     // contiguous).  Called by `threads` threads; follow it by fence_proxy_async_shared() and a barrier of all readers.
     __device__ static void clear(u8* stage, u32 first, u32 row, u32 rows, u32 thread, u32 threads) {

@@ -16,7 +16,7 @@
 // The scheduler (tile_scheduler.cuh) turns this into three kernels: batches of products; groups of A's rows, each with its own B;
 // groups of K, each with its own D.
 //
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK; kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK; kTrim: boxes of box_m rows of A, none outside; kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
 // kAddend (elements of C a load takes: 0 no C, 1, 2); kAccumulate (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
 // C).
 #pragma once
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_d, const typename Config::Bias* bias, const typename Config::Addend* c,
     const float* scale, float alpha, i64 c_pitch, i64 c_batch, typename Config::Out* d, i64 d_pitch, i64 d_batch,
-    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m) {
+    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m,
+    int box_m) {
     using Shape = GemmShape<Config>;
     using Epilogue = TileEpilogue<Config>;
     using Element = typename Config::Element;
@@ -61,6 +62,8 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     constexpr u32 kStages = Shape::kStages, kMathWarpgroups = Shape::kMathWarpgroups;
     constexpr u32 kCluster = Shape::kCluster, kShare = Shape::kShare, kSplitK = Shape::kSplitK;
     constexpr GemmType kGemmType = GemmType(Config::kGemmType);
+    constexpr bool kTrim = Config::kTrim;
+    static_assert(!kTrim || kGemmType == GemmType::Dense, "groups are not trimmed");
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D, unless K is split
     u8* const stages_b = stages_a + kStages * A::kBytes;
@@ -102,15 +105,22 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
             u32 parity = 0;
             for (Tile tile; scheduler.next(tile); parity ^= 1) {
                 if constexpr (kSplitK > 1) split_barriers.read.wait(parity ^ 1);  // the parcels of the last tile
+                u32 bytes_a = A::kBytes;
+                if constexpr (kTrim) bytes_a = A::bytes_of_rows(tile.row, tile.row_end, box_m);
                 for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
                     // Wait until the consumers have released the stage
                     const u32 stage = ring.stage, k_idx = tile.k + k_block * A::kBlockK;  // beyond K come zeros
                     empty[stage].wait(ring.parity ^ 1);
 
                     // Issue the TMA loads of A and B
-                    full[stage].arrive_and_expect_tx(A::kBytes + B::kBytes);  // both halves of a shared operand
-                    A::load(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, k_idx, tile.batch_a, share,
-                            first_sharer);
+                    full[stage].arrive_and_expect_tx(bytes_a + B::kBytes);  // both halves of a shared operand
+                    if constexpr (kTrim) {
+                        A::load_rows(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, tile.row_end, box_m, k_idx,
+                                     tile.batch_a, share, first_sharer);
+                    } else {
+                        A::load(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, k_idx, tile.batch_a, share,
+                                first_sharer);
+                    }
                     B::load(stages_b + stage * B::kBytes, map_b, full[stage], tile.column, k_idx, tile.batch_b, share,
                             first_sharer);
                 }
@@ -134,8 +144,8 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         const SplitOutput<Config> output{{d, bias, c, d_batch, d_pitch, c_batch, c_pitch, n, true}, u32(m)};
 
         for (Tile tile; scheduler.next(tile);) {
-            const TilePart part(tile.row + first_row, tile.column, u32(m), u32(n), Shape::kN / 8);
-            if constexpr (kSplitK > 1) split.announce(part);
+            TilePart part;
+            if constexpr (kSplitK > 1) part = split.announce(tile.row + first_row, tile.column, u32(m), u32(n));
             if (kGemmType == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
                 // None of these rows belongs to the group: release the stages unread
                 for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {

@@ -22,13 +22,8 @@
 
 namespace tilewright {
 
-// The columns of D and the rows of this warpgroup that exist, in parcels and warps.
-struct TilePart {
-    u32 parcels, warps;
-
-    __device__ TilePart(u32 row, u32 column, u32 m, u32 n, u32 all_parcels)
-        : parcels(column < n ? min((n - column + 7) / 8, all_parcels) : 0), warps(row < m ? min((m - row + 15) / 16, 4u) : 0) {}
-};
+// What exists of a tile: parcels of its columns, warps of this warpgroup's rows.
+struct TilePart { u32 parcels, warps; };
 
 // kShare blocks of the cluster share an operand: block `rank` has share rank % kShare and range rank / kShare of K.
 // kColumns of a tile.
@@ -60,10 +55,13 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
         return parcels + ((from * kOwned + index) * kWarpgroups + warpgroup) * kParcelBytes + threadIdx.x % 128 * 16;
     }
 
-    // Announces what this warpgroup will receive, before its first arrival at `drained` for this tile.
-    __device__ void announce(const TilePart& part) {
+    // The part of a tile of D (m x n) that exists; this warpgroup's rows begin at `row`.  Announces what it will receive, before
+    // its arrival at `drained` for this tile.
+    __device__ TilePart announce(u32 row, u32 column, u32 m, u32 n) {
+        const TilePart part{column < n ? min((n - column + 7) / 8, kParcels) : 0, row < m ? min((m - row + 15) / 16, 4u) : 0};
         const u32 first = range() * kOwned, owned = part.parcels > first ? min(part.parcels - first, kOwned) : 0;
         if (threadIdx.x % 128 == 0) barriers.full[warpgroup].arrive_and_expect_tx(kSplit * owned * part.warps * kWarpBytes);
+        return part;
     }
 
     // Adds the accumulators of all blocks.  finish(sum, row, column) gets four neighbouring columns of a row of the tile that
