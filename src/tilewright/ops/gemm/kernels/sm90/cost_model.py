@@ -26,8 +26,8 @@ SECOND_BOUND = 0.1  # of the smaller of two bounds, which do not overlap perfect
 
 
 class Tile(NamedTuple):
-    """block_m x block_n of D for a block; cluster_m blocks share a tile of B, or cluster_n blocks one of A; split: parts
-    of K, each with blocks of its own (`middle_cost.py` predicts those times).
+    """block_m x block_n of D for a block; cluster_m blocks share a tile of B, or cluster_n blocks one of A; split:
+    parts of K, each with blocks of its own (`middle_cost.py` predicts those times).
     """
 
     block_m: int

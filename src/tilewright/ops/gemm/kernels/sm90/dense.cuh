@@ -86,8 +86,10 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     }
     if constexpr (kCluster == 1) {
         __syncthreads();
-    } else {
+    } else if constexpr (kSplitK == 1) {
         cluster_sync();  // no block may arrive at a barrier that is not initialized yet
+    } else {
+        Shape::Split::meet();
     }
     griddepcontrol_wait();
     launch_dependents();

@@ -119,7 +119,13 @@ def gemm(d: Tensor, args: ScaledMatmulArgs, config: Config, groups: Groups = NO_
     """
     c = args.c
     accumulate = c is not None and config.split == 1 and adds_in_place(c, d)
-    if config.split == 1 and c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
+    if (
+        config.split == 1
+        and c is not None
+        and collecting() is not None
+        and not accumulate
+        and c.dtype == d.dtype == torch.float32
+    ):
         # Fake tensors have no address, so c may be d or not: compile both variants
         gemm(d, args._replace(c=d), config, groups)
     by_rows = groups.gemm_type == GemmType.GROUPED_M or config.split > 1
@@ -236,8 +242,8 @@ def math_warpgroups(block_m: int) -> int:
 
 
 def shared_bytes(config: Config, scaling: int) -> int:
-    """Returns bytes of the stages of A, B and scales, and of staging D: a bf16 tile, at most four boxes a warpgroup; none
-    if K is split.
+    """Returns bytes of the stages of A, B and scales, and of staging D: a bf16 tile, at most four boxes a warpgroup;
+    none if K is split.
     """
     stage = (config.block_m + config.block_n) * _SPAN + _scale_bytes(config, scaling)
     boxes = min(_MAX_BUFFERS, waves(config.block_m) * -(-config.block_n // 64))

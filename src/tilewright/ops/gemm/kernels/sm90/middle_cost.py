@@ -1,80 +1,86 @@
 """Predicts the time of a dense product of at most 512 rows with a given tile, K split over a cluster or not, in
 microseconds on an H200.
 
-Such a product has few tiles.  A block's time is the latency of its k blocks, in part hidden by their bytes and
-products, so that shares of K that run beside each other gain more than the bytes say; then come the meeting of the
-blocks and what they send each other.  A cluster lies in one GPC, so some multiprocessors stay idle:
-`few_rows_model.resident` knows how many clusters run at once.
+Such a product has few tiles, and the latency of k blocks counts as much as their bytes: shares of K that run beside
+each other gain more than the bytes say.  Then come the meeting of the blocks and what they send each other.  A cluster
+lies in one GPC, so some multiprocessors stay idle: `few_rows_model.resident` knows how many clusters run at once.
 
 `benchmarks/product_costs.py` measures the times, and `benchmarks/fit_middle.py` prints the factors.  Those of 16-bit
-operands are fitted to 512 times without a split (November 2026: 10 % mean error, the choice 2.6 % over the best of
-four); `meetings` and `sent` are estimates, and so are the factors of e4m3: they need the fit.
+operands are fitted to 382 times without a split (H200, November 2026: 6.5 % mean error, the choice 1 % over the best of
+four).  `meetings`, `sent` and all factors of e4m3 are estimates, which need the fit.
 """
 
 from collections.abc import Iterable
-from math import ceil, hypot
+from math import ceil
 from typing import NamedTuple
 
 from tilewright.ops.gemm.kernels.sm90.cost_model import STEP_BYTES, Problem, Tile
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import resident
 
 MAX_ROWS = 512
-WARP_ROWS = 16
 MAX_CLUSTER = 8  # blocks of a portable cluster
+_WARP_ROWS = 16
 
 
 class Terms(NamedTuple):
-    """What a tile does for a product, or the microseconds for each of it.  The last three overlap: they count as the
-    root of their sum of squares.
+    """What a tile does for a product, or the microseconds for each of it.  The last `OVERLAPPING` run at the same time:
+    they count as the root of `POWER` of the sum of their powers.
     """
 
     start: float  # 1: a launch behind another
     rounds: float  # tiles that a block takes one after another
-    area: float  # 16384 results that a block computes one after another
-    steps: float  # 100 k blocks, of 128 bytes, one after another
+    area: float  # 16384 results that a block stores one after another
+    pairs: float  # 100 k blocks of blocks that share an operand
     meetings: float  # rounds, if K is split
     sent: float  # MB of accumulators that a block sends
     products: float  # GFLOP of a block, padding included
-    intake: float  # MB that a block reads
+    steps: float  # 100 k blocks, of 128 bytes, one after another
+    reads: float  # MB of operands out of the L2
     memory: float  # MB that the product reads and writes
 
 
+OVERLAPPING, POWER = 4, 3
+
 US = Terms(
-    start=1.84,
-    rounds=0.63,
-    area=0.605,
-    steps=6.32,
+    start=2.33,
+    rounds=0.165,
+    area=0.768,
+    pairs=3.0,
     meetings=0.8,
     sent=30.0,
-    products=136.0,
-    intake=1.19,
-    memory=0.204,
+    products=155.0,
+    steps=7.88,
+    reads=0.0544,
+    memory=0.25,
 )
 """Microseconds for each unit of a term, 16-bit operands."""
 
-US_8_BIT = US._replace(products=85.0, steps=9.0)
+US_8_BIT = US._replace(products=100.0, steps=11.0)
 """The same for e4m3 operands with scales."""
 
 
 def terms(problem: Problem, tile: Tile) -> Terms:
     """Returns the terms of a product with a tile."""
     p, t = problem, tile
-    units = ceil(p.m / (t.block_m * t.cluster_m)) * ceil(p.n / (t.block_n * t.cluster_n)) * p.batch
-    rounds = ceil(units / resident(t.cluster_m * t.cluster_n * t.split, 1, p.sms))
+    row_tiles, column_tiles = ceil(p.m / t.block_m), ceil(p.n / t.block_n)
+    units = ceil(row_tiles / t.cluster_m) * ceil(column_tiles / t.cluster_n) * p.batch
+    share = t.cluster_m * t.cluster_n
+    rounds = ceil(units / resident(share * t.split, 1, p.sms))
     steps = ceil(ceil(p.k * p.itemsize / STEP_BYTES) / t.split)
-    rows = min(t.block_m, p.m)
-    sent_rows = min(t.block_m, ceil(p.m / WARP_ROWS) * WARP_ROWS)
     depth = steps * STEP_BYTES // p.itemsize
+    sent_rows = min(t.block_m, ceil(p.m / _WARP_ROWS) * _WARP_ROWS)
+    reads = (p.m * column_tiles / t.cluster_n + p.n * row_tiles / t.cluster_m) * p.k * p.itemsize
     moved = (p.m + p.n) * p.k * p.itemsize + p.m * p.n * p.out_bytes / (2 if p.gated else 1)
     return Terms(
         start=1.0,
         rounds=rounds,
         area=rounds * t.block_m * t.block_n / 16384 / t.split,
-        steps=rounds * steps / 100,
+        pairs=rounds * steps / 100 * (share > 1),
         meetings=rounds * (t.split > 1),
         sent=rounds * sent_rows * t.block_n * 4 * (1 - 1 / t.split) / 1e6,
         products=rounds * 2 * t.block_m * t.block_n * depth / 1e9,
-        intake=rounds * (rows + t.block_n) * steps * STEP_BYTES / 1e6,
+        steps=rounds * steps / 100,
+        reads=p.batch * reads / 1e6,
         memory=p.batch * moved / 1e6,
     )
 
@@ -83,7 +89,7 @@ def predicted_us(problem: Problem, tile: Tile) -> float:
     """Returns microseconds of a launch behind another."""
     factors = US if problem.itemsize == 2 else US_8_BIT
     us = [factor * amount for factor, amount in zip(factors, terms(problem, tile), strict=True)]
-    return sum(us[:-3]) + hypot(*us[-3:])
+    return sum(us[:-OVERLAPPING]) + sum(each**POWER for each in us[-OVERLAPPING:]) ** (1 / POWER)
 
 
 def rank(problem: Problem, tiles: Iterable[Tile]) -> list[Tile]:

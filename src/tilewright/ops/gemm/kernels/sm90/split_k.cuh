@@ -12,7 +12,8 @@
 //     read     the warps of all blocks that share an operand with this one have read their parcels: the producer of this
 //              block, whose copies also fill the rings of those blocks, may load the next tile.
 //
-// All three complete one phase a tile.  A block may leave after its last tile: it has waited for all that others send it.
+// All three complete one phase a tile.  A block that shares no operand may leave after its last tile: it has waited for all
+// that others send it, parcels and arrivals.
 #pragma once
 
 #include <tilewright/cluster.cuh>
@@ -43,6 +44,14 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
             for (u32 i = 0; i < kWarpgroups; ++i) full[i].init(1);
         }
     };
+
+    // A barrier of all threads of the cluster that orders no memory but the initialisation of barriers, by a thread that has
+    // called fence_barrier_init: an arrival with release would cost a fence of 500 cycles.
+    __device__ static void meet() {
+        __syncwarp();
+        cluster_arrive_relaxed();
+        cluster_wait();
+    }
 
     Barriers& barriers;
     u32 parcels;  // the shared address of kBytes
@@ -93,9 +102,13 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
                 finish(four, row, parcel * 8 + column);
             }
         }
-        fence_proxy_async_shared();  // the TMA writes where parcels were written and read
+        fence_proxy_async_shared();  // parcels were written and read here, and the TMA writes here next
         __syncwarp();
-        if (lane_index() < kShare) barriers.read.arrive_remote(range() * kShare + lane_index());
+        if constexpr (kShare == 1) {
+            if (lane_index() == 0) barriers.read.arrive();
+        } else {
+            if (lane_index() < kShare) barriers.read.arrive_remote_after_reads(range() * kShare + lane_index());
+        }
         parity ^= 1;
     }
 
