@@ -64,6 +64,9 @@ DENSE = (
     (296, 520, 584, "tn", "gelu", _FLOAT, _TILE._replace(block_n=128, cluster_n=2)),
     (296, 520, 584, "tt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8, cluster_m=2)),
     (200, 512, 520, "nt", "swiglu", _HALF, _TILE),
+    (100, 520, 584, "nt", "gelu", _HALF, _TILE._replace(block_n=96, stages=6, split=3)),
+    (200, 520, 584, "nn", "", _FLOAT, _TILE._replace(block_m=64, block_n=128, stages=6, cluster_m=2, split=2)),
+    (100, 520, 584, "nt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8)),
 )
 FEW_ROWS = (
     (1, 264, 1032, "nt", "", _HALF, model.Config(tokens=8, stages=3, split=1, ctas=3)),
@@ -80,6 +83,8 @@ FP8 = (
     (300, 1040, 640, 1, "swiglu", _HALF, (128, 192), False),
     (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
     (600, 528, 1168, 3, "", _FLOAT, (192, 128), True),
+    (100, 528, 1168, 2, "", _HALF, (128, 96, 1, 1, 3), False),
+    (200, 528, 1168, 3, "", _FLOAT, (64, 128, 2, 1, 2), True),
 )
 # rows, columns, depth, activation, tile
 REQUANTISED = ((300, 528, 640, "silu", (128, 128)), (300, 1088, 640, "swiglu", (128, 256)))

@@ -147,7 +147,9 @@ def check_legal(config, out_bits, gated, scaling):
     assert config.cluster_m * config.cluster_n * config.split <= 8
     owned = -(-config.block_n // 8 // config.split)
     parcels = config.split * owned * 8 * config.block_m * 4
-    assert config.split == 1 or parcels <= config.stages * (config.block_m + config.block_n) * 128, "they lie in the ring"
+    assert config.split == 1 or parcels <= config.stages * (config.block_m + config.block_n) * 128, (
+        "they lie in the ring"
+    )
     assert config.split == 1 or (waves == 1 and out_bits > 8)
 
 
