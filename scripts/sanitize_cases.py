@@ -54,7 +54,7 @@ DEVICE = torch.device("cuda", 0)
 UNWRITTEN = 768.0  # bf16 has it
 PROCESSORS = 4
 UNSCALED = model.UNSCALED
-_HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
+_HALF, _FLOAT, _FP8, _DOUBLE, _INT = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64, torch.int32
 
 # rows, columns, depth, layout, activation, result, config
 _TILE = dense_kernel.Config(block_m=128, block_n=256, stages=4, cluster_m=1, cluster_n=1, group_m=4)
@@ -64,9 +64,8 @@ DENSE = (
     (296, 520, 584, "tn", "gelu", _FLOAT, _TILE._replace(block_n=128, cluster_n=2)),
     (296, 520, 584, "tt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8, cluster_m=2)),
     (200, 512, 520, "nt", "swiglu", _HALF, _TILE),
-    (100, 520, 584, "nt", "gelu", _HALF, _TILE._replace(block_n=96, stages=6, split=3)),
+    (96, 520, 584, "nt", "gelu", _HALF, _TILE._replace(block_n=96, stages=6, split=3)),
     (200, 520, 584, "nn", "", _FLOAT, _TILE._replace(block_m=64, block_n=128, stages=6, cluster_m=2, split=2)),
-    (100, 520, 584, "nt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8)),
 )
 FEW_ROWS = (
     (1, 264, 1032, "nt", "", _HALF, model.Config(tokens=8, stages=3, split=1, ctas=3)),
@@ -213,7 +212,11 @@ def grouped(
         kernel, config = dense, _dense_config(shape)
     else:
         kernel, config = fp8, _fp8_config(shape, scaling)
-    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, _int32(ends), max(sizes), "", d.dtype), config)
+    kernel.gemm_rows(
+        d,
+        GroupedArgs(a, b.mT, of_a, of_b, None, torch.tensor(ends, dtype=_INT, device=DEVICE), max(sizes), "", d.dtype),
+        config,
+    )
     wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
     for g, (start, end) in enumerate([(0, end) for end in ends] if masked else pairwise([0, *ends])):
         at = g if masked else 0
@@ -232,7 +235,7 @@ def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int,
     products = [x[:, start:end] @ y[:, start:end].mT for start, end in pairwise([0, *ends])]
     wanted = torch.stack(products) + c.double()
     d = c if into else _unwritten(*c.shape, dtype=_FLOAT)
-    args = KGroupedArgs(a, b.mT, of_a, of_b, c, _int32(ends), _FLOAT)
+    args = KGroupedArgs(a, b.mT, of_a, of_b, c, torch.tensor(ends, dtype=_INT, device=DEVICE), _FLOAT)
     if scaling == UNSCALED:
         dense.gemm_along_k(d, args, _dense_config(tile, True))
     else:
@@ -368,10 +371,6 @@ def _drawn(*shape: int, dtype: torch.dtype = _HALF, turned: bool = False) -> Ten
 
 def _unwritten(*shape: int, dtype: torch.dtype = _HALF) -> Tensor:
     return torch.full(shape, UNWRITTEN, dtype=dtype, device=DEVICE)
-
-
-def _int32(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 def _scaled(scaling: int, *shapes: tuple[int, ...], turned: bool = False) -> list[tuple[Tensor, Any, Tensor]]:

@@ -11,7 +11,7 @@
 // both blocks run the same number of k blocks; a block whose tile lies outside of D multiplies zeros and writes nothing.
 //
 // kSplitK > 1: so many blocks, or pairs of blocks, of a cluster split the K of a tile, and add their accumulators through the
-// ring (split_k.cuh).  For products with few tiles: a block has as little to do before the exchange as there are blocks.
+// ring (dense_parts/split_k.cuh).  For products with few tiles: a block has as little to do before the exchange as there are blocks.
 //
 // The scheduler (tile_scheduler.cuh) turns this into three kernels: batches of products; groups of A's rows, each with its own B;
 // groups of K, each with its own D.
@@ -25,7 +25,7 @@
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
 
-#include "split_k.cuh"
+#include "dense_parts/split_k.cuh"
 
 namespace tilewright {
 

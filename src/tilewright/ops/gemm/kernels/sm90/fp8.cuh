@@ -25,7 +25,7 @@
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
 
-#include "split_k.cuh"
+#include "dense_parts/split_k.cuh"
 
 namespace tilewright {
 
