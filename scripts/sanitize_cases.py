@@ -54,7 +54,7 @@ DEVICE = torch.device("cuda", 0)
 UNWRITTEN = 768.0  # bf16 has it
 PROCESSORS = 4
 UNSCALED = model.UNSCALED
-_HALF, _FLOAT, _FP8, _DOUBLE, _INT = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64, torch.int32
+_HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
 
 # rows, columns, depth, layout, activation, result, config
 _TILE = dense_kernel.Config(block_m=128, block_n=256, stages=4, cluster_m=1, cluster_n=1, group_m=4)
@@ -181,8 +181,8 @@ def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) 
     q, scales = torch.empty(1, m, n_out, dtype=_FP8, device=DEVICE), TOKEN.empty(m, n_out, DEVICE, 1)
     args = plain_scaled_args(a, b.mT, of_a, of_b, _FP8, activation)._replace(alpha=0.1)
     fp8_kernel.gemm_fp8(q, scales, args, _fp8_config(tile, Scaling.TOKEN_BLOCK))
-    wanted = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
-    return _near(restore(q, scales, TOKEN, _FLOAT), wanted, 0.05)
+    exact = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
+    return _near(restore(q, scales, TOKEN, _FLOAT), exact, 0.05)
 
 
 def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, tokens: int, split: int, ctas: int) -> bool:
@@ -212,11 +212,8 @@ def grouped(
         kernel, config = dense, _dense_config(shape)
     else:
         kernel, config = fp8, _fp8_config(shape, scaling)
-    kernel.gemm_rows(
-        d,
-        GroupedArgs(a, b.mT, of_a, of_b, None, torch.tensor(ends, dtype=_INT, device=DEVICE), max(sizes), "", d.dtype),
-        config,
-    )
+    table = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, table, max(sizes), "", d.dtype), config)
     wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
     for g, (start, end) in enumerate([(0, end) for end in ends] if masked else pairwise([0, *ends])):
         at = g if masked else 0
@@ -235,7 +232,7 @@ def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int,
     products = [x[:, start:end] @ y[:, start:end].mT for start, end in pairwise([0, *ends])]
     wanted = torch.stack(products) + c.double()
     d = c if into else _unwritten(*c.shape, dtype=_FLOAT)
-    args = KGroupedArgs(a, b.mT, of_a, of_b, c, torch.tensor(ends, dtype=_INT, device=DEVICE), _FLOAT)
+    args = KGroupedArgs(a, b.mT, of_a, of_b, c, torch.tensor(ends, dtype=torch.int32, device=DEVICE), _FLOAT)
     if scaling == UNSCALED:
         dense.gemm_along_k(d, args, _dense_config(tile, True))
     else:
@@ -309,8 +306,7 @@ def attention_backward(
     wanted = torch.autograd.grad(o, exact, do.double())
     o, lse = o.detach().to(_HALF), lse.detach().float()
     wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
-    made = [w[:, :, :-1] for w in wide]
-    dsinks = torch.empty(4 if modified else 0, device=DEVICE)
+    made, dsinks = [w[:, :, :-1] for w in wide], torch.empty(4 if modified else 0, device=DEVICE)
     args = FmhaBackwardArgs(do, None, q, k, v, o, lse, *rest)
     fmha_backward_cuda.backward((made[0], made[1], made[2], dsinks), args, config)
     beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
@@ -319,7 +315,7 @@ def attention_backward(
 
 def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
-    found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
+    found = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
     runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
         ("dense", partial(product, dense_kernel), DENSE),
         ("few rows", partial(product, few_rows), FEW_ROWS),

@@ -1,8 +1,8 @@
 """Dense products of 16-bit operands for Hopper: matmul and bmm, and with groups grouped_matmul, masked_matmul and
 k_grouped_matmul.  This module chooses the tile, which decides how full the last wave is; `dense_kernel.py` launches it.
 
-Products of at most 512 rows have few tiles, so K may be split over a cluster (`dense_parts/split_k.cuh`); `middle_cost.py` ranks
-these.
+Products of at most 512 rows have few tiles, so K may be split over a cluster (`dense_parts/split_k.cuh`);
+`middle_cost.py` ranks them.
 
 Tiles are padded along M, so up to 64 rows of A, contiguous along K, go to `few_rows.py`.
 
