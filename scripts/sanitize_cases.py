@@ -315,7 +315,7 @@ def attention_backward(
 
 def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
-    found = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
+    found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
     runs: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
         ("dense", partial(product, dense_kernel), DENSE),
         ("few rows", partial(product, few_rows), FEW_ROWS),

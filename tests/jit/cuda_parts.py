@@ -56,6 +56,7 @@ def gemm(block_m: int, block_n: int, cluster: tuple[int, int] = (1, 1), majors: 
         *(element, out, out, out),
         kSplitK=split,
         kTrim=trim,
+        kPrefetch=split > 1 or trim,
     )
 
 

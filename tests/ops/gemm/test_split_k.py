@@ -84,7 +84,7 @@ def test_a_split_has_as_many_steps_as_parts():
 def test_boxes_cover_the_rows_that_exist(m, tile):
     block_m, part_m = tile
     box = dense_kernel.box_rows(m, block_m, part_m)
-    if m > dense_kernel.TRIMMED_ROWS or m % block_m == 0:
+    if m > dense_kernel.FEW_ROWS or m % block_m == 0:
         assert box == part_m
         return
     assert box == m <= part_m or (part_m % box == 0 and box % 8 == 0)
@@ -145,6 +145,7 @@ def test_rows_that_do_not_exist_are_not_loaded(launches):
         assert launches.maps[0] == ((1, rows, 512), (1, box, 64)), rows
         assert launches.calls[-1][1].box_m == box
         assert launches.calls[-1][2].kTrim is trims
+        assert launches.calls[-1][2].kPrefetch is (rows <= 512)
 
 
 def test_a_split_product_takes_the_result_as_c(launches):

@@ -54,6 +54,17 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
         return row < limit ? (min(limit - row, kRows) + box - 1) / box * box * kSpan : 0;
     }
 
+    // Prefetches to the L2 what load() will load.
+    __device__ static void prefetch_l2(const TensorMap& map, u32 row, u32 k, u32 batch, u32 rank) {
+        const u32 part = kShared == 1 ? 0 : rank;
+        if constexpr (kMajor == Major::K) {
+            tma_prefetch_l2(map, k, row + part * kPart, batch);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < kBoxes; ++i) tma_prefetch_l2(map, row + i * 64, k + part * kPart, batch);
+        }
+    }
+
     // Zeroes the elements of K from `first` on, in rows [row, row + rows) of a stage that has landed (in all rows if K is not
     // contiguous).  Called by `threads` threads; follow it by fence_proxy_async_shared() and a barrier of all readers.
     __device__ static void clear(u8* stage, u32 first, u32 row, u32 rows, u32 thread, u32 threads) {

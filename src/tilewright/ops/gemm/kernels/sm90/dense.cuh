@@ -16,15 +16,16 @@
 // The scheduler (tile_scheduler.cuh) turns this into three kernels: batches of products; groups of A's rows, each with its own B;
 // groups of K, each with its own D.
 //
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK; kTrim: boxes of box_m rows of A, none outside; kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias;
-// kAddend (elements of C a load takes: 0 no C, 1, 2); kAccumulate (C is D); Element, Out, Bias, Addend (types of A and B, D, bias,
-// C).
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK; kTrim (boxes of box_m rows of A, none outside); kPrefetch (of
+// the first of B); kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias; kAddend (elements of C a load takes: 0 no C,
+// 1, 2); kAccumulate (C is D); Element, Out, Bias, Addend (types of A and B, D, bias, C).
 #pragma once
 
 #include <tilewright/tile_epilogue.cuh>
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
 
+#include "dense_parts/prefetch.cuh"
 #include "dense_parts/split_k.cuh"
 
 namespace tilewright {
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
     constexpr u32 kCluster = Shape::kCluster, kShare = Shape::kShare, kSplitK = Shape::kSplitK;
     constexpr GemmType kGemmType = GemmType(Config::kGemmType);
     constexpr bool kTrim = Config::kTrim;
-    static_assert(!kTrim || kGemmType == GemmType::Dense, "groups are not trimmed");
+    static_assert((!kTrim && !Config::kPrefetch) || kGemmType == GemmType::Dense, "the first tile of groups is unknown");
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, then kStages of B, then buffers of D, unless K is split
     u8* const stages_b = stages_a + kStages * A::kBytes;
@@ -90,6 +91,13 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         cluster_sync();  // no block may arrive at a barrier that is not initialized yet
     } else {
         Shape::Split::meet();
+    }
+    if constexpr (Config::kPrefetch) {
+        if (warp_index() == 4 * kMathWarpgroups && elect_one()) {
+            const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), nullptr, nullptr, false};
+            prefetch_first_b<TileScheduler<Config>, B>(map_b, args, table, rank, share);
+        }
+        __syncwarp();
     }
     griddepcontrol_wait();
     launch_dependents();

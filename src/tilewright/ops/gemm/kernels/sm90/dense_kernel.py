@@ -27,7 +27,7 @@ from tilewright.ops.gemm.kernels.sm90.operands import adds_in_place, in_pairs
 from tilewright.ops.gemm.operands import ACTIVATIONS, Major, columns_out, major_a, major_b
 
 _SPAN, _BLOCK_K = 128, 64  # as in the header: bytes and elements of K in a stage
-TRIMMED_ROWS = 512
+FEW_ROWS = 512  # the most for which boxes of rows and prefetches are worth a kernel of their own
 _BOX_ROWS = 16  # the least of a box of several
 STAGING = 2 * 64 * _SPAN  # bytes of D that a warpgroup stages
 
@@ -68,6 +68,7 @@ class Params(NamedTuple):
     kAccumulate: bool = False
     kSplitK: int = 1
     kTrim: bool = False
+    kPrefetch: bool = False
 
 
 class GemmType(IntEnum):
@@ -179,6 +180,7 @@ def gemm(d: Tensor, args: MatmulArgs, config: Config, groups: Groups = NO_GROUPS
         kAccumulate=accumulate,
         kSplitK=config.split,
         kTrim=box_m < part_m,
+        kPrefetch=groups.gemm_type == GemmType.DENSE and m <= FEW_ROWS,
     )
     # Without the TMA: rows where a group ends, columns that a block of a split owns
     stores_rows = groups.gemm_type == GemmType.GROUPED_M or config.split > 1
@@ -235,7 +237,7 @@ def box_rows(m: int, block_m: int, part_m: int) -> int:
     there are few tiles.  Rows of a box that lie outside of A cost more than those inside: a k block of tiles of 64 x 64
     took 0.20 us instead of 0.12 where half of every second box was outside (M = 96, H200, November 2026).
     """
-    if m % block_m == 0 or m > TRIMMED_ROWS:
+    if m % block_m == 0 or m > FEW_ROWS:
         return part_m
     if m <= part_m:
         return m

@@ -16,7 +16,7 @@
 // Pairs of blocks that share an operand took 1 to 12 % more time at 4096 rows.  With kSplitK > 1 they have as much work with
 // half the copies out of the L2, which bound products of few rows.
 //
-// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK, kTrim (see dense.cuh); kScaling; kGemmType; kActivation; kBias; kAddend; kAccumulate;
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK, kTrim, kPrefetch (see dense.cuh); kScaling; kGemmType; kActivation; kBias; kAddend; kAccumulate;
 // Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  See tile_epilogue.cuh for the rest.
 #pragma once
 
@@ -25,6 +25,7 @@
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
 
+#include "dense_parts/prefetch.cuh"
 #include "dense_parts/split_k.cuh"
 
 namespace tilewright {
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     constexpr Scaling kScaling = Shape::kScaling;
     constexpr GemmType kGemmType = GemmType(Config::kGemmType);
     constexpr bool kTrim = Config::kTrim;
-    static_assert(!kTrim || kGemmType == GemmType::Dense, "groups are not trimmed");
+    static_assert((!kTrim && !Config::kPrefetch) || kGemmType == GemmType::Dense, "the first tile of groups is unknown");
 
     extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D (unless split), scales
     u8* const stages_b = stages_a + kStages * A::kBytes;
@@ -113,6 +114,13 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         cluster_sync();  // no block may arrive at a barrier that is not initialized yet
     } else {
         Shape::Split::meet();
+    }
+    if constexpr (Config::kPrefetch) {
+        if (warp_index() == 4 * kMathWarpgroups && elect_one()) {
+            const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), nullptr, nullptr, false};
+            prefetch_first_b<Scheduler, B>(map_b, args, table, rank, share);
+        }
+        __syncwarp();
     }
     griddepcontrol_wait();
     launch_dependents();

@@ -17,7 +17,7 @@ from tilewright.jit.compilers.kernel_args import F32, I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.ops.gemm.kernels.sm90.cost_model import strip_bytes
-from tilewright.ops.gemm.kernels.sm90.dense_kernel import NO_GROUPS, GemmType, Groups, box_rows, check_split
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import FEW_ROWS, NO_GROUPS, GemmType, Groups, box_rows, check_split
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import resident
 from tilewright.ops.gemm.kernels.sm90.operands import adds_in_place, in_pairs
 from tilewright.ops.gemm.operands import ACTIVATIONS, FP8, columns_out
@@ -66,6 +66,7 @@ class Params(NamedTuple):
     kClusterN: int = 1
     kSplitK: int = 1
     kTrim: bool = False
+    kPrefetch: bool = False
 
 
 class Args(NamedTuple):
@@ -189,6 +190,7 @@ def _launch(
         kClusterN=config.cluster_n,
         kSplitK=config.split,
         kTrim=box_m < part_m,
+        kPrefetch=groups.gemm_type == GemmType.DENSE and m <= FEW_ROWS,
     )
     kernel_args = Args(
         *maps,
