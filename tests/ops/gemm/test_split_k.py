@@ -256,7 +256,9 @@ def test_dense_results(case, hopper_gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["576 columns", "pairs share rows", "a batch of pairs", "both across"])
+@pytest.mark.parametrize(
+    "case", ["576 columns", "pairs share rows", "a batch of pairs", "both across", "parcels that nobody owns"]
+)
 def test_blocks_with_many_tiles(case, hopper_gpu):
     """On eight multiprocessors a cluster takes many tiles, so that the ring is used again after every exchange."""
     run, exact, _, d = dense_problem(case)

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
         Epilogue epilogue{map_d,   bias,    c, scale == nullptr ? alpha : alpha * *scale,
                           c_pitch, c_batch, u32(m), u32(n), u32(Epilogue::kGated ? n / 2 : n),
                           buffers + warpgroup * kTileBuffers * kBoxBytes, 1 + warpgroup, d, d_pitch, d_batch};
-        typename Shape::Split split{split_barriers, shared_address(stages_a), rank, warpgroup};
+        typename Shape::Split split{split_barriers, stages_a, rank, warpgroup};
         const SplitOutput<Config> output{{d, bias, c, d_batch, d_pitch, c_batch, c_pitch, n, true}, u32(m)};
 
         for (Tile tile; scheduler.next(tile);) {

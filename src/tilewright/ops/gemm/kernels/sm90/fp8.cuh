@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, direct, direct_pitch, direct_batch, u32(m),
                                            u32(n), d_buffers, 1 + warpgroup});
 
-        typename Shape::Split split{split_barriers, shared_address(stages_a), rank, warpgroup};
+        typename Shape::Split split{split_barriers, stages_a, rank, warpgroup};
 
         Stage current = make_stage(0);
         for (bool more = scheduler.next(tile); more;) {

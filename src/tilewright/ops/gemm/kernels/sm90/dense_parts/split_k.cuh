@@ -12,8 +12,10 @@
 //     read     the warps of all blocks that share an operand with this one have read their parcels: the producer of this
 //              block, whose copies also fill the rings of those blocks, may load the next tile.
 //
-// All three complete one phase a tile.  A block that shares no operand may leave after its last tile: it has waited for all
-// that others send it, parcels and arrivals.
+// `drained` and `read` complete one phase a tile.  `full` completes none for a tile of which the warpgroup receives nothing: a
+// phase without bytes would end as it is announced, before slow warps have seen the end of the last one.
+//
+// A block that shares no operand may leave after its last tile: it has waited for all that others send it, parcels and arrivals.
 #pragma once
 
 #include <tilewright/cluster.cuh>
@@ -23,8 +25,8 @@
 
 namespace tilewright {
 
-// What exists of a tile: parcels of its columns, warps of this warpgroup's rows.
-struct TilePart { u32 parcels, warps; };
+// What exists of a tile: parcels of its columns, warps of this warpgroup's rows; and the bytes that this warpgroup receives.
+struct TilePart { u32 parcels, warps, bytes; };
 
 // kShare blocks of the cluster share an operand: block `rank` has share rank % kShare and range rank / kShare of K.
 // kColumns of a tile.
@@ -54,22 +56,23 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
     }
 
     Barriers& barriers;
-    u32 parcels;  // the shared address of kBytes
+    u8* parcels;  // kBytes of shared memory
     u32 rank;     // in the cluster
     u32 warpgroup;
-    u32 parity = 0;
+    u32 parity = 0, full_parity = 0;
 
     __device__ u32 range() const { return rank / kShare; }
-    __device__ u32 slot(u32 from, u32 index) const {
+    __device__ u8* slot(u32 from, u32 index) const {
         return parcels + ((from * kOwned + index) * kWarpgroups + warpgroup) * kParcelBytes + threadIdx.x % 128 * 16;
     }
 
     // The part of a tile of D (m x n) that exists; this warpgroup's rows begin at `row`.  Announces what it will receive, before
     // its arrival at `drained` for this tile.
     __device__ TilePart announce(u32 row, u32 column, u32 m, u32 n) {
-        const TilePart part{column < n ? min((n - column + 7) / 8, kParcels) : 0, row < m ? min((m - row + 15) / 16, 4u) : 0};
+        TilePart part{column < n ? min((n - column + 7) / 8, kParcels) : 0, row < m ? min((m - row + 15) / 16, 4u) : 0, 0};
         const u32 first = range() * kOwned, owned = part.parcels > first ? min(part.parcels - first, kOwned) : 0;
-        if (threadIdx.x % 128 == 0) barriers.full[warpgroup].arrive_and_expect_tx(kSplit * owned * part.warps * kWarpBytes);
+        part.bytes = kSplit * owned * part.warps * kWarpBytes;
+        if (part.bytes > 0 && threadIdx.x % 128 == 0) barriers.full[warpgroup].arrive_and_expect_tx(part.bytes);
         return part;
     }
 
@@ -84,7 +87,10 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
         }
         wait_acquire_cluster(barriers.drained, parity);
         if (rows_exist) send(acc, part.parcels);
-        wait_acquire_cluster(barriers.full[warpgroup], parity);
+        if (part.bytes > 0) {
+            wait_acquire_cluster(barriers.full[warpgroup], full_parity);
+            full_parity ^= 1;
+        }
         if (rows_exist) {
             const bool odd = threadIdx.x % 2 != 0;
             const u32 row = fragment_row() + (odd ? 8 : 0), column = threadIdx.x % 4 / 2 * 4;
@@ -118,7 +124,7 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
 #pragma unroll
         for (u32 owner = 0; owner < kSplit; ++owner) {
             const u32 to = owner * kShare + rank % kShare;
-            const u32 first = map_shared_rank(slot(range(), 0), to);
+            const u32 first = map_shared_rank(shared_address(slot(range(), 0)), to);
             const u32 full = map_shared_rank(barriers.full[warpgroup].address(), to);
 #pragma unroll
             for (u32 i = 0; i < kOwned && owner * kOwned + i < kParcels; ++i) {
@@ -132,19 +138,14 @@ template <u32 kSplit, u32 kShare, u32 kWarpgroups, u32 kColumns> struct SplitK {
 
     // sum = parcel `index` of those that this block owns from range 0, 1, ... of K, added in this order.
     __device__ void receive(float (&sum)[4], u32 index) const {
-        float from[kSplit][4];
+        struct alignas(16) Vector { float values[4]; } from[kSplit];
 #pragma unroll
-        for (u32 s = 0; s < kSplit; ++s) {
-            asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(from[s][0]), "=f"(from[s][1]), "=f"(from[s][2]), "=f"(from[s][3])
-                         : "r"(slot(s, index))
-                         : "memory");
-        }
+        for (u32 s = 0; s < kSplit; ++s) from[s] = *reinterpret_cast<const Vector*>(slot(s, index));
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
-            sum[i] = from[0][i];
+            sum[i] = from[0].values[i];
 #pragma unroll
-            for (u32 s = 1; s < kSplit; ++s) sum[i] += from[s][i];
+            for (u32 s = 1; s < kSplit; ++s) sum[i] += from[s].values[i];
         }
     }
 };
