@@ -64,6 +64,8 @@ DENSE = (
     (296, 520, 584, "tn", "gelu", _FLOAT, _TILE._replace(block_n=128, cluster_n=2)),
     (296, 520, 584, "tt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8, cluster_m=2)),
     (200, 512, 520, "nt", "swiglu", _HALF, _TILE),
+    (96, 520, 584, "nt", "gelu", _HALF, _TILE._replace(block_n=96, stages=6, split=3)),
+    (200, 520, 584, "nn", "", _FLOAT, _TILE._replace(block_m=64, block_n=128, stages=6, cluster_m=2, split=2)),
 )
 FEW_ROWS = (
     (1, 264, 1032, "nt", "", _HALF, model.Config(tokens=8, stages=3, split=1, ctas=3)),
@@ -80,6 +82,8 @@ FP8 = (
     (300, 1040, 640, 1, "swiglu", _HALF, (128, 192), False),
     (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
     (600, 528, 1168, 3, "", _FLOAT, (192, 128), True),
+    (100, 528, 1168, 2, "", _HALF, (128, 96, 1, 1, 3), False),
+    (200, 528, 1168, 3, "", _FLOAT, (64, 128, 2, 1, 2), True),
 )
 # rows, columns, depth, activation, tile
 REQUANTISED = ((300, 528, 640, "silu", (128, 128)), (300, 1088, 640, "swiglu", (128, 256)))
@@ -177,8 +181,8 @@ def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) 
     q, scales = torch.empty(1, m, n_out, dtype=_FP8, device=DEVICE), TOKEN.empty(m, n_out, DEVICE, 1)
     args = plain_scaled_args(a, b.mT, of_a, of_b, _FP8, activation)._replace(alpha=0.1)
     fp8_kernel.gemm_fp8(q, scales, args, _fp8_config(tile, Scaling.TOKEN_BLOCK))
-    wanted = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
-    return _near(restore(q, scales, TOKEN, _FLOAT), wanted, 0.05)
+    exact = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
+    return _near(restore(q, scales, TOKEN, _FLOAT), exact, 0.05)
 
 
 def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, tokens: int, split: int, ctas: int) -> bool:
@@ -208,7 +212,8 @@ def grouped(
         kernel, config = dense, _dense_config(shape)
     else:
         kernel, config = fp8, _fp8_config(shape, scaling)
-    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, _int32(ends), max(sizes), "", d.dtype), config)
+    table = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, table, max(sizes), "", d.dtype), config)
     wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
     for g, (start, end) in enumerate([(0, end) for end in ends] if masked else pairwise([0, *ends])):
         at = g if masked else 0
@@ -227,7 +232,7 @@ def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int,
     products = [x[:, start:end] @ y[:, start:end].mT for start, end in pairwise([0, *ends])]
     wanted = torch.stack(products) + c.double()
     d = c if into else _unwritten(*c.shape, dtype=_FLOAT)
-    args = KGroupedArgs(a, b.mT, of_a, of_b, c, _int32(ends), _FLOAT)
+    args = KGroupedArgs(a, b.mT, of_a, of_b, c, torch.tensor(ends, dtype=torch.int32, device=DEVICE), _FLOAT)
     if scaling == UNSCALED:
         dense.gemm_along_k(d, args, _dense_config(tile, True))
     else:
@@ -301,8 +306,7 @@ def attention_backward(
     wanted = torch.autograd.grad(o, exact, do.double())
     o, lse = o.detach().to(_HALF), lse.detach().float()
     wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
-    made = [w[:, :, :-1] for w in wide]
-    dsinks = torch.empty(4 if modified else 0, device=DEVICE)
+    made, dsinks = [w[:, :, :-1] for w in wide], torch.empty(4 if modified else 0, device=DEVICE)
     args = FmhaBackwardArgs(do, None, q, k, v, o, lse, *rest)
     fmha_backward_cuda.backward((made[0], made[1], made[2], dsinks), args, config)
     beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
@@ -363,10 +367,6 @@ def _drawn(*shape: int, dtype: torch.dtype = _HALF, turned: bool = False) -> Ten
 
 def _unwritten(*shape: int, dtype: torch.dtype = _HALF) -> Tensor:
     return torch.full(shape, UNWRITTEN, dtype=dtype, device=DEVICE)
-
-
-def _int32(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 def _scaled(scaling: int, *shapes: tuple[int, ...], turned: bool = False) -> list[tuple[Tensor, Any, Tensor]]:

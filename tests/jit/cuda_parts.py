@@ -47,12 +47,16 @@ def gemm(block_m: int, block_n: int, cluster: tuple[int, int] = (1, 1), majors: 
     element = options.get("element", torch.bfloat16)
     out = options.get("out", element)
     activation, bias, addend = options.get("activation", ""), options.get("bias", False), options.get("addend", 0)
+    split, trim = options.get("split", 1), options.get("trim", False)
     stages = dense_choice.config_of(
-        dense_choice.Tile(block_m, block_n, *cluster), dense_choice.Problem(1, 1, 1, mn_major_b=bool(b))
+        dense_choice.Tile(block_m, block_n, *cluster, split), dense_choice.Problem(1, 1, 1, mn_major_b=bool(b))
     ).stages
     return dense.Params(
         *(block_m, block_n, stages, *cluster, a, b, ACTIVATIONS.index(activation), bias, addend),
         *(element, out, out, out),
+        kSplitK=split,
+        kTrim=trim,
+        kPrefetch=split > 1 or trim,
     )
 
 
@@ -72,11 +76,11 @@ def launched(call: Callable[[], None]) -> Any:
     return job.key[2]  # type: ignore[index]
 
 
-def quantised(scaling: Scaling, groups: int = 1) -> tuple[Any, ...]:
-    """a (1, 64, 2048), b (groups, 2048, 512) in e4m3, K-major, and their scales."""
-    a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((1, 64, 2048), (groups, 512, 2048)))
+def quantised(scaling: Scaling, groups: int = 1, rows: int = 64) -> tuple[Any, ...]:
+    """a (1, rows, 2048), b (groups, 2048, 512) in e4m3, K-major, and their scales."""
+    a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((1, rows, 2048), (groups, 512, 2048)))
     of_a, of_b = scaling.layouts
-    return a, b.mT, of_a.empty(64, 2048, "cpu", 1), of_b.empty(512, 2048, "cpu", groups)
+    return a, b.mT, of_a.empty(rows, 2048, "cpu", 1), of_b.empty(512, 2048, "cpu", groups)
 
 
 def fp8(
@@ -87,14 +91,14 @@ def fp8(
     into: bool = False,
     **more: Any,
 ) -> Any:
-    """Parameters of the GEMM of e4m3 operands; more: of `dense_kernel.Groups`."""
-    problem = fp8_cost_model.Problem(1, 1, 1, scaling=scaling)
+    """Parameters of the GEMM of e4m3 operands; more: of `dense_kernel.Groups`, and rows, 768 that fill all tiles."""
+    problem, rows = fp8_cost_model.Problem(1, 1, 1, scaling=scaling), more.pop("rows", 768)
     config = fp8_choice.config_of(fp8_cost_model.Tile(*tile), problem)
-    operands, n_out = quantised(Scaling(scaling), more.get("count", 1)), columns_out(512, activation)
-    d = torch.empty(1, 64, n_out, dtype=out)
+    operands, n_out = quantised(Scaling(scaling), more.get("count", 1), rows), columns_out(512, activation)
+    d = torch.empty(1, rows, n_out, dtype=out)
     product = plain_scaled_args(*operands, out, activation)._replace(c=d if into else None)
     if out == torch.float8_e4m3fn:
-        scales = TOKEN.empty(64, n_out, "cpu", 1)
+        scales = TOKEN.empty(rows, n_out, "cpu", 1)
         return launched(lambda: fp8_kernel.gemm_fp8(d, scales, product, config))
     groups = dense.Groups(more.pop("gemm_type", GemmType.DENSE), **more)
     return launched(lambda: fp8_kernel.gemm(d, product, config, groups))
@@ -184,6 +188,11 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
         gemm(64, 96, majors="mk", activation="gelu", bias=True, element=torch.float16),
         {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 3},
     ),
+    # K split over a cluster, also of pairs that share an operand; boxes of rows that exist
+    (dense.KERNEL, gemm(128, 256, split=8, trim=True), {"HGMMA": 4, "UTMALDG": 2}),
+    (dense.KERNEL, gemm(128, 144, (2, 1), "mm", out=torch.float32, addend=2, split=4), {"HGMMA": 4}),
+    (dense.KERNEL, gemm(64, 192, (1, 2), activation="swiglu", bias=True, split=3), {"HGMMA": 4}),
+    (dense.KERNEL, gemm(64, 96, trim=True), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 3}),
     (few_rows_kernel.KERNEL, few_rows(8, 6, 8), {"HGMMA": 8, "UTMALDG": 4}),
     (few_rows_kernel.KERNEL, few_rows(64, 4, 1, "swiglu"), {"HGMMA": 8, "UTMALDG": 4}),
     (few_rows_kernel.KERNEL, few_rows(16, 6, 2, along_n=True, element=torch.float16, out=torch.float32), {"HGMMA": 8}),
@@ -202,6 +211,9 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (fp8_kernel.KERNEL, fp8((128, 192), 1, "swiglu"), {"UTMALDG": 2, "UTMASTG": 3}),
     (fp8_kernel.KERNEL, fp8((128, 256), 2, "swiglu", torch.float8_e4m3fn), {"UTMALDG": 3, "UTMASTG": 1}),
     (fp8_kernel.KERNEL, fp8((128, 128), 2, gemm_type=GemmType.GROUPED_M, count=4), {"UTMALDG": 3, "UTMASTG": 2}),
+    (fp8_kernel.KERNEL, fp8((128, 192, 1, 1, 5), 2, rows=96), {"UTMALDG": 3}),
+    (fp8_kernel.KERNEL, fp8((128, 128, 1, 2, 4), 3, "gelu"), {"UTMALDG": 4}),
+    (fp8_kernel.KERNEL, fp8((64, 256, 2, 1, 3), 1, "swiglu"), {"UTMALDG": 2}),
     (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
     (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),

@@ -134,10 +134,19 @@ def check_legal(config, layout, gated):
     assert config.block_m // (64 * groups) * config.block_n <= 256
     assert not gated or config.block_n % 32 == 0
     assert config.cluster_m * config.cluster_n in (1, 2)
+    assert config.cluster_m * config.cluster_n * config.split <= 8
     assert config.stages >= 4
     columns = config.block_n if layout in (NT, TT) else -(-config.block_n // 64) * 64
-    shared = config.stages * (config.block_m + columns) * 128 + groups * 2 * 64 * 128
+    ring = config.stages * (config.block_m + columns) * 128
+    shared = ring + (groups * 2 * 64 * 128 if config.split == 1 else 0)
+    assert config.split == 1 or split_bytes(config) <= ring, "parcels lie in the ring"
     assert shared + 1024 <= SHARED_LIMIT
+
+
+def split_bytes(config):
+    """SplitK::kBytes: parcels of eight columns from every block, for the columns that a block owns."""
+    owned = -(-config.block_n // 8 // config.split)
+    return config.split * owned * 8 * config.block_m * 4
 
 
 def test_a_cluster_needs_two_tiles_to_share():

@@ -91,9 +91,9 @@ def test_the_choice_is_as_fast_as_the_fastest_almost_everywhere():
 
 @pytest.mark.parametrize(("m", "n", "k"), [(128, 2112, 7168), (128, 576, 7168), (256, 7168, 2048), (512, 4096, 7168)])
 def test_few_rows_take_tiles_for_most_multiprocessors_in_one_wave(m, n, k):
-    _, prediction = chosen(m, n, k)
+    config, prediction = chosen(m, n, k)
     assert prediction.waves == 1
-    assert prediction.tiles > 132 / 2 or prediction.tiles == m // 64 * (n // 32), "no smaller tile is left"
+    assert prediction.tiles * config.split > 132 / 2
 
 
 def test_scales_of_columns_cost_more_than_scales_of_blocks():
@@ -143,6 +143,14 @@ def check_legal(config, out_bits, gated, scaling):
     assert out_bits > 8 or columns == 128
     assert out_bits > 8 or not gated or passes == 2
     assert fp8.shared_bytes(config, scaling) <= 232448 - 1024
+    assert config.cluster_m * config.cluster_n in (1, 2)
+    assert config.cluster_m * config.cluster_n * config.split <= 8
+    owned = -(-config.block_n // 8 // config.split)
+    parcels = config.split * owned * 8 * config.block_m * 4
+    assert config.split == 1 or parcels <= config.stages * (config.block_m + config.block_n) * 128, (
+        "they lie in the ring"
+    )
+    assert config.split == 1 or (waves == 1 and out_bits > 8)
 
 
 def test_few_rows_go_to_their_own_kernel():

@@ -12,6 +12,7 @@ from tilewright.jit.compilers import INCLUDE
 
 ROWS = {(1, 1): 0, (1, 2): 1, (2, 1): 2}  # by cluster
 DEPTH = {False: 3, True: 4}  # by `into`
+SPLIT = {1: 5, 2: 6}  # by blocks that share an operand: rows of B
 
 HOST = r"""
 #include <algorithm>
@@ -48,9 +49,10 @@ static void __syncthreads() {}
 #include <tilewright/tile_scheduler.cuh>
 
 using namespace tilewright;
-template <int kOf, int kM, int kN, bool kAdds> struct Config {
+template <int kOf, int kM, int kN, bool kAdds, int kParts = 1> struct Config {
     static constexpr int kGemmType = kOf, kBlockM = 64, kBlockN = 32, kClusterM = kM, kClusterN = kN;
     static constexpr bool kAccumulate = kAdds;
+    static constexpr int kSplitK = kParts;
     using Element = bfloat16;
 };
 
@@ -62,7 +64,7 @@ template <typename Config> int list_tiles(const SchedulerArgs& args, unsigned gr
         warp.emplace_back([&, lane] { threadIdx.x = lane, TileScheduler<Config>::prepare(args, table); });
     }
     for (auto& thread : warp) thread.join();
-    const unsigned cluster = Config::kClusterM * Config::kClusterN;
+    const unsigned cluster = Config::kClusterM * Config::kClusterN * Config::kSplitK;
     int count = 0;
     gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
@@ -84,7 +86,9 @@ extern "C" int tiles_of(int kind, u m, u n, u k, u groups, u group_m, const int*
     if (kind == 1) return list_tiles<Config<1, 1, 2, false>>(args, grid, tiles, room);
     if (kind == 2) return list_tiles<Config<1, 2, 1, false>>(args, grid, tiles, room);
     if (kind == 3) return list_tiles<Config<2, 1, 1, false>>(args, grid, tiles, room);
-    return list_tiles<Config<2, 1, 1, true>>(args, grid, tiles, room);
+    if (kind == 4) return list_tiles<Config<2, 1, 1, true>>(args, grid, tiles, room);
+    if (kind == 5) return list_tiles<Config<0, 1, 1, false, 3>>(args, grid, tiles, room);
+    return list_tiles<Config<0, 2, 1, false, 3>>(args, grid, tiles, room);
 }
 """
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 32, 64
@@ -202,3 +206,21 @@ def test_groups_along_k(tiles_of, ends, into):
         seen.add((d, row, column))
     some = [g for g, (first, end) in enumerate(groups) if first < end or not into]
     assert seen == {(g, r, c) for g in some for r in range(0, rows, BLOCK_M) for c in range(0, columns, BLOCK_N)}
+
+
+@pytest.mark.parametrize("share", SPLIT)
+@pytest.mark.parametrize("steps", [3, 4, 7, 8])
+def test_blocks_of_a_split_take_the_steps_of_a_tile_once(tiles_of, share, steps):
+    rows, columns, parts, batches = 200, 70, 3, 2
+    size = share * parts
+    tiles = tiles_of(SPLIT[share], rows, columns, steps * BLOCK_K - 8, [0] * batches, grid=2 * size)
+    seen = {}
+    for row, column, a, b, d, row_end, k, own, _, block in tiles:
+        assert a == b == d and row_end == rows and own > 0 and k % BLOCK_K == 0
+        assert share == 1 or row // BLOCK_M % 2 == block % 2
+        seen.setdefault((d, row, column), {})[block % size // share] = range(k // BLOCK_K, k // BLOCK_K + own)
+    for ranges in seen.values():
+        assert [step for part in range(parts) for step in ranges[part]] == list(range(steps))
+    inside = {where for where in seen if where[1] < rows}
+    starts = range(0, rows, BLOCK_M), range(0, columns, BLOCK_N)
+    assert inside == {(d, row, column) for d in range(batches) for row in starts[0] for column in starts[1]}

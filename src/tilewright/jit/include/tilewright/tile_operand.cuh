@@ -12,7 +12,7 @@ namespace tilewright {
 constexpr u32 kSpan = 128;            // bytes of K in a stage, and the swizzle
 constexpr u32 kBoxBytes = 64 * kSpan;  // a box of 64 rows of an operand or of D
 
-// One operand, kRows rows (of M or N) in a stage.  kShared blocks of a cluster load it together, by multicast.
+// One operand, kRows rows (of M or N) in a stage.  kShared adjacent blocks of a cluster load it together, by multicast.
 template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand {
     static constexpr u32 kBlockK = kSpan / sizeof(Element);
     // K-major: kRows rows of 128 bytes.  M- or N-major: boxes of 64 elements by kBlockK rows of K.
@@ -22,17 +22,46 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
     static constexpr u32 kAdvance = kMajor == Major::K ? kWgmmaKBytes : kWgmmaK<Element> * kSpan;  // bytes to the next wgmma
     static_assert(kPart % 8 == 0, "a block's share is whole atoms of the swizzle");
 
-    // Loads rows from `row` and K from `k` on; of a shared operand, the part that block `rank` of the cluster loads.
-    __device__ static void load(u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 k, u32 batch, u32 rank) {
+    // Loads rows from `row` and K from `k` on; of a shared operand, the part that the block of share `rank` loads.  The blocks
+    // that share it are those of the cluster from `first` on.
+    __device__ static void load(
+        u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 k, u32 batch, u32 rank, u32 first = 0) {
         const u32 part = kShared == 1 ? 0 : rank;
         stage += part * kPart * kSpan;
         if constexpr (kMajor == Major::K) {
-            copy(stage, map, full, k, row + part * kPart, batch);
+            copy(stage, map, full, first, k, row + part * kPart, batch);
         } else {
 #pragma unroll
             for (u32 i = 0; i < kBoxes; ++i) {
-                copy(stage + i * kBoxBytes, map, full, row + i * 64, k + part * kPart, batch);
+                copy(stage + i * kBoxBytes, map, full, first, row + i * 64, k + part * kPart, batch);
             }
+        }
+    }
+
+    // The same without rows from `limit` on: the TMA takes longer for rows that are outside.  What they have in the stage stays,
+    // so their results are undefined.  Boxes have `box` rows, which divides kPart and is a multiple of eight, unless it is all.
+    __device__ static void load_rows(u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 limit, u32 box, u32 k,
+                                     u32 batch, u32 rank, u32 first = 0) {
+        static_assert(kMajor == Major::K, "rows are those of the box");
+        const u32 begin = kShared == 1 ? 0 : rank * kPart;
+        for (u32 r = begin; r < begin + kPart && row + r < limit; r += box) {
+            copy(stage + r * kSpan, map, full, first, k, row + r, batch);
+        }
+    }
+
+    // The bytes of load_rows() in all blocks that share the operand.
+    __device__ static u32 bytes_of_rows(u32 row, u32 limit, u32 box) {
+        return row < limit ? (min(limit - row, kRows) + box - 1) / box * box * kSpan : 0;
+    }
+
+    // Prefetches to the L2 what load() will load.
+    __device__ static void prefetch_l2(const TensorMap& map, u32 row, u32 k, u32 batch, u32 rank) {
+        const u32 part = kShared == 1 ? 0 : rank;
+        if constexpr (kMajor == Major::K) {
+            tma_prefetch_l2(map, k, row + part * kPart, batch);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < kBoxes; ++i) tma_prefetch_l2(map, row + i * 64, k + part * kPart, batch);
         }
     }
 
@@ -68,11 +97,11 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
     }
 
   private:
-    __device__ static void copy(u8* to, const TensorMap& map, Barrier& full, int x, int y, int z) {
+    __device__ static void copy(u8* to, const TensorMap& map, Barrier& full, u32 first, int x, int y, int z) {
         if constexpr (kShared == 1) {
             tma_load(to, map, full, x, y, z);
         } else {
-            tma_load_multicast(to, map, full, (1 << kShared) - 1, x, y, z);
+            tma_load_multicast(to, map, full, ((1 << kShared) - 1) << first, x, y, z);
         }
     }
 };

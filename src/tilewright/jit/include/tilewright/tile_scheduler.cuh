@@ -16,7 +16,10 @@
 //     TileScheduler<Config> scheduler(args, table, rank);
 //     for (Tile tile; scheduler.next(tile);) ...
 //
-// Config: kGemmType, kAccumulate, kBlockM, kBlockN, kClusterM, kClusterN; Element.
+// kSplitK blocks of a cluster take the same tile (Dense), and of its K block rank / (kClusterM * kClusterN) the part of that
+// number: at least one stage if K has kSplitK stages.
+//
+// Config: kGemmType, kAccumulate, kBlockM, kBlockN, kClusterM, kClusterN, kSplitK; Element.
 #pragma once
 
 #include <tilewright/raster.cuh>
@@ -45,7 +48,9 @@ struct SchedulerArgs {
 
 template <typename Config> class TileScheduler {
     static constexpr GemmType kGemmType = GemmType(Config::kGemmType);
-    static constexpr u32 kCluster = Config::kClusterM * Config::kClusterN;
+    static constexpr u32 kShare = Config::kClusterM * Config::kClusterN, kSplitK = Config::kSplitK;
+    static constexpr u32 kCluster = kShare * kSplitK;
+    static_assert(kSplitK == 1 || kGemmType == GemmType::Dense, "groups do not split K");
     static constexpr u32 kBlockK = 128 / sizeof(typename Config::Element);  // elements of a stage
     static constexpr u32 kEntries = 128, kLaneEntries = kEntries / 32;
 
@@ -89,8 +94,8 @@ template <typename Config> class TileScheduler {
 
     __device__ TileScheduler(const SchedulerArgs& args, const Table& table, u32 rank)
         : args_(args), table_(table), rows_((args.m + kUnitRows - 1) / kUnitRows), columns_(unit_columns(args)),
-          units_(kGemmType == GemmType::GroupedM ? table.first_unit[kEntries] : rows_ * columns_ * args.batches), rank_(rank),
-          unit_(blockIdx.x / kCluster) {}
+          units_(kGemmType == GemmType::GroupedM ? table.first_unit[kEntries] : rows_ * columns_ * args.batches),
+          rank_(kSplitK == 1 ? rank : rank % kShare), split_(kSplitK == 1 ? 0 : rank / kShare), unit_(blockIdx.x / kCluster) {}
 
     // The next tile of this block; false when there is none.
     __device__ bool next(Tile& tile) {
@@ -110,6 +115,7 @@ template <typename Config> class TileScheduler {
             tile.row_end = args_.m;
             const Span span = kGemmType == GemmType::GroupedK ? Span::of_group(args_, batch) : Span{0, args_.k};
             set_k(tile, span.first, span.end - span.first);
+            if constexpr (kSplitK > 1) take_part(tile);
         }
         unit_ += gridDim.x / kCluster;
         return true;
@@ -135,7 +141,7 @@ template <typename Config> class TileScheduler {
 
     const SchedulerArgs& args_;
     const Table& table_;
-    u32 rows_, columns_, units_, rank_, unit_;
+    u32 rows_, columns_, units_, rank_, split_, unit_;
     u32 group_ = 0, first_unit_ = 0;  // GroupedM: the current group and its first unit
     Span span_ = {0, 0};
 
@@ -155,6 +161,12 @@ template <typename Config> class TileScheduler {
         tile.k = first;
         tile.k_blocks = (length + kBlockK - 1) / kBlockK;
         tile.k_tail = length - (tile.k_blocks - 1) * kBlockK;
+    }
+
+    __device__ void take_part(Tile& tile) {
+        const u32 begin = tile.k_blocks * split_ / kSplitK, end = tile.k_blocks * (split_ + 1) / kSplitK;
+        tile.k += begin * kBlockK;
+        tile.k_blocks = end - begin;
     }
 
     __device__ void set_grouped(Tile& tile) {

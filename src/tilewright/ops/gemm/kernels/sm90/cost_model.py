@@ -26,12 +26,15 @@ SECOND_BOUND = 0.1  # of the smaller of two bounds, which do not overlap perfect
 
 
 class Tile(NamedTuple):
-    """block_m x block_n of D for a block; cluster_m blocks share a tile of B, or cluster_n blocks one of A."""
+    """block_m x block_n of D for a block; cluster_m blocks share a tile of B, or cluster_n blocks one of A; split:
+    parts of K, each with blocks of its own (`middle_cost.py` predicts those times).
+    """
 
     block_m: int
     block_n: int
     cluster_m: int = 1
     cluster_n: int = 1
+    split: int = 1
 
 
 class Problem(NamedTuple):

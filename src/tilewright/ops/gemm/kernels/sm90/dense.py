@@ -1,6 +1,9 @@
 """Dense products of 16-bit operands for Hopper: matmul and bmm, and with groups grouped_matmul, masked_matmul and
 k_grouped_matmul.  This module chooses the tile, which decides how full the last wave is; `dense_kernel.py` launches it.
 
+Products of at most 512 rows have few tiles, so K may be split over a cluster (`dense_parts/split_k.cuh`);
+`middle_cost.py` ranks them.
+
 Tiles are padded along M, so up to 64 rows of A, contiguous along K, go to `few_rows.py`.
 
 Groups of rows: each block counts the tiles of every group at its start and finds the group of a tile by bisection, so
@@ -11,7 +14,8 @@ costs ceil(R / block_m) rows of tiles; 64 rows of a tile that are all outside ar
 Groups along K: K of a tile begins where its group does, and groups end at any K: the part of the last stage that
 belongs to the next group, which may be NaN, is overwritten with zeros in shared memory, in both operands.  That takes
 128 threads some 300 cycles, during the WGMMAs of the previous k block.  If C is D in float32, TMA adds, and empty
-groups cost nothing; otherwise they become C, or zeros.  K is not split, so one group of long K with few tiles is slow.
+groups cost nothing; otherwise they become C, or zeros.  Groups do not split K, so one of long K with few tiles is
+slow.
 """
 
 import logging
@@ -29,9 +33,9 @@ from tilewright.ops.gemm.dense.args import GATED, BmmBucket, MatmulArgs, MatmulB
 from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, KGroupedArgs, KGroupedBucket
 from tilewright.ops.gemm.grouped_matmul import FORWARD as GROUPED
 from tilewright.ops.gemm.k_grouped_matmul import FORWARD as K_GROUPED
-from tilewright.ops.gemm.kernels.sm90 import cost_model, grouping
+from tilewright.ops.gemm.kernels.sm90 import cost_model, grouping, middle_cost
 from tilewright.ops.gemm.kernels.sm90.cost_model import Problem, Tile
-from tilewright.ops.gemm.kernels.sm90.dense_kernel import STAGING, Config, gemm, math_warpgroups, stage_bytes
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import Config, gemm, stage_bytes, staging_bytes
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_16_bit, why_not_machine
 from tilewright.ops.gemm.masked_matmul import FORWARD as MASKED
 from tilewright.ops.gemm.matmul import FORWARD as MATMUL
@@ -44,7 +48,12 @@ _MN_MAJOR_B = (1, 2)  # the layouts nn and tn
 _BLOCKS = {64: (32, 64, 96, 128, 192, 256), 128: tuple(range(64, 257, 16))}
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
 TILES = tuple(Tile(m, n, *cluster) for m, columns in _BLOCKS.items() for n in columns for cluster in _CLUSTERS)
-"""All tiles to choose from.  256x128, two tiles of accumulators a warpgroup, was never faster than 128x256."""
+"""All tiles without a split.  256x128, two tiles of accumulators a warpgroup, was never faster than 128x256."""
+
+SPLITS = middle_cost.splits(
+    {64: (64, 96, 128, 192, 256), 128: (64, 80, 96, 112, 128, 144, 160, 192, 224, 240, 256)}, _CLUSTERS
+)
+"""Tiles whose K is split, for products of at most `middle_cost.MAX_ROWS` rows."""
 
 
 def why_not(args: MatmulArgs) -> str | None:
@@ -61,12 +70,17 @@ def why_not_operands(args: MatmulArgs) -> str | None:
 
 def configure(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> Config:
     """Returns the tile of the least predicted time."""
-    return choose(_problem(bucket))
+    problem = _problem(bucket)
+    return choose_middle(problem) if problem.m <= middle_cost.MAX_ROWS else choose(problem)
 
 
 def candidates(bucket: MatmulBucket | BmmBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Returns the eight tiles of the least predicted time, each with several group_m."""
-    return choices(_problem(bucket))
+    """Returns the eight tiles of the least predicted time, each with several group_m; of few rows, also the sixteen of
+    the least time with or without a split of K.
+    """
+    problem = _problem(bucket)
+    middle = rank_middle(problem)[:16] if problem.m <= middle_cost.MAX_ROWS else ()
+    return tuple(dict.fromkeys((*(config_of(tile, problem) for tile in middle), *choices(problem))))
 
 
 def _problem(bucket: MatmulBucket | BmmBucket) -> Problem:
@@ -91,8 +105,7 @@ def choose(problem: Problem) -> Config:
     """Returns the config of the least predicted time."""
     config = _choose(problem)
     if settings.current().print_configs:
-        tile = Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n)
-        prediction = cost_model.predict(problem, tile)
+        prediction = cost_model.predict(problem, tile_of(config))
         log_once(("dense", problem), f"dense GEMM {problem}: {config}, {prediction}", logging.WARNING)
     return config
 
@@ -100,6 +113,26 @@ def choose(problem: Problem) -> Config:
 @cache
 def _choose(problem: Problem) -> Config:
     return config_of(cost_model.rank(problem, _legal(problem))[0][0], problem)
+
+
+def choose_middle(problem: Problem) -> Config:
+    """Returns the config of the least predicted time for few rows, K split or not."""
+    config = _choose_middle(problem)
+    if settings.current().print_configs:
+        us = middle_cost.predicted_us(problem, tile_of(config))
+        log_once(("dense", problem), f"dense GEMM {problem}: {config}, {us:.1f} us predicted", logging.WARNING)
+    return config
+
+
+@cache
+def _choose_middle(problem: Problem) -> Config:
+    return config_of(rank_middle(problem)[0], problem)
+
+
+def rank_middle(problem: Problem) -> list[Tile]:
+    """Sorts the tiles that fit, with and without a split of K, the least predicted time first."""
+    splits = (tile for tile in SPLITS if _fits(problem, tile))
+    return middle_cost.rank(problem, (*_legal(problem), *splits))
 
 
 def choices(problem: Problem) -> tuple[Config, ...]:
@@ -112,30 +145,36 @@ def choices(problem: Problem) -> tuple[Config, ...]:
 
 
 def _legal(problem: Problem) -> tuple[Tile, ...]:
-    """Returns the tiles that fit: gated ones write whole strips of 32 bytes; a cluster needs two tiles that share."""
-    return tuple(
-        tile
-        for tile in TILES
-        if not problem.gated or tile.block_n % 32 == 0
-        if tile.cluster_m == 1 or problem.m > tile.block_m
-        if tile.cluster_n == 1 or problem.n > tile.block_n
-    )
+    """Returns the tiles without a split that fit."""
+    return tuple(tile for tile in TILES if _fits(problem, tile))
+
+
+def _fits(problem: Problem, tile: Tile) -> bool:
+    """Returns whether a tile fits: gated ones write whole strips of 32 bytes, a cluster has two tiles that share."""
+    return (not problem.gated or tile.block_n % 32 == 0) and middle_cost.fits(problem, tile)
 
 
 def config_of(tile: Tile, problem: Problem) -> Config:
     """Returns the config of a tile: as many stages as fit, and the order of tiles."""
-    free = _SHARED - math_warpgroups(tile.block_m) * STAGING
+    free = _SHARED - staging_bytes(tile.block_m, tile.split)
     stages = min(_MAX_STAGES, free // stage_bytes(tile.block_m, tile.block_n, problem.mn_major_b))
     group_m = cost_model.group_m(tile, problem.sms)
-    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, group_m)
+    return Config(tile.block_m, tile.block_n, stages, tile.cluster_m, tile.cluster_n, group_m, tile.split)
+
+
+def tile_of(config: Config) -> Tile:
+    """Returns the tile of a config."""
+    return Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n, config.split)
 
 
 CONFIGS: tuple[Config, ...] = tuple(
     dict.fromkeys(
-        config_of(tile, Problem(1, 1, 1, mn_major_b=along_n, sms=132)) for along_n in (False, True) for tile in TILES
+        config_of(tile, Problem(1, 1, 1, mn_major_b=along_n, sms=132))
+        for along_n in (False, True)
+        for tile in (*TILES, *SPLITS)
     )
 )
-"""Every config that `choose` can return on a GPU of 132 multiprocessors."""
+"""Every config that `choose` and `choose_middle` can return on a GPU of 132 multiprocessors."""
 
 
 @register_kernel(

@@ -13,7 +13,10 @@
 // K blocks take 1.04 to 1.09 times the cycles of their WGMMAs in tiles of 192x128, 1.11 to 1.15 in 256x128 (H200, long K);
 // 256x128 has fewer tiles to begin and end.
 //
-// Config: kBlockM, kBlockN, kStages; kScaling; kGemmType; kActivation; kBias; kAddend; kAccumulate;
+// Pairs of blocks that share an operand took 1 to 12 % more time at 4096 rows.  With kSplitK > 1 they have as much work with
+// half the copies out of the L2, which bound products of few rows.
+//
+// Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK, kTrim, kPrefetch (see dense.cuh); kScaling; kGemmType; kActivation; kBias; kAddend; kAccumulate;
 // Element (float8_e4m3), Out (float8_e4m3: D has scales), Bias, Addend.  See tile_epilogue.cuh for the rest.
 #pragma once
 
@@ -22,20 +25,22 @@
 #include <tilewright/tile_operand.cuh>
 #include <tilewright/tile_scheduler.cuh>
 
+#include "dense_parts/prefetch.cuh"
+#include "dense_parts/split_k.cuh"
+
 namespace tilewright {
 
 template <bool kCondition, typename A, typename B> struct Conditional { using Type = A; };
 template <typename A, typename B> struct Conditional<false, A, B> { using Type = B; };
 
-// No clusters: pairs of blocks that share an operand took 1 to 12 % more time.
-template <typename Config> struct NoCluster : Config { static constexpr u32 kClusterM = 1, kClusterN = 1; };
-
 template <typename Config> struct Fp8Shape {
     using Element = typename Config::Element;
     static constexpr u32 kM = Config::kBlockM, kN = Config::kBlockN, kStages = Config::kStages;
     static constexpr Scaling kScaling = Scaling(Config::kScaling);
-    using A = Operand<Element, Major::K, kM, 1>;
-    using B = Operand<Element, Major::K, kN, 1>;
+    static constexpr u32 kShare = Config::kClusterM * Config::kClusterN, kSplitK = Config::kSplitK;
+    static constexpr u32 kCluster = kShare * kSplitK;
+    using A = Operand<Element, Major::K, kM, Config::kClusterN>;
+    using B = Operand<Element, Major::K, kN, Config::kClusterM>;
     static constexpr u32 kWaves = kM > 192 ? 2 : 1;       // of 64 rows a warpgroup
     static constexpr u32 kMathWarpgroups = kM / 64 / kWaves;
     static constexpr u32 kThreads = 128 * (kMathWarpgroups + 1);  // the last warpgroup is the producer's
@@ -49,7 +54,11 @@ template <typename Config> struct Fp8Shape {
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
     using Epilogue = Fp8Epilogue<Config, Fp8Shape, kQuantises>;
     using DirectOut = typename Conditional<kQuantises, float, typename Config::Out>::Type;
+    using Split = SplitK<kSplitK, kShare, kMathWarpgroups, kN>;
     static_assert(Same<Element, float8_e4m3>::value, "operands are e4m3");
+    static_assert(kShare == 1 || kShare == 2, "pairs of blocks share one operand");
+    static_assert(kSplitK == 1 || Split::kBytes <= kStages * (A::kBytes + B::kBytes), "parcels lie in the ring");
+    static_assert(kSplitK == 1 || (kWaves == 1 && !kQuantises && !Config::kAccumulate), "a split product has D or C");
     static_assert(kM == 64 || kM == 128 || kM == 192 || kM == 256, "one to three warpgroups, or two of two waves");
     static_assert(kN % 16 == 0 && kColumns % 16 == 0, "columns of a WGMMA");
     static_assert((kParts + 1) * kColumns <= (kMathWarpgroups == 3 ? 2 : 3) * 128, "accumulators a thread: 192, or 128");
@@ -62,43 +71,64 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     const __grid_constant__ TensorMap map_scale_b, const float* scale_a, i64 scale_a_batch, const float* scale_b,
     i64 scale_b_pitch, i64 scale_b_batch, const typename Config::Bias* bias, const typename Config::Addend* c, float alpha,
     i64 c_pitch, i64 c_batch, typename Fp8Shape<Config>::DirectOut* direct, i64 direct_pitch, i64 direct_batch,
-    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m) {
+    const int* starts, const int* ends, bool masked, int m, int n, int k, int batches, int group_m,
+    int box_m) {
     using Shape = Fp8Shape<Config>;
     using Element = typename Config::Element;
     using A = typename Shape::A;
     using B = typename Shape::B;
     using Scales = typename Shape::Scales;
     constexpr u32 kStages = Shape::kStages, kMathWarpgroups = Shape::kMathWarpgroups;
+    constexpr u32 kCluster = Shape::kCluster, kShare = Shape::kShare, kSplitK = Shape::kSplitK;
     constexpr u32 kWaves = Shape::kWaves, kPasses = Shape::kPasses, kParts = Shape::kParts;
     constexpr u32 kColumns = Shape::kColumns, kCount = kColumns / 2, kWaveRows = 64 * kMathWarpgroups;
     constexpr Scaling kScaling = Shape::kScaling;
     constexpr GemmType kGemmType = GemmType(Config::kGemmType);
+    constexpr bool kTrim = Config::kTrim;
+    static_assert((!kTrim && !Config::kPrefetch) || kGemmType == GemmType::Dense, "the first tile of groups is unknown");
 
-    extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D, kStages of scales
+    extern __shared__ __align__(1024) u8 stages_a[];  // kStages of A, of B, buffers of D (unless split), scales
     u8* const stages_b = stages_a + kStages * A::kBytes;
     u8* const buffers = stages_b + kStages * B::kBytes;
-    u8* const stages_s = buffers + kMathWarpgroups * Shape::kBuffers * kBoxBytes;
+    u8* const stages_s = buffers + (kSplitK == 1 ? kMathWarpgroups * Shape::kBuffers * kBoxBytes : 0);
     __shared__ Barrier full[kStages], empty[kStages];
-    using Scheduler = TileScheduler<NoCluster<Config>>;
+    using Scheduler = TileScheduler<Config>;
     __shared__ typename Scheduler::Table table;
+    __shared__ typename Shape::Split::Barriers split_barriers;
 
     // Initialize the barriers
     const u32 warpgroup = warp_index() / 4;
+    const u32 rank = kCluster == 1 ? 0 : cluster_rank();
+    const u32 share = kSplitK == 1 ? rank : rank % kShare, first_sharer = kSplitK == 1 ? 0 : rank - share;
     if (threadIdx.x == 0) {
         for (u32 i = 0; i < kStages; ++i) {
             full[i].init(1 + Scales::kArrivals);
-            empty[i].init(4 * kMathWarpgroups);  // one arrival a warp that reads
+            empty[i].init(4 * kMathWarpgroups * kShare);  // one arrival a warp that reads
         }
+        if constexpr (kSplitK > 1) split_barriers.init();
         fence_barrier_init();
     }
-    __syncthreads();
+    if constexpr (kCluster == 1) {
+        __syncthreads();
+    } else if constexpr (kSplitK == 1) {
+        cluster_sync();  // no block may arrive at a barrier that is not initialized yet
+    } else {
+        Shape::Split::meet();
+    }
+    if constexpr (Config::kPrefetch) {
+        if (warp_index() == 4 * kMathWarpgroups && elect_one()) {
+            const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), nullptr, nullptr, false};
+            prefetch_first_b<Scheduler, B>(map_b, args, table, rank, share);
+        }
+        __syncwarp();
+    }
     griddepcontrol_wait();
     launch_dependents();
 
     // Each warp schedules the same tiles for itself
     const SchedulerArgs args{u32(m), u32(n), u32(k), u32(batches), u32(group_m), starts, ends, masked};
     Scheduler::prepare(args, table);
-    Scheduler scheduler(args, table, 0);
+    Scheduler scheduler(args, table, rank);
     Tile tile;
     Ring<kStages> ring;
 
@@ -108,16 +138,26 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
             if constexpr (Scales::kAlongK) tma_prefetch_descriptor(map_scale_a);
             if constexpr (Scales::kByToken) tma_prefetch_descriptor(map_scale_b);
-            while (scheduler.next(tile)) {
+            for (u32 parity = 0; scheduler.next(tile); parity ^= 1) {
+                if constexpr (kSplitK > 1) split_barriers.read.wait(parity ^ 1);  // the parcels of the last tile
+                u32 bytes_a = A::kBytes;
+                if constexpr (kTrim) bytes_a = A::bytes_of_rows(tile.row, tile.row_end, box_m);
                 for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
                     // Wait until the consumers have released the stage
                     const u32 stage = ring.stage, k_idx = tile.k + k_block * A::kBlockK;  // beyond K come zeros
                     empty[stage].wait(ring.parity ^ 1);
 
                     // Issue the TMA loads of A, B and their scales
-                    full[stage].arrive_and_expect_tx(A::kBytes + B::kBytes + Scales::kTxBytes);
-                    A::load(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, k_idx, tile.batch_a, 0);
-                    B::load(stages_b + stage * B::kBytes, map_b, full[stage], tile.column, k_idx, tile.batch_b, 0);
+                    full[stage].arrive_and_expect_tx(bytes_a + B::kBytes + Scales::kTxBytes);
+                    if constexpr (kTrim) {
+                        A::load_rows(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, tile.row_end, box_m, k_idx,
+                                     tile.batch_a, share, first_sharer);
+                    } else {
+                        A::load(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, k_idx, tile.batch_a, share,
+                                first_sharer);
+                    }
+                    B::load(stages_b + stage * B::kBytes, map_b, full[stage], tile.column, k_idx, tile.batch_b, share,
+                            first_sharer);
                     Scales::load(stages_s + stage * Scales::kBytes, full[stage], map_scale_a, map_scale_b,
                                  scale_b + tile.batch_b * scale_b_batch, scale_b_pitch, tile.row, tile.column, k_idx / 128,
                                  tile.batch_a, tile.batch_b, u32(n));
@@ -143,7 +183,11 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         // after it has seen all arrivals.
         const auto release = [&](u32 stage) {
             __syncwarp();
-            if (lane_index() == 0) empty[stage].arrive();
+            if constexpr (kShare == 1) {
+                if (lane_index() == 0) empty[stage].arrive();
+            } else {
+                if (lane_index() < kShare) empty[stage].arrive_remote_after_reads(first_sharer + lane_index());
+            }
         };
 
         // Lane 0, which will arrive at the barrier, reads for its warp what cp_async_zfill() wrote.  racecheck orders that
@@ -158,8 +202,12 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         typename Shape::Epilogue epilogue({map_d, bias, c, c_pitch, c_batch, direct, direct_pitch, direct_batch, u32(m),
                                            u32(n), d_buffers, 1 + warpgroup});
 
+        typename Shape::Split split{split_barriers, stages_a, rank, warpgroup};
+
         Stage current = make_stage(0);
         for (bool more = scheduler.next(tile); more;) {
+            TilePart part;
+            if constexpr (kSplitK > 1) part = split.announce(tile.row + first_row, tile.column, u32(m), u32(n));
             if (kGemmType == GemmType::GroupedM && tile.row + first_row >= tile.row_end) {
                 // None of these rows belongs to the group: release the stages unread
                 for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block, ring.advance()) {
@@ -253,8 +301,25 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             if constexpr (kScaling == Scaling::Tensor) {
                 factor *= scale_a[done_tile.batch_a * scale_a_batch] * scale_b[done_tile.batch_b * scale_b_batch];
             }
+            if constexpr (kSplitK > 1) {
+                const SplitOutput<Config> output{{direct, bias, c, direct_batch, direct_pitch, c_batch, c_pitch, n, true}, u32(m)};
+                split.reduce(reinterpret_cast<const float (&)[Shape::kN / 2]>(acc), part,
+                             [&](const float (&sum)[4], u32 row, u32 column) {
+                    float scaled[4];
+                    row += done_tile.row + first_row, column += done_tile.column;
 #pragma unroll
-            for (u32 wave = 0; wave < kWaves; ++wave) {
+                    for (u32 i = 0; i < 4; ++i) {
+                        scaled[i] = sum[i];
+                        if (kScaling == Scaling::Row && row < u32(m) && column + i < u32(n)) {
+                            scaled[i] *= scale_a[done_tile.batch_a * scale_a_batch + row] *
+                                         scale_b[done_tile.batch_b * scale_b_batch + column + i];
+                        }
+                    }
+                    output.write(scaled, factor, done_tile.batch_d, row, column);
+                });
+            }
+#pragma unroll
+            for (u32 wave = 0; wave < (kSplitK == 1 ? kWaves : 0); ++wave) {
                 const u32 row = done_tile.row + first_row + wave * kWaveRows;
                 if constexpr (kScaling == Scaling::Row) {
                     scale_accumulators(acc[wave], scale_a + done_tile.batch_a * scale_a_batch,
@@ -266,6 +331,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
         }
         if (threadIdx.x % 128 == 0) tma_wait_read<0>();  // shared memory must outlive the stores
     }
+    if constexpr (kShare > 1) cluster_sync();  // a block must outlive the arrivals of the other
 }
 
 }  // namespace tilewright

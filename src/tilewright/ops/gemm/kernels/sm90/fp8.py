@@ -1,6 +1,6 @@
 """Products of e4m3 operands with scales for Hopper: scaled_matmul and scaled_matmul_fp8, and with groups
-grouped_matmul, masked_matmul and k_grouped_matmul.  This module chooses the tile by `fp8_cost_model.py`;
-`fp8_kernel.py` launches it.
+grouped_matmul, masked_matmul and k_grouped_matmul.  This module chooses the tile by `fp8_cost_model.py`, of
+at most 512 rows by `middle_cost.py`; `fp8_kernel.py` launches it.
 
 Few rows go to `few_rows_scaled.py`.  An e4m3 result: 128 results of a row and their scale are computed from the
 accumulators, so the float32 result is never stored: 1 + 1/32 bytes an element are written instead of 4, and no second
@@ -20,7 +20,7 @@ from tilewright.ops.gemm.dense.args import GATED
 from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, KGroupedArgs, KGroupedBucket
 from tilewright.ops.gemm.grouped_matmul import FORWARD as GROUPED
 from tilewright.ops.gemm.k_grouped_matmul import FORWARD as K_GROUPED
-from tilewright.ops.gemm.kernels.sm90 import fp8_cost_model, grouping
+from tilewright.ops.gemm.kernels.sm90 import cost_model, fp8_cost_model, grouping, middle_cost
 from tilewright.ops.gemm.kernels.sm90.dense import sm_count
 from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile
 from tilewright.ops.gemm.kernels.sm90.fp8_kernel import Config, gemm, gemm_fp8, shared_bytes, waves
@@ -55,12 +55,17 @@ TILES = _tiles({64: (32, 64, 96, 128), 128: (64, 96, 128, 192), 192: (96, 128), 
 TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
 """All tiles for e4m3 results, whose columns are whole blocks of scales: 256 columns of op(B) if gated."""
 
+SPLITS = middle_cost.splits(
+    {64: (64, 96, 128, 256), 128: (64, 96, 128, 192, 256), 192: (96, 128)}, ((1, 1), (2, 1), (1, 2))
+)
+"""Tiles whose K is split, for products of at most `middle_cost.MAX_ROWS` rows whose result is not e4m3."""
+
 
 def choose(problem: Problem) -> Config:
     """Returns the config of the least predicted time."""
     config = _choose(problem)
     if settings.current().print_configs:
-        prediction = fp8_cost_model.predict(problem, Tile(config.block_m, config.block_n))
+        prediction = fp8_cost_model.predict(problem, tile_of(config))
         log_once(("fp8", problem), f"fp8 GEMM {problem}: {config}, {prediction}", logging.WARNING)
     return config
 
@@ -68,6 +73,38 @@ def choose(problem: Problem) -> Config:
 @cache
 def _choose(problem: Problem) -> Config:
     return config_of(fp8_cost_model.rank(problem, _legal(problem))[0][0], problem)
+
+
+def choose_middle(problem: Problem) -> Config:
+    """Returns the config of the least predicted time for few rows, K split or not."""
+    config = _choose_middle(problem)
+    if settings.current().print_configs:
+        us = middle_cost.predicted_us(_plain(problem), tile_of(config))
+        log_once(("fp8", problem), f"fp8 GEMM {problem}: {config}, {us:.1f} us predicted", logging.WARNING)
+    return config
+
+
+@cache
+def _choose_middle(problem: Problem) -> Config:
+    return config_of(rank_middle(problem)[0], problem)
+
+
+def rank_middle(problem: Problem) -> list[Tile]:
+    """Sorts the tiles that fit, with and without a split of K, the least predicted time first."""
+    plain = _plain(problem)
+    splits = (
+        tile for tile in SPLITS if middle_cost.fits(plain, tile) and (not problem.gated or tile.block_n % 32 == 0)
+    )
+    return middle_cost.rank(plain, (*_legal(problem), *splits))
+
+
+def _plain(problem: Problem) -> cost_model.Problem:
+    p = problem
+    return cost_model.Problem(p.m, p.n, p.k, 1, p.out_bytes, p.gated, batch=p.batch, sms=p.sms)
+
+
+def _is_middle(problem: Problem) -> bool:
+    return problem.m <= middle_cost.MAX_ROWS and problem.out_bytes > 1
 
 
 def choices(problem: Problem) -> tuple[Config, ...]:
@@ -94,19 +131,28 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
 
 def config_of(tile: Tile, problem: Problem) -> Config:
     """Returns the config of a tile: as many stages as fit, and the order of tiles."""
-    config = Config(tile.block_m, tile.block_n, stages=0, group_m=0)
+    shared = {"cluster_m": tile.cluster_m, "cluster_n": tile.cluster_n, "split": tile.split}
+    config = Config(tile.block_m, tile.block_n, stages=0, group_m=0, **shared)
     fixed = shared_bytes(config, problem.scaling)
     stages = (_SHARED - fixed) // (shared_bytes(config._replace(stages=1), problem.scaling) - fixed)
     return config._replace(stages=min(_MAX_STAGES, stages), group_m=fp8_cost_model.group_m(tile, problem.sms))
 
 
+def tile_of(config: Config) -> Tile:
+    """Returns the tile of a config."""
+    return Tile(config.block_m, config.block_n, config.cluster_m, config.cluster_n, config.split)
+
+
 def _configs(out_bytes: int) -> tuple[Config, ...]:
     problems = [Problem(1, 1, 1, out_bytes, scaling=scaling, sms=132) for scaling in range(4)]
-    return tuple(dict.fromkeys(config_of(tile, problem) for problem in problems for tile in _legal(problem)))
+    splits = SPLITS if out_bytes > 1 else ()
+    return tuple(
+        dict.fromkeys(config_of(tile, problem) for problem in problems for tile in (*_legal(problem), *splits))
+    )
 
 
 CONFIGS: tuple[Config, ...] = _configs(2)
-"""Every config that `choose` can return on a GPU of 132 multiprocessors."""
+"""Every config that `choose` and `choose_middle` can return on a GPU of 132 multiprocessors."""
 
 CONFIGS_FP8: tuple[Config, ...] = _configs(1)
 """Every config of `gemm_fp8` on a GPU of 132 multiprocessors."""
@@ -131,12 +177,17 @@ def why_not_fp8(args: ScaledMatmulFp8Args) -> str | None:
 
 def configure(bucket: ScaledBucket, dtype: torch.dtype) -> Config:
     """Returns the tile of the least predicted time."""
-    return choose(_problem(bucket))
+    problem = _problem(bucket)
+    return choose_middle(problem) if _is_middle(problem) else choose(problem)
 
 
 def candidates(bucket: ScaledBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Returns the six tiles of the least predicted time, each with several group_m."""
-    return choices(_problem(bucket))
+    """Returns the six tiles of the least predicted time, each with several group_m; of few rows, also the sixteen of
+    the least time with or without a split of K.
+    """
+    problem = _problem(bucket)
+    middle = rank_middle(problem)[:16] if _is_middle(problem) else ()
+    return tuple(dict.fromkeys((*(config_of(tile, problem) for tile in middle), *choices(problem))))
 
 
 def _problem(bucket: ScaledBucket) -> Problem:

@@ -17,7 +17,8 @@ from tilewright.jit.compilers.kernel_args import F32, I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.ops.gemm.kernels.sm90.cost_model import strip_bytes
-from tilewright.ops.gemm.kernels.sm90.dense_kernel import NO_GROUPS, GemmType, Groups
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import FEW_ROWS, NO_GROUPS, GemmType, Groups, box_rows, check_split
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import resident
 from tilewright.ops.gemm.kernels.sm90.operands import adds_in_place, in_pairs
 from tilewright.ops.gemm.operands import ACTIVATIONS, FP8, columns_out
 from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs
@@ -32,12 +33,17 @@ _SCALE_PAD = 4  # rows of scales before a tile: TMA boxes begin at multiples of 
 
 
 class Config(NamedTuple):
-    """block_m x block_n of D for a block; stages of the ring; group_m: rows of tiles in a group of the tile order."""
+    """block_m x block_n of D for a block; stages of the ring; group_m: rows of tiles in a group of the tile order;
+    cluster_m or cluster_n: two blocks that share an operand; split: parts of K, as in `dense_kernel.Config`.
+    """
 
     block_m: int
     block_n: int
     stages: int
     group_m: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split: int = 1
 
 
 class Params(NamedTuple):
@@ -56,6 +62,11 @@ class Params(NamedTuple):
     Out: torch.dtype
     Bias: torch.dtype
     Addend: torch.dtype
+    kClusterM: int = 1
+    kClusterN: int = 1
+    kSplitK: int = 1
+    kTrim: bool = False
+    kPrefetch: bool = False
 
 
 class Args(NamedTuple):
@@ -87,6 +98,7 @@ class Args(NamedTuple):
     k: I32
     batches: I32
     group_m: I32
+    box_m: I32
 
 
 KERNEL = CudaKernel(Path(__file__).with_name("fp8.cuh"), "sm90_fp8_gemm", Args, archs=("sm_90a",), dependent=True)
@@ -107,11 +119,17 @@ def gemm(d: Tensor, args: ScaledMatmulArgs, config: Config, groups: Groups = NO_
     c: (B, M, N_out), may be d.  `groups` as in `dense_kernel.gemm`.
     """
     c = args.c
-    accumulate = c is not None and adds_in_place(c, d)
-    if c is not None and collecting() is not None and not accumulate and c.dtype == d.dtype == torch.float32:
+    accumulate = c is not None and config.split == 1 and adds_in_place(c, d)
+    if (
+        config.split == 1
+        and c is not None
+        and collecting() is not None
+        and not accumulate
+        and c.dtype == d.dtype == torch.float32
+    ):
         # Fake tensors have no address, so c may be d or not: compile both variants
         gemm(d, args._replace(c=d), config, groups)
-    by_rows = groups.gemm_type == GemmType.GROUPED_M
+    by_rows = groups.gemm_type == GemmType.GROUPED_M or config.split > 1
     direct = _Direct(d, d.stride(1), d.stride(0)) if by_rows else _Direct()
     _launch(d, direct, args._replace(c=None) if accumulate else args, config, groups, accumulate=accumulate)
 
@@ -134,14 +152,17 @@ def _launch(
 ) -> None:
     """accumulate: add to d."""
     a, b, scale_a, scale_b, bias, addend, alpha, activation, _ = args
+    check_split(config.split, -(-a.shape[2] // _SPAN))
     m, k = a.shape[1:]
     n = b.shape[-1]
     batches = groups.count or a.shape[0]
     scaling = scaling_of(a, b, scale_a, scale_b)
     strip = _SPAN if d.dtype == FP8 else strip_bytes(columns_out(config.block_n, activation) * d.itemsize)
+    part_m = config.block_m // config.cluster_n
+    box_m = box_rows(m, config.block_m, part_m) if groups.gemm_type == GemmType.DENSE else part_m
     operands = (
-        tensor_map(a, (1, config.block_m, _SPAN), swizzle=_SPAN),
-        tensor_map(b.mT, (1, config.block_n, _SPAN), swizzle=_SPAN),
+        tensor_map(a, (1, box_m, _SPAN), swizzle=_SPAN),
+        tensor_map(b.mT, (1, config.block_n // config.cluster_m, _SPAN), swizzle=_SPAN),
     )
     by_token = scaling in (Scaling.TOKEN_BLOCK, Scaling.TOKEN_TOKEN), scaling == Scaling.TOKEN_TOKEN
     rows = _rows_per_copy(config.block_m) + (_SCALE_PAD if groups.gemm_type == GemmType.GROUPED_M else 0)
@@ -165,6 +186,11 @@ def _launch(
         Out=d.dtype,
         Bias=torch.float32 if bias is None else bias.dtype,
         Addend=torch.float32 if addend is None else addend.dtype,
+        kClusterM=config.cluster_m,
+        kClusterN=config.cluster_n,
+        kSplitK=config.split,
+        kTrim=box_m < part_m,
+        kPrefetch=groups.gemm_type == GemmType.DENSE and m <= FEW_ROWS,
     )
     kernel_args = Args(
         *maps,
@@ -189,11 +215,13 @@ def _launch(
         k=k,
         batches=batches,
         group_m=config.group_m,
+        box_m=box_m,
     )
-    sms = usable_sms(d.device)
-    tiles = -(-m // config.block_m) * -(-n // config.block_n) * batches
-    blocks = max(
-        1, sms if groups.gemm_type == GemmType.GROUPED_M else min(tiles, sms)
+    cluster = config.cluster_m * config.cluster_n * config.split
+    clusters = resident(cluster, 1, usable_sms(d.device))
+    units = -(-m // (config.block_m * config.cluster_m)) * -(-n // (config.block_n * config.cluster_n)) * batches
+    blocks = (
+        max(1, clusters if groups.gemm_type == GemmType.GROUPED_M else min(units, clusters)) * cluster
     )  # the host does not know group sizes
     KERNEL(
         (blocks,),
@@ -201,6 +229,7 @@ def _launch(
         params,
         block=128 * (1 + math_warpgroups(config.block_m)),
         shared_bytes=shared_bytes(config, scaling),
+        cluster=(cluster, 1, 1) if cluster > 1 else None,
     )
 
 
@@ -215,10 +244,13 @@ def math_warpgroups(block_m: int) -> int:
 
 
 def shared_bytes(config: Config, scaling: int) -> int:
-    """Returns bytes of the stages of A, B and scales, and of staging D: a bf16 tile, at most four boxes a warpgroup."""
+    """Returns bytes of the stages of A, B and scales, and of staging D: a bf16 tile, at most four boxes a warpgroup;
+    none if K is split.
+    """
     stage = (config.block_m + config.block_n) * _SPAN + _scale_bytes(config, scaling)
     boxes = min(_MAX_BUFFERS, waves(config.block_m) * -(-config.block_n // 64))
-    return config.stages * stage + math_warpgroups(config.block_m) * boxes * _BOX
+    staged = math_warpgroups(config.block_m) * boxes * _BOX if config.split == 1 else 0
+    return config.stages * stage + staged
 
 
 def _rows_per_copy(block_m: int) -> int:
