@@ -18,6 +18,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.activation import geglu, gelu_and_mul, silu_and_mul, swiglu
 from tilewright.ops.exponential import exp
 from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.unaligned_rows import unit_of
 
 FILL = 512  # minimum tiles before tiles grow: about four for each SM of an H200
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -141,6 +142,7 @@ def _gated_kernel(
     ACT: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip  # out: (M, N)   gate, up: (M, N) by stride
     """out = act(gate) * up, one tile a program."""
+    VECTOR: tl.constexpr = 128 // gate.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
     N, up_offset = units * UNIT, unit_up_offset * UNIT
     stride_gate, stride_up = unit_stride_gate * UNIT, unit_stride_up * UNIT
     offs = tl.arange(0, BLOCK)
@@ -149,9 +151,9 @@ def _gated_kernel(
     mask = offs < N - start
     gate_start, up_start = row_idx * stride_gate + start, row_idx * stride_up + up_offset + start
     _gated_tile(out, gate, up, row_idx * N + start, gate_start, up_start, offs, mask, ACT)
-    if TAIL:
+    if TAIL:  # noqa: SIM102  a constant
         if tile == 0:
-            rest = tl.arange(0, UNIT)
+            rest = tl.arange(0, VECTOR)
             _gated_tile(out, gate, up, N, N, N, rest, rest < tail, ACT)
 
 
@@ -179,6 +181,7 @@ def _gated_backward_kernel(
     ACT: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dgate = dout * up * act'(gate) and dup = dout * act(gate), elementwise, one tile a program."""
+    VECTOR: tl.constexpr = 128 // gate.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
     N, up_offset = units * UNIT, unit_up_offset * UNIT
     stride_grad, stride_dout = unit_stride_grad * UNIT, unit_stride_dout * UNIT
     stride_gate, stride_up = unit_stride_gate * UNIT, unit_stride_up * UNIT
@@ -190,9 +193,9 @@ def _gated_backward_kernel(
     dout_start, grad_start = row_idx * stride_dout + start, row_idx * stride_grad + start
     starts = grad_start, grad_start + up_offset, dout_start, gate_start, up_start
     _gated_backward_tile(dgate, dup, dout, gate, up, *starts, offs, mask, ACT)
-    if TAIL:
+    if TAIL:  # noqa: SIM102  a constant
         if tile == 0:
-            rest = tl.arange(0, UNIT)
+            rest = tl.arange(0, VECTOR)
             _gated_backward_tile(dgate, dup, dout, gate, up, N, N, N, N, N, rest, rest < tail, ACT)
 
 
@@ -202,14 +205,13 @@ _backward = TritonKernel(_gated_backward_kernel)
 
 def _in_units(m: int, n: int, layout: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...], int, int]:
     """(units, layout in units, tail, unit): 1 where the compiler knows enough, or nothing helps, else a vector."""
-    vector = 16 // itemsize
     single = m == 1 and layout[-1] == 0  # its strides are of no account
     layout = (0,) * len(layout) if single else layout
-    if all(size % 16 == 0 for size in (n, *layout)) or n >= 1 << 31:  # units * UNIT has 32 bits
+    tail = n % (16 // itemsize) if single else 0
+    unit = unit_of(itemsize, n - tail, *layout)
+    if tail and n - tail >= 1 << 31:  # the tail begins at a number of 32 bits
         return n, layout, 0, 1
-    if (single or n % vector == 0) and all(size % vector == 0 for size in layout):
-        return n // vector, tuple(size // vector for size in layout), n % vector, vector
-    return n, layout, 0, 1
+    return (n - tail) // unit, tuple(size // unit for size in layout), tail, unit
 
 
 def split(out: Tensor, gate: Tensor, up: Tensor, act: str, config: Config) -> None:
