@@ -26,6 +26,7 @@ from tests.harness.cases import RawCall, call_that_selects, declared_calls, trit
 import tilewright
 from tilewright.dispatch import contracts
 from tilewright.dispatch.tables import table
+from tilewright.dispatch.tables.configs import from_row
 from tilewright.validate.layouts import misaligned
 
 pytestmark = pytest.mark.compile
@@ -240,7 +241,8 @@ def test_every_row_of_a_shipped_table(path, compile_all):
         if form in compiled and not compile_all:
             continue
         compiled.add(form)
-        config = implementation.config_type(**row.config) if row.config is not None else None
+        bucket = op.bucket(*calls[0].args)
+        config = from_row(implementation, row.config, bucket, dtype) if row.config is not None else None
         with Compiler(implementation, header["arch"]) as compiler:
             compiler.launch(calls[0], dtype, config)
         faults += compiler.faults

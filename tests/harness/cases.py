@@ -14,6 +14,8 @@ import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations, record
 
 SIZES = tuple(1 << k for k in range(21))
+ODD_SIZES = (1, 8, 64, 4096, *((1 << k) + 1 for k in range(9, 18)))
+"""Sizes at which rows begin at any element, beside batches for them."""
 
 
 class RawCall(NamedTuple):
@@ -91,8 +93,8 @@ def _call_that_selects(name: str, direction: str, config: Any, implementation: I
                 return declared
             params = workloads[declared.purpose].params
             bucket = op.bucket(*declared.args)
-            for places in combinations(range(len(bucket)), 2):
-                sizes = _selected(bucket, places, dtype, implementation).get(config)
+            for places, among in product(combinations(range(len(bucket)), 2), (SIZES, ODD_SIZES)):
+                sizes = _selected(bucket, places, dtype, implementation, among).get(config)
                 if sizes is None:
                     continue
                 for names in permutations([n for n, size in params.items() if type(size) is int], 2):
@@ -108,13 +110,17 @@ def _call_that_selects(name: str, direction: str, config: Any, implementation: I
 
 @cache
 def _selected(
-    bucket: tuple[int, ...], places: tuple[int, int], dtype: torch.dtype, implementation: Implementation
+    bucket: tuple[int, ...],
+    places: tuple[int, int],
+    dtype: torch.dtype,
+    implementation: Implementation,
+    among: tuple[int, ...],
 ) -> dict[Any, tuple[int, int]]:
-    """Each configuration that some sizes at two places of `bucket` select, and the smallest sizes that do."""
+    """Each configuration that some sizes of `among` at two places of `bucket` select, and the first sizes that do."""
     assert implementation.configure is not None
     found: dict[Any, tuple[int, int]] = {}
     like = getattr(type(bucket), "_make", tuple)  # configure reads fields of a bucket by name
-    for sizes in product(SIZES, SIZES):
+    for sizes in product(among, among):
         changed = list(bucket)
         for place, size in zip(places, sizes, strict=True):
             changed[place] = size

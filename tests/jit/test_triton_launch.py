@@ -168,8 +168,8 @@ def kernel(x, y, M, N, BLOCK: tl.constexpr):
 
 
 def test_a_kernel_that_only_tritons_launcher_serves_is_refused(tmp_path, kernels):
-    kernel = TritonKernel(load(tmp_path).kernel, launch_pdl=True)
-    with pytest.raises(BackendError, match="kernel has launch_pdl=True, which only Triton's own launcher serves"):
+    kernel = TritonKernel(load(tmp_path).kernel, launch_cooperative_grid=True)
+    with pytest.raises(BackendError, match="launch_cooperative_grid=True, which only Triton's own launcher serves"):
         kernel.compile("sm_90", scaled_args(), (256,), num_warps=4)
 
 
@@ -191,8 +191,9 @@ def test_collecting_leaves_one_job_a_specialisation(kernels):
 class Launch:
     """Stands in for the driver's."""
 
-    def __init__(self, loaded, signature, *, block, shared_bytes):
+    def __init__(self, loaded, signature, *, block, shared_bytes, dependent):
         self.loaded, self.signature, self.block, self.shared_bytes = loaded, signature, block, shared_bytes
+        self.dependent = dependent
 
 
 @pytest.fixture
@@ -221,6 +222,13 @@ def test_what_was_compiled_elsewhere_is_launched_without_triton(tmp_path, prepar
     assert (ready.launch.signature, ready.launch.block) == ("PPifPP", (128, 1, 1))
     x, y, bias, n, stride, factor = scaled_args()
     assert ready.parameters((x, y, bias, n, stride, factor, 256), 8, x.device) == (x, y, n, factor, 0, 0)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_start_beside_the_kernel_before_is_kept(tmp_path, prepare, dependent):
+    kernel = TritonKernel(load(tmp_path).kernel, launch_pdl=dependent)
+    kernel.compile("sm_90", scaled_args(), (256,), num_warps=4)
+    assert prepare(kernel, scaled_args(), (256,)).launch.dependent is dependent
 
 
 def test_descriptors_that_programs_make_get_memory_that_a_tape_repeats(tmp_path, prepare):

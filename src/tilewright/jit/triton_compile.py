@@ -165,7 +165,6 @@ def _nvidia_launch(compiled: Any) -> dict[str, Any]:
     for field, default in (
         ("num_ctas", 1),
         ("launch_cooperative_grid", False),
-        ("launch_pdl", False),
         ("profile_scratch_size", 0),
     ):
         if getattr(metadata, field, default) != default:
@@ -185,6 +184,7 @@ def _nvidia_launch(compiled: Any) -> dict[str, Any]:
         "signature": signature,
         "parameters": list(parameters),
         "scratch_bytes": metadata.global_scratch_size,
+        "dependent": getattr(metadata, "launch_pdl", False),
         "registers": kernel.registers,
         "stack_bytes": kernel.stack_bytes,
         "spills": kernel.spills,

@@ -74,7 +74,7 @@ class TritonKernel:
     `kernel(grid, args, constants, num_warps=, num_stages=)`: `args` are the run-time arguments in order, `constants`
     the constexpr values in order.  The launch uses the device of the first tensor in `args` and its current stream.
     options: of Triton's compiler.  A product and a sum become one fused instruction unless `enable_fp_fusion` is False,
-    whatever this version of Triton does by default.
+    whatever this version of Triton does by default.  `launch_pdl`, from sm_90 on, is what `CudaKernel` calls dependent.
     """
 
     def __init__(self, fn: Any, **options: Any) -> None:
@@ -175,6 +175,7 @@ class TritonKernel:
             info["signature"],
             block=(32 * info["num_warps"], 1, 1),
             shared_bytes=info["shared_bytes"],
+            dependent=info.get("dependent", False),
         )
         positions = tuple(self.fn.arg_names.index(name) for name in info["parameters"])
         return _Ready(launch, None, (), positions, scratch_bytes=info.get("scratch_bytes", 0))

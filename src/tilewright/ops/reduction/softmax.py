@@ -52,7 +52,7 @@ def reference(x: Tensor, dim: int = -1) -> Tensor:
     return torch.softmax(x.movedim(dim, -1), -1).movedim(-1, dim)
 
 
-KERNELS = ("triton.softmax", "cutile.softmax", "cpu.softmax")
+KERNELS = ("triton.softmax_unaligned", "triton.softmax", "cutile.softmax", "cpu.softmax")
 
 FORWARD = RawOp(
     "softmax",

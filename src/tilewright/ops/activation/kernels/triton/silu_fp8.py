@@ -22,6 +22,7 @@ from tilewright.ops.activation.kernels.triton.gated import activate, gated
 from tilewright.ops.quant.kernels.triton.numbers import as_stored, encode, inverse, magnitude, scale_of
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.rows import RowsBucket, as_rows
+from tilewright.ops.unaligned_rows import unit_of
 
 GROUP = TOKEN.depth
 FILL = 1024  # minimum programs before programs grow: about eight for each SM of an H200
@@ -55,9 +56,11 @@ def candidates(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config, ...]:
 
 @triton.jit
 def _silu_fp8_kernel(
-    q, scales, gate, up, R, N, M, stride_gate, stride_up, up_offset, pitch, step,
-    UE8M0: tl.constexpr, BATCHED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip  # q: (R, N), R = batch * M   gate, up: (R, N) by stride   scales: (batch, M, groups)
+    q, scales, gate, up, R, units, M, unit_stride_gate, unit_stride_up, unit_up_offset, pitch, step,
+    UE8M0: tl.constexpr, BATCHED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip  # q: (R, N), R = batch * M, N = units * UNIT   gate, up: (R, N) by stride   scales: (batch, M, groups)
+    N, up_offset = units * UNIT, unit_up_offset * UNIT
+    stride_gate, stride_up = unit_stride_gate * UNIT, unit_stride_up * UNIT
     # Load the groups
     blocks_a_row = tl.cdiv(N, 128 * GROUPS)
     index = tl.arange(0, ROWS * GROUPS)  # row index fastest: adjacent scales
@@ -98,9 +101,11 @@ def _launch(q: Tensor, scales: Tensor, gate: Tensor, up: Tensor, up_offset: int,
     r, m, n = gate.shape[0], q.shape[-2], q.shape[-1]
     batched = r > m
     grid = (triton.cdiv(r, config.rows) * triton.cdiv(n, GROUP * config.groups),)
-    strides = (gate.stride(0), up.stride(0), up_offset, scales.stride(-1), scales.stride(-3) if batched else 0)
-    constants = (ue8m0, batched, config.rows, config.groups)
-    _kernel(grid, (as_stored(q), scales, gate, up, r, n, m, *strides), constants, num_warps=config.num_warps)
+    sizes = (gate.stride(0), up.stride(0), up_offset)
+    unit = unit_of(gate.itemsize, n, *sizes)
+    strides = (*(size // unit for size in sizes), scales.stride(-1), scales.stride(-3) if batched else 0)
+    constants = (ue8m0, batched, unit, config.rows, config.groups)
+    _kernel(grid, (as_stored(q), scales, gate, up, r, n // unit, m, *strides), constants, num_warps=config.num_warps)
 
 
 _TUNING = {"configure": configure, "config_type": Config, "configs": SIZES, "candidates": candidates}

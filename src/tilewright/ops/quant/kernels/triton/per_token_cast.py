@@ -21,6 +21,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.quant.kernels.triton.numbers import as_stored, encode, exponent, inverse, magnitude, scale_of
 from tilewright.ops.quant.per_token_cast_to_fp8 import FORWARD, PerTokenCastArgs, PerTokenCastBucket
 from tilewright.ops.rows import as_rows
+from tilewright.ops.unaligned_rows import unit_of
 
 MAX_BLOCK = 16384  # elements of a row held in registers; longer rows are read twice
 GROUP = 128
@@ -77,9 +78,11 @@ def candidates(bucket: PerTokenCastBucket, dtype: torch.dtype) -> tuple[Config, 
 
 @triton.jit
 def _group_kernel(
-    q, scales, x, R, K, M, stride_x, pitch, step,  # q, x: (R, K), R = batch * M   scales: (batch, M, groups)
-    UE8M0: tl.constexpr, PACKED: tl.constexpr, BATCHED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    q, scales, x, R, units, M, unit_stride_x, pitch, step,  # scales: (batch, M, groups)
+    UE8M0: tl.constexpr, PACKED: tl.constexpr, BATCHED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip  # q, x: (R, K), R = batch * M, K = units * UNIT
+    K, stride_x = units * UNIT, unit_stride_x * UNIT
     # Load the groups
     blocks_a_row = tl.cdiv(K, 128 * GROUPS)
     first_row = tl.program_id(0) // blocks_a_row * ROWS
@@ -110,9 +113,10 @@ def _group_kernel(
 
 @triton.jit
 def _row_kernel(
-    q, scales, x, R, K, stride_x,  # q, x: (R, K)   scales: (R,)
-    UE8M0: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, scales, x, R, units, unit_stride_x,  # q, x: (R, K), K = units * UNIT   scales: (R,)
+    UE8M0: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    K, stride_x = units * UNIT, unit_stride_x * UNIT
     offs_k = tl.arange(0, BLOCK_K)[None, :]
     row_idx = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_offsets = row_idx.to(tl.int64)[:, None]
@@ -125,9 +129,10 @@ def _row_kernel(
 
 @triton.jit
 def _long_row_kernel(
-    q, scales, x, K, stride_x,  # q, x: (R, K)   scales: (R,)
-    UE8M0: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, scales, x, units, unit_stride_x,  # q, x: (R, K), K = units * UNIT   scales: (R,)
+    UE8M0: tl.constexpr, UNIT: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    K, stride_x = units * UNIT, unit_stride_x * UNIT
     row_idx = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_K)
     # First read: amax
@@ -162,12 +167,13 @@ def launch(outs: tuple[Tensor, Tensor], args: PerTokenCastArgs, config: Config) 
 def _launch_rows(outs: tuple[Tensor, Tensor], x_rows: Tensor, ue8m0: bool, config: Config) -> None:
     q, scales = as_stored(outs[0]), outs[1]
     (r, k), stride = x_rows.shape, x_rows.stride(0)
-    block_k = triton.next_power_of_2(k)
+    unit = unit_of(x_rows.itemsize, k, stride)
+    block_k, units, unit_stride = triton.next_power_of_2(k), k // unit, stride // unit
     if block_k <= MAX_BLOCK:
-        grid = (triton.cdiv(r, config.rows),)
-        _rows(grid, (q, scales, x_rows, r, k, stride), (ue8m0, config.rows, block_k), num_warps=config.num_warps)
+        values, constants = (q, scales, x_rows, r, units, unit_stride), (ue8m0, unit, config.rows, block_k)
+        _rows((triton.cdiv(r, config.rows),), values, constants, num_warps=config.num_warps)
     else:
-        _long_rows((r,), (q, scales, x_rows, k, stride), (ue8m0, 4096), num_warps=8)
+        _long_rows((r,), (q, scales, x_rows, units, unit_stride), (ue8m0, unit, 4096), num_warps=8)
 
 
 def _launch_groups(outs: tuple[Tensor, Tensor], x_rows: Tensor, args: PerTokenCastArgs, config: Config) -> None:
@@ -179,5 +185,6 @@ def _launch_groups(outs: tuple[Tensor, Tensor], x_rows: Tensor, args: PerTokenCa
         groups, warps = 4, min(16, warps * 4 // groups)
     grid = (triton.cdiv(r, config.rows) * triton.cdiv(k, GROUP * groups),)
     pitch, step = scales.stride(-1), scales.stride(-3) if batched else 0
-    values = (q, scales, x_rows, r, k, m, x_rows.stride(0), pitch, step)
-    _groups(grid, values, (args.ue8m0, args.packed, batched, config.rows, groups), num_warps=warps)
+    unit = unit_of(x_rows.itemsize, k, x_rows.stride(0))
+    values = (q, scales, x_rows, r, k // unit, m, x_rows.stride(0) // unit, pitch, step)
+    _groups(grid, values, (args.ue8m0, args.packed, batched, unit, config.rows, groups), num_warps=warps)

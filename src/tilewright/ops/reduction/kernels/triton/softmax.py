@@ -22,10 +22,10 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.exponential import exp
+from tilewright.ops.reduction.kernels.triton.packed_rows import LOWEST, opaque_fp32
 from tilewright.ops.reduction.softmax import BACKWARD, FORWARD, SoftmaxArgs, SoftmaxBackwardArgs
 from tilewright.ops.rows import RowsBucket, as_rows
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # initial maximum; -inf would give -inf - -inf = NaN
 REGISTERS = 32768  # float32 elements that a program holds: 64 registers a thread at 16 warps
 SPLIT_ROWS = 64  # from here on, one program a row fills half of an H200
 
@@ -116,16 +116,6 @@ def candidates_backward(bucket: RowsBucket, dtype: torch.dtype) -> tuple[Config,
 
 
 @triton.jit
-def _opaque_fp32(x, PACKED: tl.constexpr):
-    """x in float32 for its second use.  PACKED: hide x from the compiler, which would otherwise keep the float32 values
-    of the first use, in twice the registers.
-    """
-    if PACKED:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def _softmax_kernel(
     y, x, M, N, stride_x,  # x, y: (M, N)
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr,
@@ -147,7 +137,7 @@ def _softmax_kernel(
     scale = tl.div_rn(1.0, tl.sum(e, 1))
     # Scale and store
     if PACKED:
-        e = exp(_opaque_fp32(row, PACKED) - m_i[:, None], PRECISE)
+        e = exp(opaque_fp32(row, PACKED) - m_i[:, None], PRECISE)
     y_fp32 = e * scale[:, None]
     tl.store(y + row_offsets * N + col_offsets, y_fp32.to(y.dtype.element_ty), mask=mask)
 
@@ -189,7 +179,7 @@ def _softmax_long_kernel(
         part = tl.load(x + start + offs, mask=mask, eviction_policy="evict_first").to(tl.float32)
         y_fp32 = exp(part - row_max, PRECISE) * scale
         tl.store(y + start + offs, y_fp32.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    y_fp32 = exp(_opaque_fp32(x_held, PACKED) - row_max, PRECISE) * scale
+    y_fp32 = exp(opaque_fp32(x_held, PACKED) - row_max, PRECISE) * scale
     tl.store(y + offs_held, y_fp32.to(y.dtype.element_ty), eviction_policy="evict_first")
 
 
@@ -245,7 +235,7 @@ def _softmax_backward_kernel(
     dy_row = tl.load(dy + row_offsets * stride_dy + col_offsets, mask=mask, other=0.0)
     # Compute and store dx
     dot = tl.sum(dy_row.to(tl.float32) * y_row.to(tl.float32), 1)[:, None]
-    dx_fp32 = _opaque_fp32(y_row, PACKED) * (_opaque_fp32(dy_row, PACKED) - dot)
+    dx_fp32 = opaque_fp32(y_row, PACKED) * (opaque_fp32(dy_row, PACKED) - dot)
     tl.store(dx + row_offsets * N + col_offsets, dx_fp32.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -284,7 +274,7 @@ def _softmax_backward_long_kernel(
         dx_ptrs = dx + start + offs
         dx_fp32 = y_fp32 * (dy_fp32 - dot)
         tl.store(dx_ptrs, dx_fp32.to(dx.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    dx_fp32 = _opaque_fp32(y_held, PACKED) * (_opaque_fp32(dy_held, PACKED) - dot)
+    dx_fp32 = opaque_fp32(y_held, PACKED) * (opaque_fp32(dy_held, PACKED) - dot)
     tl.store(dx + offs_held, dx_fp32.to(dx.dtype.element_ty), eviction_policy="evict_first")
 
 
