@@ -23,7 +23,8 @@ from tilewright.jit import selftest
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-from tilewright.ops.attention.mla.args import MlaArgs
+from tilewright.ops.attention.kernels.sm90 import mla_backward as mla_backward_cuda
+from tilewright.ops.attention.mla.args import MlaArgs, MlaBackwardArgs
 from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.dense.args import MatmulArgs
 from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs
@@ -126,6 +127,12 @@ LATENT = (
     (300, 450, (128, 64, 128), (-1, 0), "", fmha_cuda.Config(2, 128, 2, 1, turns=False)),
     (450, 300, (80, 24, 48), (90, 20), "", fmha_cuda.Config(2, 96, 2, 2)),
     (300, 450, (128, 64, 128), (-1, -1), "leaves", fmha_cuda.Config(2, 128, 2, 1)),
+)
+# queries, keys, widths, band, config
+LATENT_BACKWARD = (
+    (300, 450, (128, 64, 128), (-1, 0), fmha_backward_cuda.Config(64, 2, 1, 1)),
+    (450, 300, (80, 24, 48), (90, 20), fmha_backward_cuda.Config(64, 2, 1, 1)),
+    (300, 450, (64, 64, 64), (-1, -1), fmha_backward_cuda.Config(64, 2, 2, 2)),
 )
 # queries, keys, D, band or PACKED, modified scores, config
 PACKED = (-2, -2)
@@ -309,6 +316,26 @@ def attention_backward(
     return beyond and all(_near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
 
 
+def latent_attention_backward(
+    s_q: int, s_k: int, widths: tuple[int, int, int], band: tuple[int, int], config: fmha_backward_cuda.Config
+) -> bool:
+    """Gradients of q, q_pe, k, k_pe and v."""
+    d, d_pe, d_v = widths
+    (q, q_pe), (k, v) = _drawn(2, 4, s_q, d + d_pe).split((d, d_pe), -1), _drawn(2, 4, s_k, d + d_v).split((d, d_v), -1)
+    k_pe, do = _drawn(2, 1, s_k, d_pe), _drawn(2, 4, s_q, d_v)
+    rest: tuple[Any, ...] = (None, "", *band, (d + d_pe) ** -0.5)
+    tensors = (q, q_pe, k, k_pe, v)
+    exact: Any = [t.double().requires_grad_() for t in tensors]
+    o, lse = attention(MlaArgs(*exact, *rest).joined)
+    wanted = torch.autograd.grad(o, exact, do.double())
+    wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, t.shape[3]) for t in tensors]
+    made = [w[:, :, :-1] for w in wide]
+    args = MlaBackwardArgs(do, None, *tensors, o.detach().to(_HALF), lse.detach().float(), *rest)
+    mla_backward_cuda.backward(tuple(made), args, config)
+    beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
+    return beyond and all(_near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
+
+
 def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
     found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
@@ -324,6 +351,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("attention", attention_forward, ATTENTION),
         ("latent attention", latent_attention, LATENT),
         ("attention backward", attention_backward, ATTENTION_BACKWARD),
+        ("latent attention backward", latent_attention_backward, LATENT_BACKWARD),
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 
