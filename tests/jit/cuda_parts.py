@@ -16,8 +16,9 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
-from tilewright.ops.attention.kernels.sm90 import backward
+from tilewright.ops.attention.kernels.sm90 import backward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.mla.args import MlaBackwardArgs
 from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.kernels.sm90 import dense as dense_choice
 from tilewright.ops.gemm.kernels.sm90 import dense_kernel as dense
@@ -163,9 +164,21 @@ def fmha_backward(d: int, config: tuple[Any, ...], documents: bool = False) -> t
     return tuple(job.key[2] for job in collector.jobs)  # type: ignore[index]
 
 
+def latent_backward(documents: bool = False) -> tuple[Any, ...]:
+    """The same at DeepSeek's widths, with rotated parts."""
+    q, q_pe = (torch.empty(1, 2, 64, width, dtype=torch.bfloat16) for width in (128, 64))
+    program, data = sequences(torch.tensor([0, 64]), length_q=64).program("cpu") if documents else ("", None)
+    band = (-1, -1) if documents else (-1, 0)
+    tensors = q, q_pe, q, q_pe[:, :1], q
+    args = MlaBackwardArgs(q, None, *tensors, q, torch.empty(1, 2, 64), data, program, *band, 1.0)
+    with collect("sm_90") as collector:
+        mla_backward.backward(tensors, args, mla_backward.CONFIGS[0])
+    return tuple(job.key[2] for job in collector.jobs[: 3 + documents])  # type: ignore[index]
+
+
 # (kernel, parameters, instructions that must be there)
 # Bytes that the warps which only copy, and have 24 registers, keep in local memory
-SPILLED = {"sm90_fmha_backward": 64}
+SPILLED = {"sm90_fmha_backward": 64, "sm90_mla_backward": 64}
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
     (wgmma_tile, Tile(128, 4, torch.bfloat16, torch.bfloat16), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}),
@@ -224,6 +237,9 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
         fmha_backward(64, (128, 2, 2, 2), documents=True)[2],
         {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1},
     ),
+    (mla_backward.KERNEL, latent_backward()[1], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
+    (mla_backward.KERNEL, latent_backward(documents=True)[2], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
+    (mla_backward.POSTPROCESS, latent_backward()[2], {}),
 ]
 
 

@@ -165,10 +165,10 @@ def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: Shared
 
 def maps(tensors: dict[str, tuple[Tensor, int]], shared: Shared, params: Params) -> dict[str, Map]:
     """Tensor maps by name, each with boxes of so many rows, and that of lse and delta."""
-    made = {
+    descriptors = {
         f"map_{name}": tensor_map(t, (1, 1, rows, BOX_COLUMNS), swizzle=_SWIZZLE) for name, (t, rows) in tensors.items()
     }
-    return made | {"map_stats": tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0)}
+    return descriptors | {"map_stats": tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0)}
 
 
 def schedule(kv_heads: int, s_k: int, head_bytes: int, device: torch.device) -> tuple[int, int]:
