@@ -18,6 +18,7 @@ from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.kernels.sm90 import backward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
 from tilewright.ops.attention.mla.args import MlaBackwardArgs
 from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.kernels.sm90 import dense as dense_choice
@@ -153,7 +154,10 @@ def mla(d: int, d_pe: int, config: tuple[Any, ...]) -> Any:
 
 
 def fmha_backward(d: int, config: tuple[Any, ...], documents: bool = False) -> tuple[Any, ...]:
-    """Parameters of the kernels of attention backward, in the order of their launches: causal, or of documents."""
+    """Parameters of the kernels of attention backward, in the order of their launches: causal, or of documents.
+
+    Those for parts of grouped heads have the same.
+    """
     q = torch.empty(1, 2, 64, d, dtype=torch.bfloat16)
     program, data = sequences(torch.tensor([0, 64]), length_q=64).program("cpu") if documents else ("", None)
     band = (-1, -1) if documents else (-1, 0)
@@ -178,7 +182,7 @@ def latent_backward(documents: bool = False) -> tuple[Any, ...]:
 
 # (kernel, parameters, instructions that must be there)
 # Bytes that the warps which only copy, and have 24 registers, keep in local memory
-SPILLED = {"sm90_fmha_backward": 64, "sm90_mla_backward": 64}
+SPILLED = {"sm90_fmha_backward": 64, "sm90_fmha_backward_parts": 64, "sm90_mla_backward": 64}
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
     (wgmma_tile, Tile(128, 4, torch.bfloat16, torch.bfloat16), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}),
@@ -231,6 +235,8 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (backward.PREPROCESS, fmha_backward(128, (64, 2, 2, 2))[0], {}),
     (backward.KERNEL, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),
     (backward.POSTPROCESS, fmha_backward(128, (64, 2, 2, 2))[2], {}),
+    (backward.KERNEL_PARTS, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),
+    (backward.SUM_PARTS, SumParams(torch.bfloat16), {}),
     (backward.INTERVALS, fmha_backward(64, (128, 2, 2, 2), documents=True)[0], {}),
     (
         backward.KERNEL,

@@ -10,6 +10,7 @@ from tests.ops.attention.test_fmha_backward_cuda import (
     RAGGED,
     SHARED_LIMIT,
     Launches,
+    as_on_an_h200,
     documents,
     on_hopper,
     sequences,
@@ -191,7 +192,7 @@ def test_every_config_fits_shared_memory(widths):
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("change", [{}, {"dtype": fp16}, {"mask": sequences([100])}], ids=["bf16", "fp16", "packed"])
 def test_instances_use_the_matrix_units_and_spill_little(monkeypatch, widths, change):
-    monkeypatch.setattr(backward, "usable_sms", lambda _: 132)
+    as_on_an_h200(monkeypatch)
     p = problem(100, 100, *widths, right=0, **change)
     for config in candidates(p):
         with collect("sm_90") as collector:

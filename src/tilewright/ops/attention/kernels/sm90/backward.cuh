@@ -46,6 +46,23 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     compute_gradients<Config>(maps, problem, dq_acc, flags, slopes, scale, softcap);
 }
 
+// The same for few key tiles of grouped heads: an item is a key tile of one part of the query heads that share it, so that there
+// are `parts` times as many.  heads_per_kv: query heads of a part.  dk and dv of each part are rounded, and added up by
+// sm90_fmha_sum_parts.
+template <typename Config>
+__global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_backward_parts(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
+    const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
+    const __grid_constant__ TensorMap map_stats, float* dq_acc, int* flags, const float* slopes, int s_q, int s_k, int heads,
+    int batches, int heads_per_kv, int left, int right, int section_heads, bool alternate, float scale, float softcap,
+    const Interval* intervals, int parts) {
+    const BackwardProblem<Config::kPacked> problem{
+        {s_q, s_k, heads, batches, heads_per_kv, left, right, section_heads, alternate, intervals}};
+    const PartsBackwardMaps maps{{map_q, map_k, map_v, map_do, map_dk, map_dv, map_stats}, parts};
+    compute_gradients<Config>(maps, problem, dq_acc, flags, slopes, scale, softcap);
+}
+
 // MLA: q and k have a rope part in separate tensors, the last box of Q and of K.  A score sums over all columns, so only
 // loads and results differ.  All heads read the same k_pe; dk_pe of each head goes to `dk_pe` (B, H, S_k, D_pe) in fp32, to be
 // added up by another kernel.  kD: D rounded up to whole boxes, plus D_pe (at most one box) rounded up to a multiple of 16.

@@ -23,22 +23,26 @@ from tilewright.jit.tensor_map import tensor_map
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaBackwardArgs
 from tilewright.ops.attention.bucket import SOFTCAP, FmhaBucket, backward_bucket, why_not_addressable, why_not_interval
+from tilewright.ops.attention.kernels.sm90 import backward_schedule as divisions
 from tilewright.ops.attention.kernels.sm90.backward_args import (
     Args,
     IntervalsArgs,
     IntervalsParams,
     Params,
+    PartsArgs,
     PostprocessArgs,
     PreprocessArgs,
     PreprocessParams,
+    SumArgs,
+    SumParams,
 )
+from tilewright.ops.attention.kernels.sm90.backward_schedule import KEYS
 from tilewright.ops.attention.kernels.triton.delta import delta, sink_gradient
 
-_SWIZZLE, WARPGROUP_M, KEYS, _WARPGROUPS = 128, 64, 128, 2  # as in fmha_backward/shape.cuh
+_SWIZZLE, WARPGROUP_M, _WARPGROUPS = 128, 64, 2  # as in fmha_backward/shape.cuh
 BOX_COLUMNS = _SWIZZLE // 2  # elements of 16 bits
 _MAX_D = 128
 THREADS = 128 * (_WARPGROUPS + 1)
-_L2_BYTES = 32 << 20  # for Q, dO and dq_acc of a section of heads, which the blocks of other keys use again
 POINTWISE_THREADS, _INTERVALS_THREADS = 256, 128  # of the kernels before and after
 
 
@@ -61,6 +65,8 @@ PREPROCESS = CudaKernel(
 POSTPROCESS = CudaKernel(
     _FOLDER / "postprocess.cuh", "sm90_fmha_postprocess", PostprocessArgs, archs=_ARCHS, dependent=True
 )
+KERNEL_PARTS = CudaKernel(_FOLDER / "backward.cuh", "sm90_fmha_backward_parts", PartsArgs, archs=_ARCHS, dependent=True)
+SUM_PARTS = CudaKernel(_FOLDER / "postprocess.cuh", "sm90_fmha_sum_parts", SumArgs, archs=_ARCHS, dependent=True)
 INTERVALS = CudaKernel(_FOLDER / "preprocess.cuh", "sm90_fmha_intervals", IntervalsArgs, archs=_ARCHS, dependent=True)
 
 
@@ -131,35 +137,72 @@ def preprocess(args: FmhaBackwardArgs, tiles: int, params: Params) -> Shared:
 def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: Shared, params: Params) -> None:
     """Write dk and dv, and add up dq in float32."""
     q, k, v = args.q, args.k, args.v
-    (batch, heads, s_q, d), (s_k, d_v) = q.shape, v.shape[2:]
-    heads_per_kv, (left, right) = heads // k.shape[1], shared.band
+    (batch, heads, s_q, d), (kv_heads, s_k, d_v) = q.shape, v.shape[1:]
+    all_heads, group, (left, right) = batch * kv_heads, heads // kv_heads, shared.band
+    parts = 1
+    if not args.program:
+        parts = divisions.parts(all_heads, group, (s_q, s_k), shared.band, (d, d_v), usable_sms(q.device))
+    made = dkv
+    if parts > 1:
+        shape = batch, kv_heads * parts, s_k
+        made = scratch((*shape, d), q.dtype, q.device), scratch((*shape, d_v), q.dtype, q.device)
+    heads_per_kv = group // parts
     tensors = {"q": (q, params.kBlockM), "k": (k, KEYS), "v": (v, KEYS), "do": (args.do, params.kBlockM)}
-    tensors |= {"dk": (dkv[0], WARPGROUP_M), "dv": (dkv[1], WARPGROUP_M)}
-    kv_heads = batch * k.shape[1]
-    grid, section_heads = schedule(kv_heads, s_k, s_q * heads_per_kv * (d * 6 + d_v * 2), q.device)
-    KERNEL(
-        (grid,),
-        Args(
-            **maps(tensors, shared, params),
-            dq_acc=shared.dq_acc,
-            flags=shared.flags,
-            slopes=args.slopes,
-            s_q=s_q,
+    tensors |= {"dk": (made[0], WARPGROUP_M), "dv": (made[1], WARPGROUP_M)}
+    grid, section_heads = divisions.schedule(all_heads * parts, s_k, s_q * heads_per_kv * (d * 6 + d_v * 2), q.device)
+    whole = Args(
+        **maps(tensors, shared, params),
+        dq_acc=shared.dq_acc,
+        flags=shared.flags,
+        slopes=args.slopes,
+        s_q=s_q,
+        s_k=s_k,
+        heads=heads,
+        batches=batch,
+        heads_per_kv=heads_per_kv,
+        left=left,
+        right=right,
+        section_heads=section_heads,
+        alternate=divisions.differ_in_work(shared.band),
+        scale=args.scale,
+        softcap=args.softcap,
+        intervals=shared.intervals,
+    )
+    shared_size = shared_bytes(params)
+    if parts == 1:
+        KERNEL((grid,), whole, params, block=THREADS, shared_bytes=shared_size)
+    else:
+        KERNEL_PARTS((grid,), PartsArgs(*whole, parts=parts), params, block=THREADS, shared_bytes=shared_size)
+        _sum_parts(dkv, made, parts)
+
+
+def _sum_parts(dkv: tuple[Tensor, Tensor], made: tuple[Tensor, ...], parts: int) -> None:
+    """Add up dk and dv of the parts of each kv head."""
+    (dk, dv), (dk_parts, dv_parts) = dkv, made
+    (batch, kv_heads, s_k, d), d_v = dk.shape, dv.shape[3]
+    (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = dk.stride(), dv.stride()
+    SUM_PARTS(
+        (-(-batch * kv_heads * s_k * max(d, d_v) // (8 * POINTWISE_THREADS)), 2),
+        SumArgs(
+            dk_parts=dk_parts,
+            dv_parts=dv_parts,
+            dk=dk,
+            dv=dv,
+            kv_heads=kv_heads,
+            all_heads=batch * kv_heads,
             s_k=s_k,
-            heads=heads,
-            batches=batch,
-            heads_per_kv=heads_per_kv,
-            left=left,
-            right=right,
-            section_heads=section_heads,
-            alternate=differ_in_work(shared.band),
-            scale=args.scale,
-            softcap=args.softcap,
-            intervals=shared.intervals,
+            d=d,
+            d_v=d_v,
+            parts=parts,
+            dk_batch=dk_batch,
+            dk_head=dk_head,
+            dk_row=dk_row,
+            dv_batch=dv_batch,
+            dv_head=dv_head,
+            dv_row=dv_row,
         ),
-        params,
-        block=THREADS,
-        shared_bytes=shared_bytes(params),
+        SumParams(dk.dtype),
+        block=POINTWISE_THREADS,
     )
 
 
@@ -169,19 +212,6 @@ def maps(tensors: dict[str, tuple[Tensor, int]], shared: Shared, params: Params)
         f"map_{name}": tensor_map(t, (1, 1, rows, BOX_COLUMNS), swizzle=_SWIZZLE) for name, (t, rows) in tensors.items()
     }
     return descriptors | {"map_stats": tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0)}
-
-
-def schedule(kv_heads: int, s_k: int, head_bytes: int, device: torch.device) -> tuple[int, int]:
-    """Blocks, and heads of a section.   kv_heads: over the batch.   head_bytes: of Q, dO and dq_acc of one of them."""
-    key_tiles, sms = -(-s_k // KEYS), usable_sms(device)
-    section_heads = max(_L2_BYTES // head_bytes, -(-sms // key_tiles))  # a section fills the GPU
-    return min(key_tiles * kv_heads, sms), min(kv_heads, section_heads)
-
-
-def differ_in_work(band: tuple[int, int]) -> bool:
-    """Whether key tiles of this band meet unlike numbers of queries."""
-    left, right = band
-    return (left < 0) != (right < 0)
 
 
 def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: Shared, tiles: int, params: Params) -> None:

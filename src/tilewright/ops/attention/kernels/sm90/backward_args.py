@@ -59,6 +59,32 @@ class Args(NamedTuple):
     intervals: Pointer
 
 
+class PartsArgs(NamedTuple):
+    map_q: Map
+    map_k: Map
+    map_v: Map
+    map_do: Map
+    map_dk: Map
+    map_dv: Map
+    map_stats: Map
+    dq_acc: Pointer
+    flags: Pointer
+    slopes: Pointer
+    s_q: I32
+    s_k: I32
+    heads: I32
+    batches: I32
+    heads_per_kv: I32
+    left: I32
+    right: I32
+    section_heads: I32
+    alternate: bool
+    scale: F32
+    softcap: F32
+    intervals: Pointer
+    parts: I32
+
+
 class PreprocessArgs(NamedTuple):
     d_o: Pointer
     o: Pointer
@@ -100,3 +126,28 @@ class IntervalsArgs(NamedTuple):
     intervals: Pointer
     s_q: I32
     s_k: I32
+
+
+class SumArgs(NamedTuple):
+    dk_parts: Pointer
+    dv_parts: Pointer
+    dk: Pointer
+    dv: Pointer
+    kv_heads: I32
+    all_heads: I32
+    s_k: I32
+    d: I32
+    d_v: I32
+    parts: I32
+    dk_batch: I64
+    dk_head: I64
+    dk_row: I64
+    dv_batch: I64
+    dv_head: I64
+    dv_row: I64
+
+
+class SumParams(NamedTuple):
+    """What sm90_fmha_sum_parts is compiled for."""
+
+    Element: torch.dtype

@@ -22,6 +22,7 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.mask.packed import PACKED_PROGRAM
 from tilewright.ops.attention.kernels.sm90 import backward as fmha
+from tilewright.ops.attention.kernels.sm90 import backward_schedule as divisions
 from tilewright.ops.attention.kernels.sm90.backward import Config, Shared
 from tilewright.ops.attention.kernels.sm90.backward_args import Params
 from tilewright.ops.attention.kernels.sm90.forward import columns
@@ -106,14 +107,14 @@ def _products(dkv: tuple[Tensor, Tensor, Tensor], args: MlaBackwardArgs, shared:
     tensors = {
         "q": (args.q, rows),
         "q_pe": (args.q_pe, rows),
-        "k": (args.k, fmha.KEYS),
-        "k_pe": (args.k_pe, fmha.KEYS),
-        "v": (args.v, fmha.KEYS),
+        "k": (args.k, divisions.KEYS),
+        "k_pe": (args.k_pe, divisions.KEYS),
+        "v": (args.v, divisions.KEYS),
         "do": (args.do, rows),
         "dk": (dk, fmha.WARPGROUP_M),
         "dv": (dv, fmha.WARPGROUP_M),
     }
-    grid, section_heads = fmha.schedule(batch * heads, s_k, s_q * (params.kD * 6 + params.kDv * 2), args.q.device)
+    grid, section_heads = divisions.schedule(batch * heads, s_k, s_q * (params.kD * 6 + params.kDv * 2), args.q.device)
     KERNEL(
         (grid,),
         Args(
@@ -129,7 +130,7 @@ def _products(dkv: tuple[Tensor, Tensor, Tensor], args: MlaBackwardArgs, shared:
             left=left,
             right=right,
             section_heads=section_heads,
-            alternate=fmha.differ_in_work(shared.band),
+            alternate=divisions.differ_in_work(shared.band),
             scale=args.scale,
             intervals=shared.intervals,
         ),

@@ -94,4 +94,39 @@ __global__ void __launch_bounds__(kPostprocessThreads) sm90_mla_postprocess(
     write_dq<Config, true>(dq_acc, to, to_pe, s_q, s_k, heads, left, right, scale, intervals);
 }
 
+// dK and dV of parts of the query heads, (B * H_kv * parts, S_k, D) dense, added up in fp32 in the order of the parts and
+// rounded.  blockIdx.y: 0 for dK, 1 for dV.  A thread has eight columns.
+template <typename Config>
+__global__ void __launch_bounds__(kPostprocessThreads) sm90_fmha_sum_parts(
+    const typename Config::Element* dk_parts, const typename Config::Element* dv_parts, typename Config::Element* dk,
+    typename Config::Element* dv, int kv_heads, int all_heads, int s_k, int d, int d_v, int parts, i64 dk_batch, i64 dk_head,
+    i64 dk_row, i64 dv_batch, i64 dv_head, i64 dv_row) {
+    using Element = typename Config::Element;
+    constexpr u32 kVector = 8;
+    struct alignas(16) Vector { Element x[kVector]; };
+    struct alignas(16) Packed { u32 x[kVector / 2]; };
+
+    griddepcontrol_wait();
+    launch_dependents();
+    const bool values = blockIdx.y == 1;
+    const int vectors = (values ? d_v : d) / int(kVector);
+    const i64 per_head = i64(s_k) * vectors, item = i64(blockIdx.x) * kPostprocessThreads + threadIdx.x;
+    if (item >= per_head * all_heads) return;
+    const int head = int(item / per_head), in_head = int(item - head * per_head);
+    const int row = in_head / vectors, vector = in_head - row * vectors;
+    const Vector* const from = reinterpret_cast<const Vector*>(values ? dv_parts : dk_parts) + head * parts * per_head + in_head;
+    float sum[kVector] = {};
+    for (int part = 0; part < parts; ++part) {
+        const Vector x = from[part * per_head];
+#pragma unroll
+        for (u32 i = 0; i < kVector; ++i) sum[i] += to_float(x.x[i]);
+    }
+    Packed packed;
+#pragma unroll
+    for (u32 i = 0; i < kVector / 2; ++i) packed.x[i] = pack<Element>(sum[2 * i], sum[2 * i + 1]);
+    const i64 to = head / kv_heads * (values ? dv_batch : dk_batch) + head % kv_heads * (values ? dv_head : dk_head) +
+                   row * (values ? dv_row : dk_row) + vector * int(kVector);
+    *reinterpret_cast<Packed*>((values ? dv : dk) + to) = packed;
+}
+
 }  // namespace tilewright

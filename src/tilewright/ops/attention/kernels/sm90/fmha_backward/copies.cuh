@@ -9,13 +9,19 @@
 namespace tilewright {
 
 struct FmhaBackwardMaps {
-    static constexpr bool kRope = false;
+    static constexpr bool kRope = false, kParts = false;
     const TensorMap &q, &k, &v, &d_o, &dk, &dv, &stats;
+};
+
+// The query heads of a kv head are divided into parts, which are the kv heads of the problem, of dk and of dv.
+struct PartsBackwardMaps : FmhaBackwardMaps {
+    static constexpr bool kParts = true;
+    int parts;  // that read one head of k and v
 };
 
 // Rope columns of q and k are separate tensors, at most one box wide; all heads share k_pe.
 struct MlaBackwardMaps {
-    static constexpr bool kRope = true;
+    static constexpr bool kRope = true, kParts = false;
     const TensorMap &q, &q_pe, &k, &k_pe, &v, &d_o, &dk, &dv, &stats;
     float* dk_pe;  // (B, H, S_k, d_pe)
     int d_pe;
@@ -58,6 +64,10 @@ __device__ inline void load_operands(
         ring_tile.advance();
         if (tile.key < 0) return;
 
+        const auto kv_head = [&]() {
+            if constexpr (Maps::kParts) return tile.head / maps.parts;
+            return tile.head;
+        };
         bool kv_loaded = false;
 #pragma unroll 1
         for (QueryTileIterator<Config::kPacked> query(tile); query.more(tile); query.next(tile)) {
@@ -81,9 +91,9 @@ __device__ inline void load_operands(
                 barriers.kv_empty.wait(ring_kv.parity ^ 1);
                 if constexpr (Maps::kRope) {
                     load_boxes(smem, maps.k, maps.k_pe, barriers.k_full, Shape::kBoxes, Shape::kN * kSwizzle, tile.key,
-                               tile.head, 0, tile.batch);
+                               kv_head(), 0, tile.batch);
                 } else {
-                    load_boxes(smem, maps.k, barriers.k_full, Shape::kBoxes, Shape::kN * kSwizzle, tile.key, tile.head,
+                    load_boxes(smem, maps.k, barriers.k_full, Shape::kBoxes, Shape::kN * kSwizzle, tile.key, kv_head(),
                                tile.batch);
                 }
             }
@@ -96,7 +106,7 @@ __device__ inline void load_operands(
             // Load V, which is needed last
             if (!kv_loaded) {
                 load_boxes(smem + Shape::kVOffset, maps.v, barriers.v_full, Shape::kBoxesV, Shape::kN * kSwizzle, tile.key,
-                           tile.head, tile.batch);
+                           kv_head(), tile.batch);
                 ring_kv.advance();
                 kv_loaded = true;
             }
