@@ -34,7 +34,7 @@ LATENT_BACKWARD = (
     (450, 300, (80, 24, 48), (90, 20), fmha_backward_cuda.Config(64, 2, 1, 1)),
     (300, 450, (64, 64, 64), (-1, -1), fmha_backward_cuda.Config(64, 2, 2, 2)),
 )
-# queries, keys, D, band or PACKED, modified scores, config
+# queries, keys, D, band or PACKED, modified scores, config, and batch, heads and heads of keys if not 2, 4 and 2
 PACKED = (-2, -2)
 ATTENTION_BACKWARD = (
     (300, 450, 128, (-1, 0), False, fmha_backward_cuda.Config(64, 2, 2, 2)),
@@ -44,6 +44,9 @@ ATTENTION_BACKWARD = (
     (450, 450, 64, PACKED, True, fmha_backward_cuda.Config(64, 3, 2, 2)),
     (450, 700, 64, PACKED, False, fmha_backward_cuda.Config(128, 2, 2, 2)),
     (300, 450, 40, (-1, -1), True, fmha_backward_cuda.Config(64, 3, 2, 2)),
+    # Two key tiles of a group for four processors: the group is divided
+    (300, 100, 128, (-1, 0), True, fmha_backward_cuda.Config(64, 2, 2, 2), (1, 12, 2)),
+    (300, 100, 64, (-1, -1), False, fmha_backward_cuda.Config(128, 2, 2, 2), (1, 12, 2)),
 )
 
 
@@ -85,11 +88,19 @@ def latent_attention(
 
 
 def attention_backward(
-    s_q: int, s_k: int, d: int, band: tuple[int, int], modified: bool, config: fmha_backward_cuda.Config
+    s_q: int,
+    s_k: int,
+    d: int,
+    band: tuple[int, int],
+    modified: bool,
+    config: fmha_backward_cuda.Config,
+    shape: tuple[int, int, int] = (2, 4, 2),
 ) -> bool:
-    """The same; gradients of q, k and v."""
-    q, k, v, do = drawn(2, 4, s_q, d), drawn(2, 2, s_k, d), drawn(2, 2, s_k, d), drawn(2, 4, s_q, d)
-    sinks, slopes = (torch.rand(4, device=DEVICE) if modified else None for _ in range(2))
+    """The same; gradients of q, k and v.   shape: batch, heads, heads of keys."""
+    batch, heads, kv_heads = shape
+    q, k = drawn(batch, heads, s_q, d), drawn(batch, kv_heads, s_k, d)
+    v, do = drawn(batch, kv_heads, s_k, d), drawn(batch, heads, s_q, d)
+    sinks, slopes = (torch.rand(heads, device=DEVICE) if modified else None for _ in range(2))
     program, data = "", None
     if band == PACKED:  # also an empty sequence, and tokens behind the last
         cu = torch.tensor((0, 90, 90, 301, 430), dtype=torch.int32, device=DEVICE)
@@ -101,9 +112,9 @@ def attention_backward(
     o, lse = attention(FmhaArgs(*exact, *rest))
     wanted = torch.autograd.grad(o, exact, do.double())
     o, lse = o.detach().to(HALF), lse.detach().float()
-    wide = [unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
+    wide = [unwritten(batch, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
     made = [w[:, :, :-1] for w in wide]
-    dsinks = torch.empty(4 if modified else 0, device=DEVICE)
+    dsinks = torch.empty(heads if modified else 0, device=DEVICE)
     args = FmhaBackwardArgs(do, None, q, k, v, o, lse, *rest)
     fmha_backward_cuda.backward((made[0], made[1], made[2], dsinks), args, config)
     beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)

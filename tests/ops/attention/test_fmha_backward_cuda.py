@@ -191,23 +191,6 @@ def test_few_key_tiles_of_grouped_heads_are_divided(launches):
     assert (args.kv_heads, args.all_heads, args.s_k, args.d, args.d_v, args.parts) == (4, 4, 1500, 128, 128, 7)
 
 
-PARTS = {
-    "no groups": (1, (16, 1, (1000, 1000), (-1, 0), (128, 128), 132)),
-    "key tiles fill the GPU": (1, (8, 4, (16384, 16384), (-1, 0), (128, 128), 132)),
-    "in time even though items are few": (1, (8, 4, (4096, 4096), (-1, 0), (128, 128), 132)),
-    "all apart": (7, (4, 7, (1500, 1500), (-1, -1), (128, 128), 132)),
-    "by twos": (2, (16, 4, (1000, 1100), (-1, 0), (128, 128), 132)),
-    "too little to gain": (1, (4, 2, (64, 64), (-1, 0), (128, 128), 132)),
-    "a small GPU": (1, (4, 7, (1500, 1500), (-1, -1), (128, 128), 8)),
-}
-
-
-@pytest.mark.parametrize("case", PARTS)
-def test_how_many_parts(case):
-    expected, sizes = PARTS[case]
-    assert divisions.parts(*sizes) == expected
-
-
 @pytest.mark.parametrize(
     "mask", [sequences([300, 0, 500], [500, 7, 300], causal=True), documents([0, 400, 1000], masks.causal())]
 )

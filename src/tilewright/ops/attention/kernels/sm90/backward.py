@@ -142,15 +142,15 @@ def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: Shared
     parts = 1
     if not args.program:
         parts = divisions.parts(all_heads, group, (s_q, s_k), shared.band, (d, d_v), usable_sms(q.device))
-    made = dkv
+    results = dkv
     if parts > 1:
         shape = batch, kv_heads * parts, s_k
-        made = scratch((*shape, d), q.dtype, q.device), scratch((*shape, d_v), q.dtype, q.device)
+        results = scratch((*shape, d), q.dtype, q.device), scratch((*shape, d_v), q.dtype, q.device)
     heads_per_kv = group // parts
     tensors = {"q": (q, params.kBlockM), "k": (k, KEYS), "v": (v, KEYS), "do": (args.do, params.kBlockM)}
-    tensors |= {"dk": (made[0], WARPGROUP_M), "dv": (made[1], WARPGROUP_M)}
+    tensors |= {"dk": (results[0], WARPGROUP_M), "dv": (results[1], WARPGROUP_M)}
     grid, section_heads = divisions.schedule(all_heads * parts, s_k, s_q * heads_per_kv * (d * 6 + d_v * 2), q.device)
-    whole = Args(
+    arguments = Args(
         **maps(tensors, shared, params),
         dq_acc=shared.dq_acc,
         flags=shared.flags,
@@ -170,15 +170,15 @@ def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: Shared
     )
     shared_size = shared_bytes(params)
     if parts == 1:
-        KERNEL((grid,), whole, params, block=THREADS, shared_bytes=shared_size)
+        KERNEL((grid,), arguments, params, block=THREADS, shared_bytes=shared_size)
     else:
-        KERNEL_PARTS((grid,), PartsArgs(*whole, parts=parts), params, block=THREADS, shared_bytes=shared_size)
-        _sum_parts(dkv, made, parts)
+        KERNEL_PARTS((grid,), PartsArgs(*arguments, parts=parts), params, block=THREADS, shared_bytes=shared_size)
+        _sum_parts(dkv, results, parts)
 
 
-def _sum_parts(dkv: tuple[Tensor, Tensor], made: tuple[Tensor, ...], parts: int) -> None:
+def _sum_parts(dkv: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor], parts: int) -> None:
     """Add up dk and dv of the parts of each kv head."""
-    (dk, dv), (dk_parts, dv_parts) = dkv, made
+    (dk, dv), (dk_parts, dv_parts) = dkv, results
     (batch, kv_heads, s_k, d), d_v = dk.shape, dv.shape[3]
     (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = dk.stride(), dv.stride()
     SUM_PARTS(
