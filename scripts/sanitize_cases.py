@@ -15,16 +15,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from sanitize_attention import ATTENTION_RUNS
+from sanitize_values import DEVICE, HALF, UNWRITTEN, drawn, near, unwritten
 from torch import Tensor
 
-from tilewright import mask as masks
 from tilewright.hardware.sm_budget import set_sm_budget
 from tilewright.jit import selftest
-from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
-from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
-from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
-from tilewright.ops.attention.mla.args import MlaArgs
-from tilewright.ops.attention.reference import attention
 from tilewright.ops.gemm.dense.args import MatmulArgs
 from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs
 from tilewright.ops.gemm.kernels.sm90 import (
@@ -50,39 +46,37 @@ from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.samples import random_weight
 from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
-DEVICE = torch.device("cuda", 0)
-UNWRITTEN = 768.0  # bf16 has it
 PROCESSORS = 4
 UNSCALED = model.UNSCALED
-_HALF, _FLOAT, _FP8, _DOUBLE = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float64
+_FLOAT, _FP8, _DOUBLE = torch.float32, torch.float8_e4m3fn, torch.float64
 
 # rows, columns, depth, layout, activation, result, config
 _TILE = dense_kernel.Config(block_m=128, block_n=256, stages=4, cluster_m=1, cluster_n=1, group_m=4)
 DENSE = (
-    (300, 520, 584, "nt", "", _HALF, _TILE),
-    (300, 520, 584, "nn", "", _HALF, _TILE._replace(block_n=144, cluster_m=2)),
+    (300, 520, 584, "nt", "", HALF, _TILE),
+    (300, 520, 584, "nn", "", HALF, _TILE._replace(block_n=144, cluster_m=2)),
     (296, 520, 584, "tn", "gelu", _FLOAT, _TILE._replace(block_n=128, cluster_n=2)),
-    (296, 520, 584, "tt", "silu", _HALF, _TILE._replace(block_m=64, block_n=96, stages=8, cluster_m=2)),
-    (200, 512, 520, "nt", "swiglu", _HALF, _TILE),
-    (96, 520, 584, "nt", "gelu", _HALF, _TILE._replace(block_n=96, stages=6, split=3)),
+    (296, 520, 584, "tt", "silu", HALF, _TILE._replace(block_m=64, block_n=96, stages=8, cluster_m=2)),
+    (200, 512, 520, "nt", "swiglu", HALF, _TILE),
+    (96, 520, 584, "nt", "gelu", HALF, _TILE._replace(block_n=96, stages=6, split=3)),
     (200, 520, 584, "nn", "", _FLOAT, _TILE._replace(block_m=64, block_n=128, stages=6, cluster_m=2, split=2)),
 )
 FEW_ROWS = (
-    (1, 264, 1032, "nt", "", _HALF, model.Config(tokens=8, stages=3, split=1, ctas=3)),
+    (1, 264, 1032, "nt", "", HALF, model.Config(tokens=8, stages=3, split=1, ctas=3)),
     (16, 264, 1032, "nt", "relu", _FLOAT, model.Config(tokens=16, stages=4, split=4, ctas=2)),
-    (33, 264, 1160, "nn", "silu", _HALF, model.Config(tokens=64, stages=5, split=8, ctas=1)),
-    (64, 328, 264, "nt", "swiglu", _HALF, model.Config(tokens=64, stages=5, split=2, ctas=1)),
+    (33, 264, 1160, "nn", "silu", HALF, model.Config(tokens=64, stages=5, split=8, ctas=1)),
+    (64, 328, 264, "nt", "swiglu", HALF, model.Config(tokens=64, stages=5, split=2, ctas=1)),
 )
 # rows, columns, depth, scaling, activation, result, tile, in place
 FP8 = (
-    (600, 528, 1168, 2, "", _HALF, (192, 128), False),
-    (600, 528, 1168, 2, "", _HALF, (256, 128), False),
-    (300, 528, 1168, 2, "gelu", _HALF, (192, 96), False),
-    (300, 528, 1168, 2, "silu", _HALF, (128, 192), False),
-    (300, 1040, 640, 1, "swiglu", _HALF, (128, 192), False),
+    (600, 528, 1168, 2, "", HALF, (192, 128), False),
+    (600, 528, 1168, 2, "", HALF, (256, 128), False),
+    (300, 528, 1168, 2, "gelu", HALF, (192, 96), False),
+    (300, 528, 1168, 2, "silu", HALF, (128, 192), False),
+    (300, 1040, 640, 1, "swiglu", HALF, (128, 192), False),
     (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
     (600, 528, 1168, 3, "", _FLOAT, (192, 128), True),
-    (100, 528, 1168, 2, "", _HALF, (128, 96, 1, 1, 3), False),
+    (100, 528, 1168, 2, "", HALF, (128, 96, 1, 1, 3), False),
     (200, 528, 1168, 3, "", _FLOAT, (64, 128, 2, 1, 2), True),
 )
 # rows, columns, depth, activation, tile
@@ -117,41 +111,16 @@ WEIGHT_ONLY = (
     (13, 264, 1056, 4, "gelu", (16, 2, 4, 2, 1)),
     (61, 256, 1056, 4, "swiglu", (64, 2, 4, 1, 1)),
 )
-# queries, keys, D, band, mask of the keys, modified scores, config
-ATTENTION = (
-    (300, 450, 128, (-1, 0), "", False, fmha_cuda.Config(2, 128, 2, 2, turns=False)),
-    (300, 450, 64, (90, 20), "", True, fmha_cuda.Config(3, 128, 2, 2)),
-    (450, 300, 256, (-1, 0), "", False, fmha_cuda.Config(2, 64, 2, 1)),
-    (300, 450, 128, (-1, -1), "documents", False, fmha_cuda.Config(2, 128, 2, 2)),
-    (300, 450, 64, (-1, -1), "leaves", True, fmha_cuda.Config(3, 128, 2, 2)),
-)
-# queries, keys, widths, band, mask of the keys, config
-LATENT = (
-    (300, 450, (128, 64, 128), (-1, 0), "", fmha_cuda.Config(2, 128, 2, 1, turns=False)),
-    (450, 300, (80, 24, 48), (90, 20), "", fmha_cuda.Config(2, 96, 2, 2)),
-    (300, 450, (128, 64, 128), (-1, -1), "leaves", fmha_cuda.Config(2, 128, 2, 1)),
-)
-# queries, keys, D, band or PACKED, modified scores, config
-PACKED = (-2, -2)
-ATTENTION_BACKWARD = (
-    (300, 450, 128, (-1, 0), False, fmha_backward_cuda.Config(64, 2, 2, 2)),
-    (450, 300, 128, (90, 20), True, fmha_backward_cuda.Config(64, 2, 2, 2)),
-    (300, 450, 64, (-1, 0), False, fmha_backward_cuda.Config(128, 2, 2, 2)),
-    (450, 700, 128, PACKED, False, fmha_backward_cuda.Config(64, 2, 2, 2)),
-    (450, 450, 64, PACKED, True, fmha_backward_cuda.Config(64, 3, 2, 2)),
-    (450, 700, 64, PACKED, False, fmha_backward_cuda.Config(128, 2, 2, 2)),
-    (300, 450, 40, (-1, -1), True, fmha_backward_cuda.Config(64, 3, 2, 2)),
-)
 
 
 def product(kernel: Any, m: int, n: int, k: int, layout: str, activation: str, dtype: torch.dtype, config: Any) -> bool:
     """16-bit operands, with a bias, an addend and a scale."""
-    a, b = _drawn(m, k, turned=layout[0] == "t"), _drawn(k, n, turned=layout[1] == "t")
-    bias, scale = _drawn(n, dtype=_FLOAT), torch.full((1,), 0.5, device=DEVICE)
-    c = _drawn(m, columns_out(n, activation), dtype=dtype)
-    d = _unwritten(*c.shape, dtype=dtype)
+    a, b = drawn(m, k, turned=layout[0] == "t"), drawn(k, n, turned=layout[1] == "t")
+    bias, scale = drawn(n, dtype=_FLOAT), torch.full((1,), 0.5, device=DEVICE)
+    c = drawn(m, columns_out(n, activation), dtype=dtype)
+    d = unwritten(*c.shape, dtype=dtype)
     kernel.gemm(d[None], MatmulArgs(a[None], b[None], bias, c[None], scale, 0.1, activation, dtype), config)
-    return _near(d, apply_epilogue(0.05 * (a.double() @ b.double()), bias, c, activation, _DOUBLE))
+    return near(d, apply_epilogue(0.05 * (a.double() @ b.double()), bias, c, activation, _DOUBLE))
 
 
 def scaled_product(
@@ -166,12 +135,12 @@ def scaled_product(
 ) -> bool:
     """e4m3 operands, with a bias and an addend, which is the result where `into`."""
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
-    bias, c = _drawn(n, dtype=_FLOAT), _drawn(1, m, columns_out(n, activation), dtype=dtype)
+    bias, c = drawn(n, dtype=_FLOAT), drawn(1, m, columns_out(n, activation), dtype=dtype)
     wanted = apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE)
-    d = c if into else _unwritten(*c.shape, dtype=dtype)
+    d = c if into else unwritten(*c.shape, dtype=dtype)
     args = ScaledMatmulArgs(a, b.mT, of_a, of_b, bias, c, 0.1, activation, dtype)
     fp8_kernel.gemm(d, args, _fp8_config(tile, scaling))
-    return _near(d, wanted)
+    return near(d, wanted)
 
 
 def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) -> bool:
@@ -181,19 +150,19 @@ def requantised(m: int, n: int, k: int, activation: str, tile: tuple[int, ...]) 
     q, scales = torch.empty(1, m, n_out, dtype=_FP8, device=DEVICE), TOKEN.empty(m, n_out, DEVICE, 1)
     args = plain_scaled_args(a, b.mT, of_a, of_b, _FP8, activation)._replace(alpha=0.1)
     fp8_kernel.gemm_fp8(q, scales, args, _fp8_config(tile, Scaling.TOKEN_BLOCK))
-    exact = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
-    return _near(restore(q, scales, TOKEN, _FLOAT), exact, 0.05)
+    wanted = apply_epilogue(0.1 * (x @ y.mT), None, None, activation, _DOUBLE)
+    return near(restore(q, scales, TOKEN, _FLOAT), wanted, 0.05)
 
 
 def scaled_few_rows(m: int, n: int, k: int, scaling: int, activation: str, tokens: int, split: int, ctas: int) -> bool:
     """e4m3 operands, few rows, with a bias and an addend."""
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (1, m, k), (1, n, k))
-    bias, c = _drawn(n), _drawn(1, m, columns_out(n, activation))
-    d = _unwritten(*c.shape)
+    bias, c = drawn(n), drawn(1, m, columns_out(n, activation))
+    d = unwritten(*c.shape)
     config = model.deepest(tokens, split, ctas, scaling)
     assert config is not None
     few_rows_scaled.gemm(d, ScaledMatmulArgs(a, b.mT, of_a, of_b, bias, c, 0.1, activation, d.dtype), config)
-    return _near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
+    return near(d, apply_epilogue(0.1 * (x @ y.mT), bias, c, activation, _DOUBLE))
 
 
 def grouped(
@@ -202,7 +171,7 @@ def grouped(
     """Groups of rows, tightly packed or each in its own matrix; rows of none stay as they were."""
     groups, rows = len(sizes), max(sizes) + 5 if masked else sum(sizes) + 5
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (groups if masked else 1, rows, k), (groups, n, k))
-    d = _unwritten(a.shape[0], rows, n)
+    d = unwritten(a.shape[0], rows, n)
     ends = list(sizes) if masked else list(accumulate(sizes))
     kernel: Any
     config: Any
@@ -212,14 +181,13 @@ def grouped(
         kernel, config = dense, _dense_config(shape)
     else:
         kernel, config = fp8, _fp8_config(shape, scaling)
-    table = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, table, max(sizes), "", d.dtype), config)
+    kernel.gemm_rows(d, GroupedArgs(a, b.mT, of_a, of_b, None, _int32(ends), max(sizes), "", d.dtype), config)
     wanted = torch.full_like(d, UNWRITTEN, dtype=_DOUBLE)
     for g, (start, end) in enumerate([(0, end) for end in ends] if masked else pairwise([0, *ends])):
         at = g if masked else 0
         wanted[at, start:end] = x[at, start:end] @ y[g].mT
     outside = wanted == UNWRITTEN
-    return bool((d.double() == wanted)[outside].all()) and _near(
+    return bool((d.double() == wanted)[outside].all()) and near(
         d.masked_fill(outside, 0), wanted.masked_fill(outside, 0)
     )
 
@@ -228,89 +196,27 @@ def along_k(sizes: Sequence[int], m: int, n: int, scaling: int, tile: tuple[int,
     """Groups along K, ragged where 16-bit; `into`: added to the result by the copy engine."""
     ends = list(accumulate(sizes))
     (a, of_a, x), (b, of_b, y) = _scaled(scaling, (m, ends[-1]), (n, ends[-1]), turned=scaling == UNSCALED)
-    c = _drawn(len(sizes), m, n, dtype=_FLOAT)
+    c = drawn(len(sizes), m, n, dtype=_FLOAT)
     products = [x[:, start:end] @ y[:, start:end].mT for start, end in pairwise([0, *ends])]
     wanted = torch.stack(products) + c.double()
-    d = c if into else _unwritten(*c.shape, dtype=_FLOAT)
-    args = KGroupedArgs(a, b.mT, of_a, of_b, c, torch.tensor(ends, dtype=torch.int32, device=DEVICE), _FLOAT)
+    d = c if into else unwritten(*c.shape, dtype=_FLOAT)
+    args = KGroupedArgs(a, b.mT, of_a, of_b, c, _int32(ends), _FLOAT)
     if scaling == UNSCALED:
         dense.gemm_along_k(d, args, _dense_config(tile, True))
     else:
         fp8.gemm_along_k(d, args, _fp8_config(tile, scaling))
-    return _near(d, wanted)
+    return near(d, wanted)
 
 
 def integer_weights(m: int, n: int, k: int, bits: int, activation: str, shape: tuple[int, int, int, int, int]) -> bool:
     """Weights of 8 or 4 bits, with a bias."""
-    x, bias = _drawn(m, k), _drawn(n)
-    q, scales = random_weight(n, k, bits, _HALF, DEVICE, torch.Generator().manual_seed(1))
-    d = _unwritten(m, columns_out(n, activation))
+    x, bias = drawn(m, k), drawn(n)
+    q, scales = random_weight(n, k, bits, HALF, DEVICE, torch.Generator().manual_seed(1))
+    d = unwritten(m, columns_out(n, activation))
     config = weight_only_model.deepest(bits, *shape)
-    weight_only.launch((d,), WeightOnlyMatmulArgs(x, q, scales, bias, activation, _HALF), config)
+    weight_only.launch((d,), WeightOnlyMatmulArgs(x, q, scales, bias, activation, HALF), config)
     exact = x.double() @ packing.restore(q, scales.double()).mT
-    return _near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
-
-
-def attention_forward(
-    s_q: int, s_k: int, d: int, band: tuple[int, int], mask: str, modified: bool, config: fmha_cuda.Config
-) -> bool:
-    """Grouped heads; modified: with softcap, ALiBi and sinks."""
-    q, k, v = _drawn(2, 4, s_q, d), _drawn(2, 2, s_k, d), _drawn(2, 2, s_k, d)
-    program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
-    sinks, slopes = (torch.rand(4, device=DEVICE) if modified else None for _ in range(2))
-    scale, softcap, (left, right) = d**-0.5, 3.0 if modified else 0.0, band
-    o = _unwritten(2, 4, s_q + 1, d)
-    lse = torch.empty(2, 4, s_q, device=DEVICE)
-    args = FmhaArgs(q, k, v, sinks, slopes, data, program, left, right, scale, softcap)
-    fmha_cuda.forward((o[:, :, :s_q], lse), args, config)
-    exact, _ = attention(args._replace(q=q.double(), k=k.double(), v=v.double()))
-    return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
-
-
-def latent_attention(
-    s_q: int,
-    s_k: int,
-    widths: tuple[int, int, int],
-    band: tuple[int, int],
-    mask: str,
-    config: fmha_cuda.Config,
-) -> bool:
-    """Rotated parts of queries and keys apart; widths: D, D_pe, D_v."""
-    d, d_pe, d_v = widths
-    (q, q_pe), (k, v) = _drawn(2, 4, s_q, d + d_pe).split((d, d_pe), -1), _drawn(2, 4, s_k, d + d_v).split((d, d_v), -1)
-    k_pe = _drawn(2, 1, s_k, d_pe)
-    program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
-    args = MlaArgs(q, q_pe, k, k_pe, v, data, program, *band, (d + d_pe) ** -0.5)
-    o, lse = _unwritten(2, 4, s_q + 1, d_v), torch.empty(2, 4, s_q, device=DEVICE)
-    fmha_cuda.forward((o[:, :, :s_q], lse), args.without_rope, config, pe=(q_pe, k_pe))
-    joined = args.joined
-    exact, _ = attention(joined._replace(q=joined.q.double(), k=joined.k.double(), v=v.double()))
-    return bool((o[:, :, s_q:] == UNWRITTEN).all()) and _near(o[:, :, :s_q], exact)
-
-
-def attention_backward(
-    s_q: int, s_k: int, d: int, band: tuple[int, int], modified: bool, config: fmha_backward_cuda.Config
-) -> bool:
-    """The same; gradients of q, k and v."""
-    q, k, v, do = _drawn(2, 4, s_q, d), _drawn(2, 2, s_k, d), _drawn(2, 2, s_k, d), _drawn(2, 4, s_q, d)
-    sinks, slopes = (torch.rand(4, device=DEVICE) if modified else None for _ in range(2))
-    program, data = "", None
-    if band == PACKED:  # also an empty sequence, and tokens behind the last
-        cu = torch.tensor((0, 90, 90, 301, 430), dtype=torch.int32, device=DEVICE)
-        mask = masks.sequences(cu, cu + (s_k - s_q) * (cu > 0), length_q=s_q, length_k=s_k, causal=True)
-        program, data = mask.program(DEVICE)
-        band = (-1, -1)
-    rest: tuple[Any, ...] = (sinks, slopes, data, program, *band, d**-0.5, 3.0 if modified else 0.0)
-    exact: Any = [t.double().requires_grad_() for t in (q, k, v)]
-    o, lse = attention(FmhaArgs(*exact, *rest))
-    wanted = torch.autograd.grad(o, exact, do.double())
-    o, lse = o.detach().to(_HALF), lse.detach().float()
-    wide = [_unwritten(2, t.shape[1], t.shape[2] + 1, d) for t in (q, k, v)]
-    made, dsinks = [w[:, :, :-1] for w in wide], torch.empty(4 if modified else 0, device=DEVICE)
-    args = FmhaBackwardArgs(do, None, q, k, v, o, lse, *rest)
-    fmha_backward_cuda.backward((made[0], made[1], made[2], dsinks), args, config)
-    beyond = all(bool((w[:, :, -1] == UNWRITTEN).all()) for w in wide)
-    return beyond and all(_near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
+    return near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
 
 
 def cases() -> dict[str, Callable[[], bool]]:
@@ -325,9 +231,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("grouped", grouped, GROUPED),
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),
-        ("attention", attention_forward, ATTENTION),
-        ("latent attention", latent_attention, LATENT),
-        ("attention backward", attention_backward, ATTENTION_BACKWARD),
+        *ATTENTION_RUNS,
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 
@@ -346,33 +250,14 @@ def _proved(proof: Callable[[torch.device], str | None]) -> bool:
     return proof(DEVICE) is None
 
 
-def _near(found: Tensor, exact: Tensor, bound: float = 5e-3) -> bool:
-    return bool((found.double() - exact).norm() < bound * exact.norm())
-
-
-def _masks(length: int) -> dict[str, masks.Mask]:
-    """Masks that are no band; the second has every leaf."""
-    documents = masks.document(torch.arange(length, device=DEVICE) // 70) & masks.causal()
-    table = torch.rand(2, 4, -(-length // 64), -(-length // 64), device=DEVICE) > 0.5
-    some = masks.prefix(torch.tensor([3, 40], device=DEVICE)) | masks.global_tokens(3) | masks.strided(5)
-    return {"documents": documents, "leaves": documents | some & masks.dilated(2) | masks.block(table, 64)}
-
-
-def _drawn(*shape: int, dtype: torch.dtype = _HALF, turned: bool = False) -> Tensor:
-    """Normal numbers; turned: the last two dimensions swapped in memory."""
-    if turned:
-        return _drawn(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT
-    return torch.randn(shape, device=DEVICE).to(dtype)
-
-
-def _unwritten(*shape: int, dtype: torch.dtype = _HALF) -> Tensor:
-    return torch.full(shape, UNWRITTEN, dtype=dtype, device=DEVICE)
+def _int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
 
 
 def _scaled(scaling: int, *shapes: tuple[int, ...], turned: bool = False) -> list[tuple[Tensor, Any, Tensor]]:
     """(operand, scales, its values in float64) of a and of b.mT, each (..., rows, K); 16-bit ones have no scales."""
     if scaling == UNSCALED:
-        plain = [_drawn(*shape, turned=turned) for shape in shapes]
+        plain = [drawn(*shape, turned=turned) for shape in shapes]
         return [(t, None, t.double()) for t in plain]
     return [_quantised(shape, layout) for shape, layout in zip(shapes, Scaling(scaling).layouts, strict=True)]
 
@@ -381,7 +266,7 @@ def _quantised(shape: tuple[int, ...], layout: ScaleLayout) -> tuple[Tensor, Ten
     *batch, rows, depth = shape
     scales = layout.empty(rows, depth, DEVICE, *batch)
     scales.copy_(torch.exp2(4 * torch.rand(scales.shape, device=DEVICE) - 2))
-    q = _drawn(*shape, dtype=_FP8)
+    q = drawn(*shape, dtype=_FP8)
     return q, scales, restore(q.double(), scales.double(), layout, _DOUBLE)
 
 

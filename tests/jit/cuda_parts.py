@@ -16,8 +16,10 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
-from tilewright.ops.attention.kernels.sm90 import backward
+from tilewright.ops.attention.kernels.sm90 import backward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
+from tilewright.ops.attention.mla.args import MlaBackwardArgs
 from tilewright.ops.gemm.grouped.args import GroupedArgs
 from tilewright.ops.gemm.kernels.sm90 import dense as dense_choice
 from tilewright.ops.gemm.kernels.sm90 import dense_kernel as dense
@@ -156,7 +158,10 @@ def mla(d: int, d_pe: int, config: tuple[Any, ...]) -> Any:
 
 
 def fmha_backward(d: int, config: tuple[Any, ...], documents: bool = False) -> tuple[Any, ...]:
-    """Parameters of the kernels of attention backward, in the order of their launches: causal, or of documents."""
+    """Parameters of the kernels of attention backward, in the order of their launches: causal, or of documents.
+
+    Those for parts of grouped heads have the same.
+    """
     q = torch.empty(1, 2, 64, d, dtype=torch.bfloat16)
     program, data = sequences(torch.tensor([0, 64]), length_q=64).program("cpu") if documents else ("", None)
     band = (-1, -1) if documents else (-1, 0)
@@ -167,9 +172,21 @@ def fmha_backward(d: int, config: tuple[Any, ...], documents: bool = False) -> t
     return tuple(job.key[2] for job in collector.jobs)  # type: ignore[index]
 
 
+def latent_backward(documents: bool = False) -> tuple[Any, ...]:
+    """The same at DeepSeek's widths, with rotated parts."""
+    q, q_pe = (torch.empty(1, 2, 64, width, dtype=torch.bfloat16) for width in (128, 64))
+    program, data = sequences(torch.tensor([0, 64]), length_q=64).program("cpu") if documents else ("", None)
+    band = (-1, -1) if documents else (-1, 0)
+    tensors = q, q_pe, q, q_pe[:, :1], q
+    args = MlaBackwardArgs(q, None, *tensors, q, torch.empty(1, 2, 64), data, program, *band, 1.0)
+    with collect("sm_90") as collector:
+        mla_backward.backward(tensors, args, mla_backward.CONFIGS[0])
+    return tuple(job.key[2] for job in collector.jobs[: 3 + documents])  # type: ignore[index]
+
+
 # (kernel, parameters, instructions that must be there)
 # Bytes that the warps which only copy, and have 24 registers, keep in local memory
-SPILLED = {"sm90_fmha_backward": 64}
+SPILLED = {"sm90_fmha_backward": 64, "sm90_fmha_backward_parts": 64, "sm90_mla_backward": 64}
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
     (wgmma_tile, Tile(128, 4, torch.bfloat16, torch.bfloat16), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}),
@@ -230,12 +247,17 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (backward.PREPROCESS, fmha_backward(128, (64, 2, 2, 2))[0], {}),
     (backward.KERNEL, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),
     (backward.POSTPROCESS, fmha_backward(128, (64, 2, 2, 2))[2], {}),
+    (backward.KERNEL_PARTS, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),
+    (backward.SUM_PARTS, SumParams(torch.bfloat16), {}),
     (backward.INTERVALS, fmha_backward(64, (128, 2, 2, 2), documents=True)[0], {}),
     (
         backward.KERNEL,
         fmha_backward(64, (128, 2, 2, 2), documents=True)[2],
         {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1},
     ),
+    (mla_backward.KERNEL, latent_backward()[1], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
+    (mla_backward.KERNEL, latent_backward(documents=True)[2], {"HGMMA": 88, "UTMALDG": 7, "UTMASTG": 1}),
+    (mla_backward.POSTPROCESS, latent_backward()[2], {}),
 ]
 
 

@@ -14,6 +14,7 @@ from tilewright.jit.compilers import nvrtc
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.bucket import CAUSAL, SOFTCAP, FmhaBucket, backward_bucket
 from tilewright.ops.attention.kernels.sm90 import backward
+from tilewright.ops.attention.kernels.sm90 import backward_schedule as divisions
 from tilewright.ops.attention.kernels.sm90.backward import Config
 from tilewright.ops.attention.reference import attention, attention_backward
 
@@ -118,16 +119,24 @@ def test_what_it_cannot_do_is_said(monkeypatch, case):
 # ----------------------------------------------------------------------------------------------- what it launches
 
 
+def as_on_an_h200(monkeypatch):
+    for module in (backward, divisions):
+        monkeypatch.setattr(module, "usable_sms", lambda _: 132)
+
+
 class Launches:
     """Stands where the kernels and the maps are, and notes what they are given."""
 
     def __init__(self, monkeypatch):
         self.maps, self.preprocess, self.main, self.postprocess, self.intervals = [], [], [], [], []
         monkeypatch.setattr(backward, "tensor_map", lambda t, box, swizzle: self.maps.append((tuple(t.shape), box)))
-        monkeypatch.setattr(backward, "usable_sms", lambda _: 132)
+        self.parts, self.sums = [], []
+        as_on_an_h200(monkeypatch)
         kernels = {
             "PREPROCESS": self.preprocess,
             "KERNEL": self.main,
+            "KERNEL_PARTS": self.parts,
+            "SUM_PARTS": self.sums,
             "POSTPROCESS": self.postprocess,
             "INTERVALS": self.intervals,
         }
@@ -141,29 +150,45 @@ def launches(monkeypatch):
 
 
 def test_a_causal_launch(launches):
-    launch(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, right=0), Config(64, 2, 2, 2))
+    launch(problem(s_q=1000, s_k=1100, heads=32, kv_heads=8, batch=8, right=0), Config(64, 2, 2, 2))
     lines, part, keys = (1, 1, 64, 64), (1, 1, 64, 64), (1, 1, 128, 64)
     assert launches.maps == [
-        ((2, 32, 1000, 128), lines),
-        ((2, 8, 1100, 128), keys),
-        ((2, 8, 1100, 128), keys),
-        ((2, 32, 1000, 128), lines),
-        ((2, 8, 1100, 128), part),
-        ((2, 8, 1100, 128), part),
-        ((2 * 32 * 16, 2 * 64), (1, 2 * 64)),
+        ((8, 32, 1000, 128), lines),
+        ((8, 8, 1100, 128), keys),
+        ((8, 8, 1100, 128), keys),
+        ((8, 32, 1000, 128), lines),
+        ((8, 8, 1100, 128), part),
+        ((8, 8, 1100, 128), part),
+        ((8 * 32 * 16, 2 * 64), (1, 2 * 64)),
     ]
     (grid, args, _, options) = launches.main[0]
     assert grid == (132,)
-    assert launches.preprocess[0][1].stats.shape == (2 * 32 * 16, 2 * 64), "a tile of 64 queries"
-    assert args.dq_acc.shape == (2 * 32 * 16, 64, 128)
-    assert args.flags.shape == (2 * 32 * 16 + 1,), "and the counter"
-    assert (args.s_q, args.s_k, args.heads, args.batches, args.heads_per_kv) == (1000, 1100, 32, 2, 4)
+    assert launches.preprocess[0][1].stats.shape == (8 * 32 * 16, 2 * 64), "a tile of 64 queries"
+    assert args.dq_acc.shape == (8 * 32 * 16, 64, 128)
+    assert args.flags.shape == (8 * 32 * 16 + 1,), "and the counter"
+    assert (args.s_q, args.s_k, args.heads, args.batches, args.heads_per_kv) == (1000, 1100, 32, 8, 4)
     assert (args.left, args.right, args.alternate) == (-1, 0, True)
     assert args.section_heads == 15, "15 heads of 9 tiles occupy 132 processors"
     assert options == {"block": 384, "shared_bytes": SHARED_LIMIT - 2048}
-    assert launches.preprocess[0][0] == launches.postprocess[0][0] == (2 * 32 * 16,)
+    assert launches.preprocess[0][0] == launches.postprocess[0][0] == (8 * 32 * 16,)
     assert launches.intervals == []
     assert args.intervals is launches.postprocess[0][1].intervals is None
+    assert launches.parts == launches.sums == []
+
+
+def test_few_key_tiles_of_grouped_heads_are_divided(launches):
+    """Seven heads share 12 tiles of 4 heads of keys: 48 items for 132 processors, or 336 of one head each."""
+    launch(problem(s_q=1500, s_k=1500, heads=28, kv_heads=4, batch=1, right=0), Config(64, 2, 2, 2))
+    assert launches.main == []
+    ((grid, args, _, _),) = launches.parts
+    assert grid == (132,)
+    assert (args.heads, args.heads_per_kv, args.parts) == (28, 1, 7)
+    assert launches.maps[1][0] == launches.maps[2][0] == (1, 4, 1500, 128), "k and v as they are"
+    assert launches.maps[4][0] == launches.maps[5][0] == (1, 28, 1500, 128), "dk and dv of each part"
+    (((blocks, tensors), args, _, options),) = launches.sums
+    assert blocks * options["block"] * 8 >= 4 * 1500 * 128
+    assert tensors == 2
+    assert (args.kv_heads, args.all_heads, args.s_k, args.d, args.d_v, args.parts) == (4, 4, 1500, 128, 128, 7)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +213,12 @@ def test_a_packed_launch(launches, mask):
 
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (100, 0)])
 def test_tiles_of_like_work_come_in_one_direction(launches, left, right):
-    launch(problem(left=left, right=right), Config(64, 2, 2, 2))
+    launch(problem(left=left, right=right, kv_heads=4), Config(64, 2, 2, 2))
     assert launches.main[0][1].alternate is False
 
 
 def test_bounds_beyond_all_keys_do_not_overflow(launches):
-    launch(problem(left=2**31 - 1, right=2**31 - 1), Config(64, 2, 2, 2))
+    launch(problem(left=2**31 - 1, right=2**31 - 1, kv_heads=4), Config(64, 2, 2, 2))
     args = launches.main[0][1]
     assert (args.left, args.right) == (743, 743)
 
@@ -228,7 +253,8 @@ INSTANCES = [
 @pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
 @pytest.mark.parametrize(("d", "d_v", "change", "config"), INSTANCES)
 def test_instances_use_the_matrix_units_and_spill_little(monkeypatch, d, d_v, change, config):
-    monkeypatch.setattr(backward, "usable_sms", lambda _: 132)
+    as_on_an_h200(monkeypatch)
+    monkeypatch.setattr(divisions, "parts", lambda *_: 1)
     with collect("sm_90") as collector:
         launch(problem(d=d, d_v=d_v, right=0, **change), config)
     *small, main, queries = (job.compile().info for job in collector.jobs)
@@ -242,6 +268,22 @@ def test_instances_use_the_matrix_units_and_spill_little(monkeypatch, d, d_v, ch
     assert main["shared_bytes"] <= 1024
 
 
+@pytest.mark.compile
+@pytest.mark.skipif(nvrtc.compiler.version() is None, reason=nvrtc.compiler.install())
+@pytest.mark.parametrize("d", [64, 128])
+def test_divided_groups_compile_alike(monkeypatch, d):
+    as_on_an_h200(monkeypatch)
+    monkeypatch.setattr(divisions, "parts", lambda *_: 2)
+    for config in backward.candidates(bucket_of(d), bf16):
+        with collect("sm_90") as collector:
+            launch(problem(d=d, right=0), config)
+        before, main, total, after = (job.compile().info for job in collector.jobs)
+        assert main["instructions"]["HGMMA"] == 2 * (d // 8 + 2 * config.block_m // 16 + 8)
+        assert main["warnings"] == []
+        assert main["spill_stores"] <= 64
+        assert all(info["spill_stores"] == 0 for info in (before, total, after))
+
+
 # ----------------------------------------------------------------------------------------------- what it computes
 
 
@@ -253,6 +295,8 @@ def on_hopper():
 COMPUTED: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"right": 0},
+    "grouped by seven": {"s_q": 700, "s_k": 600, "heads": 14, "kv_heads": 2, "batch": 1, "right": 0, "dlse": True},
+    "grouped by six": {"s_q": 300, "s_k": 900, "heads": 12, "kv_heads": 2, "by_token": True, "slopes": True},
     "one tile": {"s_q": 128, "s_k": 128, "right": 0},
     "one query": {"s_q": 1, "s_k": 1000, "right": 0},
     "one key": {"s_q": 70, "s_k": 1, "dlse": True},
@@ -303,11 +347,31 @@ COMPUTED |= {
 }  # fmt: skip
 
 
+GROUPS = [(case, 0) for case in COMPUTED] + [
+    (case, parts)
+    for case in (
+        "full",
+        "window",
+        "by token",
+        "fp16",
+        "grouped by seven",
+        "grouped by six",
+        "D = 64",
+        "values are wider",
+    )
+    for parts in (1, 2, 7)
+    if COMPUTED[case].get("heads", 4) // COMPUTED[case].get("kv_heads", 2) % parts == 0
+]
+"""Cases and parts of their groups; 0: what is chosen."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", COMPUTED)
-def test_gradients(case):
+@pytest.mark.parametrize(("case", "parts"), GROUPS)
+def test_gradients(monkeypatch, case, parts):
     """Against float64, in units of what rounding P, dS and o costs; in poisoned memory; the same bits again."""
     on_hopper()
+    if parts:
+        monkeypatch.setattr(divisions, "parts", lambda *_: parts)
     p = problem(device="cuda", **COMPUTED[case])
     dtype = p.do.dtype
     wide = [None if t is None else t.double() for t in (p.do, p.dlse, *p.tensors, *p.options[:2])]

@@ -135,6 +135,11 @@ def _torch_first(bucket: MlaBucket, dtype: torch.dtype, first: str) -> bool:
     return first != "cuda" and in_one_kernel(bucket.mask, *sizes, width, bucket.D_v)
 
 
+def _torch_first_backward(bucket: MlaBucket, dtype: torch.dtype, first: str) -> bool:
+    """The same: wherever torch has a fused kernel, since the backward in CUDA C++ has not been measured beside it."""
+    return _torch_first(bucket, dtype, first="triton" if first == "cuda" else first)
+
+
 FORWARD = RawOp(
     "mla",
     "fwd",
@@ -153,13 +158,13 @@ BACKWARD = RawOp(
     "bwd",
     MlaBackwardArgs,
     package="tilewright.ops.attention",
-    kernels=("triton.mla",),
+    kernels=("sm90.mla_backward", "triton.mla"),
     outputs=_gradients,
     reference=joined_attention_backward,
     bucket=backward_bucket,
     bucket_names=MlaBucket._fields,
     count=5,
-    torch_first=_torch_first,
+    torch_first=_torch_first_backward,
 )
 
 CONTRACT = register(

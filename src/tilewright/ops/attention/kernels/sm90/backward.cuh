@@ -14,6 +14,12 @@
 // Overlap offset one step: exp runs during dP^T, dS is computed during dV, the barrier of the warpgroups is waited for during
 // dK, and dQ is stored during S^T of the next step.
 //
+// With more than 128 columns of Q (kWide) dK and dV of 64 keys take 160 of 240 registers.  What else lives at once is at most
+// 64: S^T and P rounded; dP^T and P; two parts of dQ.  dS is computed from P rounded, goes to shared memory alone, and dK reads
+// it from there.  So dK needs no register beside its own, and runs behind S^T of the next step, during the exponentials:
+//
+//     dQ | dQ, second part; store the first | S^T of the next, dK; store the second | exp, during dK | dP^T, dV | dS
+//
 // Several blocks add to one dQ tile.  cp.reduce.async.bulk adds it to dq_acc in global memory, in the layout of the
 // accumulators; a flag per tile puts the blocks in an order, so that results repeat bit for bit (schedule.cuh).
 // The five products are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608), in another order.
@@ -22,48 +28,9 @@
 // kSoftcap, kSlope (ALiBi), kPacked (packed sequences; else a band), Element.
 #pragma once
 
-#include <tilewright/epilogue.cuh>
-#include <tilewright/wgmma_rs.cuh>
-
-#include "fmha_backward/copies.cuh"
-#include "fmha_backward/scores.cuh"
+#include "fmha_backward/gradients.cuh"
 
 namespace tilewright {
-
-// d (64 ring_kv x kM) = A B^T, A and B with kDepth elements per row, in boxes of kABox and kBBox bytes.
-template <typename Element, u32 kM, u32 kDepth, u32 kABox, u32 kBBox>
-__device__ inline void multiply_abt(float (&d)[kM / 2], u64 a, u64 b) {
-#pragma unroll
-    for (u32 i = 0; i < kDepth / 16; ++i) {
-        const u32 box = i / 4, offset = i % 4 * kWgmmaKBytes;
-        wgmma<kM, Element>(d, wgmma_advance(a, box * kABox + offset), wgmma_advance(b, box * kBBox + offset), i > 0);
-    }
-    wgmma_commit();
-}
-
-// d (64 ring_kv x kColumns) += A B, A (64 ring_kv x kM) from registers.
-template <typename Element, u32 kM, u32 kColumns>
-__device__ inline void multiply_add(float (&d)[kColumns / 2], const u32 (&a)[kM / 4], u64 b) {
-#pragma unroll
-    for (u32 i = 0; i < kM / 16; ++i) {
-        wgmma_rs<kColumns, Element, Major::Mn>(d, a + 4 * i, wgmma_advance(b, i * 16 * kSwizzle));
-    }
-    wgmma_commit();
-}
-
-// dQ of one warpgroup = dS (64 queries x 128 ring_kv, in boxes of 64 ring_kv) K.
-template <typename Config>
-__device__ inline void multiply_dq(float (&d)[BackwardShape<Config>::kDqColumns / 2], u64 ds, u64 k) {
-    using Shape = BackwardShape<Config>;
-    constexpr u32 kDsKeyBytes = Shape::kM / 64 * kBoxBytes;  // dS of 64 ring_kv
-#pragma unroll
-    for (u32 i = 0; i < Shape::kN / 16; ++i) {
-        const u32 step = i % 4 * 16 * kSwizzle;
-        wgmma<Shape::kDqColumns, typename Config::Element, Major::Mn, Major::Mn>(
-            d, wgmma_advance(ds, i / 4 * kDsKeyBytes + step), wgmma_advance(k, i * 16 * kSwizzle), i > 0);
-    }
-    wgmma_commit();
-}
 
 template <typename Config>
 __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_backward(
@@ -73,198 +40,46 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     const __grid_constant__ TensorMap map_stats, float* dq_acc, int* flags, const float* slopes, int s_q, int s_k, int heads,
     int batches, int heads_per_kv, int left, int right, int section_heads, bool alternate, float scale, float softcap,
     const Interval* intervals) {
-    using Shape = BackwardShape<Config>;
-    using Element = typename Config::Element;
-    constexpr u32 kM = Shape::kM, kN = Shape::kN;
-
-    extern __shared__ __align__(1024) u8 smem[];
-    __shared__ BackwardBarriers<Config> barriers;
-    __shared__ BackwardTile tiles[2];
-    const u32 group = warp_index() / 4;
-    if (threadIdx.x == 0) {
-        barriers.init();
-        fence_barrier_init();
-    }
-    __syncthreads();
-    griddepcontrol_wait();
-    launch_dependents();
     const BackwardProblem<Config::kPacked> problem{
         {s_q, s_k, heads, batches, heads_per_kv, left, right, section_heads, alternate, intervals}};
+    const FmhaBackwardMaps maps{map_q, map_k, map_v, map_do, map_dk, map_dv, map_stats};
+    compute_gradients<Config>(maps, problem, dq_acc, flags, slopes, scale, softcap);
+}
 
-    // Producer warpgroup
-    if (group == kBackwardWarpgroups) {
-        warpgroup_reg_dealloc<24>();
-        const u32 warp = warp_index() - 4 * kBackwardWarpgroups;
-        if (warp == 0 && elect_one()) {
-            int* const counter = flags + batches * heads * problem.template query_tile_count<kM>();
-            load_operands<Config>(problem, barriers, tiles, smem, map_q, map_k, map_v, map_do, map_stats, counter);
-        } else if (warp >= 1 && warp <= Shape::kOutStages && elect_one()) {
-            store_results<Config>(problem, barriers, tiles, smem, warp - 1, map_dk, map_dv, dq_acc, flags);
-        }
-        return;
-    }
+// The same for few key tiles of grouped heads: an item is a key tile of one part of the query heads that share it, so that there
+// are `parts` times as many.  heads_per_kv: query heads of a part.  dk and dv of each part are rounded, and added up by
+// sm90_fmha_sum_parts.
+template <typename Config>
+__global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_backward_parts(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
+    const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
+    const __grid_constant__ TensorMap map_stats, float* dq_acc, int* flags, const float* slopes, int s_q, int s_k, int heads,
+    int batches, int heads_per_kv, int left, int right, int section_heads, bool alternate, float scale, float softcap,
+    const Interval* intervals, int parts) {
+    const BackwardProblem<Config::kPacked> problem{
+        {s_q, s_k, heads, batches, heads_per_kv, left, right, section_heads, alternate, intervals}};
+    const PartsBackwardMaps maps{{map_q, map_k, map_v, map_do, map_dk, map_dv, map_stats}, parts};
+    compute_gradients<Config>(maps, problem, dq_acc, flags, slopes, scale, softcap);
+}
 
-    // Consumer warpgroups
-    warpgroup_reg_alloc<240>();
-    const auto release = [](Barrier& empty) {
-        if (lane_index() == 0) empty.arrive();
-    };
-
-    // Matrix descriptors.  S^T and dP^T read the warpgroup's 64 keys, dQ all 128 keys from the warpgroup's columns on
-    const u64 desc_k = wgmma_descriptor<kSwizzle>(smem + group * kBoxBytes);
-    const u64 desc_v = wgmma_descriptor<kSwizzle>(smem + Shape::kVOffset + group * kBoxBytes);
-    const u64 desc_k_mn = wgmma_descriptor<kSwizzle>(smem + group * Shape::kDqKOffset, 8 * kSwizzle, kN * kSwizzle);
-    const u64 desc_q = wgmma_descriptor<kSwizzle>(smem + Shape::kQOffset);
-    const u64 desc_do = wgmma_descriptor<kSwizzle>(smem + Shape::kDoOffset);
-    const u64 desc_q_mn = wgmma_descriptor<kSwizzle>(smem + Shape::kQOffset, 8 * kSwizzle, kM * kSwizzle);
-    const u64 desc_do_mn = wgmma_descriptor<kSwizzle>(smem + Shape::kDoOffset, 8 * kSwizzle, kM * kSwizzle);
-    const u64 desc_ds = wgmma_descriptor<kSwizzle>(
-        smem + Shape::kDsOffset + (Shape::kSplitColumns ? 0 : group * kBoxBytes), 8 * kSwizzle, kBoxBytes);
-    const u32 smem_ds = shared_address(smem + Shape::kDsOffset) + group * (kM / 64 * kBoxBytes);
-    u8* const smem_out = smem + Shape::kOutOffset + group * Shape::kWarpgroupOutBytes;
-    ScoreUnits units{Config::kSoftcap ? 2 * kLog2E * scale / softcap : kLog2E * scale, softcap * kLog2E, 0};
-
-    Ring<2> ring_tile;
-    Ring<1> ring_kv;
-    Ring<Shape::kStages> ring;
-    Ring<Shape::kDsStages> ring_ds;
-    Ring<Shape::kOutStages> ring_out;
-    // Shared memory for the next result, once its store has been read
-    const auto wait_out = [&]() {
-        barriers.out_empty[ring_out.stage].wait(ring_out.parity ^ 1);
-        return smem_out + ring_out.stage * Shape::kOutBytes;
-    };
-    const auto store_out = [&]() {
-        fence_proxy_async_shared();
-        __syncwarp();
-        release(barriers.out_full[ring_out.stage]);
-        ring_out.advance();
-    };
-    for (;; ring_tile.advance()) {
-        // Wait for the next key tile
-        barriers.tile_full[ring_tile.stage].wait(ring_tile.parity);
-        const BackwardTile& tile = tiles[ring_tile.stage];
-        if (tile.key < 0) break;
-        const int key = tile.key + int(group * kWarpgroupM);
-        const KeyVisibility<Config::kPacked> visibility(problem, key);
-
-        float dk[Shape::kD / 2], dv[Shape::kDv / 2], s[kM / 2];
-#pragma unroll
-        for (u32 i = 0; i < Shape::kD / 2; ++i) dk[i] = 0;
-#pragma unroll
-        for (u32 i = 0; i < Shape::kDv / 2; ++i) dv[i] = 0;
-        float dp[kM / 2];
-        u32 p[kM / 4], ds[kM / 4], stage = 0;
-        QueryTileIterator<Config::kPacked> query(tile);
-        const auto issue_s = [&]() {  // for the next stage of Q
-            stage = ring.stage;
-            barriers.q_full[stage].wait(ring.parity);
-            wgmma_fence();
-            multiply_abt<Element, kM, Shape::kD, kN * kSwizzle, kM * kSwizzle>(
-                s, desc_k, wgmma_advance(desc_q, stage * Shape::kQBytes));
-        };
-        const auto issue_dv = [&]() {
-            wgmma_fence();
-            multiply_add<Element, kM, Shape::kDv>(dv, p, wgmma_advance(desc_do_mn, stage * Shape::kDoBytes));
-        };
-        // First half of a step, with S^T in flight: dP^T, P, dV, dS
-        const auto compute_dp_ds = [&]() {
-            // Issue dP^T
-            barriers.do_full[stage].wait(ring.parity);
-            ring.advance();
-            wgmma_fence();
-            multiply_abt<Element, kM, Shape::kDv, kN * kSwizzle, kM * kSwizzle>(
-                dp, desc_v, wgmma_advance(desc_do, stage * Shape::kDoBytes));
-
-            // P from S^T, during dP^T
-            wgmma_wait<1>(s);
-            const int row = query.m(tile) * int(kM);
-            const VisibleQueries visible = visible_queries<kM>(problem, visibility, key, row);
-            const float* const lse = reinterpret_cast<const float*>(smem + Shape::kStatsOffset + stage * Shape::kStatsBytes);
-            if constexpr (Config::kSlope) units.slope = slopes[tile.head * heads_per_kv + query.head] * kLog2E;
-            if (needs_mask<kM>(problem, visibility, key, row)) {
-                compute_p<Config, true>(s, p, lse, units, visible);
-            } else {
-                compute_p<Config, false>(s, p, lse, units, visible);
-            }
-
-            // dS from dP^T, during dV
-            if (Shape::kEarlyDv) issue_dv();
-            Shape::kEarlyDv ? wgmma_wait<1>(dp) : wgmma_wait<0>(dp);
-            compute_ds<Config>(ds, p, s, dp, lse + kM);
-
-            // Share dS with the other warpgroup
-            if (Shape::kDsStages == 1) named_barrier_sync(2, 128 * kBackwardWarpgroups);
-            stage_ds<kM>(ds, smem_ds + ring_ds.stage * Shape::kDsBytes);
-            fence_proxy_async_shared();
-            if (Shape::kEarlyDv) {
-                wgmma_wait<0>(dv);  // if a wgmma is in flight across the loop's end, ptxas waits after each one
-                release(barriers.do_empty[stage]);
-            }
-            query.next(tile);
-        };
-        // Second half of a step: dK and dQ; issues S^T of the next query tile if there are `more`
-        const auto compute_dk_dq = [&](bool more) {
-            // Issue dK
-            const u32 this_stage = stage;
-            float dq[Shape::kDqColumns / 2];
-            if (!Shape::kEarlyDv) issue_dv();
-            wgmma_fence();
-            multiply_add<Element, kM, Shape::kD>(dk, ds, wgmma_advance(desc_q_mn, this_stage * Shape::kQBytes));
-            if (!Shape::kEarlyDv) {
-                wgmma_wait<1>();
-                release(barriers.do_empty[this_stage]);
-            }
-
-            // Issue dQ, once both warpgroups have stored dS
-            named_barrier_sync(1, 128 * kBackwardWarpgroups);
-            wgmma_fence();
-            multiply_dq<Config>(dq, wgmma_advance(desc_ds, ring_ds.stage * Shape::kDsBytes), desc_k_mn);
-            ring_ds.advance();
-            wgmma_wait<0>(dq);
-            release(barriers.q_empty[this_stage]);
-            if (more) issue_s();  // not earlier: registers
-
-            // Store dQ, during S^T of the next query tile
-            struct alignas(16) Floats { float x[4]; };
-            Floats* const smem_dq = reinterpret_cast<Floats*>(wait_out()) + threadIdx.x % 128;
-#pragma unroll
-            for (u32 j = 0; j < Shape::kDqColumns / 8; ++j) {
-                smem_dq[j * 128] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-            }
-            store_out();
-        };
-        // Main loop over query tiles
-        if (tile.heads > 0) {
-            barriers.k_full.wait(ring_kv.parity);
-            issue_s();
-            barriers.v_full.wait(ring_kv.parity);
-            compute_dp_ds();
-            while (query.more(tile)) {
-                compute_dk_dq(true);
-                compute_dp_ds();
-            }
-            compute_dk_dq(false);
-            ring_kv.advance();
-            release(barriers.kv_empty);
-        }
-        __syncwarp();
-        release(barriers.tile_empty[ring_tile.stage]);
-
-        // Store dV and dK
-        wgmma_wait<0>(dv);
-        wgmma_wait<0>(dk);
-        u8* const smem_dv = wait_out();
-#pragma unroll
-        for (u32 j = 0; j < Shape::kDv / 16; ++j) stage_columns<Element, kSwizzle>(dv + 8 * j, shared_address(smem_dv), 32 * j);
-        store_out();
-#pragma unroll
-        for (u32 i = 0; i < Shape::kD / 2; ++i) dk[i] *= scale;
-        u8* const smem_dk = wait_out();
-#pragma unroll
-        for (u32 j = 0; j < Shape::kD / 16; ++j) stage_columns<Element, kSwizzle>(dk + 8 * j, shared_address(smem_dk), 32 * j);
-        store_out();
-    }
+// MLA: q and k have a rope part in separate tensors, the last box of Q and of K.  A score sums over all columns, so only
+// loads and results differ.  All heads read the same k_pe; dk_pe of each head goes to `dk_pe` (B, H, S_k, D_pe) in fp32, to be
+// added up by another kernel.  kD: D rounded up to whole boxes, plus D_pe (at most one box) rounded up to a multiple of 16.
+template <typename Config>
+__global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_mla_backward(
+    const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_q_pe,
+    const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_k_pe,
+    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_do,
+    const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
+    const __grid_constant__ TensorMap map_stats, float* dk_pe, float* dq_acc, int* flags, int s_q, int s_k, int heads,
+    int batches, int d_pe, int left, int right, int section_heads, bool alternate, float scale, const Interval* intervals) {
+    static_assert(BackwardShape<Config>::kBoxes > 1, "the last box is the rope part");
+    static_assert(!Config::kSoftcap && !Config::kSlope, "mla modifies no scores");
+    const BackwardProblem<Config::kPacked> problem{
+        {s_q, s_k, heads, batches, 1, left, right, section_heads, alternate, intervals}};
+    const MlaBackwardMaps maps{map_q, map_q_pe, map_k, map_k_pe, map_v, map_do, map_dk, map_dv, map_stats, dk_pe, d_pe};
+    compute_gradients<Config>(maps, problem, dq_acc, flags, nullptr, scale, 0);
 }
 
 }  // namespace tilewright

@@ -16,20 +16,34 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.hardware.device import device_info
 from tilewright.hardware.sm_budget import usable_sms
-from tilewright.jit.compilers.kernel_args import F32, I32, I64, Map, Pointer
+from tilewright.jit.compilers.kernel_args import Map
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaBackwardArgs
 from tilewright.ops.attention.bucket import SOFTCAP, FmhaBucket, backward_bucket, why_not_addressable, why_not_interval
+from tilewright.ops.attention.kernels.sm90 import backward_schedule as divisions
+from tilewright.ops.attention.kernels.sm90.backward_args import (
+    Args,
+    IntervalsArgs,
+    IntervalsParams,
+    Params,
+    PartsArgs,
+    PostprocessArgs,
+    PreprocessArgs,
+    PreprocessParams,
+    SumArgs,
+    SumParams,
+)
+from tilewright.ops.attention.kernels.sm90.backward_schedule import KEYS
 from tilewright.ops.attention.kernels.triton.delta import delta, sink_gradient
 
-_SWIZZLE, _WARPGROUP_M, _KEYS, _WARPGROUPS = 128, 64, 128, 2  # as in fmha_backward/shape.cuh
-_BOX_COLUMNS = _SWIZZLE // 2  # elements of 16 bits
+_SWIZZLE, WARPGROUP_M, _WARPGROUPS = 128, 64, 2  # as in fmha_backward/shape.cuh
+BOX_COLUMNS = _SWIZZLE // 2  # elements of 16 bits
 _MAX_D = 128
-_L2_BYTES = 32 << 20  # for Q, dO and dq_acc of a section of heads, which the blocks of other keys use again
-_THREADS, _INTERVALS_THREADS = 256, 128  # of the kernels before and after
+THREADS = 128 * (_WARPGROUPS + 1)
+POINTWISE_THREADS, _INTERVALS_THREADS = 256, 128  # of the kernels before and after
 
 
 class Config(NamedTuple):
@@ -43,101 +57,6 @@ class Config(NamedTuple):
     out_stages: int
 
 
-class Params(NamedTuple):
-    """What sm90_fmha_backward is compiled for."""
-
-    kD: int
-    kDv: int
-    kBlockM: int
-    kStages: int
-    kDsStages: int
-    kOutStages: int
-    kSoftcap: bool
-    kSlope: bool
-    kPacked: bool
-    Element: torch.dtype
-
-
-class PreprocessParams(NamedTuple):
-    """What sm90_fmha_preprocess is compiled for."""
-
-    kBlockM: int
-    kPacked: bool
-    Element: torch.dtype
-
-
-class IntervalsParams(NamedTuple):
-    """What sm90_fmha_intervals is compiled for: it has no parameters."""
-
-
-class Args(NamedTuple):
-    map_q: Map
-    map_k: Map
-    map_v: Map
-    map_do: Map
-    map_dk: Map
-    map_dv: Map
-    map_stats: Map
-    dq_acc: Pointer
-    flags: Pointer
-    slopes: Pointer
-    s_q: I32
-    s_k: I32
-    heads: I32
-    batches: I32
-    heads_per_kv: I32
-    left: I32
-    right: I32
-    section_heads: I32
-    alternate: bool
-    scale: F32
-    softcap: F32
-    intervals: Pointer
-
-
-class PreprocessArgs(NamedTuple):
-    d_o: Pointer
-    o: Pointer
-    lse: Pointer
-    dlse: Pointer
-    stats: Pointer
-    flags: Pointer
-    s_q: I32
-    d_v: I32
-    heads: I32
-    do_batch: I64
-    do_head: I64
-    do_row: I64
-    o_batch: I64
-    o_head: I64
-    o_row: I64
-    intervals: Pointer
-    s_k: I32
-
-
-class PostprocessArgs(NamedTuple):
-    dq_acc: Pointer
-    dq: Pointer
-    s_q: I32
-    s_k: I32
-    d: I32
-    heads: I32
-    left: I32
-    right: I32
-    scale: F32
-    dq_batch: I64
-    dq_head: I64
-    dq_row: I64
-    intervals: Pointer
-
-
-class IntervalsArgs(NamedTuple):
-    mask_data: Pointer
-    intervals: Pointer
-    s_q: I32
-    s_k: I32
-
-
 _FOLDER, _ARCHS = Path(__file__).parent, ("sm_90a",)
 KERNEL = CudaKernel(_FOLDER / "backward.cuh", "sm90_fmha_backward", Args, archs=_ARCHS, dependent=True)
 PREPROCESS = CudaKernel(
@@ -146,10 +65,12 @@ PREPROCESS = CudaKernel(
 POSTPROCESS = CudaKernel(
     _FOLDER / "postprocess.cuh", "sm90_fmha_postprocess", PostprocessArgs, archs=_ARCHS, dependent=True
 )
+KERNEL_PARTS = CudaKernel(_FOLDER / "backward.cuh", "sm90_fmha_backward_parts", PartsArgs, archs=_ARCHS, dependent=True)
+SUM_PARTS = CudaKernel(_FOLDER / "postprocess.cuh", "sm90_fmha_sum_parts", SumArgs, archs=_ARCHS, dependent=True)
 INTERVALS = CudaKernel(_FOLDER / "preprocess.cuh", "sm90_fmha_intervals", IntervalsArgs, archs=_ARCHS, dependent=True)
 
 
-class _Scratch(NamedTuple):
+class Shared(NamedTuple):
     """Memory that the kernels of one backward pass on, and the band that they agree on."""
 
     stats: Tensor  # (query tiles, 2 * block_m) float32: lse and delta of each row
@@ -162,18 +83,9 @@ class _Scratch(NamedTuple):
 def backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs, config: Config) -> None:
     """Write dq, dk, dv and dsinks; S_k > 0.  The mask is a band or packed sequences."""
     dq, dk, dv, dsinks = outs
-    q, lse = args.q, args.lse
-    batch, heads, s_q, _ = q.shape
-    s_k = args.k.shape[2]
+    lse, (batch, heads, s_q, _) = args.lse, args.q.shape
     params, tiles = _params(args, config), batch * heads * -(-s_q // config.block_m)
-    shared = _Scratch(
-        scratch((tiles, 2 * config.block_m), torch.float32, q.device),
-        scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device),
-        scratch((tiles + 1,), torch.int32, q.device),
-        _intervals(args.mask_data, s_q, s_k, config) if args.program else None,
-        args.mask.clamped_band(s_q, s_k),
-    )
-    _preprocess(args, shared, tiles, config)
+    shared = preprocess(args, tiles, params)
     _products((dk, dv), args, shared, params)
     _postprocess(dq, args, shared, tiles, params)
     if args.sinks is not None:
@@ -182,8 +94,17 @@ def backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs
         sink_gradient(dsinks, row_delta, lse, args.sinks)
 
 
-def _preprocess(args: FmhaBackwardArgs, shared: _Scratch, tiles: int, config: Config) -> None:
-    """Write lse and delta of each row, and clear the flags."""
+def preprocess(args: FmhaBackwardArgs, tiles: int, params: Params) -> Shared:
+    """Write lse and delta of each row, and clear the flags.   tiles: of queries, over batch and heads."""
+    device, block_m = args.q.device, params.kBlockM
+    sizes = args.q.shape[2], args.k.shape[2]
+    shared = Shared(
+        scratch((tiles, 2 * block_m), torch.float32, device),
+        scratch((tiles, block_m, _columns(params)), torch.float32, device),
+        scratch((tiles + 1,), torch.int32, device),
+        _intervals(args.mask_data, *sizes, block_m) if args.program else None,
+        args.mask.clamped_band(*sizes),
+    )
     do_batch, do_head, do_row, _ = args.do.stride()
     o_batch, o_head, o_row, _ = args.o.stride()
     PREPROCESS(
@@ -207,51 +128,93 @@ def _preprocess(args: FmhaBackwardArgs, shared: _Scratch, tiles: int, config: Co
             intervals=shared.intervals,
             s_k=args.k.shape[2],
         ),
-        PreprocessParams(config.block_m, bool(args.program), args.q.dtype),
-        block=_THREADS,
+        PreprocessParams(block_m, bool(args.program), args.q.dtype),
+        block=POINTWISE_THREADS,
     )
+    return shared
 
 
-def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: _Scratch, params: Params) -> None:
+def _products(dkv: tuple[Tensor, Tensor], args: FmhaBackwardArgs, shared: Shared, params: Params) -> None:
     """Write dk and dv, and add up dq in float32."""
     q, k, v = args.q, args.k, args.v
-    (batch, heads, s_q, d), (s_k, d_v) = q.shape, v.shape[2:]
-    heads_per_kv, (left, right) = heads // k.shape[1], shared.band
-    q_box, kv_box, dkv_box = ((1, 1, rows, _BOX_COLUMNS) for rows in (params.kBlockM, _KEYS, _WARPGROUP_M))
-    boxes = {"q": (q, q_box), "k": (k, kv_box), "v": (v, kv_box), "do": (args.do, q_box)}
-    boxes |= {"dk": (dkv[0], dkv_box), "dv": (dkv[1], dkv_box)}
-    head_bytes = s_q * heads_per_kv * ((d + d_v) * q.itemsize + d * shared.dq_acc.itemsize)
-    maps = {f"map_{name}": tensor_map(t, box, swizzle=_SWIZZLE) for name, (t, box) in boxes.items()}
-    maps["map_stats"] = tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0)
-    kv_heads, key_tiles, sms = batch * k.shape[1], -(-s_k // _KEYS), usable_sms(q.device)
-    section_heads = max(_L2_BYTES // head_bytes, -(-sms // key_tiles))  # a section fills the GPU
-    KERNEL(
-        (min(key_tiles * kv_heads, sms),),
-        Args(
-            **maps,
-            dq_acc=shared.dq_acc,
-            flags=shared.flags,
-            slopes=args.slopes,
-            s_q=s_q,
+    (batch, heads, s_q, d), (kv_heads, s_k, d_v) = q.shape, v.shape[1:]
+    all_heads, group, (left, right) = batch * kv_heads, heads // kv_heads, shared.band
+    parts = 1
+    if not args.program:
+        parts = divisions.parts(all_heads, group, (s_q, s_k), shared.band, (d, d_v), usable_sms(q.device))
+    results = dkv
+    if parts > 1:
+        shape = batch, kv_heads * parts, s_k
+        results = scratch((*shape, d), q.dtype, q.device), scratch((*shape, d_v), q.dtype, q.device)
+    heads_per_kv = group // parts
+    tensors = {"q": (q, params.kBlockM), "k": (k, KEYS), "v": (v, KEYS), "do": (args.do, params.kBlockM)}
+    tensors |= {"dk": (results[0], WARPGROUP_M), "dv": (results[1], WARPGROUP_M)}
+    grid, section_heads = divisions.schedule(all_heads * parts, s_k, s_q * heads_per_kv * (d * 6 + d_v * 2), q.device)
+    arguments = Args(
+        **maps(tensors, shared, params),
+        dq_acc=shared.dq_acc,
+        flags=shared.flags,
+        slopes=args.slopes,
+        s_q=s_q,
+        s_k=s_k,
+        heads=heads,
+        batches=batch,
+        heads_per_kv=heads_per_kv,
+        left=left,
+        right=right,
+        section_heads=section_heads,
+        alternate=divisions.differ_in_work(shared.band),
+        scale=args.scale,
+        softcap=args.softcap,
+        intervals=shared.intervals,
+    )
+    shared_size = shared_bytes(params)
+    if parts == 1:
+        KERNEL((grid,), arguments, params, block=THREADS, shared_bytes=shared_size)
+    else:
+        KERNEL_PARTS((grid,), PartsArgs(*arguments, parts=parts), params, block=THREADS, shared_bytes=shared_size)
+        _sum_parts(dkv, results, parts)
+
+
+def _sum_parts(dkv: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor], parts: int) -> None:
+    """Add up dk and dv of the parts of each kv head."""
+    (dk, dv), (dk_parts, dv_parts) = dkv, results
+    (batch, kv_heads, s_k, d), d_v = dk.shape, dv.shape[3]
+    (dk_batch, dk_head, dk_row, _), (dv_batch, dv_head, dv_row, _) = dk.stride(), dv.stride()
+    SUM_PARTS(
+        (-(-batch * kv_heads * s_k * max(d, d_v) // (8 * POINTWISE_THREADS)), 2),
+        SumArgs(
+            dk_parts=dk_parts,
+            dv_parts=dv_parts,
+            dk=dk,
+            dv=dv,
+            kv_heads=kv_heads,
+            all_heads=batch * kv_heads,
             s_k=s_k,
-            heads=heads,
-            batches=batch,
-            heads_per_kv=heads_per_kv,
-            left=left,
-            right=right,
-            section_heads=min(kv_heads, section_heads),
-            alternate=(left < 0) != (right < 0),  # key tiles differ in work
-            scale=args.scale,
-            softcap=args.softcap,
-            intervals=shared.intervals,
+            d=d,
+            d_v=d_v,
+            parts=parts,
+            dk_batch=dk_batch,
+            dk_head=dk_head,
+            dk_row=dk_row,
+            dv_batch=dv_batch,
+            dv_head=dv_head,
+            dv_row=dv_row,
         ),
-        params,
-        block=128 * (_WARPGROUPS + 1),
-        shared_bytes=shared_bytes(params),
+        SumParams(dk.dtype),
+        block=POINTWISE_THREADS,
     )
 
 
-def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: _Scratch, tiles: int, params: Params) -> None:
+def maps(tensors: dict[str, tuple[Tensor, int]], shared: Shared, params: Params) -> dict[str, Map]:
+    """Tensor maps by name, each with boxes of so many rows, and that of lse and delta."""
+    descriptors = {
+        f"map_{name}": tensor_map(t, (1, 1, rows, BOX_COLUMNS), swizzle=_SWIZZLE) for name, (t, rows) in tensors.items()
+    }
+    return descriptors | {"map_stats": tensor_map(shared.stats, (1, 2 * params.kBlockM), swizzle=0)}
+
+
+def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: Shared, tiles: int, params: Params) -> None:
     """Scale and round dq."""
     _, heads, s_q, d = args.q.shape
     (left, right), (dq_batch, dq_head, dq_row, _) = shared.band, dq.stride()
@@ -273,14 +236,14 @@ def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: _Scratch, tiles: in
             intervals=shared.intervals,
         ),
         params,
-        block=_THREADS,
+        block=POINTWISE_THREADS,
     )
 
 
-def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
+def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, block_m: int) -> Tensor:
     """(S_k + query tiles, 2) int32: the queries that see each key; sm90_fmha_preprocess fills the rest."""
     assert mask_data is not None, "a program has numbers"
-    intervals = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
+    intervals = scratch((s_k + -(-s_q // block_m), 2), torch.int32, mask_data.device)
     INTERVALS(
         (-(-s_k // _INTERVALS_THREADS),),
         IntervalsArgs(mask_data, intervals, s_q, s_k),
@@ -292,30 +255,34 @@ def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> 
 
 def why_not_operands(q: Tensor, v: Tensor) -> str | None:
     """Why this kernel cannot run over these operands, or None if it can."""
-    arch, d, d_v = device_info(q.device).arch, q.shape[3], v.shape[3]
+    d, d_v = q.shape[3], v.shape[3]
+    if max(d, d_v) > _MAX_D or d % 8 or d_v % 8:
+        return f"has head dimensions up to {_MAX_D} that are multiples of 8, got D={d}, D_v={d_v}"
+    return why_not_device(q)
+
+
+def why_not_device(q: Tensor) -> str | None:
+    """Why this kernel cannot run on the device and dtype of q, or None if it can."""
+    arch = device_info(q.device).arch
     if arch != "sm_90":
         return f"is written for Hopper's tensor cores (sm_90), and this is {arch}"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got {q.dtype}"
-    if max(d, d_v) > _MAX_D or d % 8 or d_v % 8:
-        return f"has head dimensions up to {_MAX_D} that are multiples of 8, got D={d}, D_v={d_v}"
     return None
 
 
 def shared_bytes(params: Params) -> int:
     """Shared memory of K and V, the stages of Q, dO, lse and delta, dS, and the results."""
-    m, boxes, boxes_v = params.kBlockM, -(-params.kD // _BOX_COLUMNS), -(-params.kDv // _BOX_COLUMNS)
+    m, boxes, boxes_v = params.kBlockM, -(-params.kD // BOX_COLUMNS), -(-params.kDv // BOX_COLUMNS)
     ring = params.kStages * ((boxes + boxes_v) * m * _SWIZZLE + 8 * m)
-    out = max(m // _WARPGROUPS * _columns(params) * 4, max(boxes, boxes_v) * _WARPGROUP_M * _SWIZZLE)
-    keys, ds = (boxes + boxes_v) * _KEYS * _SWIZZLE, params.kDsStages * _KEYS * m * 2
+    out = max(m // _WARPGROUPS * _columns(params) * 4, max(boxes, boxes_v) * WARPGROUP_M * _SWIZZLE)
+    keys, ds = (boxes + boxes_v) * KEYS * _SWIZZLE, params.kDsStages * KEYS * m * 2
     return keys + ring + ds + params.kOutStages * _WARPGROUPS * out
 
 
 def _columns(params: Params) -> int:
-    """Columns of dq_acc: D if the warpgroups divide dQ by rows, else D rounded up to one or two boxes."""
-    if params.kBlockM == _KEYS:
-        return params.kD
-    return _BOX_COLUMNS if params.kD <= _BOX_COLUMNS else _WARPGROUPS * _BOX_COLUMNS
+    """Columns of dq_acc: D if the warpgroups divide dQ by rows, else D rounded up to whole boxes."""
+    return params.kD if params.kBlockM == KEYS else -(-params.kD // BOX_COLUMNS) * BOX_COLUMNS
 
 
 def _params(args: FmhaBackwardArgs, config: Config) -> Params:
@@ -347,7 +314,7 @@ def configure(bucket: FmhaBucket, dtype: torch.dtype) -> Config:
 
 def candidates(bucket: FmhaBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Tiles that fit registers and shared memory at these head dimensions."""
-    if max(bucket.D, bucket.D_v) > _BOX_COLUMNS:
+    if max(bucket.D, bucket.D_v) > BOX_COLUMNS:
         return _WIDE_TILES
     return _NARROW_SOFTCAP if bucket.extras & SOFTCAP else _NARROW_TILES
 

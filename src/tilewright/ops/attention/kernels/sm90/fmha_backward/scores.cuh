@@ -126,6 +126,7 @@ template <typename Config>
 __device__ inline void compute_ds(
     u32 (&ds)[Config::kBlockM / 4], u32 (&p)[Config::kBlockM / 4], const float (&s)[Config::kBlockM / 2],
     const float (&dp)[Config::kBlockM / 2], const float* deltas) {
+    using Element = typename Config::Element;
     struct alignas(8) Pair { float x[2]; };
 #pragma unroll
     for (u32 j = 0; j < Config::kBlockM / 8; ++j) {
@@ -133,8 +134,8 @@ __device__ inline void compute_ds(
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
             const u32 i = 4 * j + 2 * h;
-            if constexpr (!BackwardShape<Config>::kEarlyDv) p[2 * j + h] = pack<typename Config::Element>(s[i], s[i + 1]);
-            ds[2 * j + h] = pack<typename Config::Element>(s[i] * (dp[i] - delta.x[0]), s[i + 1] * (dp[i + 1] - delta.x[1]));
+            if constexpr (!BackwardShape<Config>::kEarlyDv) p[2 * j + h] = pack<Element>(s[i], s[i + 1]);
+            ds[2 * j + h] = pack<Element>(s[i] * (dp[i] - delta.x[0]), s[i + 1] * (dp[i + 1] - delta.x[1]));
         }
     }
 }
@@ -146,6 +147,27 @@ template <u32 kM> __device__ inline void stage_ds(const u32 (&ds)[kM / 4], u32 b
     for (u32 j = 0; j < kM / 16; ++j) {
         stmatrix_x4(boxes + strip_offset<kSwizzle>(smem_row, 32 * j + lane / 16 * 16), ds[4 * j], ds[4 * j + 1], ds[4 * j + 2],
                        ds[4 * j + 3]);
+    }
+}
+
+// kWide: stores dS = P * (dP - delta), rounded, of P rounded.  There are no registers for P in fp32, or for all of dS.
+template <typename Config>
+__device__ inline void stage_ds_of_p(
+    const u32 (&p)[Config::kBlockM / 4], const float (&dp)[Config::kBlockM / 2], const float* deltas, u32 boxes) {
+    using Element = typename Config::Element;
+    struct alignas(8) Pair { float x[2]; };
+    const u32 lane = threadIdx.x % 32, smem_row = threadIdx.x % 128 / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+    for (u32 j = 0; j < Config::kBlockM / 16; ++j) {
+        u32 ds[4];
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r) {
+            const Pair delta = *reinterpret_cast<const Pair*>(deltas + 16 * j + r / 2 * 8 + fragment_column());
+            const u32 i = 8 * j + 2 * r, pair = p[4 * j + r];
+            const float low = to_float(Element{u16(pair)}), high = to_float(Element{u16(pair >> 16)});
+            ds[r] = pack<Element>(low * (dp[i] - delta.x[0]), high * (dp[i + 1] - delta.x[1]));
+        }
+        stmatrix_x4(boxes + strip_offset<kSwizzle>(smem_row, 32 * j + lane / 16 * 16), ds[0], ds[1], ds[2], ds[3]);
     }
 }
 

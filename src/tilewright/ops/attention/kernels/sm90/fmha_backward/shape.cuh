@@ -24,8 +24,16 @@ template <typename Config> struct BackwardShape {
     static constexpr bool kEarlyDv = kM == 64;
     static constexpr u32 kBoxes = (kD + kBoxColumns - 1) / kBoxColumns;
     static constexpr u32 kBoxesV = (kDv + kBoxColumns - 1) / kBoxColumns;
-    // Columns of dQ of one warpgroup
-    static constexpr u32 kDqColumns = !kSplitColumns ? kD : kD <= kBoxColumns ? kBoxColumns / 2 : kBoxColumns;
+    // Three boxes of K: dS is computed from P rounded, and dQ stored in two parts, because dK and dV leave no registers
+    static constexpr bool kWide = kBoxes > 2;
+    // Columns of dQ of one warpgroup: all, half of one box, or one of two boxes, then half of the third
+    static constexpr u32 kDqBoxColumns = !kSplitColumns ? kD : kD <= kBoxColumns ? kBoxColumns / 2 : kBoxColumns;
+    static constexpr u32 kDqRestColumns = kWide ? kBoxColumns / 2 : 0, kDqColumns = kDqBoxColumns + kDqRestColumns;
+    // First column of the j-th group of eight columns of dQ of warpgroup `group`
+    __device__ static u32 dq_column(u32 group, u32 j) {
+        if (kWide && 8 * j >= kDqBoxColumns) return kDqBoxColumns + group * kDqRestColumns + 8 * j;
+        return 8 * j + (kSplitColumns ? group * kDqBoxColumns : 0);
+    }
     // In K: bytes from the columns of one warpgroup to those of the next
     static constexpr u32 kDqKOffset = !kSplitColumns ? 0 : kD <= kBoxColumns ? kSwizzle / 2 : kN * kSwizzle;
     // Boxes of 64 columns lie one after another; TMA fills columns beyond D with zeros.
@@ -35,6 +43,7 @@ template <typename Config> struct BackwardShape {
     static constexpr u32 kStatsBytes = kRowFloats * kM * sizeof(float);
     // Output stages: dQ in fp32, and dV and dK at the end of a key tile
     static constexpr u32 kDqBytes = kWarpgroupM * kDqColumns * sizeof(float);
+    static constexpr u32 kDqBoxBytes = kWarpgroupM * kDqBoxColumns * sizeof(float);
     static constexpr u32 kDkvBytes = (kBoxes > kBoxesV ? kBoxes : kBoxesV) * kBoxBytes;
     static constexpr u32 kWarpgroupOutBytes = kDqBytes > kDkvBytes ? kDqBytes : kDkvBytes;  // of one warpgroup
     static constexpr u32 kOutBytes = kBackwardWarpgroups * kWarpgroupOutBytes;
@@ -43,7 +52,8 @@ template <typename Config> struct BackwardShape {
     static constexpr u32 kStatsOffset = kOutOffset + kOutStages * kOutBytes, kShared = kStatsOffset + kStages * kStatsBytes;
     static_assert(sizeof(Element) == 2, "bfloat16 or float16");
     static_assert(kM == 64 || kM == 128, "a query tile is 64 or 128 rows");
-    static_assert(kD % 16 == 0 && kDv % 16 == 0 && kD <= 128 && kDv <= 128, "whole wgmma K of 16; dK and dV fit the registers");
+    static_assert(kD % 16 == 0 && kDv % 16 == 0 && kD <= 192 && kDv <= 128, "whole wgmma K of 16; dK and dV fit the registers");
+    static_assert(!kWide || (kEarlyDv && !Config::kSoftcap), "no registers for more queries, or for the softcap's derivative");
     static_assert(kEarlyDv || !Config::kSoftcap, "128 queries leave no registers for the derivative of the softcap");
     static_assert(kSplitColumns || kBoxes == 1, "dQ split by rows needs K in one box");
     static_assert(kOutStages >= 1 && kOutStages <= 3, "one warp stores each output stage");
