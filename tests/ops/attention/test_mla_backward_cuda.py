@@ -46,7 +46,7 @@ class Problem(NamedTuple):
 
     @property
     def bare(self) -> MlaBackwardArgs:
-        """With o and lse that nobody has written."""
+        """With o and lse unwritten."""
         return self.args(torch.empty_like(self.do), torch.empty(self.do.shape[:3], device=self.do.device))
 
 
@@ -78,7 +78,7 @@ def problem(
 
 
 def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
-    """The gradients; behind each head of them, three rows that nobody may write."""
+    """The gradients; behind each head of them, three rows that must stay as they are."""
     around = [torch.full((*t.shape[:2], t.shape[2] + 3, t.shape[3]), POISON).to(t) for t in p.tensors]
     made = [t[:, :, :-3] for t in around]
     cuda.backward(tuple(made), p.args(o, lse), config)
@@ -217,7 +217,7 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "one query": {"s_q": 1, "s_k": 1000, "right": 0},
     "one key": {"s_q": 70, "s_k": 1, "dlse": True},
     "rows without keys": {"s_q": 500, "s_k": 123, "right": 0},
-    "keys that nobody sees": {"s_q": 100, "s_k": 900, "left": 50, "right": 0},
+    "keys that no query sees": {"s_q": 100, "s_k": 900, "left": 50, "right": 0},
     "window": {"s_q": 900, "s_k": 1000, "left": 70, "right": 33},
     "views of two projections": {"views": True, "right": 0},
     "fp16": {"dtype": fp16, "right": 0},

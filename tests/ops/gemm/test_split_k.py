@@ -212,7 +212,7 @@ DENSE = {  # rows, columns, depth, layout, batch, tile, activation, element, out
     "pairs share columns": (192, 1000, 2048, "nt", 1, (64, 256, 2, 1, 4), "", bf16, bf16),
     "a row of tiles outside": (130, 328, 1096, "nt", 1, (64, 96, 2, 1, 3), "relu", bf16, fp32),
     "one row": (1, 264, 1024, "nt", 1, (64, 32, 1, 1, 6), "", bf16, bf16),
-    "parcels that nobody owns": (70, 96, 640, "nt", 1, (64, 32, 1, 1, 8), "", bf16, bf16),
+    "parcels without an owner": (70, 96, 640, "nt", 1, (64, 32, 1, 1, 8), "", bf16, bf16),
     "weights along N": (200, 520, 1096, "nn", 1, (128, 80, 2, 1, 2), "gelu", bf16, bf16),
     "rows along M": (200, 520, 1096, "tn", 1, (128, 112, 1, 2, 3), "", fp16, fp32),
     "both across": (136, 520, 1096, "tt", 1, (64, 64, 1, 1, 5), "silu", bf16, bf16),
@@ -257,7 +257,7 @@ def test_dense_results(case, hopper_gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", ["576 columns", "pairs share rows", "a batch of pairs", "both across", "parcels that nobody owns"]
+    "case", ["576 columns", "pairs share rows", "a batch of pairs", "both across", "parcels without an owner"]
 )
 def test_blocks_with_many_tiles(case, hopper_gpu):
     """On eight multiprocessors a cluster takes many tiles, so that the ring is used again after every exchange."""
