@@ -75,6 +75,16 @@ def documents(cu, also=None):
     return made
 
 
+def by_rows(*widths, also=None):
+    """Documents of so many tokens each, by their ids; another width in each row of the batch."""
+
+    def made(_, s_k):
+        mask = masks.document(torch.stack([torch.arange(s_k) // width for width in widths]))
+        return mask if also is None else mask & also
+
+    return made
+
+
 def run(p: Problem, config: Config, o: Tensor, lse: Tensor) -> list[Tensor]:
     """The gradients; behind each head of dq, dk and dv, three rows that no block may write."""
     around = [torch.full((*t.shape[:2], t.shape[2] + 3, t.shape[3]), POISON).to(t) for t in p.tensors]
@@ -173,9 +183,9 @@ def test_a_packed_launch(launches, mask):
     """One more small kernel; no band is told."""
     launch(problem(s_q=1000, s_k=1100, mask=mask), Config(64, 2, 2, 2))
     ((grid, (data, intervals, *sizes), _, options),) = launches.intervals
-    assert (grid, sizes, options) == ((9,), [1000, 1100], {"block": 128})
+    assert (grid, sizes, options) == ((9, 1), [1000, 1100, 1116], {"block": 128})
     assert data.tolist()[:3] == [1000, 100, 3]
-    assert intervals.shape == (1100 + 16, 2)
+    assert intervals.shape == (1, 1100 + 16, 2)
     ((_, args, params, _),) = launches.preprocess
     assert params.kPacked
     assert args.intervals is intervals
@@ -184,6 +194,17 @@ def test_a_packed_launch(launches, mask):
     assert args.intervals is intervals
     assert (args.left, args.right) == (-1, -1)
     assert launches.postprocess[0][1].intervals is intervals
+
+
+def test_a_launch_of_other_documents_in_each_row_of_the_batch(launches):
+    launch(problem(s_q=1000, s_k=1100, batch=3, mask=by_rows(50, 700, 2000, also=masks.causal())), Config(64, 2, 2, 2))
+    ((grid, (_, intervals, *sizes), _, options),) = launches.intervals
+    assert (grid, sizes, options) == ((9, 3), [1000, 1100, 1116], {"block": 128})
+    assert intervals.shape == (3, 1116, 2)
+    for ((_, args, params, _),) in (launches.preprocess, launches.main, launches.postprocess):
+        assert params.kPacked
+        assert params.kByBatch
+        assert args.intervals is intervals
 
 
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (100, 0)])
@@ -219,7 +240,13 @@ def test_every_config_fits_shared_memory(d, d_v, extras):
 INSTANCES = [
     (d, d_v, change, config)
     for d, d_v in SIZES
-    for change in ({}, {"slopes": True}, {"dtype": fp16, **EVERYTHING}, {"mask": sequences([100])})
+    for change in (
+        {},
+        {"slopes": True},
+        {"dtype": fp16, **EVERYTHING},
+        {"mask": sequences([100])},
+        {"mask": by_rows(50, 70)},
+    )
     for config in backward.candidates(bucket_of(d, d_v, int("softcap" in change)), bf16)
 ]
 
@@ -299,6 +326,13 @@ COMPUTED |= {
     "packed, D = 64, many": {"s_q": 2000, "s_k": 2000, "d": 64, "mask": sequences([700, 1, 900, 399], causal=True)},
     "documents": {"s_q": 700, "s_k": 700, "mask": documents([0, 100, 100, 612])},
     "causal documents, last queries": {"s_q": 300, "s_k": 700, "mask": documents([0, 100, 612, 700], masks.causal())},
+    "rows of documents": {"s_q": 700, "s_k": 700, "mask": by_rows(130, 311)},
+    "rows of documents, causal": {
+        "s_q": 1300, "s_k": 1300, "batch": 3, "mask": by_rows(64, 999, 2000, also=masks.causal()),
+    },
+    "rows of documents, last queries": {"s_q": 300, "s_k": 700, "mask": by_rows(1, 444, also=masks.window(90, 3))},
+    "rows of documents, queries before": {"s_q": 700, "s_k": 300, "mask": by_rows(41, 128), "sinks": True},
+    "rows of documents, D = 64": {"s_q": 900, "s_k": 900, "d": 64, "mask": by_rows(77, 500, also=masks.causal())},
     "documents in a window, rows before": {"s_q": 700, "s_k": 500, "mask": documents([0, 100, 400], masks.window(60))},
 }  # fmt: skip
 

@@ -19,7 +19,7 @@
 // The five products are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608), in another order.
 //
 // Config: kD, kDv (multiples of 16; D and D_v rounded up), kBlockM, kStages (of Q and dO), kDsStages, kOutStages,
-// kSoftcap, kSlope (ALiBi), kPacked (packed sequences; else a band), Element.
+// kSoftcap, kSlope (ALiBi), kPacked (packed sequences; else a band), kByBatch (other sequences in each batch), Element.
 #pragma once
 
 #include <tilewright/epilogue.cuh>
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     __syncthreads();
     griddepcontrol_wait();
     launch_dependents();
-    const BackwardProblem<Config::kPacked> problem{
+    const BackwardProblemOf<Config> problem{
         {s_q, s_k, heads, batches, heads_per_kv, left, right, section_heads, alternate, intervals}};
 
     // Producer warpgroup
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
         const BackwardTile& tile = tiles[ring_tile.stage];
         if (tile.key < 0) break;
         const int key = tile.key + int(group * kWarpgroupM);
-        const KeyVisibility<Config::kPacked> visibility(problem, key);
+        const KeyVisibility<Config::kPacked> visibility(problem, problem.template intervals_of<kM>(tile.batch), key);
 
         float dk[Shape::kD / 2], dv[Shape::kDv / 2], s[kM / 2];
 #pragma unroll

@@ -20,6 +20,7 @@ from tilewright.jit.compilers.kernel_args import F32, I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
+from tilewright.mask.program import leaves
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaBackwardArgs
 from tilewright.ops.attention.bucket import SOFTCAP, FmhaBucket, backward_bucket, why_not_addressable, why_not_interval
@@ -55,6 +56,7 @@ class Params(NamedTuple):
     kSoftcap: bool
     kSlope: bool
     kPacked: bool
+    kByBatch: bool
     Element: torch.dtype
 
 
@@ -63,6 +65,7 @@ class PreprocessParams(NamedTuple):
 
     kBlockM: int
     kPacked: bool
+    kByBatch: bool
     Element: torch.dtype
 
 
@@ -136,6 +139,7 @@ class IntervalsArgs(NamedTuple):
     intervals: Pointer
     s_q: I32
     s_k: I32
+    batch_stride: I32
 
 
 _FOLDER, _ARCHS = Path(__file__).parent, ("sm_90a",)
@@ -155,7 +159,7 @@ class _Scratch(NamedTuple):
     stats: Tensor  # (query tiles, 2 * block_m) float32: lse and delta of each row
     dq_acc: Tensor  # (query tiles, block_m, columns) float32
     flags: Tensor  # (query tiles + 1,) int32: how many key tiles have added to dq_acc
-    intervals: Tensor | None  # the queries that see each key, of packed sequences
+    intervals: Tensor | None  # (B or 1, S_k + query tiles, 2): the queries that see each key, of packed sequences
     band: tuple[int, int]  # left, right
 
 
@@ -170,7 +174,7 @@ def backward(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: FmhaBackwardArgs
         scratch((tiles, 2 * config.block_m), torch.float32, q.device),
         scratch((tiles, config.block_m, _columns(params)), torch.float32, q.device),
         scratch((tiles + 1,), torch.int32, q.device),
-        _intervals(args.mask_data, s_q, s_k, config) if args.program else None,
+        _intervals(args, config) if args.program else None,
         args.mask.clamped_band(s_q, s_k),
     )
     _preprocess(args, shared, tiles, config)
@@ -207,7 +211,7 @@ def _preprocess(args: FmhaBackwardArgs, shared: _Scratch, tiles: int, config: Co
             intervals=shared.intervals,
             s_k=args.k.shape[2],
         ),
-        PreprocessParams(config.block_m, bool(args.program), args.q.dtype),
+        PreprocessParams(config.block_m, bool(args.program), _by_batch(args), args.q.dtype),
         block=_THREADS,
     )
 
@@ -277,17 +281,24 @@ def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: _Scratch, tiles: in
     )
 
 
-def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, config: Config) -> Tensor:
-    """(S_k + query tiles, 2) int32: the queries that see each key; sm90_fmha_preprocess fills the rest."""
-    assert mask_data is not None, "a program has numbers"
-    intervals = scratch((s_k + -(-s_q // config.block_m), 2), torch.int32, mask_data.device)
+def _intervals(args: FmhaBackwardArgs, config: Config) -> Tensor:
+    """(B or 1, S_k + query tiles, 2) int32: the queries that see each key; sm90_fmha_preprocess fills the rest."""
+    assert args.mask_data is not None, "a program has numbers"
+    s_q, s_k = args.q.shape[2], args.k.shape[2]
+    rows, stride = args.q.shape[0] if _by_batch(args) else 1, s_k + -(-s_q // config.block_m)
+    intervals = scratch((rows, stride, 2), torch.int32, args.mask_data.device)
     INTERVALS(
-        (-(-s_k // _INTERVALS_THREADS),),
-        IntervalsArgs(mask_data, intervals, s_q, s_k),
+        (-(-s_k // _INTERVALS_THREADS), rows),
+        IntervalsArgs(args.mask_data, intervals, s_q, s_k, stride),
         IntervalsParams(),
         block=_INTERVALS_THREADS,
     )
     return intervals
+
+
+def _by_batch(args: FmhaBackwardArgs) -> bool:
+    """Whether each row of the batch has its own sequences."""
+    return any(leaf.by_batch for leaf in leaves(args.program))
 
 
 def why_not_operands(q: Tensor, v: Tensor) -> str | None:
@@ -329,6 +340,7 @@ def _params(args: FmhaBackwardArgs, config: Config) -> Params:
         kSoftcap=args.softcap > 0,
         kSlope=args.slopes is not None,
         kPacked=bool(args.program),
+        kByBatch=_by_batch(args),
         Element=args.q.dtype,
     )
 

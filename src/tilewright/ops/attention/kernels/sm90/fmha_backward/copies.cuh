@@ -18,7 +18,7 @@ __device__ inline void load_boxes(
 // Loads K and V once per key tile; Q, dO, lse and delta through a ring.
 template <typename Config>
 __device__ inline void load_operands(
-    const BackwardProblem<Config::kPacked>& problem, BackwardBarriers<Config>& barriers, BackwardTile (&tiles)[2], u8* smem,
+    const BackwardProblemOf<Config>& problem, BackwardBarriers<Config>& barriers, BackwardTile (&tiles)[2], u8* smem,
     const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v, const TensorMap& map_do,
     const TensorMap& map_stats, int* counter) {
     using Shape = BackwardShape<Config>;
@@ -75,7 +75,7 @@ __device__ inline void load_operands(
 // and dK.  The warpgroups fill the stages in turn.
 template <typename Config>
 __device__ inline void store_results(
-    const BackwardProblem<Config::kPacked>& problem, BackwardBarriers<Config>& barriers, const BackwardTile (&tiles)[2],
+    const BackwardProblemOf<Config>& problem, BackwardBarriers<Config>& barriers, const BackwardTile (&tiles)[2],
     const u8* smem, u32 stage, const TensorMap& map_dk, const TensorMap& map_dv, float* dq_acc, int* flags) {
     using Shape = BackwardShape<Config>;
     const u8* const out = smem + Shape::kOutOffset + stage * Shape::kOutBytes;
