@@ -25,6 +25,11 @@ def _fitted_program() -> Use:
     return lambda: (made & mask.causal()).fitted_program(4000, 4096, torch.device("cuda"))[1].clone()
 
 
+def _runs() -> Use:
+    made = mask.document(torch.arange(8192, device="cuda").view(2, 4096) // 100, contiguous=True)
+    return lambda: (made & mask.causal()).fitted_program(4000, 4096, torch.device("cuda"))[1].clone()
+
+
 def _cast() -> Use:
     g = torch.Generator("cuda").manual_seed(0)
     layer = FP8Linear(512, 512, dtype=torch.bfloat16, device="cuda").eval().requires_grad_(False)
@@ -38,7 +43,7 @@ def _elements() -> Use:
 
 
 CASES: dict[str, list[Callable[[], Any]]] = {
-    "programs of masks": [_program, _fitted_program],
+    "programs of masks": [_program, _fitted_program, _runs],
     "float8 weights": [_cast],
     "elements of masks": [_elements],
 }

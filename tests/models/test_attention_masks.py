@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import masking_utils as theirs
 
 from tilewright.errors import InputError
+from tilewright.mask.documents import Document
 from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, visible_keys
 from tilewright.models.attention.masks import attention_mask
 
@@ -95,6 +96,25 @@ def test_every_mask_of_transformers(kind: str) -> None:
             batch_size=batch, q_length=s_q, kv_length=s_k, q_offset=q_offset, kv_offset=kv_offset, mask_function=made,
             attention_mask=padding, allow_is_causal_skip=skip and not both, allow_is_bidirectional_skip=skip and both,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["packed", "chunks"])
+def test_documents_of_transformers_are_intervals(what: str) -> None:
+    """Also where their ids may not be looked at."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5, 0]])
+    packed = positions.diff(prepend=positions[:, :1] - 1) != 1
+    function = {
+        "packed": theirs.and_masks(
+            theirs.causal_mask_function, theirs.packed_sequence_mask_function(packed.cumsum(-1))
+        ),
+        "chunks": theirs.chunked_causal_mask_function(4, torch.tensor([0, 2])),
+    }[what]
+    made = same(**sizes(9, 9, mask_function=function))
+    assert isinstance(made, CarriedMask)
+    assert made.visible is not None
+    assert made.visible.mask is not None
+    assert made.visible.mask.fitted_program(9, 9, torch.device("cpu"))[0] == "seq.b:0"
+    assert all(leaf.contiguous for leaf in made.visible.mask.leaves() if isinstance(leaf, Document))
 
 
 def sizes(s_q: int, s_k: int, **rest: Any) -> dict[str, Any]:

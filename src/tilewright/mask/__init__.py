@@ -3,6 +3,7 @@
     from tilewright import mask
     mask.causal() & mask.window(4095)              one band: kernels need nothing else
     mask.causal() & mask.document(cu_seqlens=cu)   packed documents
+    mask.document(ids, contiguous=True)            the same by the id of every key
     mask.sequences(cu_q, cu_k, length_q=.., ..)    packed, with other keys than queries
     mask.causal() | mask.prefix(256)               a prefix LM
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.mask.elements import document_ids, prefixes, walk
-from tilewright.mask.program import offset, root
+from tilewright.mask.program import flags, offset, root
 
 _LEAST, _MOST = -(2**31), 2**31 - 1
 
@@ -111,15 +111,19 @@ def _sequences(word: str, data: Tensor, sizes: Sizes, tiles: _Tiles) -> States:
     The queries that see one of the keys key_first .. key_last have intervals that end after key_first and begin at
     key_last or before.  Neither end decreases, so these queries are consecutive; the others among them see no key.
     """
-    rows = torch.arange(3, device=data.device)[:, None] * sizes.s_q + torch.arange(sizes.s_q, device=data.device)
-    first, end, count = data[data[offset(word) + 2] + rows]
+    rows = 3 * torch.arange(sizes.batch if "b" in flags(word) else 1, device=data.device)[:, None]
+    places = data[offset(word) + 2] + rows * sizes.s_q + torch.arange(sizes.s_q, device=data.device)
+    first, end, count = (data[places + n * sizes.s_q] for n in range(3))
     row_first, row_last = tiles.pos_first - (sizes.s_k - sizes.s_q), tiles.pos_last - (sizes.s_k - sizes.s_q)
-    a = torch.maximum(row_first, torch.searchsorted(end, tiles.key_first, right=True))
-    b = torch.minimum(row_last, torch.searchsorted(first, tiles.key_last, right=True) - 1)
+    key_first, key_last = (keys.expand(len(first), -1).contiguous() for keys in (tiles.key_first, tiles.key_last))
+    a = torch.maximum(row_first, torch.searchsorted(end, key_first, right=True)[:, None])
+    b = torch.minimum(row_last, torch.searchsorted(first, key_last, right=True)[:, None] - 1)
     nonempty = a <= b
     a, b = a.clamp(max=sizes.s_q - 1), b.clamp(min=0)
-    some = nonempty & ((first[a] < end[a]) | (count[a] < count[b]))
-    return States(some, (first[row_last] <= tiles.key_first) & (tiles.key_last < end[row_first]))
+    row = torch.arange(len(first), device=data.device)[:, None, None]
+    some = nonempty & ((first[row, a] < end[row, a]) | (count[row, a] < count[row, b]))
+    every = (first[row, row_last] <= tiles.key_first) & (tiles.key_last < end[row, row_first])
+    return States(some[:, None], every[:, None])
 
 
 def _bounds(word: str, data: Tensor, batch: int, start: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ def _leaf(word: str) -> str:
         raise BackendError(f'the mask\'s leaf {kind!r} is not written in CUDA C++. Try backend="triton".')
     depends = {
         "doc": ("b" in leaf_flags,),
+        "seq": ("b" in leaf_flags,),
         "prefix": (leaf_flags != "", "b" in leaf_flags),
         "block": ("b" in leaf_flags, "h" in leaf_flags),
     }.get(kind, ())

@@ -1,26 +1,38 @@
-"""Documents as a leaf: by the id of every key, or packed end to end, which becomes `Sequences`."""
+"""Documents as a leaf: by the id of every key, or packed end to end.  Where each is one run of keys, kernels get
+`Sequences`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.mask.algebra import EVERYTHING, Band, Mask, MaskMod, refuse
 from tilewright.mask.leaves import TensorLeaf, check_size
-from tilewright.mask.packed import Sequences, intervals
+from tilewright.mask.packed import Sequences, bounded, intervals
 from tilewright.mask.program import Part
 
 
-def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, length: int | None = None) -> Mask:
+def document(
+    ids: Tensor | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    length: int | None = None,
+    contiguous: bool = False,
+) -> Mask:
     """Query and key in the same document.
 
-    ids: (S_k,) or (B, S_k) int of 32 bits, the document of every key; with S_q < S_k the queries are the last.  Tile
-    tables are exact where ids never decrease, sound otherwise.  Or cu_seqlens: (documents + 1,) int, from 0, as for
-    packed sequences, with `length` = S_k, which otherwise is read from the device; keys after the last boundary
-    are one document.  Alone or with a band, documents of cu_seqlens become `sequences` in kernels: one interval of keys
-    per query.
+    ids: (S_k,) or (B, S_k) int of 32 bits, the document of every key; with S_q < S_k the queries are the last.
+    contiguous: a document is a run of neighbouring keys with one id, and an id that comes again begins another
+    document.  Where no id comes again, as where ids never decrease, that changes no result.  Ids on a CPU are looked
+    at, so there nothing need be said; those on a GPU are not, which would wait for it.
+    Or cu_seqlens: (documents + 1,) int, from 0, as for packed sequences, with `length` = S_k, which otherwise is read
+    from the device; keys after the last boundary are one document.
+    Alone or with a band, documents of cu_seqlens and contiguous ones become `sequences` in kernels: one interval of
+    keys per query.  Tile tables of other ids are exact where ids never decrease, sound otherwise.
     """
     if (ids is None) == (cu_seqlens is None):
         raise InputError("document: give either ids or cu_seqlens=")
@@ -34,14 +46,38 @@ def document(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None, len
         raise refuse("ids", (tuple(ids.shape), ids.dtype), "(S_k,) or (B, S_k) int")
     if length is not None and length != ids.shape[-1]:
         raise refuse("length", length, f"ids are {ids.shape[-1]} long")
-    return Document(torch.atleast_2d(ids).to(torch.int32, copy=True).contiguous())
+    copied = torch.atleast_2d(ids).to(torch.int32, copy=True).contiguous()
+    if contiguous or (_readable(ids) and _none_comes_again(copied)):
+        return Document(_run_numbers(copied), True)
+    return Document(copied)
+
+
+def _run_numbers(ids: Tensor) -> Tensor:
+    """(rows, S_k) int32: the number of each key's run of equal ids, from 0 in each row."""
+    changes = ids.diff(prepend=ids[:, :1])  # 0 for equal ids alone, also where the difference overflows
+    return (changes != 0).cumsum(1, dtype=torch.int32)
+
+
+def _none_comes_again(ids: Tensor) -> bool:
+    """True if every id of a row is one run: there are no more runs than ids."""
+    return torch.equal(_run_numbers(ids)[:, -1:], _run_numbers(ids.sort(1).values)[:, -1:])
+
+
+def _readable(ids: Tensor) -> bool:
+    """True if the ids can be looked at: on a CPU, and in no trace, whose program would serve other ids too."""
+    if torch.compiler.is_compiling() or ids.device.type != "cpu" or type(ids) is not Tensor:
+        return False
+    if torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(ids)
 
 
 @dataclass(frozen=True, eq=False)
 class Document(TensorLeaf):
-    """ids: (B or 1, S_k) int32."""
+    """ids: (B or 1, S_k) int32.  contiguous: each is one run of keys, and they never decrease."""
 
     ids: Tensor
+    contiguous: bool = False
 
     def __repr__(self) -> str:
         return f"document({tuple(self.ids.shape)})"
@@ -59,7 +95,20 @@ class Document(TensorLeaf):
         return lambda b, h, q, k: (ids[b, q.clamp(0, last)] == ids[b, k]) & (q >= 0)
 
     def to(self, device: torch.device | str) -> Mask:
-        return Document(self.ids.to(device))
+        return Document(self.ids.to(device), self.contiguous)
+
+    def has_leaf(self) -> bool:
+        """True if each document is one run: then there is a `Sequences` for every size."""
+        return self.contiguous
+
+    def as_leaf(self, s_q: int, s_k: int, band: Band | None = None) -> Mask | None:
+        """The documents as intervals of keys within the band."""
+        if not self.contiguous:
+            return None
+        queries = F.pad(self.ids, (s_q - s_k, 0), value=-1)  # a query before the first key is in no document
+        begin, end = (torch.searchsorted(self.ids, queries, right=side, out_int32=True) for side in (False, True))
+        positions = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=self.ids.device)
+        return Sequences(bounded(begin, end, positions, EVERYTHING if band is None else band, s_q + s_k), s_k)
 
     def _words(self) -> Iterator[Part | str]:
         yield Part("doc.b" if self.ids.shape[0] > 1 else "doc", (self.ids.shape[-1],), self.ids.flatten())
@@ -99,7 +148,8 @@ class PackedDocuments(TensorLeaf):
         """The documents as intervals of keys within the band."""
         ends = torch.cat((self.boundaries, self.boundaries.new_full((1,), self.length)))
         queries = torch.arange(s_k - s_q, s_k, dtype=torch.int32, device=ends.device)
-        return Sequences(intervals(queries, ends, ends, EVERYTHING if band is None else band, s_q + s_k), s_k)
+        table = intervals(queries, ends, ends, EVERYTHING if band is None else band, s_q + s_k)
+        return Sequences(table[None], s_k)
 
     def _words(self) -> Iterator[Part | str]:
         yield from self.by_id()._words()

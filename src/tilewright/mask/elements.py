@@ -29,7 +29,7 @@ def evaluate(program: str, data: Tensor, positions: Tensor, keys: Tensor, batch:
             same = query_ids[:, :, None] == key_ids[:, None]
             result = (same & inside_q[:, None] & inside_k)[:, None]
         elif kind == "seq":
-            first, end = (row[:, None] for row in visible_intervals(word, data, positions))
+            first, end = (row[:, None, :, None] for row in visible_intervals(word, data, batch, positions))
             result = (first <= keys) & (keys < end)
         elif kind == "prefix":
             result = keys < prefixes(word, data, batch)
@@ -71,12 +71,14 @@ def document_ids(word: str, data: Tensor, batch: int, places: Tensor) -> tuple[T
     return data[torch.where(inside, payload_offset + rows * length + places, 0)], inside
 
 
-def visible_intervals(word: str, data: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(first, end) of the keys that the queries at these positions see; (0, 0) where there is no query."""
+def visible_intervals(word: str, data: Tensor, batch: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(first, end) of the keys that queries see, (B or 1, positions); (0, 0) at positions without a query."""
     length, shift, payload_offset = data[offset(word)], data[offset(word) + 1], data[offset(word) + 2]
     queries = positions - shift
     inside = (queries >= 0) & (queries < length)
-    first, end = (data[torch.where(inside, payload_offset + row * length + queries, 0)] * inside for row in range(2))
+    rows = 3 * torch.arange(batch if "b" in flags(word) else 1, device=data.device)[:, None]
+    places = payload_offset + rows * length + queries
+    first, end = (data[torch.where(inside, places + n * length, 0)] * inside for n in range(2))
     return first, end
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
-from tilewright.mask.leaves import TensorLeaf
+from tilewright.mask.leaves import TensorLeaf, check_size
 from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
 from tilewright.mask.program import Part
 
-PACKED_PROGRAM = "seq:0"
-"""The program of packed sequences and nothing else."""
+PACKED_PROGRAMS = "seq:0", "seq.b:0"
+"""The programs of packed sequences and nothing else, the same for all rows of the batch or for each its own."""
 
 
 def sequences(
@@ -53,18 +53,18 @@ def sequences(
         band = band & causal_band()  # not `&=`, which the Dynamo of torch 2.11 cannot trace
     assert isinstance(band, Band), "an intersection of bands is a band"
     keys = length_q if length_k is None else length_k
-    return Sequences(_table(cu_q, cu_k, length_q, keys, band), keys)
+    return Sequences(_table(cu_q, cu_k, length_q, keys, band)[None], keys)
 
 
 def _table(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band) -> Tensor:
-    """int32 (3, length_q): `Sequences.table`, in as few torch calls as possible, because each is a launch."""
+    """int32 (3, length_q): a row of `Sequences.table`, in as few torch calls as possible, because each is a launch."""
     same, cu_q, cu_k = cu_k is cu_q, cu_q.to(torch.int32).contiguous(), cu_k.to(torch.int32)
     queries = torch.arange(length_q, dtype=torch.int32, device=cu_q.device)
     return intervals(queries, cu_q, cu_k, band, length_q + length_k, same)
 
 
 def intervals(queries: Tensor, cu_q: Tensor, cu_k: Tensor, band: Band, furthest: int, same: bool = True) -> Tensor:
-    """int32 (3, queries): `Sequences.table` for these indices of queries that `cu_q` divides; all int32.
+    """int32 (3, queries): a row of `Sequences.table` for these indices of queries that `cu_q` divides; all int32.
 
     furthest: larger than every distance, so that positions stay in int32.  same: `cu_q` and `cu_k` are equal.
     """
@@ -73,17 +73,25 @@ def intervals(queries: Tensor, cu_q: Tensor, cu_k: Tensor, band: Band, furthest:
     bounds = torch.cat((cu_k[:1], cu_k, cu_k[-1:]))
     begin, end = bounds.unfold(0, 2, 1)[number].unbind(1)
     position = queries if same else queries + (bounds[1:] - torch.cat((cu_q, cu_q[-1:])))[number]
+    return bounded(begin, end, position, band, furthest)
+
+
+def bounded(begin: Tensor, end: Tensor, position: Tensor, band: Band, furthest: int) -> Tensor:
+    """int32 (.., 3, queries): the part of the keys begin .. end - 1 that a band leaves, and `Sequences`' counts.
+
+    begin, end: (.., queries), position: (queries,), int32; none of them decreases.  furthest: as for `intervals`.
+    """
     first, stop = begin, end
     if band.high != HIGHEST:
         first = (position - min(max(band.high, -furthest), furthest)).clamp(begin, end)
     if band.low != LOWEST:
         stop = (position + (min(max(-band.low, -furthest), furthest) + 1)).clamp(begin, end)
-    return torch.stack((first, stop, (first < stop).cumsum(0, dtype=torch.int32)))
+    return torch.stack((first, stop, (first < stop).cumsum(-1, dtype=torch.int32)), -2)
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences(TensorLeaf):
-    """table: (3, S_q) int32, for every query the first and the end of the keys that it sees, neither of which
+    """table: (B or 1, 3, S_q) int32, for every query the first and the end of the keys that it sees, neither of which
     decreases (first >= end: none), and how many queries up to it see any key.
     """
 
@@ -91,21 +99,22 @@ class Sequences(TensorLeaf):
     length_k: int
 
     def __repr__(self) -> str:
-        return f"sequences({self.table.shape[1]}, {self.length_k})"
+        return f"sequences({self.table.shape[2]}, {self.length_k})"
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
-        lengths = self.table.shape[1], self.length_k
+        lengths = self.table.shape[2], self.length_k
         if lengths != (s_q, s_k):
             raise InputError(f"sequences: made for (S_q, S_k) = {lengths}; the attention has {(s_q, s_k)}")
+        check_size("sequences", "B", self.table.shape[0], batch)
 
     @property
     def mask_mod(self) -> MaskMod:
-        (first, end, _), length = self.table, self.table.shape[1]
-        shift = self.length_k - length
+        (first, end, _), (rows, _, length) = self.table.unbind(1), self.table.shape
+        shift, by_batch = self.length_k - length, int(rows > 1)
 
         def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            i = (q - shift).clamp(0, length - 1)
-            return (i == q - shift) & (first[i] <= k) & (k < end[i])
+            row, i = b * by_batch, (q - shift).clamp(0, length - 1)
+            return (i == q - shift) & (first[row, i] <= k) & (k < end[row, i])
 
         return allowed
 
@@ -113,5 +122,5 @@ class Sequences(TensorLeaf):
         return Sequences(self.table.to(device), self.length_k)
 
     def _words(self) -> Iterator[Part | str]:
-        length = self.table.shape[1]
-        yield Part("seq", (length, self.length_k - length), self.table.flatten())
+        rows, _, length = self.table.shape
+        yield Part("seq.b" if rows > 1 else "seq", (length, self.length_k - length), self.table.flatten())

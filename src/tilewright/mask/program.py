@@ -11,14 +11,14 @@ With i the position of a query, j a key, d = i - j:
     doc, doc.b            length, at                                   ids[i] == ids[j], both in 0 .. length - 1
     prefix, .t, .b        n; at; at                                    j < n
     global                g                                            i < g or j < g
-    seq                   length, shift, at                            first[q] <= j < end[q], q = i - shift
+    seq, seq.b            length, shift, at                            first[q] <= j < end[q], q = i - shift
     dilated               step                                         d % step == 0
     strided               step                                         j % step == step - 1
     block, .b, .h, .bh    size_q, size_k, rows, columns, heads, at     bit (i // size_q, j // size_k) of a table
 
 `at`: index of the payload in data.  Flags say what it depends on: .b batch, .h head, .t neither.  doc: ids (length,),
-doc.b: (B, length); seq: (3, length), for every query first, end, and how many queries up to it see a key,
-shift = S_k - S_q; prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with
+doc.b: (B, length); seq: (3, length), for every query first, end, and how many queries up to it see a key, seq.b:
+(B, 3, length), shift = S_k - S_q; prefix.t: n (1,), prefix.b: (B,); block: bits (B, heads, rows, words) with
 words = ceil(columns / 32), column c is bit c % 32 of word c // 32, B and heads 1 without .b, .h.
 Outside the table nothing is allowed.
 """

@@ -64,6 +64,8 @@ def _leaf(program: tl.constexpr, header, data, b, h, positions, keys):
         length = tl.load(header)
         queries = positions - tl.load(header + 1)
         bounds = data + tl.load(header + 2) + queries
+        if leaf_flags == "b":
+            bounds += b * 3 * length
         inside = (queries >= 0) & (queries < length)
         result = keys >= tl.load(bounds, mask=inside, other=0)
         result &= keys < tl.load(bounds + length, mask=inside, other=0)

@@ -44,6 +44,8 @@ def _bounds_kernel(
         ptr = bounds + 2 * ((n * tl.num_programs(1) + b) * tl.num_programs(0) + tile)
         if root(document(PROGRAM, n)) == "seq":
             firsts = data + tl.load(data + offset(document(PROGRAM, n)) + 2)
+            if flags(document(PROGRAM, n)) == "b":
+                firsts += b * 3 * S_q
             queries = tl.where(is_query_tile, 0, S_q)  # query tiles need no search
             tl.store(ptr, _count_below(firsts + S_q, queries, start + 1))
             tl.store(ptr + 1, _count_below(firsts, queries, end) - 1)
@@ -105,9 +107,13 @@ def _states(
             every = (low_q == high_q) & (low_k == high_k) & (low_q == low_k) & (pos_first >= 0)
         elif kind == "seq":
             firsts = data + tl.load(data + offset(PROGRAM) + 2)
-            ends, counts = firsts + S_q, firsts + 2 * S_q
             tiles = tiles_q + tiles_k
             row = bounds + 2 * (document_number(WHOLE, PROGRAM) * tl.num_programs(2) * tiles + tiles_q + k)
+            seq_flags: tl.constexpr = flags(PROGRAM)
+            if seq_flags == "b":
+                firsts += b * 3 * S_q
+                row += 2 * b * tiles
+            ends, counts = firsts + S_q, firsts + 2 * S_q
             row_first, row_last = q * block_m, tl.minimum(q * block_m + block_m, S_q) - 1
             a, z = tl.maximum(row_first, tl.load(row)), tl.minimum(row_last, tl.load(row + 1))
             nonempty = a <= z

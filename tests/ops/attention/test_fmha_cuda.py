@@ -53,8 +53,7 @@ def problem(
 
 def run(p: Problem, config: Config) -> tuple[Tensor, Tensor]:
     q, _, v = p.tensors
-    o = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], device=q.device)
+    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3], device=q.device)
     forward.forward((o, lse), p.args, config)
     return o, lse
 
@@ -166,14 +165,14 @@ def test_a_program_brings_lists_of_tiles(launches, mask, steps):
     assert params.Index == "short"
 
 
-def test_packed_sequences_bring_their_intervals_and_no_lists(launches):
-    p = problem(mask=PACKED)
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_packed_sequences_bring_their_intervals_and_no_lists(launches, by_batch):
+    p = problem(mask=ROWS if by_batch else PACKED)
     run(p, Config(2, 128, 2, 2))
     ((_, args, params, _),) = launches.calls
     assert args.mask_data is p.args.mask_data
-    assert (args.counts, args.indices) == (None, None)
-    assert (args.batch_stride, args.head_stride, args.row_stride) == (0, 0, 0)
-    assert params.Mask == "tilewright::MaskSequences<0>"
+    assert (args.counts, args.indices, args.batch_stride, args.head_stride, args.row_stride) == (None, None, 0, 0, 0)
+    assert params.Mask == f"tilewright::MaskSequences<0, {str(by_batch).lower()}>"
 
 
 @pytest.mark.parametrize("change", [{"softcap": 3.0}, {"slopes": True}, {"scale": 0.0}, {"scale": -1.0}])
@@ -192,6 +191,7 @@ ALL_LEAVES = (
 PACKED = masks.sequences(
     torch.tensor([0, 100, 333]), torch.tensor([0, 150, 400]), length_q=333, length_k=410, causal=True
 )
+ROWS = (masks.document(torch.stack([torch.arange(410) // n for n in (50, 77)])) & masks.causal()).fitted(333, 410)
 EVERYTHING = {"softcap": 3.0, "slopes": True, "sinks": True}
 SIZES = (32, 64, 80, 128, 192, 256)
 
@@ -238,7 +238,7 @@ def test_bands_use_the_matrix_units_and_spill_nothing(d, change, config):
 
 @pytest.mark.compile
 @needs_nvrtc
-@pytest.mark.parametrize("mask", [DOCUMENTS, PACKED, ALL_LEAVES], ids=["documents", "packed", "all leaves"])
+@pytest.mark.parametrize("mask", [DOCUMENTS, PACKED, ROWS, ALL_LEAVES], ids=["documents", "packed", "rows", "all"])
 @pytest.mark.parametrize("d", SIZES)
 def test_programs_leave_the_products_as_they_are(d, mask):
     p = problem(d=d, mask=mask)

@@ -165,9 +165,10 @@ def _documents(function: MaskFunction, captured: dict[str, Any], positions: _Pos
     if _is(function, "chunks"):
         padding = captured["left_padding"]
         indices = torch.arange(positions.keys, device=padding.device) + positions.kv_offset
-        return masks.document((indices - padding[:, None]) // captured["chunk_size"])
+        return masks.document((indices - padding[:, None]) // captured["chunk_size"], contiguous=True)
     if _is(function, "packed"):
-        return masks.document(_at_keys(captured["packed_sequence_mask"], positions.keys, positions.kv_offset, -1))
+        ids = _at_keys(captured["packed_sequence_mask"], positions.keys, positions.kv_offset, -1)
+        return masks.document(ids, contiguous=True)  # transformers numbers them in order
     if _is(function, "blocks"):
         ids = _at_keys(captured["block_sequence_ids"], positions.keys, positions.kv_offset, -1)
         return masks.document(ids) & by_keys((ids >= 0)[:, None, None])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tilewright.dispatch.bucket import hint, row_bucket
-from tilewright.mask.packed import PACKED_PROGRAM
+from tilewright.mask.packed import PACKED_PROGRAMS
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs, MaskArgs
 from tilewright.ops.attention.layout import addressable
 
@@ -48,7 +48,7 @@ def forward_bucket(args: FmhaArgs) -> FmhaBucket:
 def backward_bucket(args: FmhaBackwardArgs) -> FmhaBucket:
     """The bucket of a backward."""
     kind = causal_kind(mask_kind(args.mask), args.q, args.k, args.q.shape[3], args.v.shape[3])
-    mask = PACKED if args.program == PACKED_PROGRAM else kind
+    mask = PACKED if args.program in PACKED_PROGRAMS else kind
     return _bucket(args.forward, mask, (args.q, args.k, args.v, args.do, args.o))
 
 

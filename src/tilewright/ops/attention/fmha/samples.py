@@ -18,9 +18,10 @@ _OPTIONS = ("scale", "softcap", "return_lse")
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: B, H, S (or S_q and S_k), D, optional H_kv, D_v; causal, window (keys a causal window has), documents
-    (how many packed end to end, each causal), ids (the same by the id of every key), mask (a name of `MASKS`), variant
-    (of `VARIANTS`); alibi, sinks, scale, softcap, return_lse; layout: by head in memory by default, "token" (a view of
-    a projection), "packed" (views of one of q, k and v), "BSHD".
+    (how many packed end to end, each causal), ids (the same by the id of every key, the first in two pieces), rows (by
+    id, others in each row of the batch), mask (a name of `MASKS`), variant (of `VARIANTS`); alibi, sinks, scale,
+    softcap, return_lse; layout: by head in memory by default, "token" (a view of a projection), "packed" (views of one
+    of q, k and v), "BSHD".
     """
     g = rows.generator(seed)
     batch, heads, d = params["B"], params["H"], params["D"]
@@ -43,7 +44,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     if params.get("causal"):
         options["causal"] = True
     with unset_fake_temporarily():  # a mask is made of its numbers
-        mask = _mask(params, s_k)
+        mask = _mask(params, batch, s_k)
         if mask is not None:
             options["mask"] = mask
     if params.get("alibi"):
@@ -68,6 +69,13 @@ def _packed(count: int, length: int) -> masks.Mask:
     return masks.document(cu_seqlens=torch.cat(ends).int(), length=length)
 
 
+def _in_pieces(count: int, length: int) -> Tensor:
+    """`documents`, but the last key is of the first one, so that what a query sees is no interval."""
+    ids = documents(count, length)
+    ids[-1] = 0
+    return ids
+
+
 MASKS: Mapping[str, Callable[[int], masks.Mask]] = {
     "prefix": lambda s: masks.causal() | masks.prefix(s // 3),
     "global": lambda s: masks.window(s // 4, s // 4) | masks.global_tokens(2),
@@ -80,7 +88,7 @@ MASKS: Mapping[str, Callable[[int], masks.Mask]] = {
 """Masks that no band is, by name, for keys of any number."""
 
 
-def _mask(params: Mapping[str, Any], s_k: int) -> masks.Mask | None:
+def _mask(params: Mapping[str, Any], batch: int, s_k: int) -> masks.Mask | None:
     if "window" in params:
         return masks.window(params["window"] - 1)
     if "sides" in params:
@@ -88,7 +96,10 @@ def _mask(params: Mapping[str, Any], s_k: int) -> masks.Mask | None:
     if "documents" in params:
         return _packed(params["documents"], s_k) & masks.causal()
     if "ids" in params:
-        return masks.document(documents(params["ids"], s_k)) & masks.causal()
+        return masks.document(_in_pieces(params["ids"], s_k)) & masks.causal()
+    if "rows" in params:
+        ids = torch.stack([documents(params["rows"] + row, s_k) for row in range(batch)])
+        return masks.document(ids, contiguous=True) & masks.causal()
     if "variant" in params:
         return VARIANTS[params["variant"]](s_k)
     return MASKS[params["mask"]](s_k) if "mask" in params else None
@@ -122,7 +133,9 @@ EDGE_CASES = (
     _case("sides: a window to both", H=2, S=133, sides=(25, 9)),
     _unequal("late_window: over more keys than queries", 40, 133, window=21),
     _case("documents: end to end", H=2, S=133, documents=5),
-    _case("ids: documents by number", H=2, S=133, ids=5),
+    _case("ids: documents by number, one in two pieces", H=2, S=133, ids=5),
+    _case("rows: other documents in each row of the batch", H=2, S=133, rows=3),
+    _unequal("late_rows: the same of the last queries", 40, 133, rows=3),
     *(_case(f"{name}: a mask of tiles", S=83, mask=name) for name in MASKS),
     _case("softcap: the derivative too", softcap=1.5, causal=True),
     _case("alibi: distances to both sides", alibi=True),

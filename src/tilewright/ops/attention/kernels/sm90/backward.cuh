@@ -25,7 +25,7 @@
 // The five products are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608), in another order.
 //
 // Config: kD, kDv (multiples of 16; D and D_v rounded up), kBlockM, kStages (of Q and dO), kDsStages, kOutStages,
-// kSoftcap, kSlope (ALiBi), kPacked (packed sequences; else a band), Element.
+// kSoftcap, kSlope (ALiBi), kPacked (packed sequences; else a band), kByBatch (other sequences in each batch), Element.
 #pragma once
 
 #include "fmha_backward/gradients.cuh"
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     const __grid_constant__ TensorMap map_stats, float* dq_acc, int* flags, const float* slopes, int s_q, int s_k, int heads,
     int batches, int heads_per_kv, int left, int right, int section_heads, bool alternate, float scale, float softcap,
     const Interval* intervals) {
-    const BackwardProblem<Config::kPacked> problem{
+    const BackwardProblemOf<Config> problem{
         {s_q, s_k, heads, batches, heads_per_kv, left, right, section_heads, alternate, intervals}};
     const FmhaBackwardMaps maps{map_q, map_k, map_v, map_do, map_dk, map_dv, map_stats};
     compute_gradients<Config>(maps, problem, dq_acc, flags, slopes, scale, softcap);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_fmha_
     const __grid_constant__ TensorMap map_stats, float* dq_acc, int* flags, const float* slopes, int s_q, int s_k, int heads,
     int batches, int heads_per_kv, int left, int right, int section_heads, bool alternate, float scale, float softcap,
     const Interval* intervals, int parts) {
-    const BackwardProblem<Config::kPacked> problem{
+    const BackwardProblemOf<Config> problem{
         {s_q, s_k, heads, batches, heads_per_kv, left, right, section_heads, alternate, intervals}};
     const PartsBackwardMaps maps{{map_q, map_k, map_v, map_do, map_dk, map_dv, map_stats}, parts};
     compute_gradients<Config>(maps, problem, dq_acc, flags, slopes, scale, softcap);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(BackwardShape<Config>::kThreads, 1) sm90_mla_b
     int batches, int d_pe, int left, int right, int section_heads, bool alternate, float scale, const Interval* intervals) {
     static_assert(BackwardShape<Config>::kBoxes > 1, "the last box is the rope part");
     static_assert(!Config::kSoftcap && !Config::kSlope, "mla modifies no scores");
-    const BackwardProblem<Config::kPacked> problem{
+    const BackwardProblemOf<Config> problem{
         {s_q, s_k, heads, batches, 1, left, right, section_heads, alternate, intervals}};
     const MlaBackwardMaps maps{map_q, map_q_pe, map_k, map_k_pe, map_v, map_do, map_dk, map_dv, map_stats, dk_pe, d_pe};
     compute_gradients<Config>(maps, problem, dq_acc, flags, nullptr, scale, 0);

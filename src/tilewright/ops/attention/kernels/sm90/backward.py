@@ -20,6 +20,7 @@ from tilewright.jit.compilers.kernel_args import Map
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.jit.tensor_map import tensor_map
+from tilewright.mask.program import leaves
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaBackwardArgs
 from tilewright.ops.attention.bucket import SOFTCAP, FmhaBucket, backward_bucket, why_not_addressable, why_not_interval
@@ -76,7 +77,7 @@ class Shared(NamedTuple):
     stats: Tensor  # (query tiles, 2 * block_m) float32: lse and delta of each row
     dq_acc: Tensor  # (query tiles, block_m, columns) float32
     flags: Tensor  # (query tiles + 1,) int32: how many key tiles have added to dq_acc
-    intervals: Tensor | None  # the queries that see each key, of packed sequences
+    intervals: Tensor | None  # (B or 1, S_k + query tiles, 2): the queries that see each key, of packed sequences
     band: tuple[int, int]  # left, right
 
 
@@ -102,7 +103,7 @@ def preprocess(args: FmhaBackwardArgs, tiles: int, params: Params) -> Shared:
         scratch((tiles, 2 * block_m), torch.float32, device),
         scratch((tiles, block_m, _columns(params)), torch.float32, device),
         scratch((tiles + 1,), torch.int32, device),
-        _intervals(args.mask_data, *sizes, block_m) if args.program else None,
+        _intervals(args, block_m) if args.program else None,
         args.mask.clamped_band(*sizes),
     )
     do_batch, do_head, do_row, _ = args.do.stride()
@@ -128,7 +129,7 @@ def preprocess(args: FmhaBackwardArgs, tiles: int, params: Params) -> Shared:
             intervals=shared.intervals,
             s_k=args.k.shape[2],
         ),
-        PreprocessParams(block_m, bool(args.program), args.q.dtype),
+        PreprocessParams(block_m, params.kPacked, params.kByBatch, args.q.dtype),
         block=POINTWISE_THREADS,
     )
     return shared
@@ -240,17 +241,24 @@ def _postprocess(dq: Tensor, args: FmhaBackwardArgs, shared: Shared, tiles: int,
     )
 
 
-def _intervals(mask_data: Tensor | None, s_q: int, s_k: int, block_m: int) -> Tensor:
-    """(S_k + query tiles, 2) int32: the queries that see each key; sm90_fmha_preprocess fills the rest."""
-    assert mask_data is not None, "a program has numbers"
-    intervals = scratch((s_k + -(-s_q // block_m), 2), torch.int32, mask_data.device)
+def _intervals(args: FmhaBackwardArgs, block_m: int) -> Tensor:
+    """(B or 1, S_k + query tiles, 2) int32: the queries that see each key; sm90_fmha_preprocess fills the rest."""
+    assert args.mask_data is not None, "a program has numbers"
+    s_q, s_k = args.q.shape[2], args.k.shape[2]
+    rows, stride = args.q.shape[0] if by_batch(args.program) else 1, s_k + -(-s_q // block_m)
+    intervals = scratch((rows, stride, 2), torch.int32, args.mask_data.device)
     INTERVALS(
-        (-(-s_k // _INTERVALS_THREADS),),
-        IntervalsArgs(mask_data, intervals, s_q, s_k),
+        (-(-s_k // _INTERVALS_THREADS), rows),
+        IntervalsArgs(args.mask_data, intervals, s_q, s_k, stride),
         IntervalsParams(),
         block=_INTERVALS_THREADS,
     )
     return intervals
+
+
+def by_batch(program: str) -> bool:
+    """Whether each row of the batch has its own sequences."""
+    return any(leaf.by_batch for leaf in leaves(program))
 
 
 def why_not_operands(q: Tensor, v: Tensor) -> str | None:
@@ -296,6 +304,7 @@ def _params(args: FmhaBackwardArgs, config: Config) -> Params:
         kSoftcap=args.softcap > 0,
         kSlope=args.slopes is not None,
         kPacked=bool(args.program),
+        kByBatch=by_batch(args.program),
         Element=args.q.dtype,
     )
 

@@ -19,6 +19,7 @@ class Params(NamedTuple):
     kSoftcap: bool
     kSlope: bool
     kPacked: bool
+    kByBatch: bool
     Element: torch.dtype
 
 
@@ -27,6 +28,7 @@ class PreprocessParams(NamedTuple):
 
     kBlockM: int
     kPacked: bool
+    kByBatch: bool
     Element: torch.dtype
 
 
@@ -126,6 +128,7 @@ class IntervalsArgs(NamedTuple):
     intervals: Pointer
     s_q: I32
     s_k: I32
+    batch_stride: I32
 
 
 class SumArgs(NamedTuple):

@@ -21,7 +21,7 @@ from tilewright.jit.compilers.kernel_args import F32, I32, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import tensor_map
 from tilewright.mask.cuda_program import cuda_type
-from tilewright.mask.packed import PACKED_PROGRAM
+from tilewright.mask.packed import PACKED_PROGRAMS
 from tilewright.mask.tables import TileTable, tile_table_of
 from tilewright.ops.attention import fmha, fmha_varlen
 from tilewright.ops.attention.arguments import FmhaArgs
@@ -137,7 +137,7 @@ def forward(
     left, right = mask.clamped_band(s_q, s_k)
     block_m = config.groups * _WARPGROUP_M
     table = None
-    if mask.mask_data is not None and mask.program != PACKED_PROGRAM:
+    if mask.mask_data is not None and mask.program not in PACKED_PROGRAMS:
         table = tile_table_of(mask.program, mask.mask_data, batch, heads, s_q, s_k, block_m, config.block_n)
     query_box, key_box = ((1, 1, rows, _BOX_COLUMNS) for rows in (_WARPGROUP_M, config.block_n))
     boxes = {"q": (q, query_box), "k": (args.k, key_box), "v": (v, key_box), "o": (o, query_box)}

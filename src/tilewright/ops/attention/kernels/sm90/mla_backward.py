@@ -20,7 +20,7 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.compilers.kernel_args import F32, I32, I64, Map, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
-from tilewright.mask.packed import PACKED_PROGRAM
+from tilewright.mask.packed import PACKED_PROGRAMS
 from tilewright.ops.attention.kernels.sm90 import backward as fmha
 from tilewright.ops.attention.kernels.sm90 import backward_schedule as divisions
 from tilewright.ops.attention.kernels.sm90.backward import Config, Shared
@@ -183,6 +183,7 @@ def _params(args: MlaBackwardArgs, config: Config) -> Params:
         kSoftcap=False,
         kSlope=False,
         kPacked=bool(args.program),
+        kByBatch=fmha.by_batch(args.program),
         Element=args.q.dtype,
     )
 
@@ -215,7 +216,7 @@ def why_not(args: MlaBackwardArgs) -> str | None:
     width = columns(d, d_pe)
     if not sizes.S_k:
         return "has no keys to read"
-    if args.program not in ("", PACKED_PROGRAM):
+    if args.program not in ("", *PACKED_PROGRAMS):
         return "has causal masks, windows and packed sequences; others are programs, which triton evaluates"
     if not sizes.aligned or not addressable(args.o):
         return "needs addresses and strides of q, q_pe, k, k_pe, v, do and o that are multiples of 16 bytes"

@@ -3,7 +3,7 @@
 // One block has one query tile.  A thread reads the 64 consecutive bytes that four threads of a warpgroup wrote: 8 columns of
 // two rows.
 //
-// Config: kD (a multiple of 16), kBlockM, kPacked, Element.
+// Config: kD (a multiple of 16), kBlockM, kPacked, kByBatch, Element.
 #pragma once
 
 #include <tilewright/ptx.cuh>
@@ -35,11 +35,12 @@ __device__ inline void write_dq(
 
     griddepcontrol_wait();
     launch_dependents();
-    const BackwardProblem<Config::kPacked> problem{{s_q, s_k, heads, 0, 1, left, right, 1, 0, intervals}};
+    const BackwardProblemOf<Config> problem{{s_q, s_k, heads, 0, 1, left, right, 1, 0, intervals}};
     const int query_tiles = problem.template query_tile_count<kM>(), bh = int(blockIdx.x) / query_tiles;
     const int m = int(blockIdx.x) - bh * query_tiles;
     // If no key tile meets this query tile, dq_acc is uninitialised and dQ is 0
-    const bool written = problem.template first_key_tile<kM>(m) < problem.template end_key_tile<kM>(m);
+    const int batch = bh / heads;
+    const bool written = problem.template first_key_tile<kM>(batch, m) < problem.template end_key_tile<kM>(batch, m);
     const Floats* const tile_acc =
         reinterpret_cast<const Floats*>(dq_acc + i64(blockIdx.x) * kBackwardWarpgroups * kWarpgroupM * kColumns);
     Element* const dq_rows = dq.rows(bh, heads);

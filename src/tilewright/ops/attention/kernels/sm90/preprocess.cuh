@@ -7,7 +7,7 @@
 // One block has one tile of kBlockM queries, 16 threads a row, and clears the tile's flag.  Packed: it also finds the key
 // tiles that meet its query tile.
 //
-// Config: kBlockM, kPacked, Element.
+// Config: kBlockM, kPacked, kByBatch, Element.
 #pragma once
 
 #include <tilewright/ptx.cuh>
@@ -63,8 +63,12 @@ __global__ void __launch_bounds__(kPreprocessThreads) sm90_fmha_preprocess(
     if (threadIdx.x == 0) flags[blockIdx.x] = 0;
     if (blockIdx.x == 0 && threadIdx.x == 0) flags[gridDim.x] = 0;
     if constexpr (Config::kPacked) {
-        const BackwardProblem<true> problem{{s_q, s_k, heads, 0, 1, -1, -1, 1, false, intervals}};
-        if (bh == 0 && threadIdx.x == 0) intervals[s_k + int(blockIdx.x)] = problem.key_tiles<kM>(int(blockIdx.x));
+        const BackwardProblemOf<Config> problem{{s_q, s_k, heads, 0, 1, -1, -1, 1, false, intervals}};
+        const int batch = bh / heads, tile = int(blockIdx.x) - bh * query_tiles;
+        if (bh == (Config::kByBatch ? batch * heads : 0) && threadIdx.x == 0) {
+            Interval* const key_tiles = intervals + (Config::kByBatch ? batch * (s_k + query_tiles) : 0) + s_k;
+            key_tiles[tile] = problem.template key_tiles<kM>(batch, tile);
+        }
     }
 }
 
@@ -74,20 +78,21 @@ __global__ void __launch_bounds__(kPreprocessThreads) sm90_fmha_preprocess(
 // go from the first one whose interval ends after j to the first one whose interval begins after j; binary search finds both.
 // Whatever `mask_data` holds, the result does not decrease from key to key, and the order of dQ relies on that alone.
 //
-// mask_data: numbers of the program `seq:0` (mask/program.py).
+// A row of blocks for each batch that has its own sequences; intervals of one are `batch_stride` apart.
+// mask_data: numbers of the program `seq:0` or `seq.b:0` (mask/program.py).
 template <typename Config>
 __global__ void __launch_bounds__(kIntervalsThreads) sm90_fmha_intervals(
-    const int* mask_data, Interval* intervals, int s_q, int s_k) {
+    const int* mask_data, Interval* intervals, int s_q, int s_k, int batch_stride) {
     griddepcontrol_wait();
     launch_dependents();
-    const int* const first = mask_data + mask_data[2];
+    const int* const first = mask_data + mask_data[2] + int(blockIdx.y) * 3 * s_q;
     const int* const end = first + s_q;
     const int key = int(blockIdx.x * kIntervalsThreads + threadIdx.x);
     if (key >= s_k) return;
     const auto first_after = [&](const int* bounds) {
         return partition_point(s_q, [&](int query) { return bounds[query] <= key; });
     };
-    intervals[key] = {first_after(end), first_after(first)};
+    intervals[int(blockIdx.y) * batch_stride + key] = {first_after(end), first_after(first)};
 }
 
 }  // namespace tilewright

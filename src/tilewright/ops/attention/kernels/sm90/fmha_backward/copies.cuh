@@ -48,7 +48,7 @@ __device__ inline void load_boxes(
 // Loads K and V once per key tile; Q, dO, lse and delta through a ring.
 template <typename Config, typename Maps>
 __device__ inline void load_operands(
-    const BackwardProblem<Config::kPacked>& problem, BackwardBarriers<Config>& barriers, BackwardTile (&tiles)[2], u8* smem,
+    const BackwardProblemOf<Config>& problem, BackwardBarriers<Config>& barriers, BackwardTile (&tiles)[2], u8* smem,
     const Maps& maps, int* counter) {
     using Shape = BackwardShape<Config>;
     Ring<2> ring_tile;
@@ -119,7 +119,7 @@ __device__ inline void load_operands(
 // and dK.  The warpgroups fill the stages in turn.
 template <typename Config, typename Maps>
 __device__ inline void store_results(
-    const BackwardProblem<Config::kPacked>& problem, BackwardBarriers<Config>& barriers, const BackwardTile (&tiles)[2],
+    const BackwardProblemOf<Config>& problem, BackwardBarriers<Config>& barriers, const BackwardTile (&tiles)[2],
     const u8* smem, u32 stage, const Maps& maps, float* dq_acc, int* flags) {
     using Shape = BackwardShape<Config>;
     const u8* const out = smem + Shape::kOutOffset + stage * Shape::kOutBytes;

@@ -68,7 +68,7 @@ template <u32 kColumns> __device__ inline void stage_dq(u8* smem, const float (&
 
 template <typename Config, typename Maps>
 __device__ inline void compute_gradients(
-    const Maps& maps, const BackwardProblem<Config::kPacked>& problem, float* dq_acc, int* flags, const float* slopes,
+    const Maps& maps, const BackwardProblemOf<Config>& problem, float* dq_acc, int* flags, const float* slopes,
     float scale, float softcap) {
     using Shape = BackwardShape<Config>;
     using Element = typename Config::Element;
@@ -144,7 +144,7 @@ __device__ inline void compute_gradients(
         const BackwardTile& tile = tiles[ring_tile.stage];
         if (tile.key < 0) break;
         const int key = tile.key + int(group * kWarpgroupM);
-        const KeyVisibility<Config::kPacked> visibility(problem, key);
+        const KeyVisibility<Config::kPacked> visibility(problem, problem.template intervals_of<kM>(tile.batch), key);
 
         float dk[Shape::kD / 2], dv[Shape::kDv / 2], s[kM / 2];
 #pragma unroll

@@ -47,29 +47,33 @@ struct BackwardSizes {
     int left, right;            // the band: -right <= position - key <= left; negative: no bound
     int section_heads;          // kv heads of a section
     bool alternate;             // the last section has order B, the one before it A, and so on; else all have order A
-    const Interval* intervals;  // packed: of each key the queries that see it, then of each query tile its key tiles; else null
+    // Packed: of each key the queries that see it, then of each query tile its key tiles, for one batch after another if each
+    // has its own; else null
+    const Interval* intervals;
 
     __device__ int position(int row) const { return row + s_k - s_q; }
     template <u32 kM> __device__ int query_tile_count() const { return (s_q + int(kM) - 1) / int(kM); }
 };
 
-template <bool kPacked> struct BackwardProblem;
+template <bool kPacked, bool kByBatch> struct BackwardProblem;
+template <typename Config> using BackwardProblemOf = BackwardProblem<Config::kPacked, Config::kByBatch>;
 
 // A band: causal, a window, or no mask at all.
-template <> struct BackwardProblem<false> : BackwardSizes {
+template <> struct BackwardProblem<false, false> : BackwardSizes {
     static constexpr bool kPacked = false;
 
-    // Key tiles that add to dQ of query tile `m`: [first_key_tile, end_key_tile).
-    template <u32 kM> __device__ int first_key_tile(int m) const {
+    template <u32 kM> __device__ const Interval* intervals_of(int) const { return nullptr; }
+    // Key tiles that add to dQ of query tile `m` of a batch: [first_key_tile, end_key_tile).
+    template <u32 kM> __device__ int first_key_tile(int, int m) const {
         return left < 0 ? 0 : max(0, position(m * int(kM)) - left) / int(kBackwardKeys);
     }
-    template <u32 kM> __device__ int end_key_tile(int m) const {
+    template <u32 kM> __device__ int end_key_tile(int, int m) const {
         const int last = position(min(m * int(kM) + int(kM), s_q) - 1);
         const int keys = right < 0 ? s_k : max(0, min(s_k, last + right + 1));
         return (keys + int(kBackwardKeys) - 1) / int(kBackwardKeys);
     }
     // Of `count` query tiles, those with a query that sees one of the 128 keys from `key` on.
-    template <u32 kM> __device__ Interval query_tiles(int key, int count) const {
+    template <u32 kM> __device__ Interval query_tiles(int, int key, int count) const {
         const int shift = s_k - s_q;
         const int top = right < 0 ? 0 : max(0, key - right - shift);  // first and last row that see one
         const int bottom = left < 0 ? s_q - 1 : key + int(kBackwardKeys) - 1 + left - shift;
@@ -81,24 +85,35 @@ template <> struct BackwardProblem<false> : BackwardSizes {
 // the query tiles from its first key's begin to its last key's end.  If no query sees a key tile, the empty
 // range may lie inside a query tile; the key tile visits that one too, and adds zero.  So the key tiles that add to one query
 // tile have consecutive numbers.
-template <> struct BackwardProblem<true> : BackwardSizes {
+template <bool kByBatch> struct BackwardProblem<true, kByBatch> : BackwardSizes {
     static constexpr bool kPacked = true;
 
+    template <u32 kM> __device__ const Interval* intervals_of(int batch) const {
+        return kByBatch ? intervals + batch * (s_k + query_tile_count<kM>()) : intervals;
+    }
     // Bypasses the L1 (ld.cg): the preprocess kernel may have cached this line before another block wrote it.
-    template <u32 kM> __device__ int first_key_tile(int m) const { return __ldcg(&intervals[s_k + m].first); }
-    template <u32 kM> __device__ int end_key_tile(int m) const { return __ldcg(&intervals[s_k + m].end); }
-    template <u32 kM> __device__ Interval query_tiles(int key, int count) const {
-        const int first = intervals[key].first, end = last_query_end(key / int(kBackwardKeys));
+    template <u32 kM> __device__ int first_key_tile(int batch, int m) const {
+        return __ldcg(&intervals_of<kM>(batch)[s_k + m].first);
+    }
+    template <u32 kM> __device__ int end_key_tile(int batch, int m) const {
+        return __ldcg(&intervals_of<kM>(batch)[s_k + m].end);
+    }
+    template <u32 kM> __device__ Interval query_tiles(int batch, int key, int count) const {
+        const Interval* const keys = intervals_of<kM>(batch);
+        const int first = keys[key].first, end = last_query_end(keys, key / int(kBackwardKeys));
         return {first < s_q ? first / int(kM) : count, (end + int(kM) - 1) / int(kM)};
     }
     // End of the queries that see the last key of key tile `n`.
-    __device__ int last_query_end(int n) const { return intervals[min((n + 1) * int(kBackwardKeys), s_k) - 1].end; }
+    __device__ int last_query_end(const Interval* keys, int n) const {
+        return keys[min((n + 1) * int(kBackwardKeys), s_k) - 1].end;
+    }
     // Key tiles that meet query tile `m`: their queries begin before its end, and end after its begin.
-    template <u32 kM> __device__ Interval key_tiles(int m) const {
+    template <u32 kM> __device__ Interval key_tiles(int batch, int m) const {
+        const Interval* const keys = intervals_of<kM>(batch);
         const int begin = m * int(kM), end = min(begin + int(kM), s_q);
         const int count = (s_k + int(kBackwardKeys) - 1) / int(kBackwardKeys);
-        return {partition_point(count, [&](int n) { return last_query_end(n) <= begin; }),
-                partition_point(count, [&](int n) { return intervals[n * int(kBackwardKeys)].first < end; })};
+        return {partition_point(count, [&](int n) { return last_query_end(keys, n) <= begin; }),
+                partition_point(count, [&](int n) { return keys[n * int(kBackwardKeys)].first < end; })};
     }
 };
 
@@ -129,7 +144,7 @@ struct BackwardTile {
 
         // The query tiles that see these keys
         const int query_tile_count = problem.template query_tile_count<kM>();
-        const Interval visible = problem.template query_tiles<kM>(key, query_tile_count);
+        const Interval visible = problem.template query_tiles<kM>(batch, key, query_tile_count);
         first = visible.first;
         end = visible.end;
         if constexpr (Problem::kPacked) near_end = min(first + int(kBackwardKeys / kM), end);
@@ -139,7 +154,8 @@ struct BackwardTile {
     // How many key tiles add to dQ of query tile `m` before this one.
     template <u32 kM, typename Problem> __device__ int rank(const Problem& problem, int m) const {
         const int n = key / int(kBackwardKeys);
-        return order_a ? problem.template end_key_tile<kM>(m) - 1 - n : n - problem.template first_key_tile<kM>(m);
+        return order_a ? problem.template end_key_tile<kM>(batch, m) - 1 - n
+                       : n - problem.template first_key_tile<kM>(batch, m);
     }
 };
 

@@ -26,23 +26,24 @@ struct VisibleQueries {
 
 // What a warpgroup needs to know about its 64 keys from `key` on.
 template <bool kPacked> struct KeyVisibility {  // a band needs nothing but distances
-    __device__ KeyVisibility(const BackwardProblem<false>&, int) {}
+    __device__ KeyVisibility(const BackwardSizes&, const Interval*, int) {}
 };
 template <> struct KeyVisibility<true> {
     Interval queries[2];  // that see this thread's keys
     Interval common;      // that see all 64 keys
 
-    __device__ KeyVisibility(const BackwardProblem<true>& problem, int key) {
+    // keys: the intervals of the batch.
+    __device__ KeyVisibility(const BackwardSizes& problem, const Interval* keys, int key) {
         const int last = problem.s_k - 1;
 #pragma unroll
-        for (u32 h = 0; h < 2; ++h) queries[h] = problem.intervals[min(key + int(fragment_row() + 8 * h), last)];
-        common = {problem.intervals[min(key + int(kWarpgroupM) - 1, last)].first, problem.intervals[min(key, last)].end};
+        for (u32 h = 0; h < 2; ++h) queries[h] = keys[min(key + int(fragment_row() + 8 * h), last)];
+        common = {keys[min(key + int(kWarpgroupM) - 1, last)].first, keys[min(key, last)].end};
     }
 };
 
 template <u32 kM>
 __device__ inline VisibleQueries visible_queries(
-    const BackwardProblem<false>& problem, const KeyVisibility<false>&, int key, int row) {
+    const BackwardSizes& problem, const KeyVisibility<false>&, int key, int row) {
     VisibleQueries visible;
     const int position = problem.position(row + int(fragment_column()));
 #pragma unroll
@@ -57,7 +58,7 @@ __device__ inline VisibleQueries visible_queries(
 
 template <u32 kM>
 __device__ inline VisibleQueries visible_queries(
-    const BackwardProblem<true>& problem, const KeyVisibility<true>& keys, int key, int row) {
+    const BackwardSizes& problem, const KeyVisibility<true>& keys, int key, int row) {
     VisibleQueries visible;
     const int column = row + int(fragment_column());
 #pragma unroll
@@ -72,13 +73,13 @@ __device__ inline VisibleQueries visible_queries(
 
 // True if a query of the tile from `row` on does not see one of the 64 keys from `key` on, or a key does not exist.
 template <u32 kM>
-__device__ inline bool needs_mask(const BackwardProblem<false>& problem, const KeyVisibility<false>&, int key, int row) {
+__device__ inline bool needs_mask(const BackwardSizes& problem, const KeyVisibility<false>&, int key, int row) {
     const int last = key + int(kWarpgroupM) - 1, position = problem.position(row);
     return last >= problem.s_k || (problem.right >= 0 && last > position + problem.right) ||
            (problem.left >= 0 && key < position + int(kM) - 1 - problem.left);
 }
 template <u32 kM>
-__device__ inline bool needs_mask(const BackwardProblem<true>& problem, const KeyVisibility<true>& keys, int key, int row) {
+__device__ inline bool needs_mask(const BackwardSizes& problem, const KeyVisibility<true>& keys, int key, int row) {
     return key + int(kWarpgroupM) > problem.s_k || keys.common.first > row || keys.common.end < min(row + int(kM), problem.s_q);
 }
 

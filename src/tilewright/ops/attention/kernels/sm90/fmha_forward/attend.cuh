@@ -69,7 +69,8 @@ template <typename Config> struct WarpgroupTile {
         if (!scheduler.next(tile)) return false;
         row = tile.row + int(group * kWarpgroupM);
         if constexpr (!FmhaTile<Config>::kProgram) {
-            const Interval top = visible.of_row(row), bottom = visible.of_row(row + int(kWarpgroupM) - 1);
+            const Interval top = visible.of_row(row, tile.batch);
+            const Interval bottom = visible.of_row(row + int(kWarpgroupM) - 1, tile.batch);
             full_first = (bottom.first + kN - 1) / kN, full_end = top.end / kN;
             end = max((bottom.end + kN - 1) / kN, tile.first + 1);
             row_keys[0] = keys_of_row(visible, 0), row_keys[1] = keys_of_row(visible, 1);
@@ -77,7 +78,7 @@ template <typename Config> struct WarpgroupTile {
         return true;
     }
     __device__ Interval keys_of_row(const Visible& visible, u32 h) const {
-        return visible.of_row(row + int(fragment_row() + 8 * h));
+        return visible.of_row(row + int(fragment_row() + 8 * h), tile.batch);
     }
 };
 

@@ -72,11 +72,12 @@ template <u32 kHeader> struct MaskBand {
     }
 };
 
-// Packed sequences: each query sees an interval of keys, whose first key and end are in memory.
-template <u32 kHeader> struct MaskSequences {
+// Packed sequences: each query sees an interval of keys, whose first key and end are in memory; kByBatch: other ones in each
+// batch.
+template <u32 kHeader, bool kByBatch> struct MaskSequences {
     __device__ static MaskBits visible(const MaskData& data, int position, const MaskKeys& keys) {
         const int length = data.numbers[kHeader], shift = data.numbers[kHeader + 1];
-        const int* const first = data.numbers + data.numbers[kHeader + 2];
+        const int* const first = data.numbers + data.numbers[kHeader + 2] + (kByBatch ? data.batch * 3 * length : 0);
         const auto row = [&](int q) {
             const int query = q - shift;
             if (u32(query) >= u32(length)) return 0u;
@@ -86,7 +87,8 @@ template <u32 kHeader> struct MaskSequences {
     }
 };
 
-using PackedOnly = MaskSequences<0>;  // the program is packed sequences and nothing else
+// The program is packed sequences and nothing else.
+template <bool kByBatch> using PackedOnly = MaskSequences<0, kByBatch>;
 
 // kStored: the header has the index of the prefix length instead of the length; kByBatch: one length per batch.
 template <u32 kHeader, bool kStored, bool kByBatch> struct MaskPrefix {

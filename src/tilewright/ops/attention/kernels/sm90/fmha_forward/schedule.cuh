@@ -40,26 +40,29 @@ template <typename Mask> struct VisibleKeys {
     const FmhaProblem& problem;
 
     __device__ VisibleKeys(const FmhaProblem& fmha, const FmhaMask&) : problem(fmha) {}
-    __device__ Interval of_row(int row) const {
+    __device__ Interval of_row(int row, int) const {
         const int position = problem.position(row), s_k = problem.s_k;
         return {problem.left < 0 ? 0 : max(0, position - problem.left),
                 problem.right < 0 ? s_k : max(0, min(s_k, position + problem.right + 1))};
     }
 };
-template <> struct VisibleKeys<PackedOnly> {
+template <bool kByBatch> struct VisibleKeys<PackedOnly<kByBatch>> {
     const int *first, *end;
     int last, s_k;
 
     __device__ VisibleKeys(const FmhaProblem& problem, const FmhaMask& mask)
         : first(mask.data + mask.data[2]), end(first + problem.s_q), last(problem.s_q - 1), s_k(problem.s_k) {}
-    __device__ Interval of_row(int row) const {
-        const int query = min(row, last);
+    __device__ Interval of_row(int row, int batch) const {
+        const int query = min(row, last) + (kByBatch ? batch * 3 * (last + 1) : 0);
         return {max(0, first[query]), min(s_k, end[query])};
     }
 };
 
+template <typename Mask> struct IsPacked { static constexpr bool value = false; };
+template <bool kByBatch> struct IsPacked<PackedOnly<kByBatch>> { static constexpr bool value = true; };
+
 template <typename Config> struct FmhaTile {
-    static constexpr bool kPacked = Same<typename Config::Mask, PackedOnly>::value;
+    static constexpr bool kPacked = IsPacked<typename Config::Mask>::value;
     static constexpr bool kProgram = !kPacked && !Same<typename Config::Mask, BandOnly>::value;
     using Index = typename Config::Index;
 
@@ -111,8 +114,9 @@ template <typename Config> class FmhaScheduler {
             tile.indices = static_cast<const typename Config::Index*>(mask_.indices) + table_row * mask_.row_stride;
         } else {
             constexpr int kN = Config::kBlockN;
-            tile.first = visible_.of_row(tile.row).first / kN;
-            tile.end = (visible_.of_row(min(tile.row + int(kM), problem_.s_q) - 1).end + kN - 1) / kN;
+            tile.first = visible_.of_row(tile.row, tile.batch).first / kN;
+            const int last = min(tile.row + int(kM), problem_.s_q) - 1;
+            tile.end = (visible_.of_row(last, tile.batch).end + kN - 1) / kN;
         }
         return true;
     }
