@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.scaled_matmul import scaled_matmul
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
+    from tilewright.ops.kvcache.kv_append_ import kv_append_
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
     from tilewright.ops.norm.layer_norm import layer_norm
@@ -64,6 +65,7 @@ __all__ = [
     "grouped_matmul",
     "groups_of_rows",
     "k_grouped_matmul",
+    "kv_append_",
     "layer_norm",
     "masked_matmul",
     "matmul",
@@ -102,6 +104,7 @@ _FAMILIES = {
         "scaled_matmul_fp8",
         "splitk_reduce",
     ),
+    "kvcache": ("kv_append_",),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",
