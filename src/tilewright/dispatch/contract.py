@@ -169,7 +169,7 @@ def bind(contract: Contract) -> Contract:
 
 
 def _check_mutated(name: str, forward: RawOp, args: tuple[Any, ...]) -> None:
-    """What holds for every op that writes into its arguments: no derivatives, and no element that stands for several."""
+    """Refuse derivatives in an op that writes into its arguments, and elements that share memory."""
     for field_name, value in zip(forward.fields, args, strict=True):
         if isinstance(value, Tensor) and torch.is_grad_enabled() and value.requires_grad:
             raise InputError(

@@ -58,8 +58,8 @@ class RawOp:
     reference_writes  the reference takes `out=` too
     torch_first   (bucket, dtype, backend) -> is the reference a better guess than `backend`, the first that can run,
                   where nothing is measured?  Never, by default
-    mutates       tensors among the arguments that the op writes into, where that is what it is for (a cache); the public
-                  function has arguments of these names.  Such an op may have no outputs: `count` is 0.
+    mutates       tensors among the arguments that the op writes into, such as a cache; arguments of the public function
+                  have the same names.  Such an op may have no outputs: `count` is 0.
     compose       (run, outs, args) -> None, of an op that no backend implements, because it is made of others:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """

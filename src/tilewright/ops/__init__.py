@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
     from tilewright.ops.kvcache.kv_append_ import kv_append_
+    from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
     from tilewright.ops.norm.layer_norm import layer_norm
@@ -78,6 +79,7 @@ __all__ = [
     "quantize_weight",
     "rms_norm",
     "rms_norm_fp8",
+    "rope_kv_append_",
     "scaled_matmul",
     "scaled_matmul_fp8",
     "silu_and_mul",
@@ -104,7 +106,7 @@ _FAMILIES = {
         "scaled_matmul_fp8",
         "splitk_reduce",
     ),
-    "kvcache": ("kv_append_",),
+    "kvcache": ("kv_append_", "rope_kv_append_"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",
