@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Sample, Workload
 from tilewright.ops import rows
-from tilewright.ops.kvcache.samples import problem, tokens_of
+from tilewright.ops.kvcache.samples import problem, replaced, tokens_of
 from tilewright.ops.quant.numbers import E4M3
 
 
@@ -104,15 +104,6 @@ def _bad(name: str, match: str, change: Callable[[dict[str, Any]], object], **pa
         return Sample(tuple(arguments.pop(name) for name in names), arguments)
 
     return BadInput(name, make, match)
-
-
-def replaced(name: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], None]:
-    """Replace one argument."""
-
-    def apply(arguments: dict[str, Any]) -> None:
-        arguments[name] = change(arguments[name])
-
-    return apply
 
 
 BAD_INPUTS = (

@@ -23,8 +23,8 @@ def check_tensors(op: str, like: Tensor, **tensors: Tensor | None) -> None:
             raise InputError(f"{op}: {name} is on {t.device}, the cache on {like.device}. Move them to one device.")
 
 
-def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Two caches of one dtype and form; with scales, of heads or of tokens, exactly if they are e4m3."""
+def check_forms(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Two caches of one dtype and form."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(cache, Tensor):
             raise InputError(f"{op}: {name} is a {type(cache).__name__}; needs a torch.Tensor.")
@@ -32,12 +32,18 @@ def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | No
             raise InputError(f"{op}: {name} is {tuple(cache.shape)}; needs {_FORM}.")
         if cache.dtype not in (*DTYPES, E4M3):
             raise InputError(f"{op}: {name} is {cache.dtype}; needs bfloat16, float16, float32 or float8_e4m3fn.")
-    check_tensors(op, k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    check_tensors(op, k_cache, v_cache=v_cache)
     if k_cache.shape[:3] != v_cache.shape[:3] or k_cache.dtype != v_cache.dtype:
         raise InputError(
             f"{op}: k_cache is {tuple(k_cache.shape)} {k_cache.dtype}, v_cache {tuple(v_cache.shape)} {v_cache.dtype}; "
             "they must have one dtype, and differ in the last dimension at most."
         )
+
+
+def check_caches(op: str, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Two caches of one dtype and form; with scales, of heads or of tokens, exactly if they are e4m3."""
+    check_forms(op, k_cache, v_cache)
+    check_tensors(op, k_cache, k_scale=k_scale, v_scale=v_scale)
     if (k_scale is None) != (v_scale is None) or (k_scale is None) != (k_cache.dtype != E4M3):
         raise InputError(
             f"{op}: the caches are {k_cache.dtype}, k_scale is {_given(k_scale)}, v_scale {_given(v_scale)}; "

@@ -106,6 +106,19 @@ def write(cache: Tensor, slots: Slots, values: Tensor) -> None:
     target.index_put_((page, place), torch.where(slots.stored.any(), given, old))
 
 
+def copy_pages(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """cache[dst] = cache[src]; a pair outside of the cache repeats the first that is inside, as in `write`."""
+    pages = cache.shape[0]
+    if src.numel() == 0 or pages == 0:
+        return
+    inside = (src >= 0) & (dst >= 0) & (src < pages) & (dst < pages)
+    first = inside.to(torch.int8).argmax()
+    source = torch.where(inside, torch.arange(src.shape[0], device=cache.device), first)
+    page, target = dst[source].clamp(0, pages - 1).long(), as_bytes(cache)
+    copied = target[src[source].clamp(0, pages - 1).long()]
+    target.index_put_((page,), torch.where(inside.any(), copied, target[page[:1]]))
+
+
 def as_bytes(t: Tensor) -> Tensor:
     """An e4m3 tensor as bytes, which torch indexes on every device; another stays."""
     return t.view(torch.uint8) if t.dtype == numbers.E4M3 else t

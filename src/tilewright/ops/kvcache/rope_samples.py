@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Sample, Workload
 from tilewright.ops import rows
-from tilewright.ops.kvcache.append_samples import replaced
-from tilewright.ops.kvcache.samples import problem, tokens_of
+from tilewright.ops.kvcache.samples import problem, replaced, tokens_of
 from tilewright.ops.rope.tables import inverse_frequencies
 
 _NAMES = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "lengths")

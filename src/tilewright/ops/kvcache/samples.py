@@ -1,6 +1,6 @@
 """Random caches, tables and lengths for the contracts of this family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,15 @@ def problem(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
 def tokens_of(params: Mapping[str, Any], each: Sequence[int]) -> int:
     """T: the new tokens, and padding behind them."""
     return sum(each) + int(params.get("padding", 0))
+
+
+def replaced(name: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], None]:
+    """Replace one argument."""
+
+    def apply(arguments: dict[str, Any]) -> None:
+        arguments[name] = change(arguments[name])
+
+    return apply
 
 
 def _table(counts: Sequence[int], width: int, pages: int, rng: torch.Generator) -> Tensor:
