@@ -124,6 +124,8 @@ def launch(outs: tuple[Tensor, Tensor], args: KvGatherArgs, config: Config) -> N
     if kind == 1:
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     (tokens, h, d), d_v = k.shape, v.shape[2]
+    if not tokens:
+        return
     table, block_b = slots.table(k_cache, tokens, args.lengths, args.block_table, args.cu_seqlens)
     groups = triton.cdiv(h, config.heads)
     tensors = (k, v, k_cache, v_cache, k_scale, v_scale)
