@@ -63,7 +63,7 @@ class Paged:
 
 @st.composite
 def paged(draw, *, shared=True):
-    """Lengths on both sides of a page's end; pages permuted, some nobody's, full ones before the new tokens shared."""
+    """Lengths on both sides of a page's end; pages permuted, some unused, full ones before the new tokens shared."""
     page_size = draw(st.sampled_from([1, 3, 16, 64, None]))
     edge = page_size or 7
     lengths = draw(st.lists(st.sampled_from([0, 1, max(edge - 1, 0), edge, edge + 1, 2 * edge + 1]), max_size=4))

@@ -73,7 +73,7 @@ def test_e4m3(backend, problem, per_token):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_garbage_in_the_table_and_lengths_beyond_it_write_nothing_elsewhere(backend, monkeypatch):
-    """What the checks refuse on a CPU is the contract of a GPU, where nobody looks: such a token is dropped."""
+    """What the checks refuse on a CPU is the contract of a GPU, where no check reads them: such a token is dropped."""
     monkeypatch.setattr("tilewright.ops.kvcache.checks.may_read", lambda t: False)
     cache = torch.zeros(2, 4, 1, 2)
     v_cache = cache.clone()

@@ -58,7 +58,7 @@ def test_pairs_without_one_meaning_are_refused_on_a_cpu(src, dst, match):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pairs_outside_of_the_cache_are_left_out_where_nobody_looks(backend, monkeypatch):
+def test_pairs_outside_of_the_cache_are_left_out_where_no_check_reads(backend, monkeypatch):
     monkeypatch.setattr("tilewright.ops.kvcache.checks.may_read", lambda t: False)
     cache = torch.randn(4, 2, 1, 2)
     v_cache, wanted = cache.clone(), cache.clone()

@@ -134,7 +134,7 @@ def test_out_is_written_and_returned(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_outside_of_the_table_is_nan_where_nobody_looks(backend, monkeypatch):
+def test_a_row_outside_of_the_table_is_nan_where_no_check_reads(backend, monkeypatch):
     with pytest.raises(InputError, match="positions reach from 0 to 2; the table has rows 0 to 1"):
         call(backend, cos=tables(torch.float32)[0][:2], sin=tables(torch.float32)[1][:2])
     monkeypatch.setattr("tilewright.ops.kvcache.checks.may_read", lambda t: False)

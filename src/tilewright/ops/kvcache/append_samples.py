@@ -16,15 +16,15 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     """params: those of `samples.problem`; k and v are slices of one projection, as models make them, and with
     special=True hold NaN and infinities.
     """
-    made = problem(params, dtype, device, seed)
+    caches = problem(params, dtype, device, seed)
     rng = rows.generator(seed + 1)
-    h, d, d_v = params["H_kv"], made.k_cache.shape[3], made.v_cache.shape[3]
-    tokens = tokens_of(params, made.new)
+    h, d, d_v = params["H_kv"], caches.k_cache.shape[3], caches.v_cache.shape[3]
+    tokens = tokens_of(params, caches.new)
     kv = rows.random_tensor((tokens, h * (d + d_v)), dtype, device, rng, scale=params.get("scale", 1.0))
     if params.get("special") and kv.numel() > 2:
         kv[0, 0], kv[0, -1], kv[-1, 0] = torch.nan, torch.inf, -torch.inf
     k, v = kv[:, : h * d].view(tokens, h, d), kv[:, h * d :].view(tokens, h, d_v)
-    return Sample((made.k_cache, made.v_cache, k, v, made.lengths), made.options)
+    return Sample((caches.k_cache, caches.v_cache, k, v, caches.lengths), caches.options)
 
 
 def _fwd(name: str, params: Mapping[str, Any]) -> Workload:

@@ -142,14 +142,14 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     """params: pages, page_size, H_kv, D, optional D_v, scales, heads_first, N (pairs), left_out (of them)."""
     pages, pairs = params["pages"], params["N"]
     sizes = {"lengths": [params["page_size"]] * pages, "new": 0}
-    made = problem({**params, "page_size": None, **sizes}, dtype, device, seed)
+    caches = problem({**params, "page_size": None, **sizes}, dtype, device, seed)
     order = torch.randperm(pages, generator=rows.generator(seed + 1)).to(torch.int32)
     dst = order[:pairs]
     src = order[pairs:][torch.arange(pairs) % max(pages - pairs, 1)] if pairs else dst  # a page may be copied twice
     if params.get("left_out"):
         src[::2], dst[1::3] = -1, -7
-    options = made.options if params.get("scales") == "token" else {}
-    return Sample((made.k_cache, made.v_cache, src.to(device), dst.to(device)), options)
+    options = caches.options if params.get("scales") == "token" else {}
+    return Sample((caches.k_cache, caches.v_cache, src.to(device), dst.to(device)), options)
 
 
 def cost(sample: Sample, direction: str) -> Cost:

@@ -140,11 +140,11 @@ def check(args: KvGatherArgs) -> None:
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: those of `samples.problem`, optional out_dtype."""
-    made = problem(params, dtype, device, seed)
-    options: dict[str, Any] = {"tokens": tokens_of(params, made.new), **made.options}
+    caches = problem(params, dtype, device, seed)
+    options: dict[str, Any] = {"tokens": tokens_of(params, caches.new), **caches.options}
     if "out_dtype" in params:
         options["out_dtype"] = params["out_dtype"]
-    return Sample((made.k_cache, made.v_cache, made.lengths), options)
+    return Sample((caches.k_cache, caches.v_cache, caches.lengths), options)
 
 
 def cost(sample: Sample, direction: str) -> Cost:

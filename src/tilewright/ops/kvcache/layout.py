@@ -38,18 +38,18 @@ def token_slots(
     token = torch.arange(tokens, device=cache.device)
     batch = lengths.shape[0]
     if batch == 0 or tokens == 0:
-        nothing = torch.zeros_like(token)
-        return Slots(nothing, nothing, nothing - 1, nothing.bool(), nothing.bool())
+        zeros = torch.zeros_like(token)
+        return Slots(zeros, zeros, zeros - 1, zeros.bool(), zeros.bool())
     if cu_seqlens is None:
         each = tokens // batch
         sequence, end = token // each, (token // each + 1) * each
-        known = torch.ones_like(token, dtype=torch.bool)
+        live = torch.ones_like(token, dtype=torch.bool)
     else:
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(cu_seqlens.dtype), right=True)
-        known = sequence < batch
+        live = sequence < batch
         sequence = sequence.clamp(max=batch - 1)
         end = cu_seqlens[sequence + 1].long()
-    position = torch.where(known, lengths[sequence].long() - end + token, -1)
+    position = torch.where(live, lengths[sequence].long() - end + token, -1)
     return _slots(cache, sequence, position, block_table)
 
 
@@ -66,8 +66,8 @@ def _slots(cache: Tensor, sequence: Tensor, position: Tensor, block_table: Tenso
     pages, page_size = cache.shape[:2]
     live = position >= 0
     if pages == 0 or page_size == 0 or (block_table is not None and block_table.shape[1] == 0):
-        nothing = torch.zeros_like(position)
-        return Slots(nothing, nothing, position, live, torch.zeros_like(live))
+        zeros = torch.zeros_like(position)
+        return Slots(zeros, zeros, position, live, torch.zeros_like(live))
     at_least_0 = position.clamp(min=0)
     if block_table is None:
         page, place = sequence, at_least_0
@@ -85,8 +85,8 @@ def read(cache: Tensor, slots: Slots, scale: Tensor | None = None, dtype: torch.
         return cache.new_zeros((*slots.page.shape, *cache.shape[2:]), dtype=dtype or cache.dtype)
     values = as_bytes(cache)[slots.page, slots.place].view(cache.dtype)
     if scale is not None:
-        wide = values.to(torch.float64 if cache.dtype == torch.float64 else torch.float32)
-        values = wide * (scale if scale.dim() == 1 else scale[slots.page, slots.place])[..., None]
+        x_fp32 = values.to(torch.float64 if cache.dtype == torch.float64 else torch.float32)
+        values = x_fp32 * (scale if scale.dim() == 1 else scale[slots.page, slots.place])[..., None]
     return torch.where(slots.stored[..., None, None], values.to(dtype or values.dtype), 0)
 
 
@@ -101,9 +101,9 @@ def write(cache: Tensor, slots: Slots, values: Tensor) -> None:
     first = slots.stored.to(torch.int8).argmax()
     source = torch.where(slots.stored, torch.arange(slots.page.shape[0], device=cache.device), first)
     page, place = slots.page[source], slots.place[source]
-    target, given = as_bytes(cache), as_bytes(values.to(cache.dtype))[source]
+    target, rows = as_bytes(cache), as_bytes(values.to(cache.dtype))[source]
     old = target[page[:1], place[:1]]
-    target.index_put_((page, place), torch.where(slots.stored.any(), given, old))
+    target.index_put_((page, place), torch.where(slots.stored.any(), rows, old))
 
 
 def copy_pages(cache: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -126,8 +126,8 @@ def as_bytes(t: Tensor) -> Tensor:
 
 def quantise_heads(x: Tensor, scale: Tensor) -> Tensor:
     """x (T, H, D) / scale (H,) in e4m3, what is beyond +-448 as +-448; float64 is not rounded."""
-    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    scaled = (wide * (1.0 / scale)[:, None]).clamp(-numbers.E4M3_MAX, numbers.E4M3_MAX)
+    x_fp32 = x if x.dtype == torch.float64 else x.to(torch.float32)
+    scaled = (x_fp32 * (1.0 / scale)[:, None]).clamp(-numbers.E4M3_MAX, numbers.E4M3_MAX)
     return scaled if scaled.dtype == torch.float64 else scaled.to(numbers.E4M3)
 
 

@@ -16,17 +16,17 @@ _NAMES = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "lengths")
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: those of `samples.problem`, H, optional norm, eps, R, half (tables), table_dtype, positions."""
-    made = problem(params, dtype, device, seed)
+    caches = problem(params, dtype, device, seed)
     rng = rows.generator(seed + 1)
-    h, h_kv, d, d_v = params["H"], params["H_kv"], made.k_cache.shape[3], made.v_cache.shape[3]
-    tokens = tokens_of(params, made.new)
+    h, h_kv, d, d_v = params["H"], params["H_kv"], caches.k_cache.shape[3], caches.v_cache.shape[3]
+    tokens = tokens_of(params, caches.new)
     widths = [h * d, h_kv * d, h_kv * d_v]
     qkv = rows.random_tensor((tokens, sum(widths)), dtype, device, rng)
     q, k, v = qkv.split(widths, 1)
     q, k, v = q.view(tokens, h, d), k.view(tokens, h_kv, d), v.view(tokens, h_kv, d_v)
     r = params.get("R", d)
     tables = _tables(max([1, *params["lengths"]]) + 3, r, params, dtype, device)
-    options: dict[str, Any] = dict(made.options)
+    options: dict[str, Any] = dict(caches.options)
     if params.get("half"):
         options["rotary_dim"] = r
     if params.get("norm"):
@@ -35,7 +35,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     if params.get("positions"):
         drawn = torch.randint(0, tables[0].shape[0], (tokens,), generator=rng)
         options["positions"] = drawn.to(device=device, dtype=torch.int32)
-    return Sample((q, k, v, *tables, made.k_cache, made.v_cache, made.lengths), options)
+    return Sample((q, k, v, *tables, caches.k_cache, caches.v_cache, caches.lengths), options)
 
 
 def _tables(
@@ -106,8 +106,8 @@ def _bad(name: str, match: str, change: Callable[[dict[str, Any]], object], **pa
     """A small call with `change` made to its arguments."""
 
     def make(device: torch.device) -> Sample:
-        given = {**_SMALL, "lengths": [5, 6], "new": [2, 1], "norm": True, **params}
-        sample = inputs(given, torch.bfloat16, device, 0)
+        sizes = {**_SMALL, "lengths": [5, 6], "new": [2, 1], "norm": True, **params}
+        sample = inputs(sizes, torch.bfloat16, device, 0)
         arguments = {**dict(zip(_NAMES, sample.args, strict=True)), **sample.kwargs}
         change(arguments)
         return Sample(tuple(arguments.pop(name) for name in _NAMES), arguments)

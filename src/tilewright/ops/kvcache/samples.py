@@ -27,7 +27,7 @@ def problem(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
     """params: lengths (a list), new (a list, or one number for all without cu_seqlens), H_kv, D, optional D_v,
     page_size (None: contiguous), capacity, padding (tokens behind cu_seqlens), scales ("head", "token"), heads_first.
 
-    Pages are permuted, a page in seven belongs to nobody, and entries behind a length are garbage.
+    Pages are permuted, some pages belong to no sequence, and entries behind a length are garbage.
     """
     rng = rows.generator(seed)
     lengths, new = list(params["lengths"]), params["new"]

@@ -61,9 +61,9 @@ def _kv_gather_kernel(
     # Find the slots of a tile of tokens
     group = tl.program_id(0) % (2 * groups)
     token = tl.program_id(0) // (2 * groups) * TOKENS + tl.arange(0, TOKENS)
-    sequence, position, known = token_position(token, T, lengths, cu_seqlens, B, new, BLOCK_B)
+    sequence, position, live = token_position(token, T, lengths, cu_seqlens, B, new, BLOCK_B)
     page, place, stored = token_slot(
-        sequence, position, known, block_table, table_b, table_p, max_pages, pages, page_size
+        sequence, position, live, block_table, table_b, table_p, max_pages, pages, page_size
     )  # fmt: skip
     # Copy heads of K, or of V
     if group < groups:

@@ -75,11 +75,11 @@ def _rope_kv_append_kernel(
     groups = groups_q + 2 * groups_k
     group = tl.program_id(0) % groups
     token = tl.program_id(0) // groups * TOKENS + tl.arange(0, TOKENS)
-    sequence, position, known = token_position(token, T, lengths, cu_seqlens, B, new, BLOCK_B)
+    sequence, position, live = token_position(token, T, lengths, cu_seqlens, B, new, BLOCK_B)
     row = position
     if positions is not None:
-        row = tl.load(positions + token * positions_t, mask=known, other=0)
-    inside = known & (row >= 0) & (row < P)
+        row = tl.load(positions + token * positions_t, mask=live, other=0)
+    inside = live & (row >= 0) & (row < P)
     cos += row.to(tl.int64)[:, None, None] * cos_p
     sin += row.to(tl.int64)[:, None, None] * sin_p
     offs = tl.arange(0, BLOCK_HALF).to(tl.int64)[None, None, :]
@@ -92,18 +92,18 @@ def _rope_kv_append_kernel(
         mask = (t < T) & (h < H)
         x = q + (t * q_t + h * q_h)[:, :, None]
         y1, y2, y3 = _normed_and_rotated(
-            x, q_d, q_weight, cos, sin, cos_d, sin_d, offs, rest, mask & known[:, None], inside, eps, D, R, NORM
+            x, q_d, q_weight, cos, sin, cos_d, sin_d, offs, rest, mask & live[:, None], inside, eps, D, R, NORM
         )  # fmt: skip
         pointers = out + ((t * H + h) * D)[:, :, None]
         pair_mask = mask[:, :, None] & (offs < R // 2)
-        live = known[:, None, None]
-        tl.store(pointers + offs, tl.where(live, y1, 0.0).to(y1.dtype), mask=pair_mask)
-        tl.store(pointers + R // 2 + offs, tl.where(live, y2, 0.0).to(y2.dtype), mask=pair_mask)
+        live_heads = live[:, None, None]
+        tl.store(pointers + offs, tl.where(live_heads, y1, 0.0).to(y1.dtype), mask=pair_mask)
+        tl.store(pointers + R // 2 + offs, tl.where(live_heads, y2, 0.0).to(y2.dtype), mask=pair_mask)
         if R < D:
-            tl.store(pointers + rest, tl.where(live, y3, 0.0).to(y3.dtype), mask=mask[:, :, None] & (rest < D))
+            tl.store(pointers + rest, tl.where(live_heads, y3, 0.0).to(y3.dtype), mask=mask[:, :, None] & (rest < D))
     else:
         page, place, stored = token_slot(
-            sequence, position, known, block_table, table_b, table_p, max_pages, pages, page_size
+            sequence, position, live, block_table, table_b, table_p, max_pages, pages, page_size
         )  # fmt: skip
         if group < groups_q + groups_k:
             # Heads of k, to their slots

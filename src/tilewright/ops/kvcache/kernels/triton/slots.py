@@ -57,34 +57,34 @@ def scale_kind(scale: Tensor | None) -> int:
 
 @triton.jit
 def token_position(token, T, lengths, cu_seqlens, B, new, BLOCK_B: tl.constexpr):
-    """(sequence, position, known) of packed tokens (TOKENS,); known: of a sequence, at a position from 0."""
+    """(sequence, position, live) of packed tokens (TOKENS,); live: of a sequence, at a position from 0."""
     if cu_seqlens is not None:
         sequence = tl.zeros_like(token)
         for start in range(0, B, BLOCK_B):
             offs = start + tl.arange(0, BLOCK_B)
             ends = tl.load(cu_seqlens + 1 + offs, mask=offs < B, other=2147483647)
             sequence += tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
-        known = (token < T) & (sequence < B)
-        end = tl.load(cu_seqlens + 1 + sequence, mask=known, other=0)
+        live = (token < T) & (sequence < B)
+        end = tl.load(cu_seqlens + 1 + sequence, mask=live, other=0)
     else:
         sequence = token // new
-        known = (token < T) & (sequence < B)
+        live = (token < T) & (sequence < B)
         end = (sequence + 1) * new
-    position = tl.load(lengths + sequence, mask=known, other=0) - end + token
-    return sequence, position, known & (position >= 0)
+    position = tl.load(lengths + sequence, mask=live, other=0) - end + token
+    return sequence, position, live & (position >= 0)
 
 
 @triton.jit
-def token_slot(sequence, position, known, block_table, table_b, table_p, max_pages, pages, page_size):
+def token_slot(sequence, position, live, block_table, table_b, table_p, max_pages, pages, page_size):
     """(page, place, stored) of tokens; what `stored` excludes has no slot in the cache."""
     if block_table is not None:
         block = position // page_size
-        stored = known & (block < max_pages)
+        stored = live & (block < max_pages)
         page = tl.load(block_table + sequence.to(tl.int64) * table_b + block * table_p, mask=stored, other=0)
         place = position - block * page_size
     else:
         page, place = sequence, position
-        stored = known & (position < page_size)
+        stored = live & (position < page_size)
     return page.to(tl.int64), place.to(tl.int64), stored & (page >= 0) & (page < pages)
 
 
