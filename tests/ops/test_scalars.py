@@ -16,7 +16,7 @@ from tilewright.dispatch.effects import pure
 from tilewright.errors import InputError
 
 FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
-SIZES = {"rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1}
+SIZES = {"rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1, "tokens": 6}
 RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed"}  # kernels are told of these
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse"}  # Python branches on the others: by their truth
 OTHER = {"dropout", "x"}  # must be 0; a tensor

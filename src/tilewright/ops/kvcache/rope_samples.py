@@ -91,7 +91,7 @@ EDGE_CASES = (
     _fwd("partial_e4m3: the rest counts in amax", {**_SMALL, **_RAGGED, "D": 20, "R": 8, "scales": "token"}),
     _fwd("d_80: halves are no power of two, another D of v", {**_SMALL, **_DECODE, "D": 80, "D_v": 24, "norm": True}),
     _fwd("r_2: a single pair", {**_SMALL, **_DECODE, "D": 2, "H": 1, "H_kv": 1}),
-    _fwd("half_tables: one column a pair", {**_SMALL, **_DECODE, "half": True}),
+    _fwd("half_tables: one column a pair", {**_SMALL, **_DECODE, "D": 64, "half": True}),
     _fwd("float32_tables: float32 arithmetic", {**_SMALL, **_RAGGED, "table_dtype": torch.float32, "norm": True}),
     _fwd("positions: other angles than those of the cache", {**_SMALL, **_RAGGED, "positions": True}),
     _fwd("heads_first: strides of another layout", {**_SMALL, **_DECODE, "heads_first": True}),
