@@ -10,6 +10,7 @@ from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.kvcache import append_samples, checks, layout
+from tilewright.ops.kvcache.samples import EDGE_GRID
 
 
 class KvAppendArgs(NamedTuple):
@@ -158,7 +159,7 @@ CONTRACT = register(
         edge_cases=append_samples.EDGE_CASES,
         bad_inputs=append_samples.BAD_INPUTS,
         batch_dim=None,  # tokens of all sequences are packed, and lie in the caches by other dimensions
-        edge_grid={"T": (None,), "page_size": (1, 3, 16, 64), "lengths": (None,)},
+        edge_grid={**EDGE_GRID, "H_kv": (1, 2, 3, 8)},
         promises=Promises(reference_bits=True),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
     )

@@ -215,7 +215,12 @@ CONTRACT = register(
             _bad("flat cache", r"k_cache is \(7, 96\)", replaced("k_cache", lambda t: t.flatten(1))),
         ),
         batch_dim=None,  # pages are no rows of a batch
-        edge_grid={"pages": (None,)},
+        edge_grid={
+            "pages": (2, 7, 40),
+            "N": lambda params: [0, 1, params["pages"] // 2, params["pages"] - 1],
+            "page_size": (1, 3, 16, 67),
+            "H_kv": (1, 2, 3, 8),
+        },
         promises=Promises(reference_bits=True),
     )
 )

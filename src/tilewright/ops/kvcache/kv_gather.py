@@ -12,7 +12,7 @@ from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.kvcache import checks, layout
-from tilewright.ops.kvcache.samples import problem, replaced, tokens_of
+from tilewright.ops.kvcache.samples import EDGE_GRID, problem, replaced, tokens_of
 from tilewright.ops.quant.numbers import E4M3
 
 OP = "kv_gather"
@@ -226,7 +226,7 @@ CONTRACT = register(
             _bad("flat table", r"block_table is \(4,\)", replaced("block_table", Tensor.flatten)),
         ),
         batch_dim=None,  # tokens of all sequences are packed
-        edge_grid={"page_size": (1, 3, 16, 64), "lengths": (None,)},
+        edge_grid={**EDGE_GRID, "H_kv": (1, 2, 3, 8)},
         promises=Promises(reference_bits=True),
     )
 )

@@ -9,6 +9,7 @@ from tilewright.dispatch import Contract, Cost, RawOp, Sample, call_in_place, di
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.ops import rows
 from tilewright.ops.kvcache import layout, rope_checks, rope_samples
+from tilewright.ops.kvcache.samples import EDGE_GRID
 from tilewright.ops.norm import rms_norm
 from tilewright.ops.rope.apply_rope.reference import reference as apply_rope
 
@@ -194,6 +195,6 @@ CONTRACT = register(
         edge_cases=rope_samples.EDGE_CASES,
         bad_inputs=rope_samples.BAD_INPUTS,
         batch_dim=None,  # tokens of all sequences are packed, and lie in the caches by other dimensions
-        edge_grid={"page_size": (1, 3, 16, 64), "lengths": (None,)},
+        edge_grid=EDGE_GRID,
     )
 )

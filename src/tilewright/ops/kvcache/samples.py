@@ -13,6 +13,19 @@ GARBAGE = 2147480000
 """An entry of a block_table that must not be read as a page."""
 
 
+EDGE_GRID: Mapping[str, Any] = {
+    "page_size": (1, 3, 16, 64),
+    "lengths": ([1], [63, 64, 65], [0, 1, 130], [15, 16, 17, 1], [33] * 9),
+    "new": lambda params: [
+        1,
+        list(params["lengths"]),
+        [n // 2 for n in params["lengths"]],
+        [min(n, 1) for n in params["lengths"]],
+    ],
+}
+"""Values of the sizes of sequences for the grid of edge sizes."""
+
+
 class Problem(NamedTuple):
     """Caches and sequences, with scales for e4m3 caches."""
 
@@ -32,7 +45,7 @@ def problem(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device,
     rng = rows.generator(seed)
     lengths, new = list(params["lengths"]), params["new"]
     page_size, h = params.get("page_size"), params["H_kv"]
-    capacity = params.get("capacity") or max([1, *lengths])
+    capacity = max([1, params.get("capacity", 0), *lengths])
     options: dict[str, Tensor] = {}
     if page_size is None:
         pages, size = len(lengths), capacity
