@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from any_size_attention import fmha, fmha_fp8, fmha_varlen, merge_states, mla
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
+from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, rope_kv_append
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
 
 
@@ -326,6 +327,9 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "grouped_matmul": (3, grouped_matmul),
     "groups_of_rows": (1, groups_of_rows),
     "k_grouped_matmul": (1, k_grouped_matmul),
+    "kv_append_": (2, kv_append),
+    "kv_copy_pages_": (1, kv_copy_pages),
+    "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),
     "masked_matmul": (2, masked_matmul),
     "matmul": (6, matmul),
@@ -338,6 +342,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "quantize_weight": (1, quantize_weight),
     "rms_norm": (2, norm(2)),
     "rms_norm_fp8": (1, norm_fp8),
+    "rope_kv_append_": (2, rope_kv_append),
     "scaled_matmul": (4, scaled_matmul),
     "scaled_matmul_fp8": (1, scaled_matmul_fp8),
     "silu_and_mul": (1, activation),

@@ -115,6 +115,12 @@ class Settings:
         parse=_count,
         default=30,
     )
+    check: bool = _variable(
+        "check lengths, page tables and positions on a GPU too, in every call, which waits for the GPU",
+        "TILEWRIGHT_CHECK",
+        parse=_flag,
+        default=False,
+    )
     arch: str | None = _variable(
         "architecture to plan for where no GPU is present, e.g. sm_90", "TILEWRIGHT_ARCH", parse=_architecture
     )

@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import tilewright.ops
 from tilewright.dispatch import Contract, Sample, contract
+from tilewright.dispatch.effects import pure
 from tilewright.errors import BackendError
 from tilewright.validate.bits import replicas
 from tilewright.validate.oracle import differentiate, gradient_inputs
@@ -47,8 +49,7 @@ def call(op: Contract, sample: Sample, backend: str, cotangents: list[Tensor]) -
     positions = gradient_inputs(op, sample)
     if not positions:
         with torch.no_grad():
-            made = op.function(*sample.args, **sample.kwargs, backend=backend)
-        return [made] if isinstance(made, Tensor) else list(made)
+            return [*pure(op, partial(op.function, backend=backend))(*sample.args, **sample.kwargs)]
     outputs, grads = differentiate(
         lambda *args, **kwargs: op.function(*args, **kwargs, backend=backend), sample, positions, cotangents
     )
@@ -58,9 +59,8 @@ def call(op: Contract, sample: Sample, backend: str, cotangents: list[Tensor]) -
 def together(op: Contract, sample: Sample, backend: str) -> list[str]:
     """Faults of eight threads that make one call at once."""
     with torch.no_grad():
-        wanted = op.reference(*sample.args, **sample.kwargs)
-    shapes = [wanted] if isinstance(wanted, Tensor) else list(wanted)
-    cotangents = [torch.randn_like(o, dtype=torch.float32).to(o.dtype) for o in shapes]
+        wanted = pure(op, op.reference)(*sample.args, **sample.kwargs)
+    cotangents = [torch.randn_like(o, dtype=torch.float32).to(o.dtype) for o in wanted]
     copies = [(replicas(Sample(sample.args, dict(sample.kwargs)).args), replicas(cotangents)) for _ in range(THREADS)]
     torch.cuda.synchronize()
     barrier = threading.Barrier(THREADS)

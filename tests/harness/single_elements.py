@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import Contract, Sample, contracts
+from tilewright.dispatch.effects import as_tuple, pure
 from tilewright.errors import InputError
-from tilewright.validate.oracle import as_tuple, differentiate, gradient_inputs
+from tilewright.validate.oracle import differentiate, gradient_inputs
 
 STRIDES = (0, 1, 7, 1 << 33)
 LARGEST = 20000  # elements of a case: the interpreter is slow
@@ -77,7 +78,7 @@ def results(single: Single, function: Callable[..., Any], first: int | None) -> 
     positions = gradient_inputs(single.contract, sample)
     sample = Sample(*tree_map(change, (sample.args, dict(sample.kwargs))))
     if not positions:
-        return [*as_tuple(function(*sample.args, **sample.kwargs))]
+        return [*pure(single.contract, function)(*sample.args, **sample.kwargs)]
     with torch.no_grad():
         shapes = as_tuple(single.contract.function(*sample.args, backend="torch", **sample.kwargs))
     g = torch.Generator().manual_seed(1)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import contracts
+from tilewright.dispatch.effects import pure
 from tilewright.errors import InputError
-from tilewright.validate.oracle import as_tuple
 
 FLOATS = {"eps": 0.5, "offset": 1.0, "alpha": 0.5, "scale": 0.5, "softcap": 2.0}
-SIZES = {"rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1}
+SIZES = {"rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1, "tokens": 6}
 RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed"}  # kernels are told of these
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse"}  # Python branches on the others: by their truth
 OTHER = {"dropout", "x"}  # must be 0; a tensor
@@ -49,7 +49,7 @@ def problem(name, option, python):
         bound[option] = python
         try:
             with torch.no_grad():
-                return bound, as_tuple(contract.function(**bound, backend="torch"))
+                return bound, pure(contract, contract.function)(**bound, backend="torch")
         except InputError:
             continue  # this case does not go with the option
     raise AssertionError(f"{name} has no edge case that takes {option}={python!r}")
@@ -57,7 +57,7 @@ def problem(name, option, python):
 
 def call(name, bound, option, value, backend):
     with torch.no_grad():
-        return as_tuple(contracts()[name].function(**{**bound, option: value}, backend=backend))
+        return pure(contracts()[name], contracts()[name].function)(**{**bound, option: value}, backend=backend)
 
 
 def same(name, option, python, values, backend):

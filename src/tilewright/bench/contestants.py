@@ -16,6 +16,7 @@ from tilewright.bench.cases import Case
 from tilewright.bench.peers import Call, available_peers, bound
 from tilewright.dispatch import Contract, Plan, RawOp, Sample, implementations, record
 from tilewright.dispatch.contract import Direction
+from tilewright.dispatch.effects import as_tuple, pure, written
 from tilewright.dispatch.options import runnable
 from tilewright.errors import InputError
 
@@ -84,7 +85,8 @@ def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequ
     Backward: runs the forward now, on the current stream, and returns the gradient computation alone, repeatable.
     """
     if case.direction == "fwd":
-        return contestant.make(copied(sample))
+        private = copied(sample)
+        return _with_effects(contestant.make(private), written(case.contract, private.args, private.kwargs))
     private = copied(sample, gradient_inputs(case.contract))
     call = contestant.make(private)
     if call is None:
@@ -96,6 +98,13 @@ def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequ
         raise InputError(f"{contestant.name} returned {len(outputs)} outputs, the op has {len(cotangents)}")
     grads = [grad.to(output.dtype, copy=True) for grad, output in zip(cotangents, outputs, strict=True)]
     return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+
+def _with_effects(call: Call | None, targets: Sequence[Tensor]) -> Call | None:
+    """`call`, whose results are followed by the arguments that it writes into."""
+    if call is None or not targets:
+        return call
+    return lambda: (*as_tuple(call()), *targets)
 
 
 def copied(sample: Sample, require_grad: Sequence[int] = ()) -> Sample:
@@ -135,7 +144,7 @@ def reference_outputs(
     """Run the reference on `sample`, in its dtype: outputs, or gradients for `cotangents`."""
     if direction == "fwd":
         with torch.no_grad():
-            return tensors(contract.reference(*sample.args, **sample.kwargs))
+            return tensors(pure(contract, contract.reference)(*sample.args, **sample.kwargs))
     leaves = copied(sample, gradient_inputs(contract))
     outputs = tensors(contract.reference(*leaves.args, **leaves.kwargs))
     inputs = [a for a in leaves.args if isinstance(a, Tensor) and a.requires_grad]

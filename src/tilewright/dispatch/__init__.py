@@ -1,7 +1,7 @@
 """Which implementation of an op runs: contracts, registration, preferences, measured tables, selection, explanation."""
 
 from tilewright import catalogue
-from tilewright.dispatch.call import call, dispatch, register
+from tilewright.dispatch.call import call, call_in_place, dispatch, register
 from tilewright.dispatch.contract import (
     BadInput,
     Contract,
@@ -40,6 +40,7 @@ __all__ = [
     "Sample",
     "Workload",
     "call",
+    "call_in_place",
     "contract",
     "contracts",
     "dispatch",

@@ -36,8 +36,9 @@ _SCHEMA_TYPES = {
 }
 
 
-def schema_of(args: type) -> str:
-    """torch's schema of the fields of a NamedTuple: "Tensor x, Tensor? weight, float eps".
+def schema_of(args: type, mutates: Sequence[str] = ()) -> str:
+    """torch's schema of the fields of a NamedTuple: "Tensor x, Tensor? weight, float eps"; a tensor of `mutates` is
+    "Tensor(m0!) cache".
 
     Raises InputError for a field whose annotation has no schema type, and for a tensor that follows a scalar.
     """
@@ -52,6 +53,8 @@ def schema_of(args: type) -> str:
             raise InputError(f"{args.__name__}: tensor {name} follows {scalar}; tensors come first.")
         if "Tensor" not in kind:
             scalar = name
+        if name in mutates:
+            kind = kind.replace("Tensor", f"Tensor(m{mutates.index(name)}!)")
         declared.append(f"{kind} {name}")
     return ", ".join(declared)
 

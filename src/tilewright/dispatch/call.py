@@ -78,6 +78,16 @@ def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Te
     return replay.replay(raw, signature, args)  # type: ignore[arg-type]
 
 
+def call_in_place(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | None = None) -> Any:
+    """`call` of an op that writes into its arguments: autograd learns that what it may have saved is overwritten."""
+    result = call(contract, args, backend, out)
+    if not torch.compiler.is_compiling():
+        for i in contract.forward.mutated:
+            if args[i] is not None:
+                _written(args[i])
+    return result
+
+
 def _traced(contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, out: Tensor | None) -> Any:
     """One op in the graph."""
     if out is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch.arguments import refuse_layout
+from tilewright.dispatch.derivatives import has_tangent
 from tilewright.dispatch.raw import RawOp
 from tilewright.errors import InputError
 
@@ -156,6 +157,8 @@ def bind(contract: Contract) -> Contract:
 
     def checked(*args: Any) -> None:
         refuse_layout(contract.name, **dict(zip(forward.fields, args, strict=True)))
+        if forward.mutated:
+            _check_mutated(contract.name, forward, args)
         check(forward.pack(args))
 
     if gradient is not None:
@@ -163,6 +166,30 @@ def bind(contract: Contract) -> Contract:
     bound = replace(contract, check=checked, gradient=gradient, in_place=forward.positions(contract.in_place))
     _contracts[contract.name] = bound
     return bound
+
+
+def _check_mutated(name: str, forward: RawOp, args: tuple[Any, ...]) -> None:
+    """Refuse derivatives in an op that writes into its arguments, and elements that share memory."""
+    for field_name, value in zip(forward.fields, args, strict=True):
+        if isinstance(value, Tensor) and torch.is_grad_enabled() and value.requires_grad:
+            raise InputError(
+                f"{name} writes into its arguments and has no gradient, and {field_name} requires one. "
+                "Detach it, or use torch.no_grad()."
+            )
+        if has_tangent(value):
+            raise InputError(f"{name} has no forward mode, and {field_name} has a tangent. Call it on the primal.")
+    for i in forward.mutated:
+        if isinstance(args[i], Tensor) and not torch.compiler.is_compiling() and args[i].is_neg():
+            raise InputError(
+                f"{name}: {forward.fields[i]} has the negative bit and would be written to. Resolve it first."
+            )
+        if isinstance(args[i], Tensor) and 0 in (
+            s for n, s in zip(args[i].shape, args[i].stride(), strict=True) if n > 1
+        ):
+            raise InputError(
+                f"{name}: {forward.fields[i]} is expanded, strides {args[i].stride()}, and would be written to. "
+                "Pass a tensor with memory for every element."
+            )
 
 
 def _packed(gradient: Gradient, forward: RawOp) -> Gradient:

@@ -58,6 +58,8 @@ class RawOp:
     reference_writes  the reference takes `out=` too
     torch_first   (bucket, dtype, backend) -> is the reference a better guess than `backend`, the first that can run,
                   where nothing is measured?  Never, by default
+    mutates       tensors among the arguments that the op writes into, such as a cache; arguments of the public function
+                  have the same names.  Such an op may have no outputs: `count` is 0.
     compose       (run, outs, args) -> None, of an op that no backend implements, because it is made of others:
                   `run(op, out, *args)` has one of them written into `out`, by the backend that its own sizes choose
     """
@@ -80,18 +82,20 @@ class RawOp:
     direct: Callable[..., bool] | None = None
     reference_writes: bool = False
     torch_first: Callable[[Any, torch.dtype, str], bool] | None = None
+    mutates: Sequence[str] = ()
     compose: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         """Register the op with torch; the functions take arguments one by one from here on, as torch passes them."""
         op, direction, args, count = self.op, self.direction, self.args, self.count
         self.key = op if direction == "fwd" else f"{op}_{direction}"
-        schema = self.schema = schema_of(args)
+        schema = self.schema = schema_of(args, self.mutates)
         self.fields: tuple[str, ...] = args._fields  # type: ignore[attr-defined]
         self.pack: Callable[[Sequence[Any]], Any] = args._make  # type: ignore[attr-defined]
         for name, leading in _TAKE_ARGUMENTS.items():
             setattr(self, name, self._packed(getattr(self, name), leading))
         batch = self.bucket_names[:1] if self.batch_fields is None else self.batch_fields
+        self.mutated = self.positions(self.mutates)
         self.batch_positions = tuple(self.bucket_names.index(field) for field in batch)
         if self.kernels:
             list_kernels(op, [f"{self.package}.kernels.{kernel}" for kernel in self.kernels])
@@ -214,14 +218,14 @@ class RawOp:
     def _run(self, *args: Any, **outs: Tensor) -> Any:
         """The kernel that torch's dispatcher calls, of the op and of its overload `.out`."""
         *values, backend, numerics = args
-        values = [_with_memory(a) for a in values]
+        values = [a if i in self.mutated else _with_memory(a) for i, a in enumerate(values)]
         written = tuple(outs.values()) or None
         if written is not None:
             self.require_writable(values, written)
         results = self.launch(values, self.note(values, self.plan(values, backend, numerics)), written)
         if written is not None:
             return None
-        return results[0] if self.count == 1 else results
+        return results[0] if self.count == 1 else results or None
 
     def launch(
         self,
@@ -234,12 +238,12 @@ class RawOp:
 
         without: backends that have no kernel for this call, and why.
         """
-        if outs is not None and not any(out.numel() for out in outs):
+        if outs is not None and not self.mutated and not any(out.numel() for out in outs):
             return outs
         if plan.launch is None or args[0].numel() == 0:
             return self._compute(args, plan.numerics, outs)
         results = self.allocate(args, args[0].device) if outs is None else outs
-        if any(out.numel() for out in results):
+        if self.mutated or any(out.numel() for out in results):
             try:
                 plan.launch(results, *args, config=plan.config)
             except KernelMissingError as error:
@@ -256,7 +260,7 @@ class RawOp:
             self.plain(*args, *outs, numerics=numerics)
             return outs
         results = self.plain(*args, numerics=numerics)
-        for out, value in zip(outs, (results,) if self.count == 1 else results, strict=True):
+        for out, value in zip(outs, self._each(results), strict=True):
             out.copy_(value)
         return outs
 
@@ -306,7 +310,7 @@ class RawOp:
         """The reference's results with the strides of `specs`, none of them at one of the addresses `inputs`."""
         results = self.plain(*args, numerics=numerics)
         owned = []
-        for value, spec in zip((results,) if self.count == 1 else results, specs, strict=True):
+        for value, spec in zip(self._each(results), specs, strict=True):
             # A custom op may not return a view of its input, and the fake promised these strides.
             fits = value.stride() == spec[2] and value.data_ptr() not in inputs
             owned.append(value if fits else _empty(spec, value.device).copy_(value))
@@ -322,7 +326,11 @@ class RawOp:
                 plan.launch(results, *values, config=plan.config)  # its parts are noted too
         if outs:
             return None
-        return results[0] if self.count == 1 else results
+        return results[0] if self.count == 1 else results or None
+
+    def _each(self, results: Any) -> tuple[Tensor, ...]:
+        """The tensors that the reference has returned."""
+        return (results,) if self.count == 1 else results or ()
 
 
 def _with_memory(a: Any) -> Any:

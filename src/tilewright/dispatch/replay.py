@@ -21,6 +21,7 @@ from tilewright.dispatch.recording import recordings
 from tilewright.dispatch.registry import GENERATION as _generation
 from tilewright.hardware.device import raw_device as _current_device
 from tilewright.jit.tape import Tape, listen
+from tilewright.settings import current
 
 if TYPE_CHECKING:
     from tilewright.dispatch.raw import RawOp
@@ -148,7 +149,7 @@ def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], out: Tensor 
         outs: tuple[Tensor, ...] = (out,)
     elif entry.plan.launch is None:
         outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p}, entry.plan.numerics)
-        return outs if len(outs) > 1 else outs[0]
+        return outs[0] if len(outs) == 1 else outs or None
     elif entry.like:
         outs = (torch.empty_like(args[0]),)
     else:
@@ -161,7 +162,7 @@ def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], out: Tensor 
             for each in outs:
                 pointers.append(each.data_ptr())
         entry.launch(key[2], pointers)
-    return outs if len(outs) > 1 else outs[0]
+    return outs[0] if len(outs) == 1 else outs or None
 
 
 def record(
@@ -180,12 +181,12 @@ def record(
     aliases = _aliases(pointers[: len(inputs)])
     tape = None if plan.launch is None else taping.finish((*moving, *outs), bool(aliases))
     keep(raw, signature, Entry(plan, tape, inputs, outs, aliases if tape else (), args[raw.tensor_count :]))
-    return outs if len(outs) > 1 else outs[0]
+    return outs[0] if len(outs) == 1 else outs or None
 
 
 def keep(raw: "RawOp", signature: Signature, entry: Entry) -> None:
-    """Remember `entry` for calls with this signature, unless the next of them is to be planned anew."""
-    if not entry.plan.provisional:
+    """Remember `entry` for calls with this signature, unless the next of them is to be planned or checked anew."""
+    if not entry.plan.provisional and not current().check:
         raw.entries.put(signature[1], entry)
 
 

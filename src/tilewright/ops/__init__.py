@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.scaled_matmul import scaled_matmul
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
+    from tilewright.ops.kvcache.kv_append_ import kv_append_
+    from tilewright.ops.kvcache.kv_copy_pages_ import kv_copy_pages_
+    from tilewright.ops.kvcache.kv_gather import kv_gather
+    from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
     from tilewright.ops.norm.layer_norm import layer_norm
@@ -64,6 +68,9 @@ __all__ = [
     "grouped_matmul",
     "groups_of_rows",
     "k_grouped_matmul",
+    "kv_append_",
+    "kv_copy_pages_",
+    "kv_gather",
     "layer_norm",
     "masked_matmul",
     "matmul",
@@ -76,6 +83,7 @@ __all__ = [
     "quantize_weight",
     "rms_norm",
     "rms_norm_fp8",
+    "rope_kv_append_",
     "scaled_matmul",
     "scaled_matmul_fp8",
     "silu_and_mul",
@@ -102,6 +110,7 @@ _FAMILIES = {
         "scaled_matmul_fp8",
         "splitk_reduce",
     ),
+    "kvcache": ("kv_append_", "kv_copy_pages_", "kv_gather", "rope_kv_append_"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

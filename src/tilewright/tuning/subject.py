@@ -109,10 +109,15 @@ class Subject:
             guarded(tuple(t.shape), t.dtype, self.device, GUARD, 0, t.stride())
             for t in self.raw.allocate(self.args, "meta")
         )
+        args = list(self.args)
+        for i in self._mutated_positions(args):
+            t = args[i]
+            args[i] = guarded(tuple(t.shape), t.dtype, self.device, GUARD, 0, t.stride()).copy_(t)
+        outs = (*outs, *self._mutated(args))
         edges = [(edge, edge.clone()) for t in outs for edge in _edges(t)]
         with poisoned(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            chosen.launch(outs, *self.args, config=config)
+            chosen.launch(outs[: self.raw.count], *args, config=config)
         if any(not torch.equal(edge, before) for edge, before in edges):
             return "wrong: wrote outside its outputs"
         return self._judge(outs)
@@ -123,7 +128,7 @@ class Subject:
 
     def _make_standards(self) -> list[Standard]:
         """Standards for the whole problem, tile by tile: the reference in float64, and torch in the problem's dtype."""
-        exact, torchs = self._reference(torch.float64), tensors(self.raw.plain(*self.args))
+        exact, torchs = self._reference(torch.float64), self._reference(None)
         noise = torch.Generator(self.device).manual_seed(self.problem.seed)
         noisy = [self._reference(jitter_dtype_of(Sample(self.args)), noise) for _ in range(_JITTERS)]
         factor = self.contract.tolerance if self.problem.direction == "fwd" else self.contract.gradient_tolerance
@@ -134,8 +139,18 @@ class Subject:
             for i in range(len(torchs))
         ]
 
-    def _reference(self, dtype: torch.dtype, noise: torch.Generator | None = None) -> list[Tensor]:
-        return tensors(self.raw.reference(*convert(self.args, dtype, noise)))
+    def _reference(self, dtype: torch.dtype | None, noise: torch.Generator | None = None) -> list[Tensor]:
+        args = list(convert(self.args, dtype, noise))
+        for i in self._mutated_positions(args):
+            args[i] = args[i].clone()
+        return [*tensors(self.raw.plain(*args) or ()), *self._mutated(args)]
+
+    def _mutated(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The arguments that a call writes into."""
+        return tuple(args[i] for i in self._mutated_positions(args))
+
+    def _mutated_positions(self, args: Sequence[Any]) -> list[int]:
+        return [i for i in self.raw.mutated if args[i] is not None]
 
     # Timing.
 
@@ -188,7 +203,7 @@ class Subject:
         def call() -> tuple[Tensor, ...]:
             outs = self.raw.allocate(args, self.device)
             launch(outs, *args, config=config)
-            return outs
+            return (*outs, *self._mutated(args))
 
         return call
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.dispatch import Contract, Plan, RawOp, Sample, record
+from tilewright.dispatch.effects import as_tuple, written
 from tilewright.errors import RefusedError
 from tilewright.validate.bits import replicas, same_bits
 from tilewright.validate.metrics import Measure
-from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
+from tilewright.validate.oracle import Truth, differentiate, gradient_inputs, truth
 
 
 class RawCall(NamedTuple):
@@ -78,16 +79,25 @@ class Case:
         replica = Sample(replicas(sample.args), replicas(dict(sample.kwargs)))
         return truth(self.contract, replica, self.seed + 1, cotangents)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Sample:
-        """The inputs with `change` applied to every tensor."""
+    def mapped(self, change: Callable[[Tensor], Tensor], *, mutated: bool = True) -> Sample:
+        """The inputs with `change` applied to every tensor; `mutated`: also to those that the op writes into."""
         sample = self.sample()
-        args, kwargs = tree_map(lambda v: change(v) if isinstance(v, Tensor) else v, (sample.args, dict(sample.kwargs)))
+        same = set() if mutated else {id(t) for t in written(self.contract, sample.args, sample.kwargs)}
+
+        def changed(v: Any) -> Any:
+            return change(v) if isinstance(v, Tensor) and id(v) not in same else v
+
+        args, kwargs = tree_map(changed, (sample.args, dict(sample.kwargs)))
         return Sample(args, kwargs)
 
     def call(self, sample: Sample, **options: Any) -> tuple[Tensor, ...]:
-        """Outputs of the public function without gradients."""
+        """Outputs of the public function without gradients, then copies of what it has written into."""
         with torch.no_grad():
-            return as_tuple(self.function(*sample.args, **sample.kwargs, **options))
+            return self.observed(self.function(*sample.args, **sample.kwargs, **options), sample)
+
+    def observed(self, result: Any, sample: Sample) -> tuple[Tensor, ...]:
+        """What a call on `sample` has returned, then copies of what it has written into."""
+        return (*as_tuple(result), *(t.clone() for t in written(self.contract, sample.args, sample.kwargs)))
 
     def function(self, *args: Any, **kwargs: Any) -> Any:
         """The public function on the backend under check."""

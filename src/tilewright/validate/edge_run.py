@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Contract, Sample
+from tilewright.dispatch.effects import as_tuple, written
 from tilewright.errors import InputError, RefusedError
 from tilewright.validate.case import NotApplicable, RawCall, raw_calls, tensors
 from tilewright.validate.edge_grid import EdgeProblem
 from tilewright.validate.modes.memory import guarded, poisoned, surroundings
-from tilewright.validate.oracle import Truth, as_tuple, differentiate, gradient_inputs, truth
+from tilewright.validate.oracle import Truth, differentiate, gradient_inputs, truth
 
 GUARD = 4096  # bytes on both sides of every input and output
 _BOUNDARY = 256
@@ -70,7 +71,7 @@ def _run(
 ) -> None:
     inputs = contract.inputs(problem.params, problem.dtype, device, problem.seed)
     sample = placed(inputs, problem.offset, GUARD if judged else 0)
-    memory = _memory(sample)
+    memory = _memory(sample, written(contract, sample.args, sample.kwargs))
     before = [m.clone() for m in memory]
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,8 @@ def _run(
 
     def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            return as_tuple(function(*sample.args, **sample.kwargs))
+            returned = as_tuple(function(*sample.args, **sample.kwargs))
+            return (*returned, *written(contract, sample.args, sample.kwargs))
 
     outputs = _refusable(forward)
     exact = truth(contract, inputs, problem.seed) if judged else None
@@ -150,9 +152,11 @@ def placed(sample: Sample, offset: int, guard: int) -> Sample:
     return Sample(args, kwargs)
 
 
-def _memory(sample: Sample) -> list[Tensor]:
-    """The bytes of every storage of a sample, once."""
+def _memory(sample: Sample, mutated: Sequence[Tensor]) -> list[Tensor]:
+    """The bytes of every storage of a sample, once, but those that the op writes into."""
+    left_out = {t.untyped_storage()._cdata for t in mutated}
     storages = {t.untyped_storage()._cdata: t for t in tensors(sample)}
+    storages = {key: t for key, t in storages.items() if key not in left_out}
     return [
         torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # shares memory
         for t in storages.values()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Contract, Sample
+from tilewright.dispatch.effects import as_tuple, pure
 from tilewright.validate.jitter import JitteredTerms, jittered
 from tilewright.validate.rule import Standard, standard
 
@@ -60,8 +61,9 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
     """Compute the standards of one call without our kernels.   cotangents: None draws normal values from `seed`."""
     positions = gradient_inputs(contract, sample)
     generator = torch.Generator().manual_seed(seed)
+    reference = pure(contract, contract.reference)
     with torch.no_grad():
-        baseline = as_tuple(contract.reference(*sample.args, **sample.kwargs))
+        baseline = reference(*sample.args, **sample.kwargs)
     if cotangents is None:
         cotangents = [torch.randn(o.shape, generator=generator).to(o) for o in baseline]
     jitter_dtype = jitter_dtype_of(sample)
@@ -73,7 +75,7 @@ def truth(contract: Contract, sample: Sample, seed: int, cotangents: Sequence[Te
             if positions:
                 return differentiate(contract.reference, Sample(args, kwargs), positions, grads)
             with torch.no_grad():
-                return as_tuple(contract.reference(*args, **kwargs)), {}
+                return reference(*args, **kwargs), {}
 
     exact, native = run_reference(torch.float64), run_reference(None)
     noisy = [run_reference(jitter_dtype, generator) for _ in range(JITTERS)]
@@ -147,11 +149,6 @@ def _jittered_terms(dtype: torch.dtype | None, noise: torch.Generator | None) ->
 def argument_names(contract: Contract) -> list[str]:
     """Names of the public function's parameters, in order."""
     return list(inspect.signature(contract.function).parameters)
-
-
-def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    """One result or several, as a tuple."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def _dense(grad: Tensor | None, like: Tensor) -> Tensor:

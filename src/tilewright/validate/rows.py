@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Sample
+from tilewright.dispatch.effects import pure
 from tilewright.validate.case import Case, NotApplicable
 from tilewright.validate.metrics import testable
-from tilewright.validate.oracle import as_tuple
 
 
 def batch_size(case: Case) -> int | None:
@@ -50,7 +50,7 @@ def require_independent_rows(case: Case) -> int:
         raise NotApplicable("a batch of fewer than two rows")
     sample = rows_of(case, case.sample(), size - 1, 1)
     with torch.no_grad():
-        row_outputs = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
+        row_outputs = pure(case.contract, case.contract.reference)(*sample.args, **sample.kwargs)
     for output, standard in zip(row_outputs, case.truth.outputs, strict=True):
         row = output_rows(case, standard.rounded, size - 1, 1)
         tolerance = 0.15 if output.element_size() == 1 else 0.05  # e4m3's neighbours are an eighth apart

@@ -3,10 +3,10 @@
 import torch
 
 from tilewright.dispatch import Sample
+from tilewright.dispatch.effects import pure
 from tilewright.validate.bits import other_bits, replicas
 from tilewright.validate.case import Case, Findings, NotApplicable
 from tilewright.validate.modes.registry import mode
-from tilewright.validate.oracle import as_tuple
 
 
 @mode("eager")
@@ -25,7 +25,7 @@ def reference_bits(case: Case, findings: Findings) -> None:
         raise NotApplicable("the op does not promise it")
     sample = case.sample()
     with torch.no_grad():
-        expected = as_tuple(case.contract.reference(*sample.args, **sample.kwargs))
+        expected = pure(case.contract, case.contract.reference)(*sample.args, **sample.kwargs)
     for standard, ours, theirs in zip(case.truth.outputs, case.call(case.sample()), expected, strict=True):
         differing = other_bits(ours, theirs)
         position = ", ".join(str(tuple(index)) for index in differing.nonzero()[:1].tolist())

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from tilewright.dispatch import Sample
+from tilewright.dispatch.effects import as_tuple
 from tilewright.validate.bits import replicas
 from tilewright.validate.case import Case, Findings, NotApplicable, tensors
 from tilewright.validate.modes.accuracy import needs_gradient
 from tilewright.validate.modes.registry import mode
-from tilewright.validate.oracle import Derivation, Truth, argument_names, as_tuple, derive_standards, truth
+from tilewright.validate.oracle import Derivation, Truth, argument_names, derive_standards, truth
 from tilewright.validate.rule import Standard
 
 
@@ -80,7 +81,7 @@ def forward_ad(case: Case, findings: Findings) -> None:
 def negative_bit(case: Case, findings: Findings) -> None:
     """Memory that is not the value: views whose sign is a bit, imaginary parts of conjugates, zeros without memory."""
     for name, change in (("negative views", _negative), ("imaginary parts of conjugates", _imaginary)):
-        sample = case.mapped(change)
+        sample = case.mapped(change, mutated=False)  # ops refuse to write into such tensors
         if not any(t.is_neg() for t in tensors(sample)):
             continue
         with findings.part(name) as prefix:
@@ -92,7 +93,7 @@ def negative_bit(case: Case, findings: Findings) -> None:
             trial = _judged(case, case.truth, outputs, grads, prefix)
             if trial.faults:  # torch may run another kernel for views, too: then judge by its errors on the views
                 cotangents = [change(c) for c in case.truth.cotangents]
-                view_truth = truth(case.contract, case.mapped(change), case.seed, cotangents)
+                view_truth = truth(case.contract, case.mapped(change, mutated=False), case.seed, cotangents)
                 trial = _judged(case, view_truth, outputs, grads, prefix)
             findings.adopt(trial)
     if case.positions:

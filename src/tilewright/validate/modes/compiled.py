@@ -61,7 +61,7 @@ class Compiled:
     """The public function under torch.compile; `graphs` counts the graphs given to the compiler."""
 
     def __init__(self, case: Case, findings: Findings, *, dynamic: bool) -> None:
-        op, op_backend = case.contract.function, case.backend
+        self._case, op, op_backend = case, case.contract.function, case.backend
         name = case.compiler or available_compiler(case.device)
         note = f"compiled by {name}"
         if note not in findings.notes:
@@ -83,7 +83,7 @@ class Compiled:
         """Outputs of the compiled function without gradients."""
         with torch.no_grad():
             result = self.function(*sample.args, **sample.kwargs)
-        return (result,) if isinstance(result, Tensor) else tuple(result)
+        return self._case.observed(result, sample)
 
 
 def available_compiler(device: torch.device) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.effects import as_tuple, written
 from tilewright.dispatch.replay import span
 from tilewright.errors import InputError
 from tilewright.validate.bits import bits, memory, same_bits
@@ -22,13 +23,15 @@ def inputs_unchanged(case: Case, findings: Findings) -> None:
     """Inputs and cotangents keep their bits, their surroundings in memory included."""
     sample = case.sample()
     cotangents = [c.clone() for c in case.truth.cotangents]
-    watched = [*tensors(sample), *(cotangents if case.positions else [])]
+    outputs = {id(t) for t in written(case.contract, sample.args, sample.kwargs)}
+    inputs = [t for t in tensors(sample) if id(t) not in outputs]
+    watched = [*inputs, *(cotangents if case.positions else [])]
     before = [memory(t).clone() for t in watched]
     case.call(sample)
     if case.positions:
         case.differentiate(sample, None, cotangents)
     for i, (t, old) in enumerate(zip(watched, before, strict=True)):
-        what = f"input {i}" if i < len(tensors(sample)) else f"cotangent {i - len(tensors(sample))}"
+        what = f"input {i}" if i < len(inputs) else f"cotangent {i - len(inputs)}"
         findings.require(torch.equal(memory(t), old), f"{what} {tuple(t.shape)} was written to")
 
 
@@ -49,12 +52,12 @@ def out(case: Case, findings: Findings) -> None:
     """out= is returned, fully written and as accurate; a wrong out= raises and is left alone."""
     buffer = _out_buffer(case, guard=0)
     sample = case.sample()
-    result = _into(case, buffer)
-    if result is None:
+    outputs = _into(case, buffer)
+    if outputs is None:
         raise NotApplicable("the op takes no out= for these arguments")
-    findings.require(result is buffer, "out= was not the tensor returned")
-    findings.outputs([result])
-    (standard,) = case.truth.outputs
+    findings.require(outputs[0] is buffer, "out= was not the tensor returned")
+    findings.outputs(outputs)
+    standard, *_ = case.truth.outputs
     wrong = {
         "of another shape": buffer.new_full((*buffer.shape, 2), torch.nan),
         "of another dtype": torch.full_like(buffer, torch.nan, dtype=torch.float64),
@@ -81,10 +84,11 @@ def guard_bands(case: Case, findings: Findings) -> None:
         if case.contract.forward.torch_out is not None:
             buffer = _out_buffer(case, GUARD, shift)
             bytes_before = surroundings(buffer)
-            accepted.append(_into(case, buffer) is not None)
-            if accepted[-1]:
+            outputs = _into(case, buffer)
+            accepted.append(outputs is not None)
+            if outputs is not None:
                 launched = True
-                findings.outputs([buffer], f"{prefix}out=: ")
+                findings.outputs(outputs, f"{prefix}out=: ")
             _intact(findings, buffer, bytes_before, f"{prefix}out=")
         for call in case.raw_calls(case.sample()):
             launched |= _launch_guarded(call, findings, prefix, shift)
@@ -133,19 +137,18 @@ def guarded(
 def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
     if case.contract.forward.torch_out is None:
         raise NotApplicable("the op takes no out=")
-    (standard,) = case.truth.outputs
+    standard, *_ = case.truth.outputs
     return guarded(tuple(standard.exact.shape), standard.dtype, case.device, guard, shift)
 
 
-def _into(case: Case, buffer: Tensor) -> Tensor | None:
-    """The result of a call with out=buffer; None if the op takes out= but refuses it for these arguments."""
+def _into(case: Case, buffer: Tensor) -> tuple[Tensor, ...] | None:
+    """The outputs of a call with out=buffer; None if the op takes out= but refuses it for these arguments."""
     try:
-        (result,) = case.call(case.sample(), out=buffer)
+        return case.call(case.sample(), out=buffer)
     except InputError as error:
         if f"{case.contract.name}(out=...)" not in str(error):
             raise
         return None
-    return result
 
 
 def surroundings(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,15 +172,24 @@ def _launch_guarded(call: RawCall, findings: Findings, prefix: str, shift: int) 
     outs = tuple(
         guarded(tuple(t.shape), t.dtype, device, GUARD, shift, t.stride()) for t in call.op.allocate(call.args, "meta")
     )
-    bytes_before = [surroundings(t) for t in outs]
-    plan.launch(outs, *call.args, config=plan.config)
-    for i, (t, old) in enumerate(zip(outs, bytes_before, strict=True)):
+    args = list(call.args)
+    for i in (i for i in call.op.mutated if args[i] is not None):
+        args[i] = _guarded_copy(args[i], shift)
+    watched = [*outs, *(args[i] for i in call.op.mutated if args[i] is not None)]
+    bytes_before = [surroundings(t) for t in watched]
+    plan.launch(outs, *args, config=plan.config)
+    for i, (t, old) in enumerate(zip(watched, bytes_before, strict=True)):
         _intact(findings, t, old, f"{prefix}{call.op.key} output {i}")
     outputs = call.op(*call.args, *call.preference)
     if findings.case.contract.promises.deterministic and not shift:
-        for i, (a, b) in enumerate(zip(outs, (outputs,) if call.op.count == 1 else outputs, strict=True)):
+        for i, (a, b) in enumerate(zip(outs, as_tuple(outputs), strict=True)):
             findings.require(same_bits(a, b), f"{prefix}{call.op.key} output {i} has other bits in a guarded buffer")
     return True
+
+
+def _guarded_copy(t: Tensor, shift: int) -> Tensor:
+    """`t`, which a kernel writes into, between guards."""
+    return guarded(tuple(t.shape), t.dtype, t.device, GUARD, shift, t.stride()).copy_(t)
 
 
 def _refuses(findings: Findings, call: Callable[[], object], bad: Tensor, what: str) -> None:

@@ -146,11 +146,11 @@ def _rotate_heads(
     s = tl.load(sin + angle, mask=pair_mask & valid[:, None, None], other=float("nan"))
     # Rotate
     if INVERSE:
-        y1 = _product(x1, c) + _product(x2, s)
-        y2 = _product(x2, c) - _product(x1, s)
+        y1 = product(x1, c) + product(x2, s)
+        y2 = product(x2, c) - product(x1, s)
     else:
-        y1 = _product(x1, c) - _product(x2, s)
-        y2 = _product(x2, c) + _product(x1, s)
+        y1 = product(x1, c) - product(x2, s)
+        y2 = product(x2, c) + product(x1, s)
     y1, y2 = y1.to(y.dtype.element_ty), y2.to(y.dtype.element_ty)
 
     # Store the pairs, and copy the rest of each head
@@ -167,7 +167,7 @@ def _rotate_heads(
 
 
 @triton.jit
-def _product(x, angle):
+def product(x, angle):
     """x * angle in float32; rounded to their dtype if both have one, as the model does."""
     product = x.to(tl.float32) * angle.to(tl.float32)
     if x.dtype == angle.dtype:
