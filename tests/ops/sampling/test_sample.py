@@ -207,9 +207,18 @@ def test_seeds_and_positions_give_other_tokens():
     assert torch.equal(ops.sample(x, seeds, positions, backend="torch"), first)
 
 
-def test_a_gradient_is_refused():
+@pytest.mark.parametrize("name", ["apply_penalties", "greedy", "sample", "top_k", "verify_chain"])
+def test_a_gradient_is_refused(name):
     x = torch.randn(2, 8, requires_grad=True)
-    with pytest.raises(InputError, match="logits requires a gradient"):
-        ops.sample(x, *keyed(2, TORCH))
+    counts, drafts = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 0, dtype=torch.int64)
+    calls = {
+        "apply_penalties": lambda: ops.apply_penalties(x, counts),
+        "greedy": lambda: ops.greedy(x),
+        "sample": lambda: ops.sample(x, *keyed(2, TORCH)),
+        "top_k": lambda: ops.top_k(x, 2),
+        "verify_chain": lambda: ops.verify_chain(x[:, None], drafts, *keyed(2, TORCH)),
+    }
+    with pytest.raises(InputError, match=f"{name}: .* requires a gradient, and the op has none"):
+        calls[name]()
     with torch.no_grad():
-        assert ops.sample(x, *keyed(2, TORCH)).shape == (2,)
+        calls[name]()

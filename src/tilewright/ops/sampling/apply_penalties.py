@@ -96,8 +96,8 @@ def _penalised(args: ApplyPenaltiesArgs) -> Tensor:
         number if tensor is None else tensor.to(x.dtype)[:, None]
         for tensor, number in zip(args[4:7], args[7:], strict=True)
     )
-    seen = counts > 0 if args.prompt is None else (counts > 0) | args.prompt
-    y = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+    present = counts > 0 if args.prompt is None else (counts > 0) | args.prompt
+    y = torch.where(present, torch.where(x > 0, x / repetition, x * repetition), x)
     y = y - frequency * counts - presence * (counts > 0)
     if args.bias is not None:
         y = y + args.bias.to(x.dtype)

@@ -59,8 +59,8 @@ def logits(m: int, n: int, dtype: torch.dtype, device: torch.device, seed: int, 
 def seeds(m: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
     """Seeds and positions of `m` rows: random ones of 64 and of 20 bits."""
     g = rows.generator(seed + 1)
-    made = torch.randint(-(2**63), 2**63 - 1, (m,), generator=g, dtype=torch.int64)
-    return made.to(device), torch.randint(0, 1 << 20, (m,), generator=g, dtype=torch.int64).to(device)
+    numbers = torch.randint(-(2**63), 2**63 - 1, (m,), generator=g, dtype=torch.int64)
+    return numbers.to(device), torch.randint(0, 1 << 20, (m,), generator=g, dtype=torch.int64).to(device)
 
 
 def spoil(x: Tensor) -> None:

@@ -97,9 +97,6 @@ CONTRACT = register(
             BadInput("integers", lambda d: Sample((torch.ones(4, 8, dtype=torch.int32, device=d),)), "torch.int32"),
             BadInput("vector", lambda d: Sample((torch.ones(8, device=d),)), r"needs \(B, V\)"),
             BadInput("no tokens", lambda d: Sample((torch.ones(4, 0, device=d),)), "may be 1 to"),
-            BadInput(
-                "gradient", lambda d: Sample((torch.ones(4, 8, device=d, requires_grad=True),)), "requires a gradient"
-            ),
         ),
     )
 )

@@ -114,5 +114,4 @@ BAD_INPUTS = (
     _bad("top_p of 0", "top_p is 0.0; needs a number above 0", top_p=0.0),
     _bad("min_p above 1", "min_p is 1.5", min_p=1.5),
     _bad("unknown logprobs", "logprobs is 'all'", logprobs="all"),
-    _bad("gradient", "logits requires a gradient", logits=lambda x: x.requires_grad_()),
 )

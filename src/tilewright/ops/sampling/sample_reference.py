@@ -21,13 +21,13 @@ def draw_tokens(args: "SampleArgs") -> tuple[Tensor, Tensor]:
     if not args.logprobs:
         return tokens, torch.empty(0, device=x.device)
     place = tokens.clamp(min=0)[:, None]
-    wide = torch.float64 if args.logits.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if args.logits.dtype == torch.float64 else torch.float32
     if args.logprobs == 1:
-        drawn = w.gather(1, place)[:, 0].to(wide)
-        logprobs = torch.where(greedy, 0.0, torch.log(drawn / total.to(wide)))
+        drawn = w.gather(1, place)[:, 0].to(dtype)
+        logprobs = torch.where(greedy, 0.0, torch.log(drawn / total.to(dtype)))
     else:
-        mass = numbers.weights(x, torch.full_like(x[:, 0], numbers.LOG2E)).sum(-1).to(wide)
-        distance = (x.amax(-1) - x.gather(1, place)[:, 0]).to(wide)
+        mass = numbers.weights(x, torch.full_like(x[:, 0], numbers.LOG2E)).sum(-1).to(dtype)
+        distance = (x.amax(-1) - x.gather(1, place)[:, 0]).to(dtype)
         logprobs = -distance - torch.log(mass * 2.0**-numbers.UNIT)
     return tokens, torch.where(tokens >= 0, logprobs, -torch.inf).to(torch.float32)
 

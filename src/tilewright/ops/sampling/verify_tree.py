@@ -60,8 +60,8 @@ def reference(target_tokens: Tensor, draft_tokens: Tensor, parents: Tensor) -> t
     path = []
     for _ in range(n):
         path.append(torch.where(goes_on, node, -1))
-        wanted = target_tokens.gather(1, node)
-        child = (parents == node) & (places > node) & (draft_tokens == wanted)
+        token = target_tokens.gather(1, node)
+        child = (parents == node) & (places > node) & (draft_tokens == token)
         goes_on = goes_on & child.any(1, keepdim=True)
         node = torch.where(goes_on, torch.where(child, places, n - 1).amin(1, keepdim=True), node)
     nodes = torch.cat(path, 1)

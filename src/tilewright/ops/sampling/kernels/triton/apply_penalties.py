@@ -52,11 +52,11 @@ def _penalties_kernel(
     f = tl.load(frequencies + row) if HAS_F else frequency
     logits = tl.load(x + row * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     count = tl.load(counts + row * N + offs, mask=mask, other=0)
-    seen = count > 0
+    present = count > 0
     if PROMPT:
-        seen = seen | (tl.load(prompt + row * N + offs, mask=mask, other=0) != 0)
+        present = present | (tl.load(prompt + row * N + offs, mask=mask, other=0) != 0)
     result = tl.where(
-        seen, tl.where(logits > 0, tl.div_rn(logits, tl.full((BLOCK,), r, tl.float32)), logits * r), logits
+        present, tl.where(logits > 0, tl.div_rn(logits, tl.full((BLOCK,), r, tl.float32)), logits * r), logits
     )
     result = result - f * count.to(tl.float32) - tl.where(count > 0, p, 0.0)
     if BIAS:

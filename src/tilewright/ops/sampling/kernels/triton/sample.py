@@ -73,8 +73,8 @@ def _kept_weights(logits, highest, t, threshold, smallest):
     """Weights, 0 for tokens that the filters drop."""
     key = ordered(logits)
     w = weights(logits, value(highest), slope(t))
-    kept = (key >= tl.where(t > 0, threshold, highest)) & (w >= smallest) & (highest > NOTHING)
-    return tl.where(kept, w, 0)
+    allowed = (key >= tl.where(t > 0, threshold, highest)) & (w >= smallest) & (highest > NOTHING)
+    return tl.where(allowed, w, 0)
 
 
 @triton.jit

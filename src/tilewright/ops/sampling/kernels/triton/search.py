@@ -45,11 +45,11 @@ def row_total(sums, row, parts, PARTS: tl.constexpr):
 @triton.jit
 def _goal(masses, amounts, amount, row, N, parts, MASS: tl.constexpr, IS_TENSOR: tl.constexpr, PARTS: tl.constexpr):
     """(goal, whether it excludes anything)."""
-    wanted = parameter(amounts, amount, row, IS_TENSOR)
+    setting = parameter(amounts, amount, row, IS_TENSOR)
     if MASS:
-        goal, restricts = share(row_total(masses, row, parts, PARTS), wanted), wanted < 1.0
+        goal, restricts = share(row_total(masses, row, parts, PARTS), setting), setting < 1.0
     else:
-        goal, restricts = wanted.to(tl.int64), (wanted > 0) & (wanted < N)
+        goal, restricts = setting.to(tl.int64), (setting > 0) & (setting < N)
     return goal, restricts
 
 

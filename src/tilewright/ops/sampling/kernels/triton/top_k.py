@@ -57,15 +57,15 @@ def _select_kernel(
         candidate = tl.where(offs < N, (key << 32) | (0x7FFFFFFF - offs).to(tl.int64), absent)
     else:
         candidate = tl.load(candidates + row * N + offs, mask=offs < N, other=ABSENT)
-    kept = tl.topk(candidate, KEPT)
+    best_k = tl.topk(candidate, KEPT)
     offs_k = tl.arange(0, KEPT)
     if LAST:
         mask = offs_k < K
-        index = 0x7FFFFFFF - (kept & 0xFFFFFFFF)
+        index = 0x7FFFFFFF - (best_k & 0xFFFFFFFF)
         tl.store(indices + row * K + offs_k, index, mask=mask)
         tl.store(values + row * K + offs_k, tl.load(x + index, mask=mask), mask=mask)
     else:
-        tl.store(best + tl.program_id(0).to(tl.int64) * KEPT + offs_k, kept)
+        tl.store(best + tl.program_id(0).to(tl.int64) * KEPT + offs_k, best_k)
 
 
 _select = TritonKernel(_select_kernel)
@@ -82,19 +82,19 @@ def why_not(args: TopKArgs) -> str | None:
 def launch(outs: tuple[Tensor, Tensor], args: TopKArgs, config: Config) -> None:
     x = as_rows(args.x)
     m, n = x.shape
-    kept = max(2, triton.next_power_of_2(args.k))
-    block = max(config.block, 2 * kept)
+    best_k = max(2, triton.next_power_of_2(args.k))
+    block = max(config.block, 2 * best_k)
     best, first = outs[1], True  # the first launch reads no candidates
     while True:
         parts = triton.cdiv(n, block)
         previous = best
-        best = scratch((m, parts, kept), torch.int64, x.device) if parts > 1 else outs[1]
+        best = scratch((m, parts, best_k), torch.int64, x.device) if parts > 1 else outs[1]
         _select(
             (m * parts,),
             (best, *outs, x, previous, n, args.k, parts, x.stride(0)),
-            (first, parts == 1, kept, block),
+            (first, parts == 1, best_k, block),
             num_warps=config.num_warps,
         )
         if parts == 1:
             return
-        n, first = parts * kept, False
+        n, first = parts * best_k, False
