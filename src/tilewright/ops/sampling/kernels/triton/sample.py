@@ -238,5 +238,5 @@ class Rows:
         values = (self.keys, counters, brackets, pivots, sums, *tensors, self.x, *parameters, self.x.stride(0))
         _gather(grid, values, (*flags, rounds, self.padded, block), num_warps=num_warps)
         values = (thresholds, self.keys, counters, brackets, *tensors, *parameters)
-        _finish((self.m,), values, (*flags, rounds, self.padded, 4096), num_warps=8)
+        _finish((self.m,), values, (*flags, rounds, self.padded, 2048), num_warps=8)
         return thresholds
