@@ -14,6 +14,7 @@ from any_size_attention import fmha, fmha_fp8, fmha_varlen, merge_states, mla
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, rope_kv_append
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
+from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
 
 def _product(m: int, n: int, k: int, batch: int = 1) -> dict[str, Any]:
@@ -314,6 +315,7 @@ def dequantize(draw: Draw, model: Model) -> Sizes:
 RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "add_rms_norm": (2, norm(4)),
     "add_rms_norm_fp8": (1, norm_fp8),
+    "apply_penalties": (1, apply_penalties),
     "apply_rope": (2, apply_rope),
     "bmm": (2, bmm),
     "dequantize": (1, dequantize),
@@ -323,6 +325,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "fmha_varlen": (3, fmha_varlen),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
+    "greedy": (1, greedy),
     "group_gemm": (1, group_gemm),
     "grouped_matmul": (3, grouped_matmul),
     "groups_of_rows": (1, groups_of_rows),
@@ -343,6 +346,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "rms_norm": (2, norm(2)),
     "rms_norm_fp8": (1, norm_fp8),
     "rope_kv_append_": (2, rope_kv_append),
+    "sample": (2, sample),
     "scaled_matmul": (4, scaled_matmul),
     "scaled_matmul_fp8": (1, scaled_matmul_fp8),
     "silu_and_mul": (1, activation),
@@ -351,6 +355,9 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "splitk_reduce": (1, splitk_reduce),
     "swiglu": (1, activation),
     "swiglu_fp8": (1, activation_fp8),
+    "top_k": (1, top_k),
+    "verify_chain": (1, verify_chain),
+    "verify_tree": (1, verify_tree),
     "weight_only_matmul": (3, weight_only_matmul),
 }
 """By op: how often it is drawn in a cycle of all, and its recipe."""

@@ -21,6 +21,7 @@ QUICK = [mode.name for mode in MODES.values() if not mode.heavy and mode.name no
 HEAVY = [mode.name for mode in MODES.values() if mode.heavy]
 DERIVATIVES = {"double_backward", "forward_ad"}
 SEED = 20261123  # torch on a CPU has nothing to hide: a failure repeats.  On a GPU and in `check` seeds are fresh
+READ_IN_PART = {"verify_chain"}  # the data say which rows are needed
 LARGE = 1 << 18  # elements; above, a case is there for a kernel's other road, and torch has only one
 
 
@@ -103,5 +104,5 @@ def test_cost_counts_at_least_the_tensors(name):
     for direction in ("fwd", "bwd") if subject.gradient is not None else ("fwd",):
         cost = subject.cost(sample, direction)
         assert cost.flops > 0
-        assert cost.bytes_read >= first_tensor(sample).nbytes
+        assert cost.bytes_read >= first_tensor(sample).nbytes or name in READ_IN_PART
         assert cost.bytes_written > 0

@@ -48,6 +48,12 @@ if TYPE_CHECKING:
     from tilewright.ops.quant.per_token_cast_to_fp8 import per_token_cast_to_fp8
     from tilewright.ops.reduction.softmax import softmax
     from tilewright.ops.rope.apply_rope import apply_rope
+    from tilewright.ops.sampling.apply_penalties import apply_penalties
+    from tilewright.ops.sampling.greedy import greedy
+    from tilewright.ops.sampling.sample import sample
+    from tilewright.ops.sampling.top_k import top_k
+    from tilewright.ops.sampling.verify_chain import verify_chain
+    from tilewright.ops.sampling.verify_tree import verify_tree
     from tilewright.ops.weight_only.dequantize_weight import dequantize_weight
     from tilewright.ops.weight_only.quantize_weight import quantize_weight
     from tilewright.ops.weight_only.weight_only_matmul import weight_only_matmul
@@ -55,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
+    "apply_penalties",
     "apply_rope",
     "bmm",
     "dequantize",
@@ -64,6 +71,7 @@ __all__ = [
     "fmha_varlen",
     "geglu",
     "gelu_and_mul",
+    "greedy",
     "group_gemm",
     "grouped_matmul",
     "groups_of_rows",
@@ -84,6 +92,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_fp8",
     "rope_kv_append_",
+    "sample",
     "scaled_matmul",
     "scaled_matmul_fp8",
     "silu_and_mul",
@@ -92,6 +101,9 @@ __all__ = [
     "splitk_reduce",
     "swiglu",
     "swiglu_fp8",
+    "top_k",
+    "verify_chain",
+    "verify_tree",
     "weight_only_matmul",
 ]
 
@@ -121,6 +133,7 @@ _FAMILIES = {
     ),
     "reduction": ("softmax",),
     "rope": ("apply_rope",),
+    "sampling": ("apply_penalties", "greedy", "sample", "top_k", "verify_chain", "verify_tree"),
     "weight_only": ("dequantize_weight", "quantize_weight", "weight_only_matmul"),
 }
 _MODULES = {op: f"{__name__}.{family}.{op}" for family, ops in _FAMILIES.items() for op in ops}

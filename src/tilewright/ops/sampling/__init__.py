@@ -1,0 +1,1 @@
+"""Sampling: penalties of logits, the choice of the next token, verification of drafted tokens."""
