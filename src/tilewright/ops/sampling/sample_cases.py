@@ -51,10 +51,10 @@ def _speed(name: str, **params: Any) -> tuple[Workload, ...]:
 
 
 WORKLOADS = (
+    *_speed("top_k_top_p", temperature=(0.8,), top_k=(50,), top_p=(0.9,)),
     *_speed("plain", temperature=(0.8,)),
     *_speed("top_k", temperature=(0.8,), top_k=(50,)),
     *_speed("top_p", temperature=(0.8,), top_p=(0.9,)),
-    *_speed("top_k_top_p", temperature=(0.8,), top_k=(50,), top_p=(0.9,)),
     *_speed("mixed", temperature=(0.8, 0.0, 1.0), top_k=_K, top_p=_P, min_p=(0.0, 0.05), logprobs="model"),
 )
 CPU_WORKLOADS = (Workload("small", {"M": 16, "N": 32000, "top_k": (50,), "top_p": (0.9,)}, (torch.float32,), ("fwd",)),)

@@ -102,7 +102,7 @@ def _round_kernel(
         store_bracket(brackets, row, part, lo, hi, base, ROUND, ROUNDS)
         offs = part * BLOCK + tl.arange(0, BLOCK)
         logits = load_clean(x + row * stride_x, offs, offs < N)
-        key = ordered(logits).to(tl.int64)
+        key = ordered(logits)
         measure = weights(logits, value(highest), slope(t)) if MASS else tl.full((BLOCK,), 1, tl.int64)
 
         unit = t if MASS else 1.0
@@ -116,7 +116,7 @@ def _round_kernel(
             pivot = tl.minimum(tl.maximum(ordered(place).to(tl.int64), lo), hi)
             index = (row * ROUNDS + ROUND) * PIVOTS + j
             tl.store(pivots + index, pivot, mask=part == 0)
-            tl.store(sums + index * parts + part, tl.sum(tl.where(key >= pivot, measure, 0), 0))
+            tl.store(sums + index * parts + part, tl.sum(tl.where(key >= pivot.to(tl.int32), measure, 0), 0))
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _gather_kernel(
         store_bracket(brackets, row, part, lo, hi, base, ROUNDS, ROUNDS)
         offs = part * BLOCK + tl.arange(0, BLOCK)
         key = ordered(load_clean(x + row * stride_x, offs, offs < N))
-        inside = (key.to(tl.int64) >= lo) & (key.to(tl.int64) < hi)
+        inside = (key >= lo.to(tl.int32)) & (key < hi.to(tl.int32))
         number = inside.to(tl.int32)
         start = tl.atomic_add(counters + row, tl.sum(number, 0), sem="relaxed")
         tl.store(keys + row * N + start + tl.cumsum(number, 0) - 1, key, mask=inside)
@@ -167,7 +167,7 @@ def _finish_kernel(
             acc = tl.zeros((BLOCK,), tl.int64)
             for start in range(0, count, BLOCK):
                 key = tl.load(keys + row * N + start + offs, mask=start + offs < count, other=NOTHING)
-                above = key.to(tl.int64) >= middle
+                above = key >= middle.to(tl.int32)
                 if MASS:
                     acc += tl.where(above, weights(value(key), largest, steepness), 0)
                 else:
