@@ -18,9 +18,9 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.ops.attention.fmha_decode import FORWARD
 from tilewright.ops.attention.kernels.triton.paged import tasks
-from tilewright.ops.attention.kernels.triton.paged.launch import Form, Tile, fitted, why_not, width
+from tilewright.ops.attention.kernels.triton.paged.launch import Form, Tile, fitted, stages, why_not, width
 from tilewright.ops.attention.kernels.triton.paged.launch import launch as launch_form
-from tilewright.ops.attention.paged.args import AS_QUERIES, PagedArgs, PagedBucket
+from tilewright.ops.attention.paged.args import PagedArgs, PagedBucket
 
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 
@@ -31,32 +31,36 @@ def _block_m(bucket: PagedBucket) -> int:
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Tile:
-    """Tiles of 16 KB of keys and of values, in three stages; two programs of a multiprocessor then fit an H200.
-    Not measured yet.
-    """
+    """Tiles of 16 KB of keys and of values; two programs of a multiprocessor then fit an H200.  Not measured yet."""
     columns, block_m = width(bucket.D, bucket.D_v), _block_m(bucket)
-    size = dtype.itemsize if bucket.cache == AS_QUERIES else 1
     block_n = min(max(16384 // (columns * dtype.itemsize), 16), 64)
     if not bucket.aligned:
         return Tile(block_m, 32, 4, 1)
-    return Tile(block_m, block_n, 4 if columns <= 128 or block_m < 64 else 8, 3 if size < 4 else 2)
+    num_stages = stages(3 if dtype.itemsize < 4 else 2, bucket.page > 0)
+    return Tile(block_m, block_n, 4 if columns <= 128 or block_m < 64 else 8, num_stages)
 
 
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tiles whose stages fit an H200 twice."""
     columns, block_m, size = width(bucket.D, bucket.D_v), _block_m(bucket), dtype.itemsize
     return tuple(
-        Tile(block_m, block_n, warps, stages)
+        Tile(block_m, block_n, warps, stages(depth, bucket.page > 0), ctas)
         for block_n in (32, 64, 128)
-        for warps in (2, 4, 8)
-        for stages in (2, 3, 4)
-        if size * columns * (block_m + 2 * stages * block_n) <= 113 << 10 and block_m * columns <= 4096 * warps
+        for warps in (4, 8)
+        for depth in (2, 3, 4)
+        for ctas in (2, 3)
+        if size * columns * (block_m + 2 * depth * block_n) <= 150 << 10 and block_m * columns <= 4096 * warps
     )
 
 
 CONFIGS = (
     *(Tile(m, 32, 4, 1) for m in (16, 32, 64)),
-    *(Tile(m, n, 4, stages) for m in (16, 32, 64) for n, stages in ((64, 3), (32, 3), (32, 2), (16, 2), (64, 2))),
+    *(Tile(m, 64, 4, depth) for m in (16, 32, 64) for depth in (2, 3, 5)),
+    *(Tile(m, 32, 4, depth) for m in (16, 32) for depth in (2, 3, 5)),
+    *(Tile(m, 16, 4, depth) for m in (16, 32) for depth in (2, 3)),
+    *(Tile(64, 32, 4, depth) for depth in (2, 3)),
+    *(Tile(64, 32, 8, depth) for depth in (3, 5)),
+    *(Tile(64, 16, 8, depth) for depth in (2, 3)),
 )
 
 

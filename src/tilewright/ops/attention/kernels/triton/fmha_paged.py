@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.ops.attention.fmha_paged import FORWARD
 from tilewright.ops.attention.kernels.triton.paged import tasks
-from tilewright.ops.attention.kernels.triton.paged.launch import Form, Tile, fitted, why_not, width
+from tilewright.ops.attention.kernels.triton.paged.launch import Form, Tile, fitted, stages, why_not, width
 from tilewright.ops.attention.kernels.triton.paged.launch import launch as launch_form
 from tilewright.ops.attention.paged.args import PagedArgs, PagedBucket
 
@@ -56,37 +56,37 @@ def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config:
     block_n = min(max(16384 // (columns * dtype.itemsize), 16), 64)
     if not bucket.aligned:
         return Config(few_m, 32, 4, 1, 64, 32, 8, 1)
-    stages = 3 if dtype.itemsize < 4 else 2
+    num_stages = stages(3 if dtype.itemsize < 4 else 2, bucket.page > 0)
     many_m = 128 if columns <= 128 and dtype.itemsize < 4 else 64
-    return Config(few_m, block_n, 4, stages, many_m, block_n, 8, stages)
+    return Config(few_m, block_n, 4, num_stages, many_m, block_n, 8, num_stages)
 
 
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Each tile beside the default of the other."""
     default, columns, size = configure(bucket, dtype), width(bucket.D, bucket.D_v), dtype.itemsize
     few = (
-        default._replace(few_n=n, few_warps=warps, few_stages=stages)
+        default._replace(few_n=n, few_warps=warps, few_stages=stages(depth, bucket.page > 0))
         for n in (32, 64, 128)
-        for warps in (2, 4, 8)
-        for stages in (2, 3, 4)
-        if size * columns * (default.few_m + 2 * stages * n) <= 113 << 10 and default.few_m * columns <= 4096 * warps
+        for warps in (4, 8)
+        for depth in (2, 3, 4)
+        if size * columns * (default.few_m + 2 * depth * n) <= 150 << 10 and default.few_m * columns <= 4096 * warps
     )
     many = (
-        default._replace(many_m=m, many_n=n, many_warps=warps, many_stages=stages)
+        default._replace(many_m=m, many_n=n, many_warps=warps, many_stages=stages(depth, bucket.page > 0))
         for m in (64, 128)
         for n in (32, 64, 128)
         for warps in (4, 8)
-        for stages in (2, 3)
-        if size * columns * (m + 2 * stages * n) <= 227 << 10 and m * (n + 2 * columns) <= warps * 32 * 192
+        for depth in (2, 3, 4)
+        if size * columns * (m + 2 * depth * n) <= 227 << 10 and m * (n + 2 * columns) <= warps * 32 * 192
     )
     return tuple(dict.fromkeys((*few, *many)))
 
 
 CONFIGS = (
     *(Config(m, 32, 4, 1, 64, 32, 8, 1) for m in (16, 32, 64)),
-    *(Config(m, 64, 4, 3, 128, 64, 8, 3) for m in (16, 32, 64)),
-    *(Config(m, 32, 4, 3, 64, 32, 8, 3) for m in (16, 32, 64)),
-    *(Config(m, n, 4, 2, 64, n, 8, 2) for m in (16, 32, 64) for n in (64, 32, 16)),
+    *(Config(m, 64, 4, depth, 128, 64, 8, depth) for m in (16, 32, 64) for depth in (3, 5)),
+    *(Config(m, 32, 4, depth, 64, 32, 8, depth) for m in (16, 32, 64) for depth in (2, 3, 5)),
+    *(Config(m, n, 4, depth, 64, n, 8, depth) for m in (16, 32, 64) for n in (64, 16) for depth in (2, 3)),
 )
 
 

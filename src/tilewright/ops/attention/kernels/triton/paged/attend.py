@@ -36,7 +36,7 @@ def finish(m_i, l_i, acc, sinks, heads, in_range):
         acc *= norm[:, None]
     empty = l_i == 0.0
     row_lse = tl.where(empty, MINUS_INFINITY, (m_i + tl.log2(l_i)) * LN2)
-    return acc / tl.where(empty, 1.0, l_i)[:, None], row_lse
+    return acc * (1.0 / tl.where(empty, 1.0, l_i))[:, None], row_lse
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from tilewright.ops.attention.paged.args import TOKEN_SCALES, PagedArgs, cache_k
 from tilewright.ops.quant.kernels.triton.numbers import as_stored
 
 MOST_SEQUENCES = 4096  # each program holds one number for each
-_PER_SM = 2  # programs that fill a multiprocessor, so that one has loads in flight while the other computes
 _WAVES = 4  # times that tasks fill the GPU, so that the last ones end together
 _LEAST = 8  # key tiles of a task: below, its beginning and its end cost more than the balance gains
 _FIXED_CHUNKS = 32  # of a sequence, where only its own length may decide
@@ -28,12 +27,15 @@ _combine_dependent = TritonKernel(combine_kernel, launch_pdl=True)
 
 
 class Tile(NamedTuple):
-    """block_m query rows and block_n keys."""
+    """block_m query rows and block_n keys.   ctas_per_sm: programs that fill a multiprocessor, so that one has loads in
+    flight while the other computes; tasks are so long that they fill the GPU.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    ctas_per_sm: int = 2
 
 
 class Form(NamedTuple):
@@ -62,6 +64,15 @@ def width(d: int, d_v: int) -> int:
     return max(16, triton.next_power_of_2(max(d, d_v)))
 
 
+def stages(depth: int, has_pages: bool) -> int:
+    """`num_stages` with which Triton keeps depth - 1 tiles of keys and of values in shared memory.
+
+    Numbers of pages are loaded before their rows, and it divides the stages among both: with pages 3 and 4 stages
+    have the one tile of 2 without, 5 the two of 3 (read from shared memory of compiled kernels).
+    """
+    return 2 * depth - 1 if has_pages else depth
+
+
 def fitted(tile: Tile, args: PagedArgs) -> Tile:
     """`tile`, chosen for an H200, reduced to what the GPU of the call can run."""
     arch, columns = target_of(args.q), width(args.q.shape[2], args.v_cache.shape[3])
@@ -71,8 +82,11 @@ def fitted(tile: Tile, args: PagedArgs) -> Tile:
     if arch.startswith("gfx"):
         tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
     size = args.q.element_size()  # of what is multiplied; e4m3 is widened in registers, on its way there
-    while tile.num_stages > 1 and size * columns * (tile.block_m + 2 * tile.num_stages * tile.block_n) > shared:
-        tile = tile._replace(num_stages=tile.num_stages - 1)
+    has_pages = args.block_table is not None
+    depth = (tile.num_stages + 1) // 2 if has_pages else tile.num_stages
+    while depth > 1 and size * columns * (tile.block_m + 2 * depth * tile.block_n) > shared:
+        depth -= 1
+        tile = tile._replace(num_stages=stages(depth, has_pages))
     return tile
 
 
@@ -86,7 +100,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
     left = min(args.left, capacity)
 
     # Tasks: enough to fill the GPU, and the most that there are; both from shapes alone
-    filling = max(1, _processors(q) * _PER_SM // kv_heads)
+    filling = max(1, _processors(q) * tile.ctas_per_sm // kv_heads)
     fixed = args.batch_invariant
     most = (_FIXED_CHUNKS if few else 1) if fixed else _WAVES * filling
     splits = form.row_tiles * most if fixed else 2 * most
