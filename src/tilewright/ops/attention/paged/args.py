@@ -11,7 +11,7 @@ from tilewright.dispatch.preference import current_numerics
 from tilewright.ops.attention.arguments import of_heads
 from tilewright.ops.attention.bucket import SINKS, SOFTCAP
 from tilewright.ops.attention.layout import addressable, readable
-from tilewright.ops.attention.paged.checks import band_of, check_options, check_tensors
+from tilewright.ops.attention.paged.checks import band_of, check_tensors
 from tilewright.ops.attention.score import split
 
 WINDOW = 8
@@ -97,11 +97,11 @@ def raw_arguments(op: str, q: Tensor, cache: Cache, options: Options) -> PagedAr
     scale = options.scale
     if scale is None:
         scale = float(q.shape[-1]) ** -0.5 if q.shape[-1] else 1.0
-    check_options(op, scale)
+    scale = float(scale) if isinstance(scale, int) else scale
     return PagedArgs(
         readable(q), readable(cache.k), readable(cache.v), _dense(cache.lengths), _rows(cache.block_table),
         None if cache.cu_seqlens is None else _dense(cache.cu_seqlens), of_heads(scores.sinks, q),
-        options.k_scale, options.v_scale, left, causal, float(scale), scores.softcap,
+        options.k_scale, options.v_scale, left, causal, scale, scores.softcap,
         current_numerics() == "batch_invariant",
     )  # fmt: skip
 

@@ -63,11 +63,6 @@ def band_of(op: str, causal: Any, window: Any) -> tuple[int, bool]:
     return -1 if left is None else left, bool(causal) or right == 0
 
 
-def check_options(op: str, scale: Any) -> None:
-    """A finite scale."""
-    check_scale(op, scale)
-
-
 def check(op: str, args: "PagedArgs") -> None:
     """Raises InputError for raw arguments that cannot run."""
     q, k, v = args.q, args.k_cache, args.v_cache

@@ -39,7 +39,7 @@ def visible(args: PagedArgs) -> tuple[Tensor, Tensor]:
 def _keys_read(args: PagedArgs, first: Tensor, end: Tensor) -> int:
     """Keys that any token of a sequence sees, over all sequences."""
     sequence, batch = tokens_of(args).sequence, args.lengths.shape[0]
-    seen = end > first
-    least = torch.full((batch,), 1 << 40, device=end.device).scatter_reduce(0, sequence[seen], first[seen], "amin")
-    most = torch.zeros(batch, dtype=torch.int64, device=end.device).scatter_reduce(0, sequence[seen], end[seen], "amax")
+    sees = end > first
+    least = torch.full((batch,), 1 << 40, device=end.device).scatter_reduce(0, sequence[sees], first[sees], "amin")
+    most = torch.zeros(batch, dtype=torch.int64, device=end.device).scatter_reduce(0, sequence[sees], end[sees], "amax")
     return int((most - least).clamp_min(0).sum())

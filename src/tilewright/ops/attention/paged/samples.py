@@ -74,9 +74,9 @@ def cache_of(
     for name, width in (("k_scale", d), ("v_scale", params.get("D_v") or d)):
         values = rows.random_tensor((*size, heads, width), dtype, device, g)
         if params.get("unused") == "nan":
-            kept = torch.zeros(size[0] * size[1], dtype=torch.bool, device=device)
-            kept[torch.tensor(used, dtype=torch.int64, device=device)] = True
-            values = torch.where(kept.view(*size, 1, 1), values, torch.nan)
+            used_slots = torch.zeros(size[0] * size[1], dtype=torch.bool, device=device)
+            used_slots[torch.tensor(used, dtype=torch.int64, device=device)] = True
+            values = torch.where(used_slots.view(*size, 1, 1), values, torch.nan)
         caches.append(values.to(E4M3) if is_e4m3 else values)
         if is_e4m3:
             lead = size if params.get("token_scales") else ()

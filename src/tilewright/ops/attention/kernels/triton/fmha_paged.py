@@ -51,7 +51,7 @@ def _few_m(bucket: PagedBucket) -> int:
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config:
-    """As in `fmha_decode`, and 128 rows with eight warps for many tokens, 64 for wide heads.  Not measured yet."""
+    """Those of `fmha_decode`, and 128 rows with eight warps for many tokens, 64 for wide heads.  Not measured yet."""
     columns, few_m = width(bucket.D, bucket.D_v), _few_m(bucket)
     block_n = min(max(16384 // (columns * dtype.itemsize), 16), 64)
     if not bucket.aligned:
