@@ -118,6 +118,8 @@ def _chunks(name: str, new: Sequence[int], **params: Any) -> Workload:
 DECODE_CASES = (
     _case("pages: shorter than a tile, one not full"),
     _case("contiguous: no table", page=None, capacity=70),
+    _case("contiguous_tokens: several of each", page=None, S_q=2, H=8),
+    _case("contiguous_group: and many heads", page=None, S_q=2, H=16, H_kv=1),
     _case("tokens: the last of several sees the last key", S_q=3),
     _case("full: every token sees every key", S_q=2, causal=False),
     _case("short: fewer keys than new tokens", S_q=5, lengths=(3, 0, 5, 70)),
@@ -152,6 +154,8 @@ DECODE_CASES = (
 PAGED_CASES = (
     _chunks("mixed: decoding beside chunks", (1, 1, 30, 21)),
     _chunks("contiguous: no table", (2, 0, 64, 9), page=None),
+    _chunks("contiguous_group: heads in a tile", (2, 0, 40, 9), page=None, H=8, H_kv=1),
+    _chunks("contiguous_heads: more of them", (2, 0, 40, 9), page=None, H=16, H_kv=1),
     _chunks("behind: tokens of no sequence", (1, 1, 30, 4), behind=23, return_lse=True),
     _chunks("prefill: all tokens are new", (37, 1, 64, 21), unused="nan"),
     _chunks("late: a chunk behind a prefix", (1, 40), lengths=(50, 170), D=64, page=64, unused="nan"),

@@ -31,13 +31,16 @@ def _block_m(bucket: PagedBucket) -> int:
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Tile:
-    """Tiles of 16 KB of keys and of values; two programs of a multiprocessor then fit an H200.  Not measured yet."""
+    """Tiles of 16 KB of keys and of values at D = 128; two programs of a multiprocessor then fit an H200.  Not measured
+    yet.
+    """
     columns, block_m = width(bucket.D, bucket.D_v), _block_m(bucket)
-    block_n = min(max(16384 // (columns * dtype.itemsize), 16), 64)
     if not bucket.aligned:
         return Tile(block_m, 32, 4, 1)
-    num_stages = stages(3 if dtype.itemsize < 4 else 2, bucket.page > 0)
-    return Tile(block_m, block_n, 4 if columns <= 128 or block_m < 64 else 8, num_stages)
+    num_stages = stages(3, bucket.page > 0)
+    if columns <= 128:
+        return Tile(block_m, 64, 4, num_stages)
+    return Tile(block_m, 32, 4 if block_m < 64 else 8, num_stages)
 
 
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
@@ -55,12 +58,8 @@ def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
 
 CONFIGS = (
     *(Tile(m, 32, 4, 1) for m in (16, 32, 64)),
-    *(Tile(m, 64, 4, depth) for m in (16, 32, 64) for depth in (2, 3, 5)),
-    *(Tile(m, 32, 4, depth) for m in (16, 32) for depth in (2, 3, 5)),
-    *(Tile(m, 16, 4, depth) for m in (16, 32) for depth in (2, 3)),
-    *(Tile(64, 32, 4, depth) for depth in (2, 3)),
-    *(Tile(64, 32, 8, depth) for depth in (3, 5)),
-    *(Tile(64, 16, 8, depth) for depth in (2, 3)),
+    *(Tile(m, 64, 4, num_stages) for m in (16, 32, 64) for num_stages in (3, 5)),
+    *(Tile(m, 32, 8 if m == 64 else 4, num_stages) for m in (16, 32, 64) for num_stages in (3, 5)),
 )
 
 

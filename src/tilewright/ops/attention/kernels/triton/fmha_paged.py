@@ -47,18 +47,19 @@ class Config(NamedTuple):
 
 
 def _few_m(bucket: PagedBucket) -> int:
-    return min(max(16, triton.next_power_of_2(_TOKENS * bucket.group)), 64)
+    most = 64 if width(bucket.D, bucket.D_v) <= 128 else 32  # of wide heads four warps hold no more
+    return min(max(16, triton.next_power_of_2(_TOKENS * bucket.group)), most)
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config:
     """Those of `fmha_decode`, and 128 rows with eight warps for many tokens, 64 for wide heads.  Not measured yet."""
     columns, few_m = width(bucket.D, bucket.D_v), _few_m(bucket)
-    block_n = min(max(16384 // (columns * dtype.itemsize), 16), 64)
     if not bucket.aligned:
         return Config(few_m, 32, 4, 1, 64, 32, 8, 1)
-    num_stages = stages(3 if dtype.itemsize < 4 else 2, bucket.page > 0)
-    many_m = 128 if columns <= 128 and dtype.itemsize < 4 else 64
-    return Config(few_m, block_n, 4, num_stages, many_m, block_n, 8, num_stages)
+    num_stages = stages(3, bucket.page > 0)
+    if columns <= 128:
+        return Config(few_m, 64, 4, num_stages, 128, 64, 8, num_stages)
+    return Config(few_m, 32, 4, num_stages, 64, 32, 8, num_stages)
 
 
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -84,9 +85,8 @@ def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
 
 CONFIGS = (
     *(Config(m, 32, 4, 1, 64, 32, 8, 1) for m in (16, 32, 64)),
-    *(Config(m, 64, 4, depth, 128, 64, 8, depth) for m in (16, 32, 64) for depth in (3, 5)),
-    *(Config(m, 32, 4, depth, 64, 32, 8, depth) for m in (16, 32, 64) for depth in (2, 3, 5)),
-    *(Config(m, n, 4, depth, 64, n, 8, depth) for m in (16, 32, 64) for n in (64, 16) for depth in (2, 3)),
+    *(Config(m, 64, 4, num_stages, 128, 64, 8, num_stages) for m in (16, 32, 64) for num_stages in (3, 5)),
+    *(Config(m, 32, 4, num_stages, 64, 32, 8, num_stages) for m in (16, 32) for num_stages in (3, 5)),
 )
 
 
