@@ -78,15 +78,15 @@ def fitted(tile: Tile, args: PagedArgs) -> Tile:
     arch, columns = target_of(args.q), width(args.q.shape[2], args.v_cache.shape[3])
     shared = tiling.SHARED_BYTES["sm_90"] if arch == "cpu" else tiling.SHARED_BYTES.get(arch, tiling.SHARED_ELSEWHERE)
     if arch not in ("cpu", "sm_90"):  # products of registers
-        tile = tile._replace(block_m=min(tile.block_m, 64), block_n=min(tile.block_n, 64 if columns <= 128 else 32))
+        tile = tile._replace(block_m=min(tile.block_m, 64), block_n=min(tile.block_n, 32))
     if args.q.dtype == torch.float32:
         # Products of FMAs hold operands in registers: 4 warps or 32 keys spill, from D = 64 on (ptxas for sm_90)
-        tile = tile._replace(block_m=min(tile.block_m, 32), block_n=16, num_warps=8, num_stages=min(tile.num_stages, 3))
+        tile = tile._replace(block_m=min(tile.block_m, 32), block_n=16, num_warps=8, num_stages=min(tile.num_stages, 2))
     elif tile.block_m >= 64:
         # WGMMA's: with more keys than columns ptxas addresses the first product from a register that nothing wrote
         tile = tile._replace(block_n=min(tile.block_n, columns))
-    if arch.startswith("gfx"):
-        tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
+    if arch.startswith("gfx"):  # from 32 keys on, comparisons of a score's mask spill scalar registers (`tiles.fitted`)
+        tile = tile._replace(block_n=16, num_warps=4, num_stages=min(tile.num_stages, 2))
     size = args.q.element_size()  # of what is multiplied; e4m3 is widened in registers, on its way there
     has_pages = args.block_table is not None
     depth = (tile.num_stages + 1) // 2 if has_pages else tile.num_stages
