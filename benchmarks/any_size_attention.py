@@ -137,6 +137,63 @@ def fmha_varlen(draw: Draw, model: Model) -> Sizes:
     return Sizes(f"{kind}_{len(queries)}", sizes, half_or_single(draw), trained=trained, **work)
 
 
+def _cache(draw: Draw, model: Model) -> dict[str, Any]:
+    """Heads, pages and options of a KV cache; one in five of e4m3."""
+    sizes: dict[str, Any] = {**heads_of(draw, model), "page": draw.pick((None, 1, 16, 16, 64, 64, 256))}
+    if draw.chance(0.2):
+        sizes |= {"cache": "e4m3", "token_scales": draw.chance(0.3)}
+    if model.window and draw.chance(0.5):
+        sizes["window"] = (model.window - 1, 0)
+    if model.softcap:
+        sizes["softcap"] = model.softcap
+    if model.sinks:
+        sizes["sinks"] = True
+    return sizes
+
+
+def _cache_work(sizes: dict[str, Any], new: tuple[int, ...]) -> dict[str, Any]:
+    """Every key of the cache for each new token; whole pages, and the capacity where caches are contiguous."""
+    lengths, d, page = sizes["lengths"], sizes["D"], sizes["page"]
+    pairs = sum(n * m for n, m in zip(new, lengths, strict=True))
+    slots = len(lengths) * max(lengths)
+    if page:
+        pages = sum(-(-n // page) for n in lengths)
+        slots = (pages + pages // 8 + 1) * page
+    elements = 2 * d * (sizes["H_kv"] * slots + sizes["H"] * sum(new))
+    return {"flops": 4.0 * sizes["H"] * d * pairs, "elements": elements}
+
+
+def fmha_decode(draw: Draw, model: Model) -> Sizes | None:
+    """Steps of decoding and of verifying drafts, over contexts of one or of several lengths."""
+    if model.encoder:
+        return None
+    sizes, context = _cache(draw, model), draw.pick(CONTEXTS)
+    tokens = draw.pick((None, None, None, 1, 2, 5, 8))
+    if draw.chance(0.5):
+        kind, sizes["lengths"] = "mixed", _ragged(draw, 65536)
+    else:
+        kind, sizes["lengths"] = "equal", (context,) * batch_of(draw, context)
+    if tokens is not None:
+        sizes["S_q"] = tokens
+    work = _cache_work(sizes, (tokens or 1,) * len(sizes["lengths"]))
+    return Sizes(f"{kind}_{len(sizes['lengths'])}", sizes, half_or_single(draw), trained=False, **work)
+
+
+def fmha_paged(draw: Draw, model: Model) -> Sizes | None:
+    """Sequences that decode, beside up to two chunks of prefill behind prefixes of any length."""
+    if model.encoder:
+        return None
+    sizes, lengths = _cache(draw, model), list(_ragged(draw, 32768))
+    new = [1] * len(lengths)
+    for _ in range(draw.below(3)):
+        chunk = draw.pick((64, 100, 256, 512, 777, 2048))
+        new.append(chunk)
+        lengths.append(chunk + draw.pick((0, 0, 333, 4096)))
+    sizes |= {"lengths": tuple(lengths), "new": tuple(new)}
+    work = _cache_work(sizes, tuple(new))
+    return Sizes(f"step_{len(new)}", sizes, half_or_single(draw), trained=False, **work)
+
+
 def mla(draw: Draw, model: Model) -> Sizes | None:
     """Latent attention with its own rotated parts."""
     if not model.kv_lora:

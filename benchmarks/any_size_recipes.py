@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from any_size_attention import fmha, fmha_fp8, fmha_varlen, merge_states, mla
+from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, rope_kv_append
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
@@ -321,7 +321,9 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "dequantize": (1, dequantize),
     "dequantize_weight": (1, dequantize_weight),
     "fmha": (6, fmha),
+    "fmha_decode": (2, fmha_decode),
     "fmha_fp8": (2, fmha_fp8),
+    "fmha_paged": (2, fmha_paged),
     "fmha_varlen": (3, fmha_varlen),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),

@@ -26,7 +26,7 @@ def bench_suite(
         str | None,
         typer.Argument(
             metavar="[SUITE]",
-            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only, attention, sampling, "
+            help="norm, activation, rope, softmax, gemm, gemm_fp8, grouped, quant, weight_only, attention, decode, sampling, "
             "all, or an op.",
         ),
     ] = None,

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tilewright.ops.activation.swiglu import swiglu
     from tilewright.ops.activation.swiglu_fp8 import swiglu_fp8
     from tilewright.ops.attention.fmha import fmha
+    from tilewright.ops.attention.fmha_decode import fmha_decode
     from tilewright.ops.attention.fmha_fp8 import fmha_fp8
+    from tilewright.ops.attention.fmha_paged import fmha_paged
     from tilewright.ops.attention.fmha_varlen import fmha_varlen
     from tilewright.ops.attention.merge_states import merge_states
     from tilewright.ops.attention.mla import mla
@@ -67,7 +69,9 @@ __all__ = [
     "dequantize",
     "dequantize_weight",
     "fmha",
+    "fmha_decode",
     "fmha_fp8",
+    "fmha_paged",
     "fmha_varlen",
     "geglu",
     "gelu_and_mul",
@@ -109,7 +113,7 @@ __all__ = [
 
 _FAMILIES = {
     "activation": ("geglu", "gelu_and_mul", "silu_and_mul", "silu_and_mul_fp8", "swiglu", "swiglu_fp8"),
-    "attention": ("fmha", "fmha_fp8", "fmha_varlen", "merge_states", "mla"),
+    "attention": ("fmha", "fmha_decode", "fmha_fp8", "fmha_paged", "fmha_varlen", "merge_states", "mla"),
     "gemm": (
         "bmm",
         "group_gemm",

@@ -108,8 +108,8 @@ def raw_arguments(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: flo
         readable(q),
         readable(k),
         readable(v),
-        _of_heads(scores.sinks, q),
-        _of_heads(scores.slopes, q),
+        of_heads(scores.sinks, q),
+        of_heads(scores.slopes, q),
         *mask_arguments(mask, q, k),
         float(scale) if isinstance(scale, int) else scale,
         scores.softcap,
@@ -138,7 +138,7 @@ def _without_values(q: Tensor) -> bool:
     return q.is_meta or (not torch.compiler.is_compiling() and is_fake(q))
 
 
-def _of_heads(t: Tensor | None, q: Tensor) -> Tensor | None:
+def of_heads(t: Tensor | None, q: Tensor) -> Tensor | None:
     """`t` (H,) contiguous, widened to at least float32."""
     if t is None:
         return None
