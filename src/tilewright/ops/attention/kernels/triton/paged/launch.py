@@ -13,7 +13,7 @@ from tilewright.ops.attention.kernels.triton import tiles as tiling
 from tilewright.ops.attention.kernels.triton.paged import tasks
 from tilewright.ops.attention.kernels.triton.paged.attend import attend_kernel
 from tilewright.ops.attention.kernels.triton.paged.combine import combine_kernel
-from tilewright.ops.attention.paged.args import TOKEN_SCALES, PagedArgs, cache_kind
+from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedArgs, cache_kind
 from tilewright.ops.quant.kernels.triton.numbers import as_stored
 
 MOST_SEQUENCES = 4096  # each program holds one number for each
@@ -54,6 +54,8 @@ def why_not(args: PagedArgs) -> str | None:
     """Why the kernels cannot run, or None."""
     if max(args.q.shape[2], args.v_cache.shape[3]) > tiling.MOST_D:
         return f"holds heads of up to {tiling.MOST_D} numbers"
+    if args.q.dtype == torch.float32 and target_of(args.q).startswith("gfx") and _columns(args) > 128:
+        return "holds float32 heads of up to 128 numbers on AMD's GPUs, whose registers spill beyond"
     return f"takes at most {MOST_SEQUENCES} sequences" if args.lengths.shape[0] > MOST_SEQUENCES else None
 
 
@@ -62,6 +64,10 @@ def width(d: int, d_v: int) -> int:
     memory without descriptors get wrong addresses on Hopper (`tiles.streamed_parts`).
     """
     return max(16, triton.next_power_of_2(max(d, d_v)))
+
+
+def _columns(args: PagedArgs) -> int:
+    return width(args.q.shape[2], args.v_cache.shape[3])
 
 
 def stages(depth: int, has_pages: bool) -> int:
@@ -75,18 +81,26 @@ def stages(depth: int, has_pages: bool) -> int:
 
 def fitted(tile: Tile, args: PagedArgs) -> Tile:
     """`tile`, chosen for an H200, reduced to what the GPU of the call can run."""
-    arch, columns = target_of(args.q), width(args.q.shape[2], args.v_cache.shape[3])
+    arch, columns = target_of(args.q), _columns(args)
+    cache = cache_kind(args.k_cache, args.k_scale, args.v_scale)
     shared = tiling.SHARED_BYTES["sm_90"] if arch == "cpu" else tiling.SHARED_BYTES.get(arch, tiling.SHARED_ELSEWHERE)
-    if arch not in ("cpu", "sm_90"):  # products of registers
+    if args.q.dtype == torch.float32:  # multiplied by FMAs, whose operands are in registers: larger tiles spill
+        few_warps = columns <= 128 and cache == AS_QUERIES
+        tile = tile._replace(block_m=16, block_n=16, num_warps=4 if few_warps else 8, num_stages=1)
+    elif arch.startswith("sm_8"):  # products of registers
+        block_n = 32 if columns <= 128 else 16
+        tile = tile._replace(block_m=min(tile.block_m, 32), block_n=min(tile.block_n, block_n), num_warps=8)
+    elif arch not in ("cpu", "sm_90"):
         tile = tile._replace(block_m=min(tile.block_m, 64), block_n=min(tile.block_n, 32))
-    if args.q.dtype == torch.float32:
-        # Products of FMAs hold operands in registers: 4 warps or 32 keys spill, from D = 64 on (ptxas for sm_90)
-        tile = tile._replace(block_m=min(tile.block_m, 32), block_n=16, num_warps=8, num_stages=min(tile.num_stages, 2))
     elif tile.block_m >= 64:
         # WGMMA's: with more keys than columns ptxas addresses the first product from a register that nothing wrote
         tile = tile._replace(block_n=min(tile.block_n, columns))
+        if cache == TOKEN_SCALES:
+            tile = tile._replace(block_n=min(tile.block_n, 32))
     if arch.startswith("gfx"):  # from 32 keys on, comparisons of a score's mask spill scalar registers (`tiles.fitted`)
-        tile = tile._replace(block_n=16, num_warps=4, num_stages=min(tile.num_stages, 2))
+        warps, stage_count = (8, 2) if args.q.dtype == torch.float32 else (4, min(tile.num_stages, 2))
+        rows = 16 if tile.num_stages == 1 else tile.block_m
+        tile = tile._replace(block_m=rows, block_n=16, num_warps=warps, num_stages=stage_count)
     size = args.q.element_size()  # of what is multiplied; e4m3 is widened in registers, on its way there
     has_pages = args.block_table is not None
     depth = (tile.num_stages + 1) // 2 if has_pages else tile.num_stages
@@ -116,7 +130,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, tile: Tile, form: Form)
     partial_stat = scratch((max(partial_rows, 1), 2), torch.float32, q.device)
 
     dependent = _has_dependents(q)
-    columns, block_b = width(d, d_v), max(16, triton.next_power_of_2(batch + (not each)))
+    columns, block_b = _columns(args), max(16, triton.next_power_of_2(batch + (not each)))
     sizes = (batch, count, kv_heads, capacity)
     goal = (left, filling, most)
     division = (form.sequences, form.few_rows, fixed, _LEAST)
