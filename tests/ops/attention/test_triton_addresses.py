@@ -37,8 +37,8 @@ def test_no_address_comes_from_another_register(widths, place, length):
     batch, kv_heads = (1, 2) if rows > 1 else (2, 4)
 
     def operand(heads, width):
-        made = torch.empty(batch, heads, rows, width, dtype=torch.bfloat16, device="meta")
-        return made if place == "aligned" else misaligned(made)
+        dense = torch.empty(batch, heads, rows, width, dtype=torch.bfloat16, device="meta")
+        return dense if place == "aligned" else misaligned(dense)
 
     q, k, v, do = operand(4, d), operand(kv_heads, d), operand(kv_heads, d_v), operand(4, d_v)
     pe = (operand(4, d_pe), operand(1, d_pe)) if d_pe else None

@@ -125,7 +125,6 @@ def backward(
     left, right = mask.clamped_band(s_q, s_k)
     q_pe, k_pe, dq_pe, dk_pe = pe or _NO_ROPE
     d_pe = 0 if k_pe is None else k_pe.shape[3]
-
     bounded = (left >= 0, right >= 0, mask.program, softcap > 0.0)
     numbers = (left, right, args.scale, softcap)
     use_descriptors = config.descriptors and tiling.has_descriptors(q)
