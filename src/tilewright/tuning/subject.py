@@ -20,6 +20,7 @@ from tilewright.bench.peers import bound
 from tilewright.bench.rotation import rotate, sets_for
 from tilewright.bench.timing import interleave
 from tilewright.dispatch import Implementation, Sample, Workload, implementations, register_impl, unregister_impl
+from tilewright.dispatch.effects import as_tuple
 from tilewright.dispatch.options import runnable
 from tilewright.tuning.pace import launches
 from tilewright.tuning.problem import Problem, fake_call, raw_call, shrink_rows
@@ -143,7 +144,7 @@ class Subject:
         args = list(convert(self.args, dtype, noise))
         for i in self._mutated_positions(args):
             args[i] = args[i].clone()
-        return [*tensors(self.raw.plain(*args) or ()), *self._mutated(args)]
+        return [*as_tuple(self.raw.plain(*args)), *self._mutated(args)]
 
     def _mutated(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """The arguments that a call writes into."""
