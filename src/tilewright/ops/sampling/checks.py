@@ -64,11 +64,14 @@ def seeds(m: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def spoil(x: Tensor) -> None:
-    """Write what logits may hold by accident: row 0 ties, 1 NaN, 2 +inf, 3 -inf in half, 4 nothing but -inf and NaN."""
+    """Write what logits may hold by accident, into the rows that there are: row 0 ties, 1 NaN, 2 +inf, 3 -inf in half,
+    4 nothing but -inf and NaN.
+    """
     n = x.shape[1]
-    x[0, n // 3 :] = x[0, : n // 3].max() if n >= 3 else 1.0
-    x[1, n // 2] = torch.nan
-    x[2, n - 1] = torch.inf
-    x[3, ::2] = -torch.inf
-    x[4] = -torch.inf
-    x[4, n // 2] = torch.nan
+    middle = slice(n // 2, n // 2 + 1)
+    x[0:1, n // 3 :] = x[0:1, : n // 3].amax(1, keepdim=True) if n >= 3 else 1.0
+    x[1:2, middle] = torch.nan
+    x[2:3, n - 1 :] = torch.inf
+    x[3:4, ::2] = -torch.inf
+    x[4:5] = -torch.inf
+    x[4:5, middle] = torch.nan

@@ -145,7 +145,8 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
     logits = rows.random_tensor((m, drafts + 1, n), torch.float32, device, g, 2.0)
     other = rows.random_tensor((m, drafts, n), torch.float32, device, g, params.get("near", 1.0))
     target, draft = logits.softmax(-1), (logits[:, :drafts] + other).softmax(-1)
-    tokens = (draft / torch.rand((m, drafts, 1), generator=g).to(device)).argmax(-1)
+    scores = draft / torch.rand((m, drafts, 1), generator=g).to(device)
+    tokens = scores.argmax(-1) if n else torch.zeros((m, drafts), dtype=torch.int64, device=device)
     if params.get("ended"):
         tokens[1::2, drafts // 2 :] = -1
     kwargs = {} if params.get("certain") else {"draft_probs": draft}
