@@ -66,6 +66,7 @@ def test_a_block_mask_with_a_function_stays_with_flex(s_q):
     b = torch.arange(B)[:, None, None, None]
     expected = (((i + j + b) % 3 > 0) & (j <= i + 2) & (i + S_K - s_q >= j)).expand(B, H, s_q, S_K)
     assert torch.equal(mask.dense(B, H, s_q, S_K), expected)
+    assert torch.equal(mask.narrow(1, 1).dense(1, H, s_q, S_K), expected[1:])
     assert mask.band() is None
     with pytest.raises(InputError, match="only FlexAttention"):
         mask.program("cpu")

@@ -23,6 +23,18 @@ def test_a_mask_is_its_formula(name, s_q):
     assert torch.equal(masks.evaluate(*mask.program("cpu"), *places, B, H).expand_as(expected), expected)
 
 
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (1, 1), (0, 2), (1, 0)])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_part_of_the_batch_has_its_own_part_of_the_mask(name, start, length):
+    mask, rule = FORMULAS[name]
+    expected = by_formula(rule, B, H, 4, S_K)[start : start + length]
+    part = mask.narrow(start, length)
+    assert torch.equal(part.dense(length, H, 4, S_K), expected)
+    places = torch.arange(4) + S_K - 4, torch.arange(S_K)
+    for program in (part.program("cpu"), part.fitted_program(4, S_K, torch.device("cpu"))):
+        assert torch.equal(masks.evaluate(*program, *places, length, H).expand_as(expected), expected)
+
+
 @settings(deadline=None, max_examples=60)
 @given(problem=problems(combinations))
 def test_the_program_says_what_the_mask_says(problem):

@@ -161,6 +161,10 @@ class Mask:
         """The same mask with its tensors on `device`."""
         return self
 
+    def narrow(self, start: int, length: int) -> "Mask":
+        """The mask of `length` sequences of the batch from `start`."""
+        return self
+
     def _words(self) -> Iterator[Part | str]:
         """Leaves and operators in postfix order."""
         raise NotImplementedError
@@ -228,6 +232,9 @@ class Not(Mask):
     def to(self, device: torch.device | str) -> Mask:
         return Not(self.operand.to(device))
 
+    def narrow(self, start: int, length: int) -> Mask:
+        return Not(self.operand.narrow(start, length))
+
     def _words(self) -> Iterator[Part | str]:
         yield from self.operand._words()
         yield "~"
@@ -249,6 +256,9 @@ class _Many(Mask):
 
     def to(self, device: torch.device | str) -> Mask:
         return type(self)(tuple(o.to(device) for o in self.operands))
+
+    def narrow(self, start: int, length: int) -> Mask:
+        return type(self)(tuple(o.narrow(start, length) for o in self.operands))
 
     def _words(self) -> Iterator[Part | str]:
         for position, operand in enumerate(self.operands):

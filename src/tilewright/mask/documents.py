@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.mask.algebra import EVERYTHING, Band, Mask, MaskMod, refuse
-from tilewright.mask.leaves import TensorLeaf, check_size
+from tilewright.mask.leaves import TensorLeaf, check_size, narrowed
 from tilewright.mask.packed import Sequences, bounded, intervals
 from tilewright.mask.program import Part
 
@@ -96,6 +96,9 @@ class Document(TensorLeaf):
 
     def to(self, device: torch.device | str) -> Mask:
         return Document(self.ids.to(device), self.contiguous)
+
+    def narrow(self, start: int, length: int) -> Mask:
+        return Document(narrowed(self.ids, start, length), self.contiguous)
 
     def has_leaf(self) -> bool:
         """True if each document is one run: then there is a `Sequences` for every size."""

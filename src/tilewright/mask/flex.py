@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 from tilewright.errors import InputError
 from tilewright.mask.algebra import Mask, MaskMod
 from tilewright.mask.classify import Sizes, classify
-from tilewright.mask.leaves import block
+from tilewright.mask.leaves import block, narrowed
 from tilewright.mask.program import Part
 
 
@@ -87,6 +87,11 @@ class ByFlex(Mask):
     def to(self, device: torch.device | str) -> Mask:
         """The tables on `device`; tensors that `mod` captured stay where they are."""
         return ByFlex(self.partial.to(device), self.full.to(device), self.mod, self.size, self.lengths)
+
+    def narrow(self, start: int, length: int) -> Mask:
+        """The tables of these sequences, and `mod` with their numbers in the whole batch."""
+        mod, partial, full = self.mod, narrowed(self.partial, start, length), narrowed(self.full, start, length)
+        return ByFlex(partial, full, lambda b, h, q, k: mod(b + start, h, q, k), self.size, self.lengths)
 
     def _words(self) -> Iterator[Part | str]:
         raise InputError(

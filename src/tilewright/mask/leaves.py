@@ -132,6 +132,9 @@ class Prefix(TensorLeaf):
     def to(self, device: torch.device | str) -> Mask:
         return Prefix(self.n.to(device)) if isinstance(self.n, Tensor) else self
 
+    def narrow(self, start: int, length: int) -> Mask:
+        return Prefix(narrowed(self.n, start, length)) if isinstance(self.n, Tensor) else self
+
     def _words(self) -> Iterator[Part | str]:
         if not isinstance(self.n, Tensor):
             yield Part("prefix", (self.n,))
@@ -219,6 +222,9 @@ class Block(TensorLeaf):
     def to(self, device: torch.device | str) -> Mask:
         return Block(self.table.to(device), self.size_q, self.size_k)
 
+    def narrow(self, start: int, length: int) -> Mask:
+        return Block(narrowed(self.table, start, length), self.size_q, self.size_k)
+
     def _words(self) -> Iterator[Part | str]:
         batch, heads, rows, columns = self.table.shape
         flags = ("b" if batch > 1 else "") + ("h" if heads > 1 else "")
@@ -238,6 +244,13 @@ def _count(name: str, value: int, least: int) -> int:
     if not isinstance(value, int) or not least <= value < HIGHEST:
         raise refuse(name, value, f"an int from {least}")
     return value
+
+
+def narrowed(t: Tensor, start: int, length: int) -> Tensor:
+    """t: (B or 1, ...).  `length` sequences of the batch from `start`; one row that is for all stays, and one row is
+    left for no sequences, because programs read one.
+    """
+    return t if len(t) == 1 else t.narrow(0, start, length) if length else t[:1]
 
 
 def check_size(what: str, axis: str, size: int, needed: int) -> None:

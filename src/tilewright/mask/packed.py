@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
-from tilewright.mask.leaves import TensorLeaf, check_size
+from tilewright.mask.leaves import TensorLeaf, check_size, narrowed
 from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
 from tilewright.mask.program import Part
@@ -120,6 +120,9 @@ class Sequences(TensorLeaf):
 
     def to(self, device: torch.device | str) -> Mask:
         return Sequences(self.table.to(device), self.length_k)
+
+    def narrow(self, start: int, length: int) -> Mask:
+        return Sequences(narrowed(self.table, start, length), self.length_k)
 
     def _words(self) -> Iterator[Part | str]:
         rows, _, length = self.table.shape

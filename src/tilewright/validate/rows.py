@@ -6,6 +6,7 @@ from torch.utils._pytree import tree_map
 
 from tilewright.dispatch import Sample
 from tilewright.dispatch.effects import pure
+from tilewright.mask import Mask
 from tilewright.validate.case import Case, NotApplicable
 from tilewright.validate.metrics import testable
 
@@ -19,12 +20,15 @@ def batch_size(case: Case) -> int | None:
 def rows_of(case: Case, sample: Sample, start: int, length: int) -> Sample:
     """`length` rows of `sample` from `start`: views of all arguments that carry the batch.
 
-    A vector of floating-point numbers counts as weights; one of integers (positions) has an entry for each row.
+    A vector of floating-point numbers counts as weights; one of integers (positions) has an entry for each row.  A mask
+    may have ids or tables for each row.
     """
     dim, size = case.contract.batch_dim, batch_size(case)
     assert dim is not None
 
     def cut(v: object) -> object:
+        if isinstance(v, Mask):
+            return v.narrow(start, length)
         if not isinstance(v, Tensor) or v.dim() <= dim or v.shape[dim] != size:
             return v
         vector_of_weights = v.dim() == 1 and v.is_floating_point()
