@@ -38,7 +38,7 @@ WRONG = [
     ("calibrate_device", "calibrate --device nope", "--device nope"),
     ("model_device", "analyze x.py:make --device nope", "--device nope"),
     # bench
-    ("suite_missing", "bench", "bench needs a SUITE: activation, attention, gemm, gemm_fp8, grouped, norm"),
+    ("suite_missing", "bench", "bench needs a SUITE: activation, attention, decode, gemm, gemm_fp8, grouped, kvcache"),
     ("suite", "bench nope", "no bench suite named 'nope'"),
     ("suite_op", "bench norm swiglu", "suite 'norm' has no op swiglu"),
     ("suite_case", "bench norm rms_norm --case Q=8", "rms_norm has no 'Q'"),
