@@ -106,6 +106,7 @@ def _bad(name: str, match: str, **changes: Any) -> BadInput:
 BAD_INPUTS = (
     _bad("integers", "logits is torch.int32", logits=lambda x: x.int()),
     _bad("vector", r"needs \(B, V\)", logits=lambda x: x[0]),
+    _bad("no tokens", "may be 1 to", logits=lambda x: x[:, :0]),
     _bad("a seed too few", r"seeds is \(3,\)", seeds=lambda x: x[:3]),
     _bad("positions of 32 bits", "positions is .* torch.int32", positions=lambda x: x.int()),
     _bad("temperatures of a wrong dtype", "temperature is .* torch.float64", temperature=torch.ones(4).double()),

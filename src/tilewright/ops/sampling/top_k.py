@@ -118,6 +118,7 @@ CONTRACT = register(
             _bad("k of 0", 0, "k is 0"),
             _bad("k above N", 9, "needs 1 <= k <= 8"),
             BadInput("integers", lambda d: Sample((torch.ones(4, 8, dtype=torch.int32, device=d), 2)), "torch.int32"),
+            BadInput("no elements", lambda d: Sample((torch.ones(4, 0, device=d), 1)), "may be 1 to"),
             BadInput("vector", lambda d: Sample((torch.ones(8, device=d), 2)), r"needs \(M, N\)"),
         ),
         edge_grid={"K": (1,)},

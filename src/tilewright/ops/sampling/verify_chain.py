@@ -206,6 +206,7 @@ CONTRACT = register(
         bad_inputs=(
             _bad("half precision", "target_probs is torch.bfloat16", target_probs=lambda x: x.bfloat16()),
             _bad("a matrix", r"needs \(B, n \+ 1, V\)", target_probs=lambda x: x[0]),
+            _bad("no tokens", "may be 1 to", target_probs=lambda x: x[..., :0], draft_probs=lambda x: x[..., :0]),
             _bad("a draft too many", r"draft_tokens is \(2, 4\)", draft_tokens=lambda x: x.new_ones(2, 4)),
             _bad("tokens of 32 bits", "draft_tokens is .* torch.int32", draft_tokens=lambda x: x.int()),
             _bad("another vocabulary", r"draft_probs is \(2, 3, 7\)", draft_probs=lambda x: x[..., :7]),
