@@ -12,6 +12,7 @@ names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where
 | `initialization.no_init_weights` | 5.0 | |
 | `GenerationConfig._get_default_generation_params` | 5.0 | |
 | `modeling_layers.GradientCheckpointingLayer` | 5.0 | from 5.23 it wraps the `forward` of its subclasses |
+| `PagedAttentionCache` | 5.14 | another structure from 5.18; from 5.19 continuous batching takes no foreign names |
 
 Transformers is imported inside the functions, and always by the submodule: the package itself is a lazy module, which
 the Dynamo of torch 2.11 does not accept.
@@ -20,7 +21,9 @@ the Dynamo of torch 2.11 does not accept.
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 SUPPORTED = ((5, 14), (5, 23))  # the oldest and the newest release, both included
 
@@ -77,6 +80,38 @@ def sdpa_attention_forward() -> Callable[..., Any]:
 
     function: Callable[..., Any] = sdpa_attention_forward
     return function
+
+
+class PagedLayer(NamedTuple):
+    """Where a paged cache keeps the keys and values of one layer."""
+
+    group: int  # of layers that have one attention type and one block table
+    is_first: bool  # of its group
+    window: int | None  # keys that a query sees, itself included; None: all before it
+    k_pages: Tensor | None  # (pages, page_size, H_kv, D); None in a layer with a window, whose keys are in no order
+    v_pages: Tensor | None
+
+
+def takes_paged_names() -> bool:
+    """True if continuous batching takes any registered "paged|..." name; from 5.19 on it refuses all but its own."""
+    from transformers import AttentionInterface
+
+    return "paged|sdpa" in AttentionInterface()
+
+
+def paged_layer(cache: Any, layer: int) -> PagedLayer:
+    """The pages of a layer in the PagedAttentionCache of continuous batching."""
+    if hasattr(cache, "layer_to_allocator"):  # 5.18
+        allocator = cache.layer_to_allocator[layer]
+        window = getattr(allocator, "sliding_window", None)
+        pages = allocator.get_cache_for_block_table(layer) if window is None else (None, None)
+        return PagedLayer(allocator.index, layer == allocator.layer_indices[0], window, *pages)
+    group, place = cache.layer_index_to_group_indices[layer]
+    window = cache.sliding_windows[layer]  # 1 without one
+    if window > 1:
+        return PagedLayer(group, place == 0, window, None, None)
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    return PagedLayer(group, place == 0, None, cache.key_cache[place].view(shape), cache.value_cache[place].view(shape))
 
 
 def no_init_weights() -> AbstractContextManager[None]:

@@ -4,7 +4,8 @@
     tilewright_<backend>   ops.fmha on exactly this backend
     tilewright_measured    ops.fmha where the tables have a faster kernel of ours, else what the model ran before
 
-Each name also makes masks (`masks`).
+Each name also makes masks (`masks`).  With "paged|" before it, it is what continuous batching calls (`paged`), which
+makes none.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,24 +22,19 @@ from tilewright.mask import Mask, causal, prefix, window
 from tilewright.models import transformers_names
 from tilewright.models.attention import masks, measured
 from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, visible_keys
+from tilewright.models.attention.paged import PREFIX, attend_paged
+from tilewright.models.attention.refused import refuse
 from tilewright.ops.attention.fmha import fmha
 
 NAME = "tilewright"
 MEASURED = f"{NAME}_measured"
-REFUSED = {
-    "position_bias": "a position bias",
-    "head_mask": "a mask of heads",
-    "indices": "indices of keys",
-    "block_indices": "indices of blocks",
-}
-"""Arguments of transformers' attention functions that change the result and that `attend` does not take."""
-
 
 def register_attention() -> str:
     """Register `ops.fmha` with transformers: `model.set_attn_implementation("tilewright")`.  Returns that name.
 
     Adds this name, and those that `patch` uses, to AttentionInterface and AttentionMaskInterface and changes no entry
     of theirs; a second call changes nothing.  `patch` calls it; a process that unpickles a patched model has to.
+    Up to transformers 5.18 also "paged|tilewright", for continuous batching; later releases take no names but theirs.
     GQA, `scaling`, `sliding_window`, `softcap`, sinks (`s_aux`), `dropout` and all masks of transformers are honoured.
     A position bias, masks of heads, weights (`output_attentions`) and masks of other numbers than 0 and -inf are
     InputErrors of the call.
@@ -51,15 +47,17 @@ def register_attention() -> str:
 
 def register_backend(backend: str) -> str:
     """Register `ops.fmha` on exactly `backend`, if that is new; returns the name."""
-    return _register(f"{NAME}_{backend}", partial(attend, backend=backend))
+    return _register(f"{NAME}_{backend}", partial(attend, backend=backend), partial(attend_paged, backend=backend))
 
 
-def _register(name: str, function: Callable[..., Any]) -> str:
+def _register(name: str, function: Callable[..., Any], paged: Callable[..., Any] = attend_paged) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if name not in AttentionInterface():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, masks.attention_mask)
+        if transformers_names.takes_paged_names():
+            AttentionInterface.register(f"{PREFIX}{name}", paged)
     return name
 
 
@@ -153,14 +151,7 @@ def eager_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _refuse(kwargs: dict[str, Any], attention_mask: Tensor | None) -> None:
-    for name, what in REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise InputError(
-                f'attention: the model passes {name}, {what}, which "{NAME}" does not apply. Use '
-                'set_attn_implementation("sdpa") or "eager".'
-            )
-    if kwargs.get("output_attentions"):
-        raise InputError('attention: weights are never stored. Use set_attn_implementation("eager") for them.')
+    refuse(kwargs)
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is not None:
         raise InputError(
             "attention: cu_seq_lens_q without a mask. Pass position_ids that begin again with every sequence: the "
