@@ -33,6 +33,7 @@ from tilewright.assistant.timing.threads import choose_threads, restored_threads
 from tilewright.assistant.trial import Trials
 from tilewright.assistant.workload import Goal, Workload, workload
 from tilewright.bench.calibrate import calibrate
+from tilewright.bench.commit import commit
 from tilewright.bench.machine import clocks, describe
 from tilewright.hardware import ceilings as stored
 from tilewright.hardware.ceilings import Ceilings
@@ -233,6 +234,7 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
         changes=records,
         seconds=journal.seconds,
         notes=_doubts(roofs, observation),
+        commit=commit(),
     )
 
 
