@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from tests.assistant import planted
 from tests.assistant.planted import DELAY_S, Planted, ceilings, prompts, slow_llama
 from tests.harness.simulated_time import SimulatedTime, simulate_time
 from torch import nn
@@ -216,18 +217,41 @@ class _NoChoice:
 NO_CHOICE = _NoChoice()
 
 
+class Prepared(Planted):
+    """A change whose first calls take the time that it says."""
+
+    def apply(self, model, work):
+        planted.time.sleep(self.preparation_s)
+        return super().apply(model, work)
+
+
+class Promising(Prepared):
+    def predict(self, scene):
+        return super().predict(scene).__class__(1.0, 4.4, "planted")
+
+
 def test_the_time_goes_to_the_largest_predicted_gains_first():
     """The compilation that may gain 4x comes last in order, and its time is kept free from the start."""
-
-    class Promising(Planted):
-        def predict(self, scene):
-            return super().predict(scene).__class__(1.0, 4.4, "planted")
-
-    small = [Planted(f"small_{index}", preparation_s=20.0) for index in range(3)]
+    small = [Prepared(f"small_{index}", preparation_s=20.0) for index in range(3)]
     opt = run(slow_llama(), [*small, Promising("large", delay_s=-DELAY_S, stage=5, preparation_s=50.0)], budget_s=90.0)
     decisions = {record.name: record.decision for record in opt.report.changes}
     assert decisions["large"] == "kept"
     assert list(decisions) == ["small_0", "large", "small_1", "small_2"]  # only one of the small ones fits beside it
+
+
+class Outdone(Prepared):
+    """Promises much of the unchanged model, and little of one that another change has made faster."""
+
+    def predict(self, scene):
+        return super().predict(scene).__class__(1.0, 1.05 if scene.in_force else 4.0, "planted")
+
+
+def test_time_is_set_aside_by_what_the_kept_changes_have_left_to_gain():
+    first = Promising("first", delay_s=-0.5 * DELAY_S)
+    outdone, other = Outdone("outdone", stage=1, preparation_s=30.0), Prepared("other", stage=2, preparation_s=30.0)
+    opt = run(slow_llama(), [first, outdone, other], budget_s=60.0)
+    assert [record.name for record in opt.report.changes] == ["first", "other", "outdone"]
+    assert [record.name for record in opt.report.decided("not tried")] == ["outdone"]
 
 
 def test_preparation_takes_longer_on_a_busy_machine(clock):

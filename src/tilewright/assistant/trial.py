@@ -99,18 +99,19 @@ class Trials:
     def in_order(self, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Put the proposals for which there is time first, in their own order; then the rest, the largest gain first.
 
-        Time is set aside for the largest predicted gain first, then for the next one, until there is too little.
+        Time is set aside for the largest gain, as predicted now, then for the next one, until there is too little.
         """
-        left = self._left() - self._trial_s()  # the final measurement takes as long as a trial
+        left = self._left() - self._final_s()
+        gains = {item.change.name: self.predict_now(item).high for item in proposals}
+        by_gain = sorted(proposals, key=lambda item: -gains[item.change.name])
         affordable = set()
-        for item in sorted(proposals, key=lambda item: -item.predicted.high):
+        for item in by_gain:
             needed = self._trial_s() + self._preparation_s(item.change)
             if needed <= left:
                 affordable.add(item.change.name)
                 left -= needed
         first = [item for item in proposals if item.change.name in affordable]
-        rest = [item for item in proposals if item.change.name not in affordable]
-        return first + sorted(rest, key=lambda item: -item.predicted.high)
+        return first + [item for item in by_gain if item.change.name not in affordable]
 
     def predict_now(self, item: Proposal) -> Prediction:
         """Predict again with the changes kept so far in force; the first prediction if none was kept."""
@@ -258,7 +259,14 @@ class Trials:
 
     def _trial_s(self) -> float:
         """Least seconds of one trial without compilation: first calls, verification, the fewest rounds of timing."""
-        round_s = 0.0 if self.control is None else self.control.seconds / self.control.rounds
+        return self._rounds_s(self._control_now)
+
+    def _final_s(self) -> float:
+        """The same of the final measurement, half of whose calls are those of the unchanged model."""
+        return (self._rounds_s(self.control) + self._rounds_s(self._control_now)) / 2
+
+    def _rounds_s(self, control: Comparison | None) -> float:
+        round_s = 0.0 if control is None else control.seconds / control.rounds
         return self._evaluation_s + (self._fewest + 2) * round_s
 
     def _preparation_s(self, change: Change) -> float:
