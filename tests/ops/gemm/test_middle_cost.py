@@ -59,7 +59,7 @@ def test_choices_are_near_the_best(fitting, rows, kernel):
 
 
 def test_kernels_choose_what_is_measured(rows, kernel):
-    """No tile that nobody timed is predicted to be best, or the bounds above would say little."""
+    """The bounds above say little if tiles that were not timed are predicted to be best."""
     measured = {(row.shape, row.tile) for row in rows if row.shape[1:] in SPLIT_LAYERS and row.shape[0] >= 96}
     ranked = {
         "sm90.dense": lambda shape: dense.rank_middle(Problem(*shape, sms=132)),
