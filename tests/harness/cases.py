@@ -14,7 +14,7 @@ import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations, record
 
 SIZES = tuple(1 << k for k in range(21))
-ODD_SIZES = (1, 8, 64, 4096, *((1 << k) + 1 for k in range(9, 18)))
+ODD_SIZES = (1, 8, 64, 128, 4096, *((1 << k) + 1 for k in range(9, 18)))
 """Sizes at which rows begin at any element, beside batches for them: for what none of the others selects."""
 
 
