@@ -6,6 +6,7 @@ search begins too early, on a GPU alone, where Inductor compiles searches.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Searches(TorchDispatchMode):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.boundaries = []
+        self.boundaries: list[Tensor] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.searchsorted.Tensor:
             self.boundaries.append(args[0])
         if func is torch.ops.aten.bucketize.Tensor:

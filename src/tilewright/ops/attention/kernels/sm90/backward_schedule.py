@@ -1,11 +1,11 @@
 """How the backward in CUDA C++ divides its work: blocks, sections of heads, and parts of grouped heads.
 
 An item is a tile of 128 keys of one kv head, with all query heads that share it.  The query heads of a kv head may be
-divided into equal parts, each with items of its own; dk and dv of each part are rounded and added up by one more kernel.
-Two things are gained.  Few keys of few kv heads are fewer items than multiprocessors, so part of the GPU would wait.  And
-under a causal mask an item with few query tiles waits in each of its heads for the item with the most, because items add
-to dq in order; an item of one head never waits.  `parts` estimates the time of every division, by list scheduling of the
-items' steps and the bytes of the sum, and takes the least:
+divided into equal parts, each with items of its own; one more kernel adds up the rounded dk and dv of the parts.
+Two things are gained.  Few keys of few kv heads are fewer items than multiprocessors, so part of the GPU would wait.
+And under a causal mask an item with few query tiles waits in each of its heads for the item with the most, because
+items add to dq in order; an item of one head never waits.  `parts` estimates the time of every division, by list
+scheduling of the items' steps and the bytes of the sum, and takes the least:
 
     steps * 128 * 64 * 2 * (3 D + 2 D_v) flops at 3.6 TFLOP/s a multiprocessor, a step more for the ends of an item;
     causal: the items of the first round end after all heads but one of the longest item, and 10 % more for later waits;

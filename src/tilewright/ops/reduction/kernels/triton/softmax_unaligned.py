@@ -53,7 +53,7 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> UnalignedConfig | None:
     m, n = bucket
     if not odd_length(n, dtype):
         return None
-    if plain.REGISTERS < n and m > plain.SPLIT_ROWS and dtype.itemsize == 2:
+    if n > plain.REGISTERS and m > plain.SPLIT_ROWS and dtype.itemsize == 2:
         # Two passes over parts of a row keep more programs on a multiprocessor: 76.8 us at 2000 x 32776 and 125.8 at
         # 2000 x 50257, 114.6 and 129.7 with the whole row held.  Of few rows each takes as long as its two passes: 8 x
         # 50257 takes 7.9 us held and 11.3 in parts (H200, 2026-11)
