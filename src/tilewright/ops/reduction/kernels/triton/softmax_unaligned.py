@@ -54,11 +54,11 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> UnalignedConfig | None:
     if not odd_length(n, dtype):
         return None
     if n > plain.REGISTERS and m > plain.SPLIT_ROWS and dtype.itemsize == 2:
-        # Two passes over parts of a row keep more programs on a multiprocessor: 76.8 us at 2000 x 32776 and 125.8 at
+        # Two passes over parts of a row keep more programs on a multiprocessor: 77.6 us at 2000 x 32776 and 130.9 at
         # 2000 x 50257, 114.6 and 129.7 with the whole row held.  Of few rows each takes as long as its two passes: 8 x
-        # 50257 takes 7.9 us held and 11.3 in parts (H200, 2026-11)
+        # 50257 takes 7.9 us held and 12.5 in parts (H200, 2026-11)
         if m > _ONE_WAVE:
-            return UnalignedConfig(plain.REGISTERS // 4, num_warps=8, steps=4, packed=True)
+            return UnalignedConfig(plain.REGISTERS // 4, num_warps=8, packed=True)
         if n <= WHOLE:
             return UnalignedConfig(WHOLE, num_warps=16, packed=True)
     return UnalignedConfig(*plain.configure(bucket, dtype))
