@@ -49,8 +49,9 @@ def main() -> None:
         print(middle_cost.Terms(*(float(f"{factor:.3g}") for factor in factors)))
         held = held_out(rows, itemsize)
         errors = [abs(math.log(us / row.us)) for us, row in zip(held, rows, strict=True)]
-        losses = [chosen.us / best.us for chosen, best in choices(rows, held)]
-        print(f"held out: {sum(errors) / len(errors):.1%} mean error; the choice over the best {mean(losses):.3f}")
+        losses = sorted(chosen.us / best.us for chosen, best in choices(rows, held))
+        regret = f"{mean(losses):.3f}, the median {losses[len(losses) // 2]:.3f}, at most {losses[-1]:.3f}"
+        print(f"held out: {sum(errors) / len(errors):.1%} mean error; the choice over the best {regret}")
         judge(rows, held, cublas)
 
 
@@ -126,11 +127,11 @@ def held_out(rows: Sequence[Row], itemsize: int) -> list[float]:
 
 
 def choices(rows: Sequence[Row], predictions: Sequence[float]) -> list[tuple[Row, Row]]:
-    """For each product: the row of the least prediction, and that of the least time."""
+    """For each product: the row that the predictions prefer, and that of the least time."""
     found = []
     for shape in sorted({row.shape for row in rows}):
         own = [i for i, row in enumerate(rows) if row.shape == shape]
-        chosen = rows[min(own, key=lambda i: predictions[i])]
+        chosen = rows[min(own, key=lambda i: middle_cost.preference(predictions[i], rows[i].tile))]
         found.append((chosen, min((rows[i] for i in own), key=lambda row: row.us)))
     return found
 

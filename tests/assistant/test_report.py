@@ -21,6 +21,7 @@ from tilewright.assistant.timing.measure import Comparison, Metric
 from tilewright.assistant.verify import Accuracy
 from tilewright.assistant.view import html, plots
 from tilewright.assistant.view.labels import Box, box_of
+from tilewright.bench.commit import commit
 from tilewright.errors import InputError
 
 GAIN = Metric("request", "ms", 123.4, 120.0, 126.0, 61.7, 60.0, 63.0, 2.013, 1.987, 2.043)
@@ -54,6 +55,13 @@ def test_json_round_trip(report):
     assert json.loads(text)["schema"] == "tilewright.optimize/1"
     assert "Infinity" not in text
     assert "NaN" not in text
+
+
+def test_a_report_names_the_commit_it_was_measured_at(report, tmp_path):
+    assert report.commit == commit()
+    dated = dataclasses.replace(report, commit="0123456789ab")
+    assert json.loads(dated.to_json())["commit"] == "0123456789ab"
+    assert "Measured at commit 0123456789ab." in dated.save(tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("text", ['{"schema": "tilewright.optimize/2"}', "{}", "[]"])

@@ -14,8 +14,8 @@ import tilewright.ops  # noqa: F401 - binds every contract
 from tilewright.dispatch import Contract, Implementation, RawOp, contracts, implementations, record
 
 SIZES = tuple(1 << k for k in range(21))
-ODD_SIZES = (1, 8, 64, 4096, *((1 << k) + 1 for k in range(9, 18)))
-"""Sizes at which rows begin at any element, beside batches for them."""
+ODD_SIZES = (1, 8, 64, 128, 4096, *((1 << k) + 1 for k in range(9, 18)))
+"""Sizes at which rows begin at any element, beside batches for them: for what none of the others selects."""
 
 
 class RawCall(NamedTuple):
@@ -87,13 +87,13 @@ def _call_that_selects(name: str, direction: str, config: Any, implementation: I
     contract = contracts()[name]
     (op,) = [op for op in contract.raw_ops if op.direction == direction]
     workloads = {w.name: w for w in (*contract.workloads, *contract.cpu_workloads, *contract.edge_cases)}
-    for dtype in contract.dtypes:
+    for among, dtype in product((SIZES, ODD_SIZES), contract.dtypes):
         for declared in declared_calls(contract, op, dtype):
             if implementation.configure(op.bucket(*declared.args), dtype) == config:
                 return declared
             params = workloads[declared.purpose].params
             bucket = op.bucket(*declared.args)
-            for places, among in product(combinations(range(len(bucket)), 2), (SIZES, ODD_SIZES)):
+            for places in combinations(range(len(bucket)), 2):
                 sizes = _selected(bucket, places, dtype, implementation, among).get(config)
                 if sizes is None:
                     continue

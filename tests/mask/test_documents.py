@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.harness.searches import searched
 from tests.mask.formulas import bands, states
 from tests.mask.formulas import intervals as any_band
 from tests.mask.test_sequences import DEVICES, SEARCH, Calls, assert_same_tables
@@ -192,6 +193,14 @@ def test_a_trace_of_ids_in_order_is_right_for_others(how):
     }[how]()
     assert torch.equal(trace(in_order), visible(in_order))
     assert torch.equal(trace(again), again[:, None] == again)
+
+
+def test_the_ids_of_cu_seqlens_are_found_in_no_slice():
+    with searched() as boundaries:
+        made = masks.document(cu_seqlens=torch.tensor([0, 2, 2, 5]), length=7).by_id()
+    assert made.ids.tolist() == [[0, 0, 2, 2, 2, 3, 3]]
+    assert boundaries
+    assert not any(b.storage_offset() for b in boundaries)
 
 
 def test_contiguous_ids_of_a_compiled_graph_are_those_of_eager():

@@ -73,6 +73,15 @@ def test_a_mode_that_is_promised_runs_on_some_case(name):
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_a_refusal_reads_no_data(name):
+    """As on a GPU, for which no check waits: tensors without data, and all of a call on one device that is no CPU."""
+    for bad in contract(name).bad_inputs:
+        sample = bad.make(torch.device("meta"))
+        with pytest.raises(bad.error, match=bad.match):
+            contract(name).function(*sample.args, **sample.kwargs)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_the_contract_is_complete(name):
     subject = contract(name)
     public = list(inspect.signature(subject.function).parameters)

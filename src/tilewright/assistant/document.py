@@ -55,6 +55,7 @@ class Document:
     control: two unchanged copies timed against each other, which shows the noise of this machine.
     totals: the unchanged model against the final one, timed together after all decisions.
     seconds: wall time of each stage.
+    commit: of the checkout that ran (`bench.commit`); empty for an installed package.
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class Document:
     accuracy: Accuracy | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    commit: str = ""
     schema: str = SCHEMA
 
     def decided(self, decision: Decision) -> list[ChangeRecord]:

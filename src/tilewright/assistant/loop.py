@@ -33,6 +33,7 @@ from tilewright.assistant.timing.threads import choose_threads, restored_threads
 from tilewright.assistant.trial import Trials
 from tilewright.assistant.workload import Goal, Workload, workload
 from tilewright.bench.calibrate import calibrate
+from tilewright.bench.commit import commit
 from tilewright.bench.machine import clocks, describe
 from tilewright.hardware import ceilings as stored
 from tilewright.hardware.ceilings import Ceilings
@@ -144,11 +145,12 @@ def optimize(
             with journal.stage("reference and control"):
                 trials = Trials(scene, stack, seed=seed, accept_dtype=accept_dtype, deadline=deadline, say=say)
                 trials.take_control()
-            proposals = trials.in_order(proposals)
-            for place, item in enumerate(proposals):
+            while proposals:
                 say.next()
+                item, *later = trials.in_order(proposals)
+                proposals = [other for other in proposals if other is not item]
                 with journal.stage(item.change.name):
-                    planned = [later.change for later in proposals[place + 1 :]]
+                    planned = [other.change for other in later]
                     records.append(trials.attempt(item.change, trials.predict_now(item), planned=planned))
             say.next()
             with journal.stage("final measurement"):
@@ -233,6 +235,7 @@ def _report(kind: Kind, scene: Scene, records: list[ChangeRecord], journal: _Jou
         changes=records,
         seconds=journal.seconds,
         notes=_doubts(roofs, observation),
+        commit=commit(),
     )
 
 

@@ -34,6 +34,7 @@ from tilewright.models.wide import dominant_dtype, full_precision, wide_copy, wi
 _EVALUATION_SHARE = 0.01  # of the budget, for the logits of one model; the same again for its decoding
 _NOISY_ROUNDS = 16  # of a control that is repeated because of noise, and of each comparison after it
 _CONTROL_SHARE = 0.05  # of the budget, for the control
+_OTHER_SPEED = 1.5  # a model this much faster has another noise: the control of the slower one says little of it
 _TIMING_SHARE = 0.5  # of a change's part of the budget; the rest is for applying, first calls and verification
 _LONGEST_TIMING_S = 20.0
 
@@ -52,7 +53,8 @@ class Trials:
         say: Callable[[str], None],
     ) -> None:
         self.main = main
-        self.control: Comparison | None = None
+        self.control: Comparison | None = None  # of the unchanged model, for the report
+        self._control_now: Comparison | None = None  # of the model as it runs now, for decisions
         self.notes: list[str] = []
         self._scene = scene
         self._request_us: float | None = None  # with what was kept, once something was
@@ -79,7 +81,7 @@ class Trials:
         """
         self._say("timing two unchanged models against each other")
         self._warm_up(self.trial.model)
-        self.control = self._compare_unchanged(self._fewest)
+        self.control = self._control_now = self._compare_equal(self._fewest)
         if not self.noise.too_noisy:
             return
         if self._work.device.type == "cpu" and torch.get_num_threads() > 1:
@@ -87,28 +89,29 @@ class Trials:
             self.notes.append("Measured with torch.set_num_threads(1): with more, two unchanged models differed.")
         self._say("the machine is noisy: timing them again, for longer")
         self._fewest = _NOISY_ROUNDS
-        self.control = self._compare_unchanged(self._fewest)
+        self.control = self._control_now = self._compare_equal(self._fewest)
 
     @property
     def noise(self) -> Noise:
-        """The noise of this machine, by the control."""
-        return Noise.of(self.control)
+        """The noise of this machine, by two equal models that run as fast as the model does now."""
+        return Noise.of(self._control_now)
 
     def in_order(self, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Put the proposals for which there is time first, in their own order; then the rest, the largest gain first.
 
-        Time is set aside for the largest predicted gain first, then for the next one, until there is too little.
+        Time is set aside for the largest gain, as predicted now, then for the next one, until there is too little.
         """
-        left = self._left() - self._trial_s()  # the final measurement takes as long as a trial
+        left = self._left() - self._final_s()
+        gains = {item.change.name: self.predict_now(item).high for item in proposals}
+        by_gain = sorted(proposals, key=lambda item: -gains[item.change.name])
         affordable = set()
-        for item in sorted(proposals, key=lambda item: -item.predicted.high):
+        for item in by_gain:
             needed = self._trial_s() + self._preparation_s(item.change)
             if needed <= left:
                 affordable.add(item.change.name)
                 left -= needed
         first = [item for item in proposals if item.change.name in affordable]
-        rest = [item for item in proposals if item.change.name not in affordable]
-        return first + sorted(rest, key=lambda item: -item.predicted.high)
+        return first + [item for item in by_gain if item.change.name not in affordable]
 
     def predict_now(self, item: Proposal) -> Prediction:
         """Predict again with the changes kept so far in force; the first prediction if none was kept."""
@@ -136,13 +139,8 @@ class Trials:
             logger.info("change %s failed", change.name, exc_info=True)
             record.reason = f"it failed: {first_line(error)}"
         if record.decision == "kept" and record.measured is not None:
-            gain = record.measured.decisive.gain
-            self._request_us = (self._request_us or self._scene.observation.request_us) / gain
-        if record.decision == "kept" and not self.in_place:
-            self._say(f"{change.name}: kept, applying it to the model")
-            self.main.push(change)
-            self._warm_up(self.main.model)
-        elif record.decision != "kept" and len(self.trial) > count:
+            self._keep(change, record.measured.decisive.gain, last=not planned)
+        elif len(self.trial) > count:
             self._say(f"{change.name}: undone")
             self.trial.pop()
         record.seconds = round(time.perf_counter() - began, 3)
@@ -191,6 +189,16 @@ class Trials:
             return
         record.decision, record.reason = self._time(change, record, seconds)
 
+    def _keep(self, change: Change, gain: float, *, last: bool) -> None:
+        """Put `change`, which the trial model has, on the model too; then take the control again if that pays."""
+        self._request_us = (self._request_us or self._scene.observation.request_us) / gain
+        if not self.in_place:
+            self._say(f"{change.name}: kept, applying it to the model")
+            self.main.push(change)
+            self._warm_up(self.main.model)
+        if gain > _OTHER_SPEED and not last:
+            self._retake_control(change)
+
     def _time(self, change: Change, record: ChangeRecord, seconds: float) -> tuple[Decision, str]:
         """Time the trial model against the one without its last change: the decision, and what was measured."""
         self._say(f"{change.name}: timing against the model without it")
@@ -230,7 +238,18 @@ class Trials:
         self._changed = evaluate(model, self._work, self._sample, decode=True)
         return judge(self._changed, self._own, self._reference)
 
-    def _compare_unchanged(self, fewest: int) -> Comparison:
+    def _retake_control(self, change: Change) -> None:
+        """Time two models with all that was kept against each other; a CUDA graph is steadier than eager launches."""
+        self._say(f"{change.name}: timing two equal models with it against each other")
+        before = self.noise
+        self._control_now = self._compare_equal(self._fewest)
+        self.notes.append(
+            f"With {change.name} two equal models differ by up to {self.noise.limit:.3f}x, without it by up to "
+            f"{before.limit:.3f}x: changes after it were held against the former."
+        )
+
+    def _compare_equal(self, fewest: int) -> Comparison:
+        """Time the model against its copy, both with what was kept so far."""
         seconds = _CONTROL_SHARE * self._left()
         before, after = Side(self.main.model), Side(self.trial.model)
         return compare(before, after, self._work, seconds=seconds, fewest=fewest)
@@ -240,7 +259,14 @@ class Trials:
 
     def _trial_s(self) -> float:
         """Least seconds of one trial without compilation: first calls, verification, the fewest rounds of timing."""
-        round_s = 0.0 if self.control is None else self.control.seconds / self.control.rounds
+        return self._rounds_s(self._control_now)
+
+    def _final_s(self) -> float:
+        """The same of the final measurement, half of whose calls are those of the unchanged model."""
+        return (self._rounds_s(self.control) + self._rounds_s(self._control_now)) / 2
+
+    def _rounds_s(self, control: Comparison | None) -> float:
+        round_s = 0.0 if control is None else control.seconds / control.rounds
         return self._evaluation_s + (self._fewest + 2) * round_s
 
     def _preparation_s(self, change: Change) -> float:

@@ -130,7 +130,8 @@ class PackedDocuments(TensorLeaf):
     def by_id(self) -> Document:
         """The same documents by the id of every key."""
         places = torch.arange(self.length, device=self.boundaries.device, dtype=torch.int32)
-        return Document(torch.bucketize(places, self.boundaries[1:].contiguous(), right=True, out_int32=True)[None])
+        # All boundaries, although the first, 0, is passed by all: before torch 2.13 Inductor cannot search in a slice
+        return Document(torch.bucketize(places, self.boundaries, right=True, out_int32=True)[None] - 1)
 
     def check(self, batch: int, heads: int, s_q: int, s_k: int) -> None:
         if self.length != s_k:

@@ -7,10 +7,11 @@ from tests.ops.attention.bounds import problem
 from tilewright import mask as masks
 from tilewright import ops
 from tilewright.dispatch import record
-from tilewright.ops.attention import score
+from tilewright.ops.attention import mla, score
 from tilewright.ops.attention.bucket import BAND, CAUSAL, FULL, SINKS, SOFTCAP, FmhaBucket
 from tilewright.ops.attention.fmha import BACKWARD, FORWARD
 from tilewright.ops.attention.fmha.torch_first import is_estimated
+from tilewright.ops.attention.mla.args import MlaBucket
 
 HALF = torch.bfloat16
 
@@ -47,7 +48,9 @@ def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
         ("fwd", {"D": 64, "mask": CAUSAL, "S_q": 2048}, False),
         ("bwd", {}, True),
         ("bwd", {"mask": CAUSAL}, False),
-        ("bwd", {"mask": CAUSAL, "group": 4}, True),
+        ("bwd", {"mask": CAUSAL, "group": 4}, False),
+        ("bwd", {"mask": CAUSAL, "group": 4, "S_q": 8192, "S_k": 8192}, True),
+        ("bwd", {"group": 4}, True),
         ("bwd", {"mask": CAUSAL, "group": 4, "S_q": 1024}, False),
         ("bwd", {"mask": CAUSAL, "BH": 4, "S_q": 2048, "S_k": 2048}, True),
         ("bwd", {"D": 64}, False),
@@ -56,12 +59,30 @@ def test_torch_is_the_guess_where_it_has_a_kernel(options, dtype, torchs):
     ],
 )
 def test_torch_is_the_guess_where_it_was_ahead_of_cuda(direction, sizes, torchs):
-    of = {"BH": 32, "group": 1, "S_q": 4096, "S_k": 4096, "D": 128, "D_v": 128, "mask": FULL, "extras": 0, "aligned": 1}
+    common = {
+        "BH": 32,
+        "group": 1,
+        "S_q": 4096,
+        "S_k": 4096,
+        "D": 128,
+        "D_v": 128,
+        "mask": FULL,
+        "extras": 0,
+        "aligned": 1,
+    }
     raw = {"fwd": FORWARD, "bwd": BACKWARD}[direction]
-    bucket = FmhaBucket(**{**of, **sizes})
+    bucket = FmhaBucket(**{**common, **sizes})
     assert raw.torch_first(bucket, HALF, "cuda") is torchs
     assert raw.torch_first(bucket, HALF, "triton"), "which was behind everywhere"
     assert raw.torch_first(bucket, torch.float32, "cuda"), "which takes 16 bits alone"
+
+
+@pytest.mark.parametrize(("keys", "torchs"), [(1024, False), (8192, False), (16384, True)])
+def test_torch_is_the_guess_for_long_backwards_of_latent_attention(keys, torchs):
+    bucket = MlaBucket(16, keys, keys, 128, 64, 128, CAUSAL, 1)
+    assert mla.BACKWARD.torch_first(bucket, HALF, "cuda") is torchs
+    assert mla.BACKWARD.torch_first(bucket, HALF, "triton")
+    assert not mla.FORWARD.torch_first(bucket, HALF, "cuda")
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -94,8 +115,18 @@ def test_torch_is_not_the_guess_where_joining_sinks_takes_longer_than_attention(
     ],
 )
 def test_a_kernel_of_ours_is_the_guess_where_torch_would_compute_in_steps(sizes, dtype, torchs, direction):
-    of = {"BH": 32, "group": 1, "S_q": 256, "S_k": 256, "D": 128, "D_v": 128, "mask": FULL, "extras": 0, "aligned": 1}
-    bucket = FmhaBucket(**{**of, **sizes})
+    common = {
+        "BH": 32,
+        "group": 1,
+        "S_q": 256,
+        "S_k": 256,
+        "D": 128,
+        "D_v": 128,
+        "mask": FULL,
+        "extras": 0,
+        "aligned": 1,
+    }
+    bucket = FmhaBucket(**{**common, **sizes})
     assert {"fwd": FORWARD, "bwd": BACKWARD}[direction].torch_first(bucket, dtype, "triton") is torchs
 
 
@@ -124,5 +155,15 @@ def test_a_causal_mask_that_no_kernel_of_torch_has_is_a_band():
     ],
 )
 def test_estimates_are_told_from_guesses_that_were_measured(sizes, dtype, estimated):
-    of = {"BH": 32, "group": 1, "S_q": 4096, "S_k": 4096, "D": 128, "D_v": 128, "mask": FULL, "extras": 0, "aligned": 1}
-    assert is_estimated(FmhaBucket(**{**of, **sizes}), dtype) is estimated
+    common = {
+        "BH": 32,
+        "group": 1,
+        "S_q": 4096,
+        "S_k": 4096,
+        "D": 128,
+        "D_v": 128,
+        "mask": FULL,
+        "extras": 0,
+        "aligned": 1,
+    }
+    assert is_estimated(FmhaBucket(**{**common, **sizes}), dtype) is estimated

@@ -10,7 +10,8 @@ from tests.ops.gemm.scaled_problems import operands as scaled_operands
 
 from tilewright.errors import InputError
 from tilewright.hardware.sm_budget import set_sm_budget
-from tilewright.ops.gemm.dense.args import MatmulArgs, MatmulBucket, plain_args
+from tilewright.ops.gemm.bmm import FORWARD as BMM
+from tilewright.ops.gemm.dense.args import BmmBucket, MatmulArgs, MatmulBucket, plain_args
 from tilewright.ops.gemm.grouped.args import GroupedBucket
 from tilewright.ops.gemm.kernels.sm90 import (
     cost_model,
@@ -22,6 +23,7 @@ from tilewright.ops.gemm.kernels.sm90 import (
     middle_cost,
 )
 from tilewright.ops.gemm.kernels.sm90.cost_model import Problem, Tile
+from tilewright.ops.gemm.matmul import FORWARD
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
 from tilewright.ops.gemm.scaled.args import ScaledBucket, ScaledMatmulArgs
 
@@ -44,7 +46,7 @@ def fp8_config(tile, scaling=2):
 # ----------------------------------------------------------------------------------------------- what is chosen
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(128, 576, 7168), (128, 2112, 7168), (256, 3584, 18944)])
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 576, 7168), (128, 2112, 7168), (128, 3584, 18944)])
 def test_few_tiles_of_long_k_are_split(m, n, k):
     config = dense.configure(bucket(m, n, k), bf16)
     assert config.split > 1 and config in dense.CONFIGS
@@ -55,6 +57,16 @@ def test_few_tiles_of_long_k_are_split(m, n, k):
 @pytest.mark.parametrize(("m", "n", "k"), [(512, 28672, 4096), (256, 37888, 3584), (128, 4096, 64), (4096, 576, 7168)])
 def test_many_tiles_and_short_k_are_not(m, n, k):
     assert dense.configure(bucket(m, n, k), bf16).split == 1
+
+
+def test_the_library_comes_first_unless_k_is_split():
+    def torch_first(m, k, layout=0, first="cuda"):
+        return FORWARD.torch_first(bucket(m, 4096, k, layout), bf16, first)
+
+    assert not torch_first(128, 7168)
+    assert torch_first(128, 4096) and torch_first(256, 7168)
+    assert torch_first(128, 7168, layout=1) and torch_first(128, 7168, first="triton")
+    assert BMM.torch_first(BmmBucket(8, 128, 4096, 7168, 0, 1, 16, 0), bf16, "cuda")
 
 
 def test_groups_and_requantised_results_have_no_split():

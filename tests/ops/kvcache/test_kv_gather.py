@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from tests.harness.searches import searched
 from tests.ops.kvcache.paged import paged
 
 from tilewright.errors import InputError
@@ -77,3 +78,24 @@ def test_the_scales_of_an_e4m3_cache(backend):
     of_tokens = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
     k, _ = kv_gather(cache, cache, lengths, tokens=2, k_scale=of_tokens, v_scale=of_tokens, backend=backend)
     assert k.flatten().tolist() == [1.0, 4.0, -1344.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_beyond_the_result_are_left_out_where_no_check_reads(backend, monkeypatch):
+    cache = torch.arange(8.0).view(2, 4, 1, 1)
+    lengths, bounds = torch.tensor([3, 4], dtype=torch.int32), torch.tensor([0, 2, 6], dtype=torch.int32)
+    options = {"cu_seqlens": bounds, "backend": backend}
+    with pytest.raises(InputError, match="must not fall, from 0 to at most T = 3"):
+        kv_gather(cache, cache, lengths, tokens=3, **options)
+    whole, _ = kv_gather(cache, cache, lengths, tokens=6, **options)
+    assert whole.flatten().tolist() == [1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+    monkeypatch.setattr("tilewright.ops.kvcache.checks.may_read", lambda t: False)
+    for made in kv_gather(cache, cache, lengths, tokens=3, **options):
+        assert torch.equal(made, whole[:3])
+
+
+def test_the_reference_searches_in_no_slice():
+    cache, bounds = torch.zeros(2, 4, 1, 1), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with searched() as boundaries:
+        kv_gather(cache, cache, torch.tensor([3, 4], dtype=torch.int32), tokens=6, cu_seqlens=bounds, backend="torch")
+    assert not any(b.storage_offset() for b in boundaries)

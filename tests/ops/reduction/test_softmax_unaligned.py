@@ -156,7 +156,7 @@ def test_bodies_are_loaded_and_stored_by_16_bytes(kernels, n, backward):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True])
 def test_candidates_are_right_at_the_size_they_are_for(kernels, backward):
-    for m, n in ((300, 501), (300, 4097), (140, 50257), (3, 50257)):
+    for m, n in ((300, 501), (300, 4097), (140, 50257), (300, 50257), (260, 128257), (3, 50257)):
         x, dy = (torch.randn(m, n, device="cuda").bfloat16() for _ in range(2))
         y = torch.softmax(x, -1)
         wide, grads = y.double(), dy.double()

@@ -2,8 +2,22 @@
 
 import torch
 from tests.ops.sampling.places import everywhere
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import ops
+
+
+class Divisors(TorchDispatchMode):
+    """What torch divides by."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar):
+            self.found.append(args[1])
+        return func(*args, **(kwargs or {}))
 
 
 @everywhere
@@ -33,6 +47,14 @@ def test_a_tensor_has_one_penalty_a_row(place):
         row = slice(i, i + 1)
         alone = ops.apply_penalties(x[row], counts[row], repetition=value, presence=0.5, backend=place.backend)
         assert torch.equal(alone, together[row])
+
+
+def test_the_reference_divides_by_a_tensor():
+    """On a GPU torch multiplies by the reciprocal of a number, which gives other bits."""
+    x, counts = torch.randn(2, 5), torch.ones(2, 5, dtype=torch.int32)
+    with Divisors() as divisors:
+        ops.apply_penalties(x, counts, repetition=1.3, backend="torch")
+    assert [d.shape for d in divisors.found] == [(1, 1)]
 
 
 @everywhere

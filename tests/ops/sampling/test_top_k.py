@@ -25,6 +25,22 @@ def test_nan_is_the_largest(place):
     assert ops.top_k(x, 5, backend=place.backend)[1].tolist() == [[2, 4, 3, 0, 1]]
 
 
+def test_nan_is_the_largest_where_torch_sorts_bits(monkeypatch):
+    """As on a GPU, where a NaN with a sign bit is the least."""
+    sort = torch.Tensor.sort
+
+    def by_bits(x, **options):
+        bits = x.view(torch.int32)
+        return sort(bits ^ ((bits >> 31) & 0x7FFFFFFF), **options)
+
+    x = torch.tensor([[1.0, -torch.inf, torch.nan, torch.inf, -torch.nan]])
+    x.view(torch.int32)[0, 4] = -1  # torch may have dropped the sign
+    monkeypatch.setattr(torch.Tensor, "sort", by_bits)
+    values, indices = ops.top_k(x, 5, backend="torch")
+    assert indices.tolist() == [[2, 4, 3, 0, 1]]
+    assert values.view(torch.int32)[0, 1] == -1
+
+
 @pytest.mark.interp
 def test_the_kernel_says_what_it_takes():
     with pytest.raises(RefusedError, match="takes k up to 256"):

@@ -1,4 +1,4 @@
-"""Decide what a measured gain says, given what two identical models differ by on this machine now (the control).
+"""Decide what a measured gain says, given what two equal models differ by on this machine now (the control).
 
 The rule: a change is faster where the whole 95 % interval of its gain lies above 1 and above the far end of the
 control's interval, and slower where it lies below both the other way round. A machine on which the control itself is
@@ -43,7 +43,7 @@ class Noise:
     def sentence(self) -> str:
         """Why nothing can be judged."""
         return (
-            f"this machine is too noisy to judge now: two unchanged models differ by {self.low:.2f}x to "
+            f"this machine is too noisy to judge now: two equal models differ by {self.low:.2f}x to "
             f"{self.high:.2f}x on it"
         )
 
@@ -61,5 +61,5 @@ def decide(gain: Metric, noise: Noise, *, clock: str = "wall") -> tuple[Decision
     if gain.gain_low < 1 / _TOO_WIDE and gain.gain_high > _TOO_WIDE:
         return "not judged", f"{measured}: the machine was too noisy to tell a gain from a loss."
     if gain.gain_low > 1.0:
-        return "rejected", f"{measured}: no more than two unchanged models differ by here ({noise.limit:.3f}x)."
+        return "rejected", f"{measured}: no more than two equal models differ by here ({noise.limit:.3f}x)."
     return "rejected", f"{measured}: the interval does not exclude no gain."

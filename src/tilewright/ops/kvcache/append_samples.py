@@ -123,7 +123,9 @@ BAD_INPUTS = (
         "e4m3 without scales", "float8_e4m3fn needs both", lambda a: (a.pop("k_scale"), a.pop("v_scale")), scales="head"
     ),
     _bad(
-        "scales without e4m3", "other dtypes neither", lambda a: a.update(k_scale=torch.ones(2), v_scale=torch.ones(2))
+        "scales without e4m3",
+        "other dtypes neither",
+        lambda a: a.update(k_scale=a["k"].new_ones(2).float(), v_scale=a["k"].new_ones(2).float()),
     ),
     _bad("scale of another shape", "a scale for each head", replaced("k_scale", lambda t: t[:1]), scales="head"),
     _bad("integers", "k_cache is torch.int32", replaced("k_cache", lambda t: t.to(torch.int32))),

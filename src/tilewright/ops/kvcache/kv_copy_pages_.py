@@ -208,8 +208,12 @@ CONTRACT = register(
         bad_inputs=(
             _bad("int64 pages", r"src is \(2,\) torch.int64; needs int32", replaced("src", Tensor.long)),
             _bad("other count", r"dst is \(1,\) torch.int32; needs int32, \(2,\)", replaced("dst", lambda t: t[:1])),
-            _bad("a list", "must be tensors", replaced("src", lambda t: t.tolist())),
-            _bad("scales of heads", "scales of heads are not copied", lambda a: a.update(k_scale=torch.ones(2))),
+            _bad("a list", "must be tensors", lambda a: a.update(src=[0, 1])),
+            _bad(
+                "scales of heads",
+                "scales of heads are not copied",
+                lambda a: a.update(k_scale=a["k_cache"].new_ones(2).float()),
+            ),
             _bad("another cache", "they must have one dtype", replaced("v_cache", lambda t: t[1:])),
             _bad("expanded cache", "k_cache is expanded", replaced("k_cache", lambda t: t[:1].expand(t.shape))),
             _bad("flat cache", r"k_cache is \(7, 96\)", replaced("k_cache", lambda t: t.flatten(1))),

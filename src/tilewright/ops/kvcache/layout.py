@@ -45,7 +45,8 @@ def token_slots(
         sequence, end = token // each, (token // each + 1) * each
         live = torch.ones_like(token, dtype=torch.bool)
     else:
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(cu_seqlens.dtype), right=True)
+        # No torch.searchsorted: before torch 2.13 Inductor loses the place where a slice of its boundaries begins
+        sequence = (cu_seqlens[1:, None] <= token).sum(0)
         live = sequence < batch
         sequence = sequence.clamp(max=batch - 1)
         end = cu_seqlens[sequence + 1].long()

@@ -92,8 +92,9 @@ def reference(
 
 def _penalised(args: ApplyPenaltiesArgs) -> Tensor:
     x, counts = args.logits.to(rows.accumulate_dtype(args.logits.dtype)), args.counts
+    # A number in a tensor too: on a GPU torch divides by a tensor, but multiplies by the reciprocal of a number
     repetition, presence, frequency = (
-        number if tensor is None else tensor.to(x.dtype)[:, None]
+        x.new_full((1, 1), number) if tensor is None else tensor.to(x.dtype)[:, None]
         for tensor, number in zip(args[4:7], args[7:], strict=True)
     )
     present = counts > 0 if args.prompt is None else (counts > 0) | args.prompt

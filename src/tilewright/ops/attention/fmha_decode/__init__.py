@@ -65,7 +65,8 @@ def fmha_decode(
     graph serves all lengths and tables.  Programs share the keys evenly whatever the lengths are.  Entries of the table
     behind a length are not followed, and slots that no token sees are not read: they may hold anything, NaN too.
     0 <= lengths <= capacity and pages that exist are the caller's promise; longer ones count as the capacity.
-    Bits repeat.  Under numerics("batch_invariant") those of a sequence do not depend on the others.  No gradient.
+    Bits repeat.  Under numerics("batch_invariant") those of a sequence do not depend on the others, unless torch, which
+    does not promise it, computes on a GPU.  No gradient.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes, scales and options that do not go together, and where a gradient is wanted.
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023.

@@ -215,14 +215,14 @@ def _sample(device: torch.device, change: Mapping[str, Any], packed: bool) -> Sa
     ]
     if packed:
         tensors.append(change["starts"] if "starts" in change else int32((0, 1, 2), device))
-    lengths = change["lengths"] if "lengths" in change else int32((3, 5), device)
+    tensors.append(change["lengths"] if "lengths" in change else int32((3, 5), device))
     options = {"block_table": int32([[0, 1], [2, 3]], device, (2, 2)), **change.get("options", {})}
-    options = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in options.items()
-        if value is not None
-    }
-    return Sample((*tensors, lengths.to(device) if isinstance(lengths, Tensor) else lengths), options)
+
+    def there(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    kwargs = {name: there(value) for name, value in options.items() if value is not None}
+    return Sample(tuple(there(t) for t in tensors), kwargs)
 
 
 def _bad(name: str, match: str, packed: bool = False, **change: Any) -> BadInput:

@@ -145,7 +145,7 @@ def fitted(
     head has more than 128 numbers.
     terms: scores are softcapped, get a slope or are masked by a program, and AMD's GPUs keep the comparisons of all
     scores in scalar registers.   scattered: rows are unaligned and each element is loaded into a separate register, for
-    which four warps have no room.
+    which four warps have no room, unless a head has at most 64 numbers.
     """
     arch, size = target_of(t), t.element_size()
     shared = SHARED_BYTES["sm_90"] if arch == "cpu" else SHARED_BYTES.get(arch, SHARED_ELSEWHERE)
@@ -157,7 +157,7 @@ def fitted(
         tile = tile._replace(**{side: min(getattr(tile, side), n) for side, n in rows.items()})
         if arch.startswith("gfx"):
             tile = tile._replace(num_warps=4, num_stages=min(tile.num_stages, 2))
-        elif size == 2 and tile.block_m * tile.block_n <= 2048 and not scattered:
+        elif size == 2 and tile.block_m * tile.block_n <= 2048 and not (scattered and widest > 64):
             tile = tile._replace(num_warps=4)
     while (
         tile.num_stages > 1

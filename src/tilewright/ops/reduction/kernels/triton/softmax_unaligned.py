@@ -45,6 +45,7 @@ class UnalignedConfig(NamedTuple):
     packed: bool = False
 
 
+_ONE_WAVE = 256  # rows, one or two for each multiprocessor
 WHOLE = 2 * plain.REGISTERS  # elements of 16 bits that 16 warps hold packed, 64 registers a thread
 
 
@@ -52,10 +53,14 @@ def configure(bucket: RowsBucket, dtype: torch.dtype) -> UnalignedConfig | None:
     m, n = bucket
     if not odd_length(n, dtype):
         return None
-    if plain.REGISTERS < n <= WHOLE and m > plain.SPLIT_ROWS and dtype.itemsize == 2:
-        # The row is read once.  The plain backward of 32768 columns holds as much a thread: 198.5 us at 4096 rows, and
-        # 233.5 where half of each row is read twice (H200, 2026-11)
-        return UnalignedConfig(WHOLE, num_warps=16, packed=True)
+    if n > plain.REGISTERS and m > plain.SPLIT_ROWS and dtype.itemsize == 2:
+        # Two passes over parts of a row keep more programs on a multiprocessor: 77.6 us at 2000 x 32776 and 130.9 at
+        # 2000 x 50257, 114.6 and 129.7 with the whole row held.  Of few rows each takes as long as its two passes: 8 x
+        # 50257 takes 7.9 us held and 12.5 in parts (H200, 2026-11)
+        if m > _ONE_WAVE:
+            return UnalignedConfig(plain.REGISTERS // 4, num_warps=8, packed=True)
+        if n <= WHOLE:
+            return UnalignedConfig(WHOLE, num_warps=16, packed=True)
     return UnalignedConfig(*plain.configure(bucket, dtype))
 
 
@@ -73,7 +78,7 @@ CONFIGS = tuple(
     dict.fromkeys(
         config
         for n in _LENGTHS
-        for m in (1, 8, 4096)
+        for m in (1, 8, 128, 4096)
         if (config := configure(RowsBucket(m, n), torch.bfloat16)) is not None
     )
 )
