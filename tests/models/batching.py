@@ -59,10 +59,8 @@ def alone(model: Any, name: str, texts: list[list[int]]) -> list[list[int]]:
     """The same of `generate`, one request after another."""
     model.set_attn_implementation(name)
     device = next(model.parameters()).device
-    rows = [
-        model.generate(torch.tensor([text], device=device), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
-        for text in texts
-    ]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    rows = [model.generate(torch.tensor([text], device=device), **options) for text in texts]
     return [row[0, len(text) :].tolist() for row, text in zip(rows, texts, strict=True)]
 
 

@@ -131,7 +131,7 @@ def test_forward_is_refused() -> None:
 
 
 class Paged:
-    """One layer's cache of 12 pages of 4 tokens, 2 heads of 8; sequences of 6, 9 and 1 keys, the last 2, 4 and 1 new."""
+    """One layer's 12 pages of 4 tokens, 2 heads of 8; sequences of 6, 9 and 1 keys, the last 2, 4 and 1 of them new."""
 
     lengths, new = (6, 9, 1), (2, 4, 1)
     table = ((3, 7, -1), (5, 0, 9), (2, -1, -1))

@@ -25,6 +25,7 @@ from torch import nn
 from tilewright.dispatch import contract
 from tilewright.errors import BackendError
 from tilewright.models.attention import interface, measured
+from tilewright.models.attention.refused import REFUSED
 from tilewright.models.report import Row
 from tilewright.models.stand_in import serving_device, takes_unmeasured
 from tilewright.models.wide import dominant_dtype
@@ -118,7 +119,7 @@ def _why_not_fmha(model: nn.Module, current: str, layers: list[nn.Module]) -> st
     if current not in ("eager", "sdpa"):
         return f"it runs {current!r}"
     passed = _passed(model)
-    refused = [what for word, what in interface.REFUSED.items() if word in passed]
+    refused = [what for word, what in REFUSED.items() if word in passed]
     if refused:
         return f"it passes {' and '.join(refused)}"
     if getattr(model.config, "output_attentions", False):

@@ -29,6 +29,7 @@ from tilewright.ops.attention.fmha import fmha
 NAME = "tilewright"
 MEASURED = f"{NAME}_measured"
 
+
 def register_attention() -> str:
     """Register `ops.fmha` with transformers: `model.set_attn_implementation("tilewright")`.  Returns that name.
 

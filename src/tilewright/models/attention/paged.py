@@ -66,12 +66,13 @@ def attend_paged(
     refuse(kwargs)
     if dropout:
         raise InputError(f"attention: dropout is {dropout}; a paged cache is for inference. Call model.eval().")
-    layer = paged_layer(cache, module.layer_idx)
+    layer_idx: Any = module.layer_idx
+    layer = paged_layer(cache, layer_idx)
     step = _step(cache, layer, query.shape[2], kwargs)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux, "backend": backend}
     if step.mask is not None:
         read_index, write_index = kwargs["read_index"], kwargs["write_index"]
-        k, v = cache.update(key, value, module.layer_idx, read_index, write_index)
+        k, v = cache.update(key, value, layer_idx, read_index, write_index)
         o = fmha(query.transpose(1, 2), k[None], v[None], mask=step.mask, layout="BSHD", **options)
         assert isinstance(o, Tensor)
         return o, None
@@ -90,7 +91,9 @@ def _attend_pages(
     """Store the new tokens, then attend over the pages: (T, H, D)."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     lengths, cu_seqlens = step.lengths, batch["cu_seq_lens_q"]
-    assert layer.k_pages is not None and layer.v_pages is not None and lengths is not None
+    assert layer.k_pages is not None
+    assert layer.v_pages is not None
+    assert lengths is not None
     # One new token each: in the decode path, and elsewhere where the longest is 1 and no token is padding
     if batch["max_seqlen_q"] == 1 and q.shape[0] == lengths.shape[0]:
         cu_seqlens = None
