@@ -49,6 +49,8 @@ def get_current_backend() -> str:
 def numerics(mode: str) -> Iterator[None]:
     """Choose implementations by what they promise: "deterministic" or "batch_invariant"; "default" lifts it again.
 
+    "batch_invariant" is a promise of forward calls: the order in which a gradient of attention is added up depends on
+    the whole batch.
     Where torch is chosen, "deterministic" also keeps its reference from vendor kernels that add in any order: the
     backward of attention in cuDNN and FLASH.
     """
