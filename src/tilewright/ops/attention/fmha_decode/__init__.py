@@ -64,7 +64,8 @@ def fmha_decode(
     lengths and block_table stay on the device, nothing waits for them, and the grid depends on shapes alone: one CUDA
     graph serves all lengths and tables.  Programs share the keys evenly whatever the lengths are.  Entries of the table
     behind a length are not followed, and slots that no token sees are not read: they may hold anything, NaN too.
-    0 <= lengths <= capacity and pages that exist are the caller's promise; longer ones count as the capacity.
+    0 <= lengths <= capacity and pages that exist are the caller's promise; longer ones count as the capacity.  Under
+    TILEWRIGHT_CHECK=1 both are looked at, which waits for the GPU, and an InputError names what is outside.
     Bits repeat.  Under numerics("batch_invariant") those of a sequence do not depend on the others, unless torch, which
     does not promise it, computes on a GPU.  No gradient.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.

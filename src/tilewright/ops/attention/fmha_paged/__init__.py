@@ -54,6 +54,7 @@ def fmha_paged(
     Tokens after the last sequence, as in a captured batch that is not full: o = 0, lse = -inf (with a sink, the sink).
 
     Numbers stay on the device and the grid depends on shapes alone: one CUDA graph serves all divisions of T tokens.
+    TILEWRIGHT_CHECK=1 looks at them as in `fmha_decode`.
     Sequences with few tokens are cut along their keys, those with many along their tokens too, each in a launch of
     its own; both find their work on the device.  Bits repeat.  Under numerics("batch_invariant") those of a
     sequence do not depend on the others, unless torch, which does not promise it, computes on a GPU.  No gradient.

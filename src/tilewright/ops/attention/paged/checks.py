@@ -7,8 +7,10 @@ from torch import Tensor
 
 from tilewright.errors import InputError
 from tilewright.ops.attention.checks import check_scale
+from tilewright.ops.kvcache.checks import may_read
 from tilewright.ops.quant.numbers import E4M3
 from tilewright.ops.rows import FLOATS
+from tilewright.settings import current
 
 if TYPE_CHECKING:
     from tilewright.ops.attention.paged.args import Cache, PagedArgs
@@ -107,6 +109,37 @@ def check(op: str, args: "PagedArgs") -> None:
     floating = (q, k, v, sinks, args.k_scale, args.v_scale)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floating):
         raise InputError(f"{op}: attention over a KV cache has no gradient. Use torch.no_grad(), or fmha.")
+    if batch and current().check and may_read(args.lengths):
+        _check_numbers(op, args)
+
+
+def _check_numbers(op: str, args: "PagedArgs") -> None:
+    """Lengths, cu_seqlens and the pages that some token sees lie inside of the cache and of q."""
+    n = args.lengths.long().cpu()
+    if int(n.min()) < 0 or int(n.max()) > args.capacity:
+        raise InputError(f"{op}: lengths reach from {int(n.min())} to {int(n.max())}; needs 0 to {args.capacity}.")
+    tokens = args.q.shape[0]
+    if args.cu_seqlens is None:
+        new = torch.full_like(n, tokens // n.shape[0])
+    else:
+        bounds = args.cu_seqlens.long().cpu()
+        new = bounds.diff()
+        if int(bounds[0]) != 0 or int(bounds[-1]) > tokens or int(new.min()) < 0:
+            raise InputError(
+                f"{op}: cu_seqlens_q is {bounds.tolist()[:9]}; must not fall, from 0 to at most T = {tokens}."
+            )
+    if args.block_table is None:
+        return
+    pages, page_size = args.k_cache.shape[:2]
+    first = (n - new - args.left).clamp_min(0) if args.left >= 0 else torch.zeros_like(n)
+    block = torch.arange(args.block_table.shape[1])
+    used = (block * page_size < n[:, None]) & ((block + 1) * page_size > first[:, None]) & (new > 0)[:, None]
+    entries = args.block_table.cpu()[used]
+    if entries.numel() and (int(entries.min()) < 0 or int(entries.max()) >= pages):
+        raise InputError(
+            f"{op}: the pages in use reach from {int(entries.min())} to {int(entries.max())} in block_table; "
+            f"needs 0 to {pages - 1}."
+        )
 
 
 def _check_scales(op: str, args: "PagedArgs") -> None:
