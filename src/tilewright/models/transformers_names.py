@@ -12,7 +12,7 @@ names (`AutoConfig`, `AttentionInterface`, `PreTrainedModel`) are imported where
 | `initialization.no_init_weights` | 5.0 | |
 | `GenerationConfig._get_default_generation_params` | 5.0 | |
 | `modeling_layers.GradientCheckpointingLayer` | 5.0 | from 5.23 it wraps the `forward` of its subclasses |
-| `PagedAttentionCache` | 5.14 | another structure from 5.18; from 5.19 continuous batching takes no foreign names |
+| `PagedAttentionCache` | 5.14 | windows right from 5.16, other structure from 5.18; from 5.19 no foreign names |
 
 Transformers is imported inside the functions, and always by the submodule: the package itself is a lazy module, which
 the Dynamo of torch 2.11 does not accept.
@@ -24,6 +24,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from tilewright.errors import InputError
 
 SUPPORTED = ((5, 14), (5, 23))  # the oldest and the newest release, both included
 
@@ -99,8 +101,18 @@ def takes_paged_names() -> bool:
     return "paged|sdpa" in AttentionInterface()
 
 
+def has_right_windows() -> bool:
+    """True if a paged cache returns the keys of a window where a prompt was cut into chunks: since 5.16."""
+    from transformers import __version__
+
+    return tuple(int(number) for number in __version__.split(".")[:2]) >= (5, 16)
+
+
 def paged_layer(cache: Any, layer: int) -> PagedLayer:
-    """The pages of a layer in the PagedAttentionCache of continuous batching."""
+    """The pages of a layer in the PagedAttentionCache of continuous batching.
+
+    Raises InputError for a layer with a window whose cache is not right.
+    """
     if hasattr(cache, "layer_to_allocator"):  # 5.18
         allocator = cache.layer_to_allocator[layer]
         window = getattr(allocator, "sliding_window", None)
@@ -108,6 +120,11 @@ def paged_layer(cache: Any, layer: int) -> PagedLayer:
         return PagedLayer(allocator.index, layer == allocator.layer_indices[0], window, *pages)
     group, place = cache.layer_index_to_group_indices[layer]
     window = cache.sliding_windows[layer]  # 1 without one
+    if window > 1 and not has_right_windows():
+        raise InputError(
+            "attention: the paged cache of transformers 5.14 and 5.15 hands wrong keys to layers with a window, "
+            "those of its own attention too. Use 5.16 or newer."
+        )
     if window > 1:
         return PagedLayer(group, place == 0, window, None, None)
     shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
