@@ -3,12 +3,12 @@
 An item is a tile of 128 keys of one kv head, with all query heads that share it.  The query heads of a kv head may be
 divided into equal parts, each with items of its own; one more kernel adds up the rounded dk and dv of the parts.
 Two things are gained.  Few keys of few kv heads are fewer items than multiprocessors, so part of the GPU would wait.
-And under a causal mask an item with few query tiles waits in each of its heads for the item with the most, because
-items add to dq in order; an item of one head never waits.  `parts` estimates the time of every division, by list
-scheduling of the items' steps and the bytes of the sum, and takes the least:
+And under a causal mask items of several heads take longer than their steps, as if each waited in every head for the
+item with the most query tiles; why is not known (all heads of a query tile first is no faster).  `parts` estimates the
+time of every division, by list scheduling of the items' steps and the bytes of the sum, and takes the least:
 
     steps * 128 * 64 * 2 * (3 D + 2 D_v) flops at 3.6 TFLOP/s a multiprocessor, a step more for the ends of an item;
-    causal: the items of the first round end after all heads but one of the longest item, and 10 % more for later waits;
+    causal: the items of the first round end after all heads but one of the longest item, and 10 % more for later ones;
     if divided, 4 us for the launch, and dk and dv written, read and summed at 3 TB/s.
 
 The rates are fitted to 54 times of 18 problems on an H200: the choice is the best in 15, and at most 5 % behind.
@@ -71,7 +71,7 @@ def _rounds(steps: list[int], copies: int, heads: int, causal: bool, sms: int) -
         for _ in range(copies):
             begin = busy[0]
             end = begin + count * heads + 1
-            if begin < longest:  # waits in each head for the longest item
+            if begin < longest:  # as if it waited in each head for the longest item
                 end = max(end, longest + count + 1)
             heapreplace(busy, end)
     return max(busy) * (1 + _WAITS * (1 - 1 / heads) if causal else 1)
