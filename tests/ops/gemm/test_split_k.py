@@ -60,11 +60,12 @@ def test_many_tiles_and_short_k_are_not(m, n, k):
 
 
 def test_the_library_comes_first_unless_k_is_split():
-    def torch_first(m, k, layout=0, first="cuda"):
-        return FORWARD.torch_first(bucket(m, 4096, k, layout), bf16, first)
+    def torch_first(m, k, layout=0, first="cuda", n=4096):
+        return FORWARD.torch_first(bucket(m, n, k, layout), bf16, first)
 
     assert not torch_first(128, 7168)
     assert torch_first(128, 4096) and torch_first(256, 7168)
+    assert not torch_first(128, 3584, n=37888) and torch_first(192, 3584, n=37888)
     assert torch_first(128, 7168, layout=1) and torch_first(128, 7168, first="triton")
     assert BMM.torch_first(BmmBucket(8, 128, 4096, 7168, 0, 1, 16, 0), bf16, "cuda")
 

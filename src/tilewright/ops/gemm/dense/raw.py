@@ -75,21 +75,27 @@ def _direct(out: Tensor, args: MatmulArgs) -> bool:
 
 
 _FEW_RESULTS, _SHALLOW = 1 << 19, 64  # a tile of 64 x 64 for each multiprocessor of an H200; K
-_LONG, _NT = 7168, 0  # K; the layout of the sizes that were measured
+_LONG, _WIDE, _NT = 7168, 28672, 0  # K; N; the layout of the sizes that were measured
 
 
 def _torch_first(bucket: Any, dtype: torch.dtype, first: str) -> bool:
     """Prefers the vendor's library for unmeasured problems of many rows whose epilogue it fuses.
 
     Float32 is the library's with any epilogue, though that is more kernels, unless their launches take longer than a
-    tile of Triton; an estimate.  Up to 128 rows of long K have few tiles, of which CUDA C++ splits K: 0.9 of cuBLAS's
-    time on an H200 (ten sizes, 0.75 to 1.02).
+    tile of Triton; an estimate.  Up to 128 rows CUDA C++ takes 0.92 of cuBLAS's time on an H200 where K is long, which
+    it splits, or N is wide (fourteen sizes, 0.77 to 1.02).
     """
     if dtype == torch.float32:
         results = getattr(bucket, "B", 1) * bucket.M * bucket.N
         return bucket.epilogue == PLAIN or bucket.K > _SHALLOW or results > _FEW_RESULTS
     single = getattr(bucket, "B", 1) == 1
-    if first == "cuda" and single and bucket.M <= 128 and bucket.K >= _LONG and bucket.layout == _NT:
+    if (
+        first == "cuda"
+        and single
+        and bucket.M <= 128
+        and bucket.layout == _NT
+        and (bucket.K >= _LONG or bucket.N >= _WIDE)
+    ):
         return False
     return dtype != FP8 and bucket.M > 64 and bucket.epilogue == PLAIN
 
