@@ -43,6 +43,8 @@ def merge_states(
     Returns o' (..., D) in out_dtype and lse' (...) float32.   out_dtype: bf16|fp16|fp32, by default the dtype to which
     torch promotes those of the states.   Ring attention keeps its sum in float32:
     `o, lse = merge_states((o, o_i), (lse, lse_i), out_dtype=torch.float32)`.
+    Decoding behind a prefix of whole pages that all sequences share: `fmha_paged` with the tokens of all as one
+    sequence over the shared pages, causal=False, so that their keys are read once, and `fmha_decode` over the others.
 
     Computed in float32, added in an order that does not change from call to call, rounded once.  A state with an lse of
     -inf, which saw no key, adds nothing, whatever its o holds; where all are so, o' = 0 and lse' = -inf.  Logarithms to
