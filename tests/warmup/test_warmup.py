@@ -261,3 +261,10 @@ def test_indexing_by_tensors_and_masks():
     rows, mask = torch.tensor([1, 0, 1]), torch.tensor([[True, False, True], [False, True, True]])
     for index in (rows, mask, (mask, slice(1, 3)), (slice(None), torch.tensor([2, 0])), (rows, slice(None), 1)):
         assert torch.equal(_index(x, index), x[index])
+
+
+def test_the_program_of_packed_sequences_is_prepared():
+    calls = (call for call in trace_suite("attention", None, "cuda") if call.op.op == "fmha_varlen")
+    names = {job.name for job in plan(calls, "sm_90", ()).jobs}
+    assert {"_packed_kernel", "_carry_kernel"} <= names
+    assert "_packed_kernel" not in {job.name for job in plan(trace_suite("attention", None, "cpu"), "cpu", ()).jobs}

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.dispatch.backends import module_exists
 from tilewright.errors import InputError
+from tilewright.jit.collect import collecting
 from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
 from tilewright.mask.leaves import TensorLeaf, check_size, narrowed
 from tilewright.mask.leaves import causal as causal_band
 from tilewright.mask.leaves import window as window_band
-from tilewright.mask.program import Part
+from tilewright.mask.program import HEADER_OF_SEQUENCES, Part
 
 PACKED_PROGRAMS = "seq:0", "seq.b:0"
 """The programs of packed sequences and nothing else, the same for all rows of the batch or for each its own."""
@@ -53,7 +55,41 @@ def sequences(
         band = band & causal_band()  # not `&=`, which the Dynamo of torch 2.11 cannot trace
     assert isinstance(band, Band), "an intersection of bands is a band"
     keys = length_q if length_k is None else length_k
+    if _launchable(cu_q) and _launchable(cu_k):
+        return _written(cu_q, cu_k, length_q, keys, band)
     return Sequences(_table(cu_q, cu_k, length_q, keys, band)[None], keys)
+
+
+def _launchable(cu: Tensor) -> bool:
+    """Can a kernel of ours read these boundaries now?  A trace needs torch's steps, which serve other boundaries too."""
+    if torch.compiler.is_compiling() or not module_exists("triton"):
+        return False
+    collector = collecting()
+    if collector is not None:  # the kernels of calls are listed, for a GPU that need not be here
+        return collector.arch != "cpu"
+    if cu.device.type != "cuda":
+        return False
+    if type(cu) is not Tensor or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(cu)
+
+
+def _written(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band) -> "Sequences":
+    """The mask with its whole program, from a kernel."""
+    from tilewright.mask import triton_packed
+
+    same, cu_q = cu_k is cu_q, cu_q.contiguous()
+    with torch.inference_mode(False):  # a mask made in inference may serve training later
+        data = torch.empty(HEADER_OF_SEQUENCES + 3 * length_q, dtype=torch.int32, device=cu_q.device)
+    limits = _limits(band, length_q + length_k)
+    triton_packed.write(data, cu_q, cu_q if same else cu_k.contiguous(), (length_q, length_k), limits)
+    return Sequences(data[HEADER_OF_SEQUENCES:].view(1, 3, length_q), length_k, data)
+
+
+def _limits(band: Band, furthest: int) -> tuple[int | None, int | None]:
+    """(low, high) of a band, at most `furthest` from 0, None for a side without a limit."""
+    low = None if band.low == LOWEST else min(max(band.low, -furthest), furthest)
+    return low, None if band.high == HIGHEST else min(max(band.high, -furthest), furthest)
 
 
 def _table(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Band) -> Tensor:
@@ -81,22 +117,24 @@ def bounded(begin: Tensor, end: Tensor, position: Tensor, band: Band, furthest: 
 
     begin, end: (.., queries), position: (queries,), int32; none of them decreases.  furthest: as for `intervals`.
     """
-    first, stop = begin, end
-    if band.high != HIGHEST:
-        first = (position - min(max(band.high, -furthest), furthest)).clamp(begin, end)
-    if band.low != LOWEST:
-        stop = (position + (min(max(-band.low, -furthest), furthest) + 1)).clamp(begin, end)
+    (low, high), first, stop = _limits(band, furthest), begin, end
+    if high is not None:
+        first = (position - high).clamp(begin, end)
+    if low is not None:
+        stop = (position + (1 - low)).clamp(begin, end)
     return torch.stack((first, stop, (first < stop).cumsum(-1, dtype=torch.int32)), -2)
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences(TensorLeaf):
     """table: (B or 1, 3, S_q) int32, for every query the first and the end of the keys that it sees, neither of which
-    decreases (first >= end: none), and how many queries up to it see any key.
+    decreases (first >= end: none), and how many queries up to it see any key.   data: the whole program, where a kernel
+    has written it; the table is its end.
     """
 
     table: Tensor
     length_k: int
+    data: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"sequences({self.table.shape[2]}, {self.length_k})"
@@ -123,6 +161,11 @@ class Sequences(TensorLeaf):
 
     def narrow(self, start: int, length: int) -> Mask:
         return Sequences(narrowed(self.table, start, length), self.length_k)
+
+    def _new_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
+        if self.data is not None and self.data.device == device:
+            return PACKED_PROGRAMS[0], self.data
+        return super()._new_program(device, sizes)
 
     def _words(self) -> Iterator[Part | str]:
         rows, _, length = self.table.shape

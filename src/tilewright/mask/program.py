@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 OPERATORS = ("&", "|", "~")
+HEADER_OF_SEQUENCES = 3
+"""Numbers of the header of `seq`."""
 
 
 class Leaf(NamedTuple):

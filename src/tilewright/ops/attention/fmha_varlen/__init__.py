@@ -52,8 +52,8 @@ def fmha_varlen(
     keys around that position, None for no limit on a side.
     score_mod, sinks, softcap: as in `fmha`; a callable gets places of packed tokens as q_idx and kv_idx; alibi and
     relative_bias need one cu_seqlens for both.
-    This is fmha under `mask.sequences(...)`, made in every call in 11 small steps of torch, causal 13, with a window
-    15, and 4 more with cu_seqlens_k.  Layers that share their sequences make it once:
+    This is fmha under `mask.sequences(...)`, made in every call: on a GPU by one small launch, two from 1025 tokens on.
+    Layers that share their sequences make it once:
     `fmha(q[None], k[None], v[None], mask=made, layout="BSHD")`.
 
     Gradients: q, k, v, sinks and the table of relative_bias; also through lse.
