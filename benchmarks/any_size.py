@@ -4,6 +4,11 @@
     python benchmarks/any_size.py --seed 7 --count 200 --list       the problems alone
     python benchmarks/any_size.py --seed 7 --count 200 --plans      what `auto` takes on an H200, without a GPU
 
+    python benchmarks/any_size.py ... --only-auto --compile-jobs 12
+
+--only-auto times, of our implementations, the one that `auto` takes.  --compile-jobs first runs every problem once,
+untimed, in so many processes: most of the time goes into compiling peers, which then come from their caches.
+
 A budget holds for everything but the imports: a problem that it cuts off has no row.  Rows are written as they come, so
 a run that is killed keeps them, and --resume measures the rest.
 
@@ -30,7 +35,9 @@ from __future__ import annotations
 import argparse
 import math
 import signal
+import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +49,7 @@ from any_size_recipes import RECIPES
 
 from tilewright.bench.machine import describe
 from tilewright.bench.schema import Results, Row, appended, check_same_machine, load
-from tilewright.bench.suite import run
+from tilewright.bench.suite import compile_first, run
 from tilewright.cli.options import device, names, seconds
 from tilewright.cli.output import check_writable, write
 from tilewright.errors import TilewrightError, UsageError
@@ -108,6 +115,16 @@ def _cut_off(budget: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _compile_in_processes(count: int) -> None:
+    """This command in `count` processes, each of which compiles its part of the problems."""
+    began = time.monotonic()
+    command = [sys.executable, *sys.argv]
+    running = [subprocess.Popen([*command, "--part", f"{part}/{count}"]) for part in range(count)]
+    codes = [process.wait() for process in running]
+    failed = sum(code != 0 for code in codes)
+    print(f"compiled in {time.monotonic() - began:.0f} s by {count} processes, {failed} of which failed", flush=True)
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -116,6 +133,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--against", help="peers, separated by commas; default: all")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu; decides the list, so the default is fixed")
     parser.add_argument("--budget", help="end after this time: 90s, 5m, 1h")
+    parser.add_argument("--only-auto", action="store_true", help="of our implementations, time what `auto` takes")
+    parser.add_argument("--compile-jobs", type=int, default=0, help="processes that compile first; default: none")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # I/N: compile every Nth problem from the Ith on, and end
     parser.add_argument("--json", type=Path, help="write bench JSON here, after every case")
     parser.add_argument("--resume", action="store_true", help="only problems that --json has no row of")
     parser.add_argument("--list", action="store_true", help="print the problems and run nothing")
@@ -137,6 +157,12 @@ def _run(options: argparse.Namespace) -> int:
     check_writable(options.json)
     place, against = device(options.device), names(options.against)
     cases = [problem.case() for problem in drawn]
+    if options.part is not None:
+        first, step = map(int, options.part.split("/"))
+        compile_first(cases[first::step], against, place, options.only_auto)
+        return 0
+    if options.compile_jobs:
+        _compile_in_processes(options.compile_jobs)
     earlier = _earlier(options)
 
     def keep(results: Results) -> None:
@@ -152,6 +178,7 @@ def _run(options: argparse.Namespace) -> int:
             without={row.key for row in earlier.rows} if earlier is not None else (),
             budget=budget,
             device=place,
+            only_chosen=options.only_auto,
             progress=lambda line: print(line, flush=True),
             keep=keep,
         )

@@ -13,16 +13,19 @@ import torch
 from tilewright.bench import machine
 from tilewright.bench.calibrate import headline
 from tilewright.bench.cases import Case, select
-from tilewright.bench.measure import Effort, Shared, measure
+from tilewright.bench.measure import Effort, Shared, compile_all, measure
 from tilewright.bench.peers import check_names
 from tilewright.bench.schema import Note, Results, Row, missing
 from tilewright.bench.timing import Timing
 from tilewright.hardware import device_info
+from tilewright.log import logger
 
 Progress = Callable[[str], None]
 
 _GPU = Effort(rounds=25, graph_rounds=7, host_rounds=10, paused_rounds=7)
 _CPU = Effort(rounds=9, graph_rounds=0, host_rounds=5)
+_ANY_RATE = 1000.0
+"""GB/s where nothing is timed: it decides only how many copies of the inputs a case would rotate through."""
 
 
 def run(
@@ -39,6 +42,7 @@ def run(
     budget: float | None = None,
     device: torch.device | str | None = None,
     timing: Timing = "sustained",
+    only_chosen: bool = False,
     progress: Progress | None = None,
     keep: Callable[[Results], None] | None = None,
 ) -> Results:
@@ -48,8 +52,8 @@ def run(
     cases: measured instead of those that `suite` declares; then `suite` only names the results.
     direction: "fwd" or "bwd" alone. against: names of the peers to run; None runs all. without: keys of cases to leave
     out. budget: seconds after which no case is begun, those of the ceilings among them; what was left, then or by an
-    interruption, stands in `Results.unbegun`. timing: "sustained" or "paused". progress: gets one line of text a row.
-    keep: gets the results after every case, for a run that may be killed. Raises UsageError for names that do not
+    interruption, stands in `Results.unbegun`. timing: "sustained" or "paused". only_chosen: of our implementations, the
+    one that `auto` takes. progress: gets one line of text a row. keep: gets the results after every case, for a run that may be killed. Raises UsageError for names that do not
     exist. A case that fails is recorded in `Results.failures`, and the run goes on.
     """
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
@@ -64,7 +68,7 @@ def run(
         before = machine.clocks(target)
         ceilings = headline(target)
         effort = _GPU if target.type == "cuda" else _CPU
-        shared = Shared(target, timing, effort, against, read_gb_s=ceilings["read_gb_s"])
+        shared = Shared(target, timing, effort, against, ceilings["read_gb_s"], only_chosen)
         results = Results(suite, machine.describe(target, before=before, ceilings=ceilings).to_dict())
         say(
             f"{len(chosen)} cases on {device_info(target).name}; "
@@ -87,6 +91,24 @@ def run(
     results.failures += missing([item.key for item in chosen[:begun]], results)
     results.machine = machine.describe(target, before=before, after=machine.clocks(target), ceilings=ceilings).to_dict()
     return results
+
+
+def compile_first(
+    cases: Sequence[Case], against: Sequence[str] | None, device: torch.device | str, only_chosen: bool
+) -> None:
+    """Run every contestant of the cases once, untimed, so that a run in another process finds what they compiled."""
+    device = torch.device(device)
+    shared = Shared(device, "sustained", _GPU, against, _ANY_RATE, only_chosen)
+    with _side_stream(device), _repeatable_backward():
+        for item in cases:
+            try:
+                compile_all(shared, item)
+            except Exception as error:  # noqa: BLE001  the run that measures meets it again, and reports it
+                logger.info("%s: %s while compiling", " ".join(item.key), type(error).__name__)
+            finally:
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
 
 
 HEADER = (

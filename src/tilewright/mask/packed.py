@@ -61,7 +61,7 @@ def sequences(
 
 
 def _launchable(cu: Tensor) -> bool:
-    """Can a kernel of ours read these boundaries now?  A trace needs torch's steps, which serve other boundaries too."""
+    """Can a kernel of ours read these boundaries now?  A trace keeps torch's steps, for other boundaries too."""
     if torch.compiler.is_compiling() or not module_exists("triton"):
         return False
     collector = collecting()

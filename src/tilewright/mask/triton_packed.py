@@ -1,9 +1,9 @@
 """The program of packed sequences on a GPU, from cu_seqlens, in one launch or two.
 
-The torch form in `packed` takes some fifteen launches, which cost more than the attention of a few short sequences.  One
-program here serves BLOCK queries: it finds the document of each by binary search, clamps the document's keys to the
-band, and counts the queries so far that see a key.  Where there are several programs, a second launch adds the counts of
-the programs before.  It writes 12 bytes a query.
+The torch form in `packed` takes some fifteen launches, which cost more than the attention of a few short sequences.
+One program here serves BLOCK queries: it finds the document of each by binary search, clamps the document's keys to
+the band, and counts the queries so far that see a key.  Where there are several programs, a second launch adds the
+counts of the programs before.  It writes 12 bytes a query.
 """
 
 import triton
@@ -75,7 +75,9 @@ def _carry_kernel(data, totals, S_q, HEADER: tl.constexpr, BLOCK: tl.constexpr):
 _packed, _carry = TritonKernel(_packed_kernel), TritonKernel(_carry_kernel)
 
 
-def write(data: Tensor, cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], band: tuple[int | None, int | None]) -> None:
+def write(
+    data: Tensor, cu_q: Tensor, cu_k: Tensor, lengths: tuple[int, int], band: tuple[int | None, int | None]
+) -> None:
     """Write the program of packed sequences: int32 (3 + 3 * S_q,), for cu_q and cu_k (documents + 1,), contiguous.
 
     lengths: S_q and S_k.   band: low and high, None for no limit, small enough that no position minus them overflows.

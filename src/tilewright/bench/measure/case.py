@@ -61,6 +61,14 @@ def measure(shared: Shared, case: Case, seed: int = 0) -> Measured:
     return _Case(shared, case, seed).run()
 
 
+def compile_all(shared: Shared, case: Case, seed: int = 0) -> None:
+    """Run every contestant once, checked and not timed: what they compile is then in the caches on disk.
+
+    What fails here fails again, and is noted, where the case is measured.
+    """
+    _Case(shared, case, seed).field()
+
+
 class _Case:
     def __init__(self, shared: Shared, case: Case, seed: int) -> None:
         self.shared, self.case, self.device = shared, case, shared.device
@@ -85,10 +93,7 @@ class _Case:
         self.judge = self._judge()
 
     def run(self) -> Measured:
-        selection = choice(self.case, self.sample, self.cotangents)
-        field = contestants(self.case, selection, self.device, self.shared.against)
-        err = {c.name: e for c in field if (e := self._check_first(c)) is not None}
-        field = [c for c in field if c.name in err]
+        selection, field, err = self.field()
         self.peer_names = {c.name for c in field if not c.ours}
         if selection.chosen not in err:
             return Measured(None, None, self.left_out, self.failures)
@@ -103,6 +108,15 @@ class _Case:
         ours = {c.name: timed[c.name] for c in field if c.ours}
         peers = {c.name: timed[c.name] for c in field if c.name in timed and not c.ours}
         return self._result(selection, Times(ours, peers, floor, paused), calls[selection.chosen], err)
+
+    def field(self) -> tuple[Choice, list[Contestant], dict[str, float]]:
+        """What `auto` takes, the contestants that are right in a first run, and the error of each."""
+        selection = choice(self.case, self.sample, self.cotangents)
+        field = contestants(self.case, selection, self.device, self.shared.against)
+        if self.shared.only_chosen:
+            field = [c for c in field if not c.ours or c.name == selection.chosen]
+        err = {c.name: e for c in field if (e := self._check_first(c)) is not None}
+        return selection, [c for c in field if c.name in err], err
 
     # Correctness.
 

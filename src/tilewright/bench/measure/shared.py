@@ -32,11 +32,20 @@ class Effort:
 
 
 class Shared:
-    """One device, one setting.   read_gb_s: read bandwidth of this run, which predicts the time of a case."""
+    """One device, one setting.   read_gb_s: read bandwidth of this run, which predicts the time of a case.
+    only_chosen: of our implementations, that which `auto` takes.
+    """
 
     def __init__(
-        self, device: torch.device, timing: Timing, effort: Effort, against: Sequence[str] | None, read_gb_s: float
+        self,
+        device: torch.device,
+        timing: Timing,
+        effort: Effort,
+        against: Sequence[str] | None,
+        read_gb_s: float,
+        only_chosen: bool = False,
     ) -> None:
+        self.only_chosen = only_chosen
         self.device, self.timing, self.effort, self.against = device, timing, effort, against
         self.bytes_per_us = read_gb_s * 1e3
         self._flops_per_us: dict[torch.dtype, float] = {}
