@@ -217,7 +217,10 @@ class DeviceCache(Generic[V]):
 
 def _evaluate(make: Callable[[], V]) -> V:
     """Call `make` outside of inference mode: a value first computed in inference may serve training later."""
-    with torch.inference_mode(False), torch.no_grad():
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return make()
+    with torch.no_grad():
         return make()
 
 

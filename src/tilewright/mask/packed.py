@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.dispatch.backends import module_exists
 from tilewright.errors import InputError
+from tilewright.hardware.graph_capture import current_capture
 from tilewright.jit.collect import collecting
 from tilewright.mask.algebra import HIGHEST, LOWEST, Band, Mask, MaskMod, refuse
 from tilewright.mask.leaves import TensorLeaf, check_size, narrowed
@@ -79,8 +80,12 @@ def _written(cu_q: Tensor, cu_k: Tensor, length_q: int, length_k: int, band: Ban
     from tilewright.mask import triton_packed
 
     same, cu_q = cu_k is cu_q, cu_q.contiguous()
-    with torch.inference_mode(False):  # a mask made in inference may serve training later
-        data = torch.empty(HEADER_OF_SEQUENCES + 3 * length_q, dtype=torch.int32, device=cu_q.device)
+    size = HEADER_OF_SEQUENCES + 3 * length_q
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # a mask made in inference may serve training later
+            data = torch.empty(size, dtype=torch.int32, device=cu_q.device)
+    else:
+        data = torch.empty(size, dtype=torch.int32, device=cu_q.device)
     limits = _limits(band, length_q + length_k)
     triton_packed.write(data, cu_q, cu_q if same else cu_k.contiguous(), (length_q, length_k), limits)
     return Sequences(data[HEADER_OF_SEQUENCES:].view(1, 3, length_q), length_k, data)
@@ -161,6 +166,14 @@ class Sequences(TensorLeaf):
 
     def narrow(self, start: int, length: int) -> Mask:
         return Sequences(narrowed(self.table, start, length), self.length_k)
+
+    def _kept_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
+        if self.data is None or self.data.device != device or torch.compiler.is_compiling():
+            return super()._kept_program(device, sizes)
+        if current_capture(device) is not None:  # the graph keeps what it reads
+            return super()._kept_program(device, sizes)
+        self.await_tensors()
+        return PACKED_PROGRAMS[0], self.data
 
     def _new_program(self, device: torch.device, sizes: tuple[int, int] | None) -> tuple[str, Tensor]:
         if self.data is not None and self.data.device == device:
