@@ -54,7 +54,8 @@ def run(
     out. budget: seconds after which no case is begun, those of the ceilings among them; what was left, then or by an
     interruption, stands in `Results.unbegun`. timing: "sustained" or "paused". only_chosen: of our implementations, the
     one that `auto` takes. progress: gets one line of text a row. keep: gets the results after every case, for a run
-    that may be killed. Raises UsageError for names that do not exist. A case that fails is recorded in `Results.failures`, and the run goes on.
+    that may be killed. Raises UsageError for names that do not exist. A case that fails is recorded in
+    `Results.failures`, and the run goes on.
     """
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     say = progress or (lambda line: None)
