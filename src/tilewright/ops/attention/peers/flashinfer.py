@@ -67,12 +67,8 @@ class Decode:
         """The planned call."""
         args = problem_of(sample)
         d, batch = args.q.shape[2], args.lengths.shape[0]
-        if (
-            _unfit(args, sample)
-            or args.cu_seqlens is not None
-            or args.q.shape[0] != batch
-            or args.v_cache.shape[3] != d
-        ):
+        one_each = args.cu_seqlens is None and args.q.shape[0] == batch
+        if _unfit(args, sample) or not one_each or args.v_cache.shape[3] != d:
             return None
         rows = pages_of(args)
         if rows is None:

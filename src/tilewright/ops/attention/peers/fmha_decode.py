@@ -76,5 +76,5 @@ PEERS = (
     Contiguous("flash", SDPBackend.FLASH_ATTENTION),
     Decode("flashinfer", tensor_cores=True),
     Decode("flashinfer_cuda_cores", tensor_cores=False),
-    Prefill("flashinfer"),
+    Prefill("flashinfer_prefill"),
 )

@@ -63,8 +63,8 @@ class FlashInfer:
         if options.get("top_p") is not None:
             top_p = torch.as_tensor(options["top_p"], device=sample.args[0].device)
             options["top_p"] = (top_p + _ROUNDING).clamp(max=1.0).expand(sample.args[0].shape[0]).float()
-        names = ("temperature", "top_k", "top_p", "min_p")
-        args = raw_arguments(*sample.args, *(options.get(name) for name in names), 0)
+        temperature, top_k, top_p, min_p = map(options.get, ("temperature", "top_k", "top_p", "min_p"))
+        args = raw_arguments(*sample.args, temperature, top_k, top_p, min_p, 0)
         weights, _ = kept_weights(numbers.clean(args.logits), args)
         tokens = outputs.long()
         inside = (tokens >= 0) & (tokens < weights.shape[1])
@@ -76,7 +76,7 @@ def _top_k(value: Tensor | int | None, vocabulary: int) -> Tensor | int | None:
     """0 keeps all tokens."""
     if isinstance(value, Tensor):
         return torch.where(value > 0, value, vocabulary)
-    return None if not value else value
+    return value or None
 
 
 PEERS = (FlashInfer(),)
