@@ -59,12 +59,14 @@ class FlashInfer:
 
     def judge(self, sample: Sample, outputs: Any) -> bool:
         """Are these tokens that the filters keep?"""
-        options = dict(sample.kwargs)
-        if options.get("top_p") is not None:
-            top_p = torch.as_tensor(options["top_p"], device=sample.args[0].device)
-            options["top_p"] = (top_p + _ROUNDING).clamp(max=1.0).expand(sample.args[0].shape[0]).float()
-        temperature, top_k, top_p, min_p = map(options.get, ("temperature", "top_k", "top_p", "min_p"))
-        args = raw_arguments(*sample.args, temperature, top_k, top_p, min_p, 0)
+        (logits, seeds, positions), options = sample.args, sample.kwargs
+        top_p = options.get("top_p")
+        if top_p is not None:
+            top_p = torch.as_tensor(top_p, device=logits.device, dtype=torch.float32).expand(logits.shape[0])
+            top_p = (top_p + _ROUNDING).clamp(max=1.0)
+        args = raw_arguments(
+            logits, seeds, positions, options.get("temperature"), options.get("top_k"), top_p, options.get("min_p"), 0
+        )
         weights, _ = kept_weights(numbers.clean(args.logits), args)
         tokens = outputs.long()
         inside = (tokens >= 0) & (tokens < weights.shape[1])
