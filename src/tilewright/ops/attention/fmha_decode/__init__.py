@@ -63,6 +63,8 @@ def fmha_decode(
     scale: D^-0.5 by default.   softcap: s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the
     denominator.   k_scale, v_scale: float32, (H_kv,) or (pages, page_size, H_kv): value = scale * stored.
 
+    Lists of pages in compressed rows (CSR): `kv_block_table`.   A prefix that all sequences share: `merge_states`.
+
     lengths and block_table stay on the device, nothing waits for them, and the grid depends on shapes alone: one CUDA
     graph serves all lengths and tables.  Programs share the keys evenly whatever the lengths are.  Entries of the table
     behind a length are not followed, and slots that no token sees are not read: they may hold anything, NaN too.
