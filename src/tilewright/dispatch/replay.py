@@ -92,7 +92,7 @@ def lookup(
     depends on; with outputs that are given, also which inputs begin where they begin.
     """
     first = args[0]
-    if type(first) not in _PLAIN:
+    if type(first) not in _PLAIN or (given is not None and len(given) != raw.count):  # the checks refuse such a number
         return None
     device = first.get_device()
     if device != HOST and (_current_device is None or device != _current_device()):

@@ -74,7 +74,7 @@ def test_too_few_columns_are_refused_on_a_cpu():
 def test_one_graph_serves_other_lists():
     """With the attention behind it."""
     first, second = csr([40, 7, 0], 16, "cuda", slack=9), csr([3, 50, 33], 16, "cuda", slack=9)
-    indptr, indices, last = first[0].clone(), torch.zeros(16, dtype=torch.int32, device="cuda"), first[2].clone()
+    indptr, indices, last = first[0].clone(), torch.zeros(32, dtype=torch.int32, device="cuda"), first[2].clone()
     k, v = torch.randn(2, 16, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
     q = torch.randn(3, 8, 64, device="cuda", dtype=torch.bfloat16)
 
