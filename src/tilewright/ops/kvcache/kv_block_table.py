@@ -1,6 +1,7 @@
 """Page lists in compressed rows (CSR), as FlashInfer keeps them, into the block table that ops of this library take."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -144,13 +145,12 @@ def _check_numbers(args: KvBlockTableArgs) -> None:
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
     """params: lengths of sequences, page_size; optional max_pages, and slack, entries behind the last page."""
     lengths, page_size, generator = params["lengths"], params["page_size"], rows.generator(seed)
-    counts = torch.tensor([-(-n // page_size) for n in lengths], dtype=torch.int64)
-    total = int(counts.sum())
-    indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    indptr[1:] = counts.cumsum(0)
-    indices = torch.randint(0, 1 << 20, (total + params.get("slack", 0),), generator=generator, dtype=torch.int32)
+    counts = [-(-n // page_size) for n in lengths]
+    indptr = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    entries = sum(counts) + params.get("slack", 0)
+    indices = torch.randint(0, 1 << 20, (entries,), generator=generator, dtype=torch.int32)
     last = torch.tensor([(n - 1) % page_size + 1 for n in lengths], dtype=torch.int32)
-    most = params.get("max_pages", int(counts.max()) if lengths else 1)
+    most = params.get("max_pages", max(counts, default=1))
     tensors = (indptr.to(device), indices.to(device), last.to(device))
     return Sample(tensors, {"page_size": page_size, "max_pages": most})
 

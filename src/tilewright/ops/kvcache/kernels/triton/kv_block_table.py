@@ -58,6 +58,8 @@ _kernel = TritonKernel(_block_table_kernel)
 @register_kernel(FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates)
 def launch(outs: tuple[Tensor, Tensor], args: KvBlockTableArgs, config: Config) -> None:
     (table, lengths), (batch, max_pages) = outs, outs[0].shape
+    if not batch:
+        return
     blocks = max(triton.cdiv(max_pages, config.columns), 1)
     strides = (args.indptr.stride(0), args.indices.stride(0), args.last_page_len.stride(0))
     tensors = (table, lengths, args.indptr, args.indices, args.last_page_len)
