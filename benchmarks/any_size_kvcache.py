@@ -7,6 +7,7 @@ from typing import Any
 from any_size_attention import half_or_single, heads_of
 from any_size_draw import Draw, Model, Sizes
 from any_size_parts import ODD, POWERS, decoded
+from torch import int32
 
 PAGE_SIZES = (16, 16, 16, 32, 64, 64, 128, 1, 3, None)
 """None: contiguous caches."""
@@ -77,3 +78,13 @@ def kv_copy_pages(draw: Draw, model: Model) -> Sizes:
     sizes = {"H_kv": heads["H_kv"], "D": heads["D"], "page_size": page_size, "N": pairs, "pages": 2 * pairs}
     elements = 2 * 2 * pairs * page_size * heads["H_kv"] * heads["D"]
     return Sizes("pages", sizes, half_or_single(draw), elements)
+
+
+def kv_block_table(draw: Draw, model: Model) -> Sizes:
+    """Page lists of sequences that decode, for contexts up to 32768."""
+    page_size = draw.pick([n for n in PAGE_SIZES if n is not None])
+    lengths = [draw.between(1, 32768) for _ in range(decoded(draw))]
+    wide = -(-max(lengths) // page_size)
+    pages = sum(-(-n // page_size) for n in lengths)
+    sizes = {"lengths": lengths, "page_size": page_size, "max_pages": wide}
+    return Sizes("lists", sizes, int32, pages + wide * len(lengths))

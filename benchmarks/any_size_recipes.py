@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
-from any_size_kvcache import kv_append, kv_copy_pages, kv_gather, rope_kv_append
+from any_size_kvcache import kv_append, kv_block_table, kv_copy_pages, kv_gather, rope_kv_append
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -333,6 +333,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "groups_of_rows": (1, groups_of_rows),
     "k_grouped_matmul": (1, k_grouped_matmul),
     "kv_append_": (2, kv_append),
+    "kv_block_table": (1, kv_block_table),
     "kv_copy_pages_": (1, kv_copy_pages),
     "kv_gather": (1, kv_gather),
     "layer_norm": (1, layer_norm),

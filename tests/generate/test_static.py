@@ -259,7 +259,6 @@ def test_refusals(models):
         (lambda: decoder.generate(ids.repeat(2, 1), max_new_tokens=1), r"takes \(1, S\)"),
         (lambda: decoder.generate(ids[0], max_new_tokens=1), r"takes \(1, S\)"),
         (lambda: StaticDecoder(model, max_length=16, attention="flash"), "Allowed: auto"),
-        (lambda: StaticDecoder(model, max_length=16, attention="split_kv"), "needs Triton and a GPU"),
         (lambda: StaticDecoder(model, max_length=16, graphs=True), "CUDA"),
         (lambda: StaticDecoder(model.model, max_length=16).generate(ids, max_new_tokens=1), "language model"),
     ):

@@ -23,11 +23,15 @@ from tilewright.errors import InputError
 
 @dataclass(frozen=True)
 class Contestant:
-    """One implementation.   make: sample -> call that computes the op's outputs; None if it lacks an option."""
+    """One implementation.   make: sample -> call that computes the op's outputs; None if it lacks an option.
+
+    judge: (sample, outputs) -> are they right, of a library that draws random numbers of its own.
+    """
 
     name: str
     ours: bool
     make: Callable[[Sample], Call | None]
+    judge: Callable[[Sample, Any], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def contestants(case: Case, selection: Choice, device: torch.device, against: Se
     names = selection.names if selection.chosen in selection.names else (*selection.names, selection.chosen)
     ours = [Contestant(name, True, partial(_our_call, function, name, case.workload.into)) for name in names]
     peers = available_peers(case.contract, device, against, case=case.workload.name, invited=case.peers)
-    return ours + [Contestant(peer.name, False, peer.make) for peer in peers]
+    return ours + [Contestant(peer.name, False, peer.make, getattr(peer, "judge", None)) for peer in peers]
 
 
 def prepare(contestant: Contestant, sample: Sample, case: Case, cotangents: Sequence[Tensor]) -> Call | None:

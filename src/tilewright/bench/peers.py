@@ -1,7 +1,8 @@
 """The peers of our kernels: eager torch and torch.compile for every op, and the libraries in `peers.py` of its folder.
 
 Such a file holds `PEERS`, a sequence of objects with the members of `Peer`; it imports its library only inside them.
-A peer may have `cases`, names of workloads, or `devices`, types of devices, to which it is limited. `REPLACES` of the
+A peer may have `cases`, names of workloads, or `devices`, types of devices, to which it is limited, and
+`judge(sample, outputs)`, which says whether they are right where it draws random numbers of its own. `REPLACES` of the
 file maps a type of device to the names of general peers that one of its own replaces there.
 
 `make` gets a sample whose tensors may require gradients, and returns the call that computes the op's outputs in the

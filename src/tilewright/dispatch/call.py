@@ -6,21 +6,20 @@ Python selects, and either the raw op goes into the graph or, where torch is cho
 to fuse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch import replay
-from tilewright.dispatch.arguments import as_declared, refuse_layout
+from tilewright.dispatch.arguments import as_declared
 from tilewright.dispatch.contract import Contract, bind, bind_function
-from tilewright.dispatch.derivatives import Function, has_tangent, level_is_open
+from tilewright.dispatch.derivatives import Function, level_is_open
+from tilewright.dispatch.given import any_requires_grad, check_out
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
-from tilewright.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,26 +53,33 @@ def register(contract: Contract) -> Contract:
     return bound
 
 
-def call(contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | None = None) -> Any:
-    """Run the public op on its raw arguments.  `out` is written and returned where given."""
+def call(
+    contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | replay.Given | None = None
+) -> Any:
+    """Run the public op on its raw arguments.
+
+    out: written and returned where given; of an op with several outputs a tuple, None for those to be allocated.
+    """
     raw, (requested, numerics) = contract.forward, resolve(backend)
+    given = None if out is None else (out,) if raw.count == 1 else out
     if torch.compiler.is_compiling():
-        return _traced(contract, args, requested, numerics, out)
-    signature = replay.lookup(raw, args, requested, numerics, out)
+        return _traced(contract, args, requested, numerics, given)  # type: ignore[arg-type]
+    signature = replay.lookup(raw, args, requested, numerics, given)  # type: ignore[arg-type]
     entry = None if signature is None else signature[0]
     if entry is None:
-        return _first(contract, signature, args, requested, numerics, out)
+        return _first(contract, signature, args, requested, numerics, given)  # type: ignore[arg-type]
     if signature[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, and no key holds data
         args = as_declared(raw, args)
         with torch.no_grad():
             contract.check(*args)
-    if out is not None:
-        if replay.replay(raw, signature, args, out) is None:  # type: ignore[arg-type]
-            return _first(contract, signature, args, requested, numerics, out)
-        return _written(out)
+    if given is not None:
+        results = replay.replay(raw, signature, args, given)  # type: ignore[arg-type]
+        if results is None:
+            return _first(contract, signature, args, requested, numerics, given)  # type: ignore[arg-type]
+        return _written(given, results)  # type: ignore[arg-type]
     if entry.plan.launch is None:  # torch's, and so is its gradient
         return raw.plain(*args, numerics=numerics)
-    if torch.is_grad_enabled() and _any_requires_grad(args):
+    if torch.is_grad_enabled() and any_requires_grad(args):
         return _OpFunction.apply(contract, signature, requested, numerics, *args)
     return replay.replay(raw, signature, args)  # type: ignore[arg-type]
 
@@ -84,19 +90,27 @@ def call_in_place(contract: Contract, args: tuple[Any, ...], backend: str | None
     if not torch.compiler.is_compiling():
         for i in contract.forward.mutated:
             if args[i] is not None:
-                _written(args[i])
+                _count_write(args[i])
     return result
 
 
-def _traced(contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, out: Tensor | None) -> Any:
+def _traced(
+    contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, given: replay.Given | None
+) -> Any:
     """One op in the graph."""
-    if out is None:
+    if given is None:
         return getattr(torch.ops.tilewright, contract.name)(*args, requested, numerics)
-    with torch.no_grad():  # `_check_out` refuses what requires a gradient
+    with torch.no_grad():  # `check_out` refuses what requires a gradient
         contract.check(*args)
-    _check_out(contract, args, out)
-    contract.forward.torch_out(*args, requested, numerics, out0=out)  # type: ignore[misc]
-    return out
+    check_out(contract, args, given)
+    return _run_into(contract.forward, args, requested, numerics, given)
+
+
+def _run_into(raw: RawOp, args: tuple[Any, ...], requested: str, numerics: str, given: replay.Given) -> Any:
+    """Through torch's dispatcher, into outputs of the caller."""
+    outs = raw.complete(args, given)
+    raw.torch_out(*args, requested, numerics, **{f"out{i}": out for i, out in enumerate(outs)})  # type: ignore[misc]
+    return outs[0] if len(outs) == 1 else outs
 
 
 def _first(
@@ -105,36 +119,40 @@ def _first(
     args: tuple[Any, ...],
     requested: str,
     numerics: str,
-    out: Tensor | None,
+    given: replay.Given | None,
 ) -> Any:
     """The first call with a signature, or one that may not be replayed: convert, check, then run."""
     raw = contract.forward
     args = as_declared(raw, args)
-    if out is None:
+    if given is None:
         contract.check(*args)
         return _run(contract, args, requested, numerics, signature)
     with torch.no_grad():
         contract.check(*args)
-    _check_out(contract, args, out)
+    check_out(contract, args, given)
     if signature is None:
-        raw.torch_out(*args, requested, numerics, out0=out)  # type: ignore[misc]
-    else:
-        replay.record(raw, signature, args, requested, numerics, out)
-    return _written(out)
+        return _written(given, _run_into(raw, args, requested, numerics, given))
+    return _written(given, replay.record(raw, signature, args, requested, numerics, given))
 
 
-def _written(out: Tensor) -> Tensor:
-    """`out`, after autograd has learned that what it may have saved is overwritten."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
-    return out
+def _written(given: replay.Given, results: Any) -> Any:
+    """`results`, after autograd has learned that what it may have saved of `given` is overwritten."""
+    for out in given:
+        if out is not None:
+            _count_write(out)
+    return results
+
+
+def _count_write(t: Tensor) -> None:
+    if not t.is_inference():
+        torch.autograd.graph.increment_version(t)
 
 
 def _run(
     contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, signature: replay.Signature | None = None
 ) -> Any:
     """A checked call: the first of its signature, or one under tracing, transforms or the profiler."""
-    raw, wants_grad = contract.forward, torch.is_grad_enabled() and _any_requires_grad(args)
+    raw, wants_grad = contract.forward, torch.is_grad_enabled() and any_requires_grad(args)
     plan = raw.plan(args, requested, numerics)
     if plan.launch is not None:
         reason = _only_reference(contract, plan.backend, requested, raw.device_of(args).type, wants_grad)
@@ -184,68 +202,6 @@ def _launch(
     if signature[0] is not None:
         return replay.replay(raw, signature, args)
     return replay.record(raw, signature, args, requested, numerics)
-
-
-def _any_requires_grad(args: Sequence[Any]) -> bool:
-    for a in args:
-        if isinstance(a, Tensor) and a.requires_grad:
-            return True
-    return False
-
-
-def _check_out(contract: Contract, args: Sequence[Any], out: Tensor) -> None:
-    name = contract.name
-    if not isinstance(out, Tensor):
-        raise InputError(f"{name}: out is a {type(out).__name__}; needs a torch.Tensor.")
-    refuse_layout(name, out=out)
-    if torch.is_grad_enabled() and (_any_requires_grad(args) or out.requires_grad):
-        raise InputError(
-            f"{name}(out=...) has no gradient, and an argument requires one. Drop out=, or use torch.no_grad()."
-        )
-    if not torch.compiler.is_compiling() and out.is_neg():  # which Dynamo cannot trace
-        raise InputError(
-            f"{name}(out=...) got a tensor with the negative bit. Write elsewhere, or to out.resolve_neg()."
-        )
-    if has_tangent(*args, out):
-        raise InputError(f"{name}(out=...) has no forward mode, and an argument has a tangent. Drop out=.")
-    if contract.forward.torch_out is None:
-        raise InputError(f"{name} has {contract.forward.count} outputs and takes no out=.")
-    ((shape, dtype, *_),), device = contract.forward.outputs(*args), contract.forward.device_of(args)
-    dense = contract.forward.refuses_out is None
-    if (
-        tuple(out.shape) != tuple(shape)
-        or out.dtype != dtype
-        or out.device != device
-        or (dense and not out.is_contiguous())
-    ):
-        raise InputError(
-            f"{name}(out=...) got {tuple(out.shape)} {out.dtype} on {out.device}, strides {tuple(out.stride())}; "
-            f"needs {'contiguous ' if dense else ''}{tuple(shape)} {dtype} on {device}."
-        )
-    if torch.compiler.is_compiling() or out.is_meta or is_fake(out):  # the rest concerns addresses, which are unknown
-        return
-    read = [a for i, a in enumerate(args) if isinstance(a, Tensor) and not (i in contract.in_place and _same(out, a))]
-    if any(_overlap(out, a) for a in read):
-        raise InputError(
-            f"{name}(out=...) shares memory with an input, which the kernel still reads. Give it its own memory."
-        )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Are these the same elements in memory?"""
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Do the address ranges of two strided tensors meet?"""
-    if a.device != b.device or not a.numel() or not b.numel():
-        return False
-    (a0, a1), (b0, b1) = _extent(a), _extent(b)
-    return a0 < b1 and b0 < a1
-
-
-def _extent(t: Tensor) -> tuple[int, int]:
-    return t.data_ptr(), t.data_ptr() + replay.span(t)
 
 
 class _OpFunction(Function):

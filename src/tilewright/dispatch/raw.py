@@ -51,7 +51,7 @@ class RawOp:
     bucket        (args) -> NamedTuple of ints: the sizes a choice may depend on; `bucket_names` are its fields
     batch_fields  fields of the bucket that `numerics("batch_invariant")` ignores; the first, by default
     dtypes        of the first tensor, that implementations take; the reference takes others too
-    out           also register the overload `.out`, which writes into given tensors
+    out           also register the overload `.out`, which writes into given tensors, one an output
     refuses_out   (out, args) -> None, or what an `out` of the right shape and dtype lacks; by default it must be
                   contiguous
     direct        (out, args) -> can implementations write this `out`?  Others get a copy of the result; all by default
@@ -280,15 +280,22 @@ class RawOp:
 
     def write(self, out: Tensor, args: Sequence[Any], backend: str, numerics: str) -> None:
         """Compute the one output into `out` without torch's dispatcher: how a composed op runs its parts."""
-        signature = replay.lookup(self, args, backend, numerics, out)
+        signature = replay.lookup(self, args, backend, numerics, (out,))
         if signature is None:
             (self._fake if is_fake(out) else self._run)(*args, backend, numerics, out0=out)
-        elif signature[0] is None or replay.replay(self, signature, args, out) is None:
-            replay.record(self, signature, args, backend, numerics, out)
+        elif signature[0] is None or replay.replay(self, signature, args, (out,)) is None:
+            replay.record(self, signature, args, backend, numerics, (out,))
 
     def allocate(self, args: Sequence[Any], device: torch.device | str) -> tuple[Tensor, ...]:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
         return tuple([_empty(spec, device) for spec in self.outputs(*args)])
+
+    def complete(self, args: Sequence[Any], given: replay.Given) -> tuple[Tensor, ...]:
+        """`given`, outputs of the caller, with new tensors where it has None."""
+        device = self.device_of(args)
+        return tuple(
+            [_empty(spec, device) if out is None else out for out, spec in zip(given, self.outputs(*args), strict=True)]
+        )
 
     def plain(self, *args: Any, numerics: str = "default") -> Any:
         """The reference, in the dtypes of its arguments: autocast is no part of an op's numerics.

@@ -78,18 +78,21 @@ class Entry:
         return not self.aliased or _aliases(pointers[: len(self.aliased)]) == self.aliased
 
 
+Given = Sequence[Tensor | None]
+"""The outputs of a call that writes into tensors of its caller; None: one that dispatch allocates."""
+
 Signature = tuple[Entry | None, tuple[Any, ...], list[int]]
 """The entry of a signature (None: first call), its key, and the pointers of the call's tensors."""
 
 
 def lookup(
-    raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None
+    raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, given: Given | None = None
 ) -> Signature | None:
     """The entry for a call, or None where a call may not be replayed.  The key holds all that a decision or a launch
-    depends on; with `out`, also which inputs begin where it begins.
+    depends on; with outputs that are given, also which inputs begin where they begin.
     """
     first = args[0]
-    if type(first) not in _PLAIN:
+    if type(first) not in _PLAIN or (given is not None and len(given) != raw.count):  # the checks refuse such a number
         return None
     device = first.get_device()
     if device != HOST and (_current_device is None or device != _current_device()):
@@ -118,7 +121,11 @@ def lookup(
             return None
     if _grad_enabled():  # checks may depend on what requires a gradient
         parts += [t is not None and t.requires_grad for t in args[:count]]
-    if out is not None:
+    for out in given or ():
+        if out is None:
+            parts.append("new")
+            pointers.append(0)
+            continue
         if type(out) not in _PLAIN or _wrapped(out) or out.get_device() != device or out.is_neg():
             return None
         pointer = out.data_ptr()
@@ -135,18 +142,19 @@ def lookup(
     return entry, key, pointers
 
 
-def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], out: Tensor | None = None) -> Any:
+def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], given: Given | None = None) -> Any:
     """Make the call again on new tensors, by its tape or else by its plan.  Returns a tensor, or a tuple of several.
 
-    With `out`: into it.  Returns None, and does nothing, where `out` overlaps an input other than at its first element,
-    about which the key says nothing.
+    With `given`: into them.  Returns None, and does nothing, where one of them overlaps an input other than at its
+    first element, about which the key says nothing, or another of them.
     """
     entry, key, pointers = signature
     assert entry is not None
-    if out is not None:
-        if _overlaps(entry, pointers):
+    if given is not None:
+        if _overlaps(entry, pointers, len(given)):
             return None
-        outs: tuple[Tensor, ...] = (out,)
+        outs = _complete(entry, given, args[0].device)
+        pointers[len(pointers) - len(outs) :] = [out.data_ptr() for out in outs]
     elif entry.plan.launch is None:
         outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p}, entry.plan.numerics)
         return outs[0] if len(outs) == 1 else outs or None
@@ -158,26 +166,45 @@ def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], out: Tensor 
     if entry.launch is None:
         raw.launch(args, entry.plan, outs)
     else:
-        if out is None:
+        if given is None:
             for each in outs:
                 pointers.append(each.data_ptr())
         entry.launch(key[2], pointers)
     return outs[0] if len(outs) == 1 else outs or None
 
 
+def _complete(entry: Entry, given: Given, device: torch.device) -> tuple[Tensor, ...]:
+    """`given`, with new tensors where it has None."""
+    if len(given) == 1 and given[0] is not None:
+        return (given[0],)
+    return tuple(
+        [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device) if out is None else out
+            for out, (shape, dtype, strides) in zip(given, entry.specs, strict=True)
+        ]
+    )
+
+
 def record(
-    raw: "RawOp", signature: Signature, args: Sequence[Any], backend: str, numerics: str, out: Tensor | None = None
+    raw: "RawOp",
+    signature: Signature,
+    args: Sequence[Any],
+    backend: str,
+    numerics: str,
+    given: Given | None = None,
 ) -> Any:
     """Make a checked call as its plan says, and keep a tape of its launches where one can be made."""
-    if out is not None:
-        raw.require_writable(args, (out,))
+    into = None if given is None else raw.complete(args, given)
+    if into is not None:
+        raw.require_writable(args, into)
     with listen() as taping:
-        outs = raw.launch(args, raw.plan(args, backend, numerics), None if out is None else (out,))
+        outs = raw.launch(args, raw.plan(args, backend, numerics), into)
     plan = raw.plan(args, backend, numerics)  # again: a launch without a kernel makes another plan
     inputs, pointers = args[: raw.tensor_count], signature[2]
     moving: list[Tensor | None] = list(inputs)
-    if out is not None:  # an input that is `out` moves with it
-        moving = [None if p == pointers[-1] else t for t, p in zip(inputs, pointers, strict=False)]
+    if given is not None:  # an input that is an output moves with it
+        ends = {p for p in pointers[len(inputs) :] if p}
+        moving = [None if p in ends else t for t, p in zip(inputs, pointers, strict=False)]
     aliases = _aliases(pointers[: len(inputs)])
     tape = None if plan.launch is None else taping.finish((*moving, *outs), bool(aliases))
     keep(raw, signature, Entry(plan, tape, inputs, outs, aliases if tape else (), args[raw.tensor_count :]))
@@ -197,14 +224,21 @@ def span(t: Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
 
 
-def _overlaps(entry: Entry, pointers: Sequence[int]) -> bool:
-    """Does the last tensor, `out`, lie across an input?  The key knows of inputs that begin where it begins."""
-    *inputs, pointer = pointers
-    end = pointer + entry.spans[-1]
-    return any(
-        start != pointer and start < end and pointer < start + size
-        for start, size in zip(inputs, entry.spans, strict=False)
-    )
+def _overlaps(entry: Entry, pointers: Sequence[int], count: int) -> bool:
+    """Does one of the last `count` tensors, outputs, lie across an input or another of them?  The key knows of inputs
+    that begin where it begins.
+    """
+    first = len(pointers) - count
+    for at in range(first, len(pointers)):
+        pointer = pointers[at]
+        if not pointer:  # dispatch allocates it
+            continue
+        end = pointer + entry.spans[at]
+        for i in range(at):
+            start = pointers[i]
+            if start < end and pointer < start + entry.spans[i] and (start != pointer or i >= first):
+                return True
+    return False
 
 
 def _aliases(pointers: Sequence[int]) -> tuple[int, ...]:

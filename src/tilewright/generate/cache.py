@@ -2,9 +2,13 @@
 
 Transformers' own `StaticLayer` keeps a length per layer and computes its write index in every layer (arange, add,
 add_: three launches a layer), and its sliding-window form branches on a Python counter and rolls the whole window for
-each token, which a CUDA graph cannot replay. Here every layer shares one `Cursor`, so that a decode step writes with
-two `index_copy_` a layer and nothing else, and a sliding-window layer is a ring: position p lives in slot p %
-capacity, whichever lap it is on.
+each token, which a CUDA graph cannot replay. Here every layer shares one `Cursor`, and a sliding-window layer is a
+ring: position p lives in slot p % capacity, whichever lap it is on.
+
+Positions count in one of two ways. For attention with a mask, all rows share them, padding included, and a step writes
+with two `index_copy_` a layer. For `fmha_decode`, which takes a length for each row and no mask, those of a row begin
+at its first real token: padding is not stored, keys lie in slots 0 .. length - 1, and a step writes with `kv_append_`.
+A ring then has exactly the slots of its window, so that a query sees all that it holds, in whatever order.
 """
 
 from typing import Any
@@ -13,11 +17,12 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.models.transformers_names import cache_bases, layer_types
+from tilewright.ops.kvcache.kv_append_ import kv_append_
 
 Cache, CacheLayerMixin = cache_bases()
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-_RING_MULTIPLE = 64  # a ring is rounded up to whole kernel tiles
+_RING_MULTIPLE = 64  # a ring under a mask is rounded up to whole tiles
 
 
 class Cursor:
@@ -25,22 +30,35 @@ class Cursor:
 
     position   (1,) int64   absolute position of the token the next decode step reads; a graph advances it
     first      (B,) int64   position of each row's first real token: the number of left-padding tokens
-    ring_slot  (1,) int64   position % ring, filled by `locate` once a step
     prefilling              host flag: `update` takes a whole prompt instead of one token
+    padded                  host flag: some row of the prompt has padding
     visible                 number of slots that attention reads in a decode step; constant within one captured graph
+
+    `locate` fills the others once a step:
+    ring_slot     (1,) int64   position % ring, where rows share positions
+    lengths       (B,) int32   tokens of each row, the one of this step included, where each row has its own
+    ring_lengths  (B,) int32   how many of them a ring holds
+    ring_ends     (B,) int32   one more than the slot of the newest one in a ring
     """
 
-    def __init__(self, batch_size: int, ring: int | None, device: torch.device) -> None:
+    def __init__(self, batch_size: int, ring: int | None, device: torch.device, by_row: bool = False) -> None:
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.first = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.ring_slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.ring = ring
-        self.prefilling = True
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.ring_lengths, self.ring_ends = torch.zeros_like(self.lengths), torch.zeros_like(self.lengths)
+        self.ring, self.by_row = ring, by_row
+        self.prefilling, self.padded = True, False
         self.visible = 0
 
     def locate(self) -> None:
-        """Compute the ring slot of the current position; the first thing a decode step does."""
-        if self.ring is not None:
+        """Compute the slots of the current position; the first thing a decode step does."""
+        if self.by_row:
+            self.lengths.copy_(self.position + 1 - self.first)
+            if self.ring is not None:
+                torch.clamp(self.lengths, max=self.ring, out=self.ring_lengths)
+                self.ring_ends.copy_((self.lengths - 1).remainder_(self.ring).add_(1))
+        elif self.ring is not None:
             torch.remainder(self.position, self.ring, out=self.ring_slot)
 
 
@@ -62,7 +80,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate zeros: attention multiplies a masked slot by a zero weight, so its value must not be NaN."""
         batch, heads = key_states.shape[:2]
-        self.keys = key_states.new_zeros(batch, heads, self.capacity, key_states.shape[-1])
+        # Under autocast rotary embeddings leave keys in float32; `fmha_decode` takes one dtype
+        like = value_states if self.cursor.by_row else key_states
+        self.keys = like.new_zeros(batch, heads, self.capacity, key_states.shape[-1])
         self.values = value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1])
         self.is_initialized = True
 
@@ -75,6 +95,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
         if self.cursor.prefilling:
             self._store_prompt(key_states, value_states)
             return key_states, value_states
+        if self.cursor.by_row:
+            ends = self.cursor.lengths if self.capacity != self.cursor.ring else self.cursor.ring_ends
+            new = key_states[:, :, 0].to(self.keys.dtype), value_states[:, :, 0]
+            kv_append_(self.keys.transpose(1, 2), self.values.transpose(1, 2), *new, ends)
+            return self.keys, self.values
         slot = self.cursor.position if self.capacity != self.cursor.ring else self.cursor.ring_slot
         self.keys.index_copy_(2, slot, key_states)
         self.values.index_copy_(2, slot, value_states)
@@ -83,6 +108,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
 
     def _store_prompt(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         length = key_states.shape[2]
+        if self.cursor.by_row and self.cursor.padded:
+            self._store_padded(key_states, value_states)
+            return
         if length <= self.capacity:
             self.keys[:, :, :length].copy_(key_states)
             self.values[:, :, :length].copy_(value_states)
@@ -92,6 +120,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc, valid-type]  # transform
         slots = positions.remainder_(self.capacity)
         self.keys.index_copy_(2, slots, key_states[:, :, -self.capacity :])
         self.values.index_copy_(2, slots, value_states[:, :, -self.capacity :])
+
+    def _store_padded(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Each row from its first token on; padding, at negative positions, goes to slots that are written again before
+        they are read.
+        """
+        length = key_states.shape[2]
+        stored = min(length, self.capacity)
+        positions = torch.arange(length - stored, length, device=key_states.device) - self.cursor.first[:, None]
+        slots = positions.remainder_(self.capacity)[:, None, :, None]  # (B, 1, stored, 1)
+        for cache, states in ((self.keys, key_states), (self.values, value_states)):
+            last = states[:, :, -stored:].to(cache.dtype)
+            cache.scatter_(2, slots.expand_as(last), last)
 
     def release(self) -> None:
         """Free the storage; the next prompt allocates it in its own dtype and on its device."""
@@ -121,11 +161,13 @@ class SlotCache(Cache):  # type: ignore[misc, valid-type]
     """`SlotLayer`s for every layer of a model, full or sliding by its config.
 
     max_length: positions of a full-attention layer, prompt and new tokens together. Sliding layers keep one window,
-    rounded up to 64 slots. Raises InputError for layers that are neither (chunked, linear, compressed): their state
-    is not a list of keys and values by position.
+    under a mask rounded up to 64 slots. by_row: each row has its own positions, for `fmha_decode`. Raises InputError
+    for layers that are neither (chunked, linear, compressed): their state is not a list of keys and values by position.
     """
 
-    def __init__(self, config: Any, *, max_length: int, batch_size: int, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, *, max_length: int, batch_size: int, device: torch.device, by_row: bool = False
+    ) -> None:
         kinds, windows = layer_types(config.get_text_config(decoder=True))
         unknown = sorted(set(kinds) - set(SUPPORTED_LAYERS))
         if unknown:
@@ -140,8 +182,9 @@ class SlotCache(Cache):  # type: ignore[misc, valid-type]
                 "tokens; a static decoder handles one. Use model.generate() for this model."
             )
         window = distinct_windows[0] if distinct_windows else None
-        ring = -(-window // _RING_MULTIPLE) * _RING_MULTIPLE if window is not None else max_length
-        self.cursor = Cursor(batch_size, ring if ring < max_length else None, device)
+        multiple = 1 if by_row else _RING_MULTIPLE
+        ring = -(-window // multiple) * multiple if window is not None else max_length
+        self.cursor = Cursor(batch_size, ring if ring < max_length else None, device, by_row)
         super().__init__(
             layers=[
                 SlotLayer(self.cursor, min(ring, max_length), window)

@@ -1,7 +1,7 @@
 """Masks of one decode step, built once a step and shared by every layer of a kind.
 
 A query at position p sees positions [max(first, p - window + 1), p]. Two forms of this rule:
-  interval   (B, 1, 1, 2) int64, the two bounds: for a kernel that reads only those keys
+  lengths    (B, 1, 1, 1) int32, how many slots of each row hold them, from the first one on: for `fmha_decode`
   additive   (B, 1, 1, slots), 0 or -inf: for dense attention over the visible slots
 Both are 4-D: Transformers passes a 4-D `attention_mask` to attention unchanged and builds no other mask.
 """
@@ -11,12 +11,10 @@ import torch
 from tilewright.generate.cache import Cursor
 
 
-def interval(cursor: Cursor, window: int | None) -> torch.Tensor:
-    """Bounds, both inclusive: (B, 1, 1, 2) int64."""
-    lower = cursor.first
-    if window is not None:
-        lower = torch.maximum(lower, cursor.position - (window - 1))
-    return torch.stack((lower, cursor.position.expand_as(lower)), dim=-1)[:, None, None]
+def lengths(cursor: Cursor, window: int | None) -> torch.Tensor:
+    """Numbers of slots in a cache whose rows have positions of their own: (B, 1, 1, 1) int32."""
+    slots = cursor.lengths if window is None or cursor.ring is None else cursor.ring_lengths
+    return slots[:, None, None, None]
 
 
 def additive(cursor: Cursor, window: int | None, *, capacity: int, dtype: torch.dtype) -> torch.Tensor:

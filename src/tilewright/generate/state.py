@@ -55,6 +55,7 @@ class DecodeState:
         """
         length = input_ids.shape[1]
         mask = None if attention_mask is None else _left_padding(attention_mask, input_ids)
+        self.cursor.padded = mask is not None
         if mask is None:
             self.cursor.first.zero_()
             position_ids = torch.arange(length, device=input_ids.device)[None]

@@ -7,7 +7,7 @@ buffers, advances them itself, writes the chosen token where the next replay rea
 The host only replays, and reads small reports with a delay of one (`readback`).
 
 What a captured Llama step launches a layer, with `tilewright.patch` and merged projections: 2 norms, 4 matrix-vector
-products, rope, 2 cache writes, 2 attention kernels, gate times up, a residual sum: 13. Unpatched in bf16: about 40.
+products, rope, a cache write, attention and its sum of parts, gate times up, a residual sum: 12. Unpatched: about 40.
 """
 
 import inspect
@@ -36,7 +36,7 @@ class StaticDecoder:
     """Greedy and sampled decoding for a Hugging Face causal language model.
 
     max_length: prompt and new tokens together. batch_size: rows of every call. attention: see `generate.attention`;
-    "auto" is our split-KV kernels on a GPU and torch's SDPA elsewhere. graphs: None captures on a CUDA device.
+    "auto" is `fmha_decode` on a GPU and torch's SDPA elsewhere. graphs: None captures on a CUDA device.
 
     Memory: the cache, 2 * layers * B * H_kv * max_length * D values (Llama-3.1-8B, bf16, B 1: 0.13 MB a position);
     sliding layers keep only their window. A graph keeps addresses: when modules changed class or tensors moved, the
@@ -82,7 +82,10 @@ class StaticDecoder:
         )
         self._dtype: torch.dtype | None = None
         self._layer_types: Sequence[str] | None = getattr(decoder_config(model), "layer_types", None)
-        self._cache = SlotCache(model.config, max_length=max_length, batch_size=batch_size, device=self.device)
+        self._by_row = self.attention == "split_kv"
+        self._cache = SlotCache(
+            model.config, max_length=max_length, batch_size=batch_size, device=self.device, by_row=self._by_row
+        )
         self._state = DecodeState(self._cache.cursor, batch_size, max_length)
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -197,15 +200,15 @@ class StaticDecoder:
 
     def _mask(self, window: int | None) -> torch.Tensor:
         cursor = self._cache.cursor
-        if self.attention == "split_kv":
-            return masks.interval(cursor, window)
+        if self._by_row:
+            return masks.lengths(cursor, window)
         capacity = self.max_length if window is None else cursor.ring or self.max_length
         assert self._dtype is not None  # set by the first prompt
         return masks.additive(cursor, window, capacity=capacity, dtype=self._dtype)
 
     def _visible(self, position: int) -> int:
-        """Number of slots that attention reads at `position`; split-KV takes all and reads its bounds on the device."""
-        if self.attention == "split_kv":
+        """Number of slots that attention reads at `position`; split-KV takes all and reads lengths on the device."""
+        if self._by_row:
             return self.max_length
         bucket = _BUCKET if self._graphs is not None else 1
         return min(-(-(position + 1) // bucket) * bucket, self.max_length)
@@ -228,7 +231,7 @@ class StaticDecoder:
         if dtype != self._dtype:
             self._cache.release()
             self._dtype = dtype
-        if self.attention != "split_kv":  # split-KV reads no slot outside its interval
+        if not self._by_row:  # split-KV reads no slot behind a length
             self._cache.clear()
         self._cache.cursor.prefilling = True
         with prefer_fast_sdpa(self.device, padded=mask is not None):

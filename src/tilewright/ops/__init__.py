@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tilewright.ops.gemm.scaled_matmul_fp8 import scaled_matmul_fp8
     from tilewright.ops.gemm.splitk_reduce import splitk_reduce
     from tilewright.ops.kvcache.kv_append_ import kv_append_
+    from tilewright.ops.kvcache.kv_block_table import kv_block_table
     from tilewright.ops.kvcache.kv_copy_pages_ import kv_copy_pages_
     from tilewright.ops.kvcache.kv_gather import kv_gather
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
@@ -81,6 +82,7 @@ __all__ = [
     "groups_of_rows",
     "k_grouped_matmul",
     "kv_append_",
+    "kv_block_table",
     "kv_copy_pages_",
     "kv_gather",
     "layer_norm",
@@ -126,7 +128,7 @@ _FAMILIES = {
         "scaled_matmul_fp8",
         "splitk_reduce",
     ),
-    "kvcache": ("kv_append_", "kv_copy_pages_", "kv_gather", "rope_kv_append_"),
+    "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "rope_kv_append_"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

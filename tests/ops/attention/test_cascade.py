@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tilewright.hardware.graph_capture import captured
 from tilewright.ops.attention.fmha_decode import fmha_decode
 from tilewright.ops.attention.fmha_paged import fmha_paged
 from tilewright.ops.attention.merge_states import merge_states
@@ -50,3 +51,26 @@ def test_it_is_decoding_over_all_keys(device, s_q, has_sinks):
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(o, expected, **tolerance)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_other_lengths_and_pages():
+    """Both calls and the merge in one graph: the prefix changes too, in its pages."""
+    k, v = (torch.randn(40, PAGE, KV_HEADS, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(4, 1, HEADS, D, device="cuda", dtype=torch.bfloat16)
+    lengths, pages = torch.tensor([9, 1, 16, 4], dtype=torch.int32).cuda(), torch.randperm(40).int().cuda()
+    prefix, tables = pages[:5], pages[5:21].view(4, 4)
+    cascade(q, k, v, prefix, lengths, tables, None)
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph, q.device):
+        o, lse = cascade(q, k, v, prefix, lengths, tables, None)
+    for changed in ([1, 2, 3, 16], [16, 16, 1, 7]):
+        lengths.copy_(torch.tensor(changed))
+        pages.copy_(torch.randperm(40))
+        q.normal_()
+        graph.replay()
+        expected, expected_lse = fmha_decode(
+            q, k, v, lengths + 5 * PAGE, block_table=torch.cat((prefix.expand(4, -1), tables), 1), return_lse=True
+        )
+        torch.testing.assert_close(o, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-3)

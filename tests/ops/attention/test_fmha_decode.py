@@ -308,5 +308,6 @@ def test_cost_counts_what_is_visible():
 
 def test_who_competes():
     subject = contract("fmha_decode")
-    assert {peer.name for peer in declared_peers(subject, GPU)} == {"cudnn", "flash", "flashinfer"}
+    flashinfer = {"flashinfer", "flashinfer_cuda_cores", "flashinfer_prefill"}
+    assert {peer.name for peer in declared_peers(subject, GPU)} == {"cudnn", "flash", *flashinfer}
     assert {peer.name for peer in declared_peers(subject, CPU)} == {"eager", "compile"}

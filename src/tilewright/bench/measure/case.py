@@ -134,7 +134,7 @@ class _Case:
             if call is None:
                 self._note(contestant, "does not offer these options")
                 return None
-            correct, err = self.judge(self._run(call))
+            correct, err = self._judged(contestant, call)
         except KernelMissingError as error:  # a compiler is missing, which is no fault of the kernel
             self.left_out.append(Note(*self.case.key, contestant.name, str(error).splitlines()[0][:200]))
             return None
@@ -151,13 +151,18 @@ class _Case:
 
         A contestant that may overwrite its inputs (a peer, or an op that adds in place) is checked on fresh ones.
         """
-        correct, err = self.judge(self._run(call))
+        correct, err = self._judged(contestant, call)
         if not correct and (not contestant.ours or self.case.workload.into is not None):
             fresh = prepare(contestant, self.sample, self.case, self.cotangents)
             assert fresh is not None, "it was prepared before"
-            correct, err = self.judge(self._run(fresh))
+            correct, err = self._judged(contestant, fresh)
         if not correct:
             self._note(contestant, f"wrong after timing: relative error {err:.3g}")
+
+    def _judged(self, contestant: Contestant, call: Call) -> tuple[bool, float]:
+        """(right enough, relative error) of a run."""
+        outputs = self._run(call)
+        return self.judge(outputs) if contestant.judge is None else (contestant.judge(self.sample, outputs), 0.0)
 
     def _note(self, contestant: Contestant, reason: str) -> None:
         note = Note(*self.case.key, contestant.name, reason)

@@ -3,10 +3,12 @@
 Transformers looks its attention function up by name, `config._attn_implementation`, on every call. We add our names to
 its registry (no existing entry changes) and set the name on this model's config for the duration of a step.
 
-  split_kv   our Triton kernels; any length from one graph; the default on a GPU
+  split_kv   ops.fmha_decode; any length from one graph; the default on a GPU
   sdpa       torch's scaled_dot_product_attention over the visible slots; the default elsewhere
   grouped    two batched products and a softmax over the visible slots
   model      the attention that the model already uses, with our mask; the default for models with eager attention
+
+The prompt attends through what the model runs itself: SDPA, or after `patch` `ops.fmha` where that was measured faster.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,22 +38,18 @@ def resolve(model: Any, requested: str, device: torch.device) -> str:
             f"the model attends through {current!r}, which takes no dense mask over a static cache. "
             'Call model.set_attn_implementation("sdpa") first.'
         )
-    # An eager model may do more than softmax(QK)V (soft caps, sinks), and so may one that runs ops.fmha; a model
-    # without the registry cannot be redirected.
+    # An eager model may do more than softmax(QK)V, and a model without the registry cannot be redirected.  A model that
+    # runs ops.fmha may have soft caps and sinks, which ops.fmha_decode has too.
     replaceable = current not in (None, "eager") and getattr(model, "_supports_attention_backend", False)
-    replaceable = replaceable and not _eager_in_steps(model)
+    plain = replaceable and not _has_scores(model)
     if requested == "auto":
-        if not replaceable:
-            return "model"
-        return "split_kv" if device.type == "cuda" and _runs_triton(device) else "sdpa"
-    if requested != "model" and not replaceable:
+        if replaceable and device.type == "cuda" and find_spec("triton") is not None:
+            return "split_kv"
+        return "sdpa" if plain else "model"
+    if requested != "model" and not (replaceable if requested == "split_kv" else plain):
         raise InputError(
             f"attention={requested!r} replaces a registered scaled-dot-product attention; {type(model).__name__} uses "
             f'{current!r}. Use attention="model", or model.set_attn_implementation("sdpa") where the model supports it.'
-        )
-    if requested == "split_kv" and not _runs_triton(device):
-        raise InputError(
-            f'attention="split_kv" needs Triton and a GPU; the model is on {device}. Use attention="sdpa".'
         )
     return requested
 
@@ -66,9 +64,11 @@ def attention_of(model: Any, name: str) -> Iterator[None]:
     """Let `model` attend through `name` inside the block. Only its own config object is touched, and restored."""
     config = decoder_config(model)
     before = config._attn_implementation
-    if name != "model":
+    if name == "split_kv" and _has_scores(model):
+        config._attn_implementation = _register("split_kv_scores")
+    elif name != "model":
         config._attn_implementation = _register(name)
-    elif _eager_in_steps(model):
+    elif _has_scores(model):
         config._attn_implementation = "eager"
     try:
         yield
@@ -91,19 +91,10 @@ def prefer_fast_sdpa(device: torch.device, *, padded: bool) -> AbstractContextMa
     return order
 
 
-def _runs_triton(device: torch.device) -> bool:
-    """True if Triton kernels run on tensors of `device`: on a GPU, or anywhere in Triton's interpreter."""
-    if find_spec("triton") is None:
-        return False
-    if device.type == "cuda":
-        return True
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
-def _eager_in_steps(model: Any) -> bool:
-    """True if the model runs ops.fmha for soft caps or sinks: its decode steps are eager, with additive masks."""
+def _has_scores(model: Any) -> bool:
+    """True if the model runs ops.fmha for soft caps or sinks: steps that are not `split_kv` are eager, with additive
+    masks.
+    """
     current = decoder_config(model)._attn_implementation
     return current is not None and current.startswith(interface.NAME) and bool(lost_by_sdpa(model))
 
@@ -117,10 +108,10 @@ def _register(name: str) -> str:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    if name == "split_kv":
-        from tilewright.generate.attention.split_kv import split_kv
+    if name.startswith("split_kv"):
+        from tilewright.generate.attention.split_kv import split_kv, split_kv_scores
 
-        return split_kv
+        return split_kv if name == "split_kv" else split_kv_scores
     from tilewright.generate.attention import dense
 
     return dense.sdpa if name == "sdpa" else dense.grouped

@@ -16,6 +16,7 @@ from tilewright.errors import InputError
 from tilewright.hardware.device_cache import DeviceCache
 from tilewright.log import log_once
 from tilewright.mask import Mask
+from tilewright.models.attention.step import elements, is_step
 
 
 class VisibleKeys(NamedTuple):
@@ -93,6 +94,8 @@ def visible_keys(attention_mask: Tensor, s_q: int, s_k: int) -> VisibleKeys:
 
     Raises InputError for other shapes, and for other numbers, which are a bias and no mask.
     """
+    if is_step(attention_mask):
+        attention_mask = elements(attention_mask)
     if isinstance(attention_mask, CarriedMask):
         if tuple(attention_mask.shape[2:]) == (s_q, s_k) and attention_mask.visible is not None:
             return attention_mask.visible

@@ -20,7 +20,7 @@ from tilewright.dispatch.backends import BACKENDS
 from tilewright.errors import InputError
 from tilewright.mask import Mask, causal, prefix, window
 from tilewright.models import transformers_names
-from tilewright.models.attention import masks, measured
+from tilewright.models.attention import masks, measured, step
 from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, visible_keys
 from tilewright.models.attention.paged import PREFIX, attend_paged
 from tilewright.models.attention.refused import refuse
@@ -89,6 +89,10 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = _cast(query, key, value)
+    if step.is_step(attention_mask) and step.takes(query, key, value, attention_mask, dropout, backend):
+        return step.attend_step(
+            query, key, value, attention_mask, scale=scaling, softcap=softcap or None, sinks=s_aux, backend=backend
+        )
     visible = _visible_keys(query, key, attention_mask, is_causal, sliding_window)
     o = fmha(
         query,
@@ -116,13 +120,18 @@ def attend_measured(
 ) -> tuple[Tensor, Tensor | None]:
     """Run `attend` where a kernel of ours won in the tables, else transformers' SDPA, or eager attention for extras.
 
-    transformers also keeps calls with dropout, and those under torch.compile, whose sizes may be symbolic.
+    transformers also keeps calls with dropout, and those under torch.compile, whose sizes may be symbolic.  Steps over
+    its static cache are `fmha_decode`'s: SDPA would read all of the cache.
     """
     _refuse(kwargs, attention_mask)
     query, key, value = _cast(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     softcap, s_aux = kwargs.get("softcap"), kwargs.get("s_aux")
+    if step.is_step(attention_mask):
+        if step.takes(query, key, value, attention_mask, kwargs.get("dropout", 0.0), None):
+            return attend(module, query, key, value, attention_mask, is_causal=is_causal, **kwargs)
+        attention_mask = step.elements(attention_mask)
     if not kwargs.get("dropout") and not torch.compiler.is_compiling():
         visible = _visible_keys(query, key, attention_mask, is_causal, kwargs.get("sliding_window"))
         fitted = _fitted(key, visible.keys), _fitted(value, visible.keys)

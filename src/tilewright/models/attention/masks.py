@@ -22,6 +22,7 @@ from tilewright.errors import InputError
 from tilewright.log import log_once
 from tilewright.mask import Mask
 from tilewright.models import transformers_names
+from tilewright.models.attention import step
 from tilewright.models.attention.carrier import CarriedMask, VisibleKeys, by_keys
 
 MaskFunction = Callable[..., Any]
@@ -57,7 +58,8 @@ def attention_mask(
     """Build the mask of layers that run "tilewright", as transformers' AttentionMaskInterface expects it.
 
     attention_mask: (B, S) padding, True or 1 for a token.  Returns None where `is_causal` of the layer is all of it.
-    Returns the elements inside torch.compile, and for one query of a static cache, whose position is on the device.
+    For one query of a static cache, whose position is on the device, returns lengths (`step`) where they say all, and
+    else the elements, as inside torch.compile.
     Raises InputError for a padding mask of other than two dimensions.
     """
     causal_mask_function, bidirectional_mask_function = transformers_names.mask_functions()
@@ -75,7 +77,11 @@ def attention_mask(
             return None
         if plain and allow_is_bidirectional_skip and function is bidirectional_mask_function:
             return None
-        return _elements(mask_args)
+        mask = None
+        if function is causal_mask_function and kv_offset == 0 and not torch.compiler.is_compiling():
+            assert isinstance(q_offset, Tensor)
+            mask = step.step_mask(batch_size, kv_length, q_offset, tokens, torch.device(device))
+        return _elements(mask_args) if mask is None else mask
     start = int(q_offset) - kv_offset  # index of the first query among the keys
     end = start + q_length
     keys = end if end >= kv_length or _within_causal(function) else kv_length

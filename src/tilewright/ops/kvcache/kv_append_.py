@@ -53,7 +53,7 @@ def kv_append_(
     k, v:        (T, H_kv, D), (T, H_kv, D_v), packed new tokens in the caches' dtype; for e4m3 bf16|fp16|fp32.
     lengths:     (B,) int32, tokens of each sequence in the cache, the new ones included.
     block_table: (B, max_pages) int32, the page of each page_size tokens of a sequence.  None: contiguous caches
-                 (B, capacity, H_kv, D).  Entries behind a length are not read as pages.
+                 (B, capacity, H_kv, D).  Entries behind a length are not read as pages.  Of CSR: `kv_block_table`.
     cu_seqlens:  (B + 1,) int32, sequence b's new tokens are rows cu_seqlens[b] .. cu_seqlens[b + 1] of k and v; None:
                  T = B * n.
     k_scale, v_scale: float32, value = scale * stored, for e4m3 caches.  (H_kv,): given; what is beyond +-448 becomes

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.arguments import Size, as_int
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.given import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.kvcache import checks, layout
@@ -49,6 +50,7 @@ def kv_gather(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(k, v) with k[t] = k_cache[slot of token t], and so v: row cu_seqlens[b] + i is position lengths[b] - n_b + i of
@@ -65,15 +67,16 @@ def kv_gather(
 
     On a CPU, and on a GPU under TILEWRIGHT_CHECK=1, lengths and pages outside of the cache raise InputError, and so
     does cu_seqlens[B] > T.  Otherwise every row is written, with 0 where its token has no slot in the cache, and what
-    would be row T or later is left out.  There is no gradient and no out=.
+    would be row T or later is left out.  There is no gradient.
+    out: (k, v), contiguous memory to write instead of allocating.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes or devices other than these, and for caches that require a gradient.
     """
     cache_dtype = k_cache.dtype if isinstance(k_cache, Tensor) else torch.bfloat16
     dtype = out_dtype or (torch.bfloat16 if cache_dtype == E4M3 else cache_dtype)
     args = KvGatherArgs(k_cache, v_cache, lengths, block_table, cu_seqlens, k_scale, v_scale, tokens, dtype)
-    result: tuple[Tensor, Tensor] = call(CONTRACT, args, backend)
-    return result
+    result: tuple[Tensor, Tensor] = call(CONTRACT, args, backend, several(out, 2, 2))
+    return result if out is None else out
 
 
 def reference(
@@ -122,6 +125,7 @@ FORWARD = RawOp(
     bucket=bucket,
     bucket_names=KvGatherBucket._fields,
     count=2,
+    out=True,
     dtypes=(*checks.DTYPES, E4M3),
 )
 

@@ -17,16 +17,17 @@ class GreedyArgs(NamedTuple):
 
 
 @dispatch("greedy")
-def greedy(logits: Tensor, *, backend: str | None = None) -> Tensor:
+def greedy(logits: Tensor, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
     """tokens[b] = argmax_v logits[b, v], the first of equals.
 
     logits: (B, V) bf16|fp16|fp32, V <= 2^22; the last stride is 1, another costs a copy.   Returns (B,) int64.
     NaN counts as -inf, so that a broken logit is never chosen; a row without a logit above -inf gives -1.
     It is the token that `sample` takes at temperature 0.  There is no gradient.
+    out: contiguous (B,) int64 to write instead of allocating.
     backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, and for logits that require a gradient.
     """
-    result: Tensor = call(CONTRACT, GreedyArgs(logits), backend)
+    result: Tensor = call(CONTRACT, GreedyArgs(logits), backend, out)
     return result
 
 
@@ -48,6 +49,7 @@ FORWARD = RawOp(
     reference=lambda args: reference(args.logits),
     bucket=lambda args: rows.rows_bucket(args.logits),
     bucket_names=rows.RowsBucket._fields,
+    out=True,
 )
 
 

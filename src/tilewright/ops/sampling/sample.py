@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, RawOp, call, dispatch, register
+from tilewright.dispatch.given import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.sampling import checks, sample_cases, sample_reference
@@ -48,6 +49,7 @@ def sample(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
     logprobs: str | None = None,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Draw a token from softmax(logits / temperature), of those that top-k, then top-p, then min-p leave.
@@ -66,6 +68,7 @@ def sample(
     logprobs     also return log-probabilities (B,) float32 of the drawn tokens: "sampled", in the distribution that was
                  drawn from; "model", in softmax(logits).  With the latter those of the n likeliest follow:
                  values, indices = top_k(logits, n); logprobs[:, None] + values - logits.gather(1, tokens[:, None]).
+    out          contiguous memory for the tokens, or for (tokens, log-probabilities), to write instead of allocating.
     backend      run on exactly this backend ("triton", "torch") or raise BackendError.
 
     Exact, by integers (`ops/sampling/numbers.py`): probabilities are multiples of 2^-40 of the largest, tokens below
@@ -77,7 +80,9 @@ def sample(
     if logprobs not in LOGPROBS:
         raise InputError(f"sample: logprobs is {logprobs!r}; allowed are None, 'sampled' and 'model'.")
     args = raw_arguments(logits, seeds, positions, temperature, top_k, top_p, min_p, LOGPROBS.index(logprobs))
-    tokens, values = call(CONTRACT, args, backend)
+    tokens, values = call(CONTRACT, args, backend, several(out, 1 if logprobs is None else 2, 2))
+    if out is not None:
+        return out
     return tokens if logprobs is None else (tokens, values)
 
 
@@ -135,6 +140,7 @@ FORWARD = RawOp(
     bucket=lambda args: SampleBucket(*rows.rows_bucket(args.logits), filters(args)),
     bucket_names=SampleBucket._fields,
     count=2,
+    out=True,
 )
 
 

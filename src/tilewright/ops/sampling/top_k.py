@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint
+from tilewright.dispatch.given import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.sampling import checks
@@ -25,18 +26,21 @@ class TopKBucket(NamedTuple):
 
 
 @dispatch("top_k")
-def top_k(x: Tensor, k: int, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def top_k(
+    x: Tensor, k: int, *, out: tuple[Tensor, Tensor] | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
     """(values, indices) of the k largest elements of each row, the largest first, equals by the lower index first.
 
     x: (M, N) bf16|fp16|fp32, N <= 2^22; the last stride is 1, another costs a copy.   1 <= k <= N.
     values: (M, k) in x's dtype, with x's bits; indices: (M, k) int64.
     NaN counts as larger than +inf, as in torch; -0.0 and 0.0 are equal.   `torch.topk` leaves the order of equals open.
+    out: (values, indices), contiguous memory to write instead of allocating.
     There is no gradient: x.gather(1, indices) has one.
     backend: run on exactly this backend ("triton" with k <= 256, "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, k out of range, and x that requires a gradient.
     """
-    result: tuple[Tensor, Tensor] = call(CONTRACT, TopKArgs(x, k), backend)
-    return result
+    result: tuple[Tensor, Tensor] = call(CONTRACT, TopKArgs(x, k), backend, several(out, 2, 2))
+    return result if out is None else out
 
 
 def reference(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -60,6 +64,7 @@ FORWARD = RawOp(
     bucket=lambda args: TopKBucket(*rows.rows_bucket(args.x), hint(args.k)),
     bucket_names=TopKBucket._fields,
     count=2,
+    out=True,
 )
 
 

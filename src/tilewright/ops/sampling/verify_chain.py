@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.given import several
 from tilewright.ops import rows
 from tilewright.ops.sampling import checks, numbers
 
@@ -34,6 +35,7 @@ def verify_chain(
     positions: Tensor,
     *,
     draft_probs: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(tokens, accepted): drafted tokens up to the first rejected one, then one of the target; each is distributed as
@@ -46,7 +48,8 @@ def verify_chain(
     seeds, positions: (B,) int64 as for `sample`; position of the first drafted token.  Results do not depend on the
     batch or the backend, and repeat bit for bit.   draft_probs: (B, n, V) fp32, the distributions from which the
     drafts were drawn; None: drafts are certain (greedy, n-grams), q = 1.
-    Returns tokens (B, n + 1) int64, -1 after the last one, and accepted (B,) int32, 0 to n.
+    Returns tokens (B, n + 1) int64, -1 after the last one, and accepted (B,) int32, 0 to n.   out: that pair, in
+    contiguous memory, to write instead of allocating.
     Probabilities are rounded down to multiples of 2^-40, NaN and negative ones to 0; from there all is exact.  Where
     nothing is left of max(p - q, 0), as where p does not sum to 1, the token is one of p; -1 if p is 0 too.
     There is no gradient.   backend: run on exactly this backend ("triton", "torch") or raise BackendError.
@@ -54,8 +57,8 @@ def verify_chain(
     Source: Leviathan et al., "Fast inference from transformers via speculative decoding", 2023.
     """
     args = VerifyChainArgs(target_probs, draft_tokens, seeds, positions, draft_probs)
-    result: tuple[Tensor, Tensor] = call(CONTRACT, args, backend)
-    return result
+    result: tuple[Tensor, Tensor] = call(CONTRACT, args, backend, several(out, 2, 2))
+    return result if out is None else out
 
 
 def reference(
@@ -118,6 +121,7 @@ FORWARD = RawOp(
     ),
     bucket_names=VerifyChainBucket._fields,
     count=2,
+    out=True,
     dtypes=(torch.float32,),
 )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint, row_bucket
+from tilewright.dispatch.given import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.sampling import checks
@@ -28,7 +29,12 @@ class VerifyTreeBucket(NamedTuple):
 
 @dispatch("verify_tree")
 def verify_tree(
-    target_tokens: Tensor, draft_tokens: Tensor, parents: Tensor, *, backend: str | None = None
+    target_tokens: Tensor,
+    draft_tokens: Tensor,
+    parents: Tensor,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens, nodes, accepted): from the root, follow the child that drafted the target's token, while there is one.
 
@@ -40,15 +46,14 @@ def verify_tree(
     children with equal tokens the first is followed.   N <= 4096.
     Returns tokens (B, N) int64: the accepted drafts and the target's token after them, then -1; nodes (B, N) int32: the
     node at which each was drawn, the root first, then -1 (all but the last token of the path lie in the KV cache at
-    nodes[:, 1:]); accepted (B,) int32, 0 to N - 1.
+    nodes[:, 1:]); accepted (B,) int32, 0 to N - 1.   out: the three, contiguous memory to write instead of allocating.
     There is no gradient.   backend: run on exactly this backend ("triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes.
     Source: Miao et al., "SpecInfer", 2024.
     """
-    result: tuple[Tensor, Tensor, Tensor] = call(
-        CONTRACT, VerifyTreeArgs(target_tokens, draft_tokens, parents), backend
-    )
-    return result
+    args = VerifyTreeArgs(target_tokens, draft_tokens, parents)
+    result: tuple[Tensor, Tensor, Tensor] = call(CONTRACT, args, backend, several(out, 3, 3))
+    return result if out is None else out
 
 
 def reference(target_tokens: Tensor, draft_tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,6 +89,7 @@ FORWARD = RawOp(
     bucket=lambda args: VerifyTreeBucket(row_bucket(args.target_tokens.shape[0]), hint(args.target_tokens.shape[1])),
     bucket_names=VerifyTreeBucket._fields,
     count=3,
+    out=True,
     dtypes=(torch.int64,),
 )
 

@@ -1,6 +1,6 @@
 """Memory writes: every output element, nothing else, and no input."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -50,29 +50,35 @@ def poison(case: Case, findings: Findings) -> None:
 @mode("out")
 def out(case: Case, findings: Findings) -> None:
     """out= is returned, fully written and as accurate; a wrong out= raises and is left alone."""
-    buffer = _out_buffer(case, guard=0)
+    buffers = _out_buffers(case, guard=0)
     sample = case.sample()
-    outputs = _into(case, buffer)
+    outputs = _into(case, buffers)
     if outputs is None:
         raise NotApplicable("the op takes no out= for these arguments")
-    findings.require(outputs[0] is buffer, "out= was not the tensor returned")
+    returned = outputs[: len(buffers)]
+    findings.require(all(a is b for a, b in zip(returned, buffers, strict=True)), "out= was not what was returned")
     findings.outputs(outputs)
-    standard, *_ = case.truth.outputs
-    wrong = {
-        "of another shape": buffer.new_full((*buffer.shape, 2), torch.nan),
-        "of another dtype": torch.full_like(buffer, torch.nan, dtype=torch.float64),
-    }
-    if standard.exact.numel() > 1:
-        wrong["with stride 2"] = every_second(torch.full_like(buffer, torch.nan))
-    for what, bad in wrong.items():
-        _refuses(findings, partial(case.call, sample, out=bad), bad, f"out= {what}")
+    for i, buffer in enumerate(buffers):
+        wrong = {
+            "of another shape": buffer.new_full((*buffer.shape, 2), _poison(buffer.dtype)),
+            "of another dtype": torch.full_like(buffer, torch.nan, dtype=torch.float64),
+        }
+        if buffer.numel() > 1:
+            wrong["with stride 2"] = every_second(torch.full_like(buffer, _poison(buffer.dtype)))
+        for what, bad in wrong.items():
+            given = _as_returned([bad if j == i else fine.clone() for j, fine in enumerate(buffers)])
+            _refuses(findings, partial(case.call, sample, out=given), bad, f"out= {what}")
+    if len(buffers) > 1:
+        bad = torch.full_like(buffers[0], _poison(buffers[0].dtype))
+        _refuses(findings, partial(case.call, sample, out=bad), bad, "out= of one tensor for several")
     if case.positions:
         leaf = case.sample()
         leaf.args[case.positions[0]].requires_grad_()
         with torch.enable_grad():
-            bad = torch.full_like(buffer, torch.nan)
+            bad = torch.full_like(buffers[0], torch.nan)
+            given = _as_returned([bad, *buffers[1:]])
             label = "out= while an input requires grad"
-            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=bad), bad, label)
+            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=given), bad, label)
 
 
 @mode("guard_bands")
@@ -82,14 +88,15 @@ def guard_bands(case: Case, findings: Findings) -> None:
     for shift in (0, 1):
         prefix = "misaligned: " if shift else ""
         if case.contract.forward.torch_out is not None:
-            buffer = _out_buffer(case, GUARD, shift)
-            bytes_before = surroundings(buffer)
-            outputs = _into(case, buffer)
+            buffers = _out_buffers(case, GUARD, shift)
+            bytes_before = [surroundings(buffer) for buffer in buffers]
+            outputs = _into(case, buffers)
             accepted.append(outputs is not None)
             if outputs is not None:
                 launched = True
                 findings.outputs(outputs, f"{prefix}out=: ")
-            _intact(findings, buffer, bytes_before, f"{prefix}out=")
+            for buffer, before in zip(buffers, bytes_before, strict=True):
+                _intact(findings, buffer, before, f"{prefix}out=")
         for call in case.raw_calls(case.sample()):
             launched |= _launch_guarded(call, findings, prefix, shift)
     findings.require(len(set(accepted)) < 2, "out= is taken at one alignment and refused at another")
@@ -131,20 +138,31 @@ def guarded(
     noise = torch.randint(0, 256, ((count + 2 * guard + shift) * size,), dtype=torch.uint8, device=device)
     view = noise.view(dtype)[guard + shift : guard + shift + count]
     view = view.view(shape) if strides is None else view.as_strided(shape, strides)
-    return view.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
+    return view.fill_(_poison(dtype))
 
 
-def _out_buffer(case: Case, guard: int, shift: int = 0) -> Tensor:
+def _poison(dtype: torch.dtype) -> float:
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _out_buffers(case: Case, guard: int, shift: int = 0) -> list[Tensor]:
+    """One for each tensor that the public function returns."""
     if case.contract.forward.torch_out is None:
         raise NotApplicable("the op takes no out=")
-    standard, *_ = case.truth.outputs
-    return guarded(tuple(standard.exact.shape), standard.dtype, case.device, guard, shift)
+    sample = case.sample()
+    written_to = len(written(case.contract, sample.args, sample.kwargs))
+    standards = case.truth.outputs[: len(case.truth.outputs) - written_to]
+    return [guarded(tuple(s.exact.shape), s.dtype, case.device, guard, shift) for s in standards]
 
 
-def _into(case: Case, buffer: Tensor) -> tuple[Tensor, ...] | None:
-    """The outputs of a call with out=buffer; None if the op takes out= but refuses it for these arguments."""
+def _as_returned(buffers: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+    return buffers[0] if len(buffers) == 1 else tuple(buffers)
+
+
+def _into(case: Case, buffers: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    """The outputs of a call with out=buffers; None if the op takes out= but refuses it for these arguments."""
     try:
-        return case.call(case.sample(), out=buffer)
+        return case.call(case.sample(), out=_as_returned(buffers))
     except InputError as error:
         if f"{case.contract.name}(out=...)" not in str(error):
             raise

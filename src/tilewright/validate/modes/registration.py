@@ -19,9 +19,8 @@ def opcheck(case: Case, findings: Findings) -> None:
         _check(findings, call.op.torch_op, (*call.args, *call.preference), {})
     forward, *_ = case.raw_calls(case.sample())
     if forward.op.torch_out is not None:
-        (out,) = forward.op.allocate(forward.args, case.device)
-        out.zero_()
-        _check(findings, forward.op.torch_out, (*forward.args, *forward.preference), {"out0": out})
+        outs = {f"out{i}": out.zero_() for i, out in enumerate(forward.op.allocate(forward.args, case.device))}
+        _check(findings, forward.op.torch_out, (*forward.args, *forward.preference), outs)
     composite = getattr(torch.ops.tilewright, case.contract.name).default
     leaves = list(forward.args)
     for i in case.positions:

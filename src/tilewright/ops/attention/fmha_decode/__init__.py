@@ -18,7 +18,7 @@ from tilewright.ops.attention.paged.args import (
 )
 from tilewright.ops.attention.paged.checks import check
 from tilewright.ops.attention.paged.cost import cost
-from tilewright.ops.attention.paged.outputs import outputs
+from tilewright.ops.attention.paged.outputs import given, outputs
 from tilewright.ops.attention.paged.reference import attention
 from tilewright.ops.attention.paged.samples import DECODE_BAD_INPUTS, DECODE_CASES, DECODE_GRID, decode_inputs
 
@@ -43,6 +43,7 @@ def fmha_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o = softmax(scale * q K^T) V of the newest tokens of B sequences, whose keys and values lie in a cache.
@@ -53,13 +54,16 @@ def fmha_decode(
     lengths: (B,) int32: tokens of each sequence in the cache, the new ones included.   block_table: (B, max_pages)
     int32: the page of every page_size tokens of a sequence; pages may be shared.  None: caches are contiguous,
     (B, capacity, H_kv, D).  Returns o (B, S_q, H, D_v) or (B, H, D_v), in q's dtype; with return_lse also lse
-    (B, S_q, H) or (B, H) float32, natural, as `merge_states` takes it.
+    (B, S_q, H) or (B, H) float32, natural, as `merge_states` takes it.   out: contiguous memory for o, or for the pair,
+    to write instead of allocating.
 
     The position of token i is lengths - S_q + i: the last one sees the last key.   causal: no key after its position.
     window: (left, 0), the keys before it that a token sees, None for no limit.  A token that sees nothing, as all of
     length 0, gets o = 0 and lse = -inf (with a sink, lse is the sink).
     scale: D^-0.5 by default.   softcap: s = softcap * tanh(s / softcap).   sinks: (H,), exp(sinks[h]) joins the
     denominator.   k_scale, v_scale: float32, (H_kv,) or (pages, page_size, H_kv): value = scale * stored.
+
+    Lists of pages in compressed rows (CSR): `kv_block_table`.   A prefix that all sequences share: `merge_states`.
 
     lengths and block_table stay on the device, nothing waits for them, and the grid depends on shapes alone: one CUDA
     graph serves all lengths and tables.  Programs share the keys evenly whatever the lengths are.  Entries of the table
@@ -75,7 +79,9 @@ def fmha_decode(
     flat, lead = _flat(q, lengths)
     cache = Cache(k_cache, v_cache, lengths, block_table, None)
     options = Options(causal, window, scale, softcap, sinks, k_scale, v_scale)
-    o, lse = call(CONTRACT, raw_arguments(_OP, flat, cache, options), backend)
+    o, lse = call(CONTRACT, raw_arguments(_OP, flat, cache, options), backend, given(out, return_lse, lead))
+    if out is not None:
+        return out
     o = o.view(*lead, *o.shape[1:])
     return (o, lse.view(*lead, lse.shape[1])) if return_lse else o
 
@@ -131,6 +137,7 @@ FORWARD = RawOp(
     bucket_names=PagedBucket._fields,
     batch_fields=BATCH_FIELDS,
     count=2,
+    out=True,
 )
 
 CONTRACT = register(

@@ -18,7 +18,7 @@ from tilewright.ops.attention.paged.args import (
 )
 from tilewright.ops.attention.paged.checks import check
 from tilewright.ops.attention.paged.cost import cost
-from tilewright.ops.attention.paged.outputs import outputs
+from tilewright.ops.attention.paged.outputs import given, outputs
 from tilewright.ops.attention.paged.reference import attention
 from tilewright.ops.attention.paged.samples import PAGED_BAD_INPUTS, PAGED_CASES, PAGED_GRID, paged_inputs
 
@@ -42,6 +42,7 @@ def fmha_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     return_lse: bool = False,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fmha_decode` of sequences with any number of new tokens each: decoding and chunks of prefill in one call.
@@ -50,7 +51,8 @@ def fmha_paged(
     decreasing, at most T: where those of each sequence begin.  A sequence may have none.  Caches, lengths, block_table
     and options as in `fmha_decode`; lengths count the new tokens, whose keys are in the cache already, and token i of n
     has the position lengths - n + i.
-    Returns o (T, H, D_v) in q's dtype; with return_lse also lse (T, H) float32, natural.
+    Returns o (T, H, D_v) in q's dtype; with return_lse also lse (T, H) float32, natural.   out: contiguous memory
+    for o, or for the pair, to write instead of allocating.
     Tokens after the last sequence, as in a captured batch that is not full: o = 0, lse = -inf (with a sink, the sink).
 
     Numbers stay on the device and the grid depends on shapes alone: one CUDA graph serves all divisions of T tokens.
@@ -64,7 +66,9 @@ def fmha_paged(
     """
     cache = Cache(k_cache, v_cache, lengths, block_table, _starts(cu_seqlens_q))
     options = Options(causal, window, scale, softcap, sinks, k_scale, v_scale)
-    o, lse = call(CONTRACT, raw_arguments(_OP, q, cache, options), backend)
+    o, lse = call(CONTRACT, raw_arguments(_OP, q, cache, options), backend, given(out, return_lse))
+    if out is not None:
+        return out
     return (o, lse) if return_lse else o
 
 
@@ -110,6 +114,7 @@ FORWARD = RawOp(
     bucket_names=PagedBucket._fields,
     batch_fields=BATCH_FIELDS,
     count=2,
+    out=True,
 )
 
 CONTRACT = register(

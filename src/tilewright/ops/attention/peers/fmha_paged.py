@@ -11,7 +11,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from tilewright.dispatch import Sample
 from tilewright.ops.attention.paged.args import problem_of
-from tilewright.ops.attention.peers.fmha_decode import FlashInfer, by_sequence, has_options
+from tilewright.ops.attention.peers.flashinfer import Prefill
+from tilewright.ops.attention.peers.fmha_decode import by_sequence, has_options
 from tilewright.ops.peer import Call
 
 REPLACES = {"cuda": ("eager", "compile")}
@@ -56,4 +57,4 @@ class Loop:
         return call
 
 
-PEERS = (Loop(), FlashInfer())
+PEERS = (Loop(), Prefill("flashinfer"))
