@@ -38,19 +38,18 @@ def _is_indirect(bucket: MlaDecodeBucket) -> bool:
 
 def configure(bucket: MlaDecodeBucket, dtype: torch.dtype) -> Tile:
     """Two key tiles in shared memory beside the queries.  Not measured yet."""
-    width, _ = widths(bucket.D, bucket.D_v)
     block_m = _block_m(bucket)
     if not bucket.aligned:
         return Tile(block_m, 32, 8, 1, 1)
     num_stages = stages(2, _is_indirect(bucket))
-    if width <= 128:
+    if widths(bucket.D, bucket.D_v).value <= 128:
         return Tile(block_m, 64, 4, num_stages)
     return Tile(block_m, 64 if block_m == 64 else 32, 8, num_stages, 1 if block_m == 64 else 2)
 
 
 def candidates(bucket: MlaDecodeBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tiles whose stages fit an H200."""
-    columns, block_m, size = sum(widths(bucket.D, bucket.D_v)), _block_m(bucket), dtype.itemsize
+    columns, block_m, size = widths(bucket.D, bucket.D_v).all, _block_m(bucket), dtype.itemsize
     return tuple(
         Tile(block_m, block_n, warps, stages(depth, _is_indirect(bucket)), ctas)
         for block_n in (32, 64, 128)

@@ -1,15 +1,16 @@
 """The kernel of latent attention over a KV cache: a program computes its share of the key tiles, for one row tile.
 
 The rows of a tile are tokens times heads: all heads read the same keys.  A tile of tokens is loaded once and is the
-operand of both products, S = Q C^T over all columns and O += P C over the first ones; the columns beyond a power of
-two, the rotated part, have a product of their own.  An online softmax runs over key tiles.
+operand of both products, S = Q C^T over all columns and O += P C over the first ones.  It is loaded in parts, so that
+few addresses serve many columns: one or two of WIDTH columns, and the REST, the rotated part.  An online softmax runs
+over key tiles.
 """
 
 import triton
 import triton.language as tl
 
 from tilewright.ops.attention.kernels.triton.latent.division import cut, keys_of, line
-from tilewright.ops.attention.kernels.triton.paged.attend import finish
+from tilewright.ops.attention.kernels.triton.paged.attend import normaliser
 from tilewright.ops.attention.kernels.triton.scores import LOG2E, MINUS_INFINITY
 from tilewright.ops.quant.kernels.triton.numbers import decode
 
@@ -29,20 +30,35 @@ def _columns(base, row, in_range, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
 
 
 @triton.jit
-def _unpacked(base, row, in_range, DTYPE: tl.constexpr, E4M3: tl.constexpr):
-    """The latents of packed tokens: (rows, 512) in DTYPE, each rounded once; 0 out of range."""
-    group, column = tl.arange(0, 4), tl.arange(0, 128)
+def _latents(base, row, in_range, FIRST: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, E4M3: tl.constexpr):
+    """`_columns` of the latents of packed tokens in DTYPE, each rounded once."""
+    group, column = tl.arange(0, WIDTH // 128), tl.arange(0, 128)
     codes = tl.load(
-        base + row[:, None, None] + (group * 128)[None, :, None] + column[None, None, :],
+        base + FIRST + row[:, None, None] + (group * 128)[None, :, None] + column[None, None, :],
         mask=in_range[:, None, None], other=0,
     )  # fmt: skip
     if E4M3:
         numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         numbers = decode(codes)
-    words = (base + SCALES_AT).to(tl.pointer_type(tl.float32))
+    words = (base + SCALES_AT).to(tl.pointer_type(tl.float32)) + FIRST // 128
     scales = tl.load(words + tl.multiple_of(row >> 2, 4)[:, None] + group[None, :], mask=in_range[:, None], other=0.0)
-    return tl.reshape((numbers * scales[:, :, None]).to(DTYPE), (row.shape[0], 512))
+    return tl.reshape((numbers * scales[:, :, None]).to(DTYPE), (row.shape[0], WIDTH))
+
+
+@triton.jit
+def _ropes(base, row, in_range, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+    """The rotated parts of packed tokens in DTYPE."""
+    pairs = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16))
+    return _columns(pairs, tl.multiple_of(row >> 1, 8), in_range, 0, WIDTH, WIDTH).to(DTYPE)
+
+
+@triton.jit
+def _put(base, row, live, tile, FIRST: tl.constexpr, D_V: tl.constexpr):
+    """Store columns FIRST .. FIRST + WIDTH of rows (rows, D_V)."""
+    offs_d = FIRST + tl.arange(0, tile.shape[1])
+    pointers = base + row[:, None] * D_V + offs_d[None, :]
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=live[:, None] & (offs_d < D_V)[None, :])
 
 
 @triton.jit
@@ -50,7 +66,7 @@ def attend_kernel(
     q, o, lse, partial_acc, partial_stat, kv, lengths, block_table, indices, sinks,
     B, capacity, page_size, slots, row_tiles, parts, scale,
     stride_qb, stride_qs, stride_qh, stride_kp, stride_ks, stride_table,
-    S_Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    S_Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr, TWO: tl.constexpr, REST: tl.constexpr,
     TOKENS: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, E4M3: tl.constexpr,
     PAGE: tl.constexpr, PAGE_TILES: tl.constexpr, DEPENDENT: tl.constexpr,
     FIXED: tl.constexpr, SPLITS: tl.constexpr, GAP: tl.constexpr, LEAST: tl.constexpr,
@@ -61,10 +77,12 @@ def attend_kernel(
     q: (B / TOKENS, S_Q * TOKENS, H, D)   kv: (pages, page_size, D)   o: (B * S_Q, H, D_V)   lse: (B * S_Q, H)
     partial_acc: (slots of `division`, row_tiles, BLOCK_M, D_V), partial_stat: the same with 2, float32.
     TOKENS: with indices (B, capacity) each token is a sequence, and TOKENS of them have one length.
-    WIDTH + REST cover D.   PAGE: page_size if it is a power of two, else 0.   PAGE_TILES: a key tile lies in one page.
+    WIDTH, another if TWO, and REST cover D.   PAGE: page_size if it is a power of two, else 0.   PAGE_TILES: a key tile lies in one page.
     """
     if DEPENDENT:  # let the second kernel begin when SMs are free; it waits for the end of this one
         tl.extra.cuda.gdc_launch_dependents()
+    LEFT: tl.constexpr = 2 * WIDTH if TWO else WIDTH  # where the rest begins
+    DTYPE: tl.constexpr = q.dtype.element_ty
     row_tile, part = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
 
     # The sequences of this share
@@ -104,8 +122,10 @@ def attend_kernel(
         q_rows += head * stride_qh
         live = in_rows & is_mine
         q_tile = _columns(q, q_rows, live, 0, WIDTH, D)  # (BLOCK_M, WIDTH)
+        if TWO:
+            q_next = _columns(q, q_rows, live, WIDTH, WIDTH, D)
         if REST > 0:
-            q_rest = _columns(q, q_rows, live, WIDTH, REST, D)  # (BLOCK_M, REST)
+            q_rest = _columns(q, q_rows, live, LEFT, REST, D)  # (BLOCK_M, REST)
         if block_table is not None:
             table = block_table + b.to(tl.int64) * stride_table
         if indices is not None:
@@ -115,6 +135,8 @@ def attend_kernel(
         m_i = tl.full((BLOCK_M,), MINUS_INFINITY, tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        if TWO:
+            acc_next = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         for tile in tl.range(tile_begin, tile_end):
             keys = tile * BLOCK_N + offs_n
             in_range = keys < keys_end
@@ -144,16 +166,21 @@ def attend_kernel(
 
             # S = Q C^T
             if PACKED:
-                c_tile = _unpacked(kv, row, in_range, q.dtype.element_ty, E4M3)
-                rope = (kv + ROPE_AT).to(tl.pointer_type(tl.bfloat16))
-                rope_rows = tl.multiple_of(row >> 1, 8)
-                c_rest = _columns(rope, rope_rows, in_range, 0, REST, REST).to(q.dtype.element_ty)
+                c_tile = _latents(kv, row, in_range, 0, WIDTH, DTYPE, E4M3)
             else:
                 c_tile = _columns(kv, row, in_range, 0, WIDTH, D)  # (BLOCK_N, WIDTH)
-                if REST > 0:
-                    c_rest = _columns(kv, row, in_range, WIDTH, REST, D)  # (BLOCK_N, REST)
             s = tl.dot(q_tile, c_tile.T, input_precision="ieee")
+            if TWO:
+                if PACKED:
+                    c_next = _latents(kv, row, in_range, WIDTH, WIDTH, DTYPE, E4M3)
+                else:
+                    c_next = _columns(kv, row, in_range, WIDTH, WIDTH, D)
+                s = tl.dot(q_next, c_next.T, s, input_precision="ieee")
             if REST > 0:
+                if PACKED:
+                    c_rest = _ropes(kv, row, in_range, REST, DTYPE)
+                else:
+                    c_rest = _columns(kv, row, in_range, LEFT, REST, D)  # (BLOCK_N, REST)
                 s = tl.dot(q_rest, c_rest.T, s, input_precision="ieee")
             s *= scale * LOG2E
             visible = in_range[None, :]
@@ -170,18 +197,17 @@ def attend_kernel(
             m_i = m_new
 
             # O += P C
-            acc = acc * alpha[:, None]
-            acc = tl.dot(p.to(c_tile.dtype), c_tile, acc, input_precision="ieee")
+            p = p.to(DTYPE)
+            acc = tl.dot(p, c_tile, acc * alpha[:, None], input_precision="ieee")
+            if TWO:
+                acc_next = tl.dot(p, c_next, acc_next * alpha[:, None], input_precision="ieee")
 
-        offs_d = tl.arange(0, WIDTH)
-        in_columns = (offs_d < D_V)[None, :]
         if is_whole:
-            values, row_lse = finish(m_i, l_i, acc, sinks, head, live)
+            factor, row_lse = normaliser(m_i, l_i, sinks, head, live)
             out_row = q_token.to(tl.int64) * H + head
-            tl.store(
-                o + out_row[:, None] * D_V + offs_d[None, :], values.to(o.dtype.element_ty),
-                mask=live[:, None] & in_columns,
-            )  # fmt: skip
+            _put(o, out_row, live, acc * factor[:, None], 0, D_V)
+            if TWO:
+                _put(o, out_row, live, acc_next * factor[:, None], WIDTH, D_V)
             tl.store(lse + out_row, row_lse, mask=live)
         else:
             if FIXED:
@@ -189,6 +215,8 @@ def attend_kernel(
             else:
                 place_of = part * 2 + (tile_begin == 0)
             at = (place_of.to(tl.int64) * row_tiles + row_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-            tl.store(partial_acc + at[:, None] * D_V + offs_d[None, :], acc, mask=live[:, None] & in_columns)
+            _put(partial_acc, at, live, acc, 0, D_V)
+            if TWO:
+                _put(partial_acc, at, live, acc_next, WIDTH, D_V)
             tl.store(partial_stat + at * 2, m_i, mask=live)
             tl.store(partial_stat + at * 2 + 1, l_i, mask=live)

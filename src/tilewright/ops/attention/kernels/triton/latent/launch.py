@@ -1,5 +1,7 @@
 """Launches of the two kernels of latent attention over a KV cache."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -20,7 +22,7 @@ from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs
 from tilewright.ops.quant.kernels.triton.numbers import as_stored
 from tilewright.ops.quant.numbers import E4M3
 
-MOST_WIDTH, MOST_REST = 512, 128
+_MOST_WIDTH, _MOST_REST = 256, 128
 _GAP = 1  # key tiles that the beginning and the end of a segment cost
 _LEAST = 2  # of a share, with its gap
 _FIXED_SPLITS, _FIXED_LEAST = 32, 8  # segments of a sequence that only its own length may cut, and their key tiles
@@ -30,24 +32,43 @@ _attend, _combine = TritonKernel(attend_kernel), TritonKernel(combine_kernel)
 _combine_dependent = TritonKernel(combine_kernel, launch_pdl=True)
 
 
-def widths(d: int, d_v: int) -> tuple[int, int]:
-    """(WIDTH, REST): powers of two, at least 16, that cover d columns, the first one also d_v; REST may be 0."""
-    width = max(16, triton.next_power_of_2(d_v), 1 << (d.bit_length() - 1))
-    return width, tiling.part(max(d - width, 0))
+class Widths(NamedTuple):
+    """Columns of the parts of a tile, powers of two that cover D: one or two of `width`, the values among them, `rest`,
+    which may be 0.
+    """
+
+    width: int
+    two: bool
+    rest: int
+
+    @property
+    def value(self) -> int:
+        return 2 * self.width if self.two else self.width
+
+    @property
+    def all(self) -> int:
+        return self.value + self.rest
+
+
+def widths(d: int, d_v: int) -> Widths:
+    """The parts for tokens of d numbers, of which d_v are the value."""
+    value = max(16, triton.next_power_of_2(d_v), 1 << (d.bit_length() - 1))
+    two = value > _MOST_WIDTH
+    return Widths(value // 2 if two else value, two, tiling.part(max(d - value, 0)))
 
 
 def why_not(args: MlaDecodeArgs) -> str | None:
     """Why the kernels cannot run, or None."""
-    width, rest = widths(args.q.shape[3], args.d_v)
-    if width > MOST_WIDTH or rest > MOST_REST:
-        return f"holds values of up to {MOST_WIDTH} numbers and {MOST_REST} more of a key"
+    parts = widths(args.q.shape[3], args.d_v)
+    if parts.width > _MOST_WIDTH or parts.rest > _MOST_REST:
+        return f"holds values of up to {2 * _MOST_WIDTH} numbers and {_MOST_REST} more of a key"
     sequences = args.q.shape[0] * (1 if args.indices is None else args.q.shape[1])
     return f"takes at most {MOST_SEQUENCES} sequences" if sequences > MOST_SEQUENCES else None
 
 
 def fitted(tile: Tile, args: MlaDecodeArgs) -> Tile:
     """`tile`, chosen for an H200, reduced to what the GPU of the call can run."""
-    arch, (width, rest) = target_of(args.q), widths(args.q.shape[3], args.d_v)
+    arch, columns = target_of(args.q), widths(args.q.shape[3], args.d_v).all
     shared = tiling.SHARED_BYTES["sm_90"] if arch == "cpu" else tiling.SHARED_BYTES.get(arch, tiling.SHARED_ELSEWHERE)
     if args.q.dtype == torch.float32:  # multiplied by FMAs, whose operands are in registers: larger tiles spill
         tile = tile._replace(block_m=16, block_n=16, num_warps=8, num_stages=1)
@@ -57,7 +78,7 @@ def fitted(tile: Tile, args: MlaDecodeArgs) -> Tile:
         tile = tile._replace(block_m=16, block_n=16, num_warps=8, num_stages=min(tile.num_stages, 2))
     size, is_indirect = args.q.element_size(), _is_indirect(args)
     depth = (tile.num_stages + 1) // 2 if is_indirect else tile.num_stages
-    while depth > 1 and size * (width + rest) * (tile.block_m + depth * tile.block_n) > shared:
+    while depth > 1 and size * columns * (tile.block_m + depth * tile.block_n) > shared:
         depth -= 1
         tile = tile._replace(num_stages=stages(depth, is_indirect))
     return tile
@@ -90,7 +111,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
     partial_acc = scratch((partial_rows, d_v), torch.float32, q.device)
     partial_stat = scratch((partial_rows, 2), torch.float32, q.device)
 
-    dependent, (width, rest) = has_dependents(q), widths(d, d_v)
+    dependent, columns = has_dependents(q), widths(d, d_v)
     capacity = args.capacity if pages else 0
     division = (fixed, splits, _GAP, least)
     blocks = (max(16, triton.next_power_of_2(sequences)), tile.block_m, tile.block_n)
@@ -103,7 +124,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
             *q.stride()[:3], *cache.stride()[:2], 0 if table is None else table.stride(0),
         ),
         (
-            s_q, heads, d, d_v, width, rest, tokens, args.causal and s_q > 1, args.is_packed, _converts(args),
+            s_q, heads, d, d_v, *columns, tokens, args.causal and s_q > 1, args.is_packed, _converts(args),
             page_size if in_pages and page_size & (page_size - 1) == 0 else 0, page_size % tile.block_n == 0, dependent,
             *division, *blocks,
         ),
@@ -116,7 +137,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
     combine(
         (split_sequences, rows),
         (partial_acc, partial_stat, o, lse, args.lengths, args.sinks, sequences, capacity, row_tiles, parts),
-        (s_q, heads, d_v, width, tokens, dependent, *division, _CHUNKS, *blocks),
+        (s_q, heads, d_v, columns.value, tokens, dependent, *division, _CHUNKS, *blocks),
         num_warps=4,
     )
 
