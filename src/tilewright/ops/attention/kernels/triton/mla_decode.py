@@ -63,7 +63,11 @@ def candidates(bucket: MlaDecodeBucket, dtype: torch.dtype) -> tuple[Tile, ...]:
 CONFIGS = (
     *(Tile(m, 32, 8, 1, 1) for m in (16, 32, 64)),
     *(Tile(m, 64, 4, num_stages) for m in (16, 32, 64) for num_stages in (2, 3)),
-    *(Tile(m, 64 if m == 64 else 32, 8, num_stages, 1 if m == 64 else 2) for m in (16, 32, 64) for num_stages in (2, 3)),
+    *(
+        Tile(m, 64 if m == 64 else 32, 8, num_stages, 1 if m == 64 else 2)
+        for m in (16, 32, 64)
+        for num_stages in (2, 3)
+    ),
 )
 
 

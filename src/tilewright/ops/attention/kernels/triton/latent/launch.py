@@ -113,6 +113,7 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
 
     dependent, columns = has_dependents(q), widths(d, d_v)
     capacity = args.capacity if pages else 0
+    sizes = (sequences, tokens, capacity)
     division = (fixed, splits, _GAP, least)
     blocks = (max(16, triton.next_power_of_2(sequences)), tile.block_m, tile.block_n)
     table, in_pages = args.block_table, _is_indirect(args)
@@ -120,11 +121,11 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
         (row_tiles * parts,),
         (
             q, o, lse, partial_acc, partial_stat, cache, args.lengths, table, args.indices, args.sinks,
-            sequences, capacity, page_size, pages * page_size, row_tiles, parts, args.scale,
+            *sizes, page_size, pages * page_size, row_tiles, parts, args.scale,
             *q.stride()[:3], *cache.stride()[:2], 0 if table is None else table.stride(0),
         ),
         (
-            s_q, heads, d, d_v, *columns, tokens, args.causal and s_q > 1, args.is_packed, _converts(args),
+            s_q, heads, d, d_v, *columns, args.causal and s_q > 1, args.is_packed, _converts(args),
             page_size if in_pages and page_size & (page_size - 1) == 0 else 0, page_size % tile.block_n == 0, dependent,
             *division, *blocks,
         ),
@@ -136,8 +137,8 @@ def launch(outs: tuple[Tensor, Tensor], args: MlaDecodeArgs, tile: Tile) -> None
     combine = _combine_dependent if dependent else _combine
     combine(
         (split_sequences, rows),
-        (partial_acc, partial_stat, o, lse, args.lengths, args.sinks, sequences, capacity, row_tiles, parts),
-        (s_q, heads, d_v, columns.value, tokens, dependent, *division, _CHUNKS, *blocks),
+        (partial_acc, partial_stat, o, lse, args.lengths, args.sinks, *sizes, row_tiles, parts),
+        (s_q, heads, d_v, columns.value, dependent, *division, _CHUNKS, *blocks),
         num_warps=4,
     )
 
