@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilewright.ops.attention.fmha_varlen import fmha_varlen
     from tilewright.ops.attention.merge_states import merge_states
     from tilewright.ops.attention.mla import mla
+    from tilewright.ops.attention.mla_decode import mla_decode
     from tilewright.ops.gemm.bmm import bmm
     from tilewright.ops.gemm.group_gemm import group_gemm
     from tilewright.ops.gemm.grouped_matmul import grouped_matmul
@@ -90,6 +91,7 @@ __all__ = [
     "matmul",
     "merge_states",
     "mla",
+    "mla_decode",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",
@@ -115,7 +117,7 @@ __all__ = [
 
 _FAMILIES = {
     "activation": ("geglu", "gelu_and_mul", "silu_and_mul", "silu_and_mul_fp8", "swiglu", "swiglu_fp8"),
-    "attention": ("fmha", "fmha_decode", "fmha_fp8", "fmha_paged", "fmha_varlen", "merge_states", "mla"),
+    "attention": ("fmha", "fmha_decode", "fmha_fp8", "fmha_paged", "fmha_varlen", "merge_states", "mla", "mla_decode"),
     "gemm": (
         "bmm",
         "group_gemm",
