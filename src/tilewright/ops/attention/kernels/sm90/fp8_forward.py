@@ -3,8 +3,8 @@
 A tile of 64 queries and 128 keys at D = 128 is 4.2 MFLOP, 512 cycles of a multiprocessor's tensor cores in float8, and
 8192 exponentials, 512 cycles of its special-function units; at D = 256 it is 1024 and 512.  V is transposed first, once
 for all query tiles: 2 * B * H_kv * S_k * D_v bytes.  `fp8_forward.cuh` says what else float8 changes.
-4 * B * H * pairs * D flops, with `pairs` the (query, key) that the mask allows: (2, 16, 8192, 128) without a mask cannot
-beat 0.56 ms at 1979 TFLOP/s.
+4 * B * H * pairs * D flops, with `pairs` the (query, key) that the mask allows: (2, 16, 8192, 128) without a mask
+cannot beat 0.56 ms at 1979 TFLOP/s.
 """
 
 from pathlib import Path
@@ -35,8 +35,8 @@ _INDICES = {torch.int16: "short", torch.int32: "int"}
 
 class Config(NamedTuple):
     """groups: consumer warpgroups of 64 queries; block_n: keys of a tile; stages: of K and of V; q_stages: of Q;
-    turns: warpgroups issue their wgmmas in turns (ping-pong).   parts: P V of a tile is computed in so many parts of its
-    columns, `buffers` at once.
+    turns: warpgroups issue their wgmmas in turns (ping-pong); parts: of columns, in which P V of a tile is computed,
+    `buffers` at once.
     """
 
     groups: int

@@ -43,8 +43,8 @@ _kernel = TritonKernel(transpose_kernel)
 def transposed(v: Tensor, fragments: bool = False) -> Tensor:
     """Transposed copy (B, H, D, S) of v (B, H, S, D) of one-byte elements, rows at multiples of 16 bytes.
 
-    fragments: (B, H, D, S rounded up to 16), the keys of each group of 16 in the order 0, 1, 8, 9, 2, 3, 10, 11, ...: that
-    of the scores which a thread of a wgmma holds in one row, of four threads in turn.  There is no key where zeros are.
+    fragments: (B, H, D, S rounded up to 16), the keys of each group of 16 in the order 0, 1, 8, 9, 2, 3, 10, 11, ...:
+    that of the scores of a row which the four threads of a wgmma hold in turn.  Zeros stand where there is no key.
     The copy lives in scratch memory of this call.
     """
     batch, heads, s, d = v.shape
