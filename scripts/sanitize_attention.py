@@ -1,4 +1,4 @@
-"""Attention's cases of `sanitize_cases.py`: the forward and the backward, of `fmha` and of `mla`."""
+"""Attention's cases of `sanitize_cases.py`: forwards and backwards of `fmha` and `mla`, the forward of `fmha_fp8`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +8,12 @@ from sanitize_values import DEVICE, HALF, UNWRITTEN, drawn, near, unwritten
 
 from tilewright import mask as masks
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
+from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
+from tilewright.ops.attention.fmha_fp8.args import bucket as bucket_fp8
+from tilewright.ops.attention.fmha_fp8.reference import attention as attention_fp8
 from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
+from tilewright.ops.attention.kernels.sm90 import fp8_forward as fmha_fp8_cuda
 from tilewright.ops.attention.kernels.sm90 import mla_backward as mla_backward_cuda
 from tilewright.ops.attention.mla.args import MlaArgs, MlaBackwardArgs
 from tilewright.ops.attention.reference import attention
@@ -21,6 +25,13 @@ ATTENTION = (
     (450, 300, 256, (-1, 0), "", False, fmha_cuda.Config(2, 64, 2, 1)),
     (300, 450, 128, (-1, -1), "documents", False, fmha_cuda.Config(2, 128, 2, 2)),
     (300, 450, 64, (-1, -1), "leaves", True, fmha_cuda.Config(3, 128, 2, 2)),
+)
+# The same without a config; scales are those of blocks, and softcap and sinks, if scores are modified
+ATTENTION_FP8 = (
+    (300, 450, 128, (-1, 0), "", False),
+    (300, 450, 64, (90, 20), "", True),
+    (450, 300, 256, (-1, 0), "", True),
+    (300, 450, 80, (-1, -1), "leaves", False),
 )
 # queries, keys, widths, band, mask of the keys, config
 LATENT = (
@@ -64,6 +75,25 @@ def attention_forward(
     fmha_cuda.forward((o[:, :, :s_q], lse), args, config)
     exact, _ = attention(args._replace(q=q.double(), k=k.double(), v=v.double()))
     return bool((o[:, :, s_q:] == UNWRITTEN).all()) and near(o[:, :, :s_q], exact)
+
+
+def attention_of_float8(s_q: int, s_k: int, d: int, band: tuple[int, int], mask: str, modified: bool) -> bool:
+    """Grouped heads, every config."""
+    eight, blocks = torch.float8_e4m3fn, 4 if modified else 1
+    q, k, v = (drawn(2, h, s, d).to(eight) for h, s in ((4, s_q), (2, s_k), (2, s_k)))
+    scales = [
+        torch.rand(2, h, min(blocks, -(-s // 128)), device=DEVICE) + 0.5 for h, s in ((4, s_q), (2, s_k), (2, s_k))
+    ]
+    program, data = ("", None) if not mask else _masks(s_k)[mask].program(DEVICE)
+    sinks, softcap = (torch.rand(4, device=DEVICE), 3.0) if modified else (None, 0.0)
+    args = FmhaFp8Args(q, k, v, *scales, sinks, data, program, *band, d**-0.5, softcap, HALF)
+    exact, _ = attention_fp8(args._replace(q=q.double(), k=k.double(), v=v.double()))
+    right = True
+    for config in fmha_fp8_cuda.candidates(bucket_fp8(args), eight):
+        o, lse = unwritten(2, 4, s_q + 1, d), torch.empty(2, 4, s_q, device=DEVICE)
+        fmha_fp8_cuda.forward((o[:, :, :s_q], lse), args, config)
+        right = right and bool((o[:, :, s_q:] == UNWRITTEN).all()) and near(o[:, :, :s_q], exact, 5e-2)
+    return right
 
 
 def latent_attention(
@@ -151,6 +181,7 @@ def _masks(length: int) -> dict[str, masks.Mask]:
 
 ATTENTION_RUNS: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]], ...] = (
     ("attention", attention_forward, ATTENTION),
+    ("float8 attention", attention_of_float8, ATTENTION_FP8),
     ("latent attention", latent_attention, LATENT),
     ("attention backward", attention_backward, ATTENTION_BACKWARD),
     ("latent attention backward", latent_attention_backward, LATENT_BACKWARD),

@@ -17,7 +17,8 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
-from tilewright.ops.attention.kernels.sm90 import backward, mla_backward
+from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
+from tilewright.ops.attention.kernels.sm90 import backward, fp8_forward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
 from tilewright.ops.attention.mla.args import MlaBackwardArgs
@@ -148,6 +149,16 @@ def fmha(d: int, config: tuple[Any, ...], documents: bool = False, scale: float 
     )
     args = FmhaArgs(q, q, q, None, None, data, program, -1, -1 if documents else 0, scale, softcap)
     return launched(lambda: fmha_cuda.forward((o, torch.empty(1, 2, 64)), args, fmha_cuda.Config(*config)))
+
+
+def fmha_fp8(d: int, config: tuple[Any, ...], blocks: bool = False, softcap: float = 0.0) -> Any:
+    """Parameters of attention over float8, causal; no Triton kernel, which the interpreter cannot collect."""
+    q, scales = torch.empty(1, 2, 256, d, dtype=torch.float8_e4m3fn), torch.empty(1, 2, 1 + blocks)
+    o, lse = torch.empty(1, 2, 256, d, dtype=torch.bfloat16), torch.empty(1, 2, 256)
+    tensors = q, q, q, scales, scales, scales
+    args = FmhaFp8Args(*tensors, None, None, "", -1, 0, 1.0, softcap, torch.bfloat16)
+    with mock.patch.object(fp8_forward, "transposed"):
+        return launched(lambda: fp8_forward.forward((o, lse), args, fp8_forward.Config(*config)))
 
 
 def mla(d: int, d_pe: int, config: tuple[Any, ...]) -> Any:

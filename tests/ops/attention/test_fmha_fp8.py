@@ -28,19 +28,22 @@ GROUP = 16
 PLACES = [
     pytest.param(Place("cpu", "torch"), id="cpu-torch"),
     pytest.param(Place("cpu", "triton"), id="interp", marks=pytest.mark.interp),
-    *(pytest.param(Place("cuda", name), id=name, marks=pytest.mark.gpu) for name in ("triton", "torch")),
+    *(pytest.param(Place("cuda", name), id=name, marks=pytest.mark.gpu) for name in ("cuda", "triton", "torch")),
 ]
 on_every_place = pytest.mark.parametrize("place", PLACES)
 
 
 def problem(s_q: int, s_k: int, d: int, heads: int = 4, heads_kv: int = 2, blocks: str = "", device: str = "cpu"):
-    """q, k random; v (.., s_k, s_k / GROUP): 1 where a key is in the group; scales of two octaves."""
+    """q, k random; v (.., s_k, s_k / GROUP): 1 where a key is in the group; scales of two octaves.
+
+    There are groups without keys: the number of columns is a multiple of 16, as the TMA needs.
+    """
 
     def scales(name: str, h: int, s: int) -> Tensor:
         count = (-(-s // SCALE_BLOCK),) if name in blocks else ()
         return torch.exp2(2 * torch.rand(2, h, *count) - 1)
 
-    groups = -(-s_k // GROUP)
+    groups = -(-s_k // GROUP**2) * GROUP
     v = torch.zeros(2, heads_kv, s_k, groups)
     v[:, :, torch.arange(s_k), torch.arange(s_k) // GROUP] = 1.0
     tensors = [torch.randn(2, heads, s_q, d).to(E4M3), torch.randn(2, heads_kv, s_k, d).to(E4M3), v.to(E4M3)]
@@ -101,13 +104,15 @@ SHAPE = ("s_q", "s_k", "d", "heads", "heads_kv", "blocks")
 @pytest.mark.parametrize("name", CASES)
 def test_every_group_of_keys_has_its_weight(name, place):
     case = {"s_q": 200, "s_k": 270, "d": 64, **CASES[name]}
+    if place.backend == "cuda" and case["d"] % 16:
+        pytest.skip("the TMA addresses rows at multiples of 16 bytes")
     tensors = problem(**{n: case[n] for n in SHAPE if n in case}, device=place.device)
     options = {n: v for n, v in case.items() if n not in SHAPE}
     if "sinks" in options:
         options["sinks"] = options["sinks"].to(place.device)
     o, lse = run(ops.fmha_fp8, *tensors, place=place, return_lse=True, out_dtype=torch.float32, **options)
     wanted, wanted_lse, size, tiny = exact(*tensors, **options)
-    unit = FP8_SUM if place == Place("cuda", "triton") else FLOAT32
+    unit = FP8_SUM if place.device == "cuda" and place.backend != "torch" else FLOAT32
     off = unit * size + 2.0**-18 * (1 + wanted_lse.nan_to_num(neginf=0.0).abs())
     assert torch.equal(lse.isinf(), wanted_lse.isinf())
     assert bool(((lse.double() - wanted_lse).abs() <= off)[~wanted_lse.isinf()].all())
@@ -176,11 +181,19 @@ def test_every_road_of_the_kernel_gives_the_same_bits():
 def test_values_are_transposed(s, d):
     from tilewright.ops.attention.kernels.triton.transpose import transposed
 
-    v = torch.randint(0, 256, (2, s, 3, d), dtype=torch.uint8).transpose(1, 2)
+    v = torch.randint(1, 256, (2, s, 3, d), dtype=torch.uint8).transpose(1, 2)
     made = transposed(v.view(E4M3))
     assert made.shape == (2, 3, d, s)
     assert made.stride(2) % 16 == 0
     assert torch.equal(made.view(torch.uint8), v.mT)
+
+    # Thread c of a wgmma holds scores of keys 2 c, 2 c + 1, 8 + 2 c and 9 + 2 c of 16; A of e4m3 wants 4 c to 4 c + 3
+    whole = transposed(v.view(E4M3), fragments=True).view(torch.uint8)
+    assert whole.shape == (2, 3, d, -(-s // 16) * 16)
+    order = torch.tensor([key for c in range(4) for key in (2 * c, 2 * c + 1, 8 + 2 * c, 9 + 2 * c)])
+    keys = (torch.arange(0, whole.shape[3], 16)[:, None] + order).flatten()
+    assert torch.equal(whole[..., keys < s], v.mT[..., keys[keys < s]])
+    assert bool((whole[..., keys >= s] == 0).all())
 
 
 def test_tiles_lie_in_one_block_of_scales():
@@ -210,7 +223,7 @@ def test_there_is_no_gradient():
     with pytest.raises(InputError, match="which has none"):
         ops.fmha_fp8(q, k, v, q_scale, k_scale, v_scale, sinks=sinks)
     with torch.no_grad():
-        assert ops.fmha_fp8(q, k, v, q_scale, k_scale, v_scale, sinks=sinks).shape == (2, 4, 8, 1)
+        assert ops.fmha_fp8(q, k, v, q_scale, k_scale, v_scale, sinks=sinks).shape == (2, 4, 8, 16)
 
 
 def test_cost_counts_bytes_of_float8():

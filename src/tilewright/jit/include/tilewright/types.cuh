@@ -39,6 +39,16 @@ template <typename T> __device__ inline u32 pack(float low, float high) {
     return packed;
 }
 
+// Rounds four floats to adjacent e4m3, the first at the lowest address; beyond 448 saturates.
+__device__ inline u32 pack_e4m3(float f0, float f1, float f2, float f3) {
+    u32 packed;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}\n"
+        : "=r"(packed)
+        : "f"(f0), "f"(f1), "f"(f2), "f"(f3));
+    return packed;
+}
+
 template <typename T> __device__ inline T from_float(float x) {
     if constexpr (Same<T, float>::value) {
         return x;

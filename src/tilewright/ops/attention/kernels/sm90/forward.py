@@ -143,7 +143,7 @@ def forward(
     boxes = {"q": (q, query_box), "k": (args.k, key_box), "v": (v, key_box), "o": (o, query_box)}
     if pe is not None:
         boxes |= {"q_pe": (pe[0], query_box), "k_pe": (pe[1], key_box)}
-    batch_stride, head_stride, row_stride = _table_strides(table)
+    batch_stride, head_stride, row_stride = table_strides(table)
     tiles, sms = -(-s_q // block_m) * heads * batch, usable_sms(q.device)
     kernel, kernel_args = (KERNEL, Args) if pe is None else (KERNEL_PE, RopeArgs)
     kernel(
@@ -224,7 +224,7 @@ def _params(args: FmhaArgs, widths: tuple[int, int], config: Config, index: torc
     )
 
 
-def _table_strides(table: TileTable | None) -> tuple[int, int, int]:
+def table_strides(table: TileTable | None) -> tuple[int, int, int]:
     """Strides of a tile table: batch and head in rows (0 if there is one), row in indices."""
     if table is None:
         return 0, 0, 0

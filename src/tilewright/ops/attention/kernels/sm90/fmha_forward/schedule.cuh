@@ -122,7 +122,7 @@ template <typename Config> class FmhaScheduler {
     }
 
   private:
-    static constexpr u32 kM = FmhaShape<Config>::kM;
+    static constexpr u32 kM = Config::kWarpgroups * kWarpgroupM;
 
     const FmhaProblem& problem_;
     const FmhaMask& mask_;
