@@ -9,7 +9,7 @@ from tests.models.zoo import build, tokens
 from torch import Tensor
 
 from tilewright.dispatch import record
-from tilewright.models import patch, register_attention
+from tilewright.models import register_attention
 from tilewright.models.attention import step
 
 NAME = register_attention()
@@ -116,7 +116,6 @@ def test_one_graph_serves_a_growing_cache() -> None:
     model: Any = build("llama").cuda()
     ids = tokens(2, 14).cuda()
     new = model.generate(ids, max_new_tokens=9, min_new_tokens=9, do_sample=False, eos_token_id=None)
-    patch(model, verify=False, ops=["attention"])
     model.set_attn_implementation(NAME)
     cache = transformers.StaticCache(model.config, max_cache_len=64)
     token, place = (

@@ -17,9 +17,9 @@ from tilewright.dispatch import replay
 from tilewright.dispatch.arguments import as_declared
 from tilewright.dispatch.contract import Contract, bind, bind_function
 from tilewright.dispatch.derivatives import Function, level_is_open
-from tilewright.dispatch.given import any_requires_grad, check_out
 from tilewright.dispatch.preference import resolve
 from tilewright.dispatch.raw import LIBRARY, RawOp
+from tilewright.dispatch.targets import any_requires_grad, check_out
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,29 +54,29 @@ def register(contract: Contract) -> Contract:
 
 
 def call(
-    contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | replay.Given | None = None
+    contract: Contract, args: tuple[Any, ...], backend: str | None, out: Tensor | replay.Targets | None = None
 ) -> Any:
     """Run the public op on its raw arguments.
 
     out: written and returned where given; of an op with several outputs a tuple, None for those to be allocated.
     """
     raw, (requested, numerics) = contract.forward, resolve(backend)
-    given = None if out is None else (out,) if raw.count == 1 else out
+    targets = None if out is None else (out,) if raw.count == 1 else out
     if torch.compiler.is_compiling():
-        return _traced(contract, args, requested, numerics, given)  # type: ignore[arg-type]
-    signature = replay.lookup(raw, args, requested, numerics, given)  # type: ignore[arg-type]
+        return _traced(contract, args, requested, numerics, targets)  # type: ignore[arg-type]
+    signature = replay.lookup(raw, args, requested, numerics, targets)  # type: ignore[arg-type]
     entry = None if signature is None else signature[0]
     if entry is None:
-        return _first(contract, signature, args, requested, numerics, given)  # type: ignore[arg-type]
+        return _first(contract, signature, args, requested, numerics, targets)  # type: ignore[arg-type]
     if signature[1][2] == replay.HOST:  # type: ignore[index]  # checks may read data there, and no key holds data
         args = as_declared(raw, args)
         with torch.no_grad():
             contract.check(*args)
-    if given is not None:
-        results = replay.replay(raw, signature, args, given)  # type: ignore[arg-type]
+    if targets is not None:
+        results = replay.replay(raw, signature, args, targets)  # type: ignore[arg-type]
         if results is None:
-            return _first(contract, signature, args, requested, numerics, given)  # type: ignore[arg-type]
-        return _written(given, results)  # type: ignore[arg-type]
+            return _first(contract, signature, args, requested, numerics, targets)  # type: ignore[arg-type]
+        return _written(targets, results)  # type: ignore[arg-type]
     if entry.plan.launch is None:  # torch's, and so is its gradient
         return raw.plain(*args, numerics=numerics)
     if torch.is_grad_enabled() and any_requires_grad(args):
@@ -95,20 +95,20 @@ def call_in_place(contract: Contract, args: tuple[Any, ...], backend: str | None
 
 
 def _traced(
-    contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, given: replay.Given | None
+    contract: Contract, args: tuple[Any, ...], requested: str, numerics: str, targets: replay.Targets | None
 ) -> Any:
     """One op in the graph."""
-    if given is None:
+    if targets is None:
         return getattr(torch.ops.tilewright, contract.name)(*args, requested, numerics)
     with torch.no_grad():  # `check_out` refuses what requires a gradient
         contract.check(*args)
-    check_out(contract, args, given)
-    return _run_into(contract.forward, args, requested, numerics, given)
+    check_out(contract, args, targets)
+    return _run_into(contract.forward, args, requested, numerics, targets)
 
 
-def _run_into(raw: RawOp, args: tuple[Any, ...], requested: str, numerics: str, given: replay.Given) -> Any:
+def _run_into(raw: RawOp, args: tuple[Any, ...], requested: str, numerics: str, targets: replay.Targets) -> Any:
     """Through torch's dispatcher, into outputs of the caller."""
-    outs = raw.complete(args, given)
+    outs = raw.complete(args, targets)
     raw.torch_out(*args, requested, numerics, **{f"out{i}": out for i, out in enumerate(outs)})  # type: ignore[misc]
     return outs[0] if len(outs) == 1 else outs
 
@@ -119,25 +119,25 @@ def _first(
     args: tuple[Any, ...],
     requested: str,
     numerics: str,
-    given: replay.Given | None,
+    targets: replay.Targets | None,
 ) -> Any:
     """The first call with a signature, or one that may not be replayed: convert, check, then run."""
     raw = contract.forward
     args = as_declared(raw, args)
-    if given is None:
+    if targets is None:
         contract.check(*args)
         return _run(contract, args, requested, numerics, signature)
     with torch.no_grad():
         contract.check(*args)
-    check_out(contract, args, given)
+    check_out(contract, args, targets)
     if signature is None:
-        return _written(given, _run_into(raw, args, requested, numerics, given))
-    return _written(given, replay.record(raw, signature, args, requested, numerics, given))
+        return _written(targets, _run_into(raw, args, requested, numerics, targets))
+    return _written(targets, replay.record(raw, signature, args, requested, numerics, targets))
 
 
-def _written(given: replay.Given, results: Any) -> Any:
-    """`results`, after autograd has learned that what it may have saved of `given` is overwritten."""
-    for out in given:
+def _written(targets: replay.Targets, results: Any) -> Any:
+    """`results`, after autograd has learned that what it may have saved of `targets` is overwritten."""
+    for out in targets:
         if out is not None:
             _count_write(out)
     return results

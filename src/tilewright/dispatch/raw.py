@@ -290,11 +290,14 @@ class RawOp:
         """Uninitialised outputs of one call, with the shapes, dtypes and strides every implementation writes into."""
         return tuple([_empty(spec, device) for spec in self.outputs(*args)])
 
-    def complete(self, args: Sequence[Any], given: replay.Given) -> tuple[Tensor, ...]:
-        """`given`, outputs of the caller, with new tensors where it has None."""
+    def complete(self, args: Sequence[Any], targets: replay.Targets) -> tuple[Tensor, ...]:
+        """`targets`, outputs of the caller, with new tensors where it has None."""
         device = self.device_of(args)
         return tuple(
-            [_empty(spec, device) if out is None else out for out, spec in zip(given, self.outputs(*args), strict=True)]
+            [
+                _empty(spec, device) if out is None else out
+                for out, spec in zip(targets, self.outputs(*args), strict=True)
+            ]
         )
 
     def plain(self, *args: Any, numerics: str = "default") -> Any:

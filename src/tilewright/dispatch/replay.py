@@ -78,7 +78,7 @@ class Entry:
         return not self.aliased or _aliases(pointers[: len(self.aliased)]) == self.aliased
 
 
-Given = Sequence[Tensor | None]
+Targets = Sequence[Tensor | None]
 """The outputs of a call that writes into tensors of its caller; None: one that dispatch allocates."""
 
 Signature = tuple[Entry | None, tuple[Any, ...], list[int]]
@@ -86,13 +86,15 @@ Signature = tuple[Entry | None, tuple[Any, ...], list[int]]
 
 
 def lookup(
-    raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, given: Given | None = None
+    raw: "RawOp", args: Sequence[Any], backend: str, numerics: str, targets: Targets | None = None
 ) -> Signature | None:
     """The entry for a call, or None where a call may not be replayed.  The key holds all that a decision or a launch
     depends on; with outputs that are given, also which inputs begin where they begin.
     """
     first = args[0]
-    if type(first) not in _PLAIN or (given is not None and len(given) != raw.count):  # the checks refuse such a number
+    if type(first) not in _PLAIN or (
+        targets is not None and len(targets) != raw.count
+    ):  # the checks refuse such a number
         return None
     device = first.get_device()
     if device != HOST and (_current_device is None or device != _current_device()):
@@ -121,7 +123,7 @@ def lookup(
             return None
     if _grad_enabled():  # checks may depend on what requires a gradient
         parts += [t is not None and t.requires_grad for t in args[:count]]
-    for out in given or ():
+    for out in targets or ():
         if out is None:
             parts.append("new")
             pointers.append(0)
@@ -142,18 +144,18 @@ def lookup(
     return entry, key, pointers
 
 
-def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], given: Given | None = None) -> Any:
+def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], targets: Targets | None = None) -> Any:
     """Make the call again on new tensors, by its tape or else by its plan.  Returns a tensor, or a tuple of several.
 
-    With `given`: into them.  Returns None, and does nothing, where one of them overlaps an input other than at its
+    With `targets`: into them.  Returns None, and does nothing, where one of them overlaps an input other than at its
     first element, about which the key says nothing, or another of them.
     """
     entry, key, pointers = signature
     assert entry is not None
-    if given is not None:
-        if _overlaps(entry, pointers, len(given)):
+    if targets is not None:
+        if _overlaps(entry, pointers, len(targets)):
             return None
-        outs = _complete(entry, given, args[0].device)
+        outs = _complete(entry, targets, args[0].device)
         pointers[len(pointers) - len(outs) :] = [out.data_ptr() for out in outs]
     elif entry.plan.launch is None:
         outs = raw.owned_reference(args, entry.specs, {p for p in pointers if p}, entry.plan.numerics)
@@ -166,21 +168,21 @@ def replay(raw: "RawOp", signature: Signature, args: Sequence[Any], given: Given
     if entry.launch is None:
         raw.launch(args, entry.plan, outs)
     else:
-        if given is None:
+        if targets is None:
             for each in outs:
                 pointers.append(each.data_ptr())
         entry.launch(key[2], pointers)
     return outs[0] if len(outs) == 1 else outs or None
 
 
-def _complete(entry: Entry, given: Given, device: torch.device) -> tuple[Tensor, ...]:
-    """`given`, with new tensors where it has None."""
-    if len(given) == 1 and given[0] is not None:
-        return (given[0],)
+def _complete(entry: Entry, targets: Targets, device: torch.device) -> tuple[Tensor, ...]:
+    """`targets`, with new tensors where it has None."""
+    if len(targets) == 1 and targets[0] is not None:
+        return (targets[0],)
     return tuple(
         [
             torch.empty_strided(shape, strides, dtype=dtype, device=device) if out is None else out
-            for out, (shape, dtype, strides) in zip(given, entry.specs, strict=True)
+            for out, (shape, dtype, strides) in zip(targets, entry.specs, strict=True)
         ]
     )
 
@@ -191,10 +193,10 @@ def record(
     args: Sequence[Any],
     backend: str,
     numerics: str,
-    given: Given | None = None,
+    targets: Targets | None = None,
 ) -> Any:
     """Make a checked call as its plan says, and keep a tape of its launches where one can be made."""
-    into = None if given is None else raw.complete(args, given)
+    into = None if targets is None else raw.complete(args, targets)
     if into is not None:
         raw.require_writable(args, into)
     with listen() as taping:
@@ -202,7 +204,7 @@ def record(
     plan = raw.plan(args, backend, numerics)  # again: a launch without a kernel makes another plan
     inputs, pointers = args[: raw.tensor_count], signature[2]
     moving: list[Tensor | None] = list(inputs)
-    if given is not None:  # an input that is an output moves with it
+    if targets is not None:  # an input that is an output moves with it
         ends = {p for p in pointers[len(inputs) :] if p}
         moving = [None if p in ends else t for t, p in zip(inputs, pointers, strict=False)]
     aliases = _aliases(pointers[: len(inputs)])
@@ -229,12 +231,12 @@ def _overlaps(entry: Entry, pointers: Sequence[int], count: int) -> bool:
     that begin where it begins.
     """
     first = len(pointers) - count
-    for at in range(first, len(pointers)):
-        pointer = pointers[at]
+    for place in range(first, len(pointers)):
+        pointer = pointers[place]
         if not pointer:  # dispatch allocates it
             continue
-        end = pointer + entry.spans[at]
-        for i in range(at):
+        end = pointer + entry.spans[place]
+        for i in range(place):
             start = pointers[i]
             if start < end and pointer < start + entry.spans[i] and (start != pointer or i >= first):
                 return True

@@ -21,7 +21,7 @@ from tilewright.dispatch import (
 )
 from tilewright.dispatch.arguments import Size, as_int
 from tilewright.dispatch.bucket import hint, row_bucket
-from tilewright.dispatch.given import several
+from tilewright.dispatch.targets import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.kvcache import checks

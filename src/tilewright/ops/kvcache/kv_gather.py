@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.dispatch import BadInput, Contract, Cost, Promises, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.arguments import Size, as_int
 from tilewright.dispatch.bucket import hint, row_bucket
-from tilewright.dispatch.given import several
+from tilewright.dispatch.targets import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.kvcache import checks, layout

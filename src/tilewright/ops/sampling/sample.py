@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewright.dispatch import Contract, RawOp, call, dispatch, register
-from tilewright.dispatch.given import several
+from tilewright.dispatch.targets import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.sampling import checks, sample_cases, sample_reference

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.dispatch import BadInput, Contract, Cost, RawOp, Sample, Workload, call, dispatch, register
 from tilewright.dispatch.bucket import hint
-from tilewright.dispatch.given import several
+from tilewright.dispatch.targets import several
 from tilewright.errors import InputError
 from tilewright.ops import rows
 from tilewright.ops.sampling import checks

@@ -66,8 +66,8 @@ def out(case: Case, findings: Findings) -> None:
         if buffer.numel() > 1:
             wrong["with stride 2"] = every_second(torch.full_like(buffer, _poison(buffer.dtype)))
         for what, bad in wrong.items():
-            given = _as_returned([bad if j == i else fine.clone() for j, fine in enumerate(buffers)])
-            _refuses(findings, partial(case.call, sample, out=given), bad, f"out= {what}")
+            destination = _as_returned([bad if j == i else fine.clone() for j, fine in enumerate(buffers)])
+            _refuses(findings, partial(case.call, sample, out=destination), bad, f"out= {what}")
     if len(buffers) > 1:
         bad = torch.full_like(buffers[0], _poison(buffers[0].dtype))
         _refuses(findings, partial(case.call, sample, out=bad), bad, "out= of one tensor for several")
@@ -76,9 +76,9 @@ def out(case: Case, findings: Findings) -> None:
         leaf.args[case.positions[0]].requires_grad_()
         with torch.enable_grad():
             bad = torch.full_like(buffers[0], torch.nan)
-            given = _as_returned([bad, *buffers[1:]])
+            destination = _as_returned([bad, *buffers[1:]])
             label = "out= while an input requires grad"
-            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=given), bad, label)
+            _refuses(findings, partial(case.function, *leaf.args, **leaf.kwargs, out=destination), bad, label)
 
 
 @mode("guard_bands")

@@ -18,7 +18,7 @@ from tilewright.ops.attention.paged.args import (
 )
 from tilewright.ops.attention.paged.checks import check
 from tilewright.ops.attention.paged.cost import cost
-from tilewright.ops.attention.paged.outputs import given, outputs
+from tilewright.ops.attention.paged.outputs import outputs, targets
 from tilewright.ops.attention.paged.reference import attention
 from tilewright.ops.attention.paged.samples import DECODE_BAD_INPUTS, DECODE_CASES, DECODE_GRID, decode_inputs
 
@@ -79,7 +79,7 @@ def fmha_decode(
     flat, lead = _flat(q, lengths)
     cache = Cache(k_cache, v_cache, lengths, block_table, None)
     options = Options(causal, window, scale, softcap, sinks, k_scale, v_scale)
-    o, lse = call(CONTRACT, raw_arguments(_OP, flat, cache, options), backend, given(out, return_lse, lead))
+    o, lse = call(CONTRACT, raw_arguments(_OP, flat, cache, options), backend, targets(out, return_lse, lead))
     if out is not None:
         return out
     o = o.view(*lead, *o.shape[1:])

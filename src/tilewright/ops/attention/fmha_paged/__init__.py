@@ -18,7 +18,7 @@ from tilewright.ops.attention.paged.args import (
 )
 from tilewright.ops.attention.paged.checks import check
 from tilewright.ops.attention.paged.cost import cost
-from tilewright.ops.attention.paged.outputs import given, outputs
+from tilewright.ops.attention.paged.outputs import outputs, targets
 from tilewright.ops.attention.paged.reference import attention
 from tilewright.ops.attention.paged.samples import PAGED_BAD_INPUTS, PAGED_CASES, PAGED_GRID, paged_inputs
 
@@ -66,7 +66,7 @@ def fmha_paged(
     """
     cache = Cache(k_cache, v_cache, lengths, block_table, _starts(cu_seqlens_q))
     options = Options(causal, window, scale, softcap, sinks, k_scale, v_scale)
-    o, lse = call(CONTRACT, raw_arguments(_OP, q, cache, options), backend, given(out, return_lse))
+    o, lse = call(CONTRACT, raw_arguments(_OP, q, cache, options), backend, targets(out, return_lse))
     if out is not None:
         return out
     return (o, lse) if return_lse else o

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.dispatch.given import several
 from tilewright.dispatch.raw import OutputSpec
-from tilewright.dispatch.replay import Given
+from tilewright.dispatch.replay import Targets
+from tilewright.dispatch.targets import several
 from tilewright.ops.attention.paged.args import PagedArgs
 
 
@@ -19,11 +19,11 @@ def outputs(args: PagedArgs) -> tuple[OutputSpec, ...]:
     return ((tokens, heads, args.v_cache.shape[3]), args.q.dtype), ((tokens, heads), lse)
 
 
-def given(out: Any, return_lse: bool, lead: tuple[int, ...] | None = None) -> Given | None:
+def targets(out: Any, return_lse: bool, lead: tuple[int, ...] | None = None) -> Targets | None:
     """`out` of a public call for the raw op; `lead`: the dimensions of q that stand for T there."""
 
     def flat(t: Any) -> Any:
-        """As (T, ...) where it is that; anything else is refused with the shape that the raw op needs."""
+        """Views of (T, ...) where it is that; anything else is refused with the shape that the raw op needs."""
         if lead is None or not isinstance(t, Tensor) or t.layout is not torch.strided:
             return t
         fits = tuple(t.shape[: len(lead)]) == lead and t.is_contiguous()

@@ -70,8 +70,8 @@ class FlashInfer:
         weights, _ = kept_weights(numbers.clean(args.logits), args)
         tokens = outputs.long()
         inside = (tokens >= 0) & (tokens < weights.shape[1])
-        kept = weights.gather(1, tokens.clamp(0, weights.shape[1] - 1)[:, None])[:, 0] > 0
-        return tokens.shape == weights.shape[:1] and bool((inside & kept).all())
+        mass = weights.gather(1, tokens.clamp(0, weights.shape[1] - 1)[:, None])[:, 0]
+        return tokens.shape == weights.shape[:1] and bool((inside & (mass > 0)).all())
 
 
 def _top_k(value: Tensor | int | None, vocabulary: int) -> Tensor | int | None:

@@ -11,27 +11,27 @@ from tilewright.dispatch.arguments import refuse_layout
 from tilewright.dispatch.contract import Contract
 from tilewright.dispatch.derivatives import has_tangent
 from tilewright.dispatch.raw import OutputSpec
-from tilewright.dispatch.replay import Given, span
+from tilewright.dispatch.replay import Targets, span
 from tilewright.errors import InputError
 
 
-def check_out(contract: Contract, args: Sequence[Any], given: Given) -> None:
-    """Raise InputError unless each tensor of `given` is one that its output can be written into."""
+def check_out(contract: Contract, args: Sequence[Any], targets: Targets) -> None:
+    """Raise InputError unless each tensor of `targets` is one that its output can be written into."""
     raw = contract.forward
     if raw.torch_out is None:
         raise InputError(f"{contract.name} has {raw.count} outputs and takes no out=.")
     specs = raw.outputs(*args)
-    if len(given) != len(specs):
+    if len(targets) != len(specs):
         raise InputError(f"{contract.name}: out is not a tuple with a tensor for each that the call returns.")
-    for i, (out, spec) in enumerate(zip(given, specs, strict=True)):
+    for i, (out, spec) in enumerate(zip(targets, specs, strict=True)):
         if out is not None:
             _check_one(contract, args, out, spec, "out" if len(specs) == 1 else f"out[{i}]")
-    outs = [out for out in given if out is not None]
+    outs = [out for out in targets if out is not None]
     if _has_address(outs[0]) and any(_overlap(a, b) for i, a in enumerate(outs) for b in outs[:i]):
         raise InputError(f"{contract.name}(out=...) got outputs that share memory. Give each its own.")
 
 
-def several(out: Any, parts: int, total: int, view: Callable[[Any], Any] = lambda t: t) -> Given | None:
+def several(out: Any, parts: int, total: int, view: Callable[[Any], Any] = lambda t: t) -> Targets | None:
     """`out=` of a public function as `call` takes it: of an op of `total` outputs, of which the caller gets `parts`.
 
     out: None, or what the function returns: a tensor where `parts` is 1, else a tuple of as many.  What is neither has
