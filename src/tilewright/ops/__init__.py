@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.kv_block_table import kv_block_table
     from tilewright.ops.kvcache.kv_copy_pages_ import kv_copy_pages_
     from tilewright.ops.kvcache.kv_gather import kv_gather
+    from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
@@ -92,6 +93,7 @@ __all__ = [
     "merge_states",
     "mla",
     "mla_decode",
+    "mla_kv_append_",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",
@@ -130,7 +132,7 @@ _FAMILIES = {
         "scaled_matmul_fp8",
         "splitk_reduce",
     ),
-    "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "rope_kv_append_"),
+    "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

@@ -62,6 +62,14 @@ def _put(base, row, live, tile, FIRST: tl.constexpr, D_V: tl.constexpr):
 
 
 @triton.jit
+def _rows(row_tile, at_least_0, BLOCK_M: tl.constexpr):
+    """The rows of a tile.  A number that the compiler does not know to be positive keeps them, and all that is made of
+    them, from being computed before the loops, where they would take registers of the sums.
+    """
+    return (row_tile + tl.minimum(at_least_0, 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
 def attend_kernel(
     q, o, lse, partial_acc, partial_stat, kv, lengths, block_table, indices, sinks,
     B, tokens_each, capacity, page_size, slots, row_tiles, parts, scale,
@@ -114,8 +122,7 @@ def attend_kernel(
         is_whole = (tile_begin == 0) & (tile_end == tiles)
 
         # Load the queries
-        offs_m = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        in_rows = offs_m < S_Q * H
+        offs_m = _rows(row_tile, b, BLOCK_M)
         token, head = offs_m // H, offs_m % H
         offs_n = tl.arange(0, BLOCK_N)
         position = keys_end - S_Q + token
@@ -123,7 +130,7 @@ def attend_kernel(
             q_rows = b.to(tl.int64) * stride_qb + token * stride_qs + head * stride_qh
         else:
             q_rows = (b // tokens_each).to(tl.int64) * stride_qb + b % tokens_each * stride_qs + head * stride_qh
-        live = in_rows & is_mine
+        live = (offs_m < S_Q * H) & is_mine
         q_tile = _columns(q, q_rows, live, 0, WIDTH, D)  # (BLOCK_M, WIDTH)
         if TWO:
             q_next = _columns(q, q_rows, live, WIDTH, WIDTH, D)
@@ -205,8 +212,10 @@ def attend_kernel(
             if TWO:
                 acc_next = tl.dot(p, c_next, acc_next * alpha[:, None], input_precision="ieee")
 
+        offs_m = _rows(row_tile, keys_end, BLOCK_M)
+        live = (offs_m < S_Q * H) & is_mine
         if is_whole:
-            factor, row_lse = normaliser(m_i, l_i, sinks, head, live)
+            factor, row_lse = normaliser(m_i, l_i, sinks, offs_m % H, live)
             out_row = b.to(tl.int64) * (S_Q * H) + offs_m
             _put(o, out_row, live, acc * factor[:, None], 0, D_V)
             if TWO:
