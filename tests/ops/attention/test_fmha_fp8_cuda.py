@@ -11,6 +11,8 @@ from tilewright import mask as masks
 from tilewright.hardware.device import DeviceInfo
 from tilewright.jit.collect import collect
 from tilewright.ops.attention.fmha_fp8.args import (
+    BLOCKS_K,
+    BLOCKS_V,
     FmhaFp8Args,
     FmhaFp8Bucket,
     Options,
@@ -25,7 +27,7 @@ from tilewright.ops.attention.kernels.sm90.fp8_forward import Config
 E4M3, bf16 = torch.float8_e4m3fn, torch.bfloat16
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90, 1 KB of it for barriers
 POISON = 7.0
-SIZES = (32, 64, 80, 96, 128, 192, 256)
+SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
 class Sizes(NamedTuple):
@@ -155,15 +157,16 @@ def test_a_program_brings_lists_of_tiles(launches):
 # ----------------------------------------------------------------------------------------------- what it compiles
 
 
-def test_every_config_fits_shared_memory_and_a_block_of_scales():
+@pytest.mark.parametrize("blocks", [0, 1, BLOCKS_K, BLOCKS_V])
+def test_every_config_fits_shared_memory_and_a_block_of_scales(blocks):
     for d in SIZES:
         for mask in range(4):
-            sizes = FmhaFp8Bucket(8, 1, 512, 512, d, d, mask, 0, 1, 7)
+            sizes = FmhaFp8Bucket(8, 1, 512, 512, d, d, mask, 0, 1, blocks)
             assert forward.candidates(sizes, E4M3)[0] == forward.configure(sizes, E4M3)
             for config in forward.candidates(sizes, E4M3):
                 assert config in forward.CONFIGS
                 assert forward.shared_bytes(d, d, config) + 1024 <= SHARED_LIMIT
-                assert SCALE_BLOCK % config.block_n == 0
+                assert blocks < BLOCKS_K or SCALE_BLOCK % config.block_n == 0
 
 
 def compiled(monkeypatch, args: FmhaFp8Args, config: Config) -> dict[str, Any]:

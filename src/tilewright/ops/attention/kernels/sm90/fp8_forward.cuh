@@ -3,15 +3,18 @@
 // The blocks, roles and masks are those of the forward in 16 bits (forward.cuh).  What float8 changes:
 // - Its wgmma reads operands along K only, and K of P V is the sequence: V comes transposed.
 // - Accumulators of S hold other columns than the A operand of e4m3 wants.  P V is a sum over keys, so their order is free: the
-//   transposed V has the keys of each group of 16 in the order in which a thread holds their scores, and P needs no shuffle.
+//   transposed V has the keys of each group of 16 in the order in which threads hold their scores, and P needs no shuffle.
 // - The tensor cores keep 14 bits of a sum of float8 products.  P V of each key tile starts at zero, in `t`, and is added to O
 //   in float32; the rescaling of O is the factor in that addition and costs nothing.
 // - A scale of K (and of Q) is a factor of the scores of a tile, one of V a factor of its t, or of O at the end.
 //
+// - P V of one tile and S of the next share registers, one after another.  Those that are free hold a third warpgroup up to
+//   D = 128, and 256 columns of O beyond; the other warpgroups keep the tensor cores busy while one computes its softmax.
+//
 // Config: kD (multiple of 32), kDv (of 16): D and D_v rounded up; kWarpgroups; kBlockN, at most kScaleBlock and a divisor of it
-// if scales are those of blocks; kStages; kQStages; kTurns; kOrder; kParts, kBuffers; kScaleV (scales of V are those of
-// blocks); kModify (scores are scaled to units of log2 before the softmax: required for kSoftcap and scale <= 0); kSoftcap;
-// Out; Mask, Index as in forward.cuh.
+// if scales are those of blocks; kStages (of K and V); kQStages; kTurns; kParts of the columns of V; kScaleV (scales of V are
+// those of blocks); kModify (scores are scaled to units of log2 before the softmax: required for kSoftcap and scale <= 0);
+// kSoftcap; Out; Mask, Index as in forward.cuh.
 #pragma once
 
 #include "fp8_forward/attend.cuh"

@@ -51,7 +51,7 @@ __device__ __forceinline__ void attend_fp8(
     const FmhaProblem& problem, const FmhaMask& mask) {
     using Shape = Fp8Shape<Config>;
     constexpr u32 kWarpgroups = Shape::kWarpgroups, kN = Shape::kN, kScores = kN / 2, kAcc = Shape::kDv / 2;
-    constexpr u32 kParts = Config::kParts, kPartAcc = Shape::kPart / 2, kBuffers = Shape::kBuffers;
+    constexpr u32 kParts = Config::kParts, kPartAcc = Shape::kPart / 2;
     // The last warpgroup may see key tiles that the first does not
     constexpr bool kUneven = !FmhaTile<Config>::kProgram && kWarpgroups * kWarpgroupM > kN;
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void attend_fp8(
     }
 
     // Consumer warpgroups
-    warpgroup_reg_alloc<kWarpgroups == 3 ? 160 : 240>();
+    warpgroup_reg_alloc<kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 160 : 240>();
     const u64 desc_k = wgmma_descriptor<Shape::kSpan>(stages_k);
     const u64 desc_v = wgmma_descriptor<Shape::kSpanV>(stages_v);
     const auto release = [](Barrier& empty) {
@@ -108,17 +108,15 @@ __device__ __forceinline__ void attend_fp8(
 
         float acc[kAcc];
         u32 p[kScores / 4];
-        // Sums of one key tile; declared anew for each, so that none is thought to live on
-        using Scores = float[kScores];
-        using Values = float[kBuffers][kPartAcc];
+        // S of a key tile; and a part of its P V: if they have one size they are one array, so that ptxas gives both the same
+        // registers (and it serialises the wgmmas if one is a piece of the other)
+        constexpr bool kTied = kPartAcc == kScores;
+        float s[kScores];
+        using Part = float[kPartAcc];
         const auto wait_k = [&]() { barriers.k_full[ring_k.stage].wait(ring_k.parity); };
         const auto wait_v = [&]() { barriers.v_full[ring_v.stage].wait(ring_v.parity); };
-        const auto issue_qk = [&](Scores& s) {
+        const auto issue_qk = [&]() {
             multiply_qk_fp8<Config>(s, desc_q, wgmma_advance(desc_k, ring_k.stage * Shape::kKBytes));
-        };
-        const auto issue_pv = [&](Values& t, u32 part) {
-            const u32 offset = ring_v.stage * Shape::kVBytes + part * Shape::kPart * Shape::kSpanV;
-            multiply_pv_fp8<Config>(t[part % kBuffers], p, wgmma_advance(desc_v, offset));
         };
         const auto release_k = [&]() {
             release(barriers.k_empty[ring_k.stage]);
@@ -128,44 +126,28 @@ __device__ __forceinline__ void attend_fp8(
             release(barriers.v_empty[ring_v.stage]);
             ring_v.advance();
         };
-        // acc = alpha acc + v_scale t, of one part
-        const auto add_part = [&](const Values& t, u32 part, const float (&alpha)[2], float v_scale) {
-#pragma unroll
-            for (u32 i = 0; i < kPartAcc; ++i) {
-                float& sum = acc[part * kPartAcc + i];
-                const float value = t[part % kBuffers][i];
-                if constexpr (Config::kScaleV) {
-                    sum = sum * alpha[i % 4 / 2] + value * v_scale;
-                } else {
-                    sum = sum * alpha[i % 4 / 2] + value;
-                }
-            }
-        };
-        // acc = alpha acc + P V, waiting for each part
+        // acc = alpha acc + P V, a part of the columns after the other
         const auto attend_values = [&]() {
-            Values t;
-            wait_v();
+            Part apart;
+            Part& t = *reinterpret_cast<Part*>(kTied ? s : apart);
+            barriers.v_full[ring_v.stage].wait(ring_v.parity);
             const float v_scale = Config::kScaleV ? barriers.v_scale[ring_v.stage] : 1;
-            wgmma_fence();
-#pragma unroll
-            for (u32 part = 0; part < kBuffers; ++part) issue_pv(t, part);
 #pragma unroll
             for (u32 part = 0; part < kParts; ++part) {
-                if (part + kBuffers <= kParts) {
-                    wgmma_wait<kBuffers - 1>(t[part % kBuffers]);
-                } else {
-                    wgmma_wait<0>(t[part % kBuffers]);
-                }
+                const u32 offset = ring_v.stage * Shape::kVBytes + part * Shape::kPart * Shape::kSpanV;
+                wgmma_fence();
+                multiply_pv_fp8<Config>(t, p, wgmma_advance(desc_v, offset));
+                wgmma_wait<0>(t);
                 if (part + 1 == kParts) release_v();
-                add_part(t, part, softmax.alpha, v_scale);
-                if (part + kBuffers < kParts) {
-                    wgmma_fence();
-                    issue_pv(t, part + kBuffers);
+#pragma unroll
+                for (u32 i = 0; i < kPartAcc; ++i) {
+                    float& sum = acc[part * kPartAcc + i];
+                    sum = sum * softmax.alpha[i % 4 / 2] + (Config::kScaleV ? t[i] * v_scale : t[i]);
                 }
             }
         };
         // Scale, softcap, mask and softmax of key tile n
-        const auto softmax_step = [&](Scores& s, int n, float k_scale) {
+        const auto softmax_step = [&](int n, float k_scale) {
             const auto key = [&]() { return current.tile.key(n); };
             float c = q_scale * k_scale;
             if constexpr (Config::kModify) {
@@ -187,7 +169,7 @@ __device__ __forceinline__ void attend_fp8(
                 if (n < current.full_first) scores.mask_left(s, key(), row_keys(0).first, row_keys(1).first);
             }
             softmax.step(s, c);
-            if constexpr (Config::kOrder != 1) round_to_e4m3(s, p);
+            round_to_e4m3(s, p);
         };
 #pragma unroll
         for (u32 i = 0; i < kAcc; ++i) acc[i] = 0;
@@ -203,71 +185,35 @@ __device__ __forceinline__ void attend_fp8(
                     turn.wait();
                     turn.pass();
                     release_k();
-                    wait_v();
+                    barriers.v_full[ring_v.stage].wait(ring_v.parity);
                     release_v();
                 }
             }
 
             // First key tile: S, softmax
-            Scores s;
             wait_k();
             float k_scale = barriers.k_scale[ring_k.stage];
             turn.wait();
             wgmma_fence();
-            issue_qk(s);
+            issue_qk();
             turn.pass();
             wgmma_wait<0>(s);
             release_k();
-            softmax_step(s, n, k_scale);
-            if constexpr (Config::kOrder == 1) round_to_e4m3(s, p);
+            softmax_step(n, k_scale);
 
             // Main loop: P V of key tile n + 1, S and softmax of key tile n
             while (--n >= current.tile.first) {
-                Scores s;
+                turn.wait();
+                attend_values();
+                // Placed here so that ptxas does not sink the additions below the next line, where S needs registers
                 wait_k();
                 k_scale = barriers.k_scale[ring_k.stage];
-                if constexpr (Config::kOrder == 0) {
-                    turn.wait();
-                    attend_values();
-                    wgmma_fence();
-                    issue_qk(s);
-                    turn.pass();
-                    wgmma_wait<0>(s);
-                    release_k();
-                    softmax_step(s, n, k_scale);
-                } else if constexpr (Config::kOrder == 1) {
-                    Values t;
-                    wait_v();
-                    const float v_scale = Config::kScaleV ? barriers.v_scale[ring_v.stage] : 1;
-                    const float alpha[2] = {softmax.alpha[0], softmax.alpha[1]};
-                    turn.wait();
-                    wgmma_fence();
-                    issue_qk(s);
-                    issue_pv(t, 0);
-                    turn.pass();
-                    wgmma_wait<1>(s);
-                    release_k();
-                    softmax_step(s, n, k_scale);
-                    wgmma_wait<0>(t[0]);
-                    release_v();
-                    add_part(t, 0, alpha, v_scale);
-                    round_to_e4m3(s, p);
-                } else {
-                    Values t;
-                    wait_v();
-                    const float v_scale = Config::kScaleV ? barriers.v_scale[ring_v.stage] : 1;
-                    turn.wait();
-                    wgmma_fence();
-                    issue_pv(t, 0);
-                    issue_qk(s);
-                    turn.pass();
-                    wgmma_wait<1>(t[0]);
-                    release_v();
-                    add_part(t, 0, softmax.alpha, v_scale);
-                    wgmma_wait<0>(s);
-                    release_k();
-                    softmax_step(s, n, k_scale);
-                }
+                wgmma_fence();
+                issue_qk();
+                turn.pass();
+                wgmma_wait<0>(s);
+                release_k();
+                softmax_step(n, k_scale);
             }
 
             // P V of the last key tile

@@ -21,9 +21,8 @@ template <typename Config> struct Fp8Shape {
     static constexpr u32 kQBytes = kBoxes * kWarpgroupM * kSpan;  // of one warpgroup
     static constexpr u32 kKBytes = kBoxes * kN * kSpan, kVBytes = kDv * kN;
     static constexpr u32 kShared = kQStages * kWarpgroups * kQBytes + kStages * (kKBytes + kVBytes);
-    // P V of a tile is computed in parts of kPart columns, kBuffers of them at once
-    static constexpr u32 kPart = kDv / Config::kParts, kBuffers = Config::kBuffers;
-    static_assert(kWarpgroups >= 1 && kWarpgroups <= 3, "one to three consumer warpgroups");
+    static constexpr u32 kPart = kDv / Config::kParts;  // columns of V whose products a thread holds at once
+    static_assert(kWarpgroups >= 1 && kWarpgroups <= 4, "one to four consumer warpgroups");
     static_assert(kD % 32 == 0 && kDv % 16 == 0 && kD <= 256 && kDv <= 256, "whole wgmma K of 32; O fits 128 registers");
     static_assert(kPart % 8 == 0 && kDv % kPart == 0, "whole wgmma N of 8");
     static_assert(kN % 32 == 0 && kN <= 256, "whole wgmma K of 32");
