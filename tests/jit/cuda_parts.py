@@ -128,9 +128,9 @@ def few_rows_grouped(scaling: int, shape: tuple[int, int, int]) -> Any:
     return launched(lambda: grouped.gemm_rows(d, GroupedArgs(*given, None, ends, 64, "", d.dtype), config))
 
 
-def tensor_cast(element: torch.dtype) -> per_tensor_cast.Params:
+def tensor_cast(element: torch.dtype, config: per_tensor_cast.Config) -> per_tensor_cast.Params:
     """Parameters of the cast with one scale."""
-    return per_tensor_cast.Params(per_tensor_cast.THREADS, *per_tensor_cast.CONFIGS[0], element)
+    return per_tensor_cast.Params(*config, element)
 
 
 def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
@@ -244,9 +244,9 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
     (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
-    (per_tensor_cast.PREPARE, per_tensor_cast.PrepareParams(per_tensor_cast.THREADS), {}),
-    (per_tensor_cast.KERNEL, tensor_cast(torch.bfloat16), {}),
-    (per_tensor_cast.KERNEL, tensor_cast(torch.float32), {}),
+    (per_tensor_cast.PREPARE, per_tensor_cast.PrepareParams(512), {}),
+    (per_tensor_cast.KERNEL, tensor_cast(torch.bfloat16, per_tensor_cast.CONFIGS[0]), {}),
+    (per_tensor_cast.KERNEL, tensor_cast(torch.float32, per_tensor_cast.CONFIGS[1]), {}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2, False)), {"HGMMA": 32, "UTMALDG": 18, "UTMASTG": 4}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), softcap=3.0), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), documents=True), {"HGMMA": 32, "UTMALDG": 18}),

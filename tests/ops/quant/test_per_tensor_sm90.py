@@ -12,7 +12,8 @@ from tilewright.ops.quant.per_tensor_cast_to_fp8 import PerTensorCastArgs, bucke
 
 FP8 = torch.float8_e4m3fn
 SMS = 132
-KEPT = sum(cuda.CONFIGS[0])
+FIRST = cuda.CONFIGS[0]
+KEPT = FIRST.register_rows + FIRST.shared_rows
 
 
 @pytest.fixture
@@ -20,9 +21,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(cuda, "device_info", lambda _: SimpleNamespace(arch="sm_90"))
 
 
-def elements(rows, sms=SMS, itemsize=2):
+def elements(rows, sms, itemsize):
     """Elements of x that give every block so many rows."""
-    return rows * sms * cuda.THREADS * 16 // itemsize
+    return rows * sms * FIRST.threads * cuda.VECTOR // itemsize
 
 
 # ------------------------------------------------------------------------------------------------------ without a GPU
@@ -53,30 +54,29 @@ def test_other_gpus_are_refused(monkeypatch):
     assert "sm_80" in cuda.why_not(PerTensorCastArgs(torch.empty(8, 8)))
 
 
+@pytest.mark.parametrize("config", cuda.CONFIGS, ids=str)
 @pytest.mark.parametrize("sms", [SMS, 7])
 @pytest.mark.parametrize("vectors", [1, 511, 512, 513, 512 * 132, 512 * 132 + 1, 3 * 512 * 132 + 5, 10**7])
-def test_blocks_divide_x(monkeypatch, vectors, sms):
-    """Every vector has one block, every block a vector, and no more blocks run than multiprocessors."""
+def test_no_more_blocks_than_run_at_once_and_none_without_rows(monkeypatch, vectors, sms, config):
     calls = []
     monkeypatch.setattr(cuda, "usable_sms", lambda _: sms)
     for name in ("KERNEL", "PREPARE"):
         monkeypatch.setattr(cuda, name, lambda grid, args, params, **options: calls.append((grid, args, options)))
     x = torch.empty(vectors, 8, dtype=torch.bfloat16, device="meta")
     q, scale = torch.empty(vectors, 8, dtype=FP8, device="meta"), torch.empty(1, 1, device="meta")
-    cuda.launch((q, scale), PerTensorCastArgs(x), cuda.CONFIGS[0])
+    cuda.launch((q, scale), PerTensorCastArgs(x), config)
     (_, prepared, _), ((blocks,), args, options) = calls
-    of_block = args.rows * options["block"]
     assert args.vectors == vectors
-    assert blocks <= sms
-    assert (blocks - 1) * of_block < vectors <= blocks * of_block
-    assert prepared.blocks == blocks == args.slots.numel()
+    assert 1 <= blocks <= max(1, min(sms, vectors // options["block"]))
+    assert prepared.blocks == blocks == args.slots.numel() <= options["block"]
 
 
 # -------------------------------------------------------------------------------------------------------- on a Hopper
 
 
-def assert_reference_bits(x, backend="cuda"):
-    q, scale = ops.per_tensor_cast_to_fp8(x, backend=backend)
+def assert_reference_bits(x, config=FIRST):
+    q, scale = torch.full_like(x, 77, dtype=FP8), torch.full((1, 1), torch.nan, device="cuda")
+    cuda.launch((q, scale), PerTensorCastArgs(x), config)
     expected, expected_scale = reference(x)
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     number = ~expected.float().isnan()
@@ -94,12 +94,13 @@ def on_hopper():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [1, cuda.CONFIGS[0].register_rows, KEPT, KEPT + 1, 2 * KEPT + 3])
-@pytest.mark.parametrize("more", [-16, 0, 16])
-def test_bits_around_what_blocks_keep(on_hopper, rows, more, dtype):
+@pytest.mark.parametrize("rows", [0, 1, FIRST.register_rows, KEPT, KEPT + 1, 2 * KEPT + 3, 4 * KEPT])
+@pytest.mark.parametrize("more", [-16, 16, 4096])
+@pytest.mark.parametrize("config", cuda.CONFIGS, ids=str)
+def test_bits_around_what_blocks_keep(on_hopper, rows, more, dtype, config):
     set_sm_budget(3)
-    x = torch.randn(elements(rows, 3, dtype.itemsize) + more, device="cuda").mul_(50).to(dtype)
-    assert_reference_bits(x.view(-1, 16))
+    x = torch.randn(max(16, elements(rows, 3, dtype.itemsize) + more), device="cuda").mul_(50).to(dtype)
+    assert_reference_bits(x.view(-1, 16), config)
 
 
 @pytest.mark.gpu

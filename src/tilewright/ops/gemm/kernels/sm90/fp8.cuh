@@ -51,7 +51,9 @@ template <typename Config> struct Fp8Shape {
     // and for the scales of columns, which both waves use, in tiles of two waves
     static constexpr bool kEarlyFactors = Scales::kByToken && kParts == 1 && kColumns <= 128 && kMathWarpgroups < 3;
     static constexpr bool kColumnScales = Scales::kByToken && kWaves == 2;
-    static constexpr u32 kUnroll = kColumnScales && kN > 112 ? 2 : 4;  // more would spill
+    // Registers come from the producer, which needs its own to trim boxes.  A loop unrolled further would spill
+    static constexpr bool kMostRegisters = kColumnScales && (kN > 112 || (kN > 96 && !Config::kTrim));
+    static constexpr u32 kUnroll = !kColumnScales || kN <= 96 ? 4 : kN <= 112 ? (Config::kTrim ? 2 : 4) : Config::kAddend > 0 ? 1 : 2;
     static constexpr u32 kBlocks = kPasses > 1 ? 1 : Scales::kBlocks;  // 128-column blocks that a pass may touch
     static constexpr u32 kColumnGroups = kPasses > 1 ? 1 : kN / Scales::kGroupColumns;  // of columns that share a block
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
@@ -136,7 +138,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     Ring<kStages> ring;
 
     if (warpgroup == kMathWarpgroups) {
-        warpgroup_reg_dealloc<kMathWarpgroups == 3 ? 32 : Shape::kColumnScales ? 24 : 40>();
+        warpgroup_reg_dealloc<kMathWarpgroups == 3 ? 32 : Shape::kMostRegisters ? 24 : 40>();
         if (warp_index() == 4 * kMathWarpgroups && elect_one()) {
             tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
             if constexpr (Scales::kAlongK) tma_prefetch_descriptor(map_scale_a);
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
         }
     } else {
-        warpgroup_reg_alloc<kMathWarpgroups == 3 ? 160 : Shape::kColumnScales ? 240 : kMathWarpgroups == 2 ? 232 : 248>();
+        warpgroup_reg_alloc<kMathWarpgroups == 3 ? 160 : Shape::kMostRegisters ? 240 : kMathWarpgroups == 2 ? 232 : 248>();
         const u32 first_row = warpgroup * 64;  // of this warpgroup in a wave
         // In uniform registers: otherwise each k block recomputes it from addresses before its first WGMMA
         const auto uniform = [](u32 value) { return __shfl_sync(~0u, value, 0); };

@@ -14,8 +14,7 @@
 
 namespace tilewright {
 
-constexpr int kUnset = -1;      // in a slot, which else holds the bits of a magnitude in float32
-constexpr u32 kGroupRows = 2;  // of one bulk copy
+constexpr int kUnset = -1;  // in a slot, which else holds the bits of a magnitude in float32
 
 // Marks the slots of `blocks` blocks.
 template <typename Config> __global__ void cast_prepare(int* slots, int blocks) {
@@ -90,67 +89,69 @@ template <typename Element> struct Words {
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, float* scale, const Vector* x, int* slots,
-                                                                        i64 vectors, int rows) {
+                                                                        i64 vectors) {
     using W = Words<typename Config::Element>;
-    constexpr u32 kThreads = Config::kThreads, kWarps = kThreads / 32, kKept = Config::kRegisterRows;
-    constexpr u32 kGroups = Config::kSharedRows / kGroupRows;
-    static_assert(Config::kSharedRows % kGroupRows == 0, "whole copies");
+    constexpr u32 kThreads = Config::kThreads, kWarps = kThreads / 32;
+    constexpr int kKept = Config::kRegisterRows, kShared = Config::kSharedRows;
     static_assert(kWarps <= 32, "one warp reduces the maxima of all");
 
     extern __shared__ __align__(128) u8 shared[];
-    Vector* const shared_rows = reinterpret_cast<Vector*>(shared);
-    __shared__ Barrier full[kGroups];
+    Vector* const shared_rows = reinterpret_cast<Vector*>(shared) + threadIdx.x;
+    __shared__ Barrier full[kShared];
     __shared__ u32 warp_maxima[kWarps];
 
-    // This block's vectors: the last rows in shared memory, those before them in registers, and the first in neither
-    const i64 first = i64(blockIdx.x) * rows * kThreads;
-    const u32 count = u32(min(i64(rows) * kThreads, vectors - first));
-    const u32 in_shared = min(max(rows - int(kKept), 0), int(Config::kSharedRows)), before = rows - in_shared;
-    const Vector* const from = x + first;
+    // This block's rows: the last ones in shared memory, those before them in registers, and the first in neither
+    const i64 all = vectors / kThreads, first = all * blockIdx.x / gridDim.x;
+    const int rows = int(all * (blockIdx.x + 1) / gridDim.x - first);
+    const int in_shared = min(max(rows - kKept, 0), kShared), before = rows - in_shared;
+    const Vector* const from = x + first * kThreads + threadIdx.x;
+    const i64 to = first * kThreads + threadIdx.x;  // in vectors of q
+    // The vectors after the last whole row belong to the last block; the others have none
+    const i64 rest = all * kThreads + threadIdx.x;
+    const bool has_rest = blockIdx.x + 1 == gridDim.x && rest < vectors;
 
     // Copy the rows of shared memory
     if (threadIdx.x == 0) {
-        for (u32 g = 0; g < kGroups; ++g) full[g].init(1);
+        for (int row = 0; row < in_shared; ++row) full[row].init(1);
         fence_barrier_init();
-        for (u32 g = 0; g * kGroupRows < in_shared; ++g) {
-            const u32 start = (before + g * kGroupRows) * kThreads;
-            const u32 end = min(min(start + kGroupRows * kThreads, u32(rows) * kThreads), count);
-            const u32 bytes = end > start ? (end - start) * u32(sizeof(Vector)) : 0;
-            full[g].arrive_and_expect_tx(bytes);
-            if (bytes > 0) bulk_load_once(shared_rows + g * kGroupRows * kThreads, from + start, bytes, full[g]);
+        for (int row = 0; row < in_shared; ++row) {
+            full[row].arrive_and_expect_tx(kThreads * sizeof(Vector));
+            bulk_load_once(shared_rows + row * kThreads, from + (before + row) * kThreads, kThreads * sizeof(Vector), full[row]);
         }
     }
 
-    // The maximum of the rows that pass through registers, a window of kKept rows after the other; the last one stays
-    const int windows = (before + kKept - 1) / kKept, start = int(before) - windows * int(kKept);
-    const auto index_of = [&](int window, u32 i) {
-        return u32((start + window * int(kKept) + int(i)) * int(kThreads) + int(threadIdx.x));
-    };
+    // The maximum of the rows that pass through registers, a window of kKept rows after the other; the last one stays.  The
+    // first window has only its last rows.
+    const int windows = max((before + kKept - 1) / kKept, 1), start = before - windows * kKept;
     Vector kept[kKept];
-    const auto fetch = [&](int window, u32 i) {
-        const u32 index = index_of(window, i);  // huge if the row is before the first
-        kept[i] = Vector{};
-        if (index < count) kept[i] = load_vector(from + index);
-    };
     u32 largest[4] = {};
     const auto absorb = [&](const Vector& v) {
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) largest[j] = W::larger(largest[j], v.words[j]);
     };
+    const auto fetch = [&](int window, int i) { kept[i] = load_vector(from + i64(start + window * kKept + i) * kThreads); };
 #pragma unroll
-    for (u32 i = 0; i < kKept; ++i) fetch(0, i);
+    for (int i = 0; i < kKept; ++i) {
+        if (start + i >= 0) fetch(0, i);
+    }
     for (int window = 1; window < windows; ++window) {
 #pragma unroll
-        for (u32 i = 0; i < kKept; ++i) absorb(kept[i]), fetch(window, i);
+        for (int i = 0; i < kKept; ++i) {
+            if (window > 1 || start + i >= 0) absorb(kept[i]);
+            fetch(window, i);
+        }
     }
+    if (has_rest) absorb(load_vector(x + rest));
 #pragma unroll
-    for (u32 i = 0; i < kKept; ++i) absorb(kept[i]);
+    for (int i = 0; i < kKept; ++i) {
+        if (windows > 1 || start + i >= 0) absorb(kept[i]);
+    }
 
     // The maximum of the rows in shared memory
     __syncthreads();  // the barriers are initialized
-    for (u32 row = 0; row < in_shared; ++row) {
-        if (row % kGroupRows == 0) full[row / kGroupRows].wait(0);
-        if ((before + row) * kThreads + threadIdx.x < count) absorb(shared_rows[row * kThreads + threadIdx.x]);
+    for (int row = 0; row < in_shared; ++row) {
+        full[row].wait(0);
+        absorb(shared_rows[row * kThreads]);
     }
 
     // Publish the maximum of this block, and wait for those of all
@@ -176,23 +177,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale = unit;
 
     // Cast: registers, while the rows before them are fetched again; shared memory; the rows before
-    const auto cast = [&](int window, u32 i) {
-        const u32 index = index_of(window, i);
-        if (index < count) W::store(q, first + index, kept[i], factor);
-    };
     for (int window = windows - 1; window >= 0; --window) {
 #pragma unroll
-        for (u32 i = 0; i < kKept; ++i) {
-            cast(window, i);
-            if (window > 0) fetch(window - 1, i);
+        for (int i = 0; i < kKept; ++i) {
+            const int row = start + window * kKept + i;
+            if (row >= 0) W::store(q, to + i64(row) * kThreads, kept[i], factor);
+            if (window > 0 && row >= kKept) fetch(window - 1, i);
         }
         if (window == windows - 1) {
-            for (u32 row = 0; row < in_shared; ++row) {
-                const u32 index = (before + row) * kThreads + threadIdx.x;
-                if (index < count) W::store(q, first + index, shared_rows[row * kThreads + threadIdx.x], factor);
+#pragma unroll 2
+            for (int row = 0; row < in_shared; ++row) {
+                W::store(q, to + i64(before + row) * kThreads, shared_rows[row * kThreads], factor);
             }
         }
     }
+    if (has_rest) W::store(q, rest, load_vector(x + rest), factor);
 }
 
 }  // namespace tilewright

@@ -23,14 +23,15 @@ from tilewright.jit.tape import scratch
 from tilewright.ops.quant.per_tensor_cast_to_fp8 import FORWARD, PerTensorCastArgs, PerTensorCastBucket
 from tilewright.ops.rows import whole_vectors
 
-THREADS = 512
-_VECTOR = 16  # bytes that a thread loads at once
-_ROW = THREADS * _VECTOR  # bytes
+VECTOR = 16  # bytes that a thread loads at once
 
 
 class Config(NamedTuple):
-    """Rows of 512 vectors of 16 bytes that a block keeps in registers and in shared memory."""
+    """Threads of a block, which each take a vector of 16 bytes of a row; rows that it keeps in registers and in shared
+    memory.
+    """
 
+    threads: int
     register_rows: int
     shared_rows: int
 
@@ -52,7 +53,6 @@ class Args(NamedTuple):
     x: Pointer
     slots: Pointer
     vectors: I64
-    rows: I32
 
 
 class PrepareParams(NamedTuple):
@@ -72,7 +72,8 @@ _FILE = Path(__file__).with_name("per_tensor_cast.cuh")
 PREPARE = CudaKernel(_FILE, "cast_prepare", PrepareArgs, archs=("sm_90",), dependent=True)
 KERNEL = CudaKernel(_FILE, "per_tensor_cast", Args, archs=("sm_90",), dependent=True, cooperative=True)
 
-CONFIGS = (Config(register_rows=22, shared_rows=28),)  # 24 rows spill registers
+CONFIGS = (Config(512, register_rows=22, shared_rows=28), Config(1024, register_rows=8, shared_rows=14))
+"""More rows would spill registers."""
 
 
 def configure(bucket: PerTensorCastBucket, dtype: torch.dtype) -> Config:
@@ -87,8 +88,8 @@ def why_not(args: PerTensorCastArgs) -> str | None:
         return f"is written for Hopper (sm_90), and this is {arch}"
     if not x.numel():
         return "has no blocks for an x without elements"
-    if not whole_vectors(x, _VECTOR):
-        return f"needs a contiguous x of whole and aligned vectors of {_VECTOR} bytes"
+    if not whole_vectors(x, VECTOR):
+        return f"needs a contiguous x of whole and aligned vectors of {VECTOR} bytes"
     return None
 
 
@@ -96,16 +97,15 @@ def why_not(args: PerTensorCastArgs) -> str | None:
 def launch(outs: tuple[Tensor, Tensor], args: PerTensorCastArgs, config: Config) -> None:
     q, scale = outs
     x = args.x
-    vectors = x.numel() * x.element_size() // _VECTOR
-    processors = min(usable_sms(x.device), THREADS)  # a thread waits for each block
-    rows = -(-vectors // (THREADS * processors))
-    blocks = -(-vectors // (THREADS * rows))
+    vectors = x.numel() * x.element_size() // VECTOR
+    processors = min(usable_sms(x.device), config.threads)  # a thread waits for each block
+    blocks = max(1, min(processors, vectors // config.threads))
     slots = scratch((blocks,), torch.int32, x.device)
-    PREPARE((1,), PrepareArgs(slots, blocks), PrepareParams(THREADS), block=THREADS)
+    PREPARE((1,), PrepareArgs(slots, blocks), PrepareParams(config.threads), block=config.threads)
     KERNEL(
         (blocks,),
-        Args(q, scale, x, slots, vectors, rows),
-        Params(THREADS, *config, x.dtype),
-        block=THREADS,
-        shared_bytes=config.shared_rows * _ROW,
+        Args(q, scale, x, slots, vectors),
+        Params(*config, x.dtype),
+        block=config.threads,
+        shared_bytes=config.shared_rows * config.threads * VECTOR,
     )
