@@ -38,8 +38,11 @@ from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
 from tilewright.ops.gemm.operands import apply_epilogue, columns_out
 from tilewright.ops.gemm.scaled.args import ScaledMatmulArgs, plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
+from tilewright.ops.quant.kernels.sm90 import per_tensor_cast
 from tilewright.ops.quant.layout import TOKEN, ScaleLayout
 from tilewright.ops.quant.numbers import restore
+from tilewright.ops.quant.per_tensor_cast_to_fp8 import PerTensorCastArgs
+from tilewright.ops.quant.per_tensor_cast_to_fp8 import reference as cast_reference
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
@@ -76,6 +79,7 @@ FP8 = (
     (300, 1040, 640, 1, "swiglu", HALF, (128, 192), False),
     (300, 528, 640, 0, "", _FLOAT, (64, 96), False),
     (600, 528, 1168, 3, "", _FLOAT, (192, 128), True),
+    (600, 528, 1168, 3, "", _FLOAT, (256, 112), False),
     (100, 528, 1168, 2, "", HALF, (128, 96, 1, 1, 3), False),
     (200, 528, 1168, 3, "", _FLOAT, (64, 128, 2, 1, 2), True),
 )
@@ -104,7 +108,10 @@ ALONG_K = (
     ((1, 63, 0, 66, 500), 200, 264, UNSCALED, (128, 128, 1, 1), False),
     ((0, 77, 650, 0, 1), 384, 264, UNSCALED, (128, 128, 2, 1), True),
     ((128, 0, 384), 384, 272, 3, (192, 128), True),
+    ((128, 0, 384), 600, 272, 3, (256, 96), False),
 )
+# rows, columns, dtype: of x, which 4 multiprocessors keep in part or whole
+TENSOR_CASTS = ((16, 520, HALF), (1024, 1032, HALF), (900, 1028, _FLOAT))
 # rows, columns, depth, bits, activation, (tokens, tiles, warps, split, blocks a multiprocessor)
 WEIGHT_ONLY = (
     (1, 264, 1040, 8, "", (8, 2, 4, 4, 2)),
@@ -219,6 +226,15 @@ def integer_weights(m: int, n: int, k: int, bits: int, activation: str, shape: t
     return near(d, apply_epilogue(exact, bias, None, activation, _DOUBLE))
 
 
+def tensor_cast(m: int, n: int, dtype: torch.dtype) -> bool:
+    """One scale for x: the bits of the reference."""
+    x = drawn(m, n, dtype=dtype)
+    q, scale = torch.empty(m, n, dtype=_FP8, device=DEVICE), torch.empty(1, 1, device=DEVICE)
+    per_tensor_cast.launch((q, scale), PerTensorCastArgs(x), per_tensor_cast.CONFIGS[0])
+    wanted, wanted_scale = cast_reference(x)
+    return torch.equal(scale, wanted_scale) and torch.equal(q.view(torch.uint8), wanted.view(torch.uint8))
+
+
 def cases() -> dict[str, Callable[[], bool]]:
     """Every case by its name."""
     found: dict[str, Callable[[], bool]] = {name: partial(_proved, proof) for name, proof in selftest.PROOFS.items()}
@@ -230,6 +246,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("few rows scaled", scaled_few_rows, FEW_ROWS_SCALED),
         ("grouped", grouped, GROUPED),
         ("along k", along_k, ALONG_K),
+        ("tensor cast", tensor_cast, TENSOR_CASTS),
         ("weight only", integer_weights, WEIGHT_ONLY),
         *ATTENTION_RUNS,
     )

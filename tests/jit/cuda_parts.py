@@ -35,6 +35,7 @@ from tilewright.ops.gemm.kernels.sm90.dense_kernel import GemmType
 from tilewright.ops.gemm.operands import ACTIVATIONS, columns_out
 from tilewright.ops.gemm.scaled.args import plain_scaled_args
 from tilewright.ops.gemm.scaled.scaling import Scaling
+from tilewright.ops.quant.kernels.sm90 import per_tensor_cast
 from tilewright.ops.quant.layout import TOKEN
 from tilewright.ops.weight_only import packing
 from tilewright.ops.weight_only.kernels.sm90 import weight_only_matmul as weight_only
@@ -126,6 +127,11 @@ def few_rows_grouped(scaling: int, shape: tuple[int, int, int]) -> Any:
     else:
         given = quantised(Scaling(scaling), 4)
     return launched(lambda: grouped.gemm_rows(d, GroupedArgs(*given, None, ends, 64, "", d.dtype), config))
+
+
+def tensor_cast(element: torch.dtype, config: per_tensor_cast.Config) -> per_tensor_cast.Params:
+    """Parameters of the cast with one scale."""
+    return per_tensor_cast.Params(*config, element)
 
 
 def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
@@ -249,6 +255,9 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),
     (weight_only.KERNEL, integer_weights(4, (64, 2, 4, 1, 1), "swiglu"), {"HMMA": 128, "UTMALDG": 6}),
+    (per_tensor_cast.PREPARE, per_tensor_cast.PrepareParams(512), {}),
+    (per_tensor_cast.KERNEL, tensor_cast(torch.bfloat16, per_tensor_cast.CONFIGS[0]), {}),
+    (per_tensor_cast.KERNEL, tensor_cast(torch.float32, per_tensor_cast.CONFIGS[1]), {}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2, False)), {"HGMMA": 32, "UTMALDG": 18, "UTMASTG": 4}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), softcap=3.0), {"HGMMA": 32, "UTMALDG": 18}),
     (fmha_cuda.KERNEL, fmha(128, (2, 128, 2, 2), documents=True), {"HGMMA": 32, "UTMALDG": 18}),

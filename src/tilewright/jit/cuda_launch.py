@@ -63,7 +63,7 @@ class CudaKernel:
 
     args: NamedTuple of the kernel's parameters, see `compilers.kernel_args`.  archs: the architectures of the code
     ("sm_90a": only that GPU; "sm_90": that and later ones of its generation).  flags: additional compiler flags.
-    dependent: see `driver.Launch`.
+    dependent, cooperative: see `driver.Launch`.
 
     `kernel(grid, args, params, block=)`: args are tensors, tensor maps and numbers, the first of them a tensor or
     tensor map; its device and that device's current stream are used.  params is a NamedTuple with annotated fields:
@@ -79,10 +79,11 @@ class CudaKernel:
         archs: tuple[str, ...],
         flags: tuple[str, ...] = (),
         dependent: bool = False,
+        cooperative: bool = False,
     ) -> None:
         self.file, self.entry, self.args, self.archs = file, entry, args, archs
         self.signature = signature = codes(args)
-        self._dependent = dependent
+        self._dependent, self._cooperative = dependent, cooperative
         self._int32 = [i for i, letter in enumerate(signature) if letter == "i"]
         self._flags = (*FLAGS, *flags)
         self._plans: dict[Any, Launch] = {}
@@ -175,6 +176,7 @@ class CudaKernel:
             shared_bytes=shared_bytes,
             cluster=cluster,
             dependent=self._dependent,
+            cooperative=self._cooperative,
         )
         self._plans[index, params, block, shared_bytes, cluster] = launch
         return launch

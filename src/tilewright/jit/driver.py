@@ -72,6 +72,7 @@ class Launch:
     of it.  `function` is ignored.  A grid with a zero launches nothing.
     dependent: programmatic dependent launch: the grid may start while the previous one on the stream still runs.  Only
     for kernels that call `griddepcontrol_wait`.
+    cooperative: all blocks run at once, or the launch fails: for kernels whose blocks wait for each other.
     The kernel's device must be the current one.
     """
 
@@ -84,6 +85,7 @@ class Launch:
         shared_bytes: int = 0,
         cluster: tuple[int, int, int] | None = None,
         dependent: bool = False,
+        cooperative: bool = False,
     ) -> None:
         core = _core()
         self.loaded, self.signature = loaded, signature
@@ -91,6 +93,8 @@ class Launch:
         self._floats = [i for i, letter in enumerate(signature) if letter == "f"]
         self._shared_bytes, self._cluster = shared_bytes, cluster
         self._options = {"block": block, "shmem_size": shared_bytes, "programmatic_stream_serialization": dependent}
+        if cooperative:
+            self._options["is_cooperative"] = True
         self._shapes: dict[tuple[int, int, int], Any] = {}
         self._streams: dict[int, Any] = {}
         self._set_attributes()

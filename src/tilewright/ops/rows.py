@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch.bucket import hint, row_bucket
 from tilewright.errors import InputError
@@ -30,6 +31,23 @@ def rows_bucket(x: Tensor) -> RowsBucket:
     """The bucket of `x` (..., N).  Empty rows count as one element: nothing is launched for them."""
     n = x.shape[-1]
     return RowsBucket(row_bucket(x.numel() // n if n != 0 else 1), max(1, hint(n)))
+
+
+def address(t: Tensor) -> int:
+    """Where `t` begins; tensors without memory (fake, meta, wrapped by functorch) count from the start of a storage."""
+    if t.is_meta or is_fake(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return hint(t.storage_offset()) * t.element_size()
+    return t.data_ptr()
+
+
+def whole_vectors(t: Tensor, vector: int = 16) -> bool:
+    """Is `t` one run of memory, in the order of its dimensions, of whole and aligned vectors of so many bytes?"""
+    size = t.element_size()
+    for n, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if hint(n) != 1 and hint(stride) * t.element_size() != size:
+            return False
+        size *= hint(n)
+    return size % vector == 0 and address(t) % vector == 0
 
 
 def no_float64(*args: object) -> str | None:

@@ -247,7 +247,8 @@ def test_instances_use_the_matrix_units_and_spill_nothing(config, scaling, optio
         assert info["stack_bytes"] == info["spill_stores"] == 0
         assert not info["instructions"].keys() & {"LDL", "STL"}
         assert info["instructions"]["QGMMA"] % products == 0
-        assert info["instructions"]["QGMMA"] >= 5 * products, "the loop is unrolled, and its rest is not"
+        if scaling != Scaling.TOKEN_TOKEN or config.block_m < 256:  # which has no registers for more
+            assert info["instructions"]["QGMMA"] >= 5 * products, "the loop is unrolled, and its rest is not"
         assert info["shared_bytes"] <= 1024
         assert info["warnings"] == []
 
@@ -282,6 +283,9 @@ COMPUTED = {  # rows, columns, depth, batch, scaling, config, activation, out
     "tensor scales": (1001, 1032, 1168, 2, 0, made(192, 128), "relu", bf16),
     "row scales": (1001, 1032, 1168, 2, 1, made(192, 128), "silu", bf16),
     "token by token": (1001, 1032, 1168, 1, 3, made(192, 128, 3), "", fp32),
+    "token by token, two waves": (1001, 1032, 1168, 2, 3, made(256, 128, 3), "gelu", bf16),
+    "112 columns": (1001, 1032, 1168, 1, 3, made(256, 112, 3), "", fp32),
+    "96 columns": (700, 1056, 1152, 1, 3, made(256, 96, 3), "swiglu", fp16),
     "few rows": (13, 520, 2048, 1, 2, made(64, 32), "", bf16),
 }
 

@@ -25,7 +25,7 @@ def test_the_maxima_are_read_after_the_wait_and_the_block_before(kernels, arch):
 
     x = torch.empty(8192, 7168, dtype=torch.bfloat16, device="meta")
     q = torch.empty(8192, 7168, dtype=torch.float8_e4m3fn, device="meta")
-    config = kernels.configure(PerTensorCastBucket(8192, 7168), x.dtype)
+    config = kernels.configure(PerTensorCastBucket(8192, 7168, 1), x.dtype)
     with target(arch) as compiled:
         kernels.launch((q, torch.empty(1, 1, device="meta")), PerTensorCastArgs(x), config)
     amax, cast = compiled
@@ -46,9 +46,12 @@ def test_the_maxima_are_read_after_the_wait_and_the_block_before(kernels, arch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("shape", [(64, 4096), (4096, 4096), (8192, 7168), (37, 333)], ids=str)
-def test_chains_of_casts_see_the_values_of_their_turn(shape, graph):
+def test_chains_of_casts_see_the_values_of_their_turn(shape, backend, graph):
     """x is written right before each cast and overwritten right after it."""
+    if backend == "cuda" and (torch.cuda.get_device_capability() != (9, 0) or shape == (37, 333)):
+        pytest.skip("CUDA C++ is for Hopper, and for whole vectors")
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
     values = torch.randn_like(x)
 
@@ -56,7 +59,7 @@ def test_chains_of_casts_see_the_values_of_their_turn(shape, graph):
         made = []
         for i in range(6):
             torch.mul(values, float(2**i), out=x)
-            made.append(ops.per_tensor_cast_to_fp8(x, backend="triton"))
+            made.append(ops.per_tensor_cast_to_fp8(x, backend=backend))
             x.fill_(1e4)
         return made
 

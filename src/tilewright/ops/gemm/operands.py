@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from tilewright.dispatch.bucket import hint
 from tilewright.errors import InputError
+from tilewright.ops.rows import address
 
 FP8 = torch.float8_e4m3fn
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,7 +86,7 @@ def aligned(a: Tensor, b: Tensor, n_out: int, out_dtype: torch.dtype) -> bool:
 
 def copyable(t: Tensor) -> bool:
     """Returns whether TMA can read or write `t` in place."""
-    if _address(t) % VECTOR:
+    if address(t) % VECTOR:
         return False
     size, found_unit_stride = t.element_size(), False
     for dim, (n, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
@@ -98,12 +98,6 @@ def copyable(t: Tensor) -> bool:
         elif step * size % VECTOR or not step:  # TMA cannot broadcast
             return False
     return True
-
-
-def _address(t: Tensor) -> int:
-    if t.is_meta or is_fake(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
-        return hint(t.storage_offset()) * t.element_size()
-    return t.data_ptr()
 
 
 def columns_out(n: int, activation: str) -> int:

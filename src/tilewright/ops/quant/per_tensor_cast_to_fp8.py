@@ -11,7 +11,7 @@ from tilewright.ops.quant import samples
 from tilewright.ops.quant.casts import cast_contract
 from tilewright.ops.quant.layout import TENSOR
 from tilewright.ops.quant.numbers import E4M3, block_amax, quantise, scale_of
-from tilewright.ops.rows import rows_bucket
+from tilewright.ops.rows import rows_bucket, whole_vectors
 
 OP = "per_tensor_cast_to_fp8"
 
@@ -23,6 +23,7 @@ class PerTensorCastArgs(NamedTuple):
 class PerTensorCastBucket(NamedTuple):
     M: int  # rounded up to a power of two
     K: int
+    vectors: int  # 1: one run of memory, of whole and aligned vectors
 
 
 @dispatch(OP)
@@ -31,10 +32,10 @@ def per_tensor_cast_to_fp8(x: Tensor, *, backend: str | None = None) -> tuple[Te
 
     x: (..., M, K) bf16|fp16|fp32; any row stride; other strides cost a copy.     q: like x, float8_e4m3fn.
     scale: (1, 1) float32 on the device, one for all matrices of a batch.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
 
-    x is read twice, the first time for its scale: 5 bytes an element of a bf16 x much larger than the last-level cache
-    move through memory, and 3 of one that stays in it.  A NaN or an infinity anywhere becomes the scale of all of x.
+    x is read twice, the first time for its scale: 5 bytes an element of a bf16 x much larger than the chip can hold
+    move through memory, and 3 of one that stays on it.  A NaN or an infinity anywhere becomes the scale of all of x.
     Gradients and errors as in `per_token_cast_to_fp8`.
     """
     result: tuple[Tensor, Tensor] = call(CONTRACT, PerTensorCastArgs(x), backend)
@@ -47,24 +48,35 @@ def reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return quantise(x, scale).contiguous(), scale
 
 
+def bucket_of(args: PerTensorCastArgs) -> PerTensorCastBucket:
+    """What a choice of kernel may depend on."""
+    return PerTensorCastBucket(*rows_bucket(args.x), vectors=int(whole_vectors(args.x)))
+
+
 FORWARD = RawOp(
     OP,
     "fwd",
     PerTensorCastArgs,
     package="tilewright.ops.quant",
-    kernels=("triton.per_tensor_cast",),
+    kernels=("sm90.per_tensor_cast", "triton.per_tensor_cast"),
     outputs=lambda args: ((args.x.shape, E4M3), ((1, 1), torch.float32)),
     reference=lambda args: reference(args.x),
-    bucket=lambda args: PerTensorCastBucket(*rows_bucket(args.x)),
+    bucket=bucket_of,
     bucket_names=PerTensorCastBucket._fields,
     count=2,
 )
 
 
+_MULTIPROCESSOR = 484 << 10
+"""Bytes of its registers and shared memory on Hopper and later."""
+
+
 def cost(sample: Sample, direction: str) -> Cost:
-    """Reads x, then the part that the last-level cache cannot hold a second time, and writes q."""
+    """Reads x, then the part that the chip cannot hold a second time, and writes q."""
     single_pass = samples.cast_cost(sample, TENSOR)
-    reread_bytes = max(0, single_pass.bytes_read - device_info(sample.args[0].device).l2_bytes)
+    device = device_info(sample.args[0].device)
+    held_bytes = device.l2_bytes + (device.sm_count * _MULTIPROCESSOR if device.arch.startswith("sm_") else 0)
+    reread_bytes = max(0, single_pass.bytes_read - held_bytes)
     return Cost(single_pass.flops, single_pass.bytes_read + reread_bytes, single_pass.bytes_written)
 
 

@@ -32,13 +32,6 @@ __device__ inline float max_or_nan(float a, float b) {
     return c;
 }
 
-// Packs two floats into two adjacent e4m3, `low` at the lower address.
-__device__ inline u16 pack_e4m3(float low, float high) {
-    u16 packed;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
 // Shape: kPasses over columns of kColumns each; kWaves times 64 rows and kBuffers staging buffers of kBoxBytes per warpgroup.
 template <typename Config, typename Shape, bool kQuantises> struct Fp8Epilogue {
     using Args = EpilogueArgs<Config, typename Config::Out>;

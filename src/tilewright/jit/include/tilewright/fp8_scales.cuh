@@ -85,6 +85,32 @@ __device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCou
     for (u32 i = 0; i < kCount; ++i) acc[i] += scales[i % 4 / 2][i / (kCount / kGroups)] * acc_tmp[i];
 }
 
+// acc += row scale * column scale * acc_tmp; columns[2 j + e]: of columns 8 j + fragment_column() + e.
+template <u32 kCount>
+__device__ inline void promote(float (&acc)[kCount], const float (&acc_tmp)[kCount], const float (&rows)[2],
+                               const float (&columns)[kCount / 2]) {
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) acc[i] += rows[i % 4 / 2] * columns[i / 4 * 2 + i % 2] * acc_tmp[i];
+}
+
+// Loads the scales of this thread's rows, 8 apart, in each of kWaves waves, `wave_bytes` apart, and of its columns.  Both lie
+// in shared memory: those of rows from this thread's first one on.  In asm, so that the loads stay where they are written.
+template <u32 kWaves, u32 kColumns>
+__device__ inline void load_scales(float (&rows)[kWaves][2], float (&columns)[kColumns], const u8* smem_rows, u32 wave_bytes,
+                                   const float* smem_columns) {
+    const u32 first_row = shared_address(smem_rows), first_column = shared_address(smem_columns + fragment_column());
+#pragma unroll
+    for (u32 i = 0; i < 2 * kWaves; ++i) {
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(rows[i / 2][i % 2]) : "r"(first_row + i / 2 * wave_bytes + i % 2 * 32));
+    }
+#pragma unroll
+    for (u32 j = 0; j < kColumns / 2; ++j) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(columns[2 * j]), "=f"(columns[2 * j + 1])
+                     : "r"(first_column + j * 32));
+    }
+}
+
 // scales[h][group] = row scale * scale of the group's block, for groups of kGroupColumns columns.  The first group begins
 // `offset` columns into the first block.  The asm makes ptxas compute them here, not at their use.
 template <u32 kGroupColumns, u32 kGroups, u32 kBlocks>

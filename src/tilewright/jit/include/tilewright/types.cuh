@@ -49,6 +49,13 @@ __device__ inline u32 pack_e4m3(float f0, float f1, float f2, float f3) {
     return packed;
 }
 
+// Packs two floats into two adjacent e4m3, `low` at the lower address.
+__device__ inline u16 pack_e4m3(float low, float high) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 template <typename T> __device__ inline T from_float(float x) {
     if constexpr (Same<T, float>::value) {
         return x;

@@ -42,8 +42,8 @@ def torch_first(bucket: FmhaBucket, dtype: torch.dtype, first: str) -> bool:
     """Whether torch comes first while no table has the sizes.  On an H200 CUDA C++ was faster than cuDNN in 109 of 113
     sizes of 257 queries and more, on and off the bench's grid, and in all 104 that it gets here: all but causal ones of
     D = 64 and up to 1024 queries.  A few queries behind more keys, causal, are FLASH's in torch: CUDA C++ takes 0.40 to
-    0.82 of its time in nine sizes with 64 query tiles or more (2 to 200 queries, 333 to 8192 keys, an H100).  With fewer
-    tiles FLASH divides the keys, and takes 0.34 to 0.68 of ours in three.
+    0.82 of its time in nine sizes with 64 query tiles or more (2 to 200 queries, 333 to 8192 keys, an H100).  With
+    fewer tiles FLASH divides the keys, and takes 0.34 to 0.68 of ours in three.
     """
     short = 1024 if bucket.D <= 64 and bucket.mask == CAUSAL else 256
     behind_keys = bucket.mask == CAUSAL and 1 < bucket.S_q <= 256 and bucket.S_q < bucket.S_k

@@ -47,8 +47,13 @@ template <typename Config> struct Fp8Shape {
     static constexpr u32 kPasses = kN > 192 ? 2 : 1, kColumns = kN / kPasses, kParts = kWaves * kPasses;
     static constexpr u32 kBoxes = kWaves * ((kN + 63) / 64), kBuffers = kBoxes < 4 ? kBoxes : 4;  // of D, a warpgroup
     using Scales = StageScales<kScaling, kM, kN, GemmType(Config::kGemmType) == GemmType::GroupedM>;
-    // With one scale a column every element of acc_tmp has its own factor: registers have room for them only with one acc
+    // With one scale a column every element of acc_tmp has its own factor: registers have room for them only with one acc,
+    // and for the scales of columns, which both waves use, in tiles of two waves
     static constexpr bool kEarlyFactors = Scales::kByToken && kParts == 1 && kColumns <= 128 && kMathWarpgroups < 3;
+    static constexpr bool kColumnScales = Scales::kByToken && kWaves == 2;
+    // Registers come from the producer, which needs its own to trim boxes.  A loop unrolled further would spill
+    static constexpr bool kMostRegisters = kColumnScales && (kN > 112 || (kN > 96 && !Config::kTrim));
+    static constexpr u32 kUnroll = !kColumnScales || kN <= 96 ? 4 : kN <= 112 ? (Config::kTrim ? 2 : 4) : Config::kAddend > 0 ? 1 : 2;
     static constexpr u32 kBlocks = kPasses > 1 ? 1 : Scales::kBlocks;  // 128-column blocks that a pass may touch
     static constexpr u32 kColumnGroups = kPasses > 1 ? 1 : kN / Scales::kGroupColumns;  // of columns that share a block
     static constexpr bool kQuantises = Same<typename Config::Out, float8_e4m3>::value;
@@ -133,7 +138,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
     Ring<kStages> ring;
 
     if (warpgroup == kMathWarpgroups) {
-        warpgroup_reg_dealloc<kMathWarpgroups == 3 ? 32 : 40>();
+        warpgroup_reg_dealloc<kMathWarpgroups == 3 ? 32 : Shape::kMostRegisters ? 24 : 40>();
         if (warp_index() == 4 * kMathWarpgroups && elect_one()) {
             tma_prefetch_descriptor(map_a), tma_prefetch_descriptor(map_b), tma_prefetch_descriptor(map_d);
             if constexpr (Scales::kAlongK) tma_prefetch_descriptor(map_scale_a);
@@ -165,7 +170,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             }
         }
     } else {
-        warpgroup_reg_alloc<kMathWarpgroups == 3 ? 160 : kMathWarpgroups == 2 ? 232 : 248>();
+        warpgroup_reg_alloc<kMathWarpgroups == 3 ? 160 : Shape::kMostRegisters ? 240 : kMathWarpgroups == 2 ? 232 : 248>();
         const u32 first_row = warpgroup * 64;  // of this warpgroup in a wave
         // In uniform registers: otherwise each k block recomputes it from addresses before its first WGMMA
         const auto uniform = [](u32 value) { return __shfl_sync(~0u, value, 0); };
@@ -224,7 +229,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
             const u32 column_in_block = tile.column % 128;
             const u8* const smem_scale_a = stages_s + Scales::row_offset(first_row + fragment_row(), tile.row);
 
-#pragma unroll 4
+#pragma unroll Shape::kUnroll
             for (u32 k_block = 0; k_block < tile.k_blocks; ++k_block) {
                 // Wait for the stage
                 full[ring.stage].wait(ring.parity);
@@ -232,7 +237,13 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                 const auto smem_scale_b = reinterpret_cast<const float*>(stages_s + stage * Scales::kBytes + Scales::kOffsetB);
                 float acc_tmp[kCount];
                 float scale_a_frag[kWaves][2], scale_b_blocks[Scales::kBlocks], factors[kCount];
+                float columns[Shape::kColumnScales ? kCount / 2 : 1];
                 Stage next;
+                if constexpr (Shape::kColumnScales) {
+                    // Before the WGMMAs: the loads would wait for theirs
+                    load_scales(scale_a_frag, columns, smem_scale_a + stage * Scales::kBytes, Scales::row_offset(kWaveRows, 0),
+                                smem_scale_b);
+                }
 #pragma unroll
                 for (u32 part = 0; part < kParts; ++part) {
                     // Issue and commit the WGMMAs of one pass over columns of one wave of rows
@@ -247,7 +258,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     wgmma_commit();
 
                     // Read the scales of the stage
-                    if (part == 0 && Scales::kAlongK) {
+                    if (part == 0 && Scales::kAlongK && !Shape::kColumnScales) {
 #pragma unroll
                         for (u32 i = 0; i < 2 * kWaves; ++i) {
                             const u32 byte = i / 2 * Scales::row_offset(kWaveRows, 0) + i % 2 * 8 * sizeof(float);
@@ -275,7 +286,7 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
 
                     // Wait for the WGMMAs, and release the stage after the last part
                     wgmma_wait<0>(acc_tmp);
-                    if constexpr (Scales::kByToken && !Shape::kEarlyFactors) {
+                    if constexpr (Scales::kByToken && !Shape::kEarlyFactors && !Shape::kColumnScales) {
                         combine_scales<false>(factors, scale_a_frag[wave], smem_scale_b + pass * kColumns);
                     }
                     if (part == kParts - 1) release(stage);
@@ -283,6 +294,8 @@ __global__ void __launch_bounds__(Fp8Shape<Config>::kThreads, 1) sm90_fp8_gemm(
                     // Promote with scales: acc += scale * acc_tmp
                     if constexpr (Scales::kByBlock) {
                         promote(acc[wave][pass], acc_tmp, block_factors);
+                    } else if constexpr (Shape::kColumnScales) {
+                        promote(acc[wave][pass], acc_tmp, scale_a_frag[wave], columns);
                     } else if constexpr (Scales::kByToken) {
                         promote(acc[wave][pass], acc_tmp, factors);
                     } else {

@@ -52,6 +52,9 @@ def _tiles(widths: dict[int, tuple[int, ...]]) -> tuple[Tile, ...]:
 TILES = _tiles({64: (32, 64, 96, 128), 128: (64, 96, 128, 192), 192: (96, 128), 256: (128,)})
 """All tiles to choose from.  No shape was fastest with columns of 112, 144, 160, 176 or 256, or with a cluster."""
 
+TILES_BY_TOKEN = (*TILES, *_tiles({256: (96, 112)}))
+"""All tiles if columns have a scale each: tiles of 256 rows read them for two waves at once."""
+
 TILES_FP8 = _tiles({64: (128, 256), 128: (128, 256), 256: (128,)})
 """All tiles for e4m3 results, whose columns are whole blocks of scales: 256 columns of op(B) if gated."""
 
@@ -121,9 +124,10 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
     rows there are no registers for row scales in the epilogue.
     """
     quantised = problem.out_bytes == 1
+    unquantised = TILES_BY_TOKEN if problem.scaling == Scaling.TOKEN_TOKEN else TILES
     return tuple(
         tile
-        for tile in (TILES_FP8 if quantised else TILES)
+        for tile in (TILES_FP8 if quantised else unquantised)
         if not problem.gated or tile.block_n % (256 if quantised else 32) == 0
         if problem.scaling != Scaling.ROW or waves(tile.block_m) == 1
     )

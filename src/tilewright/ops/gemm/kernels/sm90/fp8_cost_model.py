@@ -4,8 +4,8 @@ A tile takes its WGMMAs, at a rate of its shape that includes promotion, and its
 is at its power limit, and SMs without a tile in a wave leave their power to the others.
 
 The constants are a least-squares fit to 19 shapes on an H200 (November 2026), timed over warm launches that overlap, so
-without launch latency.  The fastest tile of each shape is within 9 % of the fit: long K slower, short kernels faster,
-because of the clock.
+without launch latency; those of `RATES_BY_TOKEN` are later.  The fastest tile of each shape is within 9 % of the fit:
+long K slower, short kernels faster, because of the clock.
 """
 
 from collections.abc import Iterable
@@ -35,8 +35,9 @@ RATES = {  # TFLOP/s of full waves, without epilogues
     (64, 32): 400,
 }
 RATED_SMS = 132  # of the GPU of these rates
-# Factors of these rates if columns have a scale each: with one accumulator a warpgroup, with two
-BY_TOKEN, BY_TOKEN_IN_PARTS = 0.72, 0.68
+BY_TOKEN = 0.72  # factor of these rates if columns have a scale each
+# The same with two waves of rows, which share the scales of columns: from ratios to 192x128 on an H100
+RATES_BY_TOKEN = {(256, 112): 1040, (256, 96): 1010, (256, 128): 980}
 IDLE = 0.25  # a wave in which a share f of the SMs has work takes f ** IDLE of a full one's time
 EPILOGUE_US, BYTE_US = 0.65, 0.52 / 65536  # of a tile; for each byte of D in it
 
@@ -62,9 +63,7 @@ def predict(problem: Problem, tile: Tile) -> Prediction:
     k = ceil(p.k / cost_model.STEP_BYTES) * cost_model.STEP_BYTES
     work = t.block_m * t.block_n * k
 
-    rate = 1e6 * RATES[t.block_m, t.block_n] / RATED_SMS
-    if p.scaling == Scaling.TOKEN_TOKEN:
-        rate *= BY_TOKEN_IN_PARTS if max(t.block_m, t.block_n) > 192 else BY_TOKEN
+    rate = 1e6 * _rate(p, t) / RATED_SMS
     tensor_us = 2 * work / rate * (tiles / (waves * p.sms)) ** IDLE
     l2_us = 1e6 * (t.block_m + t.block_n) * k / cost_model.L2_BYTES
     epilogue_us = EPILOGUE_US + BYTE_US * t.block_m * t.block_n * p.out_bytes / (2 if p.gated else 1)
@@ -74,6 +73,14 @@ def predict(problem: Problem, tile: Tile) -> Prediction:
     us = max(waves * (max(tensor_us, l2_us) + epilogue_us), dram_us)
     busy = p.m * p.n * p.k * p.batch / (work * waves * p.sms)
     return Prediction(us, tiles, waves, busy, tensor_us, l2_us, epilogue_us, dram_us)
+
+
+def _rate(problem: Problem, tile: Tile) -> float:
+    """Returns TFLOP/s of full waves of `tile`."""
+    shape = tile.block_m, tile.block_n
+    if problem.scaling != Scaling.TOKEN_TOKEN:
+        return RATES[shape]
+    return RATES_BY_TOKEN.get(shape) or BY_TOKEN * RATES[shape]
 
 
 def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction]]:
