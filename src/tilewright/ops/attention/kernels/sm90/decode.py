@@ -1,0 +1,289 @@
+"""Attention over a KV cache in CUDA C++ for Hopper, of `fmha_decode` and of the decoding steps of `fmha_paged`.
+
+Traffic: the visible keys and values once, as in the Triton kernels; what differs is how many bytes are in flight.  Eight
+warps load for themselves and hold 192 KB of each multiprocessor's shared memory in rings, and wait for one another only
+where the keys of a row tile end.  `decode.cuh` says how.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.dispatch import register_kernel
+from tilewright.hardware.device import device_info
+from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.compilers.kernel_args import F32, I32, I64, Pointer
+from tilewright.jit.cuda_launch import CudaKernel
+from tilewright.jit.tape import scratch
+from tilewright.ops.attention import fmha_decode, fmha_paged
+from tilewright.ops.attention.kernels.sm90.decode_choice import (
+    Config,
+    Division,
+    candidates,
+    configs,
+    configure,
+    shared_bytes,
+)
+from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedArgs, bucket, cache_kind
+
+WIDTHS = (64, 128, 256)
+MOST_SEQUENCES = 4096  # every warp adds up the keys of all of them
+_MOST_SHARES = 32  # of a row tile, where only its own length may decide
+_LEAST_OWN = 32  # units of such a share
+_MOST_UNITS = 2**31  # counted in 32 bits
+
+
+class Params(NamedTuple):
+    """What both kernels are compiled for."""
+
+    kD: int
+    kRows: int
+    kKeys: int
+    kWarps: int
+    kStages: int
+    kDivision: int
+    kCluster: int
+    kTokenScales: bool
+    Element: torch.dtype
+    Cache: torch.dtype
+
+
+class Args(NamedTuple):
+    """The parameters of sm90_decode; strides in elements."""
+
+    q: Pointer
+    o: Pointer
+    lse: Pointer
+    partial: Pointer
+    stats: Pointer
+    k: Pointer
+    v: Pointer
+    lengths: Pointer
+    block_table: Pointer
+    cu_seqlens: Pointer
+    sinks: Pointer
+    k_scale: Pointer
+    v_scale: Pointer
+    batch: I32
+    tokens: I32
+    each: I32
+    kv_heads: I32
+    group: I32
+    capacity: I32
+    page_size: I32
+    left: I32
+    causal: bool
+    least: I32
+    most: I32
+    blocks: I32
+    scale: F32
+    softcap: F32
+    q_token: I64
+    q_head: I64
+    k_page: I64
+    k_slot: I64
+    k_head: I64
+    v_page: I64
+    v_slot: I64
+    v_head: I64
+    table_row: I64
+    k_scale_page: I64
+    k_scale_slot: I64
+    k_scale_head: I64
+    v_scale_page: I64
+    v_scale_slot: I64
+    v_scale_head: I64
+
+
+class CombineArgs(NamedTuple):
+    """The parameters of sm90_decode_combine."""
+
+    partial: Pointer
+    stats: Pointer
+    o: Pointer
+    lse: Pointer
+    lengths: Pointer
+    cu_seqlens: Pointer
+    sinks: Pointer
+    batch: I32
+    tokens: I32
+    each: I32
+    kv_heads: I32
+    group: I32
+    capacity: I32
+    left: I32
+    least: I32
+    most: I32
+    blocks: I32
+
+
+_FILE = Path(__file__).with_name("decode.cuh")
+KERNEL = CudaKernel(_FILE, "sm90_decode", Args, archs=("sm_90a",), dependent=True)
+COMBINE = CudaKernel(
+    _FILE.parent / "fmha_decode" / "combine.cuh", "sm90_decode_combine", CombineArgs, archs=("sm_90a",), dependent=True
+)
+
+
+class Work(NamedTuple):
+    """Shares of a launch, all from shapes.   slots: partial sums.   splits: blocks of the second kernel, without rows."""
+
+    division: Division
+    blocks: int
+    least: int
+    slots: int
+    splits: int
+
+
+def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
+    """How the keys are divided."""
+    batch, kv_heads = args.lengths.shape[0], args.k_cache.shape[2]
+    group = args.q.shape[1] // kv_heads
+    tiles = row_tiles(args.q.shape[0], batch, args.cu_seqlens is not None, group, config.rows) * kv_heads
+    units = max(-(-args.capacity // config.keys), 1)
+    if args.batch_invariant:
+        shares = min(_MOST_SHARES, -(-units // _LEAST_OWN))
+        return Work(Division.OWN, tiles * shares, _LEAST_OWN, tiles * shares, tiles if shares > 1 else 0)
+    if config.cluster > 1 and args.cu_seqlens is None:
+        return Work(Division.CLUSTER, tiles * config.cluster, 0, 0, 0)
+    blocks = max(min(sms * config.shares, tiles * units // config.warps), 1)
+    return Work(Division.EQUAL, blocks, config.warps, 2 * blocks, blocks - 1)
+
+
+def row_tiles(tokens: int, batch: int, packed: bool, group: int, rows: int) -> int:
+    """Row tiles of one key head, at most."""
+    if not packed:
+        return batch * -(-(tokens // max(batch, 1)) * group // rows)
+    return min(tokens, batch + 1) + tokens * group // rows  # each sequence with tokens has one that is not full
+
+
+def why_not(args: PagedArgs) -> str | None:
+    """Why this kernel cannot run, or None if it can."""
+    q, k, v = args.q, args.k_cache, args.v_cache
+    arch, (d, d_v) = device_info(q.device).arch, (q.shape[2], v.shape[3])
+    if arch != "sm_90":
+        return f"is written for Hopper (sm_90), and this is {arch}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"multiplies bf16 or fp16, got {q.dtype}"
+    if d != d_v or d not in WIDTHS:
+        return f"has D = D_v of {', '.join(map(str, WIDTHS))}, got D={d}, D_v={d_v}"
+    if not bucket(args).aligned:
+        return "needs addresses and strides of q and the caches that are multiples of 16 bytes"
+    if args.cu_seqlens is not None and args.batch_invariant:
+        return "has no packed tokens under batch_invariant: whether it is the faster one depends on the others"
+    batch = args.lengths.shape[0]
+    if batch > MOST_SEQUENCES:
+        return f"takes at most {MOST_SEQUENCES} sequences, got {batch}"
+    kv_heads = k.shape[2]
+    group = q.shape[1] // max(kv_heads, 1)
+    tiles = row_tiles(q.shape[0], batch, args.cu_seqlens is not None, group, 8) * kv_heads
+    if tiles * -(-args.capacity // 16) >= _MOST_UNITS:
+        return f"counts up to {_MOST_UNITS} units of 16 keys, got up to {tiles} row tiles of {args.capacity} keys"
+    return None
+
+
+@register_kernel(
+    fmha_decode.FORWARD,
+    configure=configure,
+    config_type=Config,
+    configs=configs(),
+    candidates=candidates,
+    why_not=why_not,
+)
+@register_kernel(
+    fmha_paged.FORWARD,
+    configure=configure,
+    config_type=Config,
+    configs=configs(),
+    candidates=candidates,
+    why_not=why_not,
+)
+def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None:
+    """Write o (T, H, D) and lse (T, H)."""
+    (o, lse), (q, k, v) = outs, (args.q, args.k_cache, args.v_cache)
+    (tokens, heads, d), kv_heads, batch = q.shape, k.shape[2], args.lengths.shape[0]
+    if not o.numel():
+        return
+    each = tokens // batch if args.cu_seqlens is None else 0
+    group = heads // kv_heads
+    capacity = args.capacity if k.shape[0] else 0
+    left = min(args.left, capacity)
+    work = work_of(args, config, usable_sms(q.device))
+    partial = scratch((max(work.slots, 1) * config.rows, d), torch.float32, q.device)
+    stats = scratch((max(work.slots, 1) * config.rows, 2), torch.float32, q.device)
+    params = Params(
+        kD=d,
+        kRows=config.rows,
+        kKeys=config.keys,
+        kWarps=config.warps,
+        kStages=config.stages,
+        kDivision=work.division.value,
+        kCluster=config.cluster if work.division is Division.CLUSTER else 1,
+        kTokenScales=cache_kind(k, args.k_scale, args.v_scale) == TOKEN_SCALES,
+        Element=q.dtype,
+        Cache=k.dtype,
+    )
+    sizes = {
+        "batch": batch,
+        "tokens": tokens,
+        "each": each,
+        "kv_heads": kv_heads,
+        "group": group,
+        "capacity": capacity,
+        "left": left,
+        "least": work.least,
+        "most": _MOST_SHARES,
+        "blocks": work.blocks,
+    }
+    where = {"lengths": args.lengths, "cu_seqlens": args.cu_seqlens, "sinks": args.sinks}
+    KERNEL(
+        (work.blocks,),
+        Args(
+            q=q,
+            o=o,
+            lse=lse,
+            partial=partial,
+            stats=stats,
+            k=k,
+            v=v,
+            block_table=args.block_table,
+            k_scale=args.k_scale,
+            v_scale=args.v_scale,
+            page_size=k.shape[1],
+            causal=args.causal and each != 1,
+            scale=args.scale,
+            softcap=args.softcap,
+            q_token=q.stride(0),
+            q_head=q.stride(1),
+            **_strides("k", k),
+            **_strides("v", v),
+            table_row=0 if args.block_table is None else args.block_table.stride(0),
+            **_scale_strides("k", args.k_scale),
+            **_scale_strides("v", args.v_scale),
+            **sizes,
+            **where,
+        ),
+        params,
+        block=config.warps * 32,
+        shared_bytes=shared_bytes(params, work.division),
+        cluster=(config.cluster, 1, 1) if work.division is Division.CLUSTER else None,
+    )
+    if work.splits:
+        rows = min(config.rows, each * group) if each else config.rows
+        COMBINE(
+            (work.splits, rows),
+            CombineArgs(partial=partial, stats=stats, o=o, lse=lse, **sizes, **where),
+            params._replace(kWarps=1, kStages=1),
+            block=256,
+        )
+
+
+def _strides(name: str, cache: Tensor) -> dict[str, int]:
+    return dict(zip((f"{name}_page", f"{name}_slot", f"{name}_head"), cache.stride()[:3], strict=True))
+
+
+def _scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:
+    """Strides of pages, slots and heads; one scale of a head serves all tokens."""
+    steps = (0, 0, 0) if scale is None else scale.stride() if scale.dim() == 3 else (0, 0, scale.stride(0))
+    return dict(zip((f"{name}_scale_page", f"{name}_scale_slot", f"{name}_scale_head"), steps, strict=True))

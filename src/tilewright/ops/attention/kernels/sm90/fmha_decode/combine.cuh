@@ -1,0 +1,101 @@
+// The second kernel: adds the partial sums of a row tile that several blocks shared, in the order of the keys.
+//
+// Block (i, row): of Equal shares i + 1 is the first that continues the row tile of the one before, if it does; of Own ones
+// i is the number of the row tile.  Threads have four columns each, and several of them divide the partial sums.
+#pragma once
+
+#include "division.cuh"
+#include "merge.cuh"
+
+namespace tilewright {
+
+template <typename Config> struct Sum {
+    float m = minus_infinity(), l = 0;
+    float4 acc = {0, 0, 0, 0};
+
+    __device__ void add(float m_i, float l_i, float4 a) {
+        const float next = fmaxf(m, m_i), base = next == minus_infinity() ? 0 : next;
+        const float old = exp2_fast(m - base), fresh = exp2_fast(m_i - base);
+        l = l * old + l_i * fresh;
+        acc.x = acc.x * old + a.x * fresh, acc.y = acc.y * old + a.y * fresh;
+        acc.z = acc.z * old + a.z * fresh, acc.w = acc.w * old + a.w * fresh;
+        m = next;
+    }
+};
+
+// The partial sums of one row tile: slot `first`, then every `step` from `next` on.
+struct Slots {
+    u32 count, first, next, step;
+    __device__ u32 operator[](u32 i) const { return i == 0 ? first : next + (i - 1) * step; }
+};
+
+template <typename Config, typename All>
+__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 kv_heads, u32 least, u32 most, u32 blocks) {
+    if constexpr (Division(Config::kDivision) == Division::Own) {
+        const OwnShares own{least, most};
+        const Place place = warp_locate(all.count(), blockIdx.x, [&](int b) { return all[b].row_tiles * kv_heads; });
+        if (place.index == all.count()) return {0, 0, 0, 0};
+        walk.start(place.index, place.offset * all[place.index].units);
+        const u32 count = own.count(walk.s.units);
+        const u32 before = warp_total(place.index, [&](int b) {
+            const Sequence s = all[b];
+            return s.row_tiles * kv_heads * own.count(s.units);
+        });
+        const u32 first = before + place.offset * count;
+        return {count > 1 ? count : 0, first, first + 1, 1};
+    } else {
+        const auto weight = [&](int b) { return all[b].all_units(kv_heads); };
+        const EqualShares shares(warp_total(all.count(), weight), blocks, least);
+        const u32 share = blockIdx.x + 1;
+        if (share >= shares.shares) return {0, 0, 0, 0};
+        const u32 begin = shares.begin(share);
+        const Place place = warp_locate(all.count(), begin, weight);
+        walk.start(place.index, place.offset);
+        if (walk.unit == 0) return {0, 0, 0, 0};  // nothing to continue
+        const u32 tile_begin = begin - walk.unit, first = shares.of_unit(tile_begin);
+        if (first + 1 != share) return {0, 0, 0, 0};  // an earlier block adds them
+        const u32 last = shares.of_unit(tile_begin + walk.s.units - 1);
+        return {last - first + 1, 2 * first + (tile_begin != shares.begin(first)), 2 * share, 2};
+    }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(256) sm90_decode_combine(
+    const float* partial, const float* stats, typename Config::Element* o, float* lse, const int* lengths,
+    const int* cu_seqlens, const float* sinks, int batch, int tokens, int each, int kv_heads, int group, int capacity,
+    int left, int least, int most, int blocks) {
+    using All = Sequences<Config::kRows, Config::kKeys>;
+    using Element = typename Config::Element;
+    constexpr u32 kD = Config::kD, kColumns = kD / 4, kParts = 256 / kColumns;
+    __shared__ float4 sums[kParts][kColumns];
+    __shared__ float2 of_part[kParts];
+
+    const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
+    Walk<All> walk(all, kv_heads);
+    const Slots slots = find_slots<Config>(walk, all, kv_heads, least, most, blocks);
+    griddepcontrol_wait();
+    const u32 row = blockIdx.y;
+    const RowTile tile{walk.s.first_token, group, walk.head * group, walk.row_tile * int(Config::kRows), walk.s.tokens * group};
+    if (slots.count == 0 || !tile.has(row)) return;
+
+    const u32 column = threadIdx.x % kColumns, part = threadIdx.x / kColumns;
+    Sum<Config> sum;
+#pragma unroll 4
+    for (u32 i = part; i < slots.count; i += kParts) {
+        const i64 at = i64(slots[i]) * Config::kRows + row;
+        const float2 stat = reinterpret_cast<const float2*>(stats)[at];
+        sum.add(stat.x, stat.y, reinterpret_cast<const float4*>(partial)[at * kColumns + column]);
+    }
+    sums[part][column] = sum.acc;
+    if (column == 0) of_part[part] = {sum.m, sum.l};
+    __syncthreads();
+    if (part != 0) return;
+    Sum<Config> total;
+#pragma unroll
+    for (u32 i = 0; i < kParts; ++i) total.add(of_part[i].x, of_part[i].y, sums[i][column]);
+    const Output<Element> out{o, lse, nullptr, nullptr, sinks, kv_heads * group};
+    store_finished(out, tile, row, 4 * column, kD, {total.acc.x, total.acc.y}, total.m, total.l);
+    store_finished(out, tile, row, 4 * column + 2, kD, {total.acc.z, total.acc.w}, total.m, total.l);
+}
+
+}  // namespace tilewright

@@ -1,0 +1,148 @@
+// Who computes what, found on the device from the lengths.
+//
+// The query rows of a sequence (tokens times heads of a group, the head fastest) are cut into row tiles of kRows, its keys
+// into units of kKeys.  Units are numbered through: sequence, key head, row tile, unit of keys, the last one fastest.  A
+// share is a range of these numbers, and a block computes one:
+//
+//     Equal    all shares have the same number of units, whatever the lengths are; one may span several sequences
+//     Own      a share lies in one row tile, and its length depends on that sequence alone
+//     Cluster  the blocks of a cluster divide one row tile
+//
+// Tokens behind the last sequence are one more, without keys; a row tile without keys has one unit.
+#pragma once
+
+#include <tilewright/ptx.cuh>
+
+namespace tilewright {
+
+enum class Division : int { Equal = 0, Own = 1, Cluster = 2 };
+
+struct Sequence {
+    int first_token, tokens, length, row_tiles;
+    u32 first_unit, units;  // of keys that some token sees
+
+    __device__ u32 all_units(u32 kv_heads) const { return row_tiles * units * kv_heads; }
+};
+
+// each: new tokens of every sequence, 0 where cu_seqlens says.   left: keys before its position that a token sees, or -1.
+template <u32 kRows, u32 kKeys> struct Sequences {
+    const int* lengths;
+    const int* cu_seqlens;
+    int batch, tokens, each, group, capacity, left;
+
+    __device__ int count() const { return each > 0 ? batch : batch + 1; }
+
+    __device__ Sequence operator[](int b) const {
+        Sequence s;
+        s.length = b < batch ? min(max(lengths[b], 0), capacity) : 0;
+        s.first_token = each > 0 ? b * each : min(cu_seqlens[b], tokens);
+        s.tokens = each > 0 ? each : max((b < batch ? min(cu_seqlens[b + 1], tokens) : tokens) - s.first_token, 0);
+        s.row_tiles = (s.tokens * group + kRows - 1) / kRows;
+        const int first_key = left < 0 ? 0 : min(max(s.length - s.tokens - left, 0), s.length);
+        s.first_unit = u32(first_key) / kKeys;
+        s.units = max((u32(s.length) + kKeys - 1) / kKeys - s.first_unit, 1u);
+        return s;
+    }
+};
+
+__device__ inline u32 warp_inclusive_sum(u32 x) {
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(~0u, x, step);
+        if (lane_index() >= step) x += other;
+    }
+    return x;
+}
+
+// The sum of weight(i) for i in 0 .. count.  All lanes of a warp.
+template <typename Weight> __device__ inline u32 warp_total(int count, const Weight& weight) {
+    u32 sum = 0;
+    for (int i = lane_index(); i < count; i += 32) sum += weight(i);
+#pragma unroll
+    for (u32 step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+}
+
+// The i whose range of a line of weights holds `position`, and how far into it that is.  i = count: the line is shorter.
+struct Place {
+    int index;
+    u32 offset;
+};
+template <typename Weight> __device__ inline Place warp_locate(int count, u32 position, const Weight& weight) {
+    u32 before = 0;
+    for (int base = 0; base < count; base += 32) {
+        const int i = base + lane_index();
+        const u32 own = i < count ? weight(i) : 0;
+        const u32 end = before + warp_inclusive_sum(own);
+        const u32 behind = __ballot_sync(~0u, end > position);
+        if (behind != 0) {
+            const int first = __ffs(behind) - 1;
+            return {base + first, position - __shfl_sync(~0u, end - own, first)};
+        }
+        before = __shfl_sync(~0u, end, 31);
+    }
+    return {count, 0};
+}
+
+// Equal: the first `longer` shares have one unit more than the others.  Only as many have units as get `least` of them.
+struct EqualShares {
+    u32 shares, units, longer;
+
+    __device__ EqualShares(u32 total, u32 most, u32 least) {
+        shares = max(min(most, total / least), 1u);
+        units = total / shares;
+        longer = total - units * shares;
+    }
+    __device__ u32 begin(u32 share) const { return share * units + min(share, longer); }
+    __device__ u32 of_unit(u32 unit) const {
+        const u32 bound = longer * (units + 1);
+        return unit < bound ? unit / (units + 1) : longer + (unit - bound) / units;
+    }
+};
+
+// Own: units of a share, from those of the row tile.
+struct OwnShares {
+    u32 least, most;
+
+    __device__ u32 units(u32 all) const { return max(least, (all + most - 1) / most); }
+    __device__ u32 count(u32 all) const { return (all + units(all) - 1) / units(all); }
+};
+
+// A position in the line of units, which moves on.
+template <typename All> struct Walk {
+    const All& all;
+    int kv_heads;
+    int b = 0, head = 0, row_tile = 0;
+    u32 unit = 0;  // of the row tile
+    Sequence s;
+
+    __device__ Walk(const All& all_, int kv_heads_) : all(all_), kv_heads(kv_heads_) {}
+
+    // offset: in units of sequence `index`
+    __device__ void start(int index, u32 offset) {
+        b = index;
+        s = all[b];
+        const u32 row_tile_of_heads = offset / s.units;
+        unit = offset - row_tile_of_heads * s.units;
+        head = row_tile_of_heads / u32(s.row_tiles);
+        row_tile = row_tile_of_heads - u32(head * s.row_tiles);
+    }
+
+    // Goes `units` further; the line does not end before.
+    __device__ void advance(u32 units) {
+        unit += units;
+        while (unit >= s.units) {
+            unit -= s.units;
+            if (++row_tile < s.row_tiles) continue;
+            row_tile = 0;
+            if (++head < kv_heads) continue;
+            head = 0;
+            do {
+                if (++b == all.count()) return;  // behind the last one
+                s = all[b];
+            } while (s.row_tiles == 0);
+        }
+    }
+};
+
+}  // namespace tilewright
