@@ -74,8 +74,9 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     constexpr u32 kWarps = Config::kWarps;
     extern __shared__ __align__(1024) u8 shared[];
 
+    if constexpr (kInCluster) launch_dependents();
     griddepcontrol_wait();
-    launch_dependents();  // the second kernel reads lengths before it waits: they are complete here
+    if constexpr (!kInCluster) launch_dependents();  // the second kernel reads lengths before it waits: they are there
 
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all, kv_heads);

@@ -1,12 +1,12 @@
 """Attention over a KV cache in CUDA C++ for Hopper, of `fmha_decode` and of the decoding steps of `fmha_paged`.
 
-Traffic: the visible keys and values once, as in the Triton kernels; what differs is how many bytes are in flight.  Eight
-warps load for themselves and hold 192 KB of each multiprocessor's shared memory in rings, and wait for one another only
-where the keys of a row tile end.  `decode.cuh` says how.
+Traffic: the visible keys and values once, as in the Triton kernels; what differs is how many bytes are in flight.
+Eight warps load for themselves and hold 192 KB of each multiprocessor's shared memory in rings, and wait for one
+another only where the keys of a row tile end.  `decode.cuh` says how.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
 from tilewright.ops.attention import fmha_decode, fmha_paged
 from tilewright.ops.attention.kernels.sm90.decode_choice import (
+    WIDTHS,
     Config,
     Division,
     candidates,
@@ -26,13 +27,13 @@ from tilewright.ops.attention.kernels.sm90.decode_choice import (
     configure,
     shared_bytes,
 )
-from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedArgs, bucket, cache_kind
+from tilewright.ops.attention.paged.args import TOKEN_SCALES, PagedArgs, bucket, cache_kind
 
-WIDTHS = (64, 128, 256)
 MOST_SEQUENCES = 4096  # every warp adds up the keys of all of them
 _MOST_SHARES = 32  # of a row tile, where only its own length may decide
 _LEAST_OWN = 32  # units of such a share
 _MOST_UNITS = 2**31  # counted in 32 bits
+_COMBINE_THREADS = 256
 
 
 class Params(NamedTuple):
@@ -127,7 +128,10 @@ COMBINE = CudaKernel(
 
 
 class Work(NamedTuple):
-    """Shares of a launch, all from shapes.   slots: partial sums.   splits: blocks of the second kernel, without rows."""
+    """Shares of a launch, all from shapes.
+
+    least: units of a share at least.   slots: partial sums.   splits: blocks of the second kernel for one row.
+    """
 
     division: Division
     blocks: int
@@ -224,46 +228,55 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         Element=q.dtype,
         Cache=k.dtype,
     )
-    sizes = {
-        "batch": batch,
-        "tokens": tokens,
-        "each": each,
-        "kv_heads": kv_heads,
-        "group": group,
-        "capacity": capacity,
-        "left": left,
-        "least": work.least,
-        "most": _MOST_SHARES,
-        "blocks": work.blocks,
-    }
-    where = {"lengths": args.lengths, "cu_seqlens": args.cu_seqlens, "sinks": args.sinks}
+    k_strides, v_strides = k.stride(), v.stride()
+    k_scale_strides, v_scale_strides = _scale_strides(args.k_scale), _scale_strides(args.v_scale)
+    kernel_args = Args(
+        q=q,
+        o=o,
+        lse=lse,
+        partial=partial,
+        stats=stats,
+        k=k,
+        v=v,
+        lengths=args.lengths,
+        block_table=args.block_table,
+        cu_seqlens=args.cu_seqlens,
+        sinks=args.sinks,
+        k_scale=args.k_scale,
+        v_scale=args.v_scale,
+        batch=batch,
+        tokens=tokens,
+        each=each,
+        kv_heads=kv_heads,
+        group=group,
+        capacity=capacity,
+        page_size=k.shape[1],
+        left=left,
+        causal=args.causal and each != 1,
+        least=work.least,
+        most=_MOST_SHARES,
+        blocks=work.blocks,
+        scale=args.scale,
+        softcap=args.softcap,
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        k_page=k_strides[0],
+        k_slot=k_strides[1],
+        k_head=k_strides[2],
+        v_page=v_strides[0],
+        v_slot=v_strides[1],
+        v_head=v_strides[2],
+        table_row=0 if args.block_table is None else args.block_table.stride(0),
+        k_scale_page=k_scale_strides[0],
+        k_scale_slot=k_scale_strides[1],
+        k_scale_head=k_scale_strides[2],
+        v_scale_page=v_scale_strides[0],
+        v_scale_slot=v_scale_strides[1],
+        v_scale_head=v_scale_strides[2],
+    )
     KERNEL(
         (work.blocks,),
-        Args(
-            q=q,
-            o=o,
-            lse=lse,
-            partial=partial,
-            stats=stats,
-            k=k,
-            v=v,
-            block_table=args.block_table,
-            k_scale=args.k_scale,
-            v_scale=args.v_scale,
-            page_size=k.shape[1],
-            causal=args.causal and each != 1,
-            scale=args.scale,
-            softcap=args.softcap,
-            q_token=q.stride(0),
-            q_head=q.stride(1),
-            **_strides("k", k),
-            **_strides("v", v),
-            table_row=0 if args.block_table is None else args.block_table.stride(0),
-            **_scale_strides("k", args.k_scale),
-            **_scale_strides("v", args.v_scale),
-            **sizes,
-            **where,
-        ),
+        kernel_args,
         params,
         block=config.warps * 32,
         shared_bytes=shared_bytes(params, work.division),
@@ -273,17 +286,14 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         rows = min(config.rows, each * group) if each else config.rows
         COMBINE(
             (work.splits, rows),
-            CombineArgs(partial=partial, stats=stats, o=o, lse=lse, **sizes, **where),
+            CombineArgs(*(getattr(kernel_args, name) for name in CombineArgs._fields)),
             params._replace(kWarps=1, kStages=1),
-            block=256,
+            block=_COMBINE_THREADS,
         )
 
 
-def _strides(name: str, cache: Tensor) -> dict[str, int]:
-    return dict(zip((f"{name}_page", f"{name}_slot", f"{name}_head"), cache.stride()[:3], strict=True))
-
-
-def _scale_strides(name: str, scale: Tensor | None) -> dict[str, Any]:
+def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
     """Strides of pages, slots and heads; one scale of a head serves all tokens."""
-    steps = (0, 0, 0) if scale is None else scale.stride() if scale.dim() == 3 else (0, 0, scale.stride(0))
-    return dict(zip((f"{name}_scale_page", f"{name}_scale_slot", f"{name}_scale_head"), steps, strict=True))
+    if scale is None:
+        return 0, 0, 0
+    return scale.stride() if scale.dim() == 3 else (0, 0, scale.stride(0))

@@ -1,5 +1,6 @@
 """Configurations of the kernel of attention over a KV cache for Hopper, and which one a call gets."""
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -7,9 +8,13 @@ import torch
 
 from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedBucket
 
-_SHARED = 227 << 10
-_MERGED_COLUMNS, _PITCH = 64, 68  # as in fmha_decode/layout.cuh
+WIDTHS = (64, 128, 256)
 MOST_ROWS = 16
+"""Query rows of a row tile; more of a sequence are several, each of which reads the keys."""
+_SHARED = 219 << 10  # of 227 KB: the second kernel has its place beside a block
+_MERGED_COLUMNS, _PITCH = 64, 68  # as in fmha_decode/layout.cuh
+_MOST_STAGES = 6
+CLUSTERS = (1, 2, 4, 8, 16)
 
 
 class Division(Enum):
@@ -35,12 +40,64 @@ class Config(NamedTuple):
     cluster: int = 1
 
 
+class Unit(NamedTuple):
+    """What the keys of a call are read in: bytes of a row of keys, and of the scales of its key and its value."""
+
+    width: int
+    row_bytes: int
+    scale_bytes: int
+
+    @property
+    def keys(self) -> int:
+        """8 KB of keys and values; a lane looks up the page of one key, so at most 32."""
+        return 16 if self.row_bytes >= 256 else 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.keys * (2 * self.row_bytes + self.scale_bytes)
+
+
 def shared_bytes(params: Any, division: Division) -> int:
     """Dynamic shared memory, as fmha_decode/layout.cuh divides it."""
-    row = params.kD * params.Cache.itemsize
-    stage = 2 * params.kKeys * row + (8 * params.kKeys if params.kTokenScales else 0)
-    warps = params.kWarps * (params.kStages * stage + 8 * _PITCH * 4 + params.kRows * 8)
-    return warps + (params.kRows * (params.kD + 2) * 4 if division is Division.CLUSTER else 0)
+    unit = Unit(params.kD, params.kD * params.Cache.itemsize, 8 if params.kTokenScales else 0)
+    stage = params.kKeys * (2 * unit.row_bytes + unit.scale_bytes)
+    return _shared(params.kWarps, params.kStages, stage, params.kRows, params.kD, division is Division.CLUSTER)
+
+
+def _shared(warps: int, stages: int, stage_bytes: int, rows: int, width: int, in_cluster: bool) -> int:
+    each = stages * stage_bytes + 8 * _PITCH * 4 + 8 * rows
+    return warps * each + (rows * (width + 2) * 4 if in_cluster else 0)
+
+
+def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config | None:
+    """The deepest rings of `blocks` of a multiprocessor; None if they hold less than two units."""
+    room = _SHARED // blocks - (blocks > 1) * 1024
+    stages = _MOST_STAGES
+    while stages > 1 and _shared(warps, stages, unit.stage_bytes, rows, unit.width, cluster > 1) > room:
+        stages -= 1
+    return Config(rows, unit.keys, warps, stages, blocks, cluster) if stages > 1 else None
+
+
+def _space(unit: Unit, rows: int) -> Iterable[Config]:
+    """Blocks of eight warps, or of four where these would hold one unit each, with every cluster."""
+    for cluster in CLUSTERS:
+        for warps, blocks in ((8, 1), (4, 1), (4, 2)):
+            found = ring(unit, rows, warps, blocks, cluster)
+            if found is not None and (cluster == 1 or blocks == 1):
+                yield found
+
+
+def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Rings that fill shared memory, with equal shares first."""
+    rows = -(-max(bucket.S_q, 1) * bucket.group // 8) * 8
+    if rows > MOST_ROWS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
+        return ()
+    return tuple(_space(unit_of(bucket.D, bucket.cache, dtype), rows))
+
+
+def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
+    """The unit of a cache of heads of `width`."""
+    return Unit(width, width * (dtype.itemsize if cache == AS_QUERIES else 1), 8 if cache == TOKEN_SCALES else 0)
 
 
 def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
@@ -48,25 +105,7 @@ def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
     return next(iter(candidates(bucket, dtype)), None)
 
 
-def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Rings that fill shared memory."""
-    rows = -(-max(bucket.S_q, 1) * bucket.group // 8) * 8
-    if rows > MOST_ROWS or (not bucket.S_q and bucket.T > bucket.B):
-        return ()
-    row_bytes = bucket.D * (dtype.itemsize if bucket.cache == AS_QUERIES else 1)
-    keys = 16 if row_bytes >= 256 else 32
-    stage = 2 * keys * row_bytes + (8 * keys if bucket.cache == TOKEN_SCALES else 0)
-    found = []
-    for warps in (8, 4):
-        for shares in (1, 2):
-            fixed = warps * (8 * _PITCH * 4 + rows * 8) + rows * (bucket.D + 2) * 4
-            room = (_SHARED - (8 << 10)) // shares - fixed - (1 << 10)
-            stages = min(room // (warps * stage), 8)
-            if stages >= 2:
-                found.append(Config(rows, keys, warps, stages, shares))
-    return tuple(found)
-
-
 def configs() -> tuple[Config, ...]:
-    """Every config that `configure` can return."""
-    return ()
+    """Every config that `configure` and `candidates` can return."""
+    units = [unit_of(width, cache, torch.bfloat16) for width in WIDTHS for cache in range(TOKEN_SCALES + 1)]
+    return tuple(dict.fromkeys(config for unit in units for rows in (8, 16) for config in _space(unit, rows)))

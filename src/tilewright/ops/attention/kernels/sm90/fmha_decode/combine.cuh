@@ -70,6 +70,7 @@ __global__ void __launch_bounds__(256) sm90_decode_combine(
     __shared__ float4 sums[kParts][kColumns];
     __shared__ float2 of_part[kParts];
 
+    launch_dependents();
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all, kv_heads);
     const Slots slots = find_slots<Config>(walk, all, kv_heads, least, most, blocks);
