@@ -164,7 +164,7 @@ def row_tiles(tokens: int, batch: int, packed: bool, group: int, rows: int) -> i
 
 def why_not(args: PagedArgs) -> str | None:
     """Why this kernel cannot run, or None if it can."""
-    q, k, v = args.q, args.k_cache, args.v_cache
+    q, v = args.q, args.v_cache
     arch, (d, d_v) = device_info(q.device).arch, (q.shape[2], v.shape[3])
     if arch != "sm_90":
         return f"is written for Hopper (sm_90), and this is {arch}"
@@ -172,18 +172,16 @@ def why_not(args: PagedArgs) -> str | None:
         return f"multiplies bf16 or fp16, got {q.dtype}"
     if d != d_v or d not in WIDTHS:
         return f"has D = D_v of {', '.join(map(str, WIDTHS))}, got D={d}, D_v={d_v}"
-    if not bucket(args).aligned:
+    sizes = bucket(args)
+    if not sizes.aligned:
         return "needs addresses and strides of q and the caches that are multiples of 16 bytes"
     if args.cu_seqlens is not None and args.batch_invariant:
         return "has no packed tokens under batch_invariant: whether it is the faster one depends on the others"
-    batch = args.lengths.shape[0]
-    if batch > MOST_SEQUENCES:
-        return f"takes at most {MOST_SEQUENCES} sequences, got {batch}"
-    kv_heads = k.shape[2]
-    group = q.shape[1] // max(kv_heads, 1)
-    tiles = row_tiles(q.shape[0], batch, args.cu_seqlens is not None, group, 8) * kv_heads
-    if tiles * -(-args.capacity // 16) >= _MOST_UNITS:
-        return f"counts up to {_MOST_UNITS} units of 16 keys, got up to {tiles} row tiles of {args.capacity} keys"
+    if sizes.B > MOST_SEQUENCES:
+        return f"takes at most {MOST_SEQUENCES} sequences"
+    tiles = row_tiles(sizes.T, sizes.B, args.cu_seqlens is not None, sizes.group, 8) * sizes.H_kv
+    if tiles * -(-sizes.keys // 16) >= _MOST_UNITS:
+        return f"counts less than {_MOST_UNITS} units of 16 keys, got up to {tiles} row tiles of {sizes.keys} keys"
     return None
 
 

@@ -78,7 +78,7 @@ def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config
     return Config(rows, unit.keys, warps, stages, blocks, cluster) if stages > 1 else None
 
 
-def _space(unit: Unit, rows: int) -> Iterable[Config]:
+def space(unit: Unit, rows: int) -> Iterable[Config]:
     """Blocks of eight warps, or of four where these would hold one unit each, with every cluster."""
     for cluster in CLUSTERS:
         for warps, blocks in ((8, 1), (4, 1), (4, 2)):
@@ -92,7 +92,7 @@ def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     rows = -(-max(bucket.S_q, 1) * bucket.group // 8) * 8
     if rows > MOST_ROWS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
-    return tuple(_space(unit_of(bucket.D, bucket.cache, dtype), rows))
+    return tuple(space(unit_of(bucket.D, bucket.cache, dtype), rows))
 
 
 def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
@@ -108,4 +108,4 @@ def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
 def configs() -> tuple[Config, ...]:
     """Every config that `configure` and `candidates` can return."""
     units = [unit_of(width, cache, torch.bfloat16) for width in WIDTHS for cache in range(TOKEN_SCALES + 1)]
-    return tuple(dict.fromkeys(config for unit in units for rows in (8, 16) for config in _space(unit, rows)))
+    return tuple(dict.fromkeys(config for unit in units for rows in (8, 16) for config in space(unit, rows)))
