@@ -122,7 +122,7 @@ def test_prefills_are_left_to_triton():
 
 
 def launched(args, config):
-    """(entry, grid) and parameters of the kernels of a launch."""
+    """(grid, arguments, parameters, options) of the kernels of a launch."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("KERNEL", "COMBINE"):
@@ -136,12 +136,18 @@ def test_equal_shares_fill_the_machine_and_a_second_kernel_adds():
     args = raw(H=32, H_kv=8, D=128, lengths=(4096, 4096))
     (grid, given, params, options), (splits, sums, _, _) = launched(args, Config(8, 16, 8, 3))
     assert grid == (132,)
-    assert splits == (131, 4), "a row tile that begins in the first share can go on in 131 others; four rows"
+    assert (splits, sums.by_tile) == ((16, 4), True), "sixteen row tiles of four rows"
     assert given.blocks == sums.blocks == 132
     assert given.partial is sums.partial
     assert given.partial.shape == (2 * 132 * 8, 128)
     assert options["cluster"] is None
     assert params.kDivision == Division.EQUAL.value
+
+
+def test_the_second_kernel_has_a_block_for_each_share_where_these_are_fewer():
+    args = raw(H=32, H_kv=8, D=128, lengths=(4096,) * 20)
+    (_, (splits, sums, _, _)) = launched(args, Config(8, 16, 8, 3))
+    assert (splits, sums.by_tile) == ((131, 4), False), "a row tile that begins in one share can go on in 131 others"
 
 
 def test_small_caches_get_fewer_blocks():

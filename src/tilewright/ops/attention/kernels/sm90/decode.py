@@ -118,6 +118,7 @@ class CombineArgs(NamedTuple):
     least: I32
     most: I32
     blocks: I32
+    by_tile: bool
 
 
 _FILE = Path(__file__).with_name("decode.cuh")
@@ -130,7 +131,8 @@ COMBINE = CudaKernel(
 class Work(NamedTuple):
     """Shares of a launch, all from shapes.
 
-    least: units of a share at least.   slots: partial sums.   splits: blocks of the second kernel for one row.
+    least: units of a share at least.   slots: partial sums.   splits: blocks of the second kernel for one row, as many
+    as there are row tiles if by_tile, else as shares that may continue one.
     """
 
     division: Division
@@ -138,6 +140,7 @@ class Work(NamedTuple):
     least: int
     slots: int
     splits: int
+    by_tile: bool = False
 
 
 def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
@@ -148,11 +151,12 @@ def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
     units = max(-(-args.capacity // config.keys), 1)
     if args.batch_invariant:
         shares = min(_MOST_SHARES, -(-units // _LEAST_OWN))
-        return Work(Division.OWN, tiles * shares, _LEAST_OWN, tiles * shares, tiles if shares > 1 else 0)
+        return Work(Division.OWN, tiles * shares, _LEAST_OWN, tiles * shares, tiles if shares > 1 else 0, True)
     if config.cluster > 1 and args.cu_seqlens is None:
         return Work(Division.CLUSTER, tiles * config.cluster, 0, 0, 0)
     blocks = max(min(sms * config.shares, tiles * units // config.warps), 1)
-    return Work(Division.EQUAL, blocks, config.warps, 2 * blocks, blocks - 1)
+    by_tile = tiles < blocks
+    return Work(Division.EQUAL, blocks, config.warps, 2 * blocks, tiles if by_tile else blocks - 1, by_tile)
 
 
 def row_tiles(tokens: int, batch: int, packed: bool, group: int, rows: int) -> int:
@@ -284,7 +288,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         rows = min(config.rows, each * group) if each else config.rows
         COMBINE(
             (work.splits, rows),
-            CombineArgs(*(getattr(kernel_args, name) for name in CombineArgs._fields)),
+            CombineArgs(*(getattr(kernel_args, name) for name in CombineArgs._fields[:-1]), by_tile=work.by_tile),
             params._replace(kWarps=1, kStages=1),
             block=_COMBINE_THREADS,
         )

@@ -1,7 +1,7 @@
 // The second kernel: adds the partial sums of a row tile that several blocks shared, in the order of the keys.
 //
-// Block (i, row): of Equal shares i + 1 is the first that continues the row tile of the one before, if it does; of Own ones
-// i is the number of the row tile.  Threads have four columns each, and several of them divide the partial sums.
+// Block (i, row): by_tile, i is the number of the row tile; else share i + 1 is the first that continues the row tile of the
+// one before, if it does: whichever are fewer.  Threads have four columns each, and several of them divide the partial sums.
 #pragma once
 
 #include "division.cuh"
@@ -30,32 +30,43 @@ struct Slots {
 };
 
 template <typename Config, typename All>
-__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 kv_heads, u32 least, u32 most, u32 blocks) {
-    if constexpr (Division(Config::kDivision) == Division::Own) {
-        const OwnShares own{least, most};
+__device__ inline Slots find_slots(
+    Walk<All>& walk, const All& all, u32 kv_heads, u32 least, u32 most, u32 blocks, bool by_tile) {
+    constexpr bool kOwn = Division(Config::kDivision) == Division::Own;
+    const auto weight = [&](int b) { return all[b].all_units(kv_heads); };
+    u32 tile = 0;  // of its sequence
+    if (by_tile) {
         const Place place = warp_locate(all.count(), blockIdx.x, [&](int b) { return all[b].row_tiles * kv_heads; });
         if (place.index == all.count()) return {0, 0, 0, 0};
-        walk.start(place.index, place.offset * all[place.index].units);
+        tile = place.offset;
+        walk.start(place.index, tile * all[place.index].units);
+    }
+    if constexpr (kOwn) {
+        const OwnShares own{least, most};
         const u32 count = own.count(walk.s.units);
-        const u32 before = warp_total(place.index, [&](int b) {
+        const u32 before = warp_total(walk.b, [&](int b) {
             const Sequence s = all[b];
             return s.row_tiles * kv_heads * own.count(s.units);
         });
-        const u32 first = before + place.offset * count;
+        const u32 first = before + tile * count;
         return {count > 1 ? count : 0, first, first + 1, 1};
     } else {
-        const auto weight = [&](int b) { return all[b].all_units(kv_heads); };
         const EqualShares shares(warp_total(all.count(), weight), blocks, least);
-        const u32 share = blockIdx.x + 1;
-        if (share >= shares.shares) return {0, 0, 0, 0};
-        const u32 begin = shares.begin(share);
-        const Place place = warp_locate(all.count(), begin, weight);
-        walk.start(place.index, place.offset);
-        if (walk.unit == 0) return {0, 0, 0, 0};  // nothing to continue
-        const u32 tile_begin = begin - walk.unit, first = shares.of_unit(tile_begin);
-        if (first + 1 != share) return {0, 0, 0, 0};  // an earlier block adds them
-        const u32 last = shares.of_unit(tile_begin + walk.s.units - 1);
-        return {last - first + 1, 2 * first + (tile_begin != shares.begin(first)), 2 * share, 2};
+        u32 begin;
+        if (by_tile) {
+            begin = warp_total(walk.b, weight) + tile * walk.s.units;
+        } else {
+            const u32 share = blockIdx.x + 1;
+            if (share >= shares.shares) return {0, 0, 0, 0};
+            const Place place = warp_locate(all.count(), shares.begin(share), weight);
+            walk.start(place.index, place.offset);
+            if (walk.unit == 0) return {0, 0, 0, 0};  // nothing to continue
+            begin = shares.begin(share) - walk.unit;
+            if (shares.of_unit(begin) + 1 != share) return {0, 0, 0, 0};  // an earlier block adds them
+        }
+        const u32 first = shares.of_unit(begin), last = shares.of_unit(begin + walk.s.units - 1);
+        if (first == last) return {0, 0, 0, 0};
+        return {last - first + 1, 2 * first + (begin != shares.begin(first)), 2 * (first + 1), 2};
     }
 }
 
@@ -63,7 +74,7 @@ template <typename Config>
 __global__ void __launch_bounds__(256) sm90_decode_combine(
     const float* partial, const float* stats, typename Config::Element* o, float* lse, const int* lengths,
     const int* cu_seqlens, const float* sinks, int batch, int tokens, int each, int kv_heads, int group, int capacity,
-    int left, int least, int most, int blocks) {
+    int left, int least, int most, int blocks, bool by_tile) {
     using All = Sequences<Config::kRows, Config::kKeys>;
     using Element = typename Config::Element;
     constexpr u32 kD = Config::kD, kColumns = kD / 4, kParts = 256 / kColumns;
@@ -73,7 +84,7 @@ __global__ void __launch_bounds__(256) sm90_decode_combine(
     launch_dependents();
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all, kv_heads);
-    const Slots slots = find_slots<Config>(walk, all, kv_heads, least, most, blocks);
+    const Slots slots = find_slots<Config>(walk, all, kv_heads, least, most, blocks, by_tile);
     griddepcontrol_wait();
     const u32 row = blockIdx.y;
     const RowTile tile{walk.s.first_token, group, walk.head * group, walk.row_tile * int(Config::kRows), walk.s.tokens * group};
