@@ -194,7 +194,17 @@ def decoding(d: int, rows: int = 8, cache: int = 0, division: str = "EQUAL", clu
     kind = torch.float8_e4m3fn if cache else torch.bfloat16
     number = decode_choice.Division[division].value
     return decode.Params(
-        d, rows, config.keys, config.warps, config.stages, number, cluster, cache == 2, torch.bfloat16, kind
+        d,
+        rows,
+        config.keys,
+        config.warps,
+        config.warps,
+        config.stages,
+        number,
+        cluster,
+        cache == 2,
+        torch.bfloat16,
+        kind,
     )
 
 

@@ -103,7 +103,7 @@ def test_shared_memory_holds_every_config():
             division = Division.CLUSTER if config.cluster > 1 else Division.EQUAL
             dtype = bf16 if cache == 0 else torch.float8_e4m3fn
             params = cuda.Params(
-                width, config.rows, config.keys, config.warps, config.stages, division.value, config.cluster,
+                width, config.rows, config.keys, config.warps, config.warps, config.stages, division.value, config.cluster,
                 cache == 2, bf16, dtype,
             )  # fmt: skip
             taken = choice.shared_bytes(params, division)

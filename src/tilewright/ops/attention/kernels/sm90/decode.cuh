@@ -10,8 +10,8 @@
 // at once.  Of the others each block leaves a partial sum, and a second kernel, launched before this one ends, adds them;
 // or, with few sequences, the blocks of a cluster read each other's shared memory.
 //
-// Config: kD, kRows (of a row tile), kKeys (of a unit), kWarps, kStages, kDivision, kCluster, kTokenScales, Element (of q
-// and o), Cache (Element, or float8_e4m3).
+// Config: kD, kRows (of a row tile), kKeys (of a unit), kLeast (units of a share), kWarps, kStages, kDivision, kCluster,
+// kTokenScales, Element (of q and o), Cache (Element, or float8_e4m3).
 #pragma once
 
 #include "fmha_decode/division.cuh"
@@ -24,7 +24,7 @@ namespace tilewright {
 
 // The row tile, or the first of them, and the units of a block; 0: nothing to do.
 template <typename Config, typename All>
-__device__ inline u32 find_share(Walk<All>& walk, const All& all, u32 kv_heads, u32 least, u32 most, u32 blocks) {
+__device__ inline u32 find_share(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks) {
     if constexpr (Division(Config::kDivision) == Division::Cluster) {
         const u32 tile = blockIdx.x / Config::kCluster, rank = cluster_rank();
         const u32 row_tiles = (all.each * all.group + Config::kRows - 1) / Config::kRows;
@@ -35,11 +35,12 @@ __device__ inline u32 find_share(Walk<All>& walk, const All& all, u32 kv_heads, 
         walk.unit = walk.s.units * rank / Config::kCluster;
         return end - walk.unit;
     } else if constexpr (Division(Config::kDivision) == Division::Own) {
-        const OwnShares own{least, most};
-        const Place place = warp_locate(all.count(), blockIdx.x, [&](int b) {
+        const OwnShares own{Config::kLeast, most};
+        const auto weight = [&](int b) {
             const Sequence s = all[b];
             return s.row_tiles * kv_heads * own.count(s.units);
-        });
+        };
+        const Place place = Line(all.count(), weight).locate(blockIdx.x);
         if (place.index == all.count()) return 0;
         const Sequence s = all[place.index];
         const u32 count = own.count(s.units), tile = place.offset / count, begin = place.offset % count * own.units(s.units);
@@ -47,23 +48,24 @@ __device__ inline u32 find_share(Walk<All>& walk, const All& all, u32 kv_heads, 
         return min(own.units(s.units), s.units - begin);
     } else {
         const auto weight = [&](int b) { return all[b].all_units(kv_heads); };
-        const EqualShares shares(warp_total(all.count(), weight), blocks, least);
+        const Line line(all.count(), weight);
+        const EqualShares<Config::kLeast> shares(line.total, blocks);
         if (blockIdx.x >= shares.shares) return 0;
         const u32 begin = shares.begin(blockIdx.x);
-        const Place place = warp_locate(all.count(), begin, weight);
+        const Place place = line.locate(begin);
         walk.start(place.index, place.offset);
         return shares.begin(blockIdx.x + 1) - begin;
     }
 }
 
-// Strides are in elements of their tensor.  each, left: as in Sequences.   least, most: units of a share at least, and
-// shares of a row tile at most (Own).   blocks: as many as there can be shares (Equal).
+// Strides are in elements of their tensor.  each, left: as in Sequences.   most: shares of a row tile (Own).   blocks: as
+// many as there can be shares (Equal).
 template <typename Config>
 __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     const typename Config::Element* q, typename Config::Element* o, float* lse, float* partial, float* stats, const u8* k,
     const u8* v, const int* lengths, const int* block_table, const int* cu_seqlens, const float* sinks,
     const float* k_scale, const float* v_scale, int batch, int tokens, int each, int kv_heads, int group, int capacity,
-    int page_size, int left, bool causal, int least, int most, int blocks, float scale, float softcap, i64 q_token,
+    int page_size, int left, bool causal, int most, int blocks, float scale, float softcap, i64 q_token,
     i64 q_head, i64 k_page, i64 k_slot, i64 k_head, i64 v_page, i64 v_slot, i64 v_head, i64 table_row, i64 k_scale_page,
     i64 k_scale_slot, i64 k_scale_head, i64 v_scale_page, i64 v_scale_slot, i64 v_scale_head) {
     using Shape = Layout<Config>;
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
 
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all, kv_heads);
-    const u32 units = find_share<Config>(walk, all, kv_heads, least, most, blocks);
+    const u32 units = find_share<Config>(walk, all, kv_heads, most, blocks);
     if (!kInCluster && units == 0) return;
 
     const Cache cache{k, v, block_table, k_scale, v_scale, k_page * kItem, k_slot * kItem, k_head * kItem, v_page * kItem,

@@ -42,6 +42,7 @@ class Params(NamedTuple):
     kD: int
     kRows: int
     kKeys: int
+    kLeast: int
     kWarps: int
     kStages: int
     kDivision: int
@@ -76,7 +77,6 @@ class Args(NamedTuple):
     page_size: I32
     left: I32
     causal: bool
-    least: I32
     most: I32
     blocks: I32
     scale: F32
@@ -115,7 +115,6 @@ class CombineArgs(NamedTuple):
     group: I32
     capacity: I32
     left: I32
-    least: I32
     most: I32
     blocks: I32
     by_tile: bool
@@ -222,6 +221,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         kD=d,
         kRows=config.rows,
         kKeys=config.keys,
+        kLeast=work.least,
         kWarps=config.warps,
         kStages=config.stages,
         kDivision=work.division.value,
@@ -255,7 +255,6 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         page_size=k.shape[1],
         left=left,
         causal=args.causal and each != 1,
-        least=work.least,
         most=_MOST_SHARES,
         blocks=work.blocks,
         scale=args.scale,

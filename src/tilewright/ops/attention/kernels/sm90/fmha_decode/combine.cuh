@@ -30,35 +30,35 @@ struct Slots {
 };
 
 template <typename Config, typename All>
-__device__ inline Slots find_slots(
-    Walk<All>& walk, const All& all, u32 kv_heads, u32 least, u32 most, u32 blocks, bool by_tile) {
-    constexpr bool kOwn = Division(Config::kDivision) == Division::Own;
-    const auto weight = [&](int b) { return all[b].all_units(kv_heads); };
+__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks, bool by_tile) {
+    const auto row_tiles = [&](int b) { return all[b].row_tiles * kv_heads; };
     u32 tile = 0;  // of its sequence
     if (by_tile) {
-        const Place place = warp_locate(all.count(), blockIdx.x, [&](int b) { return all[b].row_tiles * kv_heads; });
+        const Place place = Line(all.count(), row_tiles).locate(blockIdx.x);
         if (place.index == all.count()) return {0, 0, 0, 0};
         tile = place.offset;
         walk.start(place.index, tile * all[place.index].units);
     }
-    if constexpr (kOwn) {
-        const OwnShares own{least, most};
-        const u32 count = own.count(walk.s.units);
-        const u32 before = warp_total(walk.b, [&](int b) {
+    if constexpr (Division(Config::kDivision) == Division::Own) {
+        const OwnShares own{Config::kLeast, most};
+        const auto shares = [&](int b) {
             const Sequence s = all[b];
             return s.row_tiles * kv_heads * own.count(s.units);
-        });
-        const u32 first = before + tile * count;
+        };
+        const u32 count = own.count(walk.s.units);
+        const u32 first = Line(all.count(), shares).sum(walk.b) + tile * count;
         return {count > 1 ? count : 0, first, first + 1, 1};
     } else {
-        const EqualShares shares(warp_total(all.count(), weight), blocks, least);
+        const auto units = [&](int b) { return all[b].all_units(kv_heads); };
+        const Line line(all.count(), units);
+        const EqualShares<Config::kLeast> shares(line.total, blocks);
         u32 begin;
         if (by_tile) {
-            begin = warp_total(walk.b, weight) + tile * walk.s.units;
+            begin = line.sum(walk.b) + tile * walk.s.units;
         } else {
             const u32 share = blockIdx.x + 1;
             if (share >= shares.shares) return {0, 0, 0, 0};
-            const Place place = warp_locate(all.count(), shares.begin(share), weight);
+            const Place place = line.locate(shares.begin(share));
             walk.start(place.index, place.offset);
             if (walk.unit == 0) return {0, 0, 0, 0};  // nothing to continue
             begin = shares.begin(share) - walk.unit;
@@ -74,7 +74,7 @@ template <typename Config>
 __global__ void __launch_bounds__(256) sm90_decode_combine(
     const float* partial, const float* stats, typename Config::Element* o, float* lse, const int* lengths,
     const int* cu_seqlens, const float* sinks, int batch, int tokens, int each, int kv_heads, int group, int capacity,
-    int left, int least, int most, int blocks, bool by_tile) {
+    int left, int most, int blocks, bool by_tile) {
     using All = Sequences<Config::kRows, Config::kKeys>;
     using Element = typename Config::Element;
     constexpr u32 kD = Config::kD, kColumns = kD / 4, kParts = 256 / kColumns;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(256) sm90_decode_combine(
     launch_dependents();
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all, kv_heads);
-    const Slots slots = find_slots<Config>(walk, all, kv_heads, least, most, blocks, by_tile);
+    const Slots slots = find_slots<Config>(walk, all, kv_heads, most, blocks, by_tile);
     griddepcontrol_wait();
     const u32 row = blockIdx.y;
     const RowTile tile{walk.s.first_token, group, walk.head * group, walk.row_tile * int(Config::kRows), walk.s.tokens * group};

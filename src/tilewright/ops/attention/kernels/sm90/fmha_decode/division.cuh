@@ -54,42 +54,64 @@ __device__ inline u32 warp_inclusive_sum(u32 x) {
     return x;
 }
 
-// The sum of weight(i) for i in 0 .. count.  All lanes of a warp.
-template <typename Weight> __device__ inline u32 warp_total(int count, const Weight& weight) {
-    u32 sum = 0;
-    for (int i = lane_index(); i < count; i += 32) sum += weight(i);
-#pragma unroll
-    for (u32 step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    return sum;
-}
-
-// The i whose range of a line of weights holds `position`, and how far into it that is.  i = count: the line is shorter.
+// Weights in a line, weight(i) for i in 0 .. count; all lanes of a warp together.  Those of at most 32 are read once.
 struct Place {
-    int index;
-    u32 offset;
+    int index;   // i = count: the line is shorter
+    u32 offset;  // into the range of weight i
 };
-template <typename Weight> __device__ inline Place warp_locate(int count, u32 position, const Weight& weight) {
-    u32 before = 0;
-    for (int base = 0; base < count; base += 32) {
-        const int i = base + lane_index();
-        const u32 own = i < count ? weight(i) : 0;
-        const u32 end = before + warp_inclusive_sum(own);
-        const u32 behind = __ballot_sync(~0u, end > position);
-        if (behind != 0) {
-            const int first = __ffs(behind) - 1;
-            return {base + first, position - __shfl_sync(~0u, end - own, first)};
-        }
-        before = __shfl_sync(~0u, end, 31);
-    }
-    return {count, 0};
-}
+template <typename Weight> struct Line {
+    int count;
+    const Weight& weight;
+    u32 total, own = 0, end = 0;  // of the lane's weight, if there are at most 32
 
-// Equal: the first `longer` shares have one unit more than the others.  Only as many have units as get `least` of them.
-struct EqualShares {
+    __device__ Line(int count_, const Weight& weight_) : count(count_), weight(weight_) {
+        if (count == 1) {  // the shortest way to the first load
+            total = weight(0);
+        } else if (count <= 32) {
+            own = int(lane_index()) < count ? weight(lane_index()) : 0;
+            end = warp_inclusive_sum(own);
+            total = __shfl_sync(~0u, end, 31);
+        } else {
+            total = sum(count);
+        }
+    }
+
+    // The sum of the first `n` weights.
+    __device__ u32 sum(int n) const {
+        u32 part = 0;
+        for (int i = lane_index(); i < n; i += 32) part += weight(i);
+#pragma unroll
+        for (u32 step = 16; step > 0; step /= 2) part += __shfl_xor_sync(~0u, part, step);
+        return part;
+    }
+
+    // The i whose range holds `position`.
+    __device__ Place locate(u32 position) const {
+        if (position >= total) return {count, 0};
+        if (count == 1) return {0, position};
+        u32 before = 0, of_lane = own, to_lane = end;
+        for (int base = 0;; base += 32) {
+            if (count > 32) {
+                const int i = base + lane_index();
+                of_lane = i < count ? weight(i) : 0;
+                to_lane = before + warp_inclusive_sum(of_lane);
+            }
+            const u32 behind = __ballot_sync(~0u, to_lane > position);
+            if (behind != 0) {
+                const int first = __ffs(behind) - 1;
+                return {base + first, position - __shfl_sync(~0u, to_lane - of_lane, first)};
+            }
+            before = __shfl_sync(~0u, to_lane, 31);
+        }
+    }
+};
+
+// Equal: the first `longer` shares have one unit more than the others.  Only as many have units as get kLeast of them.
+template <u32 kLeast> struct EqualShares {
     u32 shares, units, longer;
 
-    __device__ EqualShares(u32 total, u32 most, u32 least) {
-        shares = max(min(most, total / least), 1u);
+    __device__ EqualShares(u32 total, u32 most) {
+        shares = max(min(most, total / kLeast), 1u);
         units = total / shares;
         longer = total - units * shares;
     }
