@@ -102,10 +102,8 @@ def test_shared_memory_holds_every_config():
                 continue
             division = Division.CLUSTER if config.cluster > 1 else Division.EQUAL
             dtype = bf16 if cache == 0 else torch.float8_e4m3fn
-            params = cuda.Params(
-                width, config.rows, config.keys, config.warps, config.warps, config.stages, division.value, config.cluster,
-                cache == 2, bf16, dtype,
-            )  # fmt: skip
+            sizes = config.rows, config.keys, config.warps, config.warps, config.stages
+            params = cuda.Params(width, *sizes, division.value, config.cluster, cache == 2, bf16, dtype)
             taken = choice.shared_bytes(params, division)
             assert config.shares * (taken + 1024) <= SHARED_LIMIT + 1024
             assert config.stages * unit.stage_bytes * config.warps <= taken
