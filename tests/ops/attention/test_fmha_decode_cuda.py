@@ -64,7 +64,7 @@ def test_unaligned_rows_and_too_many_units_are_refused(monkeypatch):
     args = raw()
     wide = torch.zeros(*args.k_cache.shape[:3], 68, dtype=bf16)
     assert "16 bytes" in str(cuda.why_not(args._replace(k_cache=wide[..., 1:65])))
-    table = torch.zeros(1, 1, dtype=torch.int32).expand(4, 1 << 28)
+    table = torch.zeros(1, 1, dtype=torch.int32).expand(4, 1 << 30)
     assert "units of 16 keys" in str(cuda.why_not(args._replace(block_table=table)))
 
 
@@ -132,26 +132,30 @@ def launched(args, config):
 
 def test_equal_shares_fill_the_machine_and_a_second_kernel_adds():
     args = raw(H=32, H_kv=8, D=128, lengths=(4096, 4096))
-    (grid, given, params, options), (splits, sums, _, _) = launched(args, Config(8, 16, 8, 3))
-    assert grid == (132,)
-    assert (splits, sums.by_tile) == ((16, 4), True), "sixteen row tiles of four rows"
-    assert given.blocks == sums.blocks == 132
+    (grid, given, params, options), (splits, sums, _, _) = launched(args, Config(8, 16, 8, 2))
+    assert (grid, given.blocks) == ((16 * 8,), 16), "of 132 multiprocessors, 16 for each key head"
+    assert (splits, sums.by_tile, sums.blocks) == ((2, 4, 8), True, 16), "two row tiles of four rows and eight heads"
     assert given.partial is sums.partial
-    assert given.partial.shape == (2 * 132 * 8, 128)
+    assert given.partial.shape == (2 * 16 * 8 * 8, 128)
     assert options["cluster"] is None
     assert params.kDivision == Division.EQUAL.value
 
 
 def test_the_second_kernel_has_a_block_for_each_share_where_these_are_fewer():
     args = raw(H=32, H_kv=8, D=128, lengths=(4096,) * 20)
-    (_, (splits, sums, _, _)) = launched(args, Config(8, 16, 8, 3))
-    assert (splits, sums.by_tile) == ((131, 4), False), "a row tile that begins in one share can go on in 131 others"
+    (_, (splits, sums, _, _)) = launched(args, Config(8, 16, 8, 2))
+    assert (splits, sums.by_tile) == ((15, 4, 8), False), "a row tile that begins in one share may go on in 15 others"
+
+
+def test_more_heads_than_multiprocessors():
+    ((grid, given, *_),) = launched(raw(H=200, H_kv=200, lengths=(4096,)), Config(8, 32, 8, 2))
+    assert (grid, given.blocks) == ((200,), 1)
 
 
 def test_small_caches_get_fewer_blocks():
-    args = raw(H=8, H_kv=2, lengths=(64,), page=64)
+    args = raw(H=8, H_kv=2, lengths=(256,), page=128)
     ((grid, *_),) = launched(args, Config(8, 32, 8, 3))
-    assert grid == (1,), "128 keys of two heads are 8 units, one for each warp"
+    assert grid == (2,), "384 keys of a head, three pages, are 12 units; a block has one for each warp"
 
 
 def test_a_cluster_for_each_row_tile_and_nothing_else():
@@ -159,7 +163,7 @@ def test_a_cluster_for_each_row_tile_and_nothing_else():
     ((grid, given, params, options),) = launched(args, Config(8, 16, 8, 3, 1, 8))
     assert grid == (2 * 8 * 8,)
     assert options["cluster"] == (8, 1, 1)
-    assert given.partial.shape[0] == 8
+    assert given.partial.shape[0] == 8 * 8
     assert params.kCluster == 8
 
 
@@ -169,7 +173,7 @@ def test_own_shares_do_not_depend_on_the_machine():
     chunks = -(-args.capacity // 16 // 32)
     assert params.kDivision == Division.OWN.value
     assert grid == (2 * 8 * chunks,)
-    assert splits == (2 * 8, 4)
+    assert splits == (2, 4, 8)
     assert given.partial.shape[0] == grid[0] * 8
 
 
@@ -179,7 +183,7 @@ def test_nothing_is_launched_for_no_token():
 
 def test_both_kernels_are_compiled_before_they_are_needed():
     with collect("sm_90") as collector:
-        run(raw(), Config(8, 32, 8, 3))
+        run(raw(lengths=(900, 3)), Config(8, 32, 8, 3))
     assert [job.key[1] for job in collector.jobs] == ["sm90_decode", "sm90_decode_combine"]
 
 

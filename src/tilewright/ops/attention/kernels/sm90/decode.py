@@ -128,10 +128,10 @@ COMBINE = CudaKernel(
 
 
 class Work(NamedTuple):
-    """Shares of a launch, all from shapes.
+    """Shares of each key head, all from shapes.
 
-    least: units of a share at least.   slots: partial sums.   splits: blocks of the second kernel for one row, as many
-    as there are row tiles if by_tile, else as shares that may continue one.
+    blocks: of one key head.   least: units of a share at least.   slots: partial sums.   splits: row tiles that the
+    second kernel looks at: all of them if by_tile, else as many as there are shares that may continue one.
     """
 
     division: Division
@@ -146,16 +146,16 @@ def work_of(args: PagedArgs, config: Config, sms: int) -> Work:
     """How the keys are divided."""
     batch, kv_heads = args.lengths.shape[0], args.k_cache.shape[2]
     group = args.q.shape[1] // kv_heads
-    tiles = row_tiles(args.q.shape[0], batch, args.cu_seqlens is not None, group, config.rows) * kv_heads
+    tiles = row_tiles(args.q.shape[0], batch, args.cu_seqlens is not None, group, config.rows)
     units = max(-(-args.capacity // config.keys), 1)
     if args.batch_invariant:
         shares = min(_MOST_SHARES, -(-units // _LEAST_OWN))
         return Work(Division.OWN, tiles * shares, _LEAST_OWN, tiles * shares, tiles if shares > 1 else 0, True)
     if config.cluster > 1 and args.cu_seqlens is None:
         return Work(Division.CLUSTER, tiles * config.cluster, 0, 0, 0)
-    blocks = max(min(sms * config.shares, tiles * units // config.warps), 1)
-    by_tile = tiles < blocks
-    return Work(Division.EQUAL, blocks, config.warps, 2 * blocks, tiles if by_tile else blocks - 1, by_tile)
+    shares = max(min(sms * config.shares // kv_heads, tiles * units // config.warps), 1)
+    by_tile = tiles < shares
+    return Work(Division.EQUAL, shares, config.warps, 2 * shares, tiles if by_tile else shares - 1, by_tile)
 
 
 def row_tiles(tokens: int, batch: int, packed: bool, group: int, rows: int) -> int:
@@ -182,7 +182,7 @@ def why_not(args: PagedArgs) -> str | None:
         return "has no packed tokens under batch_invariant: whether it is the faster one depends on the others"
     if sizes.B > MOST_SEQUENCES:
         return f"takes at most {MOST_SEQUENCES} sequences"
-    tiles = row_tiles(sizes.T, sizes.B, args.cu_seqlens is not None, sizes.group, 8) * sizes.H_kv
+    tiles = row_tiles(sizes.T, sizes.B, args.cu_seqlens is not None, sizes.group, 8)
     if tiles * -(-sizes.keys // 16) >= _MOST_UNITS:
         return f"counts less than {_MOST_UNITS} units of 16 keys, got up to {tiles} row tiles of {sizes.keys} keys"
     return None
@@ -215,8 +215,8 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
     capacity = args.capacity if k.shape[0] else 0
     left = min(args.left, capacity)
     work = work_of(args, config, usable_sms(q.device))
-    partial = scratch((max(work.slots, 1) * config.rows, d), torch.float32, q.device)
-    stats = scratch((max(work.slots, 1) * config.rows, 2), torch.float32, q.device)
+    partial = scratch((max(work.slots, 1) * kv_heads * config.rows, d), torch.float32, q.device)
+    stats = scratch((max(work.slots, 1) * kv_heads * config.rows, 2), torch.float32, q.device)
     params = Params(
         kD=d,
         kRows=config.rows,
@@ -276,7 +276,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         v_scale_head=v_scale_strides[2],
     )
     KERNEL(
-        (work.blocks,),
+        (work.blocks * kv_heads,),
         kernel_args,
         params,
         block=config.warps * 32,
@@ -286,7 +286,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
     if work.splits:
         rows = min(config.rows, each * group) if each else config.rows
         COMBINE(
-            (work.splits, rows),
+            (work.splits, rows, kv_heads),
             CombineArgs(*(getattr(kernel_args, name) for name in CombineArgs._fields[:-1]), by_tile=work.by_tile),
             params._replace(kWarps=1, kStages=1),
             block=_COMBINE_THREADS,

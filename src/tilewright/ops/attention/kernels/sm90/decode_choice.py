@@ -12,7 +12,7 @@ WIDTHS = (64, 128, 256)
 MOST_ROWS = 16
 """Query rows of a row tile; more of a sequence are several, each of which reads the keys."""
 _SHARED = 219 << 10  # of 227 KB: the second kernel has its place beside a block
-_MERGED_COLUMNS, _PITCH = 64, 68  # as in fmha_decode/layout.cuh
+_PART_BYTES = 20  # as in fmha_decode/layout.cuh
 _MOST_STAGES = 6
 CLUSTERS = (1, 2, 4, 8, 16)
 
@@ -65,8 +65,8 @@ def shared_bytes(params: Any, division: Division) -> int:
 
 
 def _shared(warps: int, stages: int, stage_bytes: int, rows: int, width: int, in_cluster: bool) -> int:
-    each = stages * stage_bytes + 8 * _PITCH * 4 + 8 * rows
-    return warps * each + (rows * (width + 2) * 4 if in_cluster else 0)
+    sums = rows * (width + 4) * 4 + rows * 8
+    return warps * (stages * stage_bytes + 2 * _PART_BYTES) + (1 if in_cluster else warps) * sums
 
 
 def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config | None:
@@ -83,7 +83,7 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
     for cluster in CLUSTERS:
         for warps, blocks in ((8, 1), (4, 1), (4, 2)):
             found = ring(unit, rows, warps, blocks, cluster)
-            if found is not None and (cluster == 1 or blocks == 1):
+            if found is not None and (cluster == 1 or (blocks == 1 and rows * unit.width // 64 >= cluster)):
                 yield found
 
 

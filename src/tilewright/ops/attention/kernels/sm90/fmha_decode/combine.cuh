@@ -1,7 +1,8 @@
 // The second kernel: adds the partial sums of a row tile that several blocks shared, in the order of the keys.
 //
-// Block (i, row): by_tile, i is the number of the row tile; else share i + 1 is the first that continues the row tile of the
-// one before, if it does: whichever are fewer.  Threads have four columns each, and several of them divide the partial sums.
+// Block (i, row, head): by_tile, i is the number of the row tile; else share i + 1 is the first that continues the row tile
+// of the one before, if it does: whichever are fewer.  Threads have four columns each, and several of them divide the partial
+// sums.
 #pragma once
 
 #include "division.cuh"
@@ -23,15 +24,15 @@ template <typename Config> struct Sum {
     }
 };
 
-// The partial sums of one row tile: slot `first`, then every `step` from `next` on.
+// The partial sums of one row tile, as slots of all heads: `first`, then every `step` from `next` on.
 struct Slots {
     u32 count, first, next, step;
     __device__ u32 operator[](u32 i) const { return i == 0 ? first : next + (i - 1) * step; }
 };
 
 template <typename Config, typename All>
-__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks, bool by_tile) {
-    const auto row_tiles = [&](int b) { return all[b].row_tiles * kv_heads; };
+__device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 most, u32 blocks, bool by_tile) {
+    const auto row_tiles = [&](int b) { return u32(all[b].row_tiles); };
     u32 tile = 0;  // of its sequence
     if (by_tile) {
         const Place place = Line(all.count(), row_tiles).locate(blockIdx.x);
@@ -43,13 +44,13 @@ __device__ inline Slots find_slots(Walk<All>& walk, const All& all, u32 kv_heads
         const OwnShares own{Config::kLeast, most};
         const auto shares = [&](int b) {
             const Sequence s = all[b];
-            return s.row_tiles * kv_heads * own.count(s.units);
+            return s.row_tiles * own.count(s.units);
         };
         const u32 count = own.count(walk.s.units);
         const u32 first = Line(all.count(), shares).sum(walk.b) + tile * count;
         return {count > 1 ? count : 0, first, first + 1, 1};
     } else {
-        const auto units = [&](int b) { return all[b].all_units(kv_heads); };
+        const auto units = [&](int b) { return all[b].all_units(); };
         const Line line(all.count(), units);
         const EqualShares<Config::kLeast> shares(line.total, blocks);
         u32 begin;
@@ -83,18 +84,18 @@ __global__ void __launch_bounds__(256) sm90_decode_combine(
 
     launch_dependents();
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
-    Walk<All> walk(all, kv_heads);
-    const Slots slots = find_slots<Config>(walk, all, kv_heads, most, blocks, by_tile);
+    Walk<All> walk(all);
+    const Slots slots = find_slots<Config>(walk, all, most, blocks, by_tile);
     griddepcontrol_wait();
-    const u32 row = blockIdx.y;
-    const RowTile tile{walk.s.first_token, group, walk.head * group, walk.row_tile * int(Config::kRows), walk.s.tokens * group};
+    const u32 row = blockIdx.y, head = blockIdx.z;
+    const RowTile tile{walk.s.first_token, group, int(head) * group, walk.row_tile * int(Config::kRows), walk.s.tokens * group};
     if (slots.count == 0 || !tile.has(row)) return;
 
     const u32 column = threadIdx.x % kColumns, part = threadIdx.x / kColumns;
     Sum<Config> sum;
 #pragma unroll 4
     for (u32 i = part; i < slots.count; i += kParts) {
-        const i64 at = i64(slots[i]) * Config::kRows + row;
+        const i64 at = (i64(slots[i]) * kv_heads + head) * Config::kRows + row;
         const float2 stat = reinterpret_cast<const float2*>(stats)[at];
         sum.add(stat.x, stat.y, reinterpret_cast<const float4*>(partial)[at * kColumns + column]);
     }
@@ -106,8 +107,7 @@ __global__ void __launch_bounds__(256) sm90_decode_combine(
 #pragma unroll
     for (u32 i = 0; i < kParts; ++i) total.add(of_part[i].x, of_part[i].y, sums[i][column]);
     const Output<Element> out{o, lse, nullptr, nullptr, sinks, kv_heads * group};
-    store_finished(out, tile, row, 4 * column, kD, {total.acc.x, total.acc.y}, total.m, total.l);
-    store_finished(out, tile, row, 4 * column + 2, kD, {total.acc.z, total.acc.w}, total.m, total.l);
+    store_finished(out, tile, row, 4 * column, kD, total.acc, total.m, total.l);
 }
 
 }  // namespace tilewright

@@ -7,6 +7,7 @@ namespace tilewright {
 
 template <typename Config> struct Layout {
     static constexpr u32 kD = Config::kD, kRows = Config::kRows, kWarps = Config::kWarps, kStages = Config::kStages;
+    static constexpr bool kInCluster = Config::kDivision == 2;
     static constexpr bool kWidened = !Same<typename Config::Cache, typename Config::Element>::value;  // e4m3
     static constexpr u32 kRowBytes = kD * (kWidened ? 1 : 2);
     static constexpr u32 kKeys = Config::kKeys;  // of a unit
@@ -22,14 +23,18 @@ template <typename Config> struct Layout {
     static constexpr u32 kStageBytes = kScalesOffset + (Config::kTokenScales ? 2 * kKeys * 4 : 0);
     static_assert(kStageBytes % 128 == 0, "the swizzle repeats within 1024 bytes, copies are of 16");
 
-    // Sums of the warps for 8 rows and kColumns columns at a time.  Four words beyond a row: the lanes that hold a row each
-    // begin in other banks.
-    static constexpr u32 kColumns = 64, kPitch = kColumns + 4;
-    static constexpr u32 kMergeOffset = kWarps * kStages * kStageBytes;
-    static constexpr u32 kStatsOffset = kMergeOffset + kWarps * 8 * kPitch * 4;  // (kWarps, kRows): maximum, denominator
-    static constexpr u32 kBlockOffset = kStatsOffset + kWarps * kRows * 8;       // clusters: the sum of the block
-    static constexpr u32 kBlockStatsOffset = kBlockOffset + kRows * kD * 4;
-    static constexpr u32 kBytes = Config::kDivision == 2 ? kBlockStatsOffset + kRows * 8 : kBlockOffset;
+    // Sums of a warp, (kRows, kPitch) floats and the statistics of their rows: of the row tile with which it ends, in its
+    // ring, which is empty then; of the one with which it begins, if it ends before, in a place of its own.  Four words
+    // beyond a row: lanes that hold a row each begin in other banks.
+    static constexpr u32 kPitch = kD + 4;
+    static constexpr u32 kSumBytes = kRows * kPitch * 4 + kRows * 8;
+    static constexpr u32 kRingBytes = kStages * kStageBytes;
+    static_assert(kSumBytes % 16 == 0 && kSumBytes <= kRingBytes, "the sums of a warp replace its ring");
+    static constexpr u32 kFirstOffset = kWarps * kRingBytes;
+    static constexpr u32 kPartsOffset = kFirstOffset + (kInCluster ? 0 : kWarps * kSumBytes);
+    static constexpr u32 kBlockOffset = kPartsOffset + kWarps * 2 * 20;  // clusters: the block's sum
+    static constexpr u32 kBytes = kBlockOffset + (kInCluster ? kSumBytes : 0);
+    static_assert(kBlockOffset % 16 == 0, "vectors of 16 bytes");
 
     // Eight consecutive rows have the same 16 bytes in eight different groups of banks.
     __device__ static constexpr u32 offset(u32 row, u32 chunk) {

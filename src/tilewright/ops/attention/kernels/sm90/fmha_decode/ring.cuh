@@ -1,7 +1,7 @@
 // The ring of one warp: units of keys and values on their way from global memory, and where they lie there.
 //
-// A warp loads what it multiplies itself, so that no warp waits for another, and bytes are in flight while it computes:
-// at D = 128 in 16 bits a unit is 16 keys, 8 KB, and eight warps with rings of three hold 192 KB.  Copies of 16 bytes need
+// A warp loads what it multiplies itself, so that no warp waits for another, and bytes are in flight while it computes: at
+// D = 128 in 16 bits a unit is 16 keys, 8 KB, and eight warps with rings of two hold 128 KB.  Copies of 16 bytes need
 // no tensor map and cost the same whatever the size of a page is: a lane looks up the page of one key, and the numbers of
 // the pages of a unit are read before the copies of the unit before are issued.
 #pragma once
@@ -13,25 +13,25 @@
 
 namespace tilewright {
 
-// Strides in bytes.  table: null for contiguous caches, whose page b is sequence b.
+// One key head.  Strides in bytes.  table: null for contiguous caches, whose page b is sequence b.
 struct Cache {
     const u8* k;
     const u8* v;
     const int* table;
     const float* k_scale;
     const float* v_scale;
-    i64 k_page, k_slot, k_head, v_page, v_slot, v_head, table_row;
-    i64 k_scale_page, k_scale_slot, k_scale_head, v_scale_page, v_scale_slot, v_scale_head;  // in floats
+    i64 k_page, k_slot, v_page, v_slot, table_row;
+    i64 k_scale_page, k_scale_slot, v_scale_page, v_scale_slot;  // in floats
     u32 page_size;
 };
 
 template <typename Config, typename All> struct UnitLoader {
     using Shape = Layout<Config>;
-    static constexpr u32 kKeys = Shape::kKeys, kWarps = Shape::kWarps;
+    static constexpr u32 kKeys = Shape::kKeys;
 
-    const Cache& cache;
+    const Cache& cache;  // of the key head
     Walk<All> walk;
-    u32 left;       // units of the block's share from this position on
+    u32 left;       // units of the warp from this position on
     u8* ring;       // of this warp, in shared memory
     u32 stage = 0;
     int page = 0;   // of the lane's key of the next unit
@@ -40,14 +40,12 @@ template <typename Config, typename All> struct UnitLoader {
 
     __device__ UnitLoader(const Cache& cache_, const Walk<All>& walk_, u32 units, u8* ring_)
         : cache(cache_), walk(walk_), left(units), ring(ring_) {
-        skip(warp_index());
+        look_up();
     }
 
-    // Moves to a later unit and looks up its pages.
-    __device__ void skip(u32 units) {
-        left = left > units ? left - units : 0;
+    // Looks up the pages of this unit.
+    __device__ void look_up() {
         if (left == 0) return;
-        walk.advance(units);
         const Sequence& s = walk.s;
         const int key = int((s.first_unit + walk.unit) * kKeys + lane_index());
         const int first_key = walk.all.left < 0 ? 0 : s.length - s.tokens - walk.all.left;
@@ -69,8 +67,8 @@ template <typename Config, typename All> struct UnitLoader {
             const u32 to = shared_address(unit);
             i64 k_offset = 0, v_offset = 0;
             if (valid) {
-                k_offset = page * cache.k_page + slot * cache.k_slot + walk.head * cache.k_head;
-                v_offset = page * cache.v_page + slot * cache.v_slot + walk.head * cache.v_head;
+                k_offset = page * cache.k_page + slot * cache.k_slot;
+                v_offset = page * cache.v_page + slot * cache.v_slot;
             }
             const u32 copied = __ballot_sync(~0u, valid);
             const u32 chunk = lane_index() % Shape::kLanesPerRow;
@@ -89,16 +87,16 @@ template <typename Config, typename All> struct UnitLoader {
             if constexpr (Config::kTokenScales) {
                 if (lane_index() < kKeys) {
                     u8* const scales = unit + Shape::kScalesOffset + lane_index() * 4;
-                    const float* const ks = cache.k_scale + (valid ? page * cache.k_scale_page + slot * cache.k_scale_slot +
-                                                                         walk.head * cache.k_scale_head : 0);
-                    const float* const vs = cache.v_scale + (valid ? page * cache.v_scale_page + slot * cache.v_scale_slot +
-                                                                         walk.head * cache.v_scale_head : 0);
+                    const float* const ks = cache.k_scale + (valid ? page * cache.k_scale_page + slot * cache.k_scale_slot : 0);
+                    const float* const vs = cache.v_scale + (valid ? page * cache.v_scale_page + slot * cache.v_scale_slot : 0);
                     cp_async_zfill(scales, ks, valid);
                     cp_async_zfill(scales + kKeys * 4, vs, valid);
                 }
             }
             stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
-            skip(kWarps);
+            --left;
+            if (left > 0) walk.advance(1);
+            look_up();
         }
         cp_async_commit();
     }
