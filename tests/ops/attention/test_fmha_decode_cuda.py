@@ -183,7 +183,7 @@ def test_nothing_is_launched_for_no_token():
 
 def test_both_kernels_are_compiled_before_they_are_needed():
     with collect("sm_90") as collector:
-        run(raw(lengths=(900, 3)), Config(8, 32, 8, 3))
+        run(raw(lengths=(9000, 3)), Config(8, 32, 8, 3))
     assert [job.key[1] for job in collector.jobs] == ["sm90_decode", "sm90_decode_combine"]
 
 

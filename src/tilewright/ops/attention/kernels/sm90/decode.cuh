@@ -93,6 +93,14 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     extern __shared__ __align__(1024) u8 shared[];
 
     if constexpr (kInCluster) launch_dependents();
+    // What every block reads first, while the kernel before ends: the lengths, and the queries of one sequence
+    const u32 head = kInCluster ? blockIdx.x / Config::kCluster % kv_heads : blockIdx.x % kv_heads;
+    if (warp_index() == 0) {
+        constexpr int kInts = 32, kElements = 64;  // of a line of 128 bytes
+        if (int(lane_index()) * kInts < batch) prefetch_l2(lengths + lane_index() * kInts);
+        const int row = lane_index() / (Config::kD / kElements), column = lane_index() % (Config::kD / kElements) * kElements;
+        if (batch == 1 && row < group) prefetch_l2(q + i64(head * group + row) * q_head + column);
+    }
     griddepcontrol_wait();
     if constexpr (!kInCluster) launch_dependents();  // the second kernel reads lengths before it waits: they are there
 
@@ -101,7 +109,6 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     const Share share = find_share<Config>(walk, all, kv_heads, most, blocks);
     if (share.empty) return;
 
-    const u32 head = kInCluster ? blockIdx.x / Config::kCluster % kv_heads : blockIdx.x % kv_heads;
     const float* const ks = k_scale == nullptr ? nullptr : k_scale + head * k_scale_head;
     const float* const vs = v_scale == nullptr ? nullptr : v_scale + head * v_scale_head;
     const Cache cache{k + head * k_head * kItem, v + head * v_head * kItem, block_table, ks, vs, k_page * kItem,

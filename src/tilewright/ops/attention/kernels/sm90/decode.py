@@ -34,6 +34,7 @@ _MOST_SHARES = 32  # of a row tile, where only its own length may decide
 _LEAST_OWN = 32  # units of such a share
 _MOST_UNITS = 2**31  # counted in 32 bits
 _COMBINE_THREADS = 256
+_MULTIPROCESSORS = 132  # of an H200, where kernels are collected without one
 
 
 class Params(NamedTuple):
@@ -214,7 +215,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
     group = heads // kv_heads
     capacity = args.capacity if k.shape[0] else 0
     left = min(args.left, capacity)
-    work = work_of(args, config, usable_sms(q.device))
+    work = work_of(args, config, usable_sms(q.device) or _MULTIPROCESSORS)
     partial = scratch((max(work.slots, 1) * kv_heads * config.rows, d), torch.float32, q.device)
     stats = scratch((max(work.slots, 1) * kv_heads * config.rows, 2), torch.float32, q.device)
     params = Params(
