@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewright.dispatch import register_kernel
 from tilewright.hardware.device import device_info
 from tilewright.hardware.sm_budget import usable_sms
+from tilewright.jit.collect import collecting
 from tilewright.jit.compilers.kernel_args import F32, I32, I64, Pointer
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tape import scratch
@@ -34,7 +35,7 @@ _MOST_SHARES = 32  # of a row tile, where only its own length may decide
 _LEAST_OWN = 32  # units of such a share
 _MOST_UNITS = 2**31  # counted in 32 bits
 _COMBINE_THREADS = 256
-_MULTIPROCESSORS = 132  # of an H200, where kernels are collected without one
+_MULTIPROCESSORS = 132  # of an H200, for which kernels are collected on machines without one
 
 
 class Params(NamedTuple):
@@ -215,7 +216,7 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
     group = heads // kv_heads
     capacity = args.capacity if k.shape[0] else 0
     left = min(args.left, capacity)
-    work = work_of(args, config, usable_sms(q.device) or _MULTIPROCESSORS)
+    work = work_of(args, config, _MULTIPROCESSORS if collecting() is not None else usable_sms(q.device))
     partial = scratch((max(work.slots, 1) * kv_heads * config.rows, d), torch.float32, q.device)
     stats = scratch((max(work.slots, 1) * kv_heads * config.rows, 2), torch.float32, q.device)
     params = Params(
@@ -288,7 +289,25 @@ def launch(outs: tuple[Tensor, Tensor], args: PagedArgs, config: Config) -> None
         rows = min(config.rows, each * group) if each else config.rows
         COMBINE(
             (work.splits, rows, kv_heads),
-            CombineArgs(*(getattr(kernel_args, name) for name in CombineArgs._fields[:-1]), by_tile=work.by_tile),
+            CombineArgs(
+                partial=partial,
+                stats=stats,
+                o=o,
+                lse=lse,
+                lengths=args.lengths,
+                cu_seqlens=args.cu_seqlens,
+                sinks=args.sinks,
+                batch=batch,
+                tokens=tokens,
+                each=each,
+                kv_heads=kv_heads,
+                group=group,
+                capacity=capacity,
+                left=left,
+                most=_MOST_SHARES,
+                blocks=work.blocks,
+                by_tile=work.by_tile,
+            ),
             params._replace(kWarps=1, kStages=1),
             block=_COMBINE_THREADS,
         )
