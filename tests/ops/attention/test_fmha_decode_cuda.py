@@ -91,7 +91,7 @@ def test_every_choice_is_declared_and_fits():
         found = choice.candidates(each, bf16)
         assert set(found) <= declared
         assert choice.configure(each, bf16) in (*found, None)
-        assert (not found) == (max(each.S_q, 1) * each.group > choice.MOST_ROWS)
+        assert (not found) == (max(each.S_q, 1) * each.group * each.D > 2048)
 
 
 def test_shared_memory_holds_every_config():

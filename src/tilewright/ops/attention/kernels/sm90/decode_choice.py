@@ -9,11 +9,12 @@ import torch
 from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedBucket
 
 WIDTHS = (64, 128, 256)
-MOST_ROWS = 16
+ROWS = (8, 16, 32)
 """Query rows of a row tile; more of a sequence are several, each of which reads the keys."""
 _SHARED = 219 << 10  # of 227 KB: the second kernel has its place beside a block
 _PART_BYTES = 20  # as in fmha_decode/layout.cuh
 _MOST_STAGES = 6
+_MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
 CLUSTERS = (1, 2, 4, 8, 16)
 
 
@@ -65,17 +66,25 @@ def shared_bytes(params: Any, division: Division) -> int:
 
 
 def _shared(warps: int, stages: int, stage_bytes: int, rows: int, width: int, in_cluster: bool) -> int:
-    sums = rows * (width + 4) * 4 + rows * 8
+    sums = _sums(rows, width)
     return warps * (stages * stage_bytes + 2 * _PART_BYTES) + (1 if in_cluster else warps) * sums
 
 
+def _sums(rows: int, width: int) -> int:
+    return rows * (width + 4) * 4 + rows * 8
+
+
 def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config | None:
-    """The deepest rings of `blocks` of a multiprocessor; None if they hold less than two units."""
+    """The deepest rings of `blocks` of a multiprocessor; None if they hold less than two units, or than the sums of a
+    warp, which take their place in the end.
+    """
     room = _SHARED // blocks - (blocks > 1) * 1024
     stages = _MOST_STAGES
     while stages > 1 and _shared(warps, stages, unit.stage_bytes, rows, unit.width, cluster > 1) > room:
         stages -= 1
-    return Config(rows, unit.keys, warps, stages, blocks, cluster) if stages > 1 else None
+    if stages == 1 or stages * unit.stage_bytes < _sums(rows, unit.width) or rows * unit.width > _MOST_SUMS:
+        return None
+    return Config(rows, unit.keys, warps, stages, blocks, cluster)
 
 
 def space(unit: Unit, rows: int) -> Iterable[Config]:
@@ -89,8 +98,8 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
 
 def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Rings that fill shared memory, with equal shares first."""
-    rows = -(-max(bucket.S_q, 1) * bucket.group // 8) * 8
-    if rows > MOST_ROWS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
+    rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
+    if not 0 < rows * bucket.D <= _MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
         return ()
     return tuple(space(unit_of(bucket.D, bucket.cache, dtype), rows))
 
@@ -108,4 +117,4 @@ def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
 def configs() -> tuple[Config, ...]:
     """Every config that `configure` and `candidates` can return."""
     units = [unit_of(width, cache, torch.bfloat16) for width in WIDTHS for cache in range(TOKEN_SCALES + 1)]
-    return tuple(dict.fromkeys(config for unit in units for rows in (8, 16) for config in space(unit, rows)))
+    return tuple(dict.fromkeys(config for unit in units for rows in ROWS for config in space(unit, rows)))

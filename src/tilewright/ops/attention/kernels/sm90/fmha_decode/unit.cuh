@@ -71,6 +71,8 @@ template <typename Config> struct Attend {
     using Element = typename Config::Element;
     static constexpr u32 kNs = Shape::kRows / 8, kMs = Shape::kKeys / 16, kKs = Shape::kD / 16;
 
+    static constexpr u32 kChains = kNs == 1 ? 2 : 1;  // of products of one row group that do not wait for each other
+
     u32 q[kNs][kKs][2];
     float row_scale[kNs][2];  // e4m3: what the queries were divided by
     float acc[kNs][kKs][4];
@@ -154,11 +156,11 @@ template <typename Config> struct Attend {
         const float* const k_scale = reinterpret_cast<const float*>(unit + Shape::kScalesOffset);
         const float* const v_scale = k_scale + Shape::kKeys;
 
-        // S^T = K Q^T, in two sums of alternate K, so that one product does not wait for the one before
+        // S^T = K Q^T; of eight rows in two sums of alternate K, so that one product does not wait for the one before
         float s[kMs][kNs][4];
 #pragma unroll
         for (u32 i = 0; i < kMs; ++i) {
-            float sums[2][kNs][4] = {};
+            float sums[kChains][kNs][4] = {};
             const u32 row = 16 * i + lane % 16;
             if constexpr (kWidened) {
 #pragma unroll
@@ -171,7 +173,7 @@ template <typename Config> struct Attend {
                         const u32 a1 = widen_e4m3(pairs[2 * j + 1]), a3 = widen_e4m3(pairs[2 * j + 1] >> 16);
 #pragma unroll
                         for (u32 n = 0; n < kNs; ++n) {
-                            mma_16x8x16<float16>(sums[j][n], a0, a1, a2, a3, q[n][k + j][0], q[n][k + j][1]);
+                            mma_16x8x16<float16>(sums[j % kChains][n], a0, a1, a2, a3, q[n][k + j][0], q[n][k + j][1]);
                         }
                     }
                 }
@@ -182,14 +184,17 @@ template <typename Config> struct Attend {
                     ldmatrix_x4(a, keys_at + Shape::offset(row, 2 * k + lane / 16));
 #pragma unroll
                     for (u32 n = 0; n < kNs; ++n) {
-                        mma_16x8x16<Element>(sums[k % 2][n], a[0], a[1], a[2], a[3], q[n][k][0], q[n][k][1]);
+                        mma_16x8x16<Element>(sums[k % kChains][n], a[0], a[1], a[2], a[3], q[n][k][0], q[n][k][1]);
                     }
                 }
             }
 #pragma unroll
             for (u32 n = 0; n < kNs; ++n) {
 #pragma unroll
-                for (u32 e = 0; e < 4; ++e) s[i][n][e] = sums[0][n][e] + sums[1][n][e];
+                for (u32 e = 0; e < 4; ++e) {
+                    s[i][n][e] = sums[0][n][e];
+                    if constexpr (kChains == 2) s[i][n][e] += sums[1][n][e];
+                }
             }
         }
 
