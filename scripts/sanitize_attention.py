@@ -12,10 +12,15 @@ from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
 from tilewright.ops.attention.fmha_fp8.args import bucket as bucket_fp8
 from tilewright.ops.attention.fmha_fp8.reference import attention as attention_fp8
 from tilewright.ops.attention.kernels.sm90 import backward as fmha_backward_cuda
+from tilewright.ops.attention.kernels.sm90 import decode
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.attention.kernels.sm90 import fp8_forward as fmha_fp8_cuda
 from tilewright.ops.attention.kernels.sm90 import mla_backward as mla_backward_cuda
+from tilewright.ops.attention.kernels.sm90.decode_choice import Config as DecodeConfig
 from tilewright.ops.attention.mla.args import MlaArgs, MlaBackwardArgs
+from tilewright.ops.attention.paged.args import PagedArgs, problem_of
+from tilewright.ops.attention.paged.reference import attention as attention_over_cache
+from tilewright.ops.attention.paged.samples import decode_inputs, paged_inputs
 from tilewright.ops.attention.reference import attention
 
 # queries, keys, D, band, mask of the keys, modified scores, config
@@ -58,6 +63,18 @@ ATTENTION_BACKWARD = (
     # Two key tiles of a group for four processors: the group is divided
     (300, 100, 128, (-1, 0), True, fmha_backward_cuda.Config(64, 2, 2, 2), (1, 12, 2)),
     (300, 100, 64, (-1, -1), False, fmha_backward_cuda.Config(128, 2, 2, 2), (1, 12, 2)),
+)
+
+# parameters of the problem, config, shares of a sequence's own
+_RAGGED = {"H": 8, "H_kv": 2, "D": 64, "lengths": (130, 0, 1, 37, 300), "unused": "nan"}
+DECODING: tuple[tuple[dict[str, Any], DecodeConfig, bool], ...] = (
+    ({"page": 16}, DecodeConfig(8, 32, 8, 3), False),
+    ({"page": 1, "S_q": 3, "window": (40, 0)}, DecodeConfig(16, 32, 4, 2), False),
+    ({"page": 3, "D": 128}, DecodeConfig(8, 16, 8, 2, 1, 4), False),
+    ({"D": 256, "sinks": True}, DecodeConfig(8, 16, 4, 2), True),
+    ({"page": 16, "D": 128, "cache": "e4m3"}, DecodeConfig(8, 32, 4, 2, 1, 2), False),
+    ({"page": 64, "cache": "e4m3", "token_scales": True, "softcap": 2.0}, DecodeConfig(8, 32, 8, 2), False),
+    ({"page": 16, "new": (1, 0, 2, 1, 1), "behind": 2}, DecodeConfig(8, 32, 4, 3), False),
 )
 
 
@@ -171,6 +188,25 @@ def latent_attention_backward(
     return beyond and all(near(g, w, 2e-2) for g, w in zip(made, wanted, strict=True))
 
 
+def decoding(changes: dict[str, Any], config: DecodeConfig, own: bool) -> bool:
+    """Attention over a KV cache whose unused slots are NaN."""
+    params = {**_RAGGED, **changes}
+    sample = (paged_inputs if "new" in params else decode_inputs)(params, HALF, torch.device(DEVICE), 0)
+    args = problem_of(sample)._replace(batch_invariant=own)
+    (tokens, heads, d), lse = args.q.shape, torch.empty(args.q.shape[:2], device=DEVICE)
+    o = unwritten(tokens + 1, heads, d)
+    decode.launch((o[:tokens], lse), args, config)
+    exact, _ = attention_over_cache(_widened(args))
+    return bool((o[tokens:] == UNWRITTEN).all()) and near(o[:tokens], exact)
+
+
+def _widened(args: PagedArgs) -> PagedArgs:
+    """The same in float64, but for caches of e4m3, whose numbers are exact."""
+    is_half = args.k_cache.dtype == HALF
+    k, v = (t.double() if is_half else t for t in (args.k_cache, args.v_cache))
+    return args._replace(q=args.q.double(), k_cache=k, v_cache=v)
+
+
 def _masks(length: int) -> dict[str, masks.Mask]:
     """Masks that are no band; the second has every leaf."""
     documents = masks.document(torch.arange(length, device=DEVICE) // 70) & masks.causal()
@@ -185,5 +221,6 @@ ATTENTION_RUNS: tuple[tuple[str, Callable[..., bool], Sequence[tuple[Any, ...]]]
     ("latent attention", latent_attention, LATENT),
     ("attention backward", attention_backward, ATTENTION_BACKWARD),
     ("latent attention backward", latent_attention_backward, LATENT_BACKWARD),
+    ("decoding", decoding, DECODING),
 )
 """Name, function and arguments of each case."""

@@ -18,7 +18,7 @@ from tilewright.jit.selftest import Copy, Tile, tma_copy, wgmma_tile
 from tilewright.mask import causal, document, sequences
 from tilewright.ops.attention.arguments import FmhaArgs, FmhaBackwardArgs
 from tilewright.ops.attention.fmha_fp8.args import FmhaFp8Args
-from tilewright.ops.attention.kernels.sm90 import backward, fp8_forward, mla_backward
+from tilewright.ops.attention.kernels.sm90 import backward, decode, decode_choice, fp8_forward, mla_backward
 from tilewright.ops.attention.kernels.sm90 import forward as fmha_cuda
 from tilewright.ops.attention.kernels.sm90.backward_args import SumParams
 from tilewright.ops.attention.mla.args import MlaBackwardArgs
@@ -202,6 +202,29 @@ def latent_backward(documents: bool = False) -> tuple[Any, ...]:
     return tuple(job.key[2] for job in collector.jobs)  # type: ignore[index]
 
 
+def decoding(d: int, rows: int = 8, cache: int = 0, division: str = "EQUAL", cluster: int = 1) -> Any:
+    """Parameters of attention over a KV cache.   cache: as in a bucket, of 16 bits, or e4m3 with scales of heads or of
+    tokens.
+    """
+    unit = decode_choice.unit_of(d, cache, torch.bfloat16)
+    config = next(c for c in decode_choice.space(unit, rows) if c.cluster == cluster)
+    kind = torch.float8_e4m3fn if cache else torch.bfloat16
+    number = decode_choice.Division[division].value
+    return decode.Params(
+        d,
+        rows,
+        config.keys,
+        config.warps,
+        config.warps,
+        config.stages,
+        number,
+        cluster,
+        cache == 2,
+        torch.bfloat16,
+        kind,
+    )
+
+
 # (kernel, parameters, instructions that must be there)
 # Bytes that the warps which only copy, and have 24 registers, keep in local memory
 SPILLED = {"sm90_fmha_backward": 64, "sm90_fmha_backward_parts": 64, "sm90_mla_backward": 64}
@@ -264,6 +287,15 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (fmha_cuda.KERNEL, fmha(64, (3, 128, 2, 2)), {"HGMMA": 24, "UTMALDG": 12, "UTMASTG": 3}),
     (fmha_cuda.KERNEL, fmha(256, (2, 64, 2, 1), scale=-1.0), {"HGMMA": 40, "UTMALDG": 28, "UTMASTG": 8}),
     (fmha_cuda.KERNEL_PE, mla(128, 64, (2, 128, 2, 1, False)), {"HGMMA": 40, "UTMALDG": 19, "UTMASTG": 4}),
+    # Attention over a KV cache: every division of the keys, every kind of cache
+    (decode.KERNEL, decoding(128), {"HMMA": 16}),
+    (decode.KERNEL, decoding(128, rows=16, division="CLUSTER", cluster=16), {"HMMA": 32}),
+    (decode.KERNEL, decoding(64, division="OWN"), {"HMMA": 16}),
+    (decode.KERNEL, decoding(256), {"HMMA": 32}),
+    (decode.KERNEL, decoding(128, cache=1), {"HMMA": 32}),
+    (decode.KERNEL, decoding(128, rows=16, cache=2), {"HMMA": 64}),
+    (decode.COMBINE, decoding(128)._replace(kWarps=1, kStages=1), {}),
+    (decode.COMBINE, decoding(64, division="OWN")._replace(kWarps=1, kStages=1), {}),
     # Attention backward, and the kernels before and after it
     (backward.PREPROCESS, fmha_backward(128, (64, 2, 2, 2))[0], {}),
     (backward.KERNEL, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),

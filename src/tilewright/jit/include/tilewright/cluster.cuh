@@ -25,6 +25,13 @@ __device__ inline u32 map_shared_rank(u32 address, u32 rank) {
     return remote;
 }
 
+// Loads two floats at an address from map_shared_rank; both blocks have passed cluster_sync since they were written.
+__device__ inline float2 load_shared_remote(u32 address) {
+    float2 v;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
 // Stores four floats at `address` (16-byte aligned) and counts them at `barrier`.  Both are addresses in the same block,
 // from map_shared_rank.
 __device__ inline void store_shared_remote(u32 address, u32 barrier, float v0, float v1, float v2, float v3) {

@@ -33,6 +33,20 @@ __device__ inline void cp_async_zfill(void* to, const void* from, bool valid) {
                  : "memory");
 }
 
+// Copies 16 bytes past the L1, or writes zeros if not `valid`; then `from` is not read.
+__device__ inline void cp_async_16(u32 to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Fetches the line of an address into the L2.  Safe for memory that an earlier kernel still writes: the L2 is coherent.
+__device__ inline void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+// Groups of this thread's copies: a commit closes one, the wait returns when all but the last kPending are complete.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <u32 kPending> __device__ inline void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Arrives at `barrier` when all earlier cp.async of this thread have completed.  It is one of the arrivals that the barrier
 // was initialised with.
 __device__ inline void cp_async_mbarrier_arrive_noinc(Barrier& barrier) {

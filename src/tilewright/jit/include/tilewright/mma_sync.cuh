@@ -27,4 +27,27 @@ __device__ inline void mma_16x8x16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3
     }
 }
 
+// Loads four 8x8 matrices of 16-bit elements from shared memory.  Lane i gives the 16-byte aligned address of row i % 8 of
+// matrix i / 8; m[j] of lane i is the pair (i / 4, 2 (i % 4)) and (i / 4, 2 (i % 4) + 1) of matrix j, or of its transpose.
+// [ldmatrix]
+__device__ inline void ldmatrix_x4(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ inline void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Transposes an 8x8 matrix of 16-bit elements that the lanes hold as above.  [movmatrix]
+__device__ inline u32 transpose_8x8(u32 m) {
+    u32 t;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(m));
+    return t;
+}
+
 }  // namespace tilewright

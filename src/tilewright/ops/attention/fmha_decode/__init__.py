@@ -72,7 +72,7 @@ def fmha_decode(
     TILEWRIGHT_CHECK=1 both are looked at, which waits for the GPU, and an InputError names what is outside.
     Bits repeat.  Under numerics("batch_invariant") those of a sequence do not depend on the others, unless torch, which
     does not promise it, computes on a GPU.  No gradient.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes, scales and options that do not go together, and where a gradient is wanted.
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023.
     """
@@ -130,7 +130,7 @@ FORWARD = RawOp(
     "fwd",
     PagedArgs,
     package="tilewright.ops.attention",
-    kernels=("triton.fmha_decode",),
+    kernels=("sm90.decode", "triton.fmha_decode"),
     outputs=outputs,
     reference=attention,
     bucket=bucket,

@@ -60,7 +60,7 @@ def fmha_paged(
     Sequences with few tokens are cut along their keys, those with many along their tokens too, each in a launch of
     its own; both find their work on the device.  Bits repeat.  Under numerics("batch_invariant") those of a
     sequence do not depend on the others, unless torch, which does not promise it, computes on a GPU.  No gradient.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for shapes, dtypes, scales and options that do not go together, and where a gradient is wanted.
     Source: Dao et al., "Flash-Decoding", 2023; Agrawal et al., "Sarathi-Serve", 2024.
     """
@@ -107,7 +107,7 @@ FORWARD = RawOp(
     "fwd",
     PagedArgs,
     package="tilewright.ops.attention",
-    kernels=("triton.fmha_paged",),
+    kernels=("sm90.decode", "triton.fmha_paged"),
     outputs=outputs,
     reference=attention,
     bucket=bucket,

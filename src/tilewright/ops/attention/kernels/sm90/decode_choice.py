@@ -1,0 +1,120 @@
+"""Configurations of the kernel of attention over a KV cache for Hopper, and which one a call gets."""
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewright.ops.attention.paged.args import AS_QUERIES, TOKEN_SCALES, PagedBucket
+
+WIDTHS = (64, 128, 256)
+ROWS = (8, 16, 32)
+"""Query rows of a row tile; more of a sequence are several, each of which reads the keys."""
+_SHARED = 219 << 10  # of 227 KB: the second kernel has its place beside a block
+_PART_BYTES = 20  # as in fmha_decode/layout.cuh
+_MOST_STAGES = 6
+_MOST_SUMS = 2048  # in a warp's registers, 64 of each thread; of 4096 ptxas spills
+CLUSTERS = (1, 2, 4, 8, 16)
+
+
+class Division(Enum):
+    """How blocks share the keys, as in fmha_decode/division.cuh."""
+
+    EQUAL = 0
+    OWN = 1
+    CLUSTER = 2
+
+
+class Config(NamedTuple):
+    """rows: of a row tile; keys: of a unit; warps of a block, each with a ring of `stages` units.
+
+    shares: blocks of a multiprocessor, where all have equal shares.   cluster: blocks that divide one row tile and read
+    each other's shared memory, 1 for equal shares and a second kernel.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    shares: int = 1
+    cluster: int = 1
+
+
+class Unit(NamedTuple):
+    """What the keys of a call are read in: bytes of a row of keys, and of the scales of its key and its value."""
+
+    width: int
+    row_bytes: int
+    scale_bytes: int
+
+    @property
+    def keys(self) -> int:
+        """8 KB of keys and values; a lane looks up the page of one key, so at most 32."""
+        return 16 if self.row_bytes >= 256 else 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.keys * (2 * self.row_bytes + self.scale_bytes)
+
+
+def shared_bytes(params: Any, division: Division) -> int:
+    """Dynamic shared memory, as fmha_decode/layout.cuh divides it."""
+    unit = Unit(params.kD, params.kD * params.Cache.itemsize, 8 if params.kTokenScales else 0)
+    stage = params.kKeys * (2 * unit.row_bytes + unit.scale_bytes)
+    return _shared(params.kWarps, params.kStages, stage, params.kRows, params.kD, division is Division.CLUSTER)
+
+
+def _shared(warps: int, stages: int, stage_bytes: int, rows: int, width: int, in_cluster: bool) -> int:
+    sums = _sums(rows, width)
+    return warps * (stages * stage_bytes + 2 * _PART_BYTES) + (1 if in_cluster else warps) * sums
+
+
+def _sums(rows: int, width: int) -> int:
+    return rows * (width + 4) * 4 + rows * 8
+
+
+def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config | None:
+    """The deepest rings of `blocks` of a multiprocessor; None if they hold less than two units, or than the sums of a
+    warp, which take their place in the end.
+    """
+    room = _SHARED // blocks - (blocks > 1) * 1024
+    stages = _MOST_STAGES
+    while stages > 1 and _shared(warps, stages, unit.stage_bytes, rows, unit.width, cluster > 1) > room:
+        stages -= 1
+    if stages == 1 or stages * unit.stage_bytes < _sums(rows, unit.width) or rows * unit.width > _MOST_SUMS:
+        return None
+    return Config(rows, unit.keys, warps, stages, blocks, cluster)
+
+
+def space(unit: Unit, rows: int) -> Iterable[Config]:
+    """Blocks of eight warps, or of four where these would hold one unit each, with every cluster."""
+    for cluster in CLUSTERS:
+        for warps, blocks in ((8, 1), (4, 1), (4, 2)):
+            found = ring(unit, rows, warps, blocks, cluster)
+            if found is not None and (cluster == 1 or (blocks == 1 and rows * unit.width // 64 >= cluster)):
+                yield found
+
+
+def candidates(bucket: PagedBucket, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Rings that fill shared memory, with equal shares first."""
+    rows = next((n for n in ROWS if n >= max(bucket.S_q, 1) * bucket.group), 0)
+    if not 0 < rows * bucket.D <= _MOST_SUMS or bucket.D not in WIDTHS or (not bucket.S_q and bucket.T > bucket.B):
+        return ()
+    return tuple(space(unit_of(bucket.D, bucket.cache, dtype), rows))
+
+
+def unit_of(width: int, cache: int, dtype: torch.dtype) -> Unit:
+    """The unit of a cache of heads of `width`."""
+    return Unit(width, width * (dtype.itemsize if cache == AS_QUERIES else 1), 8 if cache == TOKEN_SCALES else 0)
+
+
+def configure(bucket: PagedBucket, dtype: torch.dtype) -> Config | None:
+    """The first candidate."""
+    return next(iter(candidates(bucket, dtype)), None)
+
+
+def configs() -> tuple[Config, ...]:
+    """Every config that `configure` and `candidates` can return."""
+    units = [unit_of(width, cache, torch.bfloat16) for width in WIDTHS for cache in range(TOKEN_SCALES + 1)]
+    return tuple(dict.fromkeys(config for unit in units for rows in ROWS for config in space(unit, rows)))
