@@ -182,7 +182,7 @@ def _backward_kernel(
         if SIGMOID:
             divisor += EPSILON
         dw = (dw - inner / divisor) / divisor
-        inner = inner * 0.0  # of scores that sum to a constant
+        inner = tl.sum(dw * chosen_score, 1, keep_dims=True)  # 0 but for the rounding, which it takes out of dx
 
     # One row of gradients
     dscore = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -1,0 +1,27 @@
+"""`fused_moe` in plain torch, from the raw arguments: no wait for the device."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.ops.gemm.grouped.args import plain_grouped_args
+from tilewright.ops.gemm.grouped.reference import rows_product
+from tilewright.ops.moe import moe_align, moe_unpermute
+from tilewright.ops.moe.fused.args import FusedMoeArgs
+
+
+def experts(args: FusedMoeArgs) -> Tensor:
+    """Sort, gather, two grouped products, weighted sum."""
+    x, w1, w2, weights, ids, expert_map, activation = args
+    slots, positions, _, ends = moe_align.reference(ids, w1.shape[0], expert_map=expert_map)
+    kept = (torch.arange(slots.shape[0], device=x.device) < ends[-1])[:, None]
+    gathered = x[slots.to(torch.int64) // max(1, ids.shape[1])]
+    gate, up = _product(gathered, w1, ends, kept).chunk(2, dim=-1)
+    hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return moe_unpermute.combined(_product(hidden, w2, ends, kept), weights, positions)
+
+
+def _product(rows: Tensor, w: Tensor, ends: Tensor, kept: Tensor) -> Tensor:
+    """Rows of each group times its w^T; 0 outside of the groups."""
+    product = rows_product(plain_grouped_args(rows[None], w.mT, None, ends, 1, rows.dtype))[0]
+    return torch.where(kept, product, 0)
