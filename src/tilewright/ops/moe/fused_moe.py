@@ -94,7 +94,7 @@ FORWARD = RawOp(
     "fwd",
     FusedMoeArgs,
     package="tilewright.ops.moe",
-    kernels=("triton.fused_moe",),
+    kernels=("sm90.fused_moe", "triton.fused_moe"),
     outputs=lambda args: ((args.x.shape, args.x.dtype),),
     reference=experts,
     bucket=fused_bucket,

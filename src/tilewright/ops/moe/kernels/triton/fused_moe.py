@@ -112,8 +112,8 @@ def gated_rows(hidden: Tensor, args: FusedMoeArgs, rows: pipeline.Order, config:
             x.stride(0), w1.stride(0), w1.stride(1),
         ),
         (
-            args.activation, descriptors, width % config.block_k == 0, vector if is_aligned else 1, GROUPS,
-            config.group_m, config.block_m, config.block_n, config.block_k,
+            args.activation, descriptors, width % config.block_k == 0, vector if is_aligned else 1,
+            x.shape[0] * x.stride(0) >= 1 << 31, GROUPS, config.group_m, config.block_m, config.block_n, config.block_k,
         ),
         config,
     )  # fmt: skip

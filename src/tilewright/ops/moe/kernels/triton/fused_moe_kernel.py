@@ -13,8 +13,8 @@ from tilewright.ops.gemm.kernels.triton.grouped_rows_kernel import _all_row_tile
 def gated_rows_kernel(
     hidden, x, w1, slots, starts, ends,  # hidden: (S, I)   x: (T, H)   w1: (E, 2 I, H)
     K, E, S, I, H, stride_x, stride_we, stride_wn,
-    ACT: tl.constexpr, DESCRIPTORS: tl.constexpr, EVEN_H: tl.constexpr, VECTOR: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACT: tl.constexpr, DESCRIPTORS: tl.constexpr, EVEN_H: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """hidden[r] = act(x[slots[r] // K] @ gates^T) * (x[slots[r] // K] @ ups^T), weights of the expert of row r."""
     PRECISE: tl.constexpr = hidden.dtype.element_ty == tl.float32
@@ -40,7 +40,7 @@ def gated_rows_kernel(
         # Rows beyond the last of the expert read that one, and are not stored
         offs_m = tl.arange(0, BLOCK_M)
         token = tl.load(slots + tl.minimum(row + offs_m, last - 1)) // K
-        x_ptr = x + token.to(tl.int64)[:, None] * stride_x
+        offs_x = (token.to(tl.int64) if WIDE else token)[:, None] * stride_x
         offs_n = tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         w_ptr = w1 + expert.to(tl.int64) * stride_we
@@ -54,9 +54,9 @@ def gated_rows_kernel(
             start = k_block * BLOCK_K
             k_idx = start + offs_k
             if EVEN_H:
-                a = tl.load(x_ptr + k_idx[None, :])
+                a = tl.load(x + (offs_x + k_idx[None, :]))
             else:
-                a = tl.load(x_ptr + k_idx[None, :], mask=k_idx[None, :] < H, other=0.0)
+                a = tl.load(x + (offs_x + k_idx[None, :]), mask=k_idx[None, :] < H, other=0.0)
             if DESCRIPTORS:
                 g = w_desc.load([expert, col, start]).reshape(BLOCK_N, BLOCK_K).T
                 u = w_desc.load([expert, I + col, start]).reshape(BLOCK_N, BLOCK_K).T

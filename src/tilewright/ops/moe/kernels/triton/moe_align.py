@@ -22,6 +22,7 @@ from tilewright.jit.triton_launch import TritonKernel
 from tilewright.ops.moe.moe_align import FORWARD, MoeAlignArgs, MoeAlignBucket
 
 MOST_EXPERTS = 2048
+PAIRS = tl.constexpr(32)  # slots with which a block is compared at once
 
 
 class Config(NamedTuple):
@@ -102,12 +103,15 @@ def _place_kernel(
 
     # Place the slots, block by block
     offs = tl.arange(0, BLOCK)
-    earlier = offs[None, :] < offs[:, None]  # (BLOCK, BLOCK): slot j before slot i
     for start in range(first, first + per_part, BLOCK):
         slot = start + offs
         expert = _experts(ids, expert_map, slot, S, E, KNOWN)
-        other = _experts(ids, expert_map, start + tl.arange(0, BLOCK)[None, :], S, E, KNOWN)
-        rank = tl.sum((earlier & (expert[:, None] == other)).to(tl.int32), 1)
+        rank = tl.zeros((BLOCK,), tl.int32)
+        for first_other in range(start, start + BLOCK, PAIRS):
+            other_slot = first_other + tl.arange(0, PAIRS)[None, :]
+            other = _experts(ids, expert_map, other_slot, S, E, KNOWN)
+            equal = (expert[:, None] == other) & (other_slot < slot[:, None])  # (BLOCK, PAIRS)
+            rank += tl.sum(equal.to(tl.int32), 1)
         dropped = expert == E
         row = tl.where(dropped, next_dropped, tl.gather(next_row, tl.where(dropped, 0, expert), 0)) + rank
         tl.store(slots + row, slot, mask=slot < S)
@@ -148,6 +152,6 @@ def launch(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: MoeAlignArgs, conf
     _place(
         (parts,),
         (*outs, counts, ids, expert_map, *sizes, parts, per_part),
-        (block, block_e, max(1, min(16, 8192 // block_e))),
+        (block, block_e, max(1, min(16, 2048 // block_e))),
         num_warps=config.num_warps,
     )

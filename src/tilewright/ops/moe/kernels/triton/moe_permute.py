@@ -42,7 +42,7 @@ def candidates(bucket: OrderBucket, dtype: torch.dtype) -> tuple[Config, ...]:
 @triton.jit
 def zero_dropped(y, slots, positions, token, offs_n, N, stride, K: tl.constexpr):
     """Zeros in those of rows token * K .. that belong to dropped slots."""
-    for j in tl.static_range(K):
+    for j in range(K):
         row = token * K + j
         if tl.load(positions + tl.load(slots + row)) < 0:
             tl.store(y + row * stride + offs_n, tl.zeros(offs_n.shape, y.dtype.element_ty), mask=offs_n < N)

@@ -58,7 +58,7 @@ def _backward_kernel(
     dy, dweights, dx, y, weights, slots, positions, N, stride_dx, stride_y, K: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
-    for j in tl.static_range(K):
+    for j in range(K):
         row = tl.load(positions + token * K + j).to(tl.int64)
         weight = tl.load(weights + token * K + j).to(tl.float32)
         acc = tl.zeros((BLOCK_N,), tl.float32)
