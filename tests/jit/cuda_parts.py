@@ -245,8 +245,11 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
     (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
     # Gates and ups of experts take turns in a box of weights
-    (dense.KERNEL, gated_experts(dense_choice.config_of(dense_choice.Tile(128, 256, 1, 1), PROBLEM)),
-     {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 1}),
+    (
+        dense.KERNEL,
+        gated_experts(dense_choice.config_of(dense_choice.Tile(128, 256, 1, 1), PROBLEM)),
+        {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 1},
+    ),
     (grouped.KERNEL, gated_experts(model.deepest(32, 1, 1, model.UNSCALED, grouped=True)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),

@@ -55,7 +55,8 @@ def check_order(op: str, slots: object, positions: object, device: torch.device)
             raise InputError(f"{op}: {name} is {got}; needs {form} torch.int32, as moe_align makes it.")
         if t.device != device:
             raise InputError(f"{op}: {name} is on {t.device}, the first tensor on {device}. Move them to one device.")
-    assert isinstance(slots, Tensor) and isinstance(positions, Tensor)
+    assert isinstance(slots, Tensor)
+    assert isinstance(positions, Tensor)
     if slots.shape[0] != positions.numel():
         raise InputError(f"{op}: slots has {slots.shape[0]} and positions {tuple(positions.shape)}; they must agree.")
 

@@ -64,6 +64,11 @@ def reference(
     return slots_int32, positions_int32, starts, ends
 
 
+def align_bucket(args: MoeAlignArgs) -> MoeAlignBucket:
+    """What a choice of kernel may depend on."""
+    return MoeAlignBucket(row_bucket(args.topk_ids.numel()), hint(args.num_experts))
+
+
 def _outputs(args: MoeAlignArgs) -> tuple[tuple[Any, torch.dtype], ...]:
     tokens, k = args.topk_ids.shape
     return tuple(
@@ -79,7 +84,7 @@ FORWARD = RawOp(
     kernels=("triton.moe_align",),
     outputs=_outputs,
     reference=lambda args: reference(args.topk_ids, args.num_experts, expert_map=args.expert_map),
-    bucket=lambda args: MoeAlignBucket(row_bucket(args.topk_ids.numel()), hint(args.num_experts)),
+    bucket=align_bucket,
     bucket_names=MoeAlignBucket._fields,
     batch_fields=("S",),
     count=4,

@@ -101,9 +101,7 @@ def _weights(logits: Tensor, ids: Tensor, renormalize: bool, scale: float) -> Te
 
 def _forward(args: TopkSigmoidArgs) -> tuple[Tensor, Tensor]:
     logits, bias, k, n_group, topk_group, renormalize, scale = args
-    return reference(
-        logits, k, bias=bias, n_group=n_group, topk_group=topk_group, renormalize=renormalize, scale=scale
-    )
+    return reference(logits, k, bias=bias, n_group=n_group, topk_group=topk_group, renormalize=renormalize, scale=scale)
 
 
 def _backward(args: TopkSigmoidBackwardArgs) -> Tensor:

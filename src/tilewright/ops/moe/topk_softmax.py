@@ -46,9 +46,7 @@ def topk_softmax(
     return result
 
 
-def reference(
-    logits: Tensor, k: int, *, renormalize: bool = True, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def reference(logits: Tensor, k: int, *, renormalize: bool = True, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Plain torch; weights equal the models' bit for bit."""
     choice = logits.detach()
     if bias is not None:

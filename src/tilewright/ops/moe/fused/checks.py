@@ -41,7 +41,8 @@ def check(args: FusedMoeArgs) -> None:
         raise InputError(f"{op}: topk_ids is on {ids.device}, x on {x.device}. Move them to one device.")
     if weights.shape != ids.shape or ids.shape[0] != x.shape[0]:
         raise InputError(
-            f"{op}: topk_weights is {tuple(weights.shape)}, topk_ids {tuple(ids.shape)}; needs two of ({x.shape[0]}, k)."
+            f"{op}: topk_weights is {tuple(weights.shape)}, topk_ids {tuple(ids.shape)}; "
+            f"needs two of ({x.shape[0]}, k)."
         )
     if activation not in ACTIVATIONS:
         allowed = ", ".join(map(repr, ACTIVATIONS))

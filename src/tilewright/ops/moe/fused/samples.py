@@ -41,9 +41,7 @@ def cost(sample: Sample, direction: str) -> Cost:
 
 
 def _row(name: str, m: int, e: int, k: int, h: int, i: int, **options: Any) -> Workload:
-    return Workload(
-        name, {"M": m, "E": e, "K": k, "H": h, "I": i, **options}, (torch.bfloat16,), ("fwd",)
-    )
+    return Workload(name, {"M": m, "E": e, "K": k, "H": h, "I": i, **options}, (torch.bfloat16,), ("fwd",))
 
 
 WORKLOADS = (

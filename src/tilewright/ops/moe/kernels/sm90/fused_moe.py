@@ -18,15 +18,14 @@ from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
 from tilewright.ops.gemm.grouped.args import GroupedArgs, grouped_bucket
 from tilewright.ops.gemm.kernels.sm90 import dense, few_rows_grouped
+from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
 from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBucket
 from tilewright.ops.moe.fused_moe import FORWARD
 from tilewright.ops.moe.kernels import pipeline
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
-from tilewright.ops.moe.kernels.triton.moe_unpermute import MOST_CHOSEN
-
-MOST_FEW = few_rows_grouped.MAX_ROWS
+from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
 
 
 class Config(NamedTuple):
@@ -42,7 +41,7 @@ def configure(bucket: FusedMoeBucket, dtype: torch.dtype) -> Config | None:
     """Chooses by the rows that an expert has on average."""
     if dtype not in (torch.bfloat16, torch.float16) or not bucket.aligned:
         return None
-    return Config(bucket.T * bucket.K <= MOST_FEW * bucket.E)
+    return Config(bucket.T * bucket.K <= MAX_ROWS * bucket.E)
 
 
 def candidates(bucket: FusedMoeBucket, dtype: torch.dtype) -> tuple[Config, ...]:

@@ -27,9 +27,9 @@ from tilewright.ops.gemm.operands import copyable
 from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBucket
 from tilewright.ops.moe.fused_moe import FORWARD
 from tilewright.ops.moe.kernels import pipeline
-from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
-from tilewright.ops.moe.kernels.triton.moe_unpermute import MOST_CHOSEN
 from tilewright.ops.moe.kernels.triton.fused_moe_kernel import gated_rows_kernel
+from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
+from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
 from tilewright.ops.rows import as_rows, no_float64
 
 

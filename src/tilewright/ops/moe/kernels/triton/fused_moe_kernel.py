@@ -12,7 +12,7 @@ from tilewright.ops.gemm.kernels.triton.grouped_rows_kernel import _all_row_tile
 @triton.jit
 def gated_rows_kernel(
     hidden, x, w1, slots, starts, ends,  # hidden: (S, I)   x: (T, H)   w1: (E, 2 I, H)
-    K, E, S, I, H, stride_x, stride_we, stride_wn,
+    K, E, S, INNER, H, stride_x, stride_we, stride_wn,
     ACT: tl.constexpr, DESCRIPTORS: tl.constexpr, EVEN_H: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -22,8 +22,8 @@ def gated_rows_kernel(
     stride_we = tl.multiple_of(stride_we, VECTOR)
     stride_wn = tl.multiple_of(stride_wn, VECTOR)
     if DESCRIPTORS:
-        w_desc = tl.make_tensor_descriptor(w1, [E, 2 * I, H], [stride_we, stride_wn, 1], [1, BLOCK_N, BLOCK_K])
-    tiles_n = tl.cdiv(I, BLOCK_N)
+        w_desc = tl.make_tensor_descriptor(w1, [E, 2 * INNER, H], [stride_we, stride_wn, 1], [1, BLOCK_N, BLOCK_K])
+    tiles_n = tl.cdiv(INNER, BLOCK_N)
     k_blocks = tl.cdiv(H, BLOCK_K)
     num_tiles = _all_row_tiles(starts, ends, E, S, False, BLOCK_M, GROUPS) * tiles_n
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -44,9 +44,9 @@ def gated_rows_kernel(
         offs_n = tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         w_ptr = w1 + expert.to(tl.int64) * stride_we
-        offs_w = tl.minimum(col + offs_n, I - 1)[None, :]
+        offs_w = tl.minimum(col + offs_n, INNER - 1)[None, :]
         gate_ptr = w_ptr + offs_w.to(tl.int64) * stride_wn
-        up_ptr = w_ptr + (offs_w + I).to(tl.int64) * stride_wn
+        up_ptr = w_ptr + (offs_w + INNER).to(tl.int64) * stride_wn
 
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -59,7 +59,7 @@ def gated_rows_kernel(
                 a = tl.load(x + (offs_x + k_idx[None, :]), mask=k_idx[None, :] < H, other=0.0)
             if DESCRIPTORS:
                 g = w_desc.load([expert, col, start]).reshape(BLOCK_N, BLOCK_K).T
-                u = w_desc.load([expert, I + col, start]).reshape(BLOCK_N, BLOCK_K).T
+                u = w_desc.load([expert, INNER + col, start]).reshape(BLOCK_N, BLOCK_K).T
             else:
                 g = tl.load(gate_ptr + k_idx[:, None], mask=k_idx[:, None] < H, other=0.0)
                 u = tl.load(up_ptr + k_idx[:, None], mask=k_idx[:, None] < H, other=0.0)
@@ -67,5 +67,5 @@ def gated_rows_kernel(
             up = _dot_acc(up, a, u, 0)
 
         value = (_activate(gate, ACT, PRECISE) * up).to(hidden.dtype.element_ty)
-        offs_d = (row + offs_m).to(tl.int64)[:, None] * I + (col + offs_n)[None, :]
-        tl.store(hidden + offs_d, value, mask=(row + offs_m < last)[:, None] & (col + offs_n < I)[None, :])
+        offs_d = (row + offs_m).to(tl.int64)[:, None] * INNER + (col + offs_n)[None, :]
+        tl.store(hidden + offs_d, value, mask=(row + offs_m < last)[:, None] & (col + offs_n < INNER)[None, :])
