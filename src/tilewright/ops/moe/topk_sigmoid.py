@@ -190,7 +190,7 @@ CONTRACT = register(
             inputs=("logits",),
             save=lambda args, outputs: (args.logits, outputs[1]),
             raw_args=lambda grads, saved, args, needs: TopkSigmoidBackwardArgs(
-                grads[0], *saved, args.renormalize, args.scale
+                grads[0], saved[0], saved[1], args.renormalize, args.scale
             ),
         ),
         workloads=(

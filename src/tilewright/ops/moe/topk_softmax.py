@@ -147,7 +147,9 @@ CONTRACT = register(
             BACKWARD,
             inputs=("logits",),
             save=lambda args, outputs: (args.logits, outputs[1]),
-            raw_args=lambda grads, saved, args, needs: TopkSoftmaxBackwardArgs(grads[0], *saved, args.renormalize),
+            raw_args=lambda grads, saved, args, needs: TopkSoftmaxBackwardArgs(
+                grads[0], saved[0], saved[1], args.renormalize
+            ),
         ),
         workloads=(
             Workload("qwen3_30b_4096", {"M": 4096, "N": 128, "K": 8}, (torch.bfloat16, torch.float32)),
