@@ -16,14 +16,14 @@ from torch import Tensor
 
 from tilewright.dispatch import register_kernel
 from tilewright.jit.tape import scratch
-from tilewright.ops.gemm.grouped.args import GroupedArgs, grouped_bucket
+from tilewright.ops.gemm.grouped.args import GroupedArgs, KGroupedArgs, grouped_bucket, k_grouped_bucket
 from tilewright.ops.gemm.kernels.sm90 import dense, few_rows_grouped
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import MAX_ROWS
 from tilewright.ops.gemm.kernels.sm90.operands import why_not_arch
-from tilewright.ops.gemm.operands import copyable
-from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBucket
-from tilewright.ops.moe.fused_moe import FORWARD
+from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
+from tilewright.ops.moe.fused_moe import BACKWARD, FORWARD
 from tilewright.ops.moe.kernels import pipeline
+from tilewright.ops.moe.kernels.backward import backward
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
 from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
 
@@ -49,18 +49,20 @@ def candidates(bucket: FusedMoeBucket, dtype: torch.dtype) -> tuple[Config, ...]
 
 
 def why_not(args: FusedMoeArgs) -> str | None:
-    x, w1, w2 = args.x, args.w1, args.w2
+    if args.activation != "silu":
+        return f'has the gate "silu" alone, got {args.activation!r}'
+    return why_not_backward(args)
+
+
+def why_not_backward(args: FusedMoeArgs | FusedMoeBackwardArgs) -> str | None:
+    x, w1 = args.x, args.w1
     reason = why_not_arch(x)
     if reason is not None:
         return reason
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"multiplies bf16 or fp16, got {x.dtype}"
-    if args.activation != "silu":
-        return f'has the gate "silu" alone, got {args.activation!r}'
-    if not w1.is_contiguous() or not copyable(w1) or not copyable(w2) or w2.stride(-1) != 1:
-        return "needs w1 contiguous, w2 contiguous along I, both at multiples of 16 bytes"
-    if x.shape[1] % 8 or w2.shape[2] % 8:
-        return "needs H and I in multiples of 8"
+    if not fused_bucket(args).aligned:
+        return "needs w1 contiguous, w2 contiguous along I, both at 16 bytes, and H and I in multiples of 8"
     if w1.shape[0] > MOST_EXPERTS or args.topk_ids.shape[1] > MOST_CHOSEN:
         return f"takes up to {MOST_EXPERTS} experts and k up to {MOST_CHOSEN}"
     return None
@@ -93,3 +95,27 @@ def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     y = scratch((1, *gathered.shape), x.dtype, x.device)
     product(y, GroupedArgs(hidden, w2.mT, None, None, *limits, "", x.dtype), config.few_rows)
     pipeline.combine(outs[0], y[0], args, rows)
+
+
+class Products:
+    """The grouped products of `gemm` for Hopper."""
+
+    def __init__(self, few_rows: bool) -> None:
+        self.few_rows = few_rows
+
+    def rows(self, d: Tensor, args: GroupedArgs) -> None:
+        """d (1, S, N) = rows of each group of a (1, S, K) times its b (G, K, N)."""
+        product(d, args, self.few_rows)
+
+    def along_k(self, d: Tensor, args: KGroupedArgs) -> None:
+        """d (G, M, N) = a (M, S) times b (S, N), of the rows of each group."""
+        config = dense.configure_along_k(k_grouped_bucket(args), args.a.dtype)
+        assert config is not None, "operands without scales"
+        dense.gemm_along_k(d, args, config)
+
+
+@register_kernel(
+    BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not_backward
+)
+def launch_backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, config: Config) -> None:
+    backward(outs, args, Products(config.few_rows))

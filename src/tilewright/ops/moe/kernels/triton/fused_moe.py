@@ -18,15 +18,22 @@ from tilewright.dispatch import register_kernel
 from tilewright.hardware.sm_budget import usable_sms
 from tilewright.jit.tape import scratch
 from tilewright.jit.triton_launch import TritonKernel, target_of
-from tilewright.ops.gemm.grouped.args import grouped_bucket, plain_grouped_args
-from tilewright.ops.gemm.kernels.triton import grouped_rows
+from tilewright.ops.gemm.grouped.args import (
+    GroupedArgs,
+    KGroupedArgs,
+    grouped_bucket,
+    k_grouped_bucket,
+    plain_grouped_args,
+)
+from tilewright.ops.gemm.kernels.triton import grouped_rows, k_grouped
 from tilewright.ops.gemm.kernels.triton import tiles as tiling
 from tilewright.ops.gemm.kernels.triton.grouped_rows import GROUPS
 from tilewright.ops.gemm.kernels.triton.grouped_tiles import launch_with_descriptors
 from tilewright.ops.gemm.operands import copyable
-from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBucket
-from tilewright.ops.moe.fused_moe import FORWARD
+from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket
+from tilewright.ops.moe.fused_moe import BACKWARD, FORWARD
 from tilewright.ops.moe.kernels import pipeline
+from tilewright.ops.moe.kernels.backward import backward
 from tilewright.ops.moe.kernels.triton.fused_moe_kernel import gated_rows_kernel
 from tilewright.ops.moe.kernels.triton.moe_align import MOST_EXPERTS
 from tilewright.ops.moe.kernels.triton.moe_permute import MOST_CHOSEN
@@ -76,7 +83,7 @@ def candidates(bucket: FusedMoeBucket, dtype: torch.dtype) -> tuple[Config, ...]
     )
 
 
-def why_not(args: FusedMoeArgs) -> str | None:
+def why_not(args: FusedMoeArgs | FusedMoeBackwardArgs) -> str | None:
     x, w1, w2 = args.x, args.w1, args.w2
     if any(t.shape[-1] > 1 and t.stride(-1) != 1 for t in (w1, w2)):
         return "needs w1 and w2 contiguous along their last dimension"
@@ -119,6 +126,18 @@ def gated_rows(hidden: Tensor, args: FusedMoeArgs, rows: pipeline.Order, config:
     )  # fmt: skip
 
 
+class Products:
+    """The grouped products of `gemm` in Triton."""
+
+    def rows(self, d: Tensor, args: GroupedArgs) -> None:
+        """d (1, S, N) = rows of each group of a (1, S, K) times its b (G, K, N)."""
+        grouped_rows.gemm(d, args, grouped_rows.configure(grouped_bucket(args), args.a.dtype))
+
+    def along_k(self, d: Tensor, args: KGroupedArgs) -> None:
+        """d (G, M, N) = a (M, S) times b (S, N), of the rows of each group."""
+        k_grouped.gemm(d, args, k_grouped.configure(k_grouped_bucket(args), args.a.dtype))
+
+
 @register_kernel(
     FORWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
@@ -128,6 +147,13 @@ def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     hidden = scratch((rows.slots.shape[0], w2.shape[2]), x.dtype, x.device)
     gated_rows(hidden, args, rows, config)
     y = scratch((rows.slots.shape[0], w2.shape[1]), x.dtype, x.device)
-    second = plain_grouped_args(hidden[None], w2.mT, rows.starts, rows.ends, rows.expected_rows, x.dtype)
-    grouped_rows.gemm(y[None], second, grouped_rows.configure(grouped_bucket(second), x.dtype))
+    limits = rows.starts, rows.ends, rows.expected_rows
+    Products().rows(y[None], plain_grouped_args(hidden[None], w2.mT, *limits, x.dtype))
     pipeline.combine(outs[0], y, args, rows)
+
+
+@register_kernel(
+    BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
+)
+def launch_backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, config: Config) -> None:
+    backward(outs, args, Products())

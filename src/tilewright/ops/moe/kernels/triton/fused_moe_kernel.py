@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from tilewright.ops.gemm.kernels.triton.dense_kernel import _activate, _dot_acc
+from tilewright.ops.gemm.kernels.triton.dense_kernel import _activate, _dot_acc, _multiple
 from tilewright.ops.gemm.kernels.triton.grouped_rows_kernel import _all_row_tiles, _group_of, _row_limits
 
 
@@ -18,9 +18,9 @@ def gated_rows_kernel(
 ):  # fmt: skip
     """hidden[r] = act(x[slots[r] // K] @ gates^T) * (x[slots[r] // K] @ ups^T), weights of the expert of row r."""
     PRECISE: tl.constexpr = hidden.dtype.element_ty == tl.float32
-    stride_x = tl.multiple_of(stride_x, VECTOR)
-    stride_we = tl.multiple_of(stride_we, VECTOR)
-    stride_wn = tl.multiple_of(stride_wn, VECTOR)
+    stride_x = _multiple(stride_x, VECTOR)
+    stride_we = _multiple(stride_we, VECTOR)
+    stride_wn = _multiple(stride_wn, VECTOR)
     if DESCRIPTORS:
         w_desc = tl.make_tensor_descriptor(w1, [E, 2 * INNER, H], [stride_we, stride_wn, 1], [1, BLOCK_N, BLOCK_K])
     tiles_n = tl.cdiv(INNER, BLOCK_N)

@@ -152,6 +152,6 @@ def launch(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: MoeAlignArgs, conf
     _place(
         (parts,),
         (*outs, counts, ids, expert_map, *sizes, parts, per_part),
-        (block, block_e, max(1, min(16, 2048 // block_e))),
+        (block, block_e, max(1, min(triton.next_power_of_2(parts), 32, 8192 // block_e))),
         num_warps=config.num_warps,
     )
