@@ -28,6 +28,7 @@ from tilewright.ops.rows import as_rows, no_float64
 from tilewright.ops.sampling.kernels.triton.numbers import ordered, value
 
 MOST_CHOSEN = 64
+CHUNK, MOST_CHUNKS = 128, 8  # experts that a row is padded to a multiple of, while it has few
 TAKEN = tl.constexpr(-2147483648)
 LARGEST = tl.constexpr(2147483647)
 EPSILON = tl.constexpr(topk_sigmoid.EPSILON)
@@ -76,6 +77,20 @@ def _first_largest(key, index):
 
 
 @triton.jit
+def _first_largest_of(keys, place, CHUNKS: tl.constexpr):
+    """The same of a row in chunks (BLOCK_M, BLOCK) of keys; chunk c begins at place c * BLOCK."""
+    BLOCK: tl.constexpr = place.shape[1]
+    most = keys[0]
+    for c in tl.static_range(1, CHUNKS):
+        most = tl.maximum(most, keys[c])
+    most = tl.max(most, 1, keep_dims=True)
+    first = tl.where(keys[0] == most, place, LARGEST)
+    for c in tl.static_range(1, CHUNKS):
+        first = tl.minimum(first, tl.where(keys[c] == most, place + c * BLOCK, LARGEST))
+    return tl.min(first, 1, keep_dims=True)
+
+
+@triton.jit
 def _within_groups(
     key, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -97,42 +112,67 @@ def _within_groups(
 
 
 @triton.jit
+def _expert(place, c, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_S: tl.constexpr, CHUNKS: tl.constexpr):
+    """(experts at these places of chunk c, whether there are such)"""
+    if GROUPS > 1:
+        return place // BLOCK_S * SIZE + place % BLOCK_S, (place < GROUPS * BLOCK_S) & (place % BLOCK_S < SIZE)
+    return place + c * BLOCK_S, place + c * BLOCK_S < SIZE
+
+
+@triton.jit
 def _route_kernel(
     weights, ids, logits, bias, T, stride, scale,  # weights, ids: (T, K)  logits: (T, GROUPS * SIZE)
     SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SIZE: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     logits += row.to(tl.int64) * stride
-    place = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]  # groups are padded to BLOCK_S
-    expert = place // BLOCK_S * SIZE + place % BLOCK_S
-    inside = (place < GROUPS * BLOCK_S) & (place % BLOCK_S < SIZE)
-    x = tl.load(logits + expert, mask=inside & (row < T), other=float("-inf")).to(tl.float32)  # (BLOCK_M, E)
+    place = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]  # groups are padded to BLOCK_S; one group comes in chunks
+
+    # Load the row, and sum its exponentials
+    xs = ()
+    for c in tl.static_range(CHUNKS):
+        expert, inside = _expert(place, c, GROUPS, SIZE, BLOCK_S, CHUNKS)
+        xs = xs + (tl.load(logits + expert, mask=inside & (row < T), other=float("-inf")).to(tl.float32),)
+    if not SIGMOID:
+        peak = xs[0]
+        for c in tl.static_range(1, CHUNKS):
+            peak = tl.maximum(peak, xs[c])
+        peak = tl.max(peak, 1, keep_dims=True)
+        total = libdevice.exp(xs[0] - peak)
+        for c in tl.static_range(1, CHUNKS):
+            total += libdevice.exp(xs[c] - peak)
+        total = tl.sum(total, 1, keep_dims=True)
 
     # What the choice goes by
-    choice = x
-    if SIGMOID:
-        choice = _sigmoid(x)
-    else:
-        peak = tl.max(x, 1, keep_dims=True)
-        total = tl.sum(libdevice.exp(x - peak), 1, keep_dims=True)
+    keys = ()
+    for c in tl.static_range(CHUNKS):
+        expert, inside = _expert(place, c, GROUPS, SIZE, BLOCK_S, CHUNKS)
+        choice = xs[c]
+        if SIGMOID:
+            choice = _sigmoid(choice)
+        elif bias is not None:
+            choice = _probabilities(choice, peak, total)
         if bias is not None:
-            choice = _probabilities(x, peak, total)
-    if bias is not None:
-        choice += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
-    key = _key(choice, inside)
-    if GROUPS > 1:
-        key = _within_groups(key, GROUPS, TOP_GROUPS, BLOCK_M, BLOCK_G, BLOCK_S)
+            choice += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
+        key = _key(choice, inside)
+        if GROUPS > 1:
+            key = _within_groups(key, GROUPS, TOP_GROUPS, BLOCK_M, BLOCK_G, BLOCK_S)
+        keys = keys + (key,)
 
     # The k largest
     offs_k = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for i in tl.static_range(K):
-        best = _first_largest(key, place)
+        best = _first_largest_of(keys, place, CHUNKS)
         chosen = tl.where(offs_k == i, best, chosen)
-        key = tl.where(place == best, TAKEN, key)
-    chosen = chosen // BLOCK_S * SIZE + chosen % BLOCK_S
+        rest = ()
+        for c in tl.static_range(CHUNKS):
+            rest = rest + (tl.where(place + c * place.shape[1] == best, TAKEN, keys[c]),)
+        keys = rest
+    if GROUPS > 1:
+        chosen = chosen // BLOCK_S * SIZE + chosen % BLOCK_S
 
     # Their weights
     mask = (row < T) & (offs_k < K)
@@ -217,9 +257,12 @@ def route(outs: tuple[Tensor, Tensor], args: TopkSigmoidArgs, sigmoid: bool, con
     logits = as_rows(logits)
     tokens, experts = logits.shape
     size = experts // n_group
+    block = triton.next_power_of_2(size)
+    if n_group == 1 and experts <= MOST_CHUNKS * CHUNK:
+        block = min(block, CHUNK)
     constants: tuple[Any, ...] = (
-        sigmoid, bool(renormalize), n_group, topk_group, size, k, config.block_m, triton.next_power_of_2(n_group),
-        triton.next_power_of_2(size), triton.next_power_of_2(k),
+        sigmoid, bool(renormalize), n_group, topk_group, size, k, config.block_m, triton.next_power_of_2(n_group), block,
+        triton.next_power_of_2(k), 1 if n_group > 1 else triton.cdiv(size, block),
     )  # fmt: skip
     _route(
         (triton.cdiv(tokens, config.block_m),),
