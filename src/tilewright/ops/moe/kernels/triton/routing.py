@@ -134,7 +134,7 @@ def _route_kernel(
     xs = ()
     for c in tl.static_range(CHUNKS):
         expert, inside = _expert(place, c, GROUPS, SIZE, BLOCK_S, CHUNKS)
-        xs = xs + (tl.load(logits + expert, mask=inside & (row < T), other=float("-inf")).to(tl.float32),)
+        xs += (tl.load(logits + expert, mask=inside & (row < T), other=float("-inf")).to(tl.float32),)
     if not SIGMOID:
         peak = xs[0]
         for c in tl.static_range(1, CHUNKS):
@@ -159,7 +159,7 @@ def _route_kernel(
         key = _key(choice, inside)
         if GROUPS > 1:
             key = _within_groups(key, GROUPS, TOP_GROUPS, BLOCK_M, BLOCK_G, BLOCK_S)
-        keys = keys + (key,)
+        keys += (key,)
 
     # The k largest
     offs_k = tl.arange(0, BLOCK_K)[None, :]
@@ -169,7 +169,7 @@ def _route_kernel(
         chosen = tl.where(offs_k == i, best, chosen)
         rest = ()
         for c in tl.static_range(CHUNKS):
-            rest = rest + (tl.where(place + c * place.shape[1] == best, TAKEN, keys[c]),)
+            rest += (tl.where(place + c * place.shape[1] == best, TAKEN, keys[c]),)
         keys = rest
     if GROUPS > 1:
         chosen = chosen // BLOCK_S * SIZE + chosen % BLOCK_S
@@ -261,8 +261,8 @@ def route(outs: tuple[Tensor, Tensor], args: TopkSigmoidArgs, sigmoid: bool, con
     if n_group == 1 and experts <= MOST_CHUNKS * CHUNK:
         block = min(block, CHUNK)
     constants: tuple[Any, ...] = (
-        sigmoid, bool(renormalize), n_group, topk_group, size, k, config.block_m, triton.next_power_of_2(n_group), block,
-        triton.next_power_of_2(k), 1 if n_group > 1 else triton.cdiv(size, block),
+        sigmoid, bool(renormalize), n_group, topk_group, size, k, config.block_m, triton.next_power_of_2(n_group),
+        block, triton.next_power_of_2(k), 1 if n_group > 1 else triton.cdiv(size, block),
     )  # fmt: skip
     _route(
         (triton.cdiv(tokens, config.block_m),),
