@@ -103,6 +103,8 @@ def gated_rows(hidden: Tensor, args: FusedMoeArgs, rows: pipeline.Order, config:
     count = rows.slots.shape[0]
     arch = target_of(x)
     descriptors = tiling.has_descriptors(arch) and copyable(w1)
+    if arch.startswith("sm_8"):
+        config = config._replace(block_n=min(config.block_n, 64))  # operands of its products lie in registers
     shared = tiling.SHARED_BYTES.get(arch, tiling.SHARED_ELSEWHERE)
     stage = (config.block_m + 2 * config.block_n) * config.block_k * x.element_size()
     stages = max(1, min(config.num_stages, shared // stage))
