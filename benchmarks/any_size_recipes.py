@@ -13,6 +13,7 @@ import torch
 from any_size_attention import fmha, fmha_decode, fmha_fp8, fmha_paged, fmha_varlen, merge_states, mla, mla_decode
 from any_size_draw import BF16, FP8, FP32, TRAINING_ROWS, Draw, Model, Recipe, Sizes
 from any_size_kvcache import kv_append, kv_block_table, kv_copy_pages, kv_gather, mla_kv_append, rope_kv_append
+from any_size_moe import fused_moe, moe_align, moved_rows, topk_sigmoid, topk_softmax
 from any_size_parts import ODD, POWERS, decoded, expert, floating, half, layer, part_of, tokens
 from any_size_sampling import apply_penalties, greedy, sample, top_k, verify_chain, verify_tree
 
@@ -325,6 +326,7 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "fmha_fp8": (2, fmha_fp8),
     "fmha_paged": (2, fmha_paged),
     "fmha_varlen": (3, fmha_varlen),
+    "fused_moe": (2, fused_moe),
     "geglu": (1, activation),
     "gelu_and_mul": (1, activation),
     "greedy": (1, greedy),
@@ -343,6 +345,9 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "mla": (2, mla),
     "mla_decode": (2, mla_decode),
     "mla_kv_append_": (1, mla_kv_append),
+    "moe_align": (1, moe_align),
+    "moe_permute": (1, moved_rows),
+    "moe_unpermute": (1, moved_rows),
     "per_block_cast_to_fp8": (1, block_cast),
     "per_channel_cast_to_fp8": (1, channel_cast),
     "per_tensor_cast_to_fp8": (1, tensor_cast),
@@ -361,6 +366,8 @@ RECIPES: Mapping[str, tuple[int, Recipe]] = {
     "swiglu": (1, activation),
     "swiglu_fp8": (1, activation_fp8),
     "top_k": (1, top_k),
+    "topk_sigmoid": (1, topk_sigmoid),
+    "topk_softmax": (1, topk_softmax),
     "verify_chain": (1, verify_chain),
     "verify_tree": (1, verify_tree),
     "weight_only_matmul": (3, weight_only_matmul),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from sanitize_attention import ATTENTION_RUNS
+from sanitize_moe import MOE_RUNS
 from sanitize_values import DEVICE, HALF, UNWRITTEN, drawn, near, unwritten
 from torch import Tensor
 
@@ -249,6 +250,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("tensor cast", tensor_cast, TENSOR_CASTS),
         ("weight only", integer_weights, WEIGHT_ONLY),
         *ATTENTION_RUNS,
+        *MOE_RUNS,
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 

@@ -216,7 +216,7 @@ def install():
     interpreter._patch_lang_tensor = patch_tensor(interpreter._patch_lang_tensor)
     interpreter._patch_lang_core = patch_core(interpreter._patch_lang_core)
     semantic.TritonSemantic.dot_scaled = dot_scaled
-    for name in ("tanh", "sinh", "cosh", "log1p", "expm1", "rint", "trunc", "cbrt"):
+    for name in ("exp", "tanh", "sinh", "cosh", "log1p", "expm1", "rint", "trunc", "cbrt"):
         setattr(libdevice, name, _elementwise(getattr(np, name)))
     triton.runtime.driver.set_active(FirstConfigDriver())
     # a GPU does not warn about inf - inf or about masked lanes that divide by zero

@@ -43,6 +43,7 @@ from tilewright.ops.weight_only.kernels.sm90 import weight_only_model
 from tilewright.ops.weight_only.weight_only_matmul import WeightOnlyMatmulArgs
 
 PROBE = 'extern "C" __global__ void probe(int* p) { *p = 1; }\n'
+PROBLEM = dense_choice.Problem(1, 1, 1)
 COPY = Copy(64, 64, 4, torch.bfloat16)
 
 
@@ -132,6 +133,15 @@ def few_rows_grouped(scaling: int, shape: tuple[int, int, int]) -> Any:
 def tensor_cast(element: torch.dtype, config: per_tensor_cast.Config) -> per_tensor_cast.Params:
     """Parameters of the cast with one scale."""
     return per_tensor_cast.Params(*config, element)
+
+
+def gated_experts(config: Any) -> Any:
+    """Parameters of the first product of experts, four of them, whose gates are the first half of the weights."""
+    a, b = torch.empty(1, 64, 2048, dtype=torch.bfloat16), torch.empty(4, 512, 2048, dtype=torch.bfloat16).mT
+    d, ends = torch.empty(1, 64, 256, dtype=a.dtype), torch.empty(4, dtype=torch.int32)
+    args = GroupedArgs(a, b, None, None, None, ends, 64, "swiglu", a.dtype)
+    gemm_rows = grouped.gemm_rows if isinstance(config, model.Config) else dense_choice.gemm_rows
+    return launched(lambda: gemm_rows(d, args, config, halves=True))
 
 
 def integer_weights(bits: int, shape: tuple[int, ...], activation: str = "") -> Any:
@@ -274,6 +284,13 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (fp8_kernel.KERNEL, fp8((64, 256, 2, 1, 3), 1, "swiglu"), {"UTMALDG": 2}),
     (scaled.KERNEL, few_rows_scaled(0, (8, 2, 2)), {"QGMMA": 16, "UTMALDG": 4}),
     (scaled.KERNEL, few_rows_scaled(2, (64, 4, 1), "swiglu"), {"QGMMA": 16, "UTMALDG": 5}),
+    # Gates and ups of experts take turns in a box of weights
+    (
+        dense.KERNEL,
+        gated_experts(dense_choice.config_of(dense_choice.Tile(128, 256, 1, 1), PROBLEM)),
+        {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 1},
+    ),
+    (grouped.KERNEL, gated_experts(model.deepest(32, 1, 1, model.UNSCALED, grouped=True)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(-1, (32, 2, 2)), {"HGMMA": 8, "UTMALDG": 4}),
     (grouped.KERNEL, few_rows_grouped(3, (16, 1, 1)), {"QGMMA": 16, "UTMALDG": 6}),
     (weight_only.KERNEL, integer_weights(8, (8, 2, 4, 4, 2)), {"HMMA": 16, "UTMALDG": 4}),

@@ -22,9 +22,15 @@ REPLACED = {
     "gemma2": {"norm": 9, "mlp": 2, "rotary": 2},  # four norms a layer: the add is not next to one norm
     "gemma3": {"norm": 13, "mlp": 2, "rotary": 2},
     "phi3": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
-    "deepseek_v2": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},  # one dense MLP, one of shared experts
-    "deepseek_v3": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2},
-    "mixtral": {"norm": 5, "rotary": 2, "add_norm": 2},
+    "deepseek_v2": {
+        "norm": 9,
+        "mlp": 2,
+        "rotary": 2,
+        "add_norm": 2,
+        "experts": 1,
+    },  # one dense MLP, one of shared experts
+    "deepseek_v3": {"norm": 9, "mlp": 2, "rotary": 2, "add_norm": 2, "experts": 1},
+    "mixtral": {"norm": 5, "rotary": 2, "add_norm": 2, "experts": 2},
     "gpt_oss": {"norm": 5, "rotary": 2},
     "glm": {"norm": 5, "mlp": 2, "rotary": 2, "add_norm": 2},
     "cohere": {"norm": 3, "mlp": 2, "rotary": 2},  # attention and MLP side by side on one norm
@@ -33,9 +39,6 @@ REPLACED = {
 LEFT = {
     "gemma2": {"add_norm": 2, "attention": 1},
     "gemma3": {"add_norm": 2, "attention": 1},
-    "deepseek_v2": {"experts": 1, "attention": 1},
-    "deepseek_v3": {"experts": 1, "attention": 1},
-    "mixtral": {"experts": 2, "attention": 1},
     "gpt_oss": {"add_norm": 2, "experts": 2, "attention": 1},
     "granite": {"add_norm": 2, "attention": 1},
 }

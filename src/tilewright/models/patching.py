@@ -37,14 +37,16 @@ def patch(
     A module is replaced only after its own forward, on random input, was reproduced by ours: no list of model names is
     involved. Only instances change; no class or module of transformers is touched, its registries of attention get
     names of ours and lose none, and other models are not affected. Attention keeps its masks, windows and dropout: it
-    is SDPA, or `ops.fmha` where that was measured faster or `backend` names it; mixture-of-experts weights are left.
+    is SDPA, or `ops.fmha` where that was measured faster or `backend` names it.  Experts in the form of transformers'
+    interface run by `ops.fused_moe` on a GPU, and on a CPU as before.
     Linear layers run on our product for those numbers of rows at which it was measured faster on this GPU, and as
     before for all others and wherever a gradient is needed.
 
     mode     "inference", or "train", which uses only ops that have a gradient and also verifies gradients
     verify   compare logits with a float32 copy of the unpatched model (float64 for a float32 model), which needs memory
     inputs   what `verify` runs on: token ids (B, S) or keyword arguments of the model; None draws random tokens
-    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention") or ops ("rms_norm", ...)
+    ops      allow-list of kinds ("norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts") or of ops
+             ("rms_norm", ...)
     backend  passed to every op as its strict choice; None lets the dispatcher choose
     fp8      also run linear layers and SwiGLU MLPs in float8, except small layers and the head, whatever `ops` is; for
              inference. All other replacements are verified without it, as strictly as ever, then the whole against

@@ -14,8 +14,7 @@ from typing import Literal
 from torch import nn
 
 from tilewright.dispatch import contract
-from tilewright.models import decoder_layers, fp8_linears, linears, mlps, norms, rotary, rotary_tables
-from tilewright.models.experts import holds_experts
+from tilewright.models import decoder_layers, experts, fp8_linears, linears, mlps, norms, rotary, rotary_tables
 from tilewright.models.report import Row
 from tilewright.models.stand_in import NotReplaceable, Proposal
 
@@ -47,6 +46,7 @@ def _propose(model: nn.Module, heads: frozenset[nn.Module] | None, backend: str 
     for path, module in model.named_modules():
         answers = _ask(partial(norms.find, backend=backend), module)
         answers += _ask(partial(mlps.find, backend=backend), module)
+        answers += _ask(partial(experts.find, backend=backend), module)
         fp8: list[Proposal | NotReplaceable] = []
         if heads is not None:
             fp8 = _ask(partial(fp8_linears.find, heads=heads, backend=backend), module)
@@ -90,8 +90,6 @@ def _choose(
     fused_norms: set[nn.Module] = set()  # a layer comes before its norms in `named_modules`
     for path, module in model.named_modules():
         row = partial(Row, path, type(module).__name__)
-        if holds_experts(module):
-            rows.append(row("experts", "left", "experts are not replaced in this version"))
         if module in merged:
             rows.append(row("fp8", "replaced", "within its MLP's float8 products"))
             continue

@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention"]
+Patchable = Literal["norm", "mlp", "rotary", "add_norm", "linear", "attention", "experts"]
 OPS_OF_KIND: Mapping[Patchable, tuple[str, ...]] = {
     "norm": ("rms_norm", "layer_norm"),
     "mlp": ("swiglu", "geglu", "silu_and_mul", "gelu_and_mul"),
     "rotary": ("apply_rope",),
     "add_norm": ("add_rms_norm",),
     "linear": ("matmul",),
+    "experts": ("fused_moe",),
     "attention": (),  # a name in the model's configuration: see `attention.choice`
 }
 """The names that `patch(ops=)` allows: kinds of modules, and the ops that replace them."""
-Kind = Literal[Patchable, "fp8", "experts"]
+Kind = Literal[Patchable, "fp8"]
 Status = Literal["replaced", "left"]
 
 

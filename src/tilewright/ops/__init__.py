@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from tilewright.ops.kvcache.kv_gather import kv_gather
     from tilewright.ops.kvcache.mla_kv_append_ import mla_kv_append_
     from tilewright.ops.kvcache.rope_kv_append_ import rope_kv_append_
+    from tilewright.ops.moe.fused_moe import fused_moe
+    from tilewright.ops.moe.moe_align import moe_align
+    from tilewright.ops.moe.moe_permute import moe_permute
+    from tilewright.ops.moe.moe_unpermute import moe_unpermute
+    from tilewright.ops.moe.topk_sigmoid import topk_sigmoid
+    from tilewright.ops.moe.topk_softmax import topk_softmax
     from tilewright.ops.norm.add_rms_norm import add_rms_norm
     from tilewright.ops.norm.add_rms_norm_fp8 import add_rms_norm_fp8
     from tilewright.ops.norm.layer_norm import layer_norm
@@ -76,6 +82,7 @@ __all__ = [
     "fmha_fp8",
     "fmha_paged",
     "fmha_varlen",
+    "fused_moe",
     "geglu",
     "gelu_and_mul",
     "greedy",
@@ -94,6 +101,9 @@ __all__ = [
     "mla",
     "mla_decode",
     "mla_kv_append_",
+    "moe_align",
+    "moe_permute",
+    "moe_unpermute",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_tensor_cast_to_fp8",
@@ -112,6 +122,8 @@ __all__ = [
     "swiglu",
     "swiglu_fp8",
     "top_k",
+    "topk_sigmoid",
+    "topk_softmax",
     "verify_chain",
     "verify_tree",
     "weight_only_matmul",
@@ -133,6 +145,7 @@ _FAMILIES = {
         "splitk_reduce",
     ),
     "kvcache": ("kv_append_", "kv_block_table", "kv_copy_pages_", "kv_gather", "mla_kv_append_", "rope_kv_append_"),
+    "moe": ("fused_moe", "moe_align", "moe_permute", "moe_unpermute", "topk_sigmoid", "topk_softmax"),
     "norm": ("add_rms_norm", "add_rms_norm_fp8", "layer_norm", "rms_norm", "rms_norm_fp8"),
     "quant": (
         "dequantize",

@@ -141,7 +141,7 @@ def raw_calls(contract: Contract, function: Callable[..., Any], sample: Sample) 
     needs = tuple(i in gradient.inputs and isinstance(a, Tensor) for i, a in enumerate(args))
     with torch.no_grad():
         outputs = as_tuple(op(*args, *preference))
-    cotangents = tuple(torch.randn_like(o) for o in outputs)
+    cotangents = tuple(torch.randn_like(o) if o.is_floating_point() else None for o in outputs)
     raw = gradient.raw_args(cotangents, gradient.save(args, outputs), plain, needs)
     return [forward, RawCall(gradient.op, raw, forward.preference)]
 

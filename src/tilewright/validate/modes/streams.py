@@ -51,7 +51,7 @@ def side_stream(case: Case, findings: Findings) -> None:
     """On another stream, after inputs that arrive late: a launch on the default stream would read NaN."""
     _needs_gpu(case)
     truth = case.truth.cotangents if case.positions else []
-    cotangents = [torch.full_like(c, torch.nan) for c in truth]
+    cotangents = [torch.full_like(c, torch.nan if c.is_floating_point() else 0) for c in truth]
     late, arrived = case.sample(), case.sample()
     case.call(arrived)  # compiles, which would take longer than the delay
     if case.positions:

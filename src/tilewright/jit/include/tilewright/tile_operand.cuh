@@ -38,7 +38,15 @@ template <typename Element, Major kMajor, u32 kRows, u32 kShared> struct Operand
         }
     }
 
-    // The same without rows from `limit` on: the TMA takes longer for rows that are outside.  What they have in the stage stays,
+    // Loads kRows rows, those of two halves of the operand in turn, each half's from its row `row` on.   map: (rows, 2, K)
+    __device__ static void load_halves(
+        u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 k, u32 rank, u32 first = 0) {
+        static_assert(kMajor == Major::K && kPart % 2 == 0, "rows of both halves in every part");
+        const u32 part = kShared == 1 ? 0 : rank;
+        copy(stage + part * kPart * kSpan, map, full, first, k, 0, row + part * kPart / 2);
+    }
+
+    // The same as load() without rows from `limit` on: the TMA takes longer for rows that are outside.  What they have in the stage stays,
     // so their results are undefined.  Boxes have `box` rows, which divides kPart and is a multiple of eight, unless it is all.
     __device__ static void load_rows(u8* stage, const TensorMap& map, Barrier& full, u32 row, u32 limit, u32 box, u32 k,
                                      u32 batch, u32 rank, u32 first = 0) {

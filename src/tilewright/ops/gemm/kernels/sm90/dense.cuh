@@ -18,7 +18,8 @@
 //
 // Config: kBlockM, kBlockN, kStages, kClusterM, kClusterN, kSplitK; kTrim (boxes of box_m rows of A, none outside); kPrefetch (of
 // the first of B); kGemmType; kMajorA, kMajorB (0: K, 1: M or N); kActivation; kBias; kAddend (elements of C a load takes: 0 no C,
-// 1, 2); kAccumulate (C is D); Element, Out, Bias, Addend (types of A and B, D, bias, C).
+// 1, 2); kAccumulate (C is D); kHalves (columns of B come from its halves in turn, map_b is (rows, 2, K));
+// Element, Out, Bias, Addend (types of A and B, D, bias, C).
 #pragma once
 
 #include <tilewright/tile_epilogue.cuh>
@@ -131,8 +132,13 @@ __global__ void __launch_bounds__(GemmShape<Config>::kThreads, 1) sm90_gemm(
                         A::load(stages_a + stage * A::kBytes, map_a, full[stage], tile.row, k_idx, tile.batch_a, share,
                                 first_sharer);
                     }
-                    B::load(stages_b + stage * B::kBytes, map_b, full[stage], tile.column, k_idx, tile.batch_b, share,
-                            first_sharer);
+                    if constexpr (Config::kHalves) {
+                        B::load_halves(stages_b + stage * B::kBytes, map_b, full[stage], tile.batch_b * u32(n) + tile.column / 2,
+                                       k_idx, share, first_sharer);
+                    } else {
+                        B::load(stages_b + stage * B::kBytes, map_b, full[stage], tile.column, k_idx, tile.batch_b, share,
+                                first_sharer);
+                    }
                 }
             }
         }

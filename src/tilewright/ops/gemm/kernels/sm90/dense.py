@@ -221,11 +221,14 @@ def candidates_rows(bucket: GroupedBucket, dtype: torch.dtype) -> tuple[Config, 
     return tuple(sorted(choices(problem), key=lambda config: config.cluster_m))
 
 
-def gemm_rows(d: Tensor, args: GroupedArgs, config: Config) -> None:
-    """Rows of each group of d = act(those of a @ b of the group); other rows of d stay as they are."""
+def gemm_rows(d: Tensor, args: GroupedArgs, config: Config, *, halves: bool = False) -> None:
+    """Rows of each group of d = act(those of a @ b of the group); other rows of d stay as they are.
+
+    halves: as in `dense_kernel.gemm`
+    """
     if d.numel():
         product = plain_args(args.a, args.b, args.out_dtype, args.activation)
-        gemm(d, product, config, grouping.groups_of_rows(args))
+        gemm(d, product, config, grouping.groups_of_rows(args), halves=halves)
 
 
 def launch_rows(outs: tuple[Tensor], args: GroupedArgs, config: Config) -> None:

@@ -69,6 +69,7 @@ class Params(NamedTuple):
     kSplitK: int = 1
     kTrim: bool = False
     kPrefetch: bool = False
+    kHalves: bool = False
 
 
 class GemmType(IntEnum):
@@ -127,11 +128,12 @@ NO_GROUPS = Groups(GemmType.DENSE)
 KERNEL = CudaKernel(Path(__file__).with_name("dense.cuh"), "sm90_gemm", Args, archs=("sm_90a",), dependent=True)
 
 
-def gemm(d: Tensor, args: MatmulArgs, config: Config, groups: Groups = NO_GROUPS) -> None:
+def gemm(d: Tensor, args: MatmulArgs, config: Config, groups: Groups = NO_GROUPS, *, halves: bool = False) -> None:
     """d = act(alpha * scale * a @ b + bias) + c.
 
     d: (B, M, N_out), contiguous along N_out; a: (B, M, K); b: (B, K, N); c: (B, M, N_out), may be d.  With `groups`,
     GROUPED_M: a (1 or G, R, K), b (G, K, N), d (1 or G, R, N_out); GROUPED_K: a (1, M, T), b (1, T, N), d (G, M, N).
+    halves: the gate of "swiglu" is the first half of N, not every second column; b is contiguous along K, and dense.
     """
     a, b, bias, c, scale, alpha, activation, _ = args
     check_split(config.split, -(-a.shape[2] // _BLOCK_K))
@@ -158,7 +160,9 @@ def gemm(d: Tensor, args: MatmulArgs, config: Config, groups: Groups = NO_GROUPS
         _operand(
             a.mT if along_m else a, along_m, config.block_m if along_m else box_m * config.cluster_n, config.cluster_n
         ),
-        _operand(b if along_n else b.mT, along_n, config.block_n, config.cluster_m),
+        halves_map(b.mT, config.block_n // config.cluster_m)
+        if halves
+        else _operand(b if along_n else b.mT, along_n, config.block_n, config.cluster_m),
         tensor_map(d, (1, 64, strip // d.itemsize), swizzle=strip),
     )
     params = Params(
@@ -181,6 +185,7 @@ def gemm(d: Tensor, args: MatmulArgs, config: Config, groups: Groups = NO_GROUPS
         kSplitK=config.split,
         kTrim=box_m < part_m,
         kPrefetch=groups.gemm_type == GemmType.DENSE and m <= FEW_ROWS,
+        kHalves=halves,
     )
     # Without the TMA: rows where a group ends, columns that a block of a split owns
     stores_rows = groups.gemm_type == GemmType.GROUPED_M or config.split > 1
@@ -225,6 +230,17 @@ def _operand(operand: Tensor, mn_major: bool, block: int, shared: int) -> Tensor
     operand: (B, M or N, K); with mn_major (B, K, M or N), loaded in boxes of 64 columns.
     """
     return tensor_map(operand, (1, (_BLOCK_K if mn_major else block) // shared, 64), swizzle=_SPAN)
+
+
+def halves_map(weights: Tensor, rows: int) -> TensorMap | None:
+    """Returns the map of weights (G, N, K) in boxes of `rows`, half of them of the first half of N, half of the second.
+
+    The map is (rows of all groups, 2, K): its second dimension steps by half of N.
+    """
+    groups, n, depth = weights.shape
+    pitch = weights.stride(1)
+    view = weights.as_strided((groups * n - n // 2, 2, depth), (pitch, n // 2 * pitch, 1))
+    return tensor_map(view, (rows // 2, 2, 64), swizzle=_SPAN)
 
 
 def math_warpgroups(block_m: int) -> int:

@@ -14,7 +14,8 @@
 // cycles, and the promotion of 8-bit products is 112 instructions a warp, meanwhile.
 //
 // Config: kTokens, kStages, kSplit (at most the k blocks), kCtas (blocks a multiprocessor), kMnMajor (weights run along N),
-// kActivation (index of ACTIVATIONS in operands.py), Element, Out, Bias, Addend; kScaling for e4m3.
+// kActivation (index of ACTIVATIONS in operands.py), Element, Out, Bias, Addend; kScaling for e4m3; for groups kHalves: weight
+// rows come from the two halves of N in turn, and `weights` is a map (rows, 2, K).
 #pragma once
 
 #include "few_rows_parts/exchange.cuh"
@@ -241,6 +242,7 @@ __global__ void __launch_bounds__(kThreads, Base::kCtas) few_rows_grouped_gemm(
     using Config = Grouped<Base>;
     Operands<Config> operands{weights, tokens, weight_scales, token_scales, scale_a, scale_b, scale_a_batch, scale_b_batch,
                               scale_b_row, u32(k), u32(token_rows)};
+    operands.weight_rows = u32(n);
     split_k(operands);
     const Output<Config> out{d, nullptr, nullptr, d_batch, d_row, 0, 0, n, vectors};
     few_rows(operands, out, 1.0f, [&] { return GroupScheduler<Config>(starts, ends, groups, m, n, masked); });

@@ -51,6 +51,7 @@ class Params(NamedTuple):
     Out: torch.dtype
     Bias: torch.dtype
     Addend: torch.dtype
+    kHalves: bool = False
 
 
 class Args(NamedTuple):
@@ -148,13 +149,14 @@ CONFIGS: tuple[Config, ...] = tuple(
 """Every config that `configure` can return."""
 
 
-def gemm_rows(d: Tensor, args: GroupedArgs, config: Config) -> None:
+def gemm_rows(d: Tensor, args: GroupedArgs, config: Config, *, halves: bool = False) -> None:
     """Rows starts[g] .. ends[g] of d = act(those of a @ b[g]); other rows of d stay as they are.
 
     d (Ba, R, N_out)   a (Ba, R, K)   b (G, K, N)   scale_a (Ba, R blocks, K blocks)   scale_b (G, N blocks, K blocks)
     starts, ends (G,) int32 on the device; without starts a group begins at the previous end.
     Ba is 1, or G: then rows of group g are those of a[g], without starts from 0 on.  Rows beyond R do not exist,
     whatever ends says.
+    halves: the gate of "swiglu" is the first half of N, not every second column; b is contiguous along K, and dense.
     """
     a, b, scale_a, scale_b, starts, ends, _, activation, _ = args
     batches, m, k = a.shape
@@ -164,7 +166,7 @@ def gemm_rows(d: Tensor, args: GroupedArgs, config: Config) -> None:
     scaling = model.UNSCALED if scale_a is None or scale_b is None else int(scaling_of(a, b, scale_a, scale_b))
     check_split(config, k, a.itemsize)
     token_rows = min(m, config.tokens)
-    weights, tokens = operand_maps(a, b, token_rows)
+    weights, tokens = operand_maps(a, b, token_rows, halves)
     params = Params(
         kTokens=config.tokens,
         kStages=config.stages,
@@ -177,6 +179,7 @@ def gemm_rows(d: Tensor, args: GroupedArgs, config: Config) -> None:
         Out=d.dtype,
         Bias=d.dtype,
         Addend=d.dtype,
+        kHalves=halves,
     )
     token_box_rows = model.scale_rows(config.tokens, grouped=True)
     weight_scales, token_scales = scale_maps(scale_a, scale_b, scaling, token_box_rows, tokens)

@@ -12,6 +12,7 @@ from tilewright.jit.collect import collecting
 from tilewright.jit.cuda_launch import CudaKernel
 from tilewright.jit.tensor_map import TensorMap, tensor_map
 from tilewright.ops.gemm.kernels.sm90 import few_rows_model as model
+from tilewright.ops.gemm.kernels.sm90.dense_kernel import halves_map
 from tilewright.ops.gemm.kernels.sm90.few_rows_model import Config
 from tilewright.ops.gemm.operands import Major, major_b
 from tilewright.ops.gemm.scaled.scaling import Scaling
@@ -30,9 +31,16 @@ def check_split(config: Config, depth: int, itemsize: int) -> None:
         )
 
 
-def operand_maps(a: Tensor, b: Tensor, token_rows: int) -> tuple[TensorMap | None, TensorMap | None]:
-    """Returns maps of b (B, K, N), the weights, and of a (B, M, K), the tokens, with `token_rows` tokens in a box."""
+def operand_maps(
+    a: Tensor, b: Tensor, token_rows: int, halves: bool = False
+) -> tuple[TensorMap | None, TensorMap | None]:
+    """Returns maps of b (B, K, N), the weights, and of a (B, M, K), the tokens, with `token_rows` tokens in a box.
+
+    halves: a box of weights has rows of both halves of N
+    """
     chunk = model.SPAN // a.itemsize
+    if halves:
+        return halves_map(b.mT, model.BLOCK_N), tensor_map(a, (1, token_rows, chunk), swizzle=model.SPAN)
     # Weights along N have 16 bits: a box is 64 rows of K by 64 columns
     weights = tensor_map(b if along_n(b) else b.mT, (1, model.BLOCK_N, chunk), swizzle=model.SPAN)
     return weights, tensor_map(a, (1, token_rows, chunk), swizzle=model.SPAN)

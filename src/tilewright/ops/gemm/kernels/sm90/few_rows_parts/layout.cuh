@@ -20,8 +20,8 @@ enum class Scaling : int { None = -1, Tensor, Row, TokenByBlock, TokenByToken };
 
 __device__ constexpr u32 round_up(u32 n, u32 multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// Adds kUnalignedRows to a Config: tiles of tokens may begin at any row, as those of groups do.
-template <typename Base> struct Batched : Base { static constexpr bool kUnalignedRows = false; };
+// Adds kUnalignedRows to a Config: tiles of tokens may begin at any row, as those of groups do.  Groups choose kHalves.
+template <typename Base> struct Batched : Base { static constexpr bool kUnalignedRows = false, kHalves = false; };
 template <typename Base> struct Grouped : Base { static constexpr bool kUnalignedRows = true; };
 template <typename Base> struct Unscaled : Batched<Base> { static constexpr int kScaling = int(Scaling::None); };
 

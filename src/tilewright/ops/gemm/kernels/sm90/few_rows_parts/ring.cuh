@@ -18,6 +18,7 @@ template <typename Config> struct Operands {
     i64 scale_a_batch, scale_b_batch, scale_b_row;
     u32 k, token_rows;               // K, and rows of a box of tokens
     u32 k_block_begin, k_block_end;  // the k blocks of this block of the cluster
+    u32 weight_rows;                 // kHalves: of one matrix of weights
 };
 
 template <typename Config> struct Stages {
@@ -65,6 +66,9 @@ __device__ inline void load_tile(
             u8* const smem_weights = stage + chunk * kWeightBox;
             if constexpr (Config::kMnMajor) {
                 tma_load(smem_weights, operands.weights, full, tile.column, k, tile.weights, CacheHint::EvictFirst);
+            } else if constexpr (Config::kHalves) {
+                tma_load(smem_weights, operands.weights, full, k, 0, tile.weights * operands.weight_rows + tile.column / 2,
+                         CacheHint::EvictFirst);
             } else {
                 tma_load(smem_weights, operands.weights, full, k, tile.column, tile.weights, CacheHint::EvictFirst);
             }

@@ -1,0 +1,134 @@
+"""The experts of a mixture: two products with each expert's weights, a gate between them, and their weighted sum."""
+
+from torch import Tensor
+
+from tilewright.dispatch import Contract, Gradient, RawOp, call, dispatch, register
+from tilewright.errors import InputError
+from tilewright.ops.moe.fused import samples
+from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, fused_bucket
+from tilewright.ops.moe.fused.checks import check
+from tilewright.ops.moe.fused.reference import experts, experts_backward
+
+
+@dispatch("fused_moe")
+def fused_moe(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    quant: str | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """y[t] = sum over j of topk_weights[t, j] * (act(x[t] G^T) * (x[t] U^T)) D^T, with G and U the halves of
+    w1[topk_ids[t, j]] and D = w2[topk_ids[t, j]]: no token is dropped, whatever experts it has.
+
+    x: (T, H)   w1: (E, 2 I, H), gates first   w2: (E, H, I)   bf16|fp16|fp32, one dtype.
+    topk_weights: (T, k) bf16|fp16|fp32 and topk_ids: (T, k) int32|int64, as `topk_softmax` gives them; an id of -1 adds
+    nothing, and an expert given twice adds twice.   expert_map: (all experts,) int32, as in `moe_align`: experts of
+    other devices add nothing here.   activation: "silu", or "gelu" in its tanh form.
+    Returns (T, H) in x's dtype.   Products are summed in float32; the gated rows and those of the second product are
+    rounded to x's dtype, the weighted sum is made in float32, the first expert's first.  Nothing is added atomically:
+    a result repeats bit for bit.  Ids stay on the device, so a call can be captured, and replayed with others.
+    Gradients of x, w1, w2 and topk_weights.  Of a forward nothing but its arguments is kept: the backward computes the
+    first product again.
+    quant: None; low bits are no part of this version.
+    out: contiguous tensor to write instead of allocating; no gradient then.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
+    Raises InputError for other dtypes and for shapes that do not fit; ids are looked at as in `moe_align`.
+    """
+    if quant is not None:
+        raise InputError(f"fused_moe: quant is {quant!r}; only None is supported: weights in the dtype of x.")
+    args = FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation)
+    result: Tensor = call(CONTRACT, args, backend, out)
+    return result
+
+
+def reference(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    expert_map: Tensor | None = None,
+    quant: str | None = None,
+) -> Tensor:
+    """The same in plain torch: sort, gather, two grouped products, scatter."""
+    return experts(FusedMoeArgs(x, w1, w2, topk_weights, topk_ids, expert_map, activation))
+
+
+KERNELS = ("sm90.fused_moe", "triton.fused_moe")
+
+FORWARD = RawOp(
+    "fused_moe",
+    "fwd",
+    FusedMoeArgs,
+    package="tilewright.ops.moe",
+    kernels=KERNELS,
+    outputs=lambda args: ((args.x.shape, args.x.dtype),),
+    reference=experts,
+    bucket=fused_bucket,
+    bucket_names=FusedMoeBucket._fields,
+    out=True,
+)
+
+
+BACKWARD = RawOp(
+    "fused_moe",
+    "bwd",
+    FusedMoeBackwardArgs,
+    package="tilewright.ops.moe",
+    kernels=KERNELS,
+    outputs=lambda args: tuple(
+        (t.shape if needed else (0,), t.dtype)
+        for t, needed in (
+            (args.x, args.need_dx),
+            (args.w1, args.need_dw1),
+            (args.w2, args.need_dw2),
+            (args.topk_weights, args.need_dweights),
+        )
+    ),
+    reference=experts_backward,
+    bucket=fused_bucket,
+    bucket_names=FusedMoeBucket._fields,
+    count=4,
+)
+
+
+def _raw_args(
+    grads: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], args: FusedMoeArgs, needs: FusedMoeArgs
+) -> FusedMoeBackwardArgs:
+    wanted = needs.x, needs.w1, needs.w2, needs.topk_weights
+    return FusedMoeBackwardArgs(grads[0], *saved, args.activation, *(bool(need) for need in wanted))  # type: ignore[call-arg, arg-type]
+
+
+CONTRACT = register(
+    Contract(
+        name="fused_moe",
+        family="moe",
+        summary="the experts of a mixture: gather, two products, gate, weighted sum",
+        reference=reference,
+        forward=FORWARD,
+        check=check,
+        inputs=samples.inputs,
+        cost=samples.cost,
+        gradient=Gradient(
+            BACKWARD,
+            inputs=("x", "w1", "w2", "topk_weights"),
+            save=lambda args, outputs: tuple(args)[:6],
+            raw_args=_raw_args,
+            recomputes=False,
+        ),
+        workloads=samples.WORKLOADS,
+        cpu_workloads=samples.CPU_WORKLOADS,
+        edge_cases=samples.EDGE_CASES,
+        bad_inputs=samples.BAD_INPUTS,
+        edge_grid={"K": (1,)},
+    )
+)
