@@ -18,6 +18,8 @@ ATTENTION = {"B": 1, "H": 2, "H_kv": 1, "S": 5, "D": 8}
 PACKED = {"H": 2, "H_kv": 1, "D": 8, "lengths": (3, 0, 4), "causal": True}
 LATENT = {"B": 1, "H": 2, "S": 4, "D": 8, "D_pe": 4, "D_v": 6}
 STATES = {"N": 3, "B": 1, "H": 2, "S": 3, "D": 4}
+ROUTED = {"M": 3, "N": 6, "K": 2}
+MOVED = {"M": 4, "N": 6, "E": 3, "K": 2}
 ROTARY = {"B": 1, "S": 3, "H": 2, "H_kv": 1, "D": 8}
 PROBLEMS = {
     "rms_norm": [ROWS, {**ROWS, "offset": 1.0}, {**ROWS, "fp32_weight": True}],
@@ -40,6 +42,11 @@ PROBLEMS = {
     ],
     "fmha_varlen": [PACKED, {**PACKED, "sinks": True}],
     "mla": [LATENT, {**LATENT, "causal": False}],
+    "topk_softmax": [ROUTED],
+    "topk_sigmoid": [ROUTED, {**ROUTED, "bias": True}],
+    "moe_permute": [MOVED],
+    "moe_unpermute": [MOVED],
+    "fused_moe": [{"M": 4, "E": 3, "K": 2, "H": 8, "I": 6}],
     "merge_states": [STATES, {**STATES, "form": "pair"}, {**STATES, "blind": 1}],
 }
 CASES = [(name, problem) for name in SUBJECTS for problem in PROBLEMS[name]]  # an op without a problem is an error
@@ -121,7 +128,7 @@ def test_a_graph_of_the_gradient_changes_no_gradient(name, problem):
     attached = torch.autograd.grad(outputs, inputs, seeds, create_graph=True)
     torch.testing.assert_close(attached, plain)
     assert not any(g.requires_grad for g in plain)
-    linear = name == "apply_rope"  # and so is its gradient, in what comes in alone
+    linear = name in ("apply_rope", "moe_permute")  # and so is their gradient, in what comes in alone
     assert any(g.requires_grad for g in attached) != linear
 
 
