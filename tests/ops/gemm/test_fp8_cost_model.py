@@ -13,6 +13,7 @@ from tilewright import settings
 from tilewright.dispatch import implementations
 from tilewright.dispatch.bucket import INVARIANT_ROWS
 from tilewright.log import forget_logged
+from tilewright.ops.gemm.dense.args import SEPARATE
 from tilewright.ops.gemm.kernels.sm90 import few_rows_scaled, fp8
 from tilewright.ops.gemm.kernels.sm90.fp8_cost_model import Problem, Tile, predict, rank
 from tilewright.ops.gemm.scaled.args import ScaledBucket
@@ -92,6 +93,27 @@ def test_with_scales_of_columns_the_choice_is_the_fastest_measured(shape):
     times = MEASURED_BY_TOKEN[shape]
     config, _ = chosen(*shape, out_bits=32, scaling=TOKEN_TOKEN)
     assert times[config.block_m, config.block_n] == min(times.values())
+
+
+MEASURED_ADDED = {  # the same, added to D
+    (7168, 2112, 4096): {(192, 128): 156.9, (256, 112): 185.6, (256, 128): 172.8},
+    (1536, 24576, 4096): {(192, 128): 368.1, (256, 112): 389.1, (256, 128): 390.2},
+    (512, 32768, 4096): {(192, 128): 194.2, (256, 112): 199.3, (256, 128): 180.6},
+    (16384, 7168, 4096): {(192, 128): 1076.5, (256, 112): 1131.5, (256, 128): 1165.5},
+    (7168, 4096, 4096): {(192, 128): 313.9, (256, 112): 306.8, (256, 128): 311.6},
+    (2048, 7168, 4096): {(192, 128): 161.2, (256, 112): 163.9, (256, 128): 177.2},
+    (7168, 2112, 8192): {(192, 128): 284.1, (256, 112): 332.2, (256, 128): 312.6},
+    (512, 32768, 8192): {(192, 128): 346.0, (256, 112): 342.6, (256, 128): 335.0},
+    (7168, 4096, 8192): {(192, 128): 567.6, (256, 112): 542.8, (256, 128): 556.8},
+    (2048, 7168, 8192): {(192, 128): 280.4, (256, 112): 268.0, (256, 128): 313.5},
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED_ADDED, ids=str)
+def test_what_is_added_has_a_tile_near_the_fastest(shape):
+    times = MEASURED_ADDED[shape]
+    config, _ = chosen(*shape, out_bits=32, epilogue=SEPARATE, scaling=TOKEN_TOKEN)
+    assert times[config.block_m, config.block_n] < 1.05 * min(times.values())
 
 
 def test_the_choice_is_as_fast_as_the_fastest_almost_everywhere():

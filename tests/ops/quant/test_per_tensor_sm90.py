@@ -65,10 +65,11 @@ def test_no_more_blocks_than_run_at_once_and_none_without_rows(monkeypatch, vect
     x = torch.empty(vectors, 8, dtype=torch.bfloat16, device="meta")
     q, scale = torch.empty(vectors, 8, dtype=FP8, device="meta"), torch.empty(1, 1, device="meta")
     cuda.launch((q, scale), PerTensorCastArgs(x), config)
-    (_, prepared, _), ((blocks,), args, options) = calls
+    (prepared_by, prepared, _), ((blocks,), args, options) = calls
     assert args.vectors == vectors
     assert 1 <= blocks <= max(1, min(sms, vectors // options["block"]))
-    assert prepared.blocks == blocks == args.slots.numel() <= options["block"]
+    assert prepared_by == (1,)
+    assert prepared.meeting is args.meeting
 
 
 # -------------------------------------------------------------------------------------------------------- on a Hopper

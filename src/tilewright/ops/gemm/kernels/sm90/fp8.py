@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright import settings
 from tilewright.dispatch import register_kernel
 from tilewright.log import log_once
-from tilewright.ops.gemm.dense.args import GATED
+from tilewright.ops.gemm.dense.args import GATED, SEPARATE
 from tilewright.ops.gemm.grouped.args import UNSCALED, GroupedArgs, GroupedBucket, KGroupedArgs, KGroupedBucket
 from tilewright.ops.gemm.grouped_matmul import FORWARD as GROUPED
 from tilewright.ops.gemm.k_grouped_matmul import FORWARD as K_GROUPED
@@ -124,7 +124,7 @@ def _legal(problem: Problem) -> tuple[Tile, ...]:
     rows there are no registers for row scales in the epilogue.
     """
     quantised = problem.out_bytes == 1
-    unquantised = TILES_BY_TOKEN if problem.scaling == Scaling.TOKEN_TOKEN else TILES
+    unquantised = TILES_BY_TOKEN if problem.scaling == Scaling.TOKEN_TOKEN and not problem.added else TILES
     return tuple(
         tile
         for tile in (TILES_FP8 if quantised else unquantised)
@@ -203,6 +203,7 @@ def _problem(bucket: ScaledBucket) -> Problem:
         gated=bucket.epilogue == GATED,
         scaling=bucket.scaling,
         sms=sm_count(),
+        added=bucket.epilogue == SEPARATE,
     )
 
 
@@ -303,6 +304,7 @@ def _problem_along_k(bucket: KGroupedBucket) -> Problem:
         scaling=bucket.scaling,
         batch=groups,
         sms=sm_count(),
+        added=True,  # mostly, and the bucket does not say
     )
 
 

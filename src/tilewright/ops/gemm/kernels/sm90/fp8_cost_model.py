@@ -36,14 +36,17 @@ RATES = {  # TFLOP/s of full waves, without epilogues
 }
 RATED_SMS = 132  # of the GPU of these rates
 BY_TOKEN = 0.72  # factor of these rates if columns have a scale each
-# The same with two waves of rows, which share the scales of columns: from ratios to 192x128 on an H100
+# The same with two waves of rows, which share the scales of columns: from ratios to 192x128 on an H100.  Two waves add to
+# D slower than three warpgroups, by as much as the scales save
 RATES_BY_TOKEN = {(256, 112): 1040, (256, 96): 1010, (256, 128): 980}
 IDLE = 0.25  # a wave in which a share f of the SMs has work takes f ** IDLE of a full one's time
 EPILOGUE_US, BYTE_US = 0.65, 0.52 / 65536  # of a tile; for each byte of D in it
 
 
 class Problem(NamedTuple):
-    """`batch` products (M, K) @ (K, N), scaled as `Scaling` says.  out_bytes of an element of D; gated halves D."""
+    """`batch` products (M, K) @ (K, N), scaled as `Scaling` says.  out_bytes of an element of D; gated halves D; added:
+    the epilogue is more than a store of D.
+    """
 
     m: int
     n: int
@@ -53,6 +56,7 @@ class Problem(NamedTuple):
     scaling: int = 2
     batch: int = 1
     sms: int = 132
+    added: bool = False
 
 
 def predict(problem: Problem, tile: Tile) -> Prediction:
@@ -80,7 +84,8 @@ def _rate(problem: Problem, tile: Tile) -> float:
     shape = tile.block_m, tile.block_n
     if problem.scaling != Scaling.TOKEN_TOKEN:
         return RATES[shape]
-    return RATES_BY_TOKEN.get(shape) or BY_TOKEN * RATES[shape]
+    two_waves = None if problem.added else RATES_BY_TOKEN.get(shape)
+    return two_waves or BY_TOKEN * RATES[shape]
 
 
 def rank(problem: Problem, tiles: Iterable[Tile]) -> list[tuple[Tile, Prediction]]:

@@ -4,8 +4,8 @@
 // for the cast.  Between the passes it keeps kRegisterRows of them in registers and kSharedRows in shared memory.  The rows
 // before these are read again, the last ones first, which the L2 still has.
 //
-// Blocks tell each other their maxima through `slots`, which cast_prepare, the launch before, marks as unset: so all must
-// run at once.  x is older than both launches, so this one reads it before the first has ended.
+// Blocks meet between the passes: each raises `largest` and counts itself, and waits until all have; so all must run at once.
+// cast_prepare, the launch before, sets both to 0.  x is older than both launches, so this one reads it before the first ends.
 //
 // Config: kThreads, kRegisterRows, kSharedRows; Element.
 #pragma once
@@ -14,23 +14,34 @@
 
 namespace tilewright {
 
-constexpr int kUnset = -1;  // in a slot, which else holds the bits of a magnitude in float32
+// Where the blocks meet.
+struct Meeting {
+    u32 largest;  // magnitude, the bits of a float32
+    int arrived;  // blocks
+};
 
-// Marks the slots of `blocks` blocks.
-template <typename Config> __global__ void cast_prepare(int* slots, int blocks) {
+template <typename Config> __global__ void cast_prepare(Meeting* meeting) {
     griddepcontrol_wait();
     launch_dependents();
-    for (int i = threadIdx.x; i < blocks; i += blockDim.x) slots[i] = kUnset;
+    *meeting = {};
 }
 
 struct alignas(16) Vector { u32 words[4]; };
 
-// Loads what no other thread of the multiprocessor reads.
-__device__ inline Vector load_vector(const Vector* from) {
+// Loads what no other thread of the multiprocessor reads.  kOnce: and nobody reads again, so the L2 drops it first.
+template <bool kOnce> __device__ inline Vector load_vector(const Vector* from) {
     Vector v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-                 : "l"(from));
+    if constexpr (kOnce) {
+        asm volatile(
+            "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+            "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n}\n"
+            : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+            : "l"(from));
+    } else {
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                     : "l"(from));
+    }
     return v;
 }
 
@@ -42,6 +53,17 @@ __device__ inline void bulk_load_once(void* to, const void* from, u32 bytes, Bar
             shared_address(to)),
         "l"(from), "r"(bytes), "r"(full.address())
         : "memory");
+}
+
+// Raises the largest magnitude to `own`, and counts this block: who sees the count sees the magnitude.
+__device__ inline void raise_and_arrive(Meeting* meeting, u32 own) {
+    asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(&meeting->largest), "r"(own) : "memory");
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(&meeting->arrived) : "memory");
+}
+__device__ inline u32 load_relaxed(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
 }
 
 // Elements of 16 or 32 bits in the words of vectors.
@@ -88,8 +110,8 @@ template <typename Element> struct Words {
 };
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, float* scale, const Vector* x, int* slots,
-                                                                        i64 vectors) {
+__global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, float* scale, const Vector* x,
+                                                                        Meeting* meeting, i64 vectors) {
     using W = Words<typename Config::Element>;
     constexpr u32 kThreads = Config::kThreads, kWarps = kThreads / 32;
     constexpr int kKept = Config::kRegisterRows, kShared = Config::kSharedRows;
@@ -129,19 +151,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) largest[j] = W::larger(largest[j], v.words[j]);
     };
-    const auto fetch = [&](int window, int i) { kept[i] = load_vector(from + i64(start + window * kKept + i) * kThreads); };
+    const auto place = [&](int window, int i) { return from + i64(start + window * kKept + i) * kThreads; };
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-        if (start + i >= 0) fetch(0, i);
+        if (start + i >= 0) kept[i] = load_vector<true>(place(0, i));
     }
-    for (int window = 1; window < windows; ++window) {
+    for (int window = 1; window + 1 < windows; ++window) {
 #pragma unroll
         for (int i = 0; i < kKept; ++i) {
             if (window > 1 || start + i >= 0) absorb(kept[i]);
-            fetch(window, i);
+            kept[i] = load_vector<false>(place(window, i));
         }
     }
-    if (has_rest) absorb(load_vector(x + rest));
+    if (windows > 1) {
+#pragma unroll
+        for (int i = 0; i < kKept; ++i) {
+            if (windows > 2 || start + i >= 0) absorb(kept[i]);
+            kept[i] = load_vector<true>(place(windows - 1, i));
+        }
+    }
+    if (has_rest) absorb(load_vector<false>(x + rest));
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
         if (windows > 1 || start + i >= 0) absorb(kept[i]);
@@ -154,25 +183,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
         absorb(shared_rows[row * kThreads]);
     }
 
-    // Publish the maximum of this block, and wait for those of all
-    const auto block_maximum = [&](u32 value) {
-        value = __reduce_max_sync(~0u, value);
-        __syncthreads();  // the last maxima have been read
-        if (lane_index() == 0) warp_maxima[threadIdx.x / 32] = value;
-        __syncthreads();
-        return __reduce_max_sync(~0u, lane_index() < kWarps ? warp_maxima[lane_index()] : 0);
-    };
+    // Meet the other blocks
     const u32 words = W::larger(W::larger(largest[0], largest[1]), W::larger(largest[2], largest[3]));
-    const u32 own = block_maximum(W::magnitude(words));
+    const u32 of_warp = __reduce_max_sync(~0u, W::magnitude(words));
+    if (lane_index() == 0) warp_maxima[threadIdx.x / 32] = of_warp;
     griddepcontrol_wait();
     launch_dependents();
-    if (threadIdx.x == 0) store_release(slots + blockIdx.x, int(own));
-    int other = 0;
-    if (threadIdx.x < gridDim.x) {
-        while ((other = load_acquire(slots + threadIdx.x)) == kUnset) {
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        const u32 own = __reduce_max_sync(~0u, lane_index() < kWarps ? warp_maxima[lane_index()] : 0);
+        if (lane_index() == 0) {
+            raise_and_arrive(meeting, own);
+            while (load_acquire(&meeting->arrived) != int(gridDim.x)) {
+            }
+            warp_maxima[0] = load_relaxed(&meeting->largest);
         }
     }
-    const float unit = __uint_as_float(max(block_maximum(u32(other)), __float_as_uint(1e-4f))) * (9586981 * 0x1p-32f);
+    __syncthreads();
+    const float unit = __uint_as_float(max(warp_maxima[0], __float_as_uint(1e-4f))) * (9586981 * 0x1p-32f);
     const float factor = 1.0f / unit;
     if (blockIdx.x == 0 && threadIdx.x == 0) *scale = unit;
 
@@ -182,7 +210,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
         for (int i = 0; i < kKept; ++i) {
             const int row = start + window * kKept + i;
             if (row >= 0) W::store(q, to + i64(row) * kThreads, kept[i], factor);
-            if (window > 0 && row >= kKept) fetch(window - 1, i);
+            if (row >= kKept) kept[i] = load_vector<true>(place(window - 1, i));
         }
         if (window == windows - 1) {
 #pragma unroll 2
@@ -191,7 +219,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
             }
         }
     }
-    if (has_rest) W::store(q, rest, load_vector(x + rest), factor);
+    if (has_rest) W::store(q, rest, load_vector<true>(x + rest), factor);
 }
 
 }  // namespace tilewright
