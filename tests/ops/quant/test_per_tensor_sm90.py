@@ -40,7 +40,7 @@ def elements(rows, sms, itemsize):
         (torch.empty(8, 16, dtype=torch.bfloat16).mT, False),
         (torch.empty(0, 128), False),
     ],
-    ids=str,
+    ids=["whole", "one vector", "ragged", "gaps", "misaligned", "transposed", "empty"],
 )
 def test_it_takes_runs_of_whole_vectors(hopper, x, taken):
     args = PerTensorCastArgs(x)
