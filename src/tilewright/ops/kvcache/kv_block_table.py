@@ -143,8 +143,8 @@ def _check_numbers(args: KvBlockTableArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: lengths of sequences, which stand in an order that `seed` turns, page_size; optional max_pages, and slack,
-    entries behind the last page.
+    """params: lengths of sequences, in an order that `seed` turns, page_size; optional max_pages, and slack, entries
+    behind the last page.
     """
     lengths, page_size, generator = params["lengths"], params["page_size"], rows.generator(seed)
     turn = seed % max(len(lengths), 1)
