@@ -47,6 +47,18 @@ def test_soft_caps_of_a_model_that_runs_fmha():
     assert StaticDecoder(model, max_length=80, batch_size=2).attention == "model"  # on a CPU
 
 
+def test_sinks_of_a_model_that_runs_fmha():
+    """gpt-oss has sinks, and a window in every second layer."""
+    from tests.models.zoo import build as build_named
+
+    model = build_named("gpt_oss", attn_implementation="eager")
+    ids, mask = prompts(2, 14, pads=5)
+    ids = ids % model.config.vocab_size
+    expected = continued(model, ids, mask, 12, attention="model")
+    model.set_attn_implementation(register_attention())
+    assert torch.equal(continued(model, ids, mask, 12, attention="split_kv"), expected)
+
+
 @pytest.mark.interp
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_interpreted(family):

@@ -17,7 +17,7 @@ def cascade(q, k, v, prefix, lengths, tables, sinks):
     The prefix is whole pages, and every new token sees all of it: the tokens of all sequences are those of one.
     """
     tokens = q.flatten(0, 1)
-    starts = torch.tensor([0, tokens.shape[0]], dtype=torch.int32, device=q.device)
+    starts = torch.arange(2, dtype=torch.int32, device=q.device) * tokens.shape[0]  # also inside of a capture
     shared_length = torch.full((1,), prefix.numel() * PAGE, dtype=torch.int32, device=q.device)
     shared = fmha_paged(
         tokens, k, v, starts, shared_length, block_table=prefix[None], causal=False, sinks=sinks, return_lse=True

@@ -28,11 +28,16 @@ def test_page_lists_are_those_of_the_table():
     for page in (3, 16, None):
         params = {"H": 4, "H_kv": 2, "D": 8, "lengths": (20, 5, 16), "page": page}
         args = problem_of(subject.inputs(params, torch.bfloat16, CPU, 0))
-        rows, size = pages_of(args), args.k_cache.shape[1]
+        rows = pages_of(args)
         assert rows is not None
+        size = rows.caches[0].shape[1]
         assert ((rows.starts.diff() - 1) * size + rows.last).tolist() == [20, 5, 16]
         for b in range(3):
             own = rows.pages[rows.starts[b] : rows.starts[b + 1]].tolist()
-            assert own == ([b] if page is None else args.block_table[b, : len(own)].tolist())
+            keys = rows.caches[0][own].flatten(0, 1)
+            if page is None:
+                assert torch.equal(keys, args.k_cache[b, : keys.shape[0]])
+            else:
+                assert own == args.block_table[b, : len(own)].tolist()
     params = {"H": 4, "H_kv": 2, "D": 8, "lengths": (20, 0), "page": 4}
     assert pages_of(problem_of(subject.inputs(params, torch.bfloat16, CPU, 0))) is None  # it has no empty sequence

@@ -143,8 +143,12 @@ def _check_numbers(args: KvBlockTableArgs) -> None:
 
 
 def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int) -> Sample:
-    """params: lengths of sequences, page_size; optional max_pages, and slack, entries behind the last page."""
+    """params: lengths of sequences, in an order that `seed` turns, page_size; optional max_pages, and slack, entries
+    behind the last page.
+    """
     lengths, page_size, generator = params["lengths"], params["page_size"], rows.generator(seed)
+    turn = seed % max(len(lengths), 1)
+    lengths = [*lengths[turn:], *lengths[:turn]]
     counts = [-(-n // page_size) for n in lengths]
     indptr = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     entries = sum(counts) + params.get("slack", 0)
@@ -195,8 +199,8 @@ CONTRACT = register(
         ),
         cpu_workloads=(_case("small", [512 - 31 * b for b in range(8)], 16, max_pages=32),),
         edge_cases=(
-            _case("one: a sequence of one token", [1], 16),
             _case("ragged: an empty sequence, full last pages", [5, 0, 8, 3, 16], 4),
+            _case("one: a sequence of one token", [1], 16),
             _case("page_1: a page a token", [7, 1, 3], 1),
             _case("wide: columns behind the longest, entries behind the last", [9, 2], 4, max_pages=300, slack=5),
             _case("blocks: more columns than a program", [5000, 1, 4097], 1, max_pages=5003),

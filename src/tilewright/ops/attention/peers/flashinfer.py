@@ -11,30 +11,42 @@ from tilewright.dispatch import Sample
 from tilewright.ops.attention.paged.args import PagedArgs, problem_of
 from tilewright.ops.peer import Call
 
+_PAGE_SIZES = (64, 16)
 _WORKSPACE = 256 << 20  # bytes, for parts of split sequences
 
 
 class Pages(NamedTuple):
-    """A block table as FlashInfer takes it: compressed rows."""
+    """A cache and its block table as FlashInfer takes them: compressed rows."""
 
     starts: Tensor  # (B + 1,) int32
     pages: Tensor  # (starts[B],) int32
     last: Tensor  # (B,) int32, tokens of the last page
+    caches: tuple[Tensor, Tensor]  # (pages, page_size, H_kv, D)
 
 
 def pages_of(args: PagedArgs) -> Pages | None:
-    """The pages in use; a contiguous cache is one page for each sequence.  None where a sequence is empty."""
-    lengths, page_size, device = args.lengths.tolist(), args.k_cache.shape[1], args.q.device
+    """The pages in use.  None where a sequence is empty.
+
+    A contiguous cache is cut into pages, because sequences are divided at pages alone.
+    """
+    lengths, device, table = args.lengths.tolist(), args.q.device, args.block_table
     if min(lengths, default=0) == 0:
         return None
-    counts = [-(-n // page_size) for n in lengths]
-    table = args.block_table
+    caches, page_size = (args.k_cache, args.v_cache), args.k_cache.shape[1]
     if table is None:
-        table = torch.arange(len(lengths), dtype=torch.int32, device=device)[:, None]
+        size = next(n for n in (*_PAGE_SIZES, page_size) if page_size % n == 0)
+        caches = (_cut(args.k_cache, size), _cut(args.v_cache, size))
+        table = torch.arange(caches[0].shape[0], dtype=torch.int32, device=device).view(len(lengths), -1)
+        page_size = size
+    counts = [-(-n // page_size) for n in lengths]
     pages = torch.cat([table[b, :count] for b, count in enumerate(counts)])
     starts = torch.tensor([0, *counts], device=device).cumsum(0).int()
     last = torch.tensor([(n - 1) % page_size + 1 for n in lengths], dtype=torch.int32, device=device)
-    return Pages(starts, pages, last)
+    return Pages(starts, pages, last, caches)
+
+
+def _cut(cache: Tensor, page_size: int) -> Tensor:
+    return cache.view(-1, page_size, *cache.shape[2:])
 
 
 def _unfit(args: PagedArgs, sample: Sample) -> bool:
@@ -77,8 +89,9 @@ class Decode:
 
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=args.q.device)
         wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=self.tensor_cores)
-        wrapper.plan(*rows, args.q.shape[1], args.k_cache.shape[2], d, args.k_cache.shape[1], **_options(args))
-        return _running(wrapper, args, sample)
+        page_size = rows.caches[0].shape[1]
+        wrapper.plan(*rows[:3], args.q.shape[1], args.k_cache.shape[2], d, page_size, **_options(args))
+        return _running(wrapper, args, rows, sample)
 
 
 @dataclass(frozen=True)
@@ -110,17 +123,17 @@ class Prefill:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=args.q.device)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(
-            cu, *rows, args.q.shape[1], args.k_cache.shape[2], args.q.shape[2], args.k_cache.shape[1],
+            cu, *rows[:3], args.q.shape[1], args.k_cache.shape[2], args.q.shape[2], rows.caches[0].shape[1],
             head_dim_vo=args.v_cache.shape[3], causal=args.causal, **_options(args),
         )  # fmt: skip
-        return _running(wrapper, args, sample)
+        return _running(wrapper, args, rows, sample)
 
 
-def _running(wrapper: Any, args: PagedArgs, sample: Sample) -> Call:
+def _running(wrapper: Any, args: PagedArgs, rows: Pages, sample: Sample) -> Call:
     shape = (*sample.args[0].shape[:-1], args.v_cache.shape[3])
 
     def call() -> Tensor:
-        o: Tensor = wrapper.run(args.q, (args.k_cache, args.v_cache))
+        o: Tensor = wrapper.run(args.q, rows.caches)
         return o.view(shape)
 
     return call
