@@ -18,7 +18,9 @@ from tilewright.ops.attention.kernels.triton.paged.launch import (
     processors,
     stages,
 )
+from tilewright.ops.attention.layout import addressable
 from tilewright.ops.attention.mla_decode.args import MlaDecodeArgs
+from tilewright.ops.kvcache.mla_layout import TOKEN_BYTES, VECTOR
 from tilewright.ops.quant.kernels.triton.numbers import as_stored
 from tilewright.ops.quant.numbers import E4M3
 
@@ -64,6 +66,8 @@ def why_not(args: MlaDecodeArgs) -> str | None:
         return f"holds values of up to {2 * _MOST_WIDTH} numbers and {_MOST_REST} more of a key"
     if args.q.dtype == torch.float32 and parts.two:
         return f"holds float32 values of up to {_MOST_WIDTH} numbers, because registers spill beyond"
+    if args.is_packed and not (addressable(args.q) and addressable(args.kv_cache)):
+        return f"reads tokens of {TOKEN_BYTES} bytes, and their queries, at multiples of {VECTOR} bytes"
     sequences = args.q.shape[0] * (1 if args.indices is None else args.q.shape[1])
     return f"takes at most {MOST_SEQUENCES} sequences" if sequences > MOST_SEQUENCES else None
 
