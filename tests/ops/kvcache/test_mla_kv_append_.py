@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.ops.kvcache.paged import paged
 
 from tilewright.dispatch import contract
-from tilewright.errors import InputError
+from tilewright.errors import InputError, RefusedError
 from tilewright.ops import mla_decode, mla_kv_append_
 from tilewright.ops.kvcache.mla_layout import TOKEN_BYTES, quantize_mla_cache
 from tilewright.validate.bits import same_bits
@@ -108,10 +108,17 @@ def test_numbers_outside_of_the_cache_are_refused_on_a_cpu():
     assert not cache.any()
 
 
-def test_packed_tokens_begin_at_multiples_of_16_bytes():
-    cache = torch.zeros(2, 3, 664, dtype=torch.uint8)[:, :, :TOKEN_BYTES]
-    with pytest.raises(InputError, match="multiples of 16 bytes"):
-        mla_kv_append_(cache, torch.ones(2, 512), torch.ones(2, 64), torch.ones(2, dtype=torch.int32))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_tokens_at_odd_bytes_are_torchs(backend):
+    cache = torch.zeros(2, 3, 659, dtype=torch.uint8)[:, :, 3:]
+    joined, lengths = torch.randn(2, 576), torch.tensor([1, 2], dtype=torch.int32)
+    arguments = (cache, joined[:, :512], joined[:, 512:], lengths)
+    if backend == "triton":
+        with pytest.raises(RefusedError, match="at multiples of 16 bytes"):
+            mla_kv_append_(*arguments, backend=backend)
+    else:
+        mla_kv_append_(*arguments)
+        assert torch.equal(cache[1, 1], quantize_mla_cache(joined[1]))
 
 
 def test_a_gradient_is_refused_by_name():
