@@ -236,8 +236,14 @@ def decoding(d: int, rows: int = 8, cache: int = 0, division: str = "EQUAL", clu
 
 
 # (kernel, parameters, instructions that must be there)
-# Bytes that the warps which only copy, and have 24 registers, keep in local memory
-SPILLED = {"sm90_fmha_backward": 64, "sm90_fmha_backward_parts": 64, "sm90_mla_backward": 64}
+# Bytes that the warps which only copy, and have 24 registers, keep in local memory; of the float8 forward also words
+# about a tile of queries, beside 128 sums and scores in 160 registers
+SPILLED = {
+    "sm90_fmha_backward": 64,
+    "sm90_fmha_backward_parts": 64,
+    "sm90_mla_backward": 64,
+    "sm90_fmha_fp8": 80,
+}
 INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (tma_copy, COPY, {"UTMASTG": 1}),
     (wgmma_tile, Tile(128, 4, torch.bfloat16, torch.bfloat16), {"HGMMA": 4, "UTMALDG": 2, "UTMASTG": 2}),
@@ -314,6 +320,10 @@ INSTANCES: list[tuple[Any, Any, dict[str, int]]] = [
     (decode.KERNEL, decoding(128, rows=16, cache=2), {"HMMA": 64}),
     (decode.COMBINE, decoding(128)._replace(kWarps=1, kStages=1), {}),
     (decode.COMBINE, decoding(64, division="OWN")._replace(kWarps=1, kStages=1), {}),
+    (fp8_forward.KERNEL, fmha_fp8(64, (3, 192, 2, 2, True, 2)), {"QGMMA": 28, "UTMALDG": 10}),
+    (fp8_forward.KERNEL, fmha_fp8(128, (3, 128, 3, 2)), {"QGMMA": 16, "UTMALDG": 6}),
+    (fp8_forward.KERNEL, fmha_fp8(128, (3, 128, 3, 2), blocks=True, softcap=3.0), {"QGMMA": 16, "UTMALDG": 6}),
+    (fp8_forward.KERNEL, fmha_fp8(256, (2, 128, 2, 1, True, 2)), {"QGMMA": 32, "UTMALDG": 8}),
     # Attention backward, and the kernels before and after it
     (backward.PREPROCESS, fmha_backward(128, (64, 2, 2, 2))[0], {}),
     (backward.KERNEL, fmha_backward(128, (64, 2, 2, 2))[1], {"HGMMA": 64, "UTMALDG": 5, "UTMASTG": 1}),

@@ -250,8 +250,8 @@ def candidates(bucket: FmhaFp8Bucket, dtype: torch.dtype) -> tuple[Config, ...]:
     """Tiles that fit the registers and shared memory at these widths.  If scales of keys are those of blocks, a tile
     lies in one; a mask program has the same tiles, because more scores would spill.
 
-    Three warpgroups have 160 registers a thread: beside 64 scores and O they hold parts of P V up to 56 columns wide, or
-    of 128, which are one array with the scores.
+    Three warpgroups have 160 registers a thread: beside 64 scores and O they hold parts of P V up to 56 columns wide,
+    or of 128, which are one array with the scores.
     """
     tiles = next(tiles for largest, tiles in _TILES.items() if largest >= max(bucket.D, bucket.D_v))
     if bucket.blocks & (BLOCKS_K | BLOCKS_V) or bucket.mask == PROGRAM:
