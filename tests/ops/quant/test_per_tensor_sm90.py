@@ -54,6 +54,12 @@ def test_other_gpus_are_refused(monkeypatch):
     assert "sm_80" in cuda.why_not(PerTensorCastArgs(torch.empty(8, 8)))
 
 
+def test_a_small_x_is_left_to_triton():
+    small, large = (bucket_of(PerTensorCastArgs(torch.empty(m, 4096, dtype=torch.bfloat16))) for m in (64, 4096))
+    assert cuda.configure(small, torch.bfloat16) is None
+    assert cuda.configure(large, torch.bfloat16) in cuda.candidates(large, torch.bfloat16)
+
+
 @pytest.mark.parametrize("config", cuda.CONFIGS, ids=str)
 @pytest.mark.parametrize("sms", [SMS, 7])
 @pytest.mark.parametrize("vectors", [1, 511, 512, 513, 512 * 132, 512 * 132 + 1, 3 * 512 * 132 + 5, 10**7])

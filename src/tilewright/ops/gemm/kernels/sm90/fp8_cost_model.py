@@ -36,8 +36,8 @@ RATES = {  # TFLOP/s of full waves, without epilogues
 }
 RATED_SMS = 132  # of the GPU of these rates
 BY_TOKEN = 0.72  # factor of these rates if columns have a scale each
-# The same with two waves of rows, which share the scales of columns: from ratios to 192x128 on an H100.  Two waves add to
-# D slower than three warpgroups, by as much as the scales save
+# The same with two waves of rows, which share the scales of columns: from ratios to 192x128 on an H100.  Two waves add
+# to D slower than three warpgroups, by as much as the scales save
 RATES_BY_TOKEN = {(256, 112): 1040, (256, 96): 1010, (256, 128): 980}
 IDLE = 0.25  # a wave in which a share f of the SMs has work takes f ** IDLE of a full one's time
 EPILOGUE_US, BYTE_US = 0.65, 0.52 / 65536  # of a tile; for each byte of D in it

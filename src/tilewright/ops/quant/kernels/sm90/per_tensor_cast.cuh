@@ -28,30 +28,32 @@ template <typename Config> __global__ void cast_prepare(Meeting* meeting) {
 
 struct alignas(16) Vector { u32 words[4]; };
 
-// Loads what no other thread of the multiprocessor reads.  kOnce: and nobody reads again, so the L2 drops it first.
-template <bool kOnce> __device__ inline Vector load_vector(const Vector* from) {
+// What the L2 does with what it is asked for: drop it first, or as usual.
+__device__ inline u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ inline u64 evict_normal() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Loads what no other thread of the multiprocessor reads.
+__device__ inline Vector load_vector(const Vector* from, u64 policy) {
     Vector v;
-    if constexpr (kOnce) {
-        asm volatile(
-            "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-            "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n}\n"
-            : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-            : "l"(from));
-    } else {
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
-                     : "l"(from));
-    }
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                 : "l"(from), "l"(policy));
     return v;
 }
 
-// Copies a run of bytes that is not read again: the L2 drops it first.
-__device__ inline void bulk_load_once(void* to, const void* from, u32 bytes, Barrier& full) {
+__device__ inline void bulk_load(void* to, const void* from, u32 bytes, Barrier& full, u64 policy) {
     asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}\n" ::"r"(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)),
-        "l"(from), "r"(bytes), "r"(full.address())
+        "l"(from), "r"(bytes), "r"(full.address()), "l"(policy)
         : "memory");
 }
 
@@ -138,7 +140,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
         fence_barrier_init();
         for (int row = 0; row < in_shared; ++row) {
             full[row].arrive_and_expect_tx(kThreads * sizeof(Vector));
-            bulk_load_once(shared_rows + row * kThreads, from + (before + row) * kThreads, kThreads * sizeof(Vector), full[row]);
+            bulk_load(shared_rows + row * kThreads, from + (before + row) * kThreads, kThreads * sizeof(Vector), full[row],
+                      evict_first());
         }
     }
 
@@ -151,26 +154,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) largest[j] = W::larger(largest[j], v.words[j]);
     };
-    const auto place = [&](int window, int i) { return from + i64(start + window * kKept + i) * kThreads; };
+    const auto fetch = [&](int window, int i, u64 policy) {
+        kept[i] = load_vector(from + i64(start + window * kKept + i) * kThreads, policy);
+    };
+    const auto policy_of = [&](int window) { return window + 1 < windows ? evict_normal() : evict_first(); };
+    const u64 first_policy = policy_of(0);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-        if (start + i >= 0) kept[i] = load_vector<true>(place(0, i));
+        if (start + i >= 0) fetch(0, i, first_policy);
     }
-    for (int window = 1; window + 1 < windows; ++window) {
+    for (int window = 1; window < windows; ++window) {
+        const u64 policy = policy_of(window);
 #pragma unroll
         for (int i = 0; i < kKept; ++i) {
             if (window > 1 || start + i >= 0) absorb(kept[i]);
-            kept[i] = load_vector<false>(place(window, i));
+            fetch(window, i, policy);
         }
     }
-    if (windows > 1) {
-#pragma unroll
-        for (int i = 0; i < kKept; ++i) {
-            if (windows > 2 || start + i >= 0) absorb(kept[i]);
-            kept[i] = load_vector<true>(place(windows - 1, i));
-        }
-    }
-    if (has_rest) absorb(load_vector<false>(x + rest));
+    if (has_rest) absorb(load_vector(x + rest, evict_normal()));
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
         if (windows > 1 || start + i >= 0) absorb(kept[i]);
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
         for (int i = 0; i < kKept; ++i) {
             const int row = start + window * kKept + i;
             if (row >= 0) W::store(q, to + i64(row) * kThreads, kept[i], factor);
-            if (row >= kKept) kept[i] = load_vector<true>(place(window - 1, i));
+            if (row >= kKept) fetch(window - 1, i, evict_first());
         }
         if (window == windows - 1) {
 #pragma unroll 2
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) per_tensor_cast(u8* q, fl
             }
         }
     }
-    if (has_rest) W::store(q, rest, load_vector<true>(x + rest), factor);
+    if (has_rest) W::store(q, rest, load_vector(x + rest, evict_first()), factor);
 }
 
 }  // namespace tilewright
