@@ -104,7 +104,7 @@ def test_shared_memory_holds_every_config():
             dtype = bf16 if cache == 0 else torch.float8_e4m3fn
             sizes = config.rows, config.keys, config.warps, config.warps, config.stages
             params = cuda.Params(width, *sizes, division.value, config.cluster, cache == 2, bf16, dtype)
-            taken = choice.shared_bytes(params, division)
+            taken = choice.shared_bytes(params)
             assert config.shares * (taken + 1024) <= SHARED_LIMIT + 1024
             assert config.stages * unit.stage_bytes * config.warps <= taken
 
