@@ -135,8 +135,9 @@ COMBINE = CudaKernel(
 class Work(NamedTuple):
     """Shares of each key head, all from shapes.
 
-    blocks: of one key head, of which `resident` run at once; levels: the last shares are smaller.   least: units of a share at least.   slots: partial sums.   splits: row tiles that the
-    second kernel looks at: all of them if by_tile, else as many as there are shares that may continue one.
+    blocks: of one key head, of which `resident` run at once; levels: the last shares are smaller.   least: units of a
+    share at least.   slots: partial sums.   splits: row tiles that the second kernel looks at, all of them if by_tile,
+    else as many as there are shares that may continue one.
     """
 
     division: Division
