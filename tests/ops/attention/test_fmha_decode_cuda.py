@@ -104,7 +104,7 @@ def test_shared_memory_holds_every_config():
             dtype = bf16 if cache == 0 else torch.float8_e4m3fn
             sizes = config.rows, config.keys, config.warps, config.warps, config.stages
             params = cuda.Params(width, *sizes, division.value, config.cluster, cache == 2, bf16, dtype)
-            taken = choice.shared_bytes(params, division)
+            taken = choice.shared_bytes(params)
             assert config.shares * (taken + 1024) <= SHARED_LIMIT + 1024
             assert config.stages * unit.stage_bytes * config.warps <= taken
 
@@ -142,9 +142,17 @@ def test_equal_shares_fill_the_machine_and_a_second_kernel_adds():
 
 
 def test_the_second_kernel_has_a_block_for_each_share_where_these_are_fewer():
-    args = raw(H=32, H_kv=8, D=128, lengths=(4096,) * 20)
+    args = raw(H=32, H_kv=8, D=128, lengths=(500,) * 80, page=64)
     (_, (splits, sums, _, _)) = launched(args, Config(8, 16, 8, 2))
     assert (splits, sums.by_tile) == ((15, 4, 8), False), "a row tile that begins in one share may go on in 15 others"
+
+
+def test_long_shares_are_divided_in_levels():
+    args = raw(H=32, H_kv=8, D=128, lengths=(4096,) * 20, page=64)
+    (grid, given, _, _), (splits, sums, _, _) = launched(args, Config(8, 16, 8, 2))
+    assert (grid, given.blocks, given.levels) == ((4 * 16 * 8,), 16, True)
+    assert (splits, sums.by_tile, sums.levels) == ((20, 4, 8), True, True)
+    assert given.partial.shape == (2 * 4 * 16 * 8 * 8, 128)
 
 
 def test_more_heads_than_multiprocessors():

@@ -25,11 +25,9 @@ __device__ inline u32 map_shared_rank(u32 address, u32 rank) {
     return remote;
 }
 
-// Loads two floats at an address from map_shared_rank; both blocks have passed cluster_sync since they were written.
-__device__ inline float2 load_shared_remote(u32 address) {
-    float2 v;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
+// Stores two floats at an address from map_shared_rank; a cluster_sync of both blocks makes them visible.
+__device__ inline void store_shared_remote(u32 address, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
 // Stores four floats at `address` (16-byte aligned) and counts them at `barrier`.  Both are addresses in the same block,

@@ -33,9 +33,13 @@ __device__ inline void cp_async_zfill(void* to, const void* from, bool valid) {
                  : "memory");
 }
 
-// Copies 16 bytes past the L1, or writes zeros if not `valid`; then `from` is not read.
-__device__ inline void cp_async_16(u32 to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+// Copies 16 bytes past the L1, or writes zeros if not `valid`; then `from` is not read.  The L2 evicts the line first: for
+// what is read once.
+__device__ inline void cp_async_16_once(u32 to, const void* from, bool valid) {
+    constexpr u64 kEvictFirst = 0x12F0000000000000;  // as createpolicy encodes it
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0),
+                 "l"(kEvictFirst)
+                 : "memory");
 }
 
 // Fetches the line of an address into the L2.  Safe for memory that an earlier kernel still writes: the L2 is coherent.

@@ -37,7 +37,7 @@ struct Share {
 
 // The share of a block, and where this warp begins.
 template <typename Config, typename All>
-__device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks) {
+__device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads, u32 most, u32 blocks, bool levels) {
     constexpr u32 kWarps = Config::kWarps;
     const u32 number = blockIdx.x / kv_heads;
     Share share;
@@ -64,7 +64,7 @@ __device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads
     } else {
         const auto weight = [&](int b) { return all[b].all_units(); };
         const Line line(all.count(), weight);
-        const EqualShares<Config::kLeast> shares(line.total, blocks);
+        const EqualShares<Config::kLeast> shares(line.total, blocks, levels);
         if (number >= shares.shares) return share;
         share.template divide<kWarps>(shares.begin(number), shares.begin(number + 1));
         if (share.own_begin == share.own_end) return share;
@@ -74,14 +74,14 @@ __device__ inline Share find_share(Walk<All>& walk, const All& all, u32 kv_heads
     return share;
 }
 
-// Strides are in elements of their tensor.  each, left: as in Sequences.   most: shares of a row tile (Own).   blocks: as
-// many as there can be shares of a head (Equal).
+// Strides are in elements of their tensor.  each, left: as in Sequences.   most: shares of a row tile (Own).   blocks: of a
+// key head that are resident, levels: four times as many are launched (Equal).
 template <typename Config>
 __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     const typename Config::Element* q, typename Config::Element* o, float* lse, float* partial, float* stats, const u8* k,
     const u8* v, const int* lengths, const int* block_table, const int* cu_seqlens, const float* sinks,
     const float* k_scale, const float* v_scale, int batch, int tokens, int each, int kv_heads, int group, int capacity,
-    int page_size, int left, bool causal, int most, int blocks, float scale, float softcap, i64 q_token,
+    int page_size, int left, bool causal, int most, int blocks, bool levels, float scale, float softcap, i64 q_token,
     i64 q_head, i64 k_page, i64 k_slot, i64 k_head, i64 v_page, i64 v_slot, i64 v_head, i64 table_row, i64 k_scale_page,
     i64 k_scale_slot, i64 k_scale_head, i64 v_scale_page, i64 v_scale_slot, i64 v_scale_head) {
     using Shape = Layout<Config>;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     constexpr u32 kWarps = Config::kWarps;
     extern __shared__ __align__(1024) u8 shared[];
 
-    if constexpr (kInCluster) launch_dependents();
+    if constexpr (kInCluster) launch_dependents(), cluster_arrive_relaxed();
     // What every block reads first, while the kernel before ends: the lengths, and the queries of one sequence
     const u32 head = kInCluster ? blockIdx.x / Config::kCluster % kv_heads : blockIdx.x % kv_heads;
     if (warp_index() == 0) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
 
     const All all{lengths, cu_seqlens, batch, tokens, each, group, capacity, left};
     Walk<All> walk(all);
-    const Share share = find_share<Config>(walk, all, kv_heads, most, blocks);
+    const Share share = find_share<Config>(walk, all, kv_heads, most, blocks, levels);
     if (share.empty) return;
 
     const float* const ks = k_scale == nullptr ? nullptr : k_scale + head * k_scale_head;
@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     UnitLoader<Config, All> loader(cache, walk, share.own_end - share.own_begin, ring);
     for (u32 i = 0; i < Shape::kStages; ++i) loader.issue();
 
-    const Output<Element> out{o, lse, reinterpret_cast<float4*>(partial), reinterpret_cast<float2*>(stats), sinks,
-                              kv_heads * group};
+    const Output<Element> out{o, lse, partial, reinterpret_cast<float2*>(stats), sinks, kv_heads * group};
     const Parts<Config> parts{shared};
     if (lane_index() < 2) parts.part(2 * warp + lane_index()).begin = kNoPart;
     __syncwarp();
@@ -167,39 +166,47 @@ __global__ void __launch_bounds__(Config::kWarps * 32, 1) sm90_decode(
     }
     __syncthreads();
 
-    // Add the parts of the warps
-    constexpr u32 kVectors = Config::kRows * Config::kD / 4;
+    // Add the parts of the warps.  A warp has whole rows.
+    float2 sum[parts.kPairs];
+    float m, l;
+    const u32 begin = lane_index() < parts.kCount ? parts.part(lane_index()).begin : kNoPart;
+    const u32 used = __ballot_sync(~0u, begin != kNoPart);
     if constexpr (kInCluster) {
-        float* const sums = reinterpret_cast<float*>(shared + Shape::kBlockOffset);
-        float2* const of_rows = reinterpret_cast<float2*>(sums + Config::kRows * Shape::kPitch);
-        for (u32 i = threadIdx.x; i < kVectors; i += kWarps * 32) {
-            const u32 row = i / (Config::kD / 4), column = i % (Config::kD / 4) * 4;
-            float m, l;
-            *reinterpret_cast<float4*>(sums + row * Shape::kPitch + column) = parts.add(0, row, column, m, l);
-            if (column == 0) of_rows[row] = {m, l};
+        const ClusterSum<Config, Element> cluster{shared};
+        const RowTile tile = tile_of(of_cluster);
+        cluster_wait();  // every block has started
+        for (u32 row = warp; row < Config::kRows && tile.has(row); row += kWarps) {
+            parts.add(used, row, sum, m, l);
+            cluster.send(row, sum, m, l);
         }
-        merge_cluster<Config>(shared, out, tile_of(of_cluster));
+        cluster_sync();
+        cluster.finish(out, tile);
     } else {
-        u32 before = kNoPart;
-        for (u32 first = 0; first < parts.kCount; ++first) {
-            const Part part = parts.part(first);
-            if (part.begin == kNoPart || part.begin == before) continue;
-            before = part.begin;
+        // The first part of each row tile: the one used before it is of another
+        const u32 earlier = used & ((1u << lane_index()) - 1);
+        const u32 begin_before = __shfl_sync(~0u, begin, earlier == 0 ? 0 : 31 - __clz(earlier));
+        u32 tiles = __ballot_sync(~0u, begin != kNoPart && (earlier == 0 || begin_before != begin));
+        for (; tiles != 0; tiles &= tiles - 1) {
+            const Part part = parts.part(__ffs(tiles) - 1);
+            const u32 members = __ballot_sync(~0u, begin == part.begin);
             const RowTile tile = tile_of(part);
             const bool whole = part.begin >= share.begin && part.begin + part.units <= share.end;
             const u32 slot = Division(Config::kDivision) == Division::Own
                                  ? blockIdx.x
                                  : blockIdx.x / kv_heads * 2 * kv_heads + (part.begin > share.begin) * kv_heads + head;
-            for (u32 i = threadIdx.x; i < kVectors; i += kWarps * 32) {
-                const u32 row = i / (Config::kD / 4), column = i % (Config::kD / 4) * 4;
-                float m, l;
-                const float4 sum = parts.add(part.begin, row, column, m, l);
-                if (whole) {
-                    store_finished(out, tile, row, column, Config::kD, sum, m, l);
-                } else if (tile.has(row)) {
-                    const i64 to = i64(slot) * Config::kRows + row;
-                    out.partial[(to * Config::kD + column) / 4] = sum;
-                    if (column == 0) out.stats[to] = {m, l};
+            for (u32 row = warp; row < Config::kRows && tile.has(row); row += kWarps) {
+                parts.add(members, row, sum, m, l);
+                const i64 to = i64(slot) * Config::kRows + row;
+                if (!whole && lane_index() == 0) out.stats[to] = {m, l};
+                const Finished end = finish_row(out, tile, row, m, l);
+#pragma unroll
+                for (u32 p = 0; p < parts.kPairs; ++p) {
+                    const u32 column = 64 * p + 2 * lane_index();
+                    if (whole) {
+                        store_finished(out, tile, row, column, Config::kD, sum[p], end);
+                    } else {
+                        *reinterpret_cast<float2*>(out.partial + to * Config::kD + column) = sum[p];
+                    }
                 }
             }
         }

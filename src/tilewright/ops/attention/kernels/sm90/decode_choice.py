@@ -58,16 +58,18 @@ class Unit(NamedTuple):
         return self.keys * (2 * self.row_bytes + self.scale_bytes)
 
 
-def shared_bytes(params: Any, division: Division) -> int:
+def shared_bytes(params: Any) -> int:
     """Dynamic shared memory, as fmha_decode/layout.cuh divides it."""
     unit = Unit(params.kD, params.kD * params.Cache.itemsize, 8 if params.kTokenScales else 0)
     stage = params.kKeys * (2 * unit.row_bytes + unit.scale_bytes)
-    return _shared(params.kWarps, params.kStages, stage, params.kRows, params.kD, division is Division.CLUSTER)
+    return _shared(params.kWarps, params.kStages, stage, params.kRows, params.kD, params.kCluster)
 
 
-def _shared(warps: int, stages: int, stage_bytes: int, rows: int, width: int, in_cluster: bool) -> int:
-    sums = _sums(rows, width)
-    return warps * (stages * stage_bytes + 2 * _PART_BYTES) + (1 if in_cluster else warps) * sums
+def _shared(warps: int, stages: int, stage_bytes: int, rows: int, width: int, cluster: int) -> int:
+    each = stages * stage_bytes + 2 * _PART_BYTES
+    if cluster > 1:
+        return warps * each + rows * width * 4 + cluster * rows * 8
+    return warps * (each + _sums(rows, width))
 
 
 def _sums(rows: int, width: int) -> int:
@@ -80,7 +82,7 @@ def ring(unit: Unit, rows: int, warps: int, blocks: int, cluster: int) -> Config
     """
     room = _SHARED // blocks - (blocks > 1) * 1024
     stages = _MOST_STAGES
-    while stages > 1 and _shared(warps, stages, unit.stage_bytes, rows, unit.width, cluster > 1) > room:
+    while stages > 1 and _shared(warps, stages, unit.stage_bytes, rows, unit.width, cluster) > room:
         stages -= 1
     if stages == 1 or stages * unit.stage_bytes < _sums(rows, unit.width) or rows * unit.width > _MOST_SUMS:
         return None
@@ -92,7 +94,7 @@ def space(unit: Unit, rows: int) -> Iterable[Config]:
     for cluster in CLUSTERS:
         for warps, blocks in ((8, 1), (4, 1), (4, 2)):
             found = ring(unit, rows, warps, blocks, cluster)
-            if found is not None and (cluster == 1 or (blocks == 1 and rows * unit.width // 64 >= cluster)):
+            if found is not None and (cluster == 1 or blocks == 1):
                 yield found
 
 

@@ -32,9 +32,11 @@ template <typename Config> struct Layout {
     static_assert(kSumBytes % 16 == 0 && kSumBytes <= kRingBytes, "the sums of a warp replace its ring");
     static constexpr u32 kFirstOffset = kWarps * kRingBytes;
     static constexpr u32 kPartsOffset = kFirstOffset + (kInCluster ? 0 : kWarps * kSumBytes);
-    static constexpr u32 kBlockOffset = kPartsOffset + kWarps * 2 * 20;  // clusters: the block's sum
-    static constexpr u32 kBytes = kBlockOffset + (kInCluster ? kSumBytes : 0);
-    static_assert(kBlockOffset % 16 == 0, "vectors of 16 bytes");
+    // Clusters: from every block the pairs of columns that this one adds, and the statistics of all rows
+    static constexpr u32 kExchangeOffset = kPartsOffset + kWarps * 2 * 20;
+    static constexpr u32 kExchangeStatsOffset = kExchangeOffset + kRows * kD * 4;
+    static constexpr u32 kBytes = kInCluster ? kExchangeStatsOffset + Config::kCluster * kRows * 8 : kExchangeOffset;
+    static_assert(kExchangeOffset % 16 == 0, "vectors of 16 bytes");
 
     // Eight consecutive rows have the same 16 bytes in eight different groups of banks.
     __device__ static constexpr u32 offset(u32 row, u32 chunk) {

@@ -12,7 +12,7 @@ namespace tilewright {
 template <typename Element> struct Output {
     Element* o;
     float* lse;
-    float4* partial;
+    float* partial;
     float2* stats;
     const float* sinks;
     int heads;
@@ -53,13 +53,9 @@ __device__ inline Finished finish_row(const Output<Element>& out, const RowTile&
 
 template <typename Element>
 __device__ inline void store_finished(
-    const Output<Element>& out, const RowTile& tile, u32 row, u32 column, u32 d, float4 sum, float most, float denominator) {
-    if (!tile.has(row)) return;
-    const Finished end = finish_row(out, tile, row, most, denominator);
+    const Output<Element>& out, const RowTile& tile, u32 row, u32 column, u32 d, float2 sum, const Finished& end) {
     const i64 at = tile.out_row(row, out.heads);
-    const uint2 packed = {pack<Element>(sum.x * end.factor, sum.y * end.factor),
-                          pack<Element>(sum.z * end.factor, sum.w * end.factor)};
-    *reinterpret_cast<uint2*>(out.o + at * d + column) = packed;
+    *reinterpret_cast<u32*>(out.o + at * d + column) = pack<Element>(sum.x * end.factor, sum.y * end.factor);
     if (column == 0) out.lse[at] = end.lse;
 }
 
@@ -109,7 +105,8 @@ constexpr u32 kNoPart = ~0u;
 // The parts of a block: of warp w, part 2 w is the row tile with which it begins, 2 w + 1 that with which it ends.
 template <typename Config> struct Parts {
     using Shape = Layout<Config>;
-    static constexpr u32 kCount = 2 * Shape::kWarps;
+    static constexpr u32 kCount = 2 * Shape::kWarps, kPairs = Shape::kD / 64;
+    static_assert(kCount <= 32, "a lane for each part");
 
     u8* shared;
 
@@ -143,82 +140,77 @@ template <typename Config> struct Parts {
         if (lane_index() == 0) part(i) = p;
     }
 
-    // The sum of all parts of the row tile that begins at `begin`: of four columns of a row.
-    __device__ float4 add(u32 begin, u32 row, u32 column, float& most, float& denominator) const {
-        float2 stat[kCount];
-        most = minus_infinity(), denominator = 0;
+    // Sums of the parts in the mask `members`, of one row; all lanes of a warp, which hold columns 64 p + 2 lane of it.
+    __device__ void add(u32 members, u32 row, float2 (&sum)[kPairs], float& most, float& denominator) const {
+        float2 stat = {minus_infinity(), 0};
+        if (members >> lane_index() & 1) stat = stats(lane_index())[row];
+        most = stat.x;
 #pragma unroll
-        for (u32 i = 0; i < kCount; ++i) {
-            stat[i] = {minus_infinity(), 0};
-            if (part(i).begin == begin) stat[i] = stats(i)[row];
-            most = fmaxf(most, stat[i].x);
-        }
-        const float base = most == minus_infinity() ? 0 : most;
-        float4 sum = {0, 0, 0, 0};
+        for (u32 step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        const float weight = exp2_fast(stat.x - (most == minus_infinity() ? 0 : most));
+        denominator = weight * stat.y;
 #pragma unroll
-        for (u32 i = 0; i < kCount; ++i) {
-            if (part(i).begin != begin) continue;
-            const float weight = exp2_fast(stat[i].x - base);
-            const float4 x = *reinterpret_cast<const float4*>(sums(i) + row * Shape::kPitch + column);
-            denominator += weight * stat[i].y;
-            sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+        for (u32 step = 1; step < 32; step *= 2) denominator += __shfl_xor_sync(~0u, denominator, step);
+#pragma unroll
+        for (u32 p = 0; p < kPairs; ++p) sum[p] = {0, 0};
+        for (; members != 0; members &= members - 1) {
+            const u32 i = __ffs(members) - 1;
+            const float w = __shfl_sync(~0u, weight, i);
+            const float* const from = sums(i) + row * Shape::kPitch + 2 * lane_index();
+#pragma unroll
+            for (u32 p = 0; p < kPairs; ++p) {
+                const float2 x = *reinterpret_cast<const float2*>(from + 64 * p);
+                sum[p].x += w * x.x, sum[p].y += w * x.y;
+            }
         }
-        return sum;
     }
 };
 
-// Adds the sums of the blocks of a cluster, which lie in their shared memory at kBlockOffset, and writes o; all threads of all
-// blocks.  Each block has some pairs of columns of the rows; several threads divide the blocks.
-template <typename Config, typename Element>
-__device__ inline void merge_cluster(u8* shared, const Output<Element>& out, const RowTile& tile) {
+// Adds the sums of the blocks of a cluster; all threads of all blocks.  Each has some pairs of columns of the rows.
+// send: one row of this block, by one warp, to the blocks that add its columns.
+template <typename Config, typename Element> struct ClusterSum {
     using Shape = Layout<Config>;
-    constexpr u32 kBlocks = Config::kCluster, kThreads = Shape::kWarps * 32, kD = Shape::kD;
-    constexpr u32 kPairs = Shape::kRows * kD / 2 / kBlocks;  // of a block
-    constexpr u32 kAtOnce = kPairs < kThreads ? kPairs : kThreads, kGroups = kThreads / kAtOnce;
-    static_assert(kPairs % 32 == 0 && kPairs % kAtOnce == 0 && kThreads % kAtOnce == 0 && kD / 2 % 32 == 0,
-                  "the pairs of a warp are of one row");
-    const u32 sums = shared_address(shared + Shape::kBlockOffset), stats = sums + Shape::kRows * Shape::kPitch * 4;
-    float2* const groups = reinterpret_cast<float2*>(shared);  // (kGroups, kAtOnce): the rings are empty
-    const u32 lane = lane_index(), group = threadIdx.x / kAtOnce, own = threadIdx.x % kAtOnce;
-    cluster_sync();
+    static constexpr u32 kBlocks = Config::kCluster, kD = Shape::kD, kPairs = Shape::kRows * kD / 2 / kBlocks;
+
+    u8* shared;
+
+    __device__ void send(u32 row, const float2 (&sum)[kD / 64], float most, float denominator) const {
+        const u32 to = shared_address(shared + Shape::kExchangeOffset), lane = lane_index();
 #pragma unroll
-    for (u32 first = 0; first < kPairs; first += kAtOnce) {
-        const u32 pair = cluster_rank() * kPairs + first + own, row = pair / (kD / 2), column = pair % (kD / 2) * 2;
-        // Weights of the blocks: lane r has that of block r
-        const float2 stat = load_shared_remote(map_shared_rank(stats, lane % kBlocks) + row * 8);
-        float most = stat.x;
-#pragma unroll
-        for (u32 step = 1; step < kBlocks; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        const float weight = exp2_fast(stat.x - (most == minus_infinity() ? 0 : most));
-        float denominator = weight * stat.y;
-#pragma unroll
-        for (u32 step = 1; step < kBlocks; step *= 2) denominator += __shfl_xor_sync(~0u, denominator, step);
-        float2 sum = {0, 0};
-#pragma unroll
-        for (u32 r = 0; r < kBlocks; r += kGroups) {
-            if (r + group >= kBlocks) break;
-            const u32 at = map_shared_rank(sums, r + group) + (row * Shape::kPitch + column) * 4;
-            const float2 x = load_shared_remote(at);
-            const float w = __shfl_sync(~0u, weight, r + group);
-            sum.x += w * x.x, sum.y += w * x.y;
+        for (u32 p = 0; p < kD / 64; ++p) {
+            const u32 pair = row * (kD / 2) + 32 * p + lane;
+            const u32 at = to + (cluster_rank() * kPairs + pair % kPairs) * 8;
+            store_shared_remote(map_shared_rank(at, pair / kPairs), sum[p]);
         }
-        if constexpr (kGroups > 1) {
-            if (group > 0) groups[group * kAtOnce + own] = sum;
-            __syncthreads();
+        const u32 stats = shared_address(shared + Shape::kExchangeStatsOffset) + (cluster_rank() * Shape::kRows + row) * 8;
+        if (lane < kBlocks) store_shared_remote(map_shared_rank(stats, lane), {most, denominator});
+    }
+
+    // After a barrier of the cluster.
+    __device__ void finish(const Output<Element>& out, const RowTile& tile) const {
+        const float2* const sums = reinterpret_cast<const float2*>(shared + Shape::kExchangeOffset);
+        const float2* const stats = reinterpret_cast<const float2*>(shared + Shape::kExchangeStatsOffset);
+        for (u32 i = threadIdx.x; i < kPairs; i += Shape::kWarps * 32) {
+            const u32 pair = cluster_rank() * kPairs + i, row = pair / (kD / 2);
+            if (!tile.has(row)) continue;
+            float2 stat[kBlocks], sum = {0, 0};
+            float most = minus_infinity(), denominator = 0;
 #pragma unroll
-            for (u32 i = 1; i < kGroups; ++i) {
-                const float2 x = groups[i * kAtOnce + own];
-                if (group == 0) sum.x += x.x, sum.y += x.y;
+            for (u32 r = 0; r < kBlocks; ++r) {
+                stat[r] = stats[r * Shape::kRows + row];
+                most = fmaxf(most, stat[r].x);
             }
-        }
-        if (group == 0 && tile.has(row)) {
-            const Finished end = finish_row(out, tile, row, most, denominator);
-            const i64 at = tile.out_row(row, out.heads);
-            *reinterpret_cast<u32*>(out.o + at * kD + column) = pack<Element>(sum.x * end.factor, sum.y * end.factor);
-            if (column == 0) out.lse[at] = end.lse;
+            const float base = most == minus_infinity() ? 0 : most;
+#pragma unroll
+            for (u32 r = 0; r < kBlocks; ++r) {
+                const float weight = exp2_fast(stat[r].x - base);
+                const float2 x = sums[r * kPairs + i];
+                denominator += weight * stat[r].y;
+                sum.x += weight * x.x, sum.y += weight * x.y;
+            }
+            store_finished(out, tile, row, pair % (kD / 2) * 2, kD, sum, finish_row(out, tile, row, most, denominator));
         }
     }
-    cluster_sync();  // no block exits while another reads its memory
-}
+};
 
 }  // namespace tilewright

@@ -76,13 +76,13 @@ template <typename Config, typename All> struct UnitLoader {
             for (u32 i = 0; i < Shape::kCopies; ++i) {
                 const u32 row = i * Shape::kRowsPerCopy + lane_index() / Shape::kLanesPerRow;
                 const i64 from = __shfl_sync(~0u, k_offset, row) + chunk * 16;
-                cp_async_16(to + Shape::offset(row, chunk), cache.k + from, copied >> row & 1);
+                cp_async_16_once(to + Shape::offset(row, chunk), cache.k + from, copied >> row & 1);
             }
 #pragma unroll
             for (u32 i = 0; i < Shape::kCopies; ++i) {
                 const u32 row = i * Shape::kRowsPerCopy + lane_index() / Shape::kLanesPerRow;
                 const i64 from = __shfl_sync(~0u, v_offset, row) + chunk * 16;
-                cp_async_16(to + Shape::kTileBytes + Shape::offset(row, chunk), cache.v + from, copied >> row & 1);
+                cp_async_16_once(to + Shape::kTileBytes + Shape::offset(row, chunk), cache.v + from, copied >> row & 1);
             }
             if constexpr (Config::kTokenScales) {
                 if (lane_index() < kKeys) {
