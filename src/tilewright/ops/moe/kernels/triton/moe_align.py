@@ -146,9 +146,9 @@ def launch(outs: tuple[Tensor, Tensor, Tensor, Tensor], args: MoeAlignArgs, conf
     per_part = triton.cdiv(blocks, parts) * block
     parts = triton.cdiv(count, per_part)
     block_e = triton.next_power_of_2(experts)
-    known = experts if expert_map is None else expert_map.shape[0]
+    map_size = experts if expert_map is None else expert_map.shape[0]
     counts = scratch((parts, block_e), torch.int32, ids.device) if parts > 1 else None
-    sizes = (count, experts, known)
+    sizes = (count, experts, map_size)
     if parts > 1:
         _count((parts,), (counts, ids, expert_map, *sizes, per_part), (block, block_e), num_warps=config.num_warps)
     _place(
