@@ -20,8 +20,9 @@ FLOATS |= {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "repetition": 0.5, "p
 SIZES = {
     "k": 3, "top_k": 3, "rotary_dim": 64, "groups": 4, "expected_rows": 16, "bits": 8, "group": 128, "dim": 1,
     "tokens": 6, "page_size": 16, "max_pages": 8,
+    "tokens": 6, "num_experts": 64, "n_group": 2, "topk_group": 1,
 }  # fmt: skip
-RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed"}  # kernels are told of these
+RAW_FLAGS = {"fp32_weight", "interleaved", "ue8m0", "transpose", "packed", "renormalize"}  # kernels are told of these
 FLAGS = {*RAW_FLAGS, "causal", "trans_a", "trans_b", "return_lse"}  # Python branches on the others: by their truth
 OTHER = {"dropout", "x"}  # must be 0; a tensor
 BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.interp)]

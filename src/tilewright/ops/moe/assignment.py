@@ -18,8 +18,8 @@ def local_experts(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int)
     """Experts of this device as int64; num_experts for what is dropped."""
     experts = topk_ids.to(torch.int64)
     if expert_map is not None:
-        known = (experts >= 0) & (experts < expert_map.shape[0])
-        experts = torch.where(known, expert_map.to(torch.int64)[torch.where(known, experts, 0)], -1)
+        mapped = (experts >= 0) & (experts < expert_map.shape[0])
+        experts = torch.where(mapped, expert_map.to(torch.int64)[torch.where(mapped, experts, 0)], -1)
     return torch.where((experts >= 0) & (experts < num_experts), experts, num_experts)
 
 
@@ -32,18 +32,18 @@ def check_experts(op: str, topk_ids: object, expert_map: object, num_experts: An
         raise InputError(f"{op}: topk_ids is {got}; needs (T, k) of torch.int32 or torch.int64.")
     if not isinstance(num_experts, (int, torch.SymInt)) or isinstance(num_experts, bool) or num_experts < 1:
         raise InputError(f"{op}: num_experts is {num_experts!r}; needs the number of experts, at least 1.")
-    known = num_experts
+    count = num_experts
     if expert_map is not None:
         if not isinstance(expert_map, Tensor) or expert_map.dtype != torch.int32 or expert_map.dim() != 1:
             got = f"{tuple(expert_map.shape)} {expert_map.dtype}" if isinstance(expert_map, Tensor) else "no tensor"
             raise InputError(f"{op}: expert_map is {got}; needs (all experts,) torch.int32.")
         if expert_map.device != topk_ids.device:
             raise InputError(f"{op}: expert_map is on {expert_map.device}, topk_ids on {topk_ids.device}.")
-        known = expert_map.shape[0]
+        count = expert_map.shape[0]
     if topk_ids.numel() and not level_is_open() and may_read(topk_ids):
         least, most = (int(v) for v in topk_ids.aminmax())
-        if least < -1 or most >= known:
-            raise InputError(f"{op}: topk_ids has {least if least < -1 else most}; needs -1 (dropped) to {known - 1}.")
+        if least < -1 or most >= count:
+            raise InputError(f"{op}: topk_ids has {least if least < -1 else most}; needs -1 (dropped) to {count - 1}.")
 
 
 def check_order(op: str, slots: object, positions: object, device: torch.device) -> None:

@@ -28,9 +28,9 @@ def load_stats(topk_ids: Tensor, num_experts: int) -> Load:
     ids = _ids(topk_ids).flatten()
     inside = (ids >= 0) & (ids < num_experts)
     counts = ids.new_zeros(num_experts + 1).scatter_add(0, torch.where(inside, ids, num_experts), torch.ones_like(ids))
-    kept = counts[:num_experts]
-    fraction = kept / kept.sum().clamp(min=1)
-    return Load(kept, fraction, fraction.max() * num_experts, counts[num_experts])
+    local = counts[:num_experts]
+    fraction = local / local.sum().clamp(min=1)
+    return Load(local, fraction, fraction.max() * num_experts, counts[num_experts])
 
 
 def load_balancing_loss(logits: Tensor, topk_ids: Tensor, *, mask: Tensor | None = None) -> Tensor:

@@ -104,8 +104,8 @@ BACKWARD = RawOp(
 def _raw_args(
     grads: tuple[Tensor | None, ...], saved: tuple[Tensor, ...], args: FusedMoeArgs, needs: FusedMoeArgs
 ) -> FusedMoeBackwardArgs:
-    wanted = needs.x, needs.w1, needs.w2, needs.topk_weights
-    return FusedMoeBackwardArgs(grads[0], *saved, args.activation, *(bool(need) for need in wanted))  # type: ignore[call-arg, arg-type]
+    flags = needs.x, needs.w1, needs.w2, needs.topk_weights
+    return FusedMoeBackwardArgs(grads[0], *saved, args.activation, *(bool(need) for need in flags))  # type: ignore[call-arg, arg-type]
 
 
 CONTRACT = register(

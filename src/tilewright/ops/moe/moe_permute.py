@@ -50,15 +50,15 @@ def moe_permute(
 def reference(x: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
     """Plain torch: a gather."""
     k = max(1, positions.shape[1])
-    kept = positions.flatten()[slots.to(torch.int64)] >= 0
-    return torch.where(kept[:, None], x[slots.to(torch.int64) // k], 0)
+    is_local = positions.flatten()[slots.to(torch.int64)] >= 0
+    return torch.where(is_local[:, None], x[slots.to(torch.int64) // k], 0)
 
 
 def summed(dy: Tensor, positions: Tensor) -> Tensor:
     """The sum of the rows of each token, in float32, rounded once."""
-    kept = positions >= 0
-    gathered = dy[torch.where(kept, positions, 0).to(torch.int64)].to(rows.accumulate_dtype(dy.dtype))
-    return torch.where(kept[..., None], gathered, 0).sum(1).to(dy.dtype)
+    is_local = positions >= 0
+    gathered = dy[torch.where(is_local, positions, 0).to(torch.int64)].to(rows.accumulate_dtype(dy.dtype))
+    return torch.where(is_local[..., None], gathered, 0).sum(1).to(dy.dtype)
 
 
 FORWARD = RawOp(

@@ -61,9 +61,9 @@ def reference(y: Tensor, weights: Tensor, slots: Tensor, positions: Tensor) -> T
 
 def combined(y: Tensor, weights: Tensor, positions: Tensor) -> Tensor:
     """The weighted sum of the rows of each token."""
-    kept, dtype = positions >= 0, rows.accumulate_dtype(y.dtype)
-    gathered = y[torch.where(kept, positions, 0).to(torch.int64)].to(dtype)
-    return torch.where(kept[..., None], gathered * weights.to(dtype)[..., None], 0).sum(1).to(y.dtype)
+    is_local, dtype = positions >= 0, rows.accumulate_dtype(y.dtype)
+    gathered = y[torch.where(is_local, positions, 0).to(torch.int64)].to(dtype)
+    return torch.where(is_local[..., None], gathered * weights.to(dtype)[..., None], 0).sum(1).to(y.dtype)
 
 
 def _backward(args: MoeUnpermuteBackwardArgs) -> tuple[Tensor, Tensor]:

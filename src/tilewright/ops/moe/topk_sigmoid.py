@@ -82,8 +82,8 @@ def reference(
     if n_group > 1:
         grouped = choice.unflatten(1, (n_group, -1))
         best = routing.largest(grouped.gather(2, routing.largest(grouped, 2)).sum(-1), topk_group)
-        taken = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
-        choice = torch.where(taken[..., None], grouped, -torch.inf).flatten(1)
+        in_best = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
+        choice = torch.where(in_best[..., None], grouped, -torch.inf).flatten(1)
     ids = routing.largest(choice, k)
     return _weights(logits, ids, renormalize, scale), ids
 
@@ -160,7 +160,7 @@ def inputs(params: Mapping[str, Any], dtype: torch.dtype, device: torch.device, 
 
 
 def cost(sample: Sample, direction: str) -> Cost:
-    """As of `topk_softmax`."""
+    """Costs what `topk_softmax` does."""
     return topk_softmax.cost(sample, direction)
 
 

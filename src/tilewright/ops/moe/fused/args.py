@@ -46,6 +46,11 @@ class FusedMoeBucket(NamedTuple):
     aligned: int  # whether TMA reads both, the experts of w1 one after the other
 
 
+def expected_rows(bucket: FusedMoeBucket) -> int:
+    """How many rows an expert has on average, rounded up to a power of two."""
+    return row_bucket(-(-bucket.T * bucket.K // max(1, bucket.E)))
+
+
 def fused_bucket(args: FusedMoeArgs | FusedMoeBackwardArgs) -> FusedMoeBucket:
     """What a choice of kernel may depend on."""
     x, w1, w2, (experts, width, inner) = args.x, args.w1, args.w2, args.w2.shape

@@ -15,18 +15,18 @@ def experts(args: FusedMoeArgs) -> Tensor:
     """Sort, gather, two grouped products, weighted sum."""
     x, w1, w2, weights, ids, expert_map, activation = args
     slots, positions, _, ends = moe_align.reference(ids, w1.shape[0], expert_map=expert_map)
-    kept = (torch.arange(slots.shape[0], device=x.device) < ends[-1])[:, None]
+    is_local = (torch.arange(slots.shape[0], device=x.device) < ends[-1])[:, None]
     gathered = x[slots.to(torch.int64) // max(1, ids.shape[1])]
-    both, inner = _product(gathered, w1, ends, kept), w2.shape[2]
+    both, inner = _product(gathered, w1, ends, is_local), w2.shape[2]
     gate, up = both[:, :inner], both[:, inner:]
     hidden = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-    return moe_unpermute.combined(_product(hidden, w2, ends, kept), weights, positions)
+    return moe_unpermute.combined(_product(hidden, w2, ends, is_local), weights, positions)
 
 
-def _product(rows: Tensor, w: Tensor, ends: Tensor, kept: Tensor) -> Tensor:
+def _product(rows: Tensor, w: Tensor, ends: Tensor, is_local: Tensor) -> Tensor:
     """Rows of each group times its w^T; 0 outside of the groups."""
     product = rows_product(plain_grouped_args(rows[None], w.mT, None, ends, 1, rows.dtype))[0]
-    return torch.where(kept, product, 0)
+    return torch.where(is_local, product, 0)
 
 
 def experts_backward(args: FusedMoeBackwardArgs) -> tuple[Tensor, ...]:

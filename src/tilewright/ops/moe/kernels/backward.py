@@ -29,12 +29,12 @@ class Products(Protocol):
         """d (G, M, N) = a (M, S) times b (S, N), of the rows of each group."""
 
 
-def backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, products: Products) -> None:
+def backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, products: Products, expected_rows: int) -> None:
     """outs: dx, dw1, dw2, dtopk_weights; those that are not needed are empty."""
     dx, dw1, dw2, dweights = outs
     dy, x, w1, w2 = args.dy, args.x, args.w1, args.w2
     forward = FusedMoeArgs(x, w1, w2, args.topk_weights, args.topk_ids, args.expert_map, args.activation)
-    rows = pipeline.order(forward)
+    rows = pipeline.order(forward, expected_rows)
     count, (_, width, inner) = rows.slots.shape[0], w2.shape
 
     def memory(*shape: int) -> Tensor:

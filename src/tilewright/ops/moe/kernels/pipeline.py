@@ -14,7 +14,9 @@ from tilewright.ops.moe.moe_unpermute import MoeUnpermuteArgs
 
 
 class Order(NamedTuple):
-    """What `moe_align` makes, and how many rows an expert has on average."""
+    """What `moe_align` makes, and how many rows of an expert to choose kernels for: not those of this call, as a batch
+    must not change the order of sums.
+    """
 
     slots: Tensor
     positions: Tensor
@@ -23,7 +25,7 @@ class Order(NamedTuple):
     expected_rows: int
 
 
-def order(args: FusedMoeArgs) -> Order:
+def order(args: FusedMoeArgs, expected_rows: int) -> Order:
     """Sort the slots by expert."""
     tokens, k = args.topk_ids.shape
     experts, device = args.w1.shape[0], args.x.device
@@ -33,7 +35,7 @@ def order(args: FusedMoeArgs) -> Order:
     aligned = MoeAlignArgs(args.topk_ids, args.expert_map, experts)
     config = moe_align.configure(align_bucket(aligned), args.topk_ids.dtype)
     moe_align.launch((slots, positions, starts, ends), aligned, config)
-    return Order(slots, positions, starts, ends, -(-tokens * k // experts))
+    return Order(slots, positions, starts, ends, expected_rows)
 
 
 def gather(args: FusedMoeArgs, rows: Order) -> Tensor:

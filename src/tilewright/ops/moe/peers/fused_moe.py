@@ -1,7 +1,8 @@
-"""transformers' forms of experts: its grouped products by torch, and a batch of products with gathered weights."""
+"""Experts by torch's grouped products, the steps of transformers' "grouped_mm", and by a batch of gathered weights."""
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from tilewright.dispatch import Sample
 from tilewright.ops.gemm.peers.matmul import GpuPeer
@@ -10,44 +11,55 @@ from tilewright.ops.peer import Call
 MOST_WEIGHTS = 1 << 32  # elements that the batch may gather
 
 
-class _Experts(nn.Module):
-    """What transformers' functions read of a module of experts."""
-
-    has_gate, has_bias, is_transposed = True, False, False
-
-    def __init__(self, w1: Tensor, w2: Tensor) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj, self.num_experts = w1, w2, w1.shape[0]
-
-    def _apply_gate(self, both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
+def _gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
-def _module(sample: Sample) -> _Experts | None:
-    """None where theirs is another function: another gate, experts that are elsewhere, dropped slots."""
-    w1, w2, _, ids = sample.args[1:]
-    plain = sample.kwargs.get("expert_map") is None and sample.kwargs.get("activation", "silu") == "silu"
-    return _Experts(w1, w2) if plain and not bool((ids < 0).any()) else None
+def _summed(rows: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of (T, k, H) over k."""
+    return (rows * weights[..., None]).sum(1).to(rows.dtype)
+
+
+def _plain(sample: Sample) -> bool:
+    """Whether every slot has an expert of this device, with SiLU."""
+    is_local = sample.kwargs.get("expert_map") is None and not bool((sample.args[4] < 0).any())
+    return is_local and sample.kwargs.get("activation", "silu") == "silu"
 
 
 def _grouped(sample: Sample) -> Call | None:
-    from transformers.integrations.moe import grouped_mm_experts_forward
+    x, w1, w2, weights, ids = sample.args
+    if not _plain(sample) or x.dtype != torch.bfloat16:
+        return None
+    k, experts = ids.shape[1], w1.shape[0]
 
-    module, (x, _, _, weights, ids) = _module(sample), sample.args
-    return None if module is None else lambda: grouped_mm_experts_forward(module, x, ids, weights)
+    def call() -> Tensor:
+        by_expert, order = ids.flatten().sort()
+        ends = torch.histc(by_expert.int(), bins=experts, min=0, max=experts - 1).cumsum(0, dtype=torch.int32)
+        hidden = _gated(torch._grouped_mm(x[order // k], w1.mT, offs=ends))
+        y = torch._grouped_mm(hidden, w2.mT, offs=ends)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0], device=x.device)
+        return _summed(y[inverse].view(-1, k, x.shape[1]), weights)
+
+    return call
 
 
 def _batched(sample: Sample) -> Call | None:
-    from transformers.integrations.moe import batched_mm_experts_forward
-
-    module, (x, w1, _, weights, ids) = _module(sample), sample.args
-    if module is None or ids.numel() * w1[0].numel() > MOST_WEIGHTS:
+    x, w1, w2, weights, ids = sample.args
+    if not _plain(sample) or ids.numel() * w1[0].numel() > MOST_WEIGHTS:
         return None
-    return lambda: batched_mm_experts_forward(module, x, ids, weights)
+    k = ids.shape[1]
+
+    def call() -> Tensor:
+        chosen, rows = ids.flatten(), x.repeat_interleave(k, dim=0)
+        hidden = _gated(torch.bmm(w1[chosen], rows[..., None])[..., 0])
+        return _summed(torch.bmm(w2[chosen], hidden[..., None])[..., 0].view(-1, k, x.shape[1]), weights)
+
+    return call
 
 
 PEERS = (
-    GpuPeer("hf_grouped_mm", "transformers", _grouped),
-    GpuPeer("hf_batched_mm", "transformers", _batched),
+    GpuPeer("torch_grouped", None, _grouped),
+    GpuPeer("torch_batched", None, _batched),
 )

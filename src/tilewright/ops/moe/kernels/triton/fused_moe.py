@@ -30,7 +30,7 @@ from tilewright.ops.gemm.kernels.triton import tiles as tiling
 from tilewright.ops.gemm.kernels.triton.grouped_rows import GROUPS
 from tilewright.ops.gemm.kernels.triton.grouped_tiles import launch_with_descriptors
 from tilewright.ops.gemm.operands import copyable
-from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket
+from tilewright.ops.moe.fused.args import FusedMoeArgs, FusedMoeBackwardArgs, FusedMoeBucket, expected_rows
 from tilewright.ops.moe.fused_moe import BACKWARD, FORWARD
 from tilewright.ops.moe.kernels import pipeline
 from tilewright.ops.moe.kernels.backward import backward
@@ -41,7 +41,9 @@ from tilewright.ops.rows import as_rows, no_float64
 
 
 class Config(NamedTuple):
-    """A tile of the first product: block_m rows by block_n gates and as many ups, block_k elements of H at a time."""
+    """A tile of the first product: block_m rows by block_n gates and as many ups, block_k elements of H at a time.
+    Other products are chosen for experts of block_m rows.
+    """
 
     block_m: int
     block_n: int
@@ -62,7 +64,7 @@ def configure(bucket: FusedMoeBucket, dtype: torch.dtype) -> Config:
     """Chooses rows for those that an expert has on average.  Unmeasured."""
     if dtype == torch.float32:
         return _FLOAT32
-    expected = -(-bucket.T * bucket.K // max(1, bucket.E))
+    expected = expected_rows(bucket)
     if expected > 64:
         return _MANY if bucket.aligned else _UNALIGNED
     if not bucket.aligned:
@@ -71,7 +73,7 @@ def configure(bucket: FusedMoeBucket, dtype: torch.dtype) -> Config:
 
 
 def candidates(bucket: FusedMoeBucket, dtype: torch.dtype) -> tuple[Config, ...]:
-    expected = -(-bucket.T * bucket.K // max(1, bucket.E))
+    expected = expected_rows(bucket)
     if dtype == torch.float32:
         return (_FLOAT32, Config(64, 32, 16, 4, 3, 8))
     if expected <= 64:
@@ -145,7 +147,7 @@ class Products:
 )
 def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     x, w2 = args.x, args.w2
-    rows = pipeline.order(args)
+    rows = pipeline.order(args, config.block_m)
     hidden = scratch((rows.slots.shape[0], w2.shape[2]), x.dtype, x.device)
     gated_rows(hidden, args, rows, config)
     y = scratch((rows.slots.shape[0], w2.shape[1]), x.dtype, x.device)
@@ -158,4 +160,4 @@ def launch(outs: tuple[Tensor], args: FusedMoeArgs, config: Config) -> None:
     BACKWARD, configure=configure, config_type=Config, configs=CONFIGS, candidates=candidates, why_not=why_not
 )
 def launch_backward(outs: tuple[Tensor, ...], args: FusedMoeBackwardArgs, config: Config) -> None:
-    backward(outs, args, Products())
+    backward(outs, args, Products(), config.block_m)
