@@ -10,6 +10,14 @@
 
 namespace tilewright {
 
+// Counts its bytes at `barrier`, which announced them.
+__device__ inline void bulk_load(void* to, const void* from, u32 bytes, Barrier& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(barrier.address())
+                 : "memory");
+}
+
 __device__ inline void bulk_store(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes)
                  : "memory");

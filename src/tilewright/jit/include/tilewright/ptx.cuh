@@ -52,11 +52,29 @@ template <u32 kRegisters> __device__ inline void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Clusters.  [barrier.cluster, %cluster_ctarank]
+// The lesser of two numbers; NaN if one is NaN.  [min.NaN]
+__device__ inline float min_nan(float a, float b) {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+}
+
+// The dynamic shared memory of the block.
+__device__ inline u8* dynamic_shared() {
+    extern __shared__ __align__(1024) u8 dynamic_shared_bytes[];
+    return dynamic_shared_bytes;
+}
+
+// Clusters.  [barrier.cluster, %cluster_ctarank, %cluster_nctarank]
 __device__ inline u32 cluster_rank() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
+}
+__device__ inline u32 cluster_blocks() {
+    u32 blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
 }
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

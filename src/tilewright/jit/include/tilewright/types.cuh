@@ -47,4 +47,12 @@ template <typename T> __device__ inline T from_float(float x) {
     }
 }
 
+template <typename T> __device__ inline T minus_infinity() {
+    if constexpr (Same<T, float>::value) {
+        return __uint_as_float(0xff800000u);
+    } else {
+        return T{u16(Same<T, bfloat16>::value ? 0xff80 : 0xfc00)};
+    }
+}
+
 }  // namespace tilewright

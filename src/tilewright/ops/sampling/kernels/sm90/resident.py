@@ -1,0 +1,72 @@
+"""How rows are divided among the blocks of a cluster, which hold them in shared memory."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewright.hardware.device import device_info
+from tilewright.ops.rows import no_float64
+
+
+class Config(NamedTuple):
+    """cluster: blocks of a row.   threads: of a block."""
+
+    cluster: int
+    threads: int
+
+
+CLUSTERS = (1, 2, 4, 8, 16)
+CONFIGS = tuple(Config(cluster, 512) for cluster in CLUSTERS)
+SPACE = tuple(Config(cluster, threads) for cluster in CLUSTERS for threads in (256, 512, 1024))
+_VECTOR = 16
+_PART = 200 << 10  # bytes of a row in one block, beside 16 KB of other memory
+_LIST = 12288  # the list of `short_list.cuh`, in the place of the row
+
+
+def part_vectors(n: int, dtype: torch.dtype, cluster: int) -> int:
+    """Vectors of 16 bytes in each part of a row of n elements that begins anywhere."""
+    width = _VECTOR // dtype.itemsize
+    return -(-((n + 2 * (width - 1)) // width) // cluster)
+
+
+def row_offset(threads: int) -> int:
+    """Bytes before the part of a row: barriers, numbers of exchanges, a list (`SampleMemory`)."""
+    return 7168 + threads // 32 * 9 * 8
+
+
+def shared_bytes(threads: int, vectors: int) -> int:
+    """Shared memory of a block."""
+    return row_offset(threads) + max(vectors * _VECTOR, _LIST)
+
+
+def why_not(x: Tensor) -> str | None:
+    """Why rows of x cannot be held; None if they can."""
+    arch = device_info(x.device).arch
+    if arch != "sm_90":
+        return f"is written for Hopper's clusters (sm_90), and this is {arch}"
+    if not _fits(x.shape[-1], x.dtype, CLUSTERS[-1]):
+        return f"holds a row in {CLUSTERS[-1]} blocks of {_PART >> 10} KB, got {x.shape[-1]} of {x.dtype}"
+    return no_float64(x)
+
+
+def _fits(n: int, dtype: torch.dtype, cluster: int) -> bool:
+    return part_vectors(n, dtype, cluster) * _VECTOR <= _PART
+
+
+def configure(m: int, n: int, dtype: torch.dtype) -> Config | None:
+    """Chooses blocks of at least 2048 elements and at most 64 KB, and of these as many as fill 132 multiprocessors.
+    Unmeasured.
+    """
+    fitting = [cluster for cluster in CLUSTERS if _fits(n, dtype, cluster)]
+    if not fitting:
+        return None
+    for cluster in fitting:
+        fills = m * cluster >= 128 and part_vectors(n, dtype, cluster) * _VECTOR <= 64 << 10
+        if fills or n <= 2048 * cluster:
+            return Config(cluster, 512)
+    return Config(fitting[-1], 512)
+
+
+def candidates(n: int, dtype: torch.dtype) -> tuple[Config, ...]:
+    return tuple(config for config in SPACE if _fits(n, dtype, config.cluster) and n >= 256 * config.cluster)

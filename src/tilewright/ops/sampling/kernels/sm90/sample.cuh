@@ -1,0 +1,197 @@
+// A token drawn from each row of logits, in one launch: a cluster of blocks holds a row in shared memory, from its only read.
+//
+// 1. The largest logit, as the row arrives, and where top-k restricts a key that at least k reach (bound.cuh).
+// 2. If few reach it, the first block gets these and draws (short_list.cuh): all the rest of the row is dropped anyway.
+// 3. Otherwise thresholds of top-k and top-p by rounds of pivots (search.cuh), and a draw from what is left (draw.cuh).
+// Sums are integers, so neither the number of blocks nor the order changes a bit.
+//
+// Config: kThreads, kRowOffset, Element.
+#pragma once
+#include "sample_parts/bound.cuh"
+#include "sample_parts/draw.cuh"
+#include "sample_parts/search.cuh"
+
+namespace tilewright {
+
+// At the start of a block's shared memory; its part of the row follows at kRowOffset.
+template <u32 kThreads> struct SampleMemory {
+    Barrier loaded[4];
+    Barrier listed;
+    Exchange<kMeasures>::Memory exchange;
+    u64 partial[kThreads / 32 * kMeasures];
+    u64 found[kList];  // entries of this block
+    int groups[kMostGroups];
+    int bound;
+    u32 entries;
+};
+
+// Blocks of a multiprocessor, which bound the registers.
+template <u32 kThreads> constexpr u32 kBlocksOf = kThreads <= 256 ? 3 : 1024 / kThreads;
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
+    sample(i64* tokens, float* logprobs, const typename Config::Element* logits, const i64* seeds, const i64* positions,
+           const float* temperatures, const int* top_ks, const float* top_ps, const float* min_ps, float temperature,
+           int top_k, float top_p, float min_p, i64 stride, int n, int part_vectors, int mode) {
+    constexpr u32 kThreads = Config::kThreads, kWarps = kThreads / 32;
+    using Element = typename Config::Element;
+    using Memory = SampleMemory<kThreads>;
+    static_assert(sizeof(Memory) <= Config::kRowOffset, "the row begins after it");
+    Memory& shared = *reinterpret_cast<Memory*>(dynamic_shared());
+    u8* const row_memory = dynamic_shared() + Config::kRowOffset;
+    const u32 rank = cluster_rank(), blocks = cluster_blocks(), warp = threadIdx.x / 32;
+    const i64 b = blockIdx.x / blocks;
+
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < 4; ++i) shared.loaded[i].init(1);
+        for (u32 i = 0; i < 2; ++i) shared.exchange.received[i].init(1);
+        shared.listed.init(1);
+        shared.entries = 0;
+        fence_barrier_init();
+    }
+    cluster_arrive_relaxed();
+    __syncthreads();
+    griddepcontrol_wait();
+    launch_dependents();
+    using Row = ResidentRow<Element, kThreads>;
+    const Row row(reinterpret_cast<Element*>(row_memory), shared.loaded, logits + b * stride, n, rank, u32(part_vectors));
+
+    // Parameters
+    const float t = temperatures ? temperatures[b] : temperature;
+    const float p = top_ps ? top_ps[b] : top_p;
+    const int k = top_ks ? top_ks[b] : top_k;
+    Filters filters;
+    filters.greedy = !(t > 0.0f);
+    filters.restricts_k = !filters.greedy && k > 0 && k < n;
+    filters.restricts_p = !filters.greedy && p < 1.0f;
+    filters.k = k, filters.p = p, filters.steep = steepness(t);
+    filters.least = least_of(min_ps ? min_ps[b] : min_p);
+    const u32 j = filters.restricts_k ? (u32(k) + blocks - 1) / blocks : 0;
+    const bool bounded = j > 0 && j <= kMostGroups / 4 && u32(n) > kList;
+    const auto random = [&](u64 total) {
+        return filters.greedy ? 0 : random_below(u64(seeds[b]), u64(positions[b]), 0, total);
+    };
+    __syncthreads();  // vectors that are shared with other rows are written
+
+    // The largest logit, and the bound
+    float maximum = minus_infinity<float>();
+    row.on_arrival([&](const Vector<Element>& vector, u32) {
+#pragma unroll
+        for (u32 i = 0; i < Row::kWidth; ++i) maximum = fmaxf(maximum, vector.x[i]);
+    });
+    const int key = ordered(maximum), key_of_warp = __reduce_max_sync(~0u, key);
+    if (threadIdx.x % 32 == 0) shared.partial[warp] = u64(u32(key_of_warp));
+    if (bounded) bound_of_block<kThreads>(key, j, shared.groups, &shared.bound);
+    __syncthreads();
+    cluster_wait();
+    Exchange<kMeasures> rounds{shared.exchange, rank, blocks};
+    const u64* got = rounds.all(1, kThreads, [&](u32) {
+        int largest = int(shared.partial[0]);
+        for (u32 w = 1; w < kWarps; ++w) largest = max(largest, int(shared.partial[w]));
+        return u64(u32(largest)) << 32 | u32(bounded ? shared.bound : kNothing);
+    });
+    int highest = kNothing, bound = 0x7fffffff;
+    for (u32 i = 0; i < blocks; ++i) highest = max(highest, int(got[i] >> 32)), bound = min(bound, int(got[i]));
+    bound = max(bound, kNothing + 1);
+    if (highest <= kNothing) {
+        if (rank == 0 && threadIdx.x == 0) {
+            tokens[b] = -1;
+            if (mode != 0) logprobs[b] = minus_infinity<float>();
+        }
+        return;
+    }
+    filters.largest = value_of(highest);
+
+    // The mass of the model's distribution
+    u64 model_mass = 0;
+    if (mode == 2) {
+        const Kept all{-kLargest, filters.largest, steepness(1.0f), cut_of(0), 0};
+        u64 sum = 0, weights[Row::kWidth];
+        row.each([&](const Vector<Element>& vector, u32) { sum += weights_of(vector, all, weights); });
+        model_mass = block_sum<kThreads>(sum, shared.partial);
+    }
+    const auto write = [&](const Drawn& drawn) {
+        tokens[b] = drawn.token;
+        if (mode == 1) {
+            logprobs[b] = filters.greedy ? 0.0f : logf(__fdiv_rn(__ull2float_rn(drawn.weight), __ull2float_rn(drawn.total)));
+        } else if (mode == 2) {
+            const float apart = __fsub_rn(filters.largest, drawn.logit);
+            logprobs[b] = __fsub_rn(-apart, logf(__ull2float_rn(model_mass) * 9.094947017729282e-13f));  // 2^-40
+        }
+    };
+
+    // Few logits are left: a list in the first block
+    if (!filters.greedy && (bounded || u32(n) <= kList)) {
+        const float lo = value_of(bound);
+        row.each([&](const Vector<Element>& vector, u32 v) {
+#pragma unroll
+            for (u32 i = 0; i < Row::kWidth; ++i) {
+                if (!(vector.x[i] >= lo)) continue;
+                const u32 at = atomicAdd(&shared.entries, 1u);
+                if (at < kList) shared.found[at] = u64(u32(ordered(vector.x[i]))) << 32 | u32(row.token(v, i));
+            }
+        });
+        __syncthreads();
+        got = rounds.all(2, kThreads, [&](u32 i) { return i == 0 ? u64(shared.entries) : model_mass; });
+        u32 count = 0, before = 0;
+        u64 mass = 0;
+        for (u32 i = 0; i < blocks; ++i) {
+            before += i < rank ? u32(got[2 * i]) : 0;
+            count += u32(got[2 * i]), mass += got[2 * i + 1];
+        }
+        if (count <= kList) {
+            ListMemory& list = *reinterpret_cast<ListMemory*>(row_memory);
+            if (rank == 0 && threadIdx.x == 0) shared.listed.arrive_and_expect_tx(8 * count);
+            for (u32 i = threadIdx.x; i < shared.entries; i += kThreads) {
+                store_shared_remote(map_shared_rank(shared_address(&list.entries[before + i]), 0),
+                                    map_shared_rank(shared.listed.address(), 0), shared.found[i]);
+            }
+            if (rank != 0) return;
+            wait_acquire_cluster(shared.listed, 0);
+            model_mass = mass;
+            draw_from_list<kThreads>(list, count, filters, shared.partial, random, write);
+            return;
+        }
+        __syncthreads();  // numbers of this round are read before the next one's arrive
+    }
+
+    // Thresholds
+    int threshold = filters.greedy ? highest : kNothing + 1;
+    if (filters.restricts_k) {
+        threshold = search<u32>(row, shared.partial, rounds, bound, highest, filters.steep, 1.0f, bounded,
+                                [&](u64) { return u64(k); });
+    }
+    if (filters.restricts_p) {
+        threshold = search<u64>(row, shared.partial, rounds, threshold, highest, filters.steep, t, false,
+                                [&](u64 total) { return share_of(total, p); });
+    }
+
+    // The draw: masses of warps, of blocks, of the row
+    const Kept kept{value_of(threshold), filters.largest, filters.steep, cut_of(filters.least), filters.least};
+    const Part part(row.vectors, kWarps, warp);
+    const u64 mass_of_warp = part_mass(row, part, kept);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared.partial[warp] = mass_of_warp;
+    __syncthreads();
+    got = rounds.all(2, kThreads, [&](u32 i) {
+        if (i == 1) return model_mass;
+        u64 mass = 0;
+        for (u32 w = 0; w < kWarps; ++w) mass += shared.partial[w];
+        return mass;
+    });
+    u64 total = 0, before = 0;
+    model_mass = 0;
+    for (u32 i = 0; i < blocks; ++i) {
+        before += i < rank ? got[2 * i] : 0;
+        total += got[2 * i], model_mass += got[2 * i + 1];
+    }
+    for (u32 w = 0; w < warp; ++w) before += shared.partial[w];
+    const u64 u = random(total);
+    if (before <= u && u < before + mass_of_warp) {
+        draw_from_part(row, part, kept, u - before, [&](int token, float logit, u64 weight) {
+            write(Drawn{token, logit, weight, total});
+        });
+    }
+}
+
+}  // namespace tilewright

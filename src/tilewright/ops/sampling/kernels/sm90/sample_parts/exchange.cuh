@@ -1,0 +1,62 @@
+// Sums and maxima of a block, and their exchange between the blocks of a cluster, which share one row.
+#pragma once
+#include <tilewright/cluster.cuh>
+
+namespace tilewright {
+
+constexpr u32 kMostBlocks = 16;
+
+// The sum over a warp of each of eight numbers; lane i of every eight gets that of number i.  Halves of the numbers change
+// lanes, so this takes 9 exchanges instead of 40.
+template <typename T> __device__ inline T warp_sum_8(const T (&numbers)[8], u32 lane) {
+    T four[4], two[2];
+    const bool high_4 = lane & 4, high_2 = lane & 2, high_1 = lane & 1;
+    for (u32 i = 0; i < 4; ++i) {
+        const T other = __shfl_xor_sync(~0u, high_4 ? numbers[i] : numbers[i + 4], 4);
+        four[i] = (high_4 ? numbers[i + 4] : numbers[i]) + other;
+    }
+    for (u32 i = 0; i < 2; ++i) {
+        const T other = __shfl_xor_sync(~0u, high_2 ? four[i] : four[i + 2], 2);
+        two[i] = (high_2 ? four[i + 2] : four[i]) + other;
+    }
+    const T other = __shfl_xor_sync(~0u, high_1 ? two[0] : two[1], 1);
+    T one = (high_1 ? two[1] : two[0]) + other;
+    one += __shfl_xor_sync(~0u, one, 8);
+    return one + __shfl_xor_sync(~0u, one, 16);
+}
+
+__device__ inline u64 warp_sum(u64 number) {
+    for (u32 step = 16; step > 0; step /= 2) number += __shfl_xor_sync(~0u, number, step);
+    return number;
+}
+
+// All blocks send up to kMost numbers to all, again and again.  A round costs a store through the cluster's network and a wait,
+// no barrier of the cluster: numbers count at the receiver's mbarrier.  Rounds take two sets of slots in turn: who sends round
+// r + 2 has received r + 1, which a block sends when it has read what it received in r.
+template <u32 kMost> struct Exchange {
+    struct Memory {
+        Barrier received[2];
+        u64 slots[2][kMostBlocks * kMost];
+    };
+    Memory& memory;
+    const u32 rank, blocks;
+    u32 round = 0;
+
+    // number(j) is this block's j-th; any thread may be asked, so a barrier of the block stands between its making and this
+    // call, and between the reads of the last round and this call.  Returns the numbers, block after block.
+    template <typename Number> __device__ const u64* all(u32 count, u32 threads, Number number) {
+        Barrier& received = memory.received[round & 1];
+        u64* slots = memory.slots[round & 1];
+        if (threadIdx.x == 0) received.arrive_and_expect_tx(8 * count * blocks);
+        for (u32 i = threadIdx.x; i < count * blocks; i += threads) {
+            const u32 to = i / count, j = i - to * count;
+            store_shared_remote(map_shared_rank(shared_address(slots + rank * count + j), to),
+                                map_shared_rank(received.address(), to), number(j));
+        }
+        wait_acquire_cluster(received, (round >> 1) & 1);
+        ++round;
+        return slots;
+    }
+};
+
+}  // namespace tilewright

@@ -1,0 +1,110 @@
+"""`kernels/sm90/sample.cuh` compiled for the host, a fiber for each thread of a cluster: the reference's tokens, on every
+road: lists, searches of both thresholds, draws; rows that begin anywhere.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.ops.sampling import checks
+from tilewright.ops.sampling.kernels.sm90 import resident, sample
+from tilewright.ops.sampling.sample import raw_arguments
+from tilewright.ops.sampling.sample_reference import draw_tokens
+
+THREADS = 64
+MAIN = """
+#include <sample.cuh>
+using namespace tilewright;
+template <typename T> struct Config { static constexpr int kThreads = %d, kRowOffset = %d; using Element = T; };
+template <typename T>
+static void run(void** p, float temperature, int top_k, float top_p, float min_p, i64 stride, int m, int n, int part, int mode,
+                int blocks) {
+    for (int row = 0; row < m; ++row) {
+        run_cluster(row, blocks, %d, [&] {
+            sample<Config<T>>((i64*)p[0], (float*)p[1], (T*)p[2], (i64*)p[3], (i64*)p[4], (float*)p[5], (int*)p[6],
+                              (float*)p[7], (float*)p[8], temperature, top_k, top_p, min_p, stride, n, part, mode);
+        });
+    }
+}
+extern "C" void sample_float32(void** p, float t, int k, float q, float s, i64 stride, int m, int n, int part, int mode, int blocks) {
+    run<float>(p, t, k, q, s, stride, m, n, part, mode, blocks);
+}
+extern "C" void sample_bfloat16(void** p, float t, int k, float q, float s, i64 stride, int m, int n, int part, int mode, int blocks) {
+    run<bfloat16>(p, t, k, q, s, stride, m, n, part, mode, blocks);
+}
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    (folder / "tilewright").mkdir()
+    for name in ("types", "ptx", "mbarrier", "cluster", "copies"):
+        (folder / "tilewright" / f"{name}.cuh").write_text('#pragma once\n#include <fibers.h>\n')
+    (folder / "main.cpp").write_text(MAIN % (THREADS, resident.row_offset(THREADS), THREADS))
+    includes = [f"-I{folder}", f"-I{Path(__file__).parent}", f"-I{sample.KERNEL.file.parent}"]
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    subprocess.run(["g++", *flags, *includes, folder / "main.cpp", "-o", folder / "sample.so"], check=True)
+    return ctypes.CDLL(str(folder / "sample.so"))
+
+
+def drawn(library, x, seeds, positions, blocks, mode, **parameters):
+    """(tokens, logprobs) of the kernel."""
+    args = raw_arguments(x, seeds, positions, *(parameters.get(p) for p in ("temperature", "top_k", "top_p", "min_p")), mode)
+    m, n = x.shape
+    tokens, logprobs = torch.full((m,), -7), torch.full((m,), torch.nan)
+    given = (tokens, logprobs, x, seeds, positions, args.temperatures, args.top_ks, args.top_ps, args.min_ps)
+    pointers = (ctypes.c_void_p * len(given))(*(None if t is None else t.data_ptr() for t in given))
+    call = getattr(library, f"sample_{str(x.dtype).removeprefix('torch.')}")
+    numbers = args.temperature, args.top_p, args.min_p
+    t, p, s = (ctypes.c_float(number) for number in numbers)
+    part = resident.part_vectors(n, x.dtype, blocks)
+    call(pointers, t, args.top_k, p, s, ctypes.c_int64(x.stride(0)), m, n, part, mode, blocks)
+    wanted = draw_tokens(args)
+    return tokens, logprobs, *wanted
+
+
+def pick(values, dtype, m):
+    return torch.tensor([values[i % len(values)] for i in range(m)], dtype=dtype)
+
+
+ROWS = {  # elements of a row, blocks, the logits
+    "random": (3001, 4, lambda m, n: torch.randn(m, n) * 3),
+    "ties": (2500, 2, lambda m, n: (torch.randn(m, n) * 2).round()),
+    "all equal": (1300, 2, lambda m, n: torch.full((m, n), -2.5)),
+    "flat": (1601, 2, lambda m, n: torch.randn(m, n) * 0.3),
+    "far apart": (1100, 3, lambda m, n: torch.randn(m, n).exp() * torch.randn(m, n) * 1e30),
+    "short": (333, 1, lambda m, n: torch.randn(m, n) * 3),
+    "two": (2, 1, lambda m, n: torch.randn(m, n)),
+    "one": (1, 1, lambda m, n: torch.randn(m, n)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ROWS)
+def test_the_tokens_of_the_reference(library, case, dtype):
+    n, blocks, make = ROWS[case]
+    m = 30
+    storage = torch.full((m, n + 3), torch.inf, dtype=dtype)
+    x = storage[:, 1 : n + 1]  # unaligned, between numbers that would be drawn
+    x.copy_(make(m, n))
+    if case == "random":
+        checks.spoil(x[10:16])
+    positions = torch.arange(m)
+    seeds = torch.full_like(positions, 11)
+    parameters = {
+        "temperature": pick((1.0, 0.5, 2.0, 0.0, 1.0, 0.8, 1e-3), torch.float32, m),
+        "top_k": pick((0, 5, 1, 200, 0, 9, 700, 0), torch.int32, m),
+        "top_p": pick((0.9, 1.0, 0.3, 1e-8, 0.99, 1.0), torch.float32, m),
+        "min_p": pick((0.0, 0.0, 0.05, 0.0, 1.0), torch.float32, m),
+    }
+    for mode in (1, 2):
+        tokens, logprobs, wanted, wanted_logs = drawn(library, x, seeds, positions, blocks, mode, **parameters)
+        assert torch.equal(tokens, wanted)
+        torch.testing.assert_close(logprobs, wanted_logs, rtol=1e-6, atol=1e-6)
