@@ -93,12 +93,14 @@ inline int __reduce_max_sync(u32, int value) { return reduce(value, std::greater
 inline int __reduce_min_sync(u32, int value) { return reduce(value, std::less<int>()); }
 inline u32 __reduce_max_sync(u32, u32 value) { return reduce(value, std::greater<u32>()); }
 inline u32 __reduce_min_sync(u32, u32 value) { return reduce(value, std::less<u32>()); }
-inline u32 __ballot_sync(u32, bool vote) {
-    u32 votes = 0;
-    for (u32 lane = 0; lane < 32; ++lane) votes |= u32(__shfl_sync(~0u, u32(vote), lane)) << lane;
-    return votes;
+inline u32 __reduce_add_sync(u32, u32 value) {
+    for (u32 step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
 }
+inline u32 __ballot_sync(u32, bool vote) { return __reduce_add_sync(~0u, u32(vote) << threadIdx.x % 32); }
+inline int __ffs(u32 x) { return x == 0 ? 0 : std::countr_zero(x) + 1; }
 inline u32 atomicAdd(u32* at, u32 more) { return std::exchange(*at, *at + more); }
+inline int __clzll(u64 x) { return std::countl_zero(x); }
 inline u32 __popc(u32 x) { return std::popcount(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
@@ -119,6 +121,19 @@ template <typename T> inline T minus_infinity() {
     else return T{0xff80};
 }
 inline float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }
+struct alignas(16) Word4 { u32 x[4]; };
+inline Word4 load_once(const void* from) {
+    Word4 made;
+    return std::memcpy(&made, from, sizeof(made)), made;
+}
+template <typename T> inline u32 max_pair(u32 a, u32 b) {
+    u32 made = 0;
+    for (u32 shift = 0; shift < 32; shift += 16) {
+        const float x = to_float(T{u16(a >> shift)}), y = to_float(T{u16(b >> shift)});
+        made |= u32(u16((std::isnan(y) || x >= y ? a : b) >> shift)) << shift;
+    }
+    return made;
+}
 inline u8* dynamic_shared() { return block().memory.data(); }
 inline u32 shared_address(const void* at) { return u32(static_cast<const u8*>(at) - block().memory.data()); }
 inline u32 map_shared_rank(u32 address, u32 rank) { return address + rank * kMemory; }

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewright import ops
 from tilewright.ops.sampling import checks
 from tilewright.ops.sampling.kernels.sm90 import resident, sample
 from tilewright.ops.sampling.sample import raw_arguments
@@ -17,6 +18,7 @@ from tilewright.ops.sampling.sample_reference import draw_tokens
 
 THREADS = 64
 MAIN = """
+#include <greedy.cuh>
 #include <sample.cuh>
 using namespace tilewright;
 template <typename T> struct Config { static constexpr int kThreads = %d, kRowOffset = %d; using Element = T; };
@@ -30,6 +32,13 @@ static void run(void** p, float temperature, int top_k, float top_p, float min_p
         });
     }
 }
+template <typename T> static void best(void** p, i64 stride, int m, int n, int part, int blocks) {
+    for (int row = 0; row < m; ++row) {
+        run_cluster(row, blocks, %d, [&] { greedy<Config<T>>((i64*)p[0], (T*)p[1], stride, n, part); });
+    }
+}
+extern "C" void greedy_float32(void** p, i64 stride, int m, int n, int part, int blocks) { best<float>(p, stride, m, n, part, blocks); }
+extern "C" void greedy_bfloat16(void** p, i64 stride, int m, int n, int part, int blocks) { best<bfloat16>(p, stride, m, n, part, blocks); }
 extern "C" void sample_float32(void** p, float t, int k, float q, float s, i64 stride, int m, int n, int part, int mode, int blocks) {
     run<float>(p, t, k, q, s, stride, m, n, part, mode, blocks);
 }
@@ -47,7 +56,7 @@ def library(tmp_path_factory):
     (folder / "tilewright").mkdir()
     for name in ("types", "ptx", "mbarrier", "cluster", "copies"):
         (folder / "tilewright" / f"{name}.cuh").write_text('#pragma once\n#include <fibers.h>\n')
-    (folder / "main.cpp").write_text(MAIN % (THREADS, resident.row_offset(THREADS), THREADS))
+    (folder / "main.cpp").write_text(MAIN % (THREADS, resident.row_offset(THREADS), THREADS, THREADS))
     includes = [f"-I{folder}", f"-I{Path(__file__).parent}", f"-I{sample.KERNEL.file.parent}"]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
     subprocess.run(["g++", *flags, *includes, folder / "main.cpp", "-o", folder / "sample.so"], check=True)
@@ -108,3 +117,22 @@ def test_the_tokens_of_the_reference(library, case, dtype):
         tokens, logprobs, wanted, wanted_logs = drawn(library, x, seeds, positions, blocks, mode, **parameters)
         assert torch.equal(tokens, wanted)
         torch.testing.assert_close(logprobs, wanted_logs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 333, 2501, 5003])
+def test_the_likeliest_token(library, n, dtype):
+    m = 12
+    for offset in range(4):
+        storage = torch.full((m, n + 7), torch.inf, dtype=dtype)
+        x = storage[:, offset : n + offset]
+        x.copy_((torch.randn(m, n) * 3).round())
+        checks.spoil(x[:6])
+        x[6], x[7] = -torch.inf, torch.nan
+        x[8, -1:], x[9, :1] = torch.inf, torch.inf
+        tokens = torch.full((m,), -7)
+        for blocks in (1, 3):
+            pointers = (ctypes.c_void_p * 2)(tokens.data_ptr(), x.data_ptr())
+            call = getattr(library, f"greedy_{str(dtype).removeprefix('torch.')}")
+            call(pointers, ctypes.c_int64(x.stride(0)), m, n, resident.part_vectors(n, dtype, blocks), blocks)
+            assert torch.equal(tokens, ops.greedy(x, backend="torch"))

@@ -43,7 +43,7 @@ FORWARD = RawOp(
     "fwd",
     GreedyArgs,
     package="tilewright.ops.sampling",
-    kernels=("triton.greedy",),
+    kernels=("sm90.greedy", "triton.greedy"),
     outputs=lambda args: (((args.logits.shape[0],), torch.int64),),
     reference=lambda args: reference(args.logits),
     bucket=lambda args: rows.rows_bucket(args.logits),

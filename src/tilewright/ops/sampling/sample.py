@@ -126,7 +126,7 @@ FORWARD = RawOp(
     "fwd",
     SampleArgs,
     package="tilewright.ops.sampling",
-    kernels=("triton.sample",),
+    kernels=("sm90.sample", "triton.sample"),
     outputs=lambda args: (
         ((args.logits.shape[0],), torch.int64),
         ((args.logits.shape[0] if args.logprobs else 0,), torch.float32),

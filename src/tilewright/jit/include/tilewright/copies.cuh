@@ -35,6 +35,16 @@ template <u32 kPending> __device__ inline void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Loads 16 bytes that are read once, past the L1.
+struct alignas(16) Word4 { u32 x[4]; };
+__device__ inline Word4 load_once(const void* from) {
+    Word4 w;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x[0]), "=r"(w.x[1]), "=r"(w.x[2]), "=r"(w.x[3])
+                 : "l"(from));
+    return w;
+}
+
 // Copies 4 bytes, or writes zeros if not `valid`; then `from` is not read.
 __device__ inline void cp_async_zfill(void* to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)

@@ -47,6 +47,18 @@ template <typename T> __device__ inline T from_float(float x) {
     }
 }
 
+// The larger of each of two adjacent elements; of a number and NaN the number.
+template <typename T> __device__ inline u32 max_pair(u32 a, u32 b) {
+    u32 larger;
+    if constexpr (Same<T, bfloat16>::value) {
+        asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    } else {
+        static_assert(Same<T, float16>::value, "two elements fill 32 bits: bfloat16 or float16");
+        asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    }
+    return larger;
+}
+
 template <typename T> __device__ inline T minus_infinity() {
     if constexpr (Same<T, float>::value) {
         return __uint_as_float(0xff800000u);

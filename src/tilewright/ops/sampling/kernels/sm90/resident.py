@@ -40,11 +40,16 @@ def shared_bytes(threads: int, vectors: int) -> int:
     return row_offset(threads) + max(vectors * _VECTOR, _LIST)
 
 
+def why_not_arch(x: Tensor) -> str | None:
+    """Why no kernel of this folder runs on the device of x; None if they do."""
+    arch = device_info(x.device).arch
+    return None if arch == "sm_90" else f"is written for Hopper's clusters (sm_90), and this is {arch}"
+
+
 def why_not(x: Tensor) -> str | None:
     """Why rows of x cannot be held; None if they can."""
-    arch = device_info(x.device).arch
-    if arch != "sm_90":
-        return f"is written for Hopper's clusters (sm_90), and this is {arch}"
+    if (reason := why_not_arch(x)) is not None:
+        return reason
     if not _fits(x.shape[-1], x.dtype, CLUSTERS[-1]):
         return f"holds a row in {CLUSTERS[-1]} blocks of {_PART >> 10} KB, got {x.shape[-1]} of {x.dtype}"
     return no_float64(x)

@@ -21,6 +21,8 @@ template <u32 kThreads> struct SampleMemory {
     u64 partial[kThreads / 32 * kMeasures];
     u64 found[kList];  // entries of this block
     int groups[kMostGroups];
+    Filters filters;
+    u64 model_mass;  // of this block, where it is asked for
     int bound;
     u32 entries;
 };
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     static_assert(sizeof(Memory) <= Config::kRowOffset, "the row begins after it");
     Memory& shared = *reinterpret_cast<Memory*>(dynamic_shared());
     u8* const row_memory = dynamic_shared() + Config::kRowOffset;
-    const u32 rank = cluster_rank(), blocks = cluster_blocks(), warp = threadIdx.x / 32;
+    const u32 rank = cluster_rank(), blocks = cluster_blocks(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const i64 b = blockIdx.x / blocks;
 
     if (threadIdx.x == 0) {
@@ -56,22 +58,25 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     using Row = ResidentRow<Element, kThreads>;
     const Row row(reinterpret_cast<Element*>(row_memory), shared.loaded, logits + b * stride, n, rank, u32(part_vectors));
 
-    // Parameters
-    const float t = temperatures ? temperatures[b] : temperature;
-    const float p = top_ps ? top_ps[b] : top_p;
-    const int k = top_ks ? top_ks[b] : top_k;
-    Filters filters;
-    filters.greedy = !(t > 0.0f);
-    filters.restricts_k = !filters.greedy && k > 0 && k < n;
-    filters.restricts_p = !filters.greedy && p < 1.0f;
-    filters.k = k, filters.p = p, filters.steep = steepness(t);
-    filters.least = least_of(min_ps ? min_ps[b] : min_p);
-    const u32 j = filters.restricts_k ? (u32(k) + blocks - 1) / blocks : 0;
-    const bool bounded = j > 0 && j <= kMostGroups / 4 && u32(n) > kList;
+    // Parameters, in shared memory because registers are few
+    Filters& filters = shared.filters;
+    if (threadIdx.x == 0) {
+        const float t = temperatures ? temperatures[b] : temperature, p = top_ps ? top_ps[b] : top_p;
+        const int k = top_ks ? top_ks[b] : top_k;
+        filters.greedy = !(t > 0.0f);
+        filters.restricts_k = !filters.greedy && k > 0 && k < n;
+        filters.restricts_p = !filters.greedy && p < 1.0f;
+        filters.k = k, filters.t = t, filters.p = p, filters.steep = steepness(t);
+        filters.least = least_of(min_ps ? min_ps[b] : min_p);
+        filters.cut = cut_of(filters.least);
+        shared.model_mass = 0;
+    }
     const auto random = [&](u64 total) {
         return filters.greedy ? 0 : random_below(u64(seeds[b]), u64(positions[b]), 0, total);
     };
-    __syncthreads();  // vectors that are shared with other rows are written
+    __syncthreads();  // also: vectors that are shared with other rows are written
+    const u32 j = filters.restricts_k ? (u32(filters.k) + blocks - 1) / blocks : 0;
+    const bool bounded = j > 0 && j <= kMostGroups / 4 && u32(n) > kList;
 
     // The largest logit, and the bound
     float maximum = minus_infinity<float>();
@@ -80,7 +85,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         for (u32 i = 0; i < Row::kWidth; ++i) maximum = fmaxf(maximum, vector.x[i]);
     });
     const int key = ordered(maximum), key_of_warp = __reduce_max_sync(~0u, key);
-    if (threadIdx.x % 32 == 0) shared.partial[warp] = u64(u32(key_of_warp));
+    if (lane == 0) shared.partial[warp] = u64(u32(key_of_warp));
     if (bounded) bound_of_block<kThreads>(key, j, shared.groups, &shared.bound);
     __syncthreads();
     cluster_wait();
@@ -90,9 +95,9 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         for (u32 w = 1; w < kWarps; ++w) largest = max(largest, int(shared.partial[w]));
         return u64(u32(largest)) << 32 | u32(bounded ? shared.bound : kNothing);
     });
-    int highest = kNothing, bound = 0x7fffffff;
-    for (u32 i = 0; i < blocks; ++i) highest = max(highest, int(got[i] >> 32)), bound = min(bound, int(got[i]));
-    bound = max(bound, kNothing + 1);
+    const u64 of_block = got[min(lane, blocks - 1)];
+    const int highest = __reduce_max_sync(~0u, int(of_block >> 32));
+    const int bound = max(__reduce_min_sync(~0u, int(of_block)), kNothing + 1);
     if (highest <= kNothing) {
         if (rank == 0 && threadIdx.x == 0) {
             tokens[b] = -1;
@@ -100,23 +105,23 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         }
         return;
     }
-    filters.largest = value_of(highest);
+    const float largest = value_of(highest);
 
     // The mass of the model's distribution
-    u64 model_mass = 0;
     if (mode == 2) {
-        const Kept all{-kLargest, filters.largest, steepness(1.0f), cut_of(0), 0};
+        const Kept all{-kLargest, largest, steepness(1.0f), cut_of(0), 0};
         u64 sum = 0, weights[Row::kWidth];
         row.each([&](const Vector<Element>& vector, u32) { sum += weights_of(vector, all, weights); });
-        model_mass = block_sum<kThreads>(sum, shared.partial);
+        const u64 mass = block_sum<kThreads>(sum, shared.partial);
+        if (threadIdx.x == 0) shared.model_mass = mass;
     }
     const auto write = [&](const Drawn& drawn) {
         tokens[b] = drawn.token;
         if (mode == 1) {
             logprobs[b] = filters.greedy ? 0.0f : logf(__fdiv_rn(__ull2float_rn(drawn.weight), __ull2float_rn(drawn.total)));
         } else if (mode == 2) {
-            const float apart = __fsub_rn(filters.largest, drawn.logit);
-            logprobs[b] = __fsub_rn(-apart, logf(__ull2float_rn(model_mass) * 9.094947017729282e-13f));  // 2^-40
+            const float apart = __fsub_rn(largest, drawn.logit);
+            logprobs[b] = __fsub_rn(-apart, logf(__ull2float_rn(drawn.model_mass) * 9.094947017729282e-13f));  // 2^-40
         }
     };
 
@@ -124,6 +129,10 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     if (!filters.greedy && (bounded || u32(n) <= kList)) {
         const float lo = value_of(bound);
         row.each([&](const Vector<Element>& vector, u32 v) {
+            bool any = false;
+#pragma unroll
+            for (u32 i = 0; i < Row::kWidth; ++i) any |= vector.x[i] >= lo;
+            if (!any) return;
 #pragma unroll
             for (u32 i = 0; i < Row::kWidth; ++i) {
                 if (!(vector.x[i] >= lo)) continue;
@@ -132,13 +141,9 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             }
         });
         __syncthreads();
-        got = rounds.all(2, kThreads, [&](u32 i) { return i == 0 ? u64(shared.entries) : model_mass; });
-        u32 count = 0, before = 0;
-        u64 mass = 0;
-        for (u32 i = 0; i < blocks; ++i) {
-            before += i < rank ? u32(got[2 * i]) : 0;
-            count += u32(got[2 * i]), mass += got[2 * i + 1];
-        }
+        got = rounds.all(2, kThreads, [&](u32 i) { return i == 0 ? u64(shared.entries) : shared.model_mass; });
+        const u32 entries = lane < blocks ? u32(got[2 * lane]) : 0;
+        const u32 count = __reduce_add_sync(~0u, entries), before = __reduce_add_sync(~0u, lane < rank ? entries : 0);
         if (count <= kList) {
             ListMemory& list = *reinterpret_cast<ListMemory*>(row_memory);
             if (rank == 0 && threadIdx.x == 0) shared.listed.arrive_and_expect_tx(8 * count);
@@ -148,39 +153,39 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             }
             if (rank != 0) return;
             wait_acquire_cluster(shared.listed, 0);
-            model_mass = mass;
-            draw_from_list<kThreads>(list, count, filters, shared.partial, random, write);
+            draw_from_list<kThreads>(list, count, filters, largest, shared.partial, random, [&](Drawn drawn) {
+                for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[2 * i + 1];
+                write(drawn);
+            });
             return;
         }
-        __syncthreads();  // numbers of this round are read before the next one's arrive
     }
 
     // Thresholds
     int threshold = filters.greedy ? highest : kNothing + 1;
     if (filters.restricts_k) {
         threshold = search<u32>(row, shared.partial, rounds, bound, highest, filters.steep, 1.0f, bounded,
-                                [&](u64) { return u64(k); });
+                                [&](u64) { return u64(filters.k); });
     }
     if (filters.restricts_p) {
-        threshold = search<u64>(row, shared.partial, rounds, threshold, highest, filters.steep, t, false,
-                                [&](u64 total) { return share_of(total, p); });
+        threshold = search<u64>(row, shared.partial, rounds, threshold, highest, filters.steep, filters.t, false,
+                                [&](u64 total) { return share_of(total, filters.p); });
     }
 
     // The draw: masses of warps, of blocks, of the row
-    const Kept kept{value_of(threshold), filters.largest, filters.steep, cut_of(filters.least), filters.least};
+    const Kept kept{value_of(threshold), largest, filters.steep, filters.cut, filters.least};
     const Part part(row.vectors, kWarps, warp);
     const u64 mass_of_warp = part_mass(row, part, kept);
     __syncthreads();
-    if (threadIdx.x % 32 == 0) shared.partial[warp] = mass_of_warp;
+    if (lane == 0) shared.partial[warp] = mass_of_warp;
     __syncthreads();
     got = rounds.all(2, kThreads, [&](u32 i) {
-        if (i == 1) return model_mass;
+        if (i == 1) return shared.model_mass;
         u64 mass = 0;
         for (u32 w = 0; w < kWarps; ++w) mass += shared.partial[w];
         return mass;
     });
-    u64 total = 0, before = 0;
-    model_mass = 0;
+    u64 total = 0, before = 0, model_mass = 0;
     for (u32 i = 0; i < blocks; ++i) {
         before += i < rank ? got[2 * i] : 0;
         total += got[2 * i], model_mass += got[2 * i + 1];
@@ -189,7 +194,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     const u64 u = random(total);
     if (before <= u && u < before + mass_of_warp) {
         draw_from_part(row, part, kept, u - before, [&](int token, float logit, u64 weight) {
-            write(Drawn{token, logit, weight, total});
+            write(Drawn{token, logit, weight, total, model_mass});
         });
     }
 }

@@ -47,7 +47,7 @@ struct Part {
 
 template <typename Row> __device__ inline u64 part_mass(const Row& row, const Part& part, const Kept& kept) {
     u64 sum = 0, weights[Row::kWidth];
-#pragma unroll 2
+#pragma unroll 1
     for (u32 v = part.begin + threadIdx.x % 32; v < part.end; v += 32) sum += weights_of(row.at(v), kept, weights);
     return warp_sum(sum);
 }

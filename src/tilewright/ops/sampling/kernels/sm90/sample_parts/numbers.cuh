@@ -52,12 +52,8 @@ __device__ inline u64 least_of(float min_p) {
     return u64((min_p > 0.0f ? (min_p < 1.0f ? min_p : 1.0f) : 0.0f) * 1099511627776.0f);
 }
 
-// Distances from here on have weights below `least`: 2^(40 - n) bounds those of at least n octaves.
-__device__ inline float cut_of(u64 least) {
-    u32 octaves = 0;
-    while (octaves < 41 && (kOne >> octaves) >= (least > 1 ? least : 1)) ++octaves;
-    return float(octaves) * kFixed;
-}
+// Distances from here on have weights below `least`, at most 2^40: those of at least n octaves are at most 2^(40 - n).
+__device__ inline float cut_of(u64 least) { return float(__clzll(max(least, u64(1)) - 1) - 23) * kFixed; }
 
 // floor(r * total / 2^62) of the 62 random bits r of (seed, position): Philox 4x32 with 10 rounds.
 __device__ inline u64 random_below(u64 seed, u64 position, u32 stream, u64 total) {

@@ -48,48 +48,39 @@ __device__ inline Measured<Sum> measure(const Row& row, float lo, float hi, cons
     return sums;
 }
 
-// The sums of the cluster, in all threads.  partial: kMeasures numbers a warp.
+// The sums of the cluster: of measure j in lane j of every warp; in lane 8 the ends, the high one above.
+// partial: kMeasures numbers a warp.
 template <u32 kThreads, typename Sum, typename Rounds>
-__device__ inline Measured<u64> sum_up(const Measured<Sum>& own, u64* partial, Rounds& rounds) {
-    constexpr u32 kWarps = kThreads / 32;
+__device__ inline u64 sum_up(const Measured<Sum>& own, u64* partial, Rounds& rounds) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto joined = [](u32 j, u64 a, u64 b) {
+        const u64 ends = u64(u32(max(int(a >> 32), int(b >> 32)))) << 32 | u32(min(int(a), int(b)));
+        return j <= kPivots ? a + b : ends;
+    };
     const u64 sum = warp_sum_8(own.at, lane);
     const int high = __reduce_max_sync(~0u, own.high), low = __reduce_min_sync(~0u, own.low);
     __syncthreads();  // all threads have sent and read the last round
-    if (lane < 8) partial[warp * kMeasures + lane] = sum;
-    if (lane == 8) partial[warp * kMeasures + 8] = u64(u32(high)) << 32 | u32(low);
+    if (lane < kMeasures) partial[warp * kMeasures + lane] = lane <= kPivots ? sum : u64(u32(high)) << 32 | u32(low);
     __syncthreads();
     const u64* got = rounds.all(kMeasures, kThreads, [&](u32 j) {
         u64 total = partial[j];
-        for (u32 w = 1; w < kWarps; ++w) {
-            const u64 more = partial[w * kMeasures + j];
-            total = j < 8 ? total + more
-                          : u64(u32(max(int(total >> 32), int(more >> 32)))) << 32 | u32(min(int(total), int(more)));
-        }
+        for (u32 w = 1; w < kThreads / 32; ++w) total = joined(j, total, partial[w * kMeasures + j]);
         return total;
     });
-    Measured<u64> all = {{}, kNothing, 0x7fffffff};
-    for (u32 b = 0; b < rounds.blocks; ++b) {
-#pragma unroll
-        for (u32 j = 0; j <= kPivots; ++j) all.at[j] += got[b * kMeasures + j];
-        const u64 ends = got[b * kMeasures + kPivots + 1];
-        all.high = max(all.high, int(ends >> 32)), all.low = min(all.low, int(ends));
-    }
-    return all;
+    const u32 j = min(lane, kMeasures - 1);
+    u64 total = got[j];
+    for (u32 b = 1; b < rounds.blocks; ++b) total = joined(j, total, got[b * kMeasures + j]);
+    return total;
 }
 
-// The pivots of a round, from high to low, in [lo, hi).
-__device__ inline void choose_pivots(u32 round, int lo, int hi, float unit, float (&pivots)[kPivots]) {
+// Pivot `j` of a round, from high to low, in [lo, hi).
+__device__ inline float choose_pivot(u32 round, u32 j, int lo, int hi, float unit) {
     const float top = value_of(hi - 1), bottom = fmaxf(value_of(lo), top - 64.0f * unit);
-    const u32 width = u32(hi) - u32(lo);
-#pragma unroll
-    for (u32 j = 0; j < kPivots; ++j) {
-        const u32 part = kPivots - j;  // of 8
-        int key = int(u32(lo) + width / 8 * part + width % 8 * part / 8);
-        if (round == 0) key = ordered(top - 0.5f * float(1 << j) * unit);
-        if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (0.125f * float(part)));
-        pivots[j] = value_of(max(min(key, hi - 1), lo));
-    }
+    const u32 width = u32(hi) - u32(lo), part = kPivots - j;  // of 8
+    int key = int(u32(lo) + width / 8 * part + width % 8 * part / 8);
+    if (round == 0) key = ordered(top - 0.5f * float(1 << j) * unit);
+    if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (0.125f * float(part)));
+    return value_of(max(min(key, hi - 1), lo));
 }
 
 // goal_of(measure of all logits at keys >= lo) is what the threshold must leave; lo is the result where all is less than that.
@@ -97,29 +88,31 @@ __device__ inline void choose_pivots(u32 round, int lo, int hi, float unit, floa
 template <typename Sum, typename Row, typename Rounds, typename Goal>
 __device__ inline int search(const Row& row, u64* partial, Rounds& rounds, int lo, int highest, float steep, float unit,
                              bool bounded, Goal goal_of) {
+    const u32 lane = threadIdx.x % 32;
+    const bool has_pivot = lane < kPivots;
     const float largest = value_of(highest);
     int hi = highest + 1;
-    u64 base = 0, goal = 0;  // the measure at keys >= hi
+    u64 base = 0, goal = 0;  // base: the measure at keys >= hi
     for (u32 round = bounded ? 1 : 0; u32(hi) - u32(lo) > 1; ++round) {
+        const float pivot = choose_pivot(round, min(lane, kPivots - 1), lo, hi, unit);
         float pivots[kPivots];
-        choose_pivots(round, lo, hi, unit, pivots);
-        const Measured<Sum> own = measure<Sum>(row, value_of(lo), value_of(hi), pivots, largest, steep);
-        const Measured<u64> all = sum_up<Row::kThreads>(own, partial, rounds);
-        if (goal == 0) goal = goal_of(all.at[kPivots]);
-        if (base + all.at[kPivots] < goal) return lo;
-        if (all.high == all.low) return all.high;
-        const u64 above = base;
-        lo = max(lo, all.low), hi = min(hi, all.high + 1);
 #pragma unroll
-        for (u32 j = 0; j < kPivots; ++j) {
-            const int key = ordered(pivots[j]);
-            const u64 measured = above + all.at[j];
-            if (measured >= goal) {
-                lo = max(lo, key);
-            } else if (key < hi) {
-                hi = key, base = measured;
-            }
-        }
+        for (u32 j = 0; j < kPivots; ++j) pivots[j] = __shfl_sync(~0u, pivot, j);
+        const Measured<Sum> own = measure<Sum>(row, value_of(lo), value_of(hi), pivots, largest, steep);
+        const u64 sum = sum_up<Row::kThreads>(own, partial, rounds);
+        const u64 total = __shfl_sync(~0u, sum, kPivots), ends = __shfl_sync(~0u, sum, kPivots + 1);
+        if (goal == 0) goal = goal_of(total);
+        if (base + total < goal) return lo;
+        if (int(ends >> 32) == int(ends)) return int(ends);
+
+        const int key = ordered(pivot);
+        const u64 measured = base + sum;
+        const bool enough = measured >= goal;
+        lo = max(max(lo, int(ends)), __reduce_max_sync(~0u, has_pivot && enough ? key : kNothing));
+        hi = min(min(hi, int(ends >> 32) + 1), __reduce_min_sync(~0u, has_pivot && !enough ? key : 0x7fffffff));
+        const u32 at_hi = __ballot_sync(~0u, has_pivot && !enough && key == hi);
+        const u64 next_base = __shfl_sync(~0u, measured, at_hi ? __ffs(at_hi) - 1 : 0);
+        base = at_hi ? next_base : base;
     }
     return lo;
 }

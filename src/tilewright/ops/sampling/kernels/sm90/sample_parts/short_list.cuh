@@ -13,22 +13,23 @@ constexpr u32 kList = 512;
 struct ListMemory {
     u64 entries[kList];  // key above, token below
     u64 weights[kList];
-    u64 kept[kList];     // weights after the filters, or 0
+    u64 kept[kList];     // weights after the filters, or 0; before that the sum of the larger ones' weights
 };
 
-// What the filters of one row do.
+// The parameters of one row.
 struct Filters {
     bool greedy, restricts_k, restricts_p;
     int k;
-    float p;
+    float t, p, steep;
+    float cut;  // distances from here on have weights below `least`
     u64 least;
-    float largest, steep;
 };
 
 struct Drawn {
     int token;
     float logit;
     u64 weight, total;
+    u64 model_mass = 0;  // of all tokens at temperature 1
 };
 
 // The sum over a block, in all threads.  partial: a number a warp.
@@ -44,59 +45,51 @@ template <u32 kThreads> __device__ inline u64 block_sum(u64 number, u64* partial
 
 // entries [0, count) are there.  random(total) is below total.  write(drawn) is called by one thread.
 template <u32 kThreads, typename Random, typename Write>
-__device__ inline void draw_from_list(ListMemory& list, u32 count, const Filters& filters, u64* partial, Random random,
-                                      Write write) {
+__device__ inline void draw_from_list(ListMemory& list, u32 count, const Filters& filters, float largest, u64* partial,
+                                      Random random, Write write) {
     const auto key_of = [](u64 entry) { return int(entry >> 32); };
     for (u32 i = threadIdx.x; i < count; i += kThreads) {
         const float x = value_of(key_of(list.entries[i]));
-        list.weights[i] = weight_at(distance(x, filters.largest, filters.steep));
+        list.weights[i] = weight_at(distance(x, largest, filters.steep));
     }
     __syncthreads();
 
     // Larger ones: how many, and their weights
-    u64 kept_by_k = 0, above[(kList + kThreads - 1) / kThreads];
-    bool kept[(kList + kThreads - 1) / kThreads];
-#pragma unroll
-    for (u32 s = 0; s < sizeof(kept); ++s) {
-        const u32 i = threadIdx.x + s * kThreads;
-        kept[s] = i < count, above[s] = 0;
-        if (i >= count) continue;
+    constexpr u64 kDropped = ~0ull;
+    u64 kept_by_k = 0;
+    for (u32 i = threadIdx.x; i < count; i += kThreads) {
         const int key = key_of(list.entries[i]);
         u32 larger = 0;
+        u64 above = 0;
 #pragma unroll 4
         for (u32 j = 0; j < count; ++j) {
             const bool is_larger = key_of(list.entries[j]) > key;
             larger += is_larger ? 1 : 0;
-            above[s] += is_larger ? list.weights[j] : 0;
+            above += is_larger ? list.weights[j] : 0;
         }
-        kept[s] = !filters.restricts_k || larger < u32(filters.k);
-        if (kept[s]) kept_by_k += list.weights[i];
+        const bool kept = !filters.restricts_k || larger < u32(filters.k);
+        list.kept[i] = kept ? above : kDropped;
+        kept_by_k += kept ? list.weights[i] : 0;
     }
-    const u64 goal = filters.restricts_p ? share_of(block_sum<kThreads>(kept_by_k, partial), filters.p) : 0;
+    const u64 goal = filters.restricts_p ? share_of(block_sum<kThreads>(kept_by_k, partial), filters.p) : kDropped;
     u64 kept_by_all = 0;
-#pragma unroll
-    for (u32 s = 0; s < sizeof(kept); ++s) {
-        const u32 i = threadIdx.x + s * kThreads;
-        if (i >= count) continue;
+    for (u32 i = threadIdx.x; i < count; i += kThreads) {
         const u64 weight = list.weights[i];
-        kept[s] = kept[s] && (!filters.restricts_p || above[s] < goal) && weight >= filters.least;
-        list.kept[i] = kept[s] ? weight : 0;
-        kept_by_all += kept[s] ? weight : 0;
+        const bool kept = list.kept[i] < goal && weight >= filters.least;
+        list.kept[i] = kept ? weight : 0;
+        kept_by_all += kept ? weight : 0;
     }
     const u64 total = block_sum<kThreads>(kept_by_all, partial), u = random(total);
 
     // Tokens before
-#pragma unroll
-    for (u32 s = 0; s < sizeof(kept); ++s) {
-        const u32 i = threadIdx.x + s * kThreads;
-        if (i >= count || !kept[s]) continue;
+    for (u32 i = threadIdx.x; i < count; i += kThreads) {
+        const u64 weight = list.kept[i];
+        if (weight == 0) continue;
         const u32 token = u32(list.entries[i]);
         u64 before = 0;
 #pragma unroll 4
         for (u32 j = 0; j < count; ++j) before += u32(list.entries[j]) < token ? list.kept[j] : 0;
-        if (before <= u && u < before + list.kept[i]) {
-            write(Drawn{int(token), value_of(key_of(list.entries[i])), list.kept[i], total});
-        }
+        if (before <= u && u < before + weight) write(Drawn{int(token), value_of(key_of(list.entries[i])), weight, total});
     }
 }
 
