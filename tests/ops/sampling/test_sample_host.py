@@ -12,7 +12,7 @@ import torch
 
 from tilewright import ops
 from tilewright.ops.sampling import checks
-from tilewright.ops.sampling.kernels.sm90 import resident, sample
+from tilewright.ops.sampling.kernels.sm90 import resident, sample, top_k
 from tilewright.ops.sampling.sample import raw_arguments
 from tilewright.ops.sampling.sample_reference import draw_tokens
 
@@ -20,13 +20,15 @@ THREADS = 64
 MAIN = """
 #include <greedy.cuh>
 #include <sample.cuh>
+#include <top_k.cuh>
+#include <top_k_short.cuh>
 using namespace tilewright;
-template <typename T> struct Config { static constexpr int kThreads = %d, kRowOffset = %d; using Element = T; };
+template <typename T> struct Config { static constexpr int kThreads = THREADS, kRowOffset = ROW_OFFSET; using Element = T; };
 template <typename T>
 static void run(void** p, float temperature, int top_k, float top_p, float min_p, i64 stride, int m, int n, int part, int mode,
                 int blocks) {
     for (int row = 0; row < m; ++row) {
-        run_cluster(row, blocks, %d, [&] {
+        run_cluster(row, blocks, THREADS, [&] {
             sample<Config<T>>((i64*)p[0], (float*)p[1], (T*)p[2], (i64*)p[3], (i64*)p[4], (float*)p[5], (int*)p[6],
                               (float*)p[7], (float*)p[8], temperature, top_k, top_p, min_p, stride, n, part, mode);
         });
@@ -34,9 +36,24 @@ static void run(void** p, float temperature, int top_k, float top_p, float min_p
 }
 template <typename T> static void best(void** p, i64 stride, int m, int n, int part, int blocks) {
     for (int row = 0; row < m; ++row) {
-        run_cluster(row, blocks, %d, [&] { greedy<Config<T>>((i64*)p[0], (T*)p[1], stride, n, part); });
+        run_cluster(row, blocks, THREADS, [&] { greedy<Config<T>>((i64*)p[0], (T*)p[1], stride, n, part); });
     }
 }
+template <typename T> struct TopKConfig { static constexpr int kThreads = THREADS, kRowOffset = TOP_K_OFFSET, kBest = 512; using Element = T; };
+template <typename T> struct ShortConfig { static constexpr int kWarps = 2, kEach = 16; using Element = T; };
+template <typename T> static void largest(void** p, i64 stride, int m, int n, int k, int part, int blocks) {
+    if (part == 0) {
+        for (int pair = 0; 2 * pair < m; ++pair) {
+            run_cluster(pair, 1, 64, [&] { top_k_short<ShortConfig<T>>((T*)p[0], (i64*)p[1], (T*)p[2], stride, m, n, k); });
+        }
+        return;
+    }
+    for (int row = 0; row < m; ++row) {
+        run_cluster(row, blocks, THREADS, [&] { top_k<TopKConfig<T>>((T*)p[0], (i64*)p[1], (T*)p[2], stride, n, k, part); });
+    }
+}
+extern "C" void top_k_float32(void** p, i64 stride, int m, int n, int k, int part, int blocks) { largest<float>(p, stride, m, n, k, part, blocks); }
+extern "C" void top_k_bfloat16(void** p, i64 stride, int m, int n, int k, int part, int blocks) { largest<bfloat16>(p, stride, m, n, k, part, blocks); }
 extern "C" void greedy_float32(void** p, i64 stride, int m, int n, int part, int blocks) { best<float>(p, stride, m, n, part, blocks); }
 extern "C" void greedy_bfloat16(void** p, i64 stride, int m, int n, int part, int blocks) { best<bfloat16>(p, stride, m, n, part, blocks); }
 extern "C" void sample_float32(void** p, float t, int k, float q, float s, i64 stride, int m, int n, int part, int mode, int blocks) {
@@ -56,10 +73,12 @@ def library(tmp_path_factory):
     (folder / "tilewright").mkdir()
     for name in ("types", "ptx", "mbarrier", "cluster", "copies"):
         (folder / "tilewright" / f"{name}.cuh").write_text('#pragma once\n#include <fibers.h>\n')
-    (folder / "main.cpp").write_text(MAIN % (THREADS, resident.row_offset(THREADS), THREADS, THREADS))
+    (folder / "main.cpp").write_text(MAIN)
     includes = [f"-I{folder}", f"-I{Path(__file__).parent}", f"-I{sample.KERNEL.file.parent}"]
+    offsets = resident.row_offset(THREADS), top_k.row_offset(THREADS, 512)
+    defines = [f"-DTHREADS={THREADS}", f"-DROW_OFFSET={offsets[0]}", f"-DTOP_K_OFFSET={offsets[1]}"]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
-    subprocess.run(["g++", *flags, *includes, folder / "main.cpp", "-o", folder / "sample.so"], check=True)
+    subprocess.run(["g++", *flags, *defines, *includes, folder / "main.cpp", "-o", folder / "sample.so"], check=True)
     return ctypes.CDLL(str(folder / "sample.so"))
 
 
@@ -136,3 +155,24 @@ def test_the_likeliest_token(library, n, dtype):
             call = getattr(library, f"greedy_{str(dtype).removeprefix('torch.')}")
             call(pointers, ctypes.c_int64(x.stride(0)), m, n, resident.part_vectors(n, dtype, blocks), blocks)
             assert torch.equal(tokens, ops.greedy(x, backend="torch"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "blocks"), [(2, 2, 1), (300, 7, 0), (512, 32, 0), (700, 500, 2), (2501, 1, 3), (2501, 40, 2), (2600, 333, 3)])
+def test_the_largest_elements(library, n, k, blocks, dtype):
+    m = 9
+    storage = torch.full((m, n + 7), torch.nan, dtype=dtype)
+    x = storage[:, 1 : n + 1]
+    x.copy_(torch.randn(m, n) * 3)
+    x[:3] = x[:3].round()
+    checks.spoil(x[3:8])
+    x[8] = -torch.inf
+    values, indices = torch.zeros((m, k), dtype=dtype), torch.full((m, k), -7)
+    pointers = (ctypes.c_void_p * 3)(values.data_ptr(), indices.data_ptr(), x.data_ptr())
+    part = resident.part_vectors(n, dtype, blocks) if blocks else 0
+    call = getattr(library, f"top_k_{str(dtype).removeprefix('torch.')}")
+    call(pointers, ctypes.c_int64(x.stride(0)), m, n, k, part, blocks)
+    _, wanted = ops.top_k(x, k, backend="torch")
+    assert torch.equal(indices, wanted)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16  # torch's gather may change those of NaN
+    assert torch.equal(values.view(bits), x.view(bits).gather(1, wanted))

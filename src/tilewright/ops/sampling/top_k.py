@@ -51,7 +51,7 @@ FORWARD = RawOp(
     "fwd",
     TopKArgs,
     package="tilewright.ops.sampling",
-    kernels=("triton.top_k",),
+    kernels=("sm90.top_k_short", "sm90.top_k", "triton.top_k"),
     outputs=lambda args: (
         ((args.x.shape[0], args.k), args.x.dtype),
         ((args.x.shape[0], args.k), torch.int64),

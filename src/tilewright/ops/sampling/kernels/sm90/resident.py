@@ -19,14 +19,14 @@ class Config(NamedTuple):
 CLUSTERS = (1, 2, 4, 8, 16)
 CONFIGS = tuple(Config(cluster, 512) for cluster in CLUSTERS)
 SPACE = tuple(Config(cluster, threads) for cluster in CLUSTERS for threads in (256, 512, 1024))
-_VECTOR = 16
+VECTOR = 16
 _PART = 200 << 10  # bytes of a row in one block, beside 16 KB of other memory
 _LIST = 12288  # the list of `short_list.cuh`, in the place of the row
 
 
 def part_vectors(n: int, dtype: torch.dtype, cluster: int) -> int:
     """Vectors of 16 bytes in each part of a row of n elements that begins anywhere."""
-    width = _VECTOR // dtype.itemsize
+    width = VECTOR // dtype.itemsize
     return -(-((n + 2 * (width - 1)) // width) // cluster)
 
 
@@ -37,7 +37,7 @@ def row_offset(threads: int) -> int:
 
 def shared_bytes(threads: int, vectors: int) -> int:
     """Shared memory of a block."""
-    return row_offset(threads) + max(vectors * _VECTOR, _LIST)
+    return row_offset(threads) + max(vectors * VECTOR, _LIST)
 
 
 def why_not_arch(x: Tensor) -> str | None:
@@ -56,7 +56,7 @@ def why_not(x: Tensor) -> str | None:
 
 
 def _fits(n: int, dtype: torch.dtype, cluster: int) -> bool:
-    return part_vectors(n, dtype, cluster) * _VECTOR <= _PART
+    return part_vectors(n, dtype, cluster) * VECTOR <= _PART
 
 
 def configure(m: int, n: int, dtype: torch.dtype) -> Config | None:
@@ -67,7 +67,7 @@ def configure(m: int, n: int, dtype: torch.dtype) -> Config | None:
     if not fitting:
         return None
     for cluster in fitting:
-        fills = m * cluster >= 128 and part_vectors(n, dtype, cluster) * _VECTOR <= 64 << 10
+        fills = m * cluster >= 128 and part_vectors(n, dtype, cluster) * VECTOR <= 64 << 10
         if fills or n <= 2048 * cluster:
             return Config(cluster, 512)
     return Config(fitting[-1], 512)

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
 
     // The largest logit, and the bound
     float maximum = minus_infinity<float>();
-    row.on_arrival([&](const Vector<Element>& vector, u32) {
+    row.on_arrival([&](const typename Row::Elements& vector, u32) {
 #pragma unroll
         for (u32 i = 0; i < Row::kWidth; ++i) maximum = fmaxf(maximum, vector.x[i]);
     });
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     if (mode == 2) {
         const Kept all{-kLargest, largest, steepness(1.0f), cut_of(0), 0};
         u64 sum = 0, weights[Row::kWidth];
-        row.each([&](const Vector<Element>& vector, u32) { sum += weights_of(vector, all, weights); });
+        row.each([&](const typename Row::Elements& vector, u32) { sum += weights_of(vector, all, weights); });
         const u64 mass = block_sum<kThreads>(sum, shared.partial);
         if (threadIdx.x == 0) shared.model_mass = mass;
     }
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     // Few logits are left: a list in the first block
     if (!filters.greedy && (bounded || u32(n) <= kList)) {
         const float lo = value_of(bound);
-        row.each([&](const Vector<Element>& vector, u32 v) {
+        row.each([&](const typename Row::Elements& vector, u32 v) {
             bool any = false;
 #pragma unroll
             for (u32 i = 0; i < Row::kWidth; ++i) any |= vector.x[i] >= lo;

@@ -6,26 +6,54 @@
 #pragma once
 #include <tilewright/copies.cuh>
 
+#include "numbers.cuh"
+
 namespace tilewright {
 
-// Elements of one vector as floats, with +inf as the largest number.  NaN stays, and fails every comparison.
-template <typename Element> struct Vector {
+// What passes over a row compare.  float: logits, +inf as the largest number; NaN stays, and fails every comparison.
+// int: keys in the order of numbers, where infinities are above all others, and NaN above these.
+constexpr int kKeyOfNan = 0x7ffffffe;
+template <typename Scalar> __device__ inline Scalar scalar_of(float x) {
+    if constexpr (Same<Scalar, float>::value) {
+        return min_nan(x, kLargest);
+    } else {
+        return x == x ? ordered(x) : kKeyOfNan;
+    }
+}
+__device__ inline int key_of(float x) { return ordered(x); }
+__device__ inline int key_of(int key) { return key; }
+template <typename Scalar> __device__ inline Scalar scalar_at(int key) {
+    if constexpr (Same<Scalar, float>::value) {
+        return value_of(key);
+    } else {
+        return key;
+    }
+}
+__device__ inline float larger_of(float a, float b) { return fmaxf(a, b); }
+__device__ inline int larger_of(int a, int b) { return max(a, b); }
+__device__ inline float lesser_of(float a, float b) { return fminf(a, b); }
+__device__ inline int lesser_of(int a, int b) { return min(a, b); }
+
+// The elements of one vector.
+template <typename Element, typename Scalar = float> struct Vector {
     static constexpr u32 kWidth = 16 / sizeof(Element);
-    float x[kWidth];
+    Scalar x[kWidth];
 
     __device__ static Vector load(const Element* from) {
         struct alignas(16) Raw { Element x[kWidth]; };
         const Raw raw = *reinterpret_cast<const Raw*>(from);
         Vector made;
 #pragma unroll
-        for (u32 i = 0; i < kWidth; ++i) made.x[i] = min_nan(to_float(raw.x[i]), 3.4028234663852886e38f);
+        for (u32 i = 0; i < kWidth; ++i) made.x[i] = scalar_of<Scalar>(to_float(raw.x[i]));
         return made;
     }
 };
 
-template <typename Element_, u32 kThreads_> struct ResidentRow {
+template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct ResidentRow {
     using Element = Element_;
-    static constexpr u32 kThreads = kThreads_, kWidth = Vector<Element>::kWidth, kStages = 4;
+    using Scalar = Scalar_;
+    using Elements = Vector<Element, Scalar>;
+    static constexpr u32 kThreads = kThreads_, kWidth = Elements::kWidth, kStages = 4;
 
     Element* elements;
     Barrier* loaded;
@@ -81,7 +109,7 @@ template <typename Element_, u32 kThreads_> struct ResidentRow {
         for (u32 v = threadIdx.x; v < vectors; v += kThreads) visit(at(v), v);
     }
 
-    __device__ Vector<Element> at(u32 v) const { return Vector<Element>::load(elements + v * kWidth); }
+    __device__ Elements at(u32 v) const { return Elements::load(elements + v * kWidth); }
     __device__ int token(u32 v, u32 i) const { return first_token + int(v * kWidth + i); }
 };
 

@@ -19,11 +19,11 @@ template <typename Sum> struct Measured {
 
 // This thread's logits from value `lo` to below `hi`.
 template <typename Sum, typename Row>
-__device__ inline Measured<Sum> measure(const Row& row, float lo, float hi, const float (&pivots)[kPivots], float largest,
-                                        float steep) {
+__device__ inline Measured<Sum> measure(const Row& row, typename Row::Scalar lo, typename Row::Scalar hi,
+                                        const typename Row::Scalar (&pivots)[kPivots], float largest, float steep) {
     Measured<Sum> sums = {};
-    float high = minus_infinity<float>(), low = kLargest;
-    row.each([&](const Vector<typename Row::Element>& vector, u32) {
+    auto high = lo, low = hi;  // as if there were none
+    row.each([&](const typename Row::Elements& vector, u32) {
 #pragma unroll
         for (u32 pair = 0; pair < Row::kWidth; pair += 2) {
             bool inside[2];
@@ -32,19 +32,19 @@ __device__ inline Measured<Sum> measure(const Row& row, float lo, float hi, cons
             if (!inside[0] && !inside[1]) continue;
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
-                const float x = vector.x[pair + i];
+                const auto x = vector.x[pair + i];
                 Sum m = 1;
                 if constexpr (sizeof(Sum) == 8) m = weight_at(distance(x, largest, steep));
                 m = inside[i] ? m : 0;
 #pragma unroll
                 for (u32 j = 0; j < kPivots; ++j) sums.at[j] += x >= pivots[j] ? m : 0;
                 sums.at[kPivots] += m;
-                high = inside[i] ? fmaxf(high, x) : high;
-                low = inside[i] ? fminf(low, x) : low;
+                high = inside[i] ? larger_of(high, x) : high;
+                low = inside[i] ? lesser_of(low, x) : low;
             }
         }
     });
-    sums.high = ordered(high), sums.low = ordered(low);
+    sums.high = key_of(high), sums.low = key_of(low);
     return sums;
 }
 
@@ -74,13 +74,13 @@ __device__ inline u64 sum_up(const Measured<Sum>& own, u64* partial, Rounds& rou
 }
 
 // Pivot `j` of a round, from high to low, in [lo, hi).
-__device__ inline float choose_pivot(u32 round, u32 j, int lo, int hi, float unit) {
+__device__ inline int choose_pivot(u32 round, u32 j, int lo, int hi, float unit) {
     const float top = value_of(hi - 1), bottom = fmaxf(value_of(lo), top - 64.0f * unit);
     const u32 width = u32(hi) - u32(lo), part = kPivots - j;  // of 8
     int key = int(u32(lo) + width / 8 * part + width % 8 * part / 8);
     if (round == 0) key = ordered(top - 0.5f * float(1 << j) * unit);
     if (round == 1 || round == 2) key = ordered(bottom + (top - bottom) * (0.125f * float(part)));
-    return value_of(max(min(key, hi - 1), lo));
+    return max(min(key, hi - 1), lo);
 }
 
 // goal_of(measure of all logits at keys >= lo) is what the threshold must leave; lo is the result where all is less than that.
@@ -88,24 +88,25 @@ __device__ inline float choose_pivot(u32 round, u32 j, int lo, int hi, float uni
 template <typename Sum, typename Row, typename Rounds, typename Goal>
 __device__ inline int search(const Row& row, u64* partial, Rounds& rounds, int lo, int highest, float steep, float unit,
                              bool bounded, Goal goal_of) {
+    using Scalar = typename Row::Scalar;
     const u32 lane = threadIdx.x % 32;
     const bool has_pivot = lane < kPivots;
     const float largest = value_of(highest);
     int hi = highest + 1;
     u64 base = 0, goal = 0;  // base: the measure at keys >= hi
     for (u32 round = bounded ? 1 : 0; u32(hi) - u32(lo) > 1; ++round) {
-        const float pivot = choose_pivot(round, min(lane, kPivots - 1), lo, hi, unit);
-        float pivots[kPivots];
+        const Scalar pivot = scalar_at<Scalar>(choose_pivot(round, min(lane, kPivots - 1), lo, hi, unit));
+        Scalar pivots[kPivots];
 #pragma unroll
         for (u32 j = 0; j < kPivots; ++j) pivots[j] = __shfl_sync(~0u, pivot, j);
-        const Measured<Sum> own = measure<Sum>(row, value_of(lo), value_of(hi), pivots, largest, steep);
+        const Measured<Sum> own = measure<Sum>(row, scalar_at<Scalar>(lo), scalar_at<Scalar>(hi), pivots, largest, steep);
         const u64 sum = sum_up<Row::kThreads>(own, partial, rounds);
         const u64 total = __shfl_sync(~0u, sum, kPivots), ends = __shfl_sync(~0u, sum, kPivots + 1);
         if (goal == 0) goal = goal_of(total);
         if (base + total < goal) return lo;
         if (int(ends >> 32) == int(ends)) return int(ends);
 
-        const int key = ordered(pivot);
+        const int key = key_of(pivot);
         const u64 measured = base + sum;
         const bool enough = measured >= goal;
         lo = max(max(lo, int(ends)), __reduce_max_sync(~0u, has_pivot && enough ? key : kNothing));
