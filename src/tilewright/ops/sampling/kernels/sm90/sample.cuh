@@ -69,11 +69,9 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         filters.k = k, filters.t = t, filters.p = p, filters.steep = steepness(t);
         filters.least = least_of(min_ps ? min_ps[b] : min_p);
         filters.cut = cut_of(filters.least);
+        filters.random = filters.greedy ? Random{0, 0} : random_of(u64(seeds[b]), u64(positions[b]), 0);
         shared.model_mass = 0;
     }
-    const auto random = [&](u64 total) {
-        return filters.greedy ? 0 : random_below(u64(seeds[b]), u64(positions[b]), 0, total);
-    };
     __syncthreads();  // also: vectors that are shared with other rows are written
     const u32 j = filters.restricts_k ? (u32(filters.k) + blocks - 1) / blocks : 0;
     const bool bounded = j > 0 && j <= kMostGroups / 4 && u32(n) > kList;
@@ -153,7 +151,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             }
             if (rank != 0) return;
             wait_acquire_cluster(shared.listed, 0);
-            draw_from_list<kThreads>(list, count, filters, largest, shared.partial, random, [&](Drawn drawn) {
+            draw_from_list<kThreads>(list, count, filters, largest, shared.partial, [&](Drawn drawn) {
                 for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[2 * i + 1];
                 write(drawn);
             });
@@ -191,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         total += got[2 * i], model_mass += got[2 * i + 1];
     }
     for (u32 w = 0; w < warp; ++w) before += shared.partial[w];
-    const u64 u = random(total);
+    const u64 u = random_below(filters.random, total);
     if (before <= u && u < before + mass_of_warp) {
         draw_from_part(row, part, kept, u - before, [&](int token, float logit, u64 weight) {
             write(Drawn{token, logit, weight, total, model_mass});

@@ -55,8 +55,11 @@ __device__ inline u64 least_of(float min_p) {
 // Distances from here on have weights below `least`, at most 2^40: those of at least n octaves are at most 2^(40 - n).
 __device__ inline float cut_of(u64 least) { return float(__clzll(max(least, u64(1)) - 1) - 23) * kFixed; }
 
-// floor(r * total / 2^62) of the 62 random bits r of (seed, position): Philox 4x32 with 10 rounds.
-__device__ inline u64 random_below(u64 seed, u64 position, u32 stream, u64 total) {
+// 62 random bits.
+struct Random { u32 high, low; };
+
+// Those of (seed, position) in a stream: Philox 4x32 with 10 rounds.
+__device__ inline Random random_of(u64 seed, u64 position, u32 stream) {
     u32 k0 = u32(seed), k1 = u32(seed >> 32), c0 = u32(position), c1 = u32(position >> 32), c2 = stream, c3 = 0;
     for (u32 round = 0; round < 10; ++round) {
         const u32 high_0 = __umulhi(0xD2511F53u, c0), low_0 = 0xD2511F53u * c0;
@@ -64,7 +67,12 @@ __device__ inline u64 random_below(u64 seed, u64 position, u32 stream, u64 total
         c0 = high_2 ^ c1 ^ k0, c1 = low_2, c2 = high_0 ^ c3 ^ k1, c3 = low_0;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    const u64 high = c0 >> 1, low = c1 >> 1, total_high = total >> 31, total_low = total & 0x7fffffff;
+    return {c0 >> 1, c1 >> 1};
+}
+
+// floor(r * total / 2^62), for total < 2^62.
+__device__ inline u64 random_below(const Random& r, u64 total) {
+    const u64 high = r.high, low = r.low, total_high = total >> 31, total_low = total & 0x7fffffff;
     return high * total_high + ((high * total_low + low * total_high + ((low * total_low) >> 31)) >> 31);
 }
 

@@ -23,6 +23,7 @@ struct Filters {
     float t, p, steep;
     float cut;  // distances from here on have weights below `least`
     u64 least;
+    Random random;
 };
 
 struct Drawn {
@@ -43,10 +44,10 @@ template <u32 kThreads> __device__ inline u64 block_sum(u64 number, u64* partial
     return sum;
 }
 
-// entries [0, count) are there.  random(total) is below total.  write(drawn) is called by one thread.
-template <u32 kThreads, typename Random, typename Write>
+// entries [0, count) are there.  write(drawn) is called by one thread.
+template <u32 kThreads, typename Write>
 __device__ inline void draw_from_list(ListMemory& list, u32 count, const Filters& filters, float largest, u64* partial,
-                                      Random random, Write write) {
+                                      Write write) {
     const auto key_of = [](u64 entry) { return int(entry >> 32); };
     for (u32 i = threadIdx.x; i < count; i += kThreads) {
         const float x = value_of(key_of(list.entries[i]));
@@ -79,7 +80,7 @@ __device__ inline void draw_from_list(ListMemory& list, u32 count, const Filters
         list.kept[i] = kept ? weight : 0;
         kept_by_all += kept ? weight : 0;
     }
-    const u64 total = block_sum<kThreads>(kept_by_all, partial), u = random(total);
+    const u64 total = block_sum<kThreads>(kept_by_all, partial), u = random_below(filters.random, total);
 
     // Tokens before
     for (u32 i = threadIdx.x; i < count; i += kThreads) {
