@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from sanitize_attention import ATTENTION_RUNS
+from sanitize_sampling import SAMPLING_RUNS
 from sanitize_values import DEVICE, HALF, UNWRITTEN, drawn, near, unwritten
 from torch import Tensor
 
@@ -232,6 +233,7 @@ def cases() -> dict[str, Callable[[], bool]]:
         ("along k", along_k, ALONG_K),
         ("weight only", integer_weights, WEIGHT_ONLY),
         *ATTENTION_RUNS,
+        *SAMPLING_RUNS,
     )
     return found | {f"{name} {case}": partial(run, *case) for name, run, each in runs for case in each}
 

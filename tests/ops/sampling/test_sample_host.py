@@ -72,7 +72,7 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     (folder / "tilewright").mkdir()
     for name in ("types", "ptx", "mbarrier", "cluster", "copies"):
-        (folder / "tilewright" / f"{name}.cuh").write_text('#pragma once\n#include <fibers.h>\n')
+        (folder / "tilewright" / f"{name}.cuh").write_text("#pragma once\n#include <fibers.h>\n")
     (folder / "main.cpp").write_text(MAIN)
     includes = [f"-I{folder}", f"-I{Path(__file__).parent}", f"-I{sample.KERNEL.file.parent}"]
     offsets = resident.row_offset(THREADS), top_k.row_offset(THREADS, 512)
@@ -84,7 +84,9 @@ def library(tmp_path_factory):
 
 def drawn(library, x, seeds, positions, blocks, mode, **parameters):
     """(tokens, logprobs) of the kernel."""
-    args = raw_arguments(x, seeds, positions, *(parameters.get(p) for p in ("temperature", "top_k", "top_p", "min_p")), mode)
+    args = raw_arguments(
+        x, seeds, positions, *(parameters.get(p) for p in ("temperature", "top_k", "top_p", "min_p")), mode
+    )
     m, n = x.shape
     tokens, logprobs = torch.full((m,), -7), torch.full((m,), torch.nan)
     given = (tokens, logprobs, x, seeds, positions, args.temperatures, args.top_ks, args.top_ps, args.min_ps)
@@ -158,7 +160,10 @@ def test_the_likeliest_token(library, n, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("n", "k", "blocks"), [(2, 2, 1), (300, 7, 0), (512, 32, 0), (700, 500, 2), (2501, 1, 3), (2501, 40, 2), (2600, 333, 3)])
+@pytest.mark.parametrize(
+    ("n", "k", "blocks"),
+    [(2, 2, 1), (300, 7, 0), (512, 32, 0), (700, 500, 2), (2501, 1, 3), (2501, 40, 2), (2600, 333, 3)],
+)
 def test_the_largest_elements(library, n, k, blocks, dtype):
     m = 9
     storage = torch.full((m, n + 7), torch.nan, dtype=dtype)

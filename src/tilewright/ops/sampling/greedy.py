@@ -23,7 +23,7 @@ def greedy(logits: Tensor, *, backend: str | None = None) -> Tensor:
     logits: (B, V) bf16|fp16|fp32, V <= 2^22; the last stride is 1, another costs a copy.   Returns (B,) int64.
     NaN counts as -inf, so that a broken logit is never chosen; a row without a logit above -inf gives -1.
     It is the token that `sample` takes at temperature 0.  There is no gradient.
-    backend: run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, and for logits that require a gradient.
     """
     result: Tensor = call(CONTRACT, GreedyArgs(logits), backend)

@@ -66,7 +66,7 @@ def sample(
     logprobs     also return log-probabilities (B,) float32 of the drawn tokens: "sampled", in the distribution that was
                  drawn from; "model", in softmax(logits).  With the latter those of the n likeliest follow:
                  values, indices = top_k(logits, n); logprobs[:, None] + values - logits.gather(1, tokens[:, None]).
-    backend      run on exactly this backend ("triton", "torch") or raise BackendError.
+    backend      run on exactly this backend ("cuda", "triton", "torch") or raise BackendError.
 
     Exact, by integers (`ops/sampling/numbers.py`): probabilities are multiples of 2^-40 of the largest, tokens below
     that are never drawn; top_p is rounded down to a multiple of 2^-24.  NaN counts as -inf, +inf as the largest number.

@@ -32,7 +32,7 @@ def top_k(x: Tensor, k: int, *, backend: str | None = None) -> tuple[Tensor, Ten
     values: (M, k) in x's dtype, with x's bits; indices: (M, k) int64.
     NaN counts as larger than +inf, as in torch; -0.0 and 0.0 are equal.   `torch.topk` leaves the order of equals open.
     There is no gradient: x.gather(1, indices) has one.
-    backend: run on exactly this backend ("triton" with k <= 256, "torch") or raise BackendError.
+    backend: run on exactly this backend ("cuda" with k <= 2048, "triton" with k <= 256, "torch") or raise BackendError.
     Raises InputError for other dtypes and shapes, k out of range, and x that requires a gradient.
     """
     result: tuple[Tensor, Tensor] = call(CONTRACT, TopKArgs(x, k), backend)

@@ -121,12 +121,13 @@ __global__ void __launch_bounds__(Config::kThreads)
     if (threadIdx.x == 0) {
         u64 winner = 0;
         for (u32 w = 0; w < kWarps; ++w) winner = max(winner, shared.of_warps[w]);
-        store_shared_remote(map_shared_rank(shared_address(&shared.of_blocks[rank]), 0),
-                            map_shared_rank(shared.arrived.address(), 0), winner);
-        if (rank == 0) {
-            shared.arrived.arrive_and_expect_tx(8 * blocks);
+        if (rank != 0) {
+            store_shared_remote(map_shared_rank(shared_address(&shared.of_blocks[rank]), 0),
+                                map_shared_rank(shared.arrived.address(), 0), winner);
+        } else {
+            shared.arrived.arrive_and_expect_tx(8 * (blocks - 1));
             wait_acquire_cluster(shared.arrived, 0);
-            for (u32 i = 0; i < blocks; ++i) winner = max(winner, shared.of_blocks[i]);
+            for (u32 i = 1; i < blocks; ++i) winner = max(winner, shared.of_blocks[i]);
             const int highest = int(u32(winner >> 32) ^ 0x80000000u);
             tokens[b] = highest > kNothing ? i64(~u32(winner)) : -1;
         }

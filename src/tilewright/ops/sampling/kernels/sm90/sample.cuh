@@ -144,13 +144,11 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         const u32 count = __reduce_add_sync(~0u, entries), before = __reduce_add_sync(~0u, lane < rank ? entries : 0);
         if (count <= kList) {
             ListMemory& list = *reinterpret_cast<ListMemory*>(row_memory);
-            if (rank == 0 && threadIdx.x == 0) shared.listed.arrive_and_expect_tx(8 * count);
-            for (u32 i = threadIdx.x; i < shared.entries; i += kThreads) {
-                store_shared_remote(map_shared_rank(shared_address(&list.entries[before + i]), 0),
-                                    map_shared_rank(shared.listed.address(), 0), shared.found[i]);
-            }
+            Delivery delivery{shared.listed, blocks};
+            if (rank == 0 && threadIdx.x == 0) delivery.expect(count);
+            for (u32 i = threadIdx.x; i < shared.entries; i += kThreads) delivery.send(&list.entries[before + i], shared.found[i]);
             if (rank != 0) return;
-            wait_acquire_cluster(shared.listed, 0);
+            delivery.wait();
             draw_from_list<kThreads>(list, count, filters, largest, shared.partial, [&](Drawn drawn) {
                 for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[2 * i + 1];
                 write(drawn);

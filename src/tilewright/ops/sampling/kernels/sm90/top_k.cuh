@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
     __syncthreads();
     cluster_wait();
     Exchange<kMeasures> rounds{shared.exchange, rank, blocks};
+    Delivery delivery{shared.listed, blocks};
     const u64* got = rounds.all(1, kThreads, [&](u32) {
         int largest = int(shared.partial[0]);
         for (u32 w = 1; w < kWarps; ++w) largest = max(largest, int(shared.partial[w]));
@@ -116,13 +117,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
         const u32 own = lane < blocks ? u32(got[lane]) : 0;
         const u32 count = __reduce_add_sync(~0u, own), before = __reduce_add_sync(~0u, lane < rank ? own : 0);
         if (count <= kList) {
-            if (rank == 0 && threadIdx.x == 0) shared.listed.arrive_and_expect_tx(8 * count);
-            for (u32 i = threadIdx.x; i < shared.count; i += kThreads) {
-                store_shared_remote(map_shared_rank(shared_address(&shared.entries[before + i]), 0),
-                                    map_shared_rank(shared.listed.address(), 0), shared.found[i]);
-            }
+            if (rank == 0 && threadIdx.x == 0) delivery.expect(count);
+            for (u32 i = threadIdx.x; i < shared.count; i += kThreads) delivery.send(&shared.entries[before + i], shared.found[i]);
             if (rank != 0) return;
-            wait_acquire_cluster(shared.listed, 0);
+            delivery.wait();
             for (u32 i = threadIdx.x; i < count; i += kThreads) {
                 const u64 entry = shared.entries[i];
                 u32 place = 0;
@@ -164,7 +162,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
     // Elements take their places in the first block: above the k-th key in any order, at it in the order of the row
     if (rank == 0) {
         for (u32 i = u32(k) + threadIdx.x; i < kBest; i += kThreads) shared.entries[i] = 0;
-        if (threadIdx.x == 0) shared.listed.arrive_and_expect_tx(8 * u32(k));
+        if (threadIdx.x == 0) delivery.expect(u32(k));
     }
     for (u32 first = part.begin; first < part.end; first += 32) {
         const u32 v = first + lane;
@@ -194,12 +192,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1024 / Config::kThreads)
             if (!is_above && !is_at) continue;
             const u32 place = is_above ? place_above++ : place_at++;
             if (place >= u32(k)) continue;
-            store_shared_remote(map_shared_rank(shared_address(&shared.entries[place]), 0),
-                                map_shared_rank(shared.listed.address(), 0), entry_of(vector.x[i], index));
+            delivery.send(&shared.entries[place], entry_of(vector.x[i], index));
         }
     }
     if (rank != 0) return;
-    wait_acquire_cluster(shared.listed, 0);
+    delivery.wait();
     sort_descending<kThreads, kBest>(shared.entries);
     for (u32 i = threadIdx.x; i < u32(k); i += kThreads) write(i, shared.entries[i]);
 }

@@ -31,7 +31,8 @@ __device__ inline u64 warp_sum(u64 number) {
 }
 
 // All blocks send up to kMost numbers to all, again and again.  A round costs a store through the cluster's network and a wait,
-// no barrier of the cluster: numbers count at the receiver's mbarrier.  Rounds take two sets of slots in turn: who sends round
+// no barrier of the cluster: numbers count at the receiver's mbarrier.  A block alone is launched without a cluster, where
+// stores through the network are illegal instructions.  Rounds take two sets of slots in turn: who sends round
 // r + 2 has received r + 1, which a block sends when it has read what it received in r.
 template <u32 kMost> struct Exchange {
     struct Memory {
@@ -47,6 +48,12 @@ template <u32 kMost> struct Exchange {
     template <typename Number> __device__ const u64* all(u32 count, u32 threads, Number number) {
         Barrier& received = memory.received[round & 1];
         u64* slots = memory.slots[round & 1];
+        if (blocks == 1) {
+            for (u32 j = threadIdx.x; j < count; j += threads) slots[j] = number(j);
+            __syncthreads();
+            ++round;
+            return slots;
+        }
         if (threadIdx.x == 0) received.arrive_and_expect_tx(8 * count * blocks);
         for (u32 i = threadIdx.x; i < count * blocks; i += threads) {
             const u32 to = i / count, j = i - to * count;
@@ -56,6 +63,33 @@ template <u32 kMost> struct Exchange {
         wait_acquire_cluster(received, (round >> 1) & 1);
         ++round;
         return slots;
+    }
+};
+
+// Numbers that all blocks send to the first one, once in a launch: each to its own place, counted at `received`.
+struct Delivery {
+    Barrier& received;
+    const u32 blocks;
+
+    // Called by one thread of the first block.
+    __device__ void expect(u32 count) {
+        if (blocks > 1) received.arrive_and_expect_tx(8 * count);
+    }
+    // at: the place, as an address of this block.
+    __device__ void send(u64* at, u64 number) {
+        if (blocks == 1) {
+            *at = number;
+        } else {
+            store_shared_remote(map_shared_rank(shared_address(at), 0), map_shared_rank(received.address(), 0), number);
+        }
+    }
+    // Called by all threads of the first block.
+    __device__ void wait() {
+        if (blocks == 1) {
+            __syncthreads();
+        } else {
+            wait_acquire_cluster(received, 0);
+        }
     }
 };
 
