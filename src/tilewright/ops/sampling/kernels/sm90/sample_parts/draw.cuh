@@ -47,8 +47,9 @@ struct Part {
 
 template <typename Row> __device__ inline u64 part_mass(const Row& row, const Part& part, const Kept& kept) {
     u64 sum = 0, weights[Row::kWidth];
-#pragma unroll 1
-    for (u32 v = part.begin + threadIdx.x % 32; v < part.end; v += 32) sum += weights_of(row.at(v), kept, weights);
+    row.template visit_range<2>(part.begin + threadIdx.x % 32, part.end, 32, [&](const typename Row::Elements& vector, u32) {
+        sum += weights_of(vector, kept, weights);
+    });
     return warp_sum(sum);
 }
 

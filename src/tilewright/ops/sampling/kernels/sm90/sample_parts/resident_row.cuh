@@ -37,11 +37,10 @@ __device__ inline int lesser_of(int a, int b) { return min(a, b); }
 // The elements of one vector.
 template <typename Element, typename Scalar = float> struct Vector {
     static constexpr u32 kWidth = 16 / sizeof(Element);
+    struct alignas(16) Raw { Element x[kWidth]; };
     Scalar x[kWidth];
 
-    __device__ static Vector load(const Element* from) {
-        struct alignas(16) Raw { Element x[kWidth]; };
-        const Raw raw = *reinterpret_cast<const Raw*>(from);
+    __device__ static Vector of(const Raw& raw) {
         Vector made;
 #pragma unroll
         for (u32 i = 0; i < kWidth; ++i) made.x[i] = scalar_of<Scalar>(to_float(raw.x[i]));
@@ -53,6 +52,7 @@ template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct Res
     using Element = Element_;
     using Scalar = Scalar_;
     using Elements = Vector<Element, Scalar>;
+    using Raw = typename Elements::Raw;
     static constexpr u32 kThreads = kThreads_, kWidth = Elements::kWidth, kStages = 4;
 
     Element* elements;
@@ -97,19 +97,29 @@ template <typename Element_, u32 kThreads_, typename Scalar_ = float> struct Res
     template <typename Visit> __device__ void on_arrival(Visit visit) const {
         for (u32 stage = 0; stage < kStages; ++stage) {
             loaded[stage].wait(0);
-            const u32 end = min((stage + 1) * stage_vectors, vectors);
-#pragma unroll 4
-            for (u32 v = stage * stage_vectors + threadIdx.x; v < end; v += kThreads) visit(at(v), v);
+            visit_range<4>(stage * stage_vectors + threadIdx.x, min((stage + 1) * stage_vectors, vectors), kThreads, visit);
         }
     }
 
     // The same when all have arrived.
-    template <typename Visit> __device__ void each(Visit visit) const {
-#pragma unroll 2
-        for (u32 v = threadIdx.x; v < vectors; v += kThreads) visit(at(v), v);
+    template <typename Visit> __device__ void each(Visit visit) const { visit_range<2>(threadIdx.x, vectors, kThreads, visit); }
+
+    // Vectors first, first + step, ... below end; kBatch are loaded before they are visited.
+    template <u32 kBatch, typename Visit> __device__ void visit_range(u32 first, u32 end, u32 step, Visit visit) const {
+        u32 v = first;
+        for (; v + (kBatch - 1) * step < end; v += kBatch * step) {
+            Raw batch[kBatch];
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i) batch[i] = raw(v + i * step);
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i) visit(Elements::of(batch[i]), v + i * step);
+        }
+#pragma unroll 1
+        for (; v < end; v += step) visit(at(v), v);
     }
 
-    __device__ Elements at(u32 v) const { return Elements::load(elements + v * kWidth); }
+    __device__ Raw raw(u32 v) const { return reinterpret_cast<const Raw*>(elements)[v]; }
+    __device__ Elements at(u32 v) const { return Elements::of(raw(v)); }
     __device__ int token(u32 v, u32 i) const { return first_token + int(v * kWidth + i); }
 };
 
