@@ -20,7 +20,7 @@ CLUSTERS = (1, 2, 4, 8, 16)
 CONFIGS = tuple(Config(cluster, 512) for cluster in CLUSTERS)
 SPACE = tuple(Config(cluster, threads) for cluster in CLUSTERS for threads in (256, 512, 1024))
 VECTOR = 16
-_PART = 200 << 10  # bytes of a row in one block, beside 16 KB of other memory
+PART = 200 << 10  # bytes of a row in one block, beside 16 KB of other memory
 _LIST = 12288  # the list of `short_list.cuh`, in the place of the row
 
 
@@ -51,12 +51,12 @@ def why_not(x: Tensor) -> str | None:
     if (reason := why_not_arch(x)) is not None:
         return reason
     if not _fits(x.shape[-1], x.dtype, CLUSTERS[-1]):
-        return f"holds a row in {CLUSTERS[-1]} blocks of {_PART >> 10} KB, got {x.shape[-1]} of {x.dtype}"
+        return f"holds a row in {CLUSTERS[-1]} blocks of {PART >> 10} KB, got {x.shape[-1]} of {x.dtype}"
     return no_float64(x)
 
 
 def _fits(n: int, dtype: torch.dtype, cluster: int) -> bool:
-    return part_vectors(n, dtype, cluster) * VECTOR <= _PART
+    return part_vectors(n, dtype, cluster) * VECTOR <= PART
 
 
 def configure(m: int, n: int, dtype: torch.dtype) -> Config | None:

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
     for (u32 w = 0; w < warp; ++w) before += shared.partial[w];
     const u64 u = random_below(filters.random, total);
     if (before <= u && u < before + mass_of_warp) {
-        draw_from_part(row, part, kept, u - before, [&](int token, float logit, u64 weight) {
+        draw_kept(row, part, kept, u - before, [&](int token, float logit, u64 weight) {
             write(Drawn{token, logit, weight, total, model_mass});
         });
     }
