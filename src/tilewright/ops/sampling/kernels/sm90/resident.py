@@ -21,7 +21,7 @@ CONFIGS = tuple(Config(cluster, 512) for cluster in CLUSTERS)
 SPACE = tuple(Config(cluster, threads) for cluster in CLUSTERS for threads in (256, 512, 1024))
 VECTOR = 16
 PART = 200 << 10  # bytes of a row in one block, beside 16 KB of other memory
-_LIST = 12288  # the list of `short_list.cuh`, in the place of the row
+_LIST = 16384  # the list of `short_list.cuh`, in the place of the row
 
 
 def part_vectors(n: int, dtype: torch.dtype, cluster: int) -> int:

@@ -24,7 +24,7 @@ template <u32 kThreads> struct SampleMemory {
     Filters filters;
     u64 model_mass;  // of this block, where it is asked for
     int bound;
-    u32 entries;
+    u32 entries, chosen;
 };
 
 // Blocks of a multiprocessor, which bound the registers.
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
         for (u32 i = 0; i < 4; ++i) shared.loaded[i].init(1);
         for (u32 i = 0; i < 2; ++i) shared.exchange.received[i].init(1);
         shared.listed.init(1);
-        shared.entries = 0;
+        shared.entries = 0, shared.chosen = 0;
         fence_barrier_init();
     }
     cluster_arrive_relaxed();
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Config::kThreads, kBlocksOf<Config::kThreads>)
             for (u32 i = threadIdx.x; i < shared.entries; i += kThreads) delivery.send(&list.entries[before + i], shared.found[i]);
             if (rank != 0) return;
             delivery.wait();
-            draw_from_list<kThreads>(list, count, filters, largest, shared.partial, [&](Drawn drawn) {
+            draw_from_list<kThreads>(list, count, &shared.chosen, filters, largest, shared.partial, [&](Drawn drawn) {
                 for (u32 i = 0; i < blocks; ++i) drawn.model_mass += got[2 * i + 1];
                 write(drawn);
             });
