@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.ops.sampling.places import TORCH, assert_distributed, everywhere, keyed
+from tests.ops.sampling.places import TORCH, assert_distributed, everywhere_and_in_cuda, keyed
 
 from tilewright import ops
 from tilewright.ops.sampling.verify_chain import fixed
@@ -49,7 +49,7 @@ def test_the_law_is_the_target_by_enumeration():
     assert abs(rejected - sum(residual)) <= 1 << 18  # a softmax in float32 sums to 1 up to some 2^-22
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_where_a_chain_ends(place):
     """All accepted, the second rejected, ended by -1, nothing in common."""
     steps, vocabulary = 2, 5
@@ -63,7 +63,7 @@ def test_where_a_chain_ends(place):
         assert accepted.tolist() == [2, 1, 1, 0]
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_a_draft_like_the_target_is_accepted(place):
     target, _, drafts, seeds, positions = problem(200, 3, 30, near=0.0)
     p = target.expand(200, -1, -1).contiguous()
@@ -73,7 +73,7 @@ def test_a_draft_like_the_target_is_accepted(place):
     assert torch.equal(tokens[:, :3].cpu(), drafts)
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_probabilities_that_are_none(place):
     """NaN and negative ones count as 0; a row of zeros gives -1."""
     p = torch.tensor([[[torch.nan, -1.0, 0.5]], [[0.0, 0.0, 0.0]]], device=place.device)
@@ -83,7 +83,7 @@ def test_probabilities_that_are_none(place):
     assert accepted.tolist() == [0, 0]
 
 
-@everywhere
+@everywhere_and_in_cuda
 def test_a_request_does_not_depend_on_the_batch(place):
     target, draft, drafts, seeds, positions = problem(8, 3, 40)
     p, q = target.expand(8, -1, -1).contiguous(), draft.expand(8, -1, -1).contiguous()
