@@ -52,11 +52,11 @@ def test_the_law_is_the_target_by_enumeration():
 @everywhere_and_in_cuda
 def test_where_a_chain_ends(place):
     """All accepted, the second rejected, ended by -1, nothing in common."""
-    steps, vocabulary = 2, 5
+    steps, vocabulary = 2, 8
     p = torch.zeros(4, steps + 1, vocabulary, device=place.device)
     p[:, 0, 1], p[:, 1, 2], p[:, 2, 3] = 1.0, 1.0, 1.0
     drafts = torch.tensor([[1, 2], [1, 4], [1, -1], [0, 2]], device=place.device)
-    q = torch.full((4, steps, vocabulary), 0.2, device=place.device)
+    q = torch.full((4, steps, vocabulary), 0.125, device=place.device)
     for options in ({}, {"draft_probs": q}):
         tokens, accepted = ops.verify_chain(p, drafts, *keyed(4, place), **options, backend=place.backend)
         assert tokens.tolist() == [[1, 2, 3], [1, 2, -1], [1, 2, -1], [1, -1, -1]]
@@ -65,7 +65,7 @@ def test_where_a_chain_ends(place):
 
 @everywhere_and_in_cuda
 def test_a_draft_like_the_target_is_accepted(place):
-    target, _, drafts, seeds, positions = problem(200, 3, 30, near=0.0)
+    target, _, drafts, seeds, positions = problem(200, 3, 32, near=0.0)
     p = target.expand(200, -1, -1).contiguous()
     tensors = (t.to(place.device) for t in (p, drafts, seeds, positions))
     tokens, accepted = ops.verify_chain(*tensors, draft_probs=p[:, :3].to(place.device), backend=place.backend)
@@ -76,7 +76,7 @@ def test_a_draft_like_the_target_is_accepted(place):
 @everywhere_and_in_cuda
 def test_probabilities_that_are_none(place):
     """NaN and negative ones count as 0; a row of zeros gives -1."""
-    p = torch.tensor([[[torch.nan, -1.0, 0.5]], [[0.0, 0.0, 0.0]]], device=place.device)
+    p = torch.tensor([[[torch.nan, -1.0, 0.5, 0.0]], [[0.0] * 4]], device=place.device)
     drafts = torch.empty(2, 0, dtype=torch.int64, device=place.device)
     tokens, accepted = ops.verify_chain(p, drafts, *keyed(2, place), backend=place.backend)
     assert tokens.tolist() == [[2], [-1]]
