@@ -73,14 +73,19 @@ def launch(outs: tuple[Tensor, Tensor], args: SampleArgs, config: Config) -> Non
     x = as_rows(args.logits)
     m, n = x.shape
     vectors = resident.part_vectors(n, x.dtype, config.cluster)
-    given = (args.temperatures, args.top_ks, args.top_ps, args.min_ps)
+    temperatures, top_ks, top_ps, min_ps = (
+        None if t is None else t.contiguous() for t in (args.temperatures, args.top_ks, args.top_ps, args.min_ps)
+    )
     kernel_args = Args(
-        outs[0],
-        outs[1] if args.logprobs else None,
-        x,
-        args.seeds.contiguous(),
-        args.positions.contiguous(),
-        *(None if t is None else t.contiguous() for t in given),
+        tokens=outs[0],
+        logprobs=outs[1] if args.logprobs else None,
+        logits=x,
+        seeds=args.seeds.contiguous(),
+        positions=args.positions.contiguous(),
+        temperatures=temperatures,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        min_ps=min_ps,
         temperature=float(args.temperature),
         top_k=args.top_k,
         top_p=float(args.top_p),
